@@ -1,0 +1,107 @@
+# `make demo` and `make test` do everything on a fresh machine; `make help` lists the rest.
+#   PYTHON=python3.12   the Python that .venv is made with      VENV=path     an environment of yours
+#   ARGS="..."          passed on to demo, bench and pytest     CXX, MAX_JOBS compiler, parallel jobs
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+TORCH ?= torch==2.11.*
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+LINTERS := ruff==0.15.22 clang-format==20.1.8
+
+GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
+NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null)
+NVCC := $(strip $(NVCC))
+# CUTLASS's headers, only where something is compiled with them.
+CUTLASS = $(if $(NVCC),$(if $(filter 0,$(OVERLAP_CUDA))$(CUTLASS_PATH),,$(VENV)/.cutlass))
+# A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
+DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
+
+.PHONY: demo test test-gpu test-races sanitize bench doctor build plan lint format clean distclean help
+
+demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
+	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
+	$(PY) -m overlap_torch demo $(ARGS)
+
+test: build  ## all tests but the long races; GPU tests are skipped where there are too few GPUs
+	$(PY) -m pytest --timeout=900 $(ARGS)
+
+test-gpu: build  ## the GPU tests alone
+	$(PY) -m pytest -m "gpu or gpu2" --timeout=900 $(ARGS)
+
+test-races: build  ## thousands of calls with random delays; minutes long
+	$(PY) -m pytest -m long --timeout=1800 $(ARGS)
+
+sanitize: build  ## compute-sanitizer over each kernel, on one GPU
+	PATH="$(abspath $(VENV))/bin:$$PATH" bash scripts/sanitize.sh
+
+bench: build  ## the benchmark: `make bench ARGS="--help"`
+	$(PY) -m overlap_torch bench $(ARGS)
+
+doctor: build  ## what was found on this machine, and which fast paths are on
+	$(PY) -m overlap_torch doctor
+
+build: $(VENV)/.torch $(CUTLASS)  ## compile what has changed, into the checkout
+	@$(PY) setup.py --quiet build_ext --inplace
+	@$(MAKE) --silent --no-print-directory $(VENV)/.package
+
+plan:  ## only the planner's module, for the Python given by PY=...; needs a C++ compiler and ninja
+	$(PY) setup.py build_plan
+
+lint: $(VENV)/.linters  ## what CI checks: ruff and clang-format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+
+format: $(VENV)/.linters  ## lets ruff and clang-format rewrite
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
+
+clean:  ## what was built
+	rm -rf build dist *.egg-info overlap_torch/*.so overlap_torch/_build.json
+
+distclean: clean  ## and the environment
+	rm -rf .venv
+
+help:
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
+
+# What a fresh Debian or Ubuntu lacks is named in one line, before anything is downloaded.
+$(PY):
+	@missing=; \
+	command -v $(firstword $(CXX)) >/dev/null || missing+=" build-essential"; \
+	command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt-get install python3 python3-venv python3-dev$$missing"; exit 1; }; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "$(PYTHON) is $$($(PYTHON) -V): 3.10 or newer is needed (make PYTHON=...)"; exit 1; }; \
+	name=$$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
+	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || missing+=" $$name-venv"; \
+	$(PYTHON) -c 'import os, sysconfig as s; open(os.path.join(s.get_paths()["include"], "Python.h"))' 2>/dev/null \
+	    || missing+=" $$name-dev"; \
+	[ -z "$$missing" ] || { echo "Missing on this machine; run: sudo apt-get install -y$$missing"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Where there is neither GPU nor nvcc, torch's CPU build does, a tenth of the download, if its index
+# answers; everywhere else torch comes from PyPI with the CUDA that it was built for.
+$(VENV)/.torch: | $(PY)
+	@index=; \
+	if [ -z "$(GPU)$(NVCC)" ] && $(PY) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
+	    $(CPU_INDEX)/torch/ 2>/dev/null; then index="--index-url $(CPU_INDEX)"; fi; \
+	echo "Installing $(TORCH) $$index into $(VENV) ..."; \
+	$(PIP) $$index "$(TORCH)"
+	$(PIP) "setuptools>=77,<82" wheel ninja pybind11 numpy
+	@touch $@
+
+$(VENV)/.cutlass: | $(VENV)/.torch
+	$(PIP) --no-deps nvidia-cutlass==4.2.0.0
+	@touch $@
+
+# Makes the checkout importable from everywhere, and installs what demo and tests need.
+$(VENV)/.package: pyproject.toml
+	$(PIP) --no-build-isolation --editable '.[demo,test]'
+	@touch $@
+
+$(VENV)/.linters: Makefile | $(PY)
+	$(PIP) $(LINTERS)
+	@touch $@

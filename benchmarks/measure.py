@@ -1,0 +1,117 @@
+"""Timing: variants of one computation in turns, each repetition as long as its slowest rank.
+
+    call   one call behind a barrier of all ranks, in flushed caches
+    row    ten calls in a row, queued behind another GEMM, as a training step does it; time / 10
+    graph  ten calls in one CUDA graph, replayed, as serving does it; time / 10
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+MODES = ("call", "row", "graph")
+CALLS_IN_A_ROW = 10
+_FILLER_SIZE = 8192  # the GEMM that a row is queued behind: long enough for the host to enqueue the row meanwhile
+
+# Enqueues (on CPU: runs) the i-th call of a computation; i chooses the operands.
+Variant = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds for one call, over repetitions."""
+
+    median: float
+    p10: float
+    p90: float
+    host: float  # median time until the call returned to Python
+
+    def as_dict(self) -> dict[str, float]:
+        return {key: round(value, 2) for key, value in asdict(self).items()}
+
+
+def operand_sets(device: torch.device, set_bytes: int) -> int:
+    """How many sets of operands to rotate so that a set has left the cache when its turn comes again."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 << 20
+    return max(1, min(16, -(-2 * cache // max(1, set_bytes))))
+
+
+class Stopwatch:
+    """Times variants on this rank's device: by events on the current stream of a GPU, by the host's clock on a CPU.
+
+    Holds the buffers that measuring needs (a barrier's token, a cache's worth of zeros, a row's filler GEMM), so one
+    serves for a whole benchmark.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._token = torch.zeros(1, device=device)
+        if self._cuda:
+            cache = torch.cuda.get_device_properties(device).L2_cache_size
+            self._flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
+            self._filler = torch.randn(3, _FILLER_SIZE, _FILLER_SIZE, device=device, dtype=torch.bfloat16)
+
+    def compare(self, mode: str, variants: Sequence[Variant], repeats: int) -> list[Times]:
+        """Times the variants in turns, `repeats` times each. Collective: all ranks call it with the same arguments."""
+        calls = 1 if mode == "call" else CALLS_IN_A_ROW
+        graphs = [self._capture(variant) for variant in variants] if mode == "graph" else []
+        bodies = [graph.replay for graph in graphs] or [
+            lambda turn, variant=variant: _row(variant, calls, turn) for variant in variants
+        ]
+        device_us = torch.zeros(len(variants), repeats, dtype=torch.float64)
+        host_us = torch.zeros_like(device_us)
+        for turn in range(-1, repeats):  # turn -1 warms up
+            for index, body in enumerate(bodies):
+                run = body if graphs else (lambda body=body: body(turn + 1))
+                times = self._time_once(run, flush=mode == "call", filler=mode == "row")
+                if turn >= 0:
+                    device_us[index, turn], host_us[index, turn] = (value / calls for value in times)
+        for graph in graphs:
+            graph.reset()
+        slowest = torch.stack([device_us, host_us]).to(self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        quantiles = torch.quantile(slowest.cpu(), torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), dim=2)
+        return [Times(*quantiles[:, 0, index].tolist(), quantiles[0, 1, index].item()) for index in range(len(variants))]
+
+    def _capture(self, variant: Variant) -> torch.cuda.CUDAGraph:
+        _row(variant, CALLS_IN_A_ROW, 0)  # every operand set once outside of a capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Relaxed: other host threads (NCCL's watchdogs) may go on querying events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            _row(variant, CALLS_IN_A_ROW, 0)
+        return graph
+
+    def _time_once(self, run: Callable[[], None], *, flush: bool, filler: bool) -> tuple[float, float]:
+        """Device time and host time of `run` on this rank, in microseconds."""
+        if not self._cuda:
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            elapsed_us = (time.perf_counter() - start) * 1e6
+            return elapsed_us, elapsed_us
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if flush:
+            self._flush.zero_()
+        torch.cuda.synchronize()
+        if filler:
+            torch.mm(self._filler[0], self._filler[1], out=self._filler[2])
+        dist.all_reduce(self._token)  # a barrier on the device: the ranks' streams go on at the same time
+        begin.record()
+        start = time.perf_counter()
+        run()
+        host_us = (time.perf_counter() - start) * 1e6
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3, host_us
+
+
+def _row(variant: Variant, calls: int, turn: int) -> None:
+    for call in range(calls):
+        variant(turn * calls + call)

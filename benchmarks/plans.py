@@ -1,0 +1,82 @@
+"""Plans of a measured problem: the one in use, others from JSON, the planner's candidates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from overlap_torch import plan as plan_api
+from overlap_torch.plan import Plan, Schedule
+
+__all__ = ["MeasuredProblem", "Plan", "as_dict", "parse", "summary"]
+
+
+def parse(text: str) -> list[Plan]:
+    """One plan or a list of plans, as :func:`as_dict` gives them, from JSON; lines of a benchmark's JSON output do too.
+
+    Raises:
+        ValueError: no JSON, or no valid plan.
+    """
+    try:
+        entries = json.loads(text)
+    except json.JSONDecodeError:
+        entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if isinstance(entries, dict):
+        entries = [entries]
+    return [plan_api.from_dict(entry.get("plan", entry)) for entry in entries if entry.get("kind") != "run"]
+
+
+def as_dict(plan: Plan) -> dict:
+    """The plan as data for JSON."""
+    return plan_api.to_dict(plan)
+
+
+def summary(plan: Plan) -> str:
+    """The plan in a few words, for a table."""
+    if plan.schedule == Schedule.SEQUENTIAL:
+        return "sequential"
+    sizes = [chunk.tiles for chunk in plan.chunks]
+    tiles = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+    ctas = "/".join(str(limit) for limit in dict.fromkeys(chunk.max_ctas for chunk in plan.chunks))
+    words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout), f"tiles {tiles}"]
+    words += [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"] if plan.resources.comm_sms else []
+    return " ".join(words + (["window"] if plan.resources.window else []))
+
+
+@dataclass(frozen=True)
+class MeasuredProblem:
+    """A problem on this rank's device in the default group, and the plan table's entry for it."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    device: torch.device
+    group: str
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan is one for this problem."""
+        return plan.problem == self.current().problem
+
+    def current(self) -> Plan:
+        """The plan that the op uses now."""
+        return plan_api.plan_for(self.m, self.n, self.k, self.dtype, device=self.device, group=self.group)
+
+    def set(self, plan: Plan) -> None:
+        """Makes the op use the plan for this problem. Collective: every rank sets the same."""
+        plan_api.set_plan(plan, device=self.device, group=self.group)
+
+    def clear(self) -> None:
+        """Gives the planner back all problems of the group. Collective."""
+        plan_api.clear_plans(self.group)
+
+    def candidates(self) -> list[Plan]:
+        """The planner's candidates, those of rank 0 on every rank. Collective."""
+        machine = plan_api.machine(self.device, self.group)
+        plans = [plan_api.encode(plan) for plan in plan_api.candidates(self.current().problem, machine)]
+        shared = [plans]
+        dist.broadcast_object_list(shared, src=0)
+        return [plan_api.decode(code) for code in shared[0]]

@@ -1,0 +1,146 @@
+#include "binding/groups.h"
+
+#include <ATen/Parallel.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <cstdlib>
+#include <unordered_map>
+
+namespace overlap::binding {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<const c10d::ProcessGroup*, std::shared_ptr<GroupEntry>> entries;
+};
+
+Registry& registry() {
+  static Registry* instance = new Registry();  // never destroyed: ops may still run while the process ends
+  return *instance;
+}
+
+}  // namespace
+
+PlanEntry::PlanEntry(plan::Plan made) : plan(std::move(made)) {
+  plan::validate(plan);
+  if (plan.schedule == plan::Schedule::kOverlapped) order = plan::tile_order(plan);
+}
+
+GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+    : group_(group),
+      name_(group->getGroupName()),
+      rank_(group->getRank()),
+      world_size_(group->getSize()) {}
+
+std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
+  if (const char* text = std::getenv("OVERLAP_TIMEOUT_S")) {
+    char* end = nullptr;
+    const double seconds = std::strtod(text, &end);
+    TORCH_CHECK(end != text && *end == '\0' && seconds > 0, "overlap_torch: OVERLAP_TIMEOUT_S is '", text,
+                "'; it must be a positive number of seconds");
+    return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+  }
+  if (const auto group = lock()) return group->getBackend(device)->getBackendOptions()->timeout;
+  return ::kProcessGroupDefaultTimeout;
+}
+
+GroupEntry::Key GroupEntry::key(const plan::Problem& problem, at::DeviceType device) {
+  return {static_cast<int>(device), static_cast<int>(problem.op), problem.m, problem.n, problem.k,
+          static_cast<int>(problem.dtype)};
+}
+
+std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem, at::DeviceType device,
+                                                  const plan::Machine& machine) {
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  std::shared_ptr<const PlanEntry>& entry = plans_[key(problem, device)];
+  if (entry == nullptr) entry = std::make_shared<PlanEntry>(plan::make_plan(problem, machine));
+  return entry;
+}
+
+void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device) {
+  TORCH_CHECK(plan.problem.world_size == world_size_, "overlap_torch: the plan is for ",
+              plan.problem.world_size, " ranks, but group '", name_, "' has ", world_size_);
+  auto entry = std::make_shared<PlanEntry>(plan);
+  for (const plan::Chunk& chunk : plan.chunks) {
+    const bool fits = device == at::kCPU ? chunk.transport == plan::Transport::kGloo
+                                         : chunk.transport == plan::Transport::kNccl;
+    TORCH_CHECK(fits, "overlap_torch: the plan's transport is ", plan::name(chunk.transport),
+                ", which does not work on ", c10::DeviceTypeName(device, true), " tensors; use ",
+                device == at::kCPU ? "gloo" : "nccl");
+  }
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  plans_[key(plan.problem, device)] = std::move(entry);
+}
+
+void GroupEntry::clear_plans() {
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  plans_.clear();
+}
+
+std::shared_ptr<GroupEntry> find_group(const std::string& name) {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  try {
+    group = c10d::resolve_process_group(name);
+  } catch (const std::exception&) {
+    TORCH_CHECK_VALUE(false, "overlap_torch: no process group is named '", name,
+                      "'. Give a ProcessGroup's group_name (torch.distributed.group.WORLD.group_name), after "
+                      "torch.distributed.init_process_group.");
+  }
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.entries.find(group.get());
+  if (found != all.entries.end() && found->second->lock() == group) return found->second;
+  std::erase_if(all.entries, [](const auto& item) { return item.second->expired(); });
+  auto entry = std::make_shared<GroupEntry>(group);
+  all.entries[group.get()] = entry;
+  return entry;
+}
+
+std::vector<std::shared_ptr<GroupEntry>> all_groups() {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::vector<std::shared_ptr<GroupEntry>> groups;
+  for (const auto& [pointer, entry] : all.entries) {
+    if (!entry->expired()) groups.push_back(entry);
+  }
+  return groups;
+}
+
+plan::Machine cpu_machine() {
+  plan::Machine machine;
+  machine.sm_count = std::max(1, at::get_num_threads());
+  machine.sm_gflops = 20.0;
+  machine.link_latency_us = 200.0;
+  machine.link_gbps = 1.0;
+  return machine;
+}
+
+bool has_plan_dtype(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || dtype == at::kDouble;
+}
+
+plan::DType to_plan_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return plan::DType::kBFloat16;
+    case at::kHalf:
+      return plan::DType::kFloat16;
+    case at::kFloat:
+      return plan::DType::kFloat32;
+    case at::kDouble:
+      return plan::DType::kFloat64;
+    default:
+      TORCH_CHECK_TYPE(false, "overlap_torch: dtype ", dtype,
+                       " is not supported; use bfloat16, float16, float32 or float64");
+  }
+}
+
+bool debug_enabled() {
+  static const bool enabled = [] {
+    const char* text = std::getenv("OVERLAP_DEBUG");
+    return text != nullptr && std::string(text) == "1";
+  }();
+  return enabled;
+}
+
+}  // namespace overlap::binding

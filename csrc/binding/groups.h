@@ -1,0 +1,85 @@
+// What the op library keeps per process group: its plans, and its CUDA side.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "plan/plan.h"
+#include "plan/planner.h"
+
+namespace overlap::runtime {
+class Group;
+}
+
+namespace overlap::binding {
+
+// A valid plan with its tables, shared by all calls of one problem.
+struct PlanEntry {
+  explicit PlanEntry(plan::Plan made);
+  plan::Plan plan;
+  plan::TileOrder order;  // overlapped plans only
+};
+
+// Kept by weak pointer to the ProcessGroup: names come back after a new init_process_group.
+class GroupEntry {
+ public:
+  explicit GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> lock() const { return group_.lock(); }
+  bool expired() const { return group_.expired(); }
+  const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+
+  // The group's timeout on this kind of device, or OVERLAP_TIMEOUT_S.
+  std::chrono::milliseconds timeout(at::DeviceType device) const;
+
+  // The plan table: what set_plan put there, else what the planner makes, once.
+  std::shared_ptr<const PlanEntry> plan(const plan::Problem& problem, at::DeviceType device,
+                                        const plan::Machine& machine);
+  void set_plan(const plan::Plan& plan, at::DeviceType device);
+  void clear_plans();
+
+  // Calls so far, for OVERLAP_DEBUG's comparison.
+  int64_t next_call() { return calls_++; }
+
+  // The CUDA side on each device (binding/groups_cuda.cc makes it); weak, the watchdog owns it.
+  std::map<int, std::weak_ptr<runtime::Group>> cuda;
+  std::mutex cuda_mutex;
+
+ private:
+  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int>;  // device, op, m, n, k, dtype
+  static Key key(const plan::Problem& problem, at::DeviceType device);
+
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  std::string name_;
+  int rank_ = 0;
+  int world_size_ = 1;
+  std::mutex plans_mutex_;
+  std::map<Key, std::shared_ptr<const PlanEntry>> plans_;
+  std::atomic<int64_t> calls_{0};
+};
+
+// The entry of the process group that has this name now. Throws if there is none.
+std::shared_ptr<GroupEntry> find_group(const std::string& name);
+
+// All groups that have entries and still exist.
+std::vector<std::shared_ptr<GroupEntry>> all_groups();
+
+// A machine model for the CPU: one library kernel, gloo.
+plan::Machine cpu_machine();
+
+plan::DType to_plan_dtype(at::ScalarType dtype);
+bool has_plan_dtype(at::ScalarType dtype);
+
+// OVERLAP_DEBUG=1
+bool debug_enabled();
+
+}  // namespace overlap::binding

@@ -1,0 +1,332 @@
+// overlap_torch._plan: the planner's classes for Python. Knows no torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "plan/plan.h"
+#include "plan/planner.h"
+
+namespace py = pybind11;
+
+namespace overlap::binding {
+namespace {
+
+using plan::BandRun;
+using plan::Chunk;
+using plan::DType;
+using plan::Extent;
+using plan::Kernel;
+using plan::KernelShape;
+using plan::Layout;
+using plan::Machine;
+using plan::Op;
+using plan::Plan;
+using plan::Prediction;
+using plan::Problem;
+using plan::Resources;
+using plan::Rows;
+using plan::Schedule;
+using plan::TileCoord;
+using plan::TileOrder;
+using plan::Transport;
+
+// Functions of a valid plan would read out of bounds with another, and Python can make any.
+TileOrder valid_order(const Plan& plan) {
+  plan::validate(plan);
+  return plan::tile_order(plan);
+}
+
+void check_index(const char* what, int64_t index, int64_t size) {
+  if (index < 0 || index >= size) {
+    throw py::index_error(std::string(what) + " " + std::to_string(index) +
+                          " is out of range, the plan has " + std::to_string(size));
+  }
+}
+
+void check_chunk(const Plan& plan, int32_t chunk) {
+  plan::validate(plan);
+  check_index("chunk", chunk, static_cast<int64_t>(plan.chunks.size()));
+}
+
+// Python has no references to list elements, so a sequence crosses as a tuple of frozen items: what
+// cannot take effect raises, as in plan.chunks.append(...).
+template <typename T>
+py::tuple as_tuple(const std::vector<T>& items) {
+  py::tuple result(items.size());
+  for (size_t i = 0; i < items.size(); ++i) result[i] = py::cast(items[i]);
+  return result;
+}
+
+void bind_enums(py::module_& m) {
+  py::enum_<Op>(m, "Op").value("GEMM_ALLREDUCE", Op::kGemmAllReduce);
+  py::enum_<DType>(m, "DType")
+      .value("BFLOAT16", DType::kBFloat16)
+      .value("FLOAT16", DType::kFloat16)
+      .value("FLOAT32", DType::kFloat32)
+      .value("FLOAT64", DType::kFloat64);
+  py::enum_<Schedule>(m, "Schedule")
+      .value("SEQUENTIAL", Schedule::kSequential)
+      .value("OVERLAPPED", Schedule::kOverlapped);
+  py::enum_<Kernel>(m, "Kernel")
+      .value("LIBRARY", Kernel::kLibrary)
+      .value("SM80", Kernel::kSm80)
+      .value("SM90_PINGPONG", Kernel::kSm90Pingpong)
+      .value("SM90_COOPERATIVE", Kernel::kSm90Cooperative);
+  py::enum_<Transport>(m, "Transport")
+      .value("NCCL", Transport::kNccl)
+      .value("GLOO", Transport::kGloo);
+  py::enum_<Layout>(m, "Layout")
+      .value("ROW_MAJOR", Layout::kRowMajor)
+      .value("PACKED", Layout::kPacked);
+}
+
+void bind_parts(py::module_& m) {
+  py::class_<Problem>(m, "Problem",
+                      "What all ranks share: op, output [m, n], inner dimension k on one rank, "
+                      "dtype, world size.")
+      .def(
+          py::init([](int64_t rows, int64_t columns, int64_t inner, DType dtype, int32_t world_size,
+                      Op op) { return Problem{op, rows, columns, inner, dtype, world_size}; }),
+          py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
+          py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce)
+      .def_readwrite("op", &Problem::op)
+      .def_readwrite("m", &Problem::m)
+      .def_readwrite("n", &Problem::n)
+      .def_readwrite("k", &Problem::k)
+      .def_readwrite("dtype", &Problem::dtype)
+      .def_readwrite("world_size", &Problem::world_size)
+      .def(
+          "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, py::is_operator())
+      .def("__repr__", &Problem::to_string);
+
+  py::class_<Machine>(m, "Machine", "The device a plan is made for. arch 0 is the CPU.")
+      .def(
+          py::init([](int32_t arch, int32_t sm_count, double sm_gflops, bool has_sm80_kernels,
+                      bool has_sm90_kernels, double link_latency_us, double link_gbps,
+                      bool windows) {
+            return Machine{
+                arch,      sm_count, sm_gflops, has_sm80_kernels, has_sm90_kernels, link_latency_us,
+                link_gbps, windows};
+          }),
+          py::arg("arch") = 0, py::arg("sm_count") = 0, py::arg("sm_gflops") = 0.0,
+          py::arg("has_sm80_kernels") = false, py::arg("has_sm90_kernels") = false,
+          py::arg("link_latency_us") = 0.0, py::arg("link_gbps") = 0.0, py::arg("windows") = false)
+      .def_readwrite("arch", &Machine::arch)
+      .def_readwrite("sm_count", &Machine::sm_count)
+      .def_readwrite("sm_gflops", &Machine::sm_gflops)
+      .def_readwrite("has_sm80_kernels", &Machine::has_sm80_kernels)
+      .def_readwrite("has_sm90_kernels", &Machine::has_sm90_kernels)
+      .def_readwrite("link_latency_us", &Machine::link_latency_us)
+      .def_readwrite("link_gbps", &Machine::link_gbps)
+      .def_readwrite("windows", &Machine::windows)
+      .def("__repr__", &Machine::to_string);
+
+  py::class_<Chunk>(m, "Chunk",
+                    "A run of tiles in tile order, communicated as one unit. Frozen: assign "
+                    "plan.chunks a new sequence.")
+      .def(py::init([](int32_t tiles, Transport transport, int32_t max_ctas) {
+             return Chunk{tiles, transport, max_ctas};
+           }),
+           py::arg("tiles"), py::arg("transport") = Transport::kNccl, py::arg("max_ctas") = 0)
+      .def_readonly("tiles", &Chunk::tiles)
+      .def_readonly("transport", &Chunk::transport)
+      .def_readonly("max_ctas", &Chunk::max_ctas)
+      .def(
+          "__eq__", [](const Chunk& a, const Chunk& b) { return a == b; }, py::is_operator())
+      .def("__hash__",
+           [](const Chunk& c) {
+             return py::hash(py::make_tuple(c.tiles, static_cast<int>(c.transport), c.max_ctas));
+           })
+      .def("__repr__", [](const Chunk& c) {
+        return "Chunk(tiles=" + std::to_string(c.tiles) + ", transport=" + plan::name(c.transport) +
+               ", max_ctas=" + std::to_string(c.max_ctas) + ")";
+      });
+
+  py::class_<BandRun>(m, "BandRun",
+                      "`count` bands of `tile_rows` tile rows each. Frozen: assign plan.bands a "
+                      "new sequence.")
+      .def(py::init([](int32_t tile_rows, int32_t count) {
+             return BandRun{tile_rows, count};
+           }),
+           py::arg("tile_rows"), py::arg("count"))
+      .def_readonly("tile_rows", &BandRun::tile_rows)
+      .def_readonly("count", &BandRun::count)
+      .def(
+          "__eq__", [](const BandRun& a, const BandRun& b) { return a == b; }, py::is_operator())
+      .def("__hash__",
+           [](const BandRun& r) { return py::hash(py::make_tuple(r.tile_rows, r.count)); })
+      .def("__repr__", [](const BandRun& r) {
+        return "BandRun(tile_rows=" + std::to_string(r.tile_rows) +
+               ", count=" + std::to_string(r.count) + ")";
+      });
+
+  py::class_<Resources>(m, "Resources", "What the GEMM leaves to communication.")
+      .def(py::init([](int32_t comm_sms, int32_t smem_pad_bytes, bool window) {
+             return Resources{comm_sms, smem_pad_bytes, window};
+           }),
+           py::arg("comm_sms") = 0, py::arg("smem_pad_bytes") = 0, py::arg("window") = false)
+      .def_readwrite("comm_sms", &Resources::comm_sms)
+      .def_readwrite("smem_pad_bytes", &Resources::smem_pad_bytes)
+      .def_readwrite("window", &Resources::window)
+      .def(
+          "__eq__", [](const Resources& a, const Resources& b) { return a == b; },
+          py::is_operator())
+      .def("__repr__", [](const Resources& r) {
+        return "Resources(comm_sms=" + std::to_string(r.comm_sms) +
+               ", smem_pad_bytes=" + std::to_string(r.smem_pad_bytes) +
+               ", window=" + (r.window ? "True" : "False") + ")";
+      });
+}
+
+void bind_plan(py::module_& m) {
+  py::class_<Plan>(m, "Plan",
+                   "How one problem runs: kernel, tile order, chunks, layout, resources. Plain "
+                   "data; validate() says whether it can run.")
+      .def(py::init<>())
+      .def_readwrite("problem", &Plan::problem)
+      .def_readwrite("schedule", &Plan::schedule)
+      .def_readwrite("kernel", &Plan::kernel)
+      .def_readwrite("tile_m", &Plan::tile_m)
+      .def_readwrite("tile_n", &Plan::tile_n)
+      .def_readwrite("cluster_m", &Plan::cluster_m)
+      .def_readwrite("layout", &Plan::layout)
+      .def_readwrite("resources", &Plan::resources)
+      .def_property(
+          "bands", [](const Plan& p) { return as_tuple(p.bands); },
+          [](Plan& p, std::vector<BandRun> bands) { p.bands = std::move(bands); })
+      .def_property(
+          "chunks", [](const Plan& p) { return as_tuple(p.chunks); },
+          [](Plan& p, std::vector<Chunk> chunks) { p.chunks = std::move(chunks); })
+      .def_property_readonly(
+          "tiles_m", [](const Plan& p) { return valid_order(p).tiles_m; },
+          "Tile rows, rounded up to a multiple of cluster_m.")
+      .def_property_readonly(
+          "tiles_n", [](const Plan& p) { return valid_order(p).tiles_n; }, "Tile columns.")
+      .def(
+          "tile_coord",
+          [](const Plan& p, int32_t index) {
+            const TileOrder order = valid_order(p);
+            check_index("tile", index, order.num_tiles());
+            const TileCoord coord = plan::tile_coord(order, index);
+            return py::make_tuple(coord.row, coord.column);
+          },
+          py::arg("index"), "(row, column) of the tile at `index` in tile order.")
+      .def(
+          "tile_index",
+          [](const Plan& p, int32_t row, int32_t column) {
+            const TileOrder order = valid_order(p);
+            check_index("tile row", row, order.tiles_m);
+            check_index("tile column", column, order.tiles_n);
+            return plan::tile_index(order, {row, column});
+          },
+          py::arg("row"), py::arg("column"), "Position in tile order of the tile (row, column).")
+      .def(
+          "tile_chunk",
+          [](const Plan& p, int32_t index) {
+            const TileOrder order = valid_order(p);
+            check_index("tile", index, order.num_tiles());
+            return plan::tile_chunk(order, index);
+          },
+          py::arg("index"), "Chunk of the tile at `index` in tile order.")
+      .def(
+          "packed_offset",
+          [](const Plan& p, int32_t index) {
+            const TileOrder order = valid_order(p);
+            check_index("tile", index, order.num_tiles());
+            return plan::packed_offset(index, p.tile_m, p.tile_n);
+          },
+          py::arg("index"), "First element of the tile at `index` in a packed buffer.")
+      .def(
+          "chunk_extent",
+          [](const Plan& p, int32_t chunk) {
+            check_chunk(p, chunk);
+            const Extent extent = plan::chunk_extent(p, chunk);
+            return py::make_tuple(extent.offset, extent.count);
+          },
+          py::arg("chunk"), "(offset, count) of the chunk in the staging buffer, in elements.")
+      .def(
+          "chunk_rows",
+          [](const Plan& p, int32_t chunk) {
+            check_chunk(p, chunk);
+            if (p.layout != Layout::kRowMajor) {
+              throw py::value_error(
+                  "chunk_rows is for the layout row_major, the plan has packed: "
+                  "take chunk_extent");
+            }
+            const Rows rows = plan::chunk_rows(p, chunk);
+            return py::make_tuple(rows.begin, rows.end);
+          },
+          py::arg("chunk"), "Rows [begin, end) of the output that a row-major chunk covers.")
+      .def(
+          "buffer_elements",
+          [](const Plan& p) {
+            plan::validate(p);
+            return plan::buffer_elements(p);
+          },
+          "Elements of the staging buffer.")
+      .def("validate", &plan::validate, "Raises ValueError if the plan cannot run.")
+      .def("encode", &plan::encode, "The plan as a flat list of integers.")
+      .def(
+          "copy", [](const Plan& p) { return Plan(p); }, "A copy that changes apart.")
+      .def(
+          "__eq__", [](const Plan& a, const Plan& b) { return a == b; }, py::is_operator())
+      .def("__repr__", &Plan::to_string)
+      .def(py::pickle([](const Plan& p) { return py::make_tuple(plan::encode(p)); },
+                      [](const py::tuple& state) {
+                        return plan::decode(state[0].cast<std::vector<int64_t>>());
+                      }));
+}
+
+void bind_planner(py::module_& m) {
+  py::class_<KernelShape>(m, "KernelShape", "Tile shape and cluster of a kernel.")
+      .def(py::init([](int32_t tile_m, int32_t tile_n, int32_t cluster_m) {
+             return KernelShape{tile_m, tile_n, cluster_m};
+           }),
+           py::arg("tile_m") = 0, py::arg("tile_n") = 0, py::arg("cluster_m") = 1)
+      .def_readonly("tile_m", &KernelShape::tile_m)
+      .def_readonly("tile_n", &KernelShape::tile_n)
+      .def_readonly("cluster_m", &KernelShape::cluster_m);
+  py::class_<Prediction>(m, "Prediction", "What the cost model expects, in microseconds.")
+      .def_readonly("gemm_us", &Prediction::gemm_us)
+      .def_readonly("communication_us", &Prediction::communication_us)
+      .def_readonly("total_us", &Prediction::total_us);
+
+  m.attr("MAX_CHUNKS") = plan::kMaxChunks;
+  m.attr("MAX_BAND_RUNS") = plan::kMaxBandRuns;
+  m.def("kernel_shape", &plan::kernel_shape, py::arg("kernel"), py::arg("on_cpu") = false);
+  m.def("validate", &plan::validate, py::arg("plan"));
+  m.def("encode", &plan::encode, py::arg("plan"));
+  m.def("decode", &plan::decode, py::arg("code"));
+  m.def(
+      "predict",
+      [](const Plan& plan, const Machine& machine) {
+        plan::validate(plan);
+        return plan::predict(plan, machine);
+      },
+      py::arg("plan"), py::arg("machine"));
+  m.def("candidates", &plan::candidates, py::arg("problem"), py::arg("machine"));
+  m.def("make_plan", &plan::make_plan, py::arg("problem"), py::arg("machine"));
+  m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"));
+  m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
+        py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
+        py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,
+        py::arg("shape") = KernelShape{});
+  m.def("make_packed", &plan::make_packed, py::arg("problem"), py::arg("kernel"),
+        py::arg("chunk_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
+        py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,
+        py::arg("shape") = KernelShape{});
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_plan, m) {
+  m.doc() = "Problems, plans and the planner.";
+  bind_enums(m);
+  bind_parts(m);
+  bind_plan(m);
+  bind_planner(m);
+}
+
+}  // namespace overlap::binding

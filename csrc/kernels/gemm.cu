@@ -1,0 +1,100 @@
+// Which GEMM takes which operands, and loading them all before anything waits.
+#include "kernels/gemm.h"
+
+#include "kernels/reorder.h"
+#include "kernels/signal.h"
+
+#if defined(OVERLAP_WITH_SM80)
+#include "kernels/gemm_sm80.h"
+#endif
+#if defined(OVERLAP_WITH_SM90)
+#include "kernels/gemm_sm90_instance.h"
+#endif
+
+namespace overlap::kernels {
+namespace {
+
+#if defined(OVERLAP_WITH_SM90)
+constexpr int64_t kMaxTmaExtent = int64_t{1} << 31;
+
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// What TMA can address: 16-byte aligned bases and strides, extents that fit an int.
+bool gemm_sm90_supported(const GemmParams& params) {
+  if (params.dtype != plan::DType::kBFloat16 && params.dtype != plan::DType::kFloat16) return false;
+  if (params.m <= 0 || params.n <= 0 || params.k <= 0) return false;
+  if (params.m >= kMaxTmaExtent || params.n >= kMaxTmaExtent || params.k >= kMaxTmaExtent) return false;
+  const bool row_major = params.layout == plan::Layout::kRowMajor;
+  return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
+         params.input_stride % 8 == 0 && params.weight_stride % 8 == 0 &&
+         (!row_major || params.output_stride % 8 == 0);
+}
+
+GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype) {
+  const bool bf16 = dtype == plan::DType::kBFloat16;
+  if (kernel == plan::Kernel::kSm90Pingpong) {
+    return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
+  }
+  return bf16 ? gemm_sm90_cooperative_bf16() : gemm_sm90_cooperative_fp16();
+}
+#endif
+
+}  // namespace
+
+bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
+  switch (kernel) {
+#if defined(OVERLAP_WITH_SM80)
+    case plan::Kernel::kSm80:
+      return gemm_sm80_supported(params);
+#endif
+#if defined(OVERLAP_WITH_SM90)
+    case plan::Kernel::kSm90Pingpong:
+    case plan::Kernel::kSm90Cooperative:
+      return gemm_sm90_supported(params);
+#endif
+    default:
+      return false;
+  }
+}
+
+cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream) {
+  switch (kernel) {
+#if defined(OVERLAP_WITH_SM80)
+    case plan::Kernel::kSm80:
+      return launch_gemm_sm80(params, stream);
+#endif
+#if defined(OVERLAP_WITH_SM90)
+    case plan::Kernel::kSm90Pingpong:
+    case plan::Kernel::kSm90Cooperative:
+      return sm90_instance(kernel, params.dtype).launch(params, stream);
+#endif
+    default:
+      return cudaErrorNotSupported;
+  }
+}
+
+cudaError_t load_kernels() {
+  cudaError_t error = load_signal_kernels();
+  if (error == cudaSuccess) error = load_reorder_kernels();
+#if defined(OVERLAP_WITH_SM80)
+  if (error == cudaSuccess) error = load_gemm_sm80();
+#endif
+#if defined(OVERLAP_WITH_SM90)
+  int device = 0;
+  int major = 0;
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess && major == 9) {
+    for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90Cooperative}) {
+      for (const plan::DType dtype : {plan::DType::kBFloat16, plan::DType::kFloat16}) {
+        if (error == cudaSuccess) error = sm90_instance(kernel, dtype).load();
+      }
+    }
+  }
+#endif
+  return error;
+}
+
+}  // namespace overlap::kernels

@@ -1,0 +1,9 @@
+#include "kernels/gemm_sm90.h"
+
+namespace overlap::kernels {
+
+GemmSm90Instance gemm_sm90_cooperative_fp16() {
+  return make_gemm_sm90_instance<false, cutlass::half_t>();
+}
+
+}  // namespace overlap::kernels

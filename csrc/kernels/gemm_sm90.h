@@ -1,0 +1,354 @@
+// Hopper GEMM: CUTLASS's TMA + wgmma collectives under a kernel of our own, which takes tiles in the plan's order,
+// stores each where the plan says and signals its chunk.
+//
+// A CTA is one producer warp group and two consumer warp groups. The consumers form teams:
+//   ping-pong     two teams of one warp group; they alternate tiles, one multiplies while the other stores.
+//   cooperative   one team of two warp groups, half a tile each.
+//
+//   producer   | load 0 | load 1 | load 2 | load 3 | ...            (TMA, as far ahead as shared memory allows)
+//   team 0     |        | mma 0  | store 0, signal | mma 2  | ...
+//   team 1     |                 | mma 1  | store 1, signal | ...
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include <cute/tensor.hpp>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/cutlass.h>
+#include <cutlass/epilogue/collective/collective_builder.hpp>
+#include <cutlass/epilogue/fusion/operations.hpp>
+#include <cutlass/gemm/collective/collective_builder.hpp>
+#include <cutlass/pipeline/pipeline.hpp>
+
+#include "kernels/gemm.h"
+#include "kernels/gemm_sm90_instance.h"
+#include "kernels/signal.h"
+
+namespace overlap::kernels {
+
+template <bool kPingpong, class Element_, bool kWeightKContiguous_>
+struct GemmSm90 {
+  using Element = Element_;
+  using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
+  using TileShape = std::conditional_t<kPingpong, cute::Shape<cute::_128, cute::_128, cute::_64>,
+                                       cute::Shape<cute::_128, cute::_256, cute::_64>>;
+  using MainloopSchedule =
+      std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
+  using EpilogueSchedule = std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
+                                              cutlass::epilogue::TmaWarpSpecializedCooperative>;
+  using LayoutWeight = std::conditional_t<kWeightKContiguous_, cutlass::layout::ColumnMajor,
+                                          cutlass::layout::RowMajor>;
+  static constexpr int kAlignment = 16 / sizeof(Element);
+
+  // No C operand, alpha = 1: the epilogue converts and stores.
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void,
+      cutlass::layout::RowMajor, kAlignment, Element, cutlass::layout::RowMajor, kAlignment,
+      EpilogueSchedule, cutlass::epilogue::fusion::ScaledAcc<Element, float>>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
+      kAlignment, Element, LayoutWeight, kAlignment, float, TileShape, ClusterShape,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename Epilogue::SharedStorage))>,
+      MainloopSchedule>::CollectiveOp;
+
+  using TiledMma = typename Mainloop::TiledMma;
+  using ProblemShape = cute::Shape<int, int, int, int>;  // M, N, K, L
+
+  static constexpr int kTileM = cute::size<0>(TileShape{});
+  static constexpr int kTileN = cute::size<1>(TileShape{});
+  static constexpr int kClusterM = cute::size<0>(ClusterShape{});
+  static constexpr int kTeams = kPingpong ? 2 : 1;
+  static constexpr int kTeamThreads = cute::size(TiledMma{});
+  static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup + kTeams * kTeamThreads;
+  static_assert(kThreads == 384);
+  // A consumer holds its accumulators in registers; the producer gives its registers away.
+  static constexpr uint32_t kProducerRegisters = 40;
+  static constexpr uint32_t kConsumerRegisters = 232;
+
+  // Two ordered phases per tile, multiply and store, each held by one team at a time.
+  using TeamOrder = cutlass::OrderedSequenceBarrier<2, kTeams>;
+  using MainloopPipeline = typename Mainloop::MainloopPipeline;
+  using LoadPipeline = typename Epilogue::LoadPipeline;  // for a C operand: unused, but store() takes it
+  using StorePipeline = typename Epilogue::StorePipeline;
+
+  struct SharedStorage {
+    struct Tensors {
+      typename Epilogue::TensorStorage epilogue;
+      typename Mainloop::TensorStorage mainloop;
+    } tensors;
+    alignas(16) typename Mainloop::PipelineStorage mainloop;
+    alignas(16) typename Epilogue::PipelineStorage load;
+    alignas(16) typename TeamOrder::SharedStorage order;
+  };
+
+  struct Params {
+    typename Mainloop::Params mainloop;
+    typename Epilogue::Params epilogue;
+    ProblemShape gemm_shape;   // of the operands
+    ProblemShape store_shape;  // of the output: (M, N, K, 1), or (tile_m, tile_n, K, tiles) if packed
+    bool packed;
+    plan::TileOrder order;
+    int32_t* counters;
+  };
+
+  // A tile for the collectives: where its operands lie, and where its output goes.
+  struct Step {
+    int32_t index;
+    plan::TileCoord coord;
+  };
+
+  // Tiles of one CTA: every grid-th cluster tile, this CTA's row of it.
+  class Tiles {
+   public:
+    CUTLASS_DEVICE Tiles(const plan::TileOrder& order, int first_step)
+        : order_(order),
+          index_(static_cast<int32_t>(blockIdx.x) + first_step * static_cast<int32_t>(gridDim.x)) {}
+    CUTLASS_DEVICE bool valid() const { return index_ < order_.num_tiles(); }
+    CUTLASS_DEVICE Step step() const { return {index_, plan::tile_coord(order_, index_)}; }
+    CUTLASS_DEVICE void advance(int steps) { index_ += steps * static_cast<int32_t>(gridDim.x); }
+
+   private:
+    const plan::TileOrder& order_;
+    int32_t index_;
+  };
+
+  static Params make_params(const GemmParams& gemm) {
+    const int m = static_cast<int>(gemm.m);
+    const int n = static_cast<int>(gemm.n);
+    const int k = static_cast<int>(gemm.k);
+    const bool packed = gemm.layout == plan::Layout::kPacked;
+
+    typename Mainloop::StrideA stride_a{};
+    cute::get<0>(stride_a) = gemm.input_stride;
+    typename Mainloop::StrideB stride_b{};
+    if constexpr (kWeightKContiguous_) {
+      cute::get<0>(stride_b) = gemm.weight_stride;
+    } else {
+      cute::get<1>(stride_b) = gemm.weight_stride;
+    }
+    typename Epilogue::StrideD stride_d{};
+    cute::get<0>(stride_d) = packed ? kTileN : gemm.output_stride;
+    cute::get<2>(stride_d) = packed ? static_cast<int64_t>(kTileM) * kTileN : 0;
+
+    Params params{};
+    params.gemm_shape = cute::make_shape(m, n, k, 1);
+    params.store_shape = packed ? cute::make_shape(kTileM, kTileN, k, gemm.order.num_tiles())
+                                : params.gemm_shape;
+    params.packed = packed;
+    params.order = gemm.order;
+    params.counters = gemm.counters;
+    typename Mainloop::Arguments mainloop{};
+    mainloop.ptr_A = static_cast<const Element*>(gemm.input);
+    mainloop.dA = stride_a;
+    mainloop.ptr_B = static_cast<const Element*>(gemm.weight);
+    mainloop.dB = stride_b;
+    params.mainloop = Mainloop::to_underlying_arguments(params.gemm_shape, mainloop, nullptr);
+    typename Epilogue::Arguments epilogue{};
+    epilogue.thread.alpha = 1.0f;
+    epilogue.ptr_D = static_cast<Element*>(gemm.output);
+    epilogue.dD = stride_d;
+    params.epilogue = Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
+    return params;
+  }
+
+  CUTLASS_DEVICE static void produce(const Params& params, SharedStorage& shared,
+                                     MainloopPipeline& pipeline) {
+    Mainloop mainloop;
+    const auto inputs = mainloop.load_init(params.gemm_shape, params.mainloop);
+    const int k_tiles = cute::size<3>(cute::get<0>(inputs));
+    auto state = cutlass::make_producer_start_state<MainloopPipeline>();
+    for (Tiles tiles(params.order, 0); tiles.valid(); tiles.advance(1)) {
+      const Step step = tiles.step();
+      mainloop.load(params.mainloop, pipeline, state, inputs,
+                    cute::make_coord(step.coord.row, step.coord.column, cute::_, 0),
+                    cute::make_coord_iterator(k_tiles), k_tiles, cutlass::canonical_lane_idx(),
+                    cute::block_rank_in_cluster(), shared.tensors.mainloop);
+      state.advance(k_tiles);
+    }
+    // The other CTA of the cluster may still multicast into this one's shared memory: leave after its last arrival.
+    mainloop.load_tail(pipeline, state);
+  }
+
+  CUTLASS_DEVICE static void consume(const Params& params, SharedStorage& shared,
+                                     MainloopPipeline& pipeline, LoadPipeline& load_pipeline,
+                                     TeamOrder& order, int team) {
+    Mainloop mainloop;
+    Epilogue epilogue(params.epilogue, shared.tensors.epilogue);
+    typename StorePipeline::Params store_params;
+    store_params.always_wait = true;
+    StorePipeline store_pipeline(store_params);
+
+    const int thread = (static_cast<int>(threadIdx.x) - cutlass::NumThreadsPerWarpGroup) % kTeamThreads;
+    const int k_tiles =
+        cute::size<3>(cute::get<0>(mainloop.load_init(params.gemm_shape, params.mainloop)));
+    constexpr auto kLoads = Epilogue::get_load_pipe_increment(TileShape{});
+    constexpr auto kStores = Epilogue::get_store_pipe_increment(TileShape{});
+    TiledMma tiled_mma;
+
+    // All teams read one sequence of loads: each skips the tiles of the others.
+    typename Mainloop::PipelineState mainloop_state;
+    typename Epilogue::LoadPipelineState load_state;
+    auto store_state = cutlass::make_producer_start_state<StorePipeline>();
+    mainloop_state.advance(team * k_tiles);
+    load_state.advance(team * kLoads);
+    store_state.advance(team * kStores);
+
+    for (Tiles tiles(params.order, team); tiles.valid(); tiles.advance(kTeams)) {
+      const Step step = tiles.step();
+      auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
+
+      if constexpr (kTeams > 1) order.wait();
+      mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread, shared.tensors.mainloop,
+                   params.mainloop);
+      if constexpr (kTeams > 1) order.arrive();
+      mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
+      mainloop_state.advance(k_tiles * kTeams);
+
+      const auto place = params.packed
+                             ? cute::make_coord(0, 0, cute::_, step.index)
+                             : cute::make_coord(step.coord.row, step.coord.column, cute::_, 0);
+      if constexpr (kTeams > 1) order.wait();
+      auto [load_next, store_next] =
+          epilogue.store(load_pipeline, load_state, store_pipeline, store_state, params.store_shape,
+                         TileShape{}, place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
+      if constexpr (kTeams > 1) {
+        // The other team writes the same shared memory next: the copy engine must have read it.
+        auto [load_end, store_end] =
+            epilogue.store_tail(load_pipeline, load_next, store_pipeline, store_next);
+        load_state = load_end;
+        store_state = store_end;
+        load_state.advance(kLoads);
+        store_state.advance(kStores);
+        order.arrive();
+      } else {
+        load_state = load_next;
+        store_state = store_next;
+      }
+
+      // The team's first warp issued all its bulk stores, so this warp alone must see them complete; it is idle until
+      // its next tile anyway. Signal [A]: wait_counter acquires what is released here.
+      if (params.counters != nullptr && thread < cutlass::NumThreadsPerWarp) {
+        wait_bulk_stores_complete();
+        if (cutlass::canonical_lane_idx() == 0) {
+          signal_release_gpu(params.counters + plan::tile_chunk(params.order, step.index));
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  CUTLASS_DEVICE static void run(const Params& params, char* memory) {
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+    const int warp_group = cutlass::canonical_warp_group_idx();
+    const bool producer = warp_group == 0;
+    const int warp_in_group = cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup;
+    const int team = kPingpong ? warp_group - 1 : 0;
+
+    if (cutlass::canonical_warp_idx_sync() == 0 && cute::elect_one_sync()) {
+      Mainloop::prefetch_tma_descriptors(params.mainloop);
+      Epilogue::prefetch_tma_descriptors(params.epilogue);
+    }
+
+    typename MainloopPipeline::Params mainloop_params;
+    if (producer && warp_in_group == 0) mainloop_params.role = MainloopPipeline::ThreadCategory::Producer;
+    if (!producer) mainloop_params.role = MainloopPipeline::ThreadCategory::Consumer;
+    mainloop_params.is_leader = threadIdx.x % cutlass::NumThreadsPerWarpGroup == 0;
+    mainloop_params.num_consumers = kTeamThreads;
+    mainloop_params.num_producers = Mainloop::NumProducerThreadEvents;
+    mainloop_params.transaction_bytes = params.mainloop.tma_transaction_bytes;
+    MainloopPipeline pipeline(shared.mainloop, mainloop_params, ClusterShape{});
+
+    typename LoadPipeline::Params load_params;
+    load_params.role = LoadPipeline::ThreadCategory::Consumer;
+    load_params.dst_blockid = cute::block_rank_in_cluster();
+    load_params.producer_arv_count = cutlass::NumThreadsPerWarp;
+    load_params.consumer_arv_count = kTeamThreads;
+    if constexpr (Epilogue::RequiresTransactionBytes) {
+      load_params.transaction_bytes = params.epilogue.tma_transaction_bytes;
+    }
+    LoadPipeline load_pipeline(shared.load, load_params);
+
+    typename TeamOrder::Params order_params;
+    order_params.group_id = producer ? 0 : team;
+    order_params.group_size = kTeamThreads;
+    TeamOrder order(shared.order, order_params);
+
+    // Barriers of both CTAs are initialised before either uses the other's.
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+
+    if (producer) {
+      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      if (warp_in_group == 0) produce(params, shared, pipeline);
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      consume(params, shared, pipeline, load_pipeline, order, team);
+    }
+  }
+};
+
+template <class Gemm>
+__global__ void __launch_bounds__(Gemm::kThreads, 1)
+    gemm_sm90_kernel(const __grid_constant__ typename Gemm::Params params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ char memory[];
+  // Swizzled shared-memory layouts repeat every 1024 bytes.
+  Gemm::run(params, memory);
+#endif
+}
+
+// One instance's host side.
+template <class Gemm>
+struct GemmSm90Launcher {
+  static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Gemm::SharedStorage));
+  static constexpr int kMaxSharedBytes = 227 * 1024;
+
+  static cudaError_t load() {
+    return cudaFuncSetAttribute(gemm_sm90_kernel<Gemm>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kMaxSharedBytes);
+  }
+
+  static cudaError_t launch(const GemmParams& gemm, cudaStream_t stream) {
+    const typename Gemm::Params params = Gemm::make_params(gemm);
+    const int clusters = std::min(std::max(gemm.ctas / Gemm::kClusterM, 1),
+                                  gemm.order.num_tiles() / Gemm::kClusterM);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = Gemm::kClusterM;
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(clusters * Gemm::kClusterM);
+    config.blockDim = dim3(Gemm::kThreads);
+    config.dynamicSmemBytes = std::min(kSharedBytes + gemm.smem_pad_bytes, kMaxSharedBytes);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, gemm_sm90_kernel<Gemm>, params);
+  }
+};
+
+// Both weight layouts of one schedule and dtype.
+template <bool kPingpong, class Element>
+GemmSm90Instance make_gemm_sm90_instance() {
+  using KContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, true>>;
+  using NContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, false>>;
+  GemmSm90Instance instance;
+  instance.launch = [](const GemmParams& params, cudaStream_t stream) {
+    return params.weight_k_contiguous ? KContiguous::launch(params, stream)
+                                      : NContiguous::launch(params, stream);
+  };
+  instance.load = [] {
+    const cudaError_t error = KContiguous::load();
+    return error != cudaSuccess ? error : NContiguous::load();
+  };
+  return instance;
+}
+
+}  // namespace overlap::kernels

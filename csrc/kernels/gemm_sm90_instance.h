@@ -1,0 +1,19 @@
+// The Hopper GEMM's instances: launch and load functions, so that only their own files include CUTLASS.
+#pragma once
+
+#include "kernels/gemm.h"
+
+namespace overlap::kernels {
+
+// Both weight layouts of one schedule and dtype.
+struct GemmSm90Instance {
+  cudaError_t (*launch)(const GemmParams& params, cudaStream_t stream);
+  cudaError_t (*load)();
+};
+
+GemmSm90Instance gemm_sm90_pingpong_bf16();
+GemmSm90Instance gemm_sm90_pingpong_fp16();
+GemmSm90Instance gemm_sm90_cooperative_bf16();
+GemmSm90Instance gemm_sm90_cooperative_fp16();
+
+}  // namespace overlap::kernels

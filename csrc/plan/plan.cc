@@ -1,0 +1,204 @@
+#include "plan/plan.h"
+
+#include <charconv>
+#include <sstream>
+#include <stdexcept>
+
+namespace overlap::plan {
+namespace {
+
+constexpr int64_t round_up_div(int64_t value, int64_t by) {
+  return value / by + (value % by != 0 ? 1 : 0);
+}
+
+std::string exact(double value) {
+  char text[32];
+  const std::to_chars_result result = std::to_chars(text, text + sizeof(text), value);
+  return std::string(text, result.ptr);
+}
+
+// Equal neighbours are printed once, with their number in front.
+template <typename T, typename Print>
+void print_runs(std::ostringstream& out, const std::vector<T>& items, Print print) {
+  for (size_t begin = 0; begin < items.size();) {
+    size_t end = begin + 1;
+    while (end < items.size() && items[end] == items[begin]) ++end;
+    out << (begin == 0 ? "" : ", ");
+    if (end - begin > 1) out << (end - begin) << " x ";
+    print(items[begin]);
+    begin = end;
+  }
+}
+
+}  // namespace
+
+int64_t element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return 2;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat64:
+      return 8;
+  }
+  throw std::invalid_argument("unknown dtype " + std::to_string(static_cast<int32_t>(dtype)));
+}
+
+const char* name(Op op) {
+  switch (op) {
+    case Op::kGemmAllReduce:
+      return "gemm_allreduce";
+  }
+  return "unknown op";
+}
+
+const char* name(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+  }
+  return "unknown dtype";
+}
+
+const char* name(Schedule schedule) {
+  switch (schedule) {
+    case Schedule::kSequential:
+      return "sequential";
+    case Schedule::kOverlapped:
+      return "overlapped";
+  }
+  return "unknown schedule";
+}
+
+const char* name(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kLibrary:
+      return "library";
+    case Kernel::kSm80:
+      return "sm80";
+    case Kernel::kSm90Pingpong:
+      return "sm90_pingpong";
+    case Kernel::kSm90Cooperative:
+      return "sm90_cooperative";
+  }
+  return "unknown kernel";
+}
+
+const char* name(Transport transport) {
+  switch (transport) {
+    case Transport::kNccl:
+      return "nccl";
+    case Transport::kGloo:
+      return "gloo";
+  }
+  return "unknown transport";
+}
+
+const char* name(Layout layout) {
+  switch (layout) {
+    case Layout::kRowMajor:
+      return "row_major";
+    case Layout::kPacked:
+      return "packed";
+  }
+  return "unknown layout";
+}
+
+std::string Problem::to_string() const {
+  std::ostringstream out;
+  out << name(op) << " m=" << m << " n=" << n << " k=" << k << " " << name(dtype)
+      << " world_size=" << world_size;
+  return out.str();
+}
+
+// All fields by name, numbers in the shortest form that reads back exactly: overlap_torch.plan
+// parses it.
+std::string Machine::to_string() const {
+  std::ostringstream out;
+  out << "arch=" << arch << " sm_count=" << sm_count << " sm_gflops=" << exact(sm_gflops)
+      << " has_sm80_kernels=" << has_sm80_kernels << " has_sm90_kernels=" << has_sm90_kernels
+      << " link_latency_us=" << exact(link_latency_us) << " link_gbps=" << exact(link_gbps)
+      << " windows=" << windows;
+  return out.str();
+}
+
+std::string Plan::to_string() const {
+  std::ostringstream out;
+  out << problem.to_string() << ": " << name(schedule) << ", " << name(kernel) << " " << tile_m
+      << "x" << tile_n << " cluster " << cluster_m << ", " << name(layout) << ", bands of ";
+  for (size_t r = 0; r < bands.size(); ++r) {
+    out << (r == 0 ? "" : ", ") << bands[r].count << " x " << bands[r].tile_rows;
+  }
+  if (bands.empty()) out << "0";
+  out << " tile rows, chunks of ";
+  print_runs(out, chunks, [&out](const Chunk& chunk) {
+    out << chunk.tiles << " tiles (" << name(chunk.transport);
+    if (chunk.max_ctas != 0) out << ", " << chunk.max_ctas << " CTAs";
+    out << ")";
+  });
+  if (chunks.empty()) out << "0 tiles";
+  out << ", " << resources.comm_sms << " SMs left to communication";
+  if (resources.smem_pad_bytes != 0) out << ", smem pad " << resources.smem_pad_bytes << " bytes";
+  if (resources.window) out << ", in a window";
+  return out.str();
+}
+
+int32_t tiles_m(const Plan& plan) {
+  const int64_t tiles = round_up_div(plan.problem.m, plan.tile_m);
+  return static_cast<int32_t>(round_up_div(tiles, plan.cluster_m) * plan.cluster_m);
+}
+
+int32_t tiles_n(const Plan& plan) {
+  return static_cast<int32_t>(round_up_div(plan.problem.n, plan.tile_n));
+}
+
+TileOrder tile_order(const Plan& plan) {
+  TileOrder order;
+  order.tiles_m = tiles_m(plan);
+  order.tiles_n = tiles_n(plan);
+  for (const BandRun& run : plan.bands) order.runs[order.num_runs++] = run;
+  for (const Chunk& chunk : plan.chunks) {
+    order.chunk_begin[order.num_chunks + 1] = order.chunk_begin[order.num_chunks] + chunk.tiles;
+    ++order.num_chunks;
+  }
+  return order;
+}
+
+int64_t buffer_elements(const Plan& plan) {
+  if (plan.layout == Layout::kRowMajor) return plan.problem.m * plan.problem.n;
+  return packed_offset(tiles_m(plan) * tiles_n(plan), plan.tile_m, plan.tile_n);
+}
+
+Rows chunk_rows(const Plan& plan, int32_t chunk) {
+  // Row-major chunks begin and end where bands do, so whole tile rows lie before each of them.
+  const int32_t columns = tiles_n(plan);
+  if (columns == 0) return {0, plan.problem.m};
+  int64_t first_tile = 0;
+  for (int32_t c = 0; c < chunk; ++c) first_tile += plan.chunks[c].tiles;
+  const int64_t end_tile = first_tile + plan.chunks[chunk].tiles;
+  const auto row_at = [&](int64_t tile) {
+    const int64_t row = tile / columns * plan.tile_m;
+    return row < plan.problem.m ? row : plan.problem.m;
+  };
+  return {row_at(first_tile), row_at(end_tile)};
+}
+
+Extent chunk_extent(const Plan& plan, int32_t chunk) {
+  if (plan.layout == Layout::kRowMajor) {
+    const Rows rows = chunk_rows(plan, chunk);
+    return {rows.begin * plan.problem.n, (rows.end - rows.begin) * plan.problem.n};
+  }
+  int32_t first_tile = 0;
+  for (int32_t c = 0; c < chunk; ++c) first_tile += plan.chunks[c].tiles;
+  return {packed_offset(first_tile, plan.tile_m, plan.tile_n),
+          packed_offset(plan.chunks[chunk].tiles, plan.tile_m, plan.tile_n)};
+}
+
+}  // namespace overlap::plan

@@ -1,0 +1,339 @@
+#include "plan/planner.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "plan/cost_model.h"
+
+namespace overlap::plan {
+namespace {
+
+// An overlapped plan is taken only if it is predicted to need less than this share of the
+// sequence's time: the model is not better than that, and a lost sequence costs more than a missed
+// overlap.
+constexpr double kNeededShare = 0.97;
+constexpr double kNeededShareLibrary = 0.90;  // GEMM calls per chunk beside NCCL: least sure
+
+// CTA limits tried: on fast links, on slow ones, and with symmetric windows. One communicator
+// exists for each.
+constexpr int32_t kFastLinkCtas[] = {8, 16, 24};
+constexpr int32_t kSlowLinkCtas[] = {4, 8};
+constexpr int32_t kWindowCtas[] = {8, 16};
+
+constexpr int32_t kMaxBandRows =
+    8;  // higher bands finish later and share no more of the operands in L2
+constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
+constexpr double kMinCpuChunkFlops = 1e6;  // less work than this hides no communication call
+constexpr int32_t kPackedBelowPanels =
+    4;  // row panels that thin are few: also try packed chunks of whole waves
+
+// The chunks' shares of the output, first to last.
+const std::vector<std::vector<int32_t>>& gpu_schedules() {
+  static const std::vector<std::vector<int32_t>> schedules = {
+      std::vector<int32_t>(2, 1),
+      std::vector<int32_t>(4, 1),
+      std::vector<int32_t>(8, 1),
+      std::vector<int32_t>(16, 1),
+      // Communication is the longer part: start it early, then make few calls.
+      {1, 3},
+      {1, 3, 4},
+      {1, 3, 6, 6},
+      {1, 2, 4, 8},
+      // The GEMM is the longer part: little may be left to communicate when it ends.
+      {3, 1},
+      {4, 3, 1},
+      {4, 4, 4, 2, 1, 1},
+      {3, 3, 3, 3, 2, 1, 1},
+      // Neither hides the other.
+      {1, 2, 1},
+      {1, 3, 3, 1},
+      {1, 3, 4, 4, 3, 1},
+      {1, 2, 3, 3, 3, 2, 1, 1},
+  };
+  return schedules;
+}
+
+const std::vector<std::vector<int32_t>>& library_schedules() {
+  static const std::vector<std::vector<int32_t>> schedules = {
+      std::vector<int32_t>(2, 1),
+      std::vector<int32_t>(3, 1),
+      std::vector<int32_t>(4, 1),
+  };
+  return schedules;
+}
+
+// Whether the tables' 32-bit tile indices can count the tiles.
+bool grid_fits(const Problem& problem, const KernelShape& shape) {
+  const double rows = static_cast<double>(problem.m) / shape.tile_m + shape.cluster_m + 1;
+  const double columns = static_cast<double>(problem.n) / shape.tile_n + 1;
+  return rows * columns < static_cast<double>(std::numeric_limits<int32_t>::max());
+}
+
+Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
+               const KernelShape& shape) {
+  Plan plan;
+  plan.problem = problem;
+  plan.kernel = kernel;
+  const KernelShape own =
+      shape.tile_m != 0 ? shape : kernel_shape(kernel, transport == Transport::kGloo);
+  if (own.tile_m <= 0 || own.tile_n <= 0 || own.cluster_m <= 0) {
+    throw std::invalid_argument("tile shape " + std::to_string(own.tile_m) + "x" +
+                                std::to_string(own.tile_n) + " in clusters of " +
+                                std::to_string(own.cluster_m) + ": all three must be 1 or more");
+  }
+  if (!grid_fits(problem, own)) {
+    throw std::invalid_argument(problem.to_string() + " has more tiles of " +
+                                std::to_string(own.tile_m) + "x" + std::to_string(own.tile_n) +
+                                " than 32 bits count: split the problem");
+  }
+  plan.tile_m = own.tile_m;
+  plan.tile_n = own.tile_n;
+  plan.cluster_m = own.cluster_m;
+  return plan;
+}
+
+void check_band_rows(int32_t band_rows) {
+  if (band_rows <= 0) {
+    throw std::invalid_argument("band_rows is " + std::to_string(band_rows) +
+                                ", allowed is 1 or more, a multiple of the kernel's cluster_m");
+  }
+}
+
+void add_bands(Plan& plan, int32_t tile_rows, int32_t count) {
+  if (count == 0 || tile_rows == 0) return;
+  if (!plan.bands.empty() && plan.bands.back().tile_rows == tile_rows) {
+    plan.bands.back().count += count;
+  } else {
+    plan.bands.push_back({tile_rows, count});
+  }
+}
+
+// `rows` tile rows as bands of `band_rows`, the last one lower where it does not come out even.
+void cut_into_bands(Plan& plan, int32_t rows, int32_t band_rows) {
+  add_bands(plan, band_rows, rows / band_rows);
+  add_bands(plan, rows % band_rows, 1);
+}
+
+// Bands of one height that all chunks are whole numbers of: for chunks that cut_into_bands would
+// give more runs than the tables hold. Leaves the bands alone where there is no such height.
+void cut_into_equal_bands(Plan& plan, const std::vector<int32_t>& chunk_rows, int32_t band_rows) {
+  int32_t divisor = 0;
+  for (const int32_t rows : chunk_rows) divisor = std::gcd(divisor, rows);
+  int32_t height = std::min(band_rows, divisor) / plan.cluster_m * plan.cluster_m;
+  while (height > 0 && divisor % height != 0) height -= plan.cluster_m;
+  if (height > 0) plan.bands = {{height, tiles_m(plan) / height}};
+}
+
+// `total` in parts as the weights say, each but the last a multiple of `grain`. Empty if a part
+// would be.
+std::vector<int32_t> apportion(int32_t total, int32_t grain, const std::vector<int32_t>& weights) {
+  const int64_t grains = (total + grain - 1) / grain;
+  const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
+  std::vector<int32_t> parts;
+  int64_t weight = 0;
+  int32_t begin = 0;
+  for (const int32_t w : weights) {
+    weight += w;
+    const int64_t end_grain = (2 * weight * grains + sum) / (2 * sum);  // rounded to the nearest
+    const int32_t end = static_cast<int32_t>(std::min<int64_t>(end_grain * grain, total));
+    if (end <= begin) return {};
+    parts.push_back(end - begin);
+    begin = end;
+  }
+  return parts;
+}
+
+// The highest band of which the smallest chunk holds a whole one; 0 if there is none.
+int32_t band_height(int32_t rows, int32_t cluster_m, const std::vector<int32_t>& weights) {
+  const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
+  const int64_t least = *std::min_element(weights.begin(), weights.end());
+  for (int32_t height = kMaxBandRows; height >= cluster_m; height /= 2) {
+    if (height % cluster_m == 0 && least * rows >= height * sum) return height;
+  }
+  return 0;
+}
+
+void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
+                    const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
+                    int32_t max_ctas, Transport transport) {
+  const Plan base = base_plan(problem, kernel, transport, {});
+  const int32_t rows = tiles_m(base);
+  for (const std::vector<int32_t>& weights : schedules) {
+    const int32_t band_rows = band_height(rows, base.cluster_m, weights);
+    if (band_rows == 0) continue;
+    const std::vector<int32_t> heights = apportion(rows, band_rows, weights);
+    if (heights.empty()) continue;
+    plans.push_back(
+        make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport));
+  }
+}
+
+// Chunks of whole waves, where the output is too flat for row panels.
+void add_packed(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
+                const Machine& machine, const Resources& resources, int32_t max_ctas) {
+  const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
+  const int32_t rows = tiles_m(base);
+  if (rows / base.cluster_m >= kPackedBelowPanels) return;
+  const int32_t tiles = rows * tiles_n(base);
+  const int32_t wave = machine.sm_count - resources.comm_sms;
+  for (const int32_t parts : {2, 4}) {
+    const std::vector<int32_t> chunks =
+        apportion(tiles, wave, std::vector<int32_t>(static_cast<size_t>(parts), 1));
+    if (chunks.empty()) continue;
+    plans.push_back(make_packed(problem, kernel, chunks, rows, resources, max_ctas));
+  }
+}
+
+void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
+                    Kernel kernel) {
+  const auto add = [&](int32_t ctas, bool window) {
+    if (2 * ctas > machine.sm_count) return;  // the GEMM keeps at least half of a small GPU
+    const Resources resources = {.comm_sms = ctas, .smem_pad_bytes = 0, .window = window};
+    add_row_panels(plans, problem, kernel, gpu_schedules(), resources, ctas, Transport::kNccl);
+    add_packed(plans, problem, kernel, machine, resources, ctas);
+  };
+  if (slow_link(machine)) {
+    for (const int32_t ctas : kSlowLinkCtas) add(ctas, false);
+    return;
+  }
+  for (const int32_t ctas : kFastLinkCtas) add(ctas, false);
+  if (!machine.windows) return;
+  for (const int32_t ctas : kWindowCtas) add(ctas, true);
+}
+
+// Library GEMMs, a call per chunk: what the kernels cannot take.
+void add_gpu_library(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+  const int32_t ctas = slow_link(machine) ? 4 : 16;
+  if (2 * ctas > machine.sm_count) return;
+  const Resources resources = {.comm_sms = ctas, .smem_pad_bytes = 0, .window = false};
+  add_row_panels(plans, problem, Kernel::kLibrary, library_schedules(), resources, ctas,
+                 Transport::kNccl);
+}
+
+void add_cpu(std::vector<Plan>& plans, const Problem& problem) {
+  const double flops = 2.0 * static_cast<double>(problem.m) * static_cast<double>(problem.n) *
+                       static_cast<double>(problem.k);
+  for (const std::vector<int32_t>& weights : library_schedules()) {
+    if (flops < kMinCpuChunkFlops * static_cast<double>(weights.size())) continue;
+    add_row_panels(plans, problem, Kernel::kLibrary, {weights}, Resources{}, 0, Transport::kGloo);
+  }
+}
+
+bool kernels_take(const Problem& problem) {
+  return element_bytes(problem.dtype) == 2 && problem.n % kAlignment == 0 &&
+         problem.k % kAlignment == 0;
+}
+
+}  // namespace
+
+KernelShape kernel_shape(Kernel kernel, bool on_cpu) {
+  switch (kernel) {
+    case Kernel::kLibrary:  // takes every shape: only the grain in which chunks are cut
+      return on_cpu ? KernelShape{256, 512, 1} : KernelShape{128, 128, 1};
+    case Kernel::kSm80:
+      return {128, 128, 1};
+    case Kernel::kSm90Pingpong:
+      return {128, 128, 2};
+    case Kernel::kSm90Cooperative:
+      return {128, 256, 2};
+  }
+  throw std::invalid_argument("unknown kernel " + std::to_string(static_cast<int32_t>(kernel)));
+}
+
+Plan make_sequential(const Problem& problem, const Machine& machine) {
+  const Transport transport = machine.arch == 0 ? Transport::kGloo : Transport::kNccl;
+  Plan plan = base_plan(problem, Kernel::kLibrary, transport, {});
+  const int32_t rows = tiles_m(plan);
+  add_bands(plan, rows, 1);
+  plan.chunks.push_back({.tiles = rows * tiles_n(plan), .transport = transport, .max_ctas = 0});
+  validate(plan);
+  return plan;
+}
+
+Plan make_row_panels(const Problem& problem, Kernel kernel,
+                     const std::vector<int32_t>& chunk_rows_of_tiles, int32_t band_rows,
+                     const Resources& resources, int32_t max_ctas, Transport transport,
+                     const KernelShape& shape) {
+  check_band_rows(band_rows);
+  Plan plan = base_plan(problem, kernel, transport, shape);
+  plan.schedule = Schedule::kOverlapped;
+  plan.layout = Layout::kRowMajor;
+  plan.resources = resources;
+  for (const int32_t rows : chunk_rows_of_tiles) {
+    if (rows <= 0 || rows > tiles_m(plan)) {
+      throw std::invalid_argument(
+          "a chunk is " + std::to_string(rows) + " tile rows high, allowed are 1 to " +
+          std::to_string(tiles_m(plan)) + ", the tile grid's height: change chunk_rows_of_tiles");
+    }
+    cut_into_bands(plan, rows, band_rows);
+    plan.chunks.push_back(
+        {.tiles = rows * tiles_n(plan), .transport = transport, .max_ctas = max_ctas});
+  }
+  if (plan.bands.size() > static_cast<size_t>(kMaxBandRuns)) {
+    cut_into_equal_bands(plan, chunk_rows_of_tiles, band_rows);
+  }
+  validate(plan);
+  return plan;
+}
+
+Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_t>& chunk_tiles,
+                 int32_t band_rows, const Resources& resources, int32_t max_ctas,
+                 Transport transport, const KernelShape& shape) {
+  check_band_rows(band_rows);
+  Plan plan = base_plan(problem, kernel, transport, shape);
+  plan.schedule = Schedule::kOverlapped;
+  plan.layout = Layout::kPacked;
+  plan.resources = resources;
+  cut_into_bands(plan, tiles_m(plan), band_rows);
+  for (const int32_t tiles : chunk_tiles) {
+    plan.chunks.push_back({.tiles = tiles, .transport = transport, .max_ctas = max_ctas});
+  }
+  validate(plan);
+  return plan;
+}
+
+std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
+  std::vector<Plan> plans = {make_sequential(problem, machine)};
+  const bool nothing_to_overlap =
+      problem.world_size == 1 || problem.m == 0 || problem.n == 0 || problem.k == 0;
+  const bool unmeasured =
+      machine.sm_count <= 0 || machine.sm_gflops <= 0.0 || machine.link_gbps <= 0.0;
+  if (nothing_to_overlap || unmeasured) return plans;
+  if (machine.arch == 0) {
+    add_cpu(plans, problem);
+  } else if (!kernels_take(problem)) {
+    add_gpu_library(plans, problem, machine);
+  } else if (machine.has_sm90_kernels) {
+    add_gpu_kernel(plans, problem, machine, Kernel::kSm90Pingpong);
+    add_gpu_kernel(plans, problem, machine, Kernel::kSm90Cooperative);
+  } else if (machine.has_sm80_kernels) {
+    add_gpu_kernel(plans, problem, machine, Kernel::kSm80);
+  } else {
+    add_gpu_library(plans, problem, machine);
+  }
+  return plans;
+}
+
+Plan make_plan(const Problem& problem, const Machine& machine) {
+  std::vector<Plan> plans = candidates(problem, machine);
+  const double sequential_us = predict(plans[0], machine).total_us;
+  size_t best = 0;
+  double best_us = sequential_us;
+  for (size_t i = 1; i < plans.size(); ++i) {
+    const bool library = plans[i].kernel == Kernel::kLibrary && machine.arch != 0;
+    const double share = library ? kNeededShareLibrary : kNeededShare;
+    const double us = predict(plans[i], machine).total_us;
+    // The first of equals stays: every rank goes through the same list in the same order.
+    if (us < share * sequential_us && us < best_us) {
+      best = i;
+      best_us = us;
+    }
+  }
+  return std::move(plans[best]);
+}
+
+}  // namespace overlap::plan

@@ -1,0 +1,56 @@
+// The planner: a pure function from problem and machine to plan. Candidates, a cost model, the
+// smallest time.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace overlap::plan {
+
+// Tile shape and cluster of a kernel.
+struct KernelShape {
+  int32_t tile_m = 0;
+  int32_t tile_n = 0;
+  int32_t cluster_m = 1;
+};
+KernelShape kernel_shape(Kernel kernel, bool on_cpu);
+
+// What the cost model expects of a plan; times in microseconds.
+struct Prediction {
+  double gemm_us = 0.0;           // the GEMM beside communication
+  double communication_us = 0.0;  // the sum of the communication calls
+  double total_us = 0.0;          // the whole op
+};
+
+// The plan must be valid.
+Prediction predict(const Plan& plan, const Machine& machine);
+
+// GEMM, then one collective.
+Plan make_sequential(const Problem& problem, const Machine& machine);
+
+// The templates below make overlapped plans, valid ones: they throw as validate does. Plans over
+// gloo are CPU plans. `shape` replaces the kernel's own tile shape where its tile_m is not 0; only
+// kLibrary takes any.
+
+// Row panels: `chunk_rows_of_tiles` are the chunks' heights in tile rows, top to bottom (they must
+// sum up to the tile grid's height), each cut into bands of at most `band_rows` tile rows.
+Plan make_row_panels(const Problem& problem, Kernel kernel,
+                     const std::vector<int32_t>& chunk_rows_of_tiles, int32_t band_rows,
+                     const Resources& resources, int32_t max_ctas,
+                     Transport transport = Transport::kNccl, const KernelShape& shape = {});
+
+// Packed tiles, cut anywhere: `chunk_tiles` sum up to the number of tiles.
+Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_t>& chunk_tiles,
+                 int32_t band_rows, const Resources& resources, int32_t max_ctas,
+                 Transport transport = Transport::kNccl, const KernelShape& shape = {});
+
+// All candidates that the planner weighs, the sequential plan first.
+std::vector<Plan> candidates(const Problem& problem, const Machine& machine);
+
+// The candidate with the smallest predicted time; sequential unless overlap is predicted to win
+// clearly.
+Plan make_plan(const Problem& problem, const Machine& machine);
+
+}  // namespace overlap::plan

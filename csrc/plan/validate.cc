@@ -1,0 +1,234 @@
+// What makes a plan valid. Every message quotes what was given, says what is allowed, and what to
+// do.
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+
+#include "plan/plan.h"
+#include "plan/planner.h"
+
+namespace overlap::plan {
+namespace {
+
+constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
+constexpr int32_t kMaxCommSms = 1024;             // more SMs than any GPU has
+constexpr int32_t kMaxCtas = 64;                  // NCCL has no more channels
+constexpr int32_t kMaxSmemPadBytes = 227 * 1024;  // what a block can have on Hopper
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+template <typename Enum>
+void check_enum(const char* field, Enum value, Enum last) {
+  const auto number = static_cast<int32_t>(value);
+  if (number < 0 || number > static_cast<int32_t>(last)) {
+    fail("plan has ", field, " = ", number, ", allowed are 0 to ", static_cast<int32_t>(last),
+         ": take one of the names that the enumeration has");
+  }
+}
+
+void check_range(const char* field, int64_t value, int64_t low, int64_t high, const char* remedy) {
+  if (value < low || value > high) {
+    fail("plan has ", field, " = ", value, ", allowed are ", low, " to ", high, ": ", remedy);
+  }
+}
+
+void check_problem(const Problem& problem) {
+  constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
+  const char* const remedy = "take the sizes of the op's arguments";
+  check_enum("op", problem.op, Op::kGemmAllReduce);
+  check_enum("dtype", problem.dtype, DType::kFloat64);
+  check_range("m", problem.m, 0, kMaxSize, remedy);
+  check_range("n", problem.n, 0, kMaxSize, remedy);
+  check_range("k", problem.k, 0, kMaxSize, remedy);
+  check_range("world_size", problem.world_size, 1, std::numeric_limits<int32_t>::max(),
+              "take the process group's size");
+}
+
+void check_kernel(const Plan& plan) {
+  check_enum("kernel", plan.kernel, Kernel::kSm90Cooperative);
+  check_range("tile_m", plan.tile_m, 1, kMaxTiles, "take the kernel's own tile shape");
+  check_range("tile_n", plan.tile_n, 1, kMaxTiles, "take the kernel's own tile shape");
+  check_range("cluster_m", plan.cluster_m, 1, kMaxTiles, "take the kernel's own cluster, or 1");
+  if (plan.kernel == Kernel::kLibrary) return;
+
+  const KernelShape shape = kernel_shape(plan.kernel, /*on_cpu=*/false);
+  if (plan.tile_m != shape.tile_m || plan.tile_n != shape.tile_n ||
+      plan.cluster_m != shape.cluster_m) {
+    fail("kernel ", name(plan.kernel), " was given tiles of ", plan.tile_m, "x", plan.tile_n,
+         " in clusters of ", plan.cluster_m, ", but it computes ", shape.tile_m, "x", shape.tile_n,
+         " in clusters of ", shape.cluster_m,
+         ": set these, or take the kernel 'library', which takes every tile shape");
+  }
+  if (element_bytes(plan.problem.dtype) != 2) {
+    fail("kernel ", name(plan.kernel), " was given ", name(plan.problem.dtype),
+         ", but it computes bfloat16 and float16: take the kernel 'library'");
+  }
+}
+
+// Sizes that the tables' 32-bit tile indices and 64-bit offsets can count.
+void check_grid(const Plan& plan) {
+  const auto count = [](int64_t size, int64_t by) { return size / by + (size % by != 0 ? 1 : 0); };
+  const int64_t rows = count(plan.problem.m, plan.tile_m);
+  const int64_t columns = count(plan.problem.n, plan.tile_n);
+  const int64_t padded_rows =
+      rows > kMaxTiles ? rows : count(rows, plan.cluster_m) * plan.cluster_m;
+  if (padded_rows > kMaxTiles || columns > kMaxTiles || padded_rows * columns > kMaxTiles) {
+    fail("plan cuts the ", plan.problem.m, " x ", plan.problem.n, " output into ", padded_rows,
+         " x ", columns, " tiles, allowed are ", kMaxTiles, " in all: take larger tiles");
+  }
+  const int64_t tiles = padded_rows * columns;
+  const int64_t tile_elements = static_cast<int64_t>(plan.tile_m) * plan.tile_n;
+  if (tiles > 0 && tile_elements > std::numeric_limits<int64_t>::max() / 8 / tiles) {
+    fail("plan has ", tiles, " tiles of ", plan.tile_m, "x", plan.tile_n,
+         ", more bytes than 64 bits count: take smaller tiles");
+  }
+}
+
+void check_bands(const Plan& plan) {
+  if (plan.bands.size() > static_cast<size_t>(kMaxBandRuns)) {
+    fail("plan has ", plan.bands.size(), " band runs, allowed are ", kMaxBandRuns,
+         ": join equal neighbours, or take fewer different band heights");
+  }
+  int64_t height = 0;
+  for (size_t r = 0; r < plan.bands.size(); ++r) {
+    const BandRun& run = plan.bands[r];
+    if (run.tile_rows <= 0 || run.tile_rows % plan.cluster_m != 0) {
+      fail("band run ", r, " has bands of ", run.tile_rows,
+           " tile rows, allowed are positive multiples of cluster_m = ", plan.cluster_m,
+           ": round the height");
+    }
+    if (run.count <= 0) {
+      fail("band run ", r, " has ", run.count,
+           " bands, allowed is 1 or more: leave the run out, or count its bands");
+    }
+    height += static_cast<int64_t>(run.tile_rows) * run.count;
+    if (height > tiles_m(plan)) {
+      fail("bands up to run ", r, " are ", height, " tile rows high, but the tile grid has ",
+           tiles_m(plan), " x ", tiles_n(plan),
+           " tiles: the plan would reach beyond the grid and cover a tile twice; make the bands' "
+           "heights sum up to ",
+           tiles_m(plan));
+    }
+  }
+  if (height < tiles_m(plan)) {
+    fail("bands are ", height, " tile rows high, but the tile grid has ", tiles_m(plan), " x ",
+         tiles_n(plan), " tiles: the plan leaves tiles out; make the bands' heights sum up to ",
+         tiles_m(plan));
+  }
+}
+
+void check_chunks(const Plan& plan) {
+  const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
+  if (plan.chunks.empty() || plan.chunks.size() > static_cast<size_t>(kMaxChunks)) {
+    fail("plan has ", plan.chunks.size(), " chunks, allowed are 1 to ", kMaxChunks,
+         plan.chunks.empty() ? ": give it one chunk of all tiles" : ": join neighbouring chunks");
+  }
+  int64_t sum = 0;
+  for (size_t c = 0; c < plan.chunks.size(); ++c) {
+    const Chunk& chunk = plan.chunks[c];
+    check_enum("chunk transport", chunk.transport, Transport::kGloo);
+    if (chunk.transport != plan.chunks[0].transport) {
+      fail("chunk ", c, " travels by ", name(chunk.transport), ", chunk 0 by ",
+           name(plan.chunks[0].transport),
+           ": nccl moves device memory and gloo host memory, take one of them for all chunks");
+    }
+    if (chunk.max_ctas < 0 || chunk.max_ctas > kMaxCtas) {
+      fail("chunk ", c, " has max_ctas = ", chunk.max_ctas, ", allowed are 0 to ", kMaxCtas,
+           ": 0 leaves the choice to NCCL");
+    }
+    if (chunk.tiles <= 0 && tiles > 0) {
+      fail("chunk ", c, " has ", chunk.tiles,
+           " tiles, allowed is 1 or more: leave the chunk out, or give it tiles");
+    }
+    sum += chunk.tiles;
+  }
+  if (sum != tiles) {
+    fail("chunks have ", sum, " tiles in all, but the tile grid has ", tiles_m(plan), " x ",
+         tiles_n(plan), " = ", tiles, ": the plan ",
+         sum > tiles ? "covers a tile twice" : "leaves tiles out",
+         "; make the chunks' tiles sum up to ", tiles);
+  }
+  if (plan.kernel != Kernel::kLibrary && plan.chunks[0].transport == Transport::kGloo) {
+    fail("kernel ", name(plan.kernel),
+         " runs on a GPU, but the chunks travel by gloo, which moves host memory: take nccl, or "
+         "the kernel 'library' for a CPU plan");
+  }
+}
+
+// Row-major chunks are contiguous only if they are whole bands.
+void check_row_panels(const Plan& plan) {
+  const int64_t columns = tiles_n(plan);
+  size_t run = 0;
+  int64_t run_row = 0;  // first tile row of bands[run]
+  int64_t tile = 0;
+  for (size_t c = 0; c < plan.chunks.size(); ++c) {
+    tile += plan.chunks[c].tiles;
+    while (run < plan.bands.size()) {
+      const int64_t run_rows =
+          static_cast<int64_t>(plan.bands[run].tile_rows) * plan.bands[run].count;
+      if (tile < (run_row + run_rows) * columns) break;
+      run_row += run_rows;
+      ++run;
+    }
+    if (run == plan.bands.size()) continue;  // the end of the grid
+    const int64_t band_tiles = plan.bands[run].tile_rows * columns;
+    const int64_t beyond = (tile - run_row * columns) % band_tiles;
+    if (beyond != 0) {
+      fail("chunk ", c, " ends ", beyond, " tiles into a band of ", plan.bands[run].tile_rows,
+           " x ", columns, " = ", band_tiles,
+           " tiles; with the layout row_major chunks begin and end where bands do: move the "
+           "chunk's end by ",
+           beyond, " tiles back or ", band_tiles - beyond, " on, or take the layout packed");
+    }
+  }
+}
+
+void check_resources(const Plan& plan) {
+  check_range("comm_sms", plan.resources.comm_sms, 0, kMaxCommSms,
+              "leave the communication as many SMs as its chunks' max_ctas");
+  check_range("smem_pad_bytes", plan.resources.smem_pad_bytes, 0, kMaxSmemPadBytes,
+              "a block has no more shared memory");
+  if (plan.resources.window && plan.chunks[0].transport != Transport::kNccl) {
+    fail("plan has window = true with the transport ", name(plan.chunks[0].transport),
+         ", but symmetric windows are NCCL's: take nccl, or window = false");
+  }
+}
+
+void check_schedule(const Plan& plan) {
+  const Problem& problem = plan.problem;
+  if (plan.schedule == Schedule::kSequential) {
+    if (plan.chunks.size() != 1) {
+      fail("sequential plan has ", plan.chunks.size(),
+           " chunks, allowed is one of all tiles: join them, or take the schedule overlapped");
+    }
+    if (plan.layout != Layout::kRowMajor) {
+      fail("sequential plan has the layout ", name(plan.layout),
+           ", allowed is row_major, as its one collective needs no other: take row_major");
+    }
+  } else if (problem.m == 0 || problem.n == 0 || problem.k == 0) {
+    fail("overlapped plan for an empty problem (", problem.to_string(),
+         "): there is nothing to overlap, take the schedule sequential");
+  }
+}
+
+}  // namespace
+
+void validate(const Plan& plan) {
+  check_problem(plan.problem);
+  check_enum("schedule", plan.schedule, Schedule::kOverlapped);
+  check_enum("layout", plan.layout, Layout::kPacked);
+  check_kernel(plan);
+  check_grid(plan);
+  check_bands(plan);
+  check_chunks(plan);
+  check_resources(plan);
+  check_schedule(plan);
+  if (plan.layout == Layout::kRowMajor) check_row_panels(plan);
+}
+
+}  // namespace overlap::plan

@@ -1,0 +1,64 @@
+// One NCCL communicator with one CTA limit, and the memory registered with it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "plan/plan.h"
+
+namespace overlap::runtime {
+
+// Non-blocking: every call returns or throws within the timeout, whatever the peers do.
+//
+// Owner of an ncclComm_t. Its destructor aborts, which waits for no peer. A communicator that a CUDA graph captured is
+// leaked instead (mark_captured): the graph may be replayed after the group is gone, and NCCL would wait for the graph.
+class Communicator {
+ public:
+  struct Options {
+    int rank = 0;
+    int world_size = 1;
+    int max_ctas = 0;  // 0: NCCL's own choice
+    std::chrono::milliseconds timeout{0};
+  };
+
+  // Collective: every rank constructs it with the same id and CTA limit.
+  Communicator(const ncclUniqueId& id, const Options& options);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Sum of `count` elements over the ranks; source and destination may be the same. Enqueued on `stream`.
+  void all_reduce(const void* source, void* destination, size_t count, plan::DType dtype,
+                  cudaStream_t stream);
+
+  // Registers [pointer, pointer + bytes) of ncclMemAlloc memory as a symmetric window. Collective and slow (21 ms for
+  // 64 MiB): once per buffer. False where NCCL cannot.
+  bool register_window(void* pointer, size_t bytes);
+
+  // An error that NCCL met asynchronously.
+  std::optional<std::string> async_error();
+
+  // Ends what the communicator has in flight; later calls throw. Callable from any thread.
+  void abort();
+
+  void mark_captured() { captured_ = true; }
+
+ private:
+  // Waits until a non-blocking call has been carried out.
+  void finish(ncclResult_t result, const char* what);
+
+  ncclComm_t comm_ = nullptr;
+  Options options_;
+  std::timed_mutex mutex_;  // held while a call enqueues
+  std::atomic<bool> aborted_{false};
+  std::atomic<bool> captured_{false};
+};
+
+}  // namespace overlap::runtime

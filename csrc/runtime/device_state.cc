@@ -1,0 +1,93 @@
+#include "runtime/device_state.h"
+
+#include <map>
+#include <memory>
+
+#include "kernels/gemm.h"
+#include "runtime/error.h"
+
+namespace overlap::runtime {
+namespace {
+
+int highest_priority() {
+  int least = 0;
+  int greatest = 0;
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  return greatest;
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+}  // namespace
+
+Event::Event(unsigned int flags) {
+  check_cuda(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreateWithFlags");
+}
+
+Event::~Event() {
+  if (event_ != nullptr) cudaEventDestroy(event_);
+}
+
+void Event::record(cudaStream_t stream) {
+  check_cuda(cudaEventRecord(event_, stream), "cudaEventRecord");
+}
+
+void Event::block(cudaStream_t stream) const {
+  check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
+}
+
+Stream::Stream(int priority) {
+  check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority),
+             "cudaStreamCreateWithPriority");
+}
+
+Stream::~Stream() { cudaStreamDestroy(stream_); }
+
+std::optional<unsigned long long> capture_id(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &id, nullptr, nullptr, nullptr, nullptr),
+             "cudaStreamGetCaptureInfo");
+  if (status != cudaStreamCaptureStatusActive) return std::nullopt;
+  return id;
+}
+
+DeviceState::DeviceState(int device)
+    : side(highest_priority()),
+      copy(highest_priority()),
+      observer(highest_priority()),
+      device_(device),
+      sm_count_(attribute(cudaDevAttrMultiProcessorCount, device)),
+      arch_(attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
+            attribute(cudaDevAttrComputeCapabilityMinor, device)),
+      clock_khz_(attribute(cudaDevAttrClockRate, device)) {
+  check_cuda(kernels::load_kernels(), "loading the GEMM kernels");
+}
+
+DeviceState& DeviceState::current() {
+  static std::mutex mutex;
+  static auto* states = new std::map<int, std::unique_ptr<DeviceState>>();
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<DeviceState>& state = (*states)[device];
+  if (state == nullptr) state.reset(new DeviceState(device));
+  return *state;
+}
+
+void DeviceState::chain(cudaStream_t stream, std::optional<unsigned long long> capture) {
+  if (!has_last_ || last_capture_ != capture) return;
+  last_.block(stream);
+}
+
+void DeviceState::chained(cudaStream_t stream, std::optional<unsigned long long> capture) {
+  last_.record(stream);
+  last_capture_ = capture;
+  has_last_ = true;
+}
+
+}  // namespace overlap::runtime

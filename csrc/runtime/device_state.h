@@ -1,0 +1,93 @@
+// What the ops on one device share: the side streams, events, and the order of ops among themselves.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "plan/tile_order.h"
+
+namespace overlap::runtime {
+
+// Owner of a CUDA event. Waiting on it inside a capture makes an edge of the graph.
+class Event {
+ public:
+  explicit Event(unsigned int flags = cudaEventDisableTiming);
+  ~Event();
+  Event(Event&& other) noexcept : event_(other.event_) { other.event_ = nullptr; }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(cudaStream_t stream);
+  void block(cudaStream_t stream) const;  // `stream` waits for what was recorded last
+  cudaEvent_t get() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// Owner of a CUDA stream. Captured by forking from a stream that is being captured.
+class Stream {
+ public:
+  explicit Stream(int priority);
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// The id of the capture that `stream` is part of.
+std::optional<unsigned long long> capture_id(cudaStream_t stream);
+
+// One per device and process, made once, never destroyed (the driver is gone by then).
+//
+//   caller    | zero counters | fork | GEMM ........................... | join
+//   side      |               ^      | wait 0 | NCCL 0 | wait 1 | NCCL 1 ..| ^     (highest priority)
+//   copy      |                               | unpack 0 | unpack 1 .....  |       (behind the next communication)
+//   observer  | only while a timeline is recorded: when each chunk's tiles were finished
+class DeviceState {
+ public:
+  // Makes the current device's state: loads all kernels, so that nothing is loaded lazily while something waits.
+  static DeviceState& current();
+
+  // Held while an op is enqueued. Ops of one device are chained in the order in which they took it.
+  std::mutex mutex;
+
+  Stream side;
+  Stream copy;
+  Stream observer;
+  Event fork;
+  Event join;
+  Event copied;
+  std::array<Event, plan::kMaxChunks> produced;      // chunk is computed (library GEMMs)
+  std::array<Event, plan::kMaxChunks> communicated;  // chunk has travelled
+
+  // `stream` waits for the last op on this device, on whatever stream and group it ran: at most one op of a device
+  // waits for its peers at a time. Ops in different captures, or in a capture and outside, cannot be chained.
+  void chain(cudaStream_t stream, std::optional<unsigned long long> capture);
+  void chained(cudaStream_t stream, std::optional<unsigned long long> capture);
+
+  int device() const { return device_; }
+  int sm_count() const { return sm_count_; }
+  int arch() const { return arch_; }
+  int clock_khz() const { return clock_khz_; }
+
+ private:
+  explicit DeviceState(int device);
+
+  int device_ = 0;
+  int sm_count_ = 0;
+  int arch_ = 0;
+  int clock_khz_ = 0;
+  Event last_;
+  std::optional<unsigned long long> last_capture_;
+  bool has_last_ = false;
+};
+
+}  // namespace overlap::runtime

@@ -1,0 +1,337 @@
+#include "runtime/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+#include "runtime/error.h"
+
+namespace overlap::runtime {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kMaxPending = 256;
+constexpr std::chrono::seconds kPublishPeriod{1};
+
+// Dense 16-bit tensor-core operations of one SM and clock, by architecture; about three quarters of it are sustained.
+double tensor_flop_per_clock(int arch) {
+  if (arch == 90) return 4096;
+  if (arch == 80) return 2048;
+  return 1024;
+}
+constexpr double kSustained = 0.72;
+
+std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+
+double elapsed_us(const Event& begin, const Event& end) {
+  float milliseconds = 0;
+  check_cuda(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()), "cudaEventElapsedTime");
+  return milliseconds * 1000.0;
+}
+
+// Device memory of a measurement.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) { check_cuda(cudaMalloc(&pointer_, bytes), "cudaMalloc"); }
+  ~Scratch() { cudaFree(pointer_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* get() const { return pointer_; }
+
+ private:
+  void* pointer_ = nullptr;
+};
+
+}  // namespace
+
+class Staging {
+ public:
+  explicit Staging(int64_t bytes) : bytes_(bytes) {
+    check_nccl(ncclMemAlloc(&pointer_, static_cast<size_t>(bytes)), "ncclMemAlloc");
+  }
+  ~Staging() { ncclMemFree(pointer_); }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  void* pointer() const { return pointer_; }
+  int64_t bytes() const { return bytes_; }
+  std::vector<int> registered;  // CTA limits of the communicators that know it
+
+ private:
+  void* pointer_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+HostReport::HostReport() {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, sizeof(kernels::WaitReport), cudaHostAllocPortable), "cudaHostAlloc");
+  report_ = new (memory) kernels::WaitReport();
+}
+
+HostReport::~HostReport() { cudaFreeHost(report_); }
+
+Group::Group(GroupOptions options) : options_(std::move(options)), device_(DeviceState::current()) {
+  machine_.arch = device_.arch();
+  machine_.sm_count = device_.sm_count();
+  machine_.sm_gflops =
+      tensor_flop_per_clock(device_.arch()) * kSustained * device_.clock_khz() * 1e3 / 1e9;
+#if defined(OVERLAP_WITH_SM80)
+  machine_.has_sm80_kernels = device_.arch() >= 80;
+#endif
+#if defined(OVERLAP_WITH_SM90)
+  machine_.has_sm90_kernels = device_.arch() == 90;
+#endif
+  if (options_.world_size > 1) measure_link();
+}
+
+Group::~Group() {
+  const std::lock_guard<std::mutex> lock(communicators_mutex_);
+  communicators_.clear();
+}
+
+Communicator& Group::communicator(int max_ctas, bool capturing) {
+  const std::lock_guard<std::mutex> lock(communicators_mutex_);
+  std::unique_ptr<Communicator>& communicator = communicators_[max_ctas];
+  if (communicator != nullptr) return *communicator;
+  if (capturing) {
+    throw Error("overlap_torch: group '" + options_.name + "' has no communicator with " +
+                (max_ctas == 0 ? std::string("NCCL's own") : std::to_string(max_ctas)) +
+                " CTAs, and none can be made while a CUDA graph is captured. Call the op once with the same shapes, "
+                "dtype and group before the capture (torch.cuda.graph's warm-up).");
+  }
+  const std::string key = "overlap_torch/" + options_.name + "/nccl_id/" + std::to_string(max_ctas);
+  ncclUniqueId id;
+  if (options_.rank == 0) {
+    check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    std::vector<uint8_t> bytes(sizeof(id));
+    std::memcpy(bytes.data(), &id, sizeof(id));
+    options_.bootstrap.set(key, bytes);
+  } else {
+    const std::vector<uint8_t> bytes = options_.bootstrap.get(key);
+    if (bytes.size() != sizeof(id)) throw Error("overlap_torch: the store's NCCL id has a wrong size");
+    std::memcpy(&id, bytes.data(), sizeof(id));
+  }
+  Communicator::Options communicator_options;
+  communicator_options.rank = options_.rank;
+  communicator_options.world_size = options_.world_size;
+  communicator_options.max_ctas = max_ctas;
+  communicator_options.timeout = options_.timeout;
+  communicator = std::make_unique<Communicator>(id, communicator_options);
+  // All ranks have read the id by now; a later group of the same name on the same store must not find it.
+  if (options_.rank == 0) options_.bootstrap.remove(key);
+  return *communicator;
+}
+
+void* Group::staging(int64_t bytes, const std::vector<int>& max_ctas, bool capturing) {
+  if (staging_ == nullptr || staging_->bytes() < bytes) {
+    if (capturing) {
+      throw Error("overlap_torch: group '" + options_.name + "' has no registered staging memory of " +
+                  std::to_string(bytes) +
+                  " bytes, and none can be registered while a CUDA graph is captured. Call the op once with the same "
+                  "shapes before the capture.");
+    }
+    int64_t rounded = int64_t{1} << 21;
+    while (rounded < bytes) rounded *= 2;
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the old memory may be in use
+    staging_.reset();
+    staging_ = std::make_unique<Staging>(rounded);
+  }
+  for (const int limit : max_ctas) {
+    std::vector<int>& known = staging_->registered;
+    if (std::find(known.begin(), known.end(), limit) != known.end()) continue;
+    communicator(limit, capturing).register_window(staging_->pointer(), staging_->bytes());
+    known.push_back(limit);
+  }
+  return staging_->pointer();
+}
+
+void Group::measure_link() {
+  constexpr size_t kSmallBytes = size_t{1} << 18;
+  constexpr size_t kLargeBytes = size_t{1} << 25;
+  constexpr int kRepeats = 7;
+  Communicator& nccl = communicator(0, false);
+  const Scratch scratch(kLargeBytes);
+  Event begin(cudaEventDefault);
+  Event end(cudaEventDefault);
+  const cudaStream_t stream = device_.side.get();
+  check_cuda(cudaMemsetAsync(scratch.get(), 0, kLargeBytes, stream), "cudaMemsetAsync");
+
+  const auto median_us = [&](size_t bytes) {
+    std::vector<double> times;
+    for (int i = 0; i < kRepeats; ++i) {
+      begin.record(stream);
+      nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
+      end.record(stream);
+      check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+      times.push_back(elapsed_us(begin, end));
+    }
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+  };
+  // Warm up, then measure; the ranks' sum of times is the same on all of them, so that they plan alike.
+  (void)median_us(kLargeBytes);
+  float times[2] = {static_cast<float>(median_us(kSmallBytes)), static_cast<float>(median_us(kLargeBytes))};
+  check_cuda(cudaMemcpyAsync(scratch.get(), times, sizeof(times), cudaMemcpyHostToDevice, stream),
+             "cudaMemcpyAsync");
+  nccl.all_reduce(scratch.get(), scratch.get(), 2, plan::DType::kFloat32, stream);
+  check_cuda(cudaMemcpyAsync(times, scratch.get(), sizeof(times), cudaMemcpyDeviceToHost, stream),
+             "cudaMemcpyAsync");
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  const double small_us = times[0] / options_.world_size;
+  const double large_us = std::max<double>(times[1] / options_.world_size, small_us + 1.0);
+  machine_.link_latency_us = small_us;
+  machine_.link_gbps = (kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3);
+}
+
+void Group::check() {
+  if (!failed_) return;
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  throw Error(error_);
+}
+
+void Group::track(cudaStream_t stream) {
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  ++calls_;
+  if (pending_.size() >= kMaxPending) return;  // the oldest ones stand for it
+  std::unique_ptr<Pending> entry;
+  if (idle_.empty()) {
+    entry = std::make_unique<Pending>();
+  } else {
+    entry = std::move(idle_.back());
+    idle_.pop_back();
+  }
+  entry->call = calls_;
+  entry->deadline = Clock::now() + options_.timeout;
+  entry->done.record(stream);
+  pending_.push_back(std::move(entry));
+}
+
+void Group::mark_captured() {
+  const std::lock_guard<std::mutex> lock(communicators_mutex_);
+  for (auto& [limit, communicator] : communicators_) {
+    if (communicator != nullptr) communicator->mark_captured();
+  }
+}
+
+void Group::fail(const std::string& message) {
+  {
+    const std::lock_guard<std::mutex> lock(watch_mutex_);
+    if (failed_) return;
+    error_ = "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
+             ": " + message +
+             " Its communicators were aborted; results of its ops since then are undefined. Destroy the process group "
+             "and make a new one to go on.";
+    failed_ = true;
+  }
+  // The error can be read from here on, without waiting for the device.
+  const std::lock_guard<std::mutex> lock(communicators_mutex_);
+  for (auto& [limit, communicator] : communicators_) {
+    if (communicator != nullptr) communicator->abort();
+  }
+}
+
+std::string Group::describe_peers() {
+  std::ostringstream text;
+  try {
+    for (int peer = 0; peer < options_.world_size; ++peer) {
+      const std::string key = "overlap_torch/" + options_.name + "/calls/" + std::to_string(peer);
+      if (peer == options_.rank) continue;
+      text << (text.tellp() > 0 ? ", " : "") << "rank " << peer << " ";
+      if (!options_.bootstrap.has(key)) {
+        text << "none";
+        continue;
+      }
+      const std::vector<uint8_t> value = options_.bootstrap.get(key);
+      text << std::string(value.begin(), value.end());
+    }
+  } catch (const std::exception&) {
+    return "the store does not answer";
+  }
+  return text.str();
+}
+
+void Group::watch() {
+  if (failed_) return;
+  const kernels::WaitReport* report = report_.get();
+  if (*static_cast<const volatile int32_t*>(&report->failed) != 0) {
+    fail("the wait for chunk " + std::to_string(report->chunk) + " of its own GEMM passed its deadline of " +
+         std::to_string(options_.timeout.count() / 1000.0) + " s: expected " +
+         std::to_string(report->expected) + " finished tiles, saw " + std::to_string(report->seen) + ".");
+    return;
+  }
+  std::string error;
+  {
+    const std::lock_guard<std::mutex> lock(communicators_mutex_);
+    for (auto& [limit, communicator] : communicators_) {
+      if (communicator == nullptr) continue;
+      if (const auto found = communicator->async_error()) error = *found;
+    }
+  }
+  if (!error.empty()) {
+    fail(error + ".");
+    return;
+  }
+
+  const Clock::time_point now = Clock::now();
+  int64_t late_call = 0;
+  bool publish = false;
+  {
+    const std::lock_guard<std::mutex> lock(watch_mutex_);
+    while (!pending_.empty() && cudaEventQuery(pending_.front()->done.get()) != cudaErrorNotReady) {
+      idle_.push_back(std::move(pending_.front()));
+      pending_.pop_front();
+    }
+    if (!pending_.empty() && now > pending_.front()->deadline) late_call = pending_.front()->call;
+    publish = calls_ != published_calls_ && now - published_at_ > kPublishPeriod;
+    if (publish || late_call != 0) {
+      published_calls_ = calls_;
+      published_at_ = now;
+    }
+  }
+  try {
+    if (publish || late_call != 0) {
+      options_.bootstrap.set("overlap_torch/" + options_.name + "/calls/" + std::to_string(options_.rank),
+                             bytes_of(std::to_string(published_calls_)));
+    }
+  } catch (const std::exception&) {
+    // The store went away with rank 0; the deadline below still reports.
+  }
+  if (late_call != 0) {
+    const int chunk = *static_cast<const volatile int32_t*>(&report->reached);
+    fail("call " + std::to_string(late_call) + " did not finish within " +
+         std::to_string(options_.timeout.count() / 1000.0) + " s; its chunk " + std::to_string(chunk) +
+         " was the last to be computed here, and waits for peers to communicate it. Calls made by the peers, as far as "
+         "they are known: " + describe_peers() + "; by this rank: " + std::to_string(published_calls_) +
+         ". A rank died, hangs, or made different calls.");
+  }
+}
+
+bool Group::idle() {
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  return failed_ || pending_.empty();
+}
+
+void Group::compare(const std::string& text) {
+  const std::string prefix =
+      "overlap_torch/" + options_.name + "/debug/" + std::to_string(compared_++) + "/";
+  options_.bootstrap.set(prefix + std::to_string(options_.rank), bytes_of(text));
+  for (int peer = 0; peer < options_.world_size; ++peer) {
+    const std::vector<uint8_t> value = options_.bootstrap.get(prefix + std::to_string(peer));
+    const std::string other(value.begin(), value.end());
+    if (other != text) {
+      throw Error("overlap_torch: ranks of group '" + options_.name + "' disagree about call " +
+                  std::to_string(compared_) + ": rank " + std::to_string(options_.rank) + " has " + text +
+                  ", rank " + std::to_string(peer) + " has " + other +
+                  ". All ranks must call the op with the same M, N, K, dtype and plan.");
+    }
+  }
+}
+
+std::vector<int64_t> Group::memory() {
+  const std::lock_guard<std::mutex> lock(communicators_mutex_);
+  int64_t count = 0;
+  for (const auto& [limit, communicator] : communicators_) count += communicator != nullptr;
+  return {count, staging_ == nullptr ? 0 : staging_->bytes()};
+}
+
+}  // namespace overlap::runtime

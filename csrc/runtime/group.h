@@ -1,0 +1,138 @@
+// What belongs to one process group on one device: communicators, the measured link, staging memory, and the watch over
+// what is in flight.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernels/signal.h"
+#include "plan/plan.h"
+#include "runtime/communicator.h"
+#include "runtime/device_state.h"
+
+namespace overlap::runtime {
+
+// How ranks exchange bytes before they have a communicator: the process group's store.
+struct Bootstrap {
+  std::function<void(const std::string& key, const std::vector<uint8_t>& value)> set;
+  std::function<std::vector<uint8_t>(const std::string& key)> get;  // blocks, throws at the store's timeout
+  std::function<bool(const std::string& key)> has;
+  std::function<void(const std::string& key)> remove;
+};
+
+struct GroupOptions {
+  std::string name;
+  int rank = 0;
+  int world_size = 1;
+  std::chrono::milliseconds timeout{0};
+  Bootstrap bootstrap;
+  std::function<bool()> alive;  // whether the process group still exists
+};
+
+// What a wait kernel and the watchdog share: pinned host memory.
+class HostReport {
+ public:
+  HostReport();
+  ~HostReport();
+  HostReport(const HostReport&) = delete;
+  HostReport& operator=(const HostReport&) = delete;
+  kernels::WaitReport* get() const { return report_; }
+
+ private:
+  kernels::WaitReport* report_ = nullptr;
+};
+
+// Memory from ncclMemAlloc, registered as a window with every communicator that uses it.
+class Staging;
+
+class Group {
+ public:
+  // Collective. Makes the default communicator and measures the link.
+  explicit Group(GroupOptions options);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return options_.rank; }
+  int world_size() const { return options_.world_size; }
+  const std::string& name() const { return options_.name; }
+  std::chrono::milliseconds timeout() const { return options_.timeout; }
+  bool alive() const { return options_.alive(); }
+  DeviceState& device() { return device_; }
+  const plan::Machine& machine() const { return machine_; }
+  kernels::WaitReport* report() const { return report_.get(); }
+
+  // The communicator with this CTA limit; made at first use, collectively, never inside a capture.
+  Communicator& communicator(int max_ctas, bool capturing);
+
+  // `bytes` of registered memory for the chunks that `max_ctas` carries. Grows collectively, never inside a capture.
+  void* staging(int64_t bytes, const std::vector<int>& max_ctas, bool capturing);
+
+  // Throws what went wrong since the last call; afterwards every call throws it again.
+  void check();
+
+  // Remembers the op just enqueued on `stream`, for the watchdog.
+  void track(cudaStream_t stream);
+
+  // A graph now holds this group's communicators.
+  void mark_captured();
+
+  // Looks for passed deadlines and NCCL errors; aborts the communicators if it finds one. Called by the watchdog.
+  void watch();
+
+  // Whether all tracked ops have ended, or the group has failed.
+  bool idle();
+
+  // Compares `text` between the ranks over the store; throws on every rank if it differs (OVERLAP_DEBUG=1).
+  void compare(const std::string& text);
+
+  std::vector<int64_t> memory();  // [communicators, bytes registered]
+
+ private:
+  struct Pending {
+    Event done;
+    int64_t call = 0;
+    std::chrono::steady_clock::time_point deadline;
+  };
+
+  void measure_link();
+  void fail(const std::string& message);
+  std::string describe_peers();
+
+  GroupOptions options_;
+  DeviceState& device_;
+  plan::Machine machine_;
+  HostReport report_;
+
+  std::mutex communicators_mutex_;
+  std::map<int, std::unique_ptr<Communicator>> communicators_;
+  std::unique_ptr<Staging> staging_;
+
+  std::mutex watch_mutex_;  // guards what follows
+  std::deque<std::unique_ptr<Pending>> pending_;
+  std::vector<std::unique_ptr<Pending>> idle_;
+  std::atomic<int64_t> calls_{0};
+  int64_t published_calls_ = 0;
+  int64_t compared_ = 0;
+  std::chrono::steady_clock::time_point published_at_;
+  std::string error_;
+  std::atomic<bool> failed_{false};
+};
+
+// Keeps `group`, watched, until its process group is gone and its last op has ended. The watchdog's thread starts with
+// the first group.
+void watch_group(const std::shared_ptr<Group>& group);
+
+}  // namespace overlap::runtime

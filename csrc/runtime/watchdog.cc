@@ -1,0 +1,89 @@
+// One thread that watches all groups of the process.
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <thread>
+
+#include "runtime/error.h"
+#include "runtime/group.h"
+
+namespace overlap::runtime {
+namespace {
+
+constexpr std::chrono::milliseconds kPeriod{50};
+
+class Watchdog {
+ public:
+  static Watchdog& instance() {
+    static Watchdog* watchdog = new Watchdog();  // never destroyed: its thread may outlive static objects
+    return *watchdog;
+  }
+
+  void add(const std::shared_ptr<Group>& group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    groups_.push_back(group);
+    // Registered after CUDA's own exit handler, hence run before it: no CUDA call of ours may come later.
+    if (groups_.size() == 1 && !started_) {
+      started_ = true;
+      std::atexit([] { instance().stop(); });
+      std::thread([this] { run(); }).detach();
+    }
+  }
+
+ private:
+  void stop() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopping_ = true;
+    wake_.notify_all();
+    // Bounded: aborting a communicator can hang with the device, and an exit must not.
+    stopped_.wait_for(lock, std::chrono::seconds(1), [this] { return !watching_; });
+  }
+
+  void run() {
+    // A capture in another thread must not be invalidated by this thread's event queries.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopping_) {
+      wake_.wait_for(lock, kPeriod);
+      if (stopping_) break;
+      watching_ = true;
+      std::vector<std::shared_ptr<Group>> groups = groups_;
+      lock.unlock();
+      std::vector<std::shared_ptr<Group>> ended;
+      for (const std::shared_ptr<Group>& group : groups) {
+        try {
+          cudaSetDevice(group->device().device());
+          group->watch();
+          if (!group->alive() && group->idle()) ended.push_back(group);
+        } catch (const std::exception&) {
+          // A failing watch must not end the watch over the others; the group's own calls report the same error.
+        }
+      }
+      groups.clear();
+      lock.lock();
+      std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
+        return std::find(ended.begin(), ended.end(), group) != ended.end();
+      });
+      lock.unlock();
+      ended.clear();  // the communicators of process groups that no longer exist end here
+      lock.lock();
+      watching_ = false;
+      stopped_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable stopped_;
+  std::vector<std::shared_ptr<Group>> groups_;
+  bool started_ = false;
+  bool stopping_ = false;
+  bool watching_ = false;
+};
+
+}  // namespace
+
+void watch_group(const std::shared_ptr<Group>& group) { Watchdog::instance().add(group); }
+
+}  // namespace overlap::runtime

@@ -1,0 +1,37 @@
+"""``python -m overlap_torch {doctor,demo,bench}``; each command takes ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "doctor": "what was found on this machine, and which fast paths are on",
+    "demo": "the op on all GPUs, or on CPU ranks: check, times, timeline",
+    "bench": "the op beside the sequence of a GEMM and a collective",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command with the rest of the arguments; returns its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m overlap_torch",
+        epilog="\n".join(f"{name:8}{meaning}" for name, meaning in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=list(COMMANDS))
+    command = parser.parse_args(argv[:1]).command
+    # Imported here: a command needs only what it uses.
+    if command == "doctor":
+        from overlap_torch import _doctor as module
+    elif command == "demo":
+        from overlap_torch import _demo as module
+    else:
+        from overlap_torch import _bench_entry as module
+    return module.main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

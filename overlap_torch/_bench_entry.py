@@ -1,0 +1,41 @@
+"""Finds the benchmark package: installed as ``overlap_torch.benchmarks``, ``benchmarks/`` in a source checkout."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+_NAME = "overlap_torch.benchmarks"
+
+
+def load() -> ModuleType:
+    """The benchmark package, as installed, else from the checkout that this package stands in."""
+    if _NAME in sys.modules:
+        return sys.modules[_NAME]
+    if importlib.util.find_spec(_NAME) is not None:
+        return importlib.import_module(_NAME)
+    source = Path(__file__).resolve().parent.parent / "benchmarks" / "__init__.py"
+    if not source.exists():
+        raise ImportError(f"the benchmarks are neither installed as {_NAME} nor found at {source}: reinstall the package")
+    spec = importlib.util.spec_from_file_location(_NAME, source, submodule_search_locations=[str(source.parent)])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_NAME] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``python -m overlap_torch bench`` with these arguments; returns the exit status."""
+    load()
+    return importlib.import_module(f"{_NAME}.cli").main(argv)
+
+
+def run_rank(pickled_options: bytes) -> None:
+    """What each rank of a benchmark runs: a function, and an argument, that it finds before the package is loaded."""
+    load()
+    importlib.import_module(f"{_NAME}.worker").run(pickle.loads(pickled_options))

@@ -1,0 +1,140 @@
+"""``python -m overlap_torch demo``: the op on this machine's devices, checked, timed and drawn."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from overlap_torch import _bench_entry, _composition, _timeline, _verify
+from overlap_torch._launch import Ranks, current_device, launch
+from overlap_torch._ops import check, gemm_allreduce, group_name
+from overlap_torch.plan import plan_for
+
+_REPEATS = 20
+_TRACED_CALLS = 3  # the picture shows the last one, when everything is warm
+
+
+@dataclass(frozen=True)
+class _Demo:
+    """What the demo runs; the same on every rank."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    out: Path
+
+
+def _demo_for(ranks: Ranks, out: Path) -> _Demo:
+    if ranks.device_type == "cpu":
+        return _Demo(2048, 1024, 1024, torch.float32, out)
+    small = torch.cuda.get_device_properties(0).total_memory < 20 << 30
+    return _Demo(4096, 4096, 4096, torch.bfloat16, out) if small else _Demo(8192, 8192, 7168, torch.bfloat16, out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo with these command line arguments; returns the exit status: 1 if a check failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m overlap_torch demo",
+        description="Runs gemm_allreduce on all GPUs with NCCL, or on two CPU ranks with gloo: checks it against the "
+        "unfused composition, times both, and writes timeline.png and trace.json.",
+    )
+    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for timeline.png and trace.json (default: .)")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        ranks = Ranks.choose(args.world, args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        launch(ranks, run_rank, _demo_for(ranks, args.out))
+    except torch.multiprocessing.ProcessExitedException as error:
+        return error.exit_code or 1
+    return 0
+
+
+def run_rank(demo: _Demo) -> None:
+    """What each rank of the demo does."""
+    first = dist.get_rank() == 0
+    device, group = current_device(), group_name()
+    if first:
+        _describe(demo, device, group)
+    with torch.inference_mode():
+        verdict = _verify.verify(demo.m, demo.n, demo.k, demo.dtype, device, group)
+        if first:
+            print(f"check     {verdict}", flush=True)
+        operands = _verify.normal_operands(demo.m, demo.n, demo.k, demo.dtype, device, seed=dist.get_rank())
+        sequence_us, op_us = _time(operands, device, group)
+        traces = _trace(operands, device, group)
+    check()
+    if first:
+        print(f"sequence  {sequence_us:10.1f} us   a GEMM, then an all-reduce")
+        print(f"op        {op_us:10.1f} us   speed-up {sequence_us / op_us:.3f}x  (medians of the slowest rank)")
+        _draw(demo, traces)
+    if not verdict.passed:
+        if first:
+            print("the check FAILED", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def _describe(demo: _Demo, device: torch.device, group: str) -> None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    world_size = dist.get_world_size()
+    alone = "; a group of one has nothing to communicate" if world_size == 1 else ""
+    print(f"ranks     {world_size} x {name}, {dist.get_backend()}{alone}")
+    print(f"problem   gemm_allreduce, M={demo.m} N={demo.n} K={demo.k} per rank, {str(demo.dtype).split('.')[1]}")
+    print(f"plan      {plan_for(demo.m, demo.n, demo.k, demo.dtype, device=device, group=group)}", flush=True)
+
+
+def _time(operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str) -> tuple[float, float]:
+    """Median times of the sequence and of the op in microseconds, measured in turns."""
+    _bench_entry.load()
+    from overlap_torch.benchmarks.measure import Stopwatch
+
+    input, weight = operands
+    variants = [
+        lambda turn: _composition.gemm_allreduce(input, weight, None, group),
+        lambda turn: gemm_allreduce(input, weight, group=group),
+    ]
+    sequence, op = Stopwatch(device).compare("call", variants, _REPEATS)
+    return sequence.median, op.median
+
+
+def _trace(
+    operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str
+) -> list[torch.Tensor]:
+    """Every rank's trace of a few calls; empty except on rank 0."""
+    dist.barrier()
+    torch.ops.overlap.trace_start()
+    for _ in range(_TRACED_CALLS):
+        gemm_allreduce(*operands, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    trace = torch.ops.overlap.trace_stop()
+    traces = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(trace.tolist(), traces)
+    return [torch.tensor(rows, dtype=torch.float64).reshape(-1, 5) for rows in traces or []]
+
+
+def _draw(demo: _Demo, traces: list[torch.Tensor]) -> None:
+    last_calls = [calls[-1] for trace in traces if (calls := _timeline.calls_of(trace))]
+    for rank, call in enumerate(last_calls):
+        print(f"rank {rank}    {call.hidden_fraction:.0%} of its communication ran while its GEMM went on")
+    trace_path, picture_path = demo.out / "trace.json", demo.out / "timeline.png"
+    _timeline.write_chrome_trace(traces, trace_path)
+    print(f"wrote     {trace_path} (open it in ui.perfetto.dev)")
+    title = f"gemm_allreduce {demo.m} x {demo.n} x {demo.k}, {len(traces)} ranks, {dist.get_backend()}"
+    try:
+        _timeline.write_picture(traces, picture_path, title)
+        print(f"wrote     {picture_path}")
+    except ImportError as error:
+        print(f"no picture: {error}", file=sys.stderr)

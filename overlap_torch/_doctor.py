@@ -1,0 +1,290 @@
+"""``python -m overlap_torch doctor``: what was found, which fast paths are on, why others are off."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_RECORD = Path(__file__).with_name("_build.json")
+_MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable: its type, what holds while it is unset, and what it does."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+ENVIRONMENT = (
+    Variable("OVERLAP_DEBUG", "0, 1", "0", "ranks compare problem and plan at every call"),
+    Variable("OVERLAP_TIMEOUT_S", "seconds", "the group's", "deadline of every wait"),
+    Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
+    Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
+    Variable("CUTLASS_PATH", "folder", "nvidia-cutlass", "build: a CUTLASS 4.x checkout"),
+    Variable("CUDA_HOME", "folder", "nvcc on PATH", "build: the CUDA toolkit"),
+    Variable("CXX", "command", "g++", "build: the C++ compiler"),
+    Variable("MAX_JOBS", "number", "cores, as memory goes", "build: compilers at a time"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    memory_gib: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the fast paths depend on."""
+
+    cuda: str | None = None  # the build's CUDA; None: built without
+    archs: tuple[str, ...] = ()
+    why_no_cuda: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    why_no_gpu: str = ""
+    nccl: tuple[int, ...] | None = None  # of this torch
+    gloo: bool = True
+    peers: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """A way an op can run here: on, or off with the reason."""
+
+    name: str
+    on: bool
+    detail: str
+
+
+def parse_build_info(text: str) -> dict[str, str]:
+    """``"cuda=13.0;archs=sm_80;nccl=2.28.9"`` as a dict."""
+    return dict(part.split("=", 1) for part in text.split(";") if part)
+
+
+def fast_paths(found: Findings) -> list[FastPath]:
+    """Each path of the ops with its state; pure, so that any machine can be asked about."""
+    gloo = "tiles computed in plan order, chunks sent meanwhile through the process group"
+    paths = [FastPath("CPU, overlapped", found.gloo, gloo if found.gloo else "torch has no gloo")]
+
+    no_kernels = ""  # what stands against all kernels
+    if found.cuda is None:
+        no_kernels = f"built without CUDA: {found.why_no_cuda or 'no record of the reason'}"
+    elif not found.gpus:
+        no_kernels = found.why_no_gpu
+    kernels = (
+        ("Hopper GEMM (sm_90a)", "sm_90a", "9.0", lambda capability: capability == (9, 0)),
+        ("Ampere GEMM (sm_80)", "sm_80", "8.0 or newer", lambda capability: capability >= (8, 0)),
+    )
+    usable = False
+    for name, arch, needed, fits in kernels:
+        reason = no_kernels
+        if not reason and arch not in found.archs:
+            reason = f"not in this build; OVERLAP_ARCHS={arch} compiles it"
+        if not reason and not any(fits(gpu.capability) for gpu in found.gpus):
+            reason = f"no GPU of compute capability {needed}"
+        usable |= not reason
+        detail = reason or "bf16 and fp16, aligned to 16 bytes; cuBLAS takes the rest"
+        paths.append(FastPath(name, not reason, detail))
+
+    reason = no_kernels
+    if not reason and found.nccl is None:
+        reason = "torch has no NCCL"
+    if not reason and not usable:
+        reason = "no GEMM kernel that signals runs here"
+    if not reason and len(found.gpus) < 2:
+        reason = "one GPU: nothing to communicate"
+    detail = reason or "chunks sent by NCCL on a side stream while the GEMM computes"
+    paths.append(FastPath("CUDA, overlapped", not reason, detail))
+
+    version = ".".join(map(str, found.nccl or ()))
+    if not reason and found.nccl < _MIN_WINDOW_NCCL:
+        reason = f"NCCL {version} has none; 2.27 or newer is needed"
+    if not reason and not all(found.peers.values()):
+        reason = "not every GPU reaches every other's memory"
+    detail = reason or "buffers registered, so that NCCL takes fewer SMs where the plan says so"
+    paths.append(FastPath("NCCL symmetric windows", not reason, detail))
+    return paths
+
+
+def links_of(topology: str) -> dict[tuple[int, int], str]:
+    """``nvidia-smi topo -m`` as {(0, 1): "NV18", ...}; empty if there is no such table in it."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]
+    rows = [row for row in rows if "X" in row]  # not the heading
+    return {
+        (i, j): row[1 + j]
+        for i, row in enumerate(rows)
+        for j in range(i + 1, len(rows))
+        if 1 + j < len(row)
+    }
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _nccl_libraries() -> list[str]:
+    """The NCCL libraries that this process has loaded: there must be no second one."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return sorted(set(re.findall(r"/\S*libnccl\.so\S*", maps)))
+
+
+def _record() -> dict[str, str | None]:
+    return json.loads(_RECORD.read_text()) if _RECORD.exists() else {}
+
+
+def find() -> Findings:
+    """Looks at this process's torch, GPUs and build."""
+    info = parse_build_info(torch.ops.overlap.build_info())
+    with_cuda = info["cuda"] != "none"
+    why_no_gpu = "no driver or no GPU"
+    if torch.version.cuda is None:
+        why_no_gpu = "torch is a build without CUDA"
+    elif "CUDA_VISIBLE_DEVICES" in os.environ:
+        hidden = os.environ["CUDA_VISIBLE_DEVICES"]
+        why_no_gpu = f"none is visible (CUDA_VISIBLE_DEVICES={hidden!r})"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            Gpu(
+                name=properties.name,
+                capability=(properties.major, properties.minor),
+                sm_count=properties.multi_processor_count,
+                memory_gib=properties.total_memory / 2**30,
+            )
+        )
+    return Findings(
+        cuda=info["cuda"] if with_cuda else None,
+        archs=tuple(info["archs"].split(",")) if with_cuda else (),
+        why_no_cuda=_record().get("why_no_cuda"),
+        gpus=tuple(gpus),
+        why_no_gpu=why_no_gpu,
+        nccl=torch.cuda.nccl.version() if dist.is_nccl_available() else None,
+        gloo=dist.is_gloo_available(),
+        peers={
+            (i, j): torch.cuda.can_device_access_peer(i, j)
+            for i in range(count)
+            for j in range(count)
+            if i != j
+        },
+    )
+
+
+def _software_lines(found: Findings) -> list[str]:
+    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    nccl = ".".join(map(str, found.nccl)) if found.nccl else "none"
+    lines = [
+        f"Python {platform.python_version()}, {platform.platform()}",
+        f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, "
+        f"NVIDIA driver {driver or 'none'}",
+        f"NCCL {nccl}",
+    ]
+    libraries = _nccl_libraries()
+    lines += [f"  {library}" for library in libraries]
+    if len(libraries) > 1:
+        lines.append("  WARNING: two NCCL libraries in one process; only torch's should be there")
+    return lines
+
+
+def _build_lines() -> list[str]:
+    record = _record()
+    lines = [f"build_info  {torch.ops.overlap.build_info()}"]
+    lines += [f"{key:11} {record[key]}" for key in ("cxx", "nvcc", "cutlass") if record.get(key)]
+    if not record:
+        lines.append(f"no record of the build ({_RECORD.name} is not beside the library)")
+    elif record["build_info"] != torch.ops.overlap.build_info():
+        lines.append(f"WARNING: the record is of another build: {record['build_info']}")
+    elif record["torch"] != torch.__version__:
+        lines.append(f"WARNING: built against torch {record['torch']}; rebuild for this one")
+    if record.get("why_no_cuda"):
+        lines.append(f"WITHOUT CUDA: {record['why_no_cuda']}")
+    return lines
+
+
+def _gpu_lines(found: Findings) -> list[str]:
+    return [
+        f"{i}: {gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, "
+        f"{gpu.sm_count} SMs, {gpu.memory_gib:.0f} GiB"
+        for i, gpu in enumerate(found.gpus)
+    ] or [f"none: {found.why_no_gpu}"]
+
+
+def _link_lines(found: Findings) -> list[str]:
+    # nvidia-smi counts all GPUs of the machine: its table fits only if none is hidden.
+    links = {} if "CUDA_VISIBLE_DEVICES" in os.environ else links_of(_nvidia_smi("topo", "-m"))
+    lines = []
+    for (i, j), reaches in sorted(found.peers.items()):
+        if i < j:
+            both = reaches and found.peers[j, i]
+            link = f", {links[i, j]}" if (i, j) in links else ""
+            lines.append(f"{i} - {j}: {'peer access' if both else 'no peer access'}{link}")
+    return lines or ["none: fewer than two GPUs"]
+
+
+def _environment_lines() -> list[str]:
+    rows = [("name", "type", "default", "now", "meaning")]
+    rows += [
+        (v.name, v.type, v.default, os.environ.get(v.name, "-"), v.meaning) for v in ENVIRONMENT
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
+        for row in rows
+    ]
+
+
+def report() -> str:
+    """The whole report as text."""
+    found = find()
+    paths = [
+        f"{'on ' if path.on else 'off'}  {path.name}: {path.detail}" for path in fast_paths(found)
+    ]
+    sections = {
+        "Software": _software_lines(found),
+        "Build": _build_lines(),
+        "GPUs": _gpu_lines(found),
+        "Links": _link_lines(found),
+        "Fast paths (what none of them takes runs the unfused composition)": paths,
+        "Environment": _environment_lines(),
+    }
+    return "\n\n".join(
+        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items()
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report; returns the exit status."""
+    argparse.ArgumentParser(prog="python -m overlap_torch doctor", description=__doc__).parse_args(
+        argv
+    )
+    print(report())
+    return 0

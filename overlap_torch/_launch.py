@@ -1,0 +1,86 @@
+"""Starts the ranks of a demo or a benchmark on this machine, and the process group in each."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+_TIMEOUT = datetime.timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks to start, and on what."""
+
+    world_size: int
+    device_type: str  # "cuda" or "cpu"
+
+    @staticmethod
+    def choose(world_size: int | None = None, device_type: str | None = None) -> Ranks:
+        """All GPUs of this machine, or two CPU ranks where there is none, unless told otherwise.
+
+        Raises:
+            ValueError: more ranks than GPUs, or no rank at all.
+        """
+        gpus = torch.cuda.device_count() if device_type != "cpu" else 0
+        device_type = device_type or ("cuda" if gpus else "cpu")
+        if world_size is None:
+            world_size = gpus if device_type == "cuda" else 2
+        if world_size < 1:
+            raise ValueError(f"world must be at least 1, but is {world_size}; GPUs found: {gpus}")
+        if device_type == "cuda" and world_size > gpus:
+            raise ValueError(f"world is {world_size}, but this machine has {gpus} GPUs; NCCL needs one for each rank")
+        return Ranks(world_size, device_type)
+
+
+def current_device() -> torch.device:
+    """The device of this rank: its current GPU under NCCL, else the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def launch(ranks: Ranks, worker: Callable[[object], None], argument: object) -> None:
+    """Runs ``worker(argument)`` on every rank, each a process of its own with an initialised default group.
+
+    ``worker`` is found by name in the children. Where torchrun has started this process, it is one of the ranks and
+    starts no others. An exception in a rank ends the others and is raised here.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _run(int(os.environ["LOCAL_RANK"]), ranks.device_type, None, None, worker, argument)
+        return
+    with tempfile.TemporaryDirectory(prefix="overlap_torch_") as folder:
+        torch.multiprocessing.spawn(
+            _run,
+            args=(ranks.device_type, ranks.world_size, os.path.join(folder, "store"), worker, argument),
+            nprocs=ranks.world_size,
+        )
+
+
+def _run(
+    local_rank: int,
+    device_type: str,
+    world_size: int | None,
+    store: str | None,
+    worker: Callable[[object], None],
+    argument: object,
+) -> None:
+    place = {} if store is None else {"init_method": f"file://{store}", "rank": local_rank, "world_size": world_size}
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+        place["device_id"] = torch.device("cuda", local_rank)
+    else:
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT, **place)
+    try:
+        worker(argument)
+    finally:
+        dist.destroy_process_group()

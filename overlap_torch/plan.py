@@ -1,0 +1,310 @@
+"""Plans: how an op runs, as data.
+
+A plan says which kernel computes the tiles and in which order, how they are cut into chunks, how
+each chunk is communicated, where tiles are stored meanwhile, and what the GEMM leaves to
+communication. The planner makes one for each problem; this module shows it, and sets others::
+
+    plan = plan_for(4096, 8192, 7168, torch.bfloat16)           # what the op would do now
+    panels = row_panels(plan.problem, 4, kernel=Kernel.SM90_PINGPONG, comm_sms=16, max_ctas=16)
+    with use_plan(panels):                                      # on every rank
+        overlap_torch.gemm_allreduce(input, weight)
+
+All ranks of a group must set the same plans at the same point between their calls of the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from overlap_torch import _plan
+from overlap_torch._plan import (
+    MAX_BAND_RUNS,
+    MAX_CHUNKS,
+    BandRun,
+    Chunk,
+    DType,
+    Kernel,
+    Layout,
+    Machine,
+    Op,
+    Plan,
+    Prediction,
+    Problem,
+    Resources,
+    Schedule,
+    Transport,
+    candidates,
+    decode,
+    encode,
+    make_plan,
+    make_sequential,
+    predict,
+    validate,
+)
+from overlap_torch._plan_json import (
+    enum_member,
+    enum_name,
+    from_dict,
+    from_json,
+    load,
+    save,
+    to_dict,
+    to_json,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from overlap_torch._ops import Group
+
+    Device = str | torch.device | None
+
+__all__ = [
+    "MAX_BAND_RUNS",
+    "MAX_CHUNKS",
+    "BandRun",
+    "Chunk",
+    "DType",
+    "Kernel",
+    "Layout",
+    "Machine",
+    "Op",
+    "Plan",
+    "Prediction",
+    "Problem",
+    "Resources",
+    "Schedule",
+    "Transport",
+    "candidates",
+    "clear_plans",
+    "decode",
+    "encode",
+    "from_dict",
+    "from_json",
+    "load",
+    "machine",
+    "make_plan",
+    "make_sequential",
+    "packed",
+    "plan_for",
+    "predict",
+    "row_panels",
+    "save",
+    "set_plan",
+    "to_dict",
+    "to_json",
+    "use_plan",
+    "validate",
+]
+
+# --- templates ----------------------------------------------------------------------------------------------
+
+
+def row_panels(
+    problem: Problem,
+    chunks: int | Sequence[int],
+    *,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    band_rows: int | None = None,
+    comm_sms: int = 0,
+    max_ctas: int = 0,
+    window: bool = False,
+    smem_pad_bytes: int = 0,
+    transport: Transport | str = Transport.NCCL,
+    tile: tuple[int, int] | None = None,
+) -> Plan:
+    """An overlapped plan whose chunks are row panels of the plain output, already in order.
+
+    Args:
+        problem: what all ranks share: ``plan_for(...).problem``, or
+            ``Problem(m, n, k, DType.BFLOAT16, world_size)``.
+        chunks: a number of chunks of about equal height, or the chunks' heights in tile rows, top
+            to bottom; heights are multiples of the kernel's cluster (2 for the sm90 kernels) and
+            sum up to the tile grid's height, which is rounded up to a multiple of the cluster.
+        kernel: the GEMM; ``library`` takes every dtype, the others bfloat16 and float16.
+        band_rows: tile rows of a band, at most; None: 8, or the lowest chunk's height.
+        comm_sms: SMs that the GEMM leaves free.
+        max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
+        window: stage chunks in an NCCL symmetric window.
+        smem_pad_bytes: shared memory added to each GEMM block, in bytes.
+        transport: ``nccl`` for CUDA tensors, ``gloo`` for those on CPU.
+        tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
+
+    Raises:
+        ValueError: a plan that could not run; the message says what is allowed.
+    """
+    kernel, transport = enum_member(Kernel, kernel), enum_member(Transport, transport)
+    shape = _shape(kernel, transport, tile)
+    rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
+    even = isinstance(chunks, int)
+    heights = _split(rows, chunks, shape.cluster_m, "tile rows") if even else list(chunks)
+    if band_rows is None:
+        band_rows = max(shape.cluster_m, min([8, *heights]))
+    resources = Resources(comm_sms, smem_pad_bytes, window)
+    return _plan.make_row_panels(
+        problem, kernel, heights, band_rows, resources, max_ctas, transport, shape
+    )
+
+
+def packed(
+    problem: Problem,
+    chunks: int | Sequence[int],
+    *,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    band_rows: int | None = None,
+    comm_sms: int = 0,
+    max_ctas: int = 0,
+    window: bool = False,
+    smem_pad_bytes: int = 0,
+    transport: Transport | str = Transport.NCCL,
+    tile: tuple[int, int] | None = None,
+) -> Plan:
+    """An overlapped plan that stores tiles in tile order and reorders them chunk by chunk.
+
+    Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of
+    chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
+    ``band_rows`` None: 8, or the tile grid's height where that is less. All else is as in
+    :func:`row_panels`.
+    """
+    kernel, transport = enum_member(Kernel, kernel), enum_member(Transport, transport)
+    shape = _shape(kernel, transport, tile)
+    rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
+    tiles = rows * _tiles(problem.n, shape.tile_n)
+    sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
+    if band_rows is None:
+        band_rows = max(shape.cluster_m, min(8, rows))
+    resources = Resources(comm_sms, smem_pad_bytes, window)
+    return _plan.make_packed(
+        problem, kernel, sizes, band_rows, resources, max_ctas, transport, shape
+    )
+
+
+# --- the op library's plans -----------------------------------------------------------------------------------
+
+
+def plan_for(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype | DType | str = "bfloat16",
+    *,
+    device: Device = None,
+    group: Group = None,
+    op: Op | str = Op.GEMM_ALLREDUCE,
+) -> Plan:
+    """The plan that the op would run now for an output [m, n] and inner dimension k on each rank.
+
+    It is the one set for that problem, else the planner's. ``device`` None: the current CUDA
+    device, or the CPU where there is none. ``group`` is as in
+    :func:`overlap_torch.gemm_allreduce`.
+    """
+    import torch
+
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    torch_dtype = getattr(torch, enum_name(enum_member(DType, dtype)))
+    code = torch.ops.overlap.plan_for(
+        enum_name(enum_member(Op, op)), m, n, k, torch_dtype, _device(device), _group_name(group)
+    )
+    return decode(list(code))
+
+
+def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
+    """From now on the op runs ``plan`` for ``plan.problem``; every rank has to set the same.
+
+    ``device`` None: the CPU for a plan over gloo, else the current CUDA device.
+    """
+    import torch
+
+    torch.ops.overlap.set_plan(encode(plan), _device(device, plan), _group_name(group))
+
+
+def clear_plans(group: Group = None) -> None:
+    """Forgets the plans set for the group, so that the planner's hold again. The same on every rank."""
+    import torch
+
+    torch.ops.overlap.clear_plans(_group_name(group))
+
+
+@contextmanager
+def use_plan(plan: Plan, *, device: Device = None, group: Group = None) -> Iterator[Plan]:
+    """``with use_plan(plan):`` sets the plan for its problem, and afterwards the one that held before."""
+    problem, where = plan.problem, _device(device, plan)
+    before = plan_for(
+        problem.m, problem.n, problem.k, problem.dtype, device=where, group=group, op=problem.op
+    )
+    set_plan(plan, device=where, group=group)
+    try:
+        yield plan
+    finally:
+        set_plan(before, device=where, group=group)
+
+
+def machine(device: Device = None, group: Group = None) -> Machine:
+    """What the planner takes device and link to be, for ``candidates`` and ``predict``.
+
+    The first call for a group measures its link, so every rank of the group has to make it.
+    ``device`` None: the current CUDA device, or the CPU where there is none.
+    """
+    import torch
+
+    return _parse_machine(torch.ops.overlap.machine(_device(device), _group_name(group)))
+
+
+# --- helpers --------------------------------------------------------------------------------------------------
+
+
+def _shape(kernel: Kernel, transport: Transport, tile: tuple[int, int] | None) -> _plan.KernelShape:
+    if tile is None:
+        return _plan.kernel_shape(kernel, transport == Transport.GLOO)
+    if min(tile) < 1:
+        raise ValueError(f"tile is {tile}, allowed are two numbers of 1 or more")
+    own = _plan.kernel_shape(kernel, False)
+    return _plan.KernelShape(tile[0], tile[1], own.cluster_m)
+
+
+def _tiles(size: int, tile: int, cluster: int = 1) -> int:
+    return -(-size // (tile * cluster)) * cluster
+
+
+def _split(total: int, parts: int, grain: int, unit: str) -> list[int]:
+    """``total`` in ``parts`` multiples of ``grain`` that differ by one grain at most."""
+    grains = total // grain
+    if not 1 <= parts <= grains:
+        raise ValueError(
+            f"{parts} chunks of {total} {unit}, allowed are 1 to {grains}, as a chunk has {grain} or more: "
+            "take fewer chunks, or smaller tiles where the kernel is 'library'"
+        )
+    each, larger = divmod(grains, parts)
+    return [grain * (each + (i < larger)) for i in range(parts)]
+
+
+def _parse_machine(text: str) -> Machine:
+    result = Machine()
+    for field in text.split():
+        name, _, value = field.partition("=")
+        kind = type(getattr(result, name))
+        setattr(result, name, value == "1" if kind is bool else kind(value))
+    return result
+
+
+def _device(device: Device, plan: Plan | None = None) -> torch.device:
+    import torch
+
+    if device is not None:
+        device = torch.device(device)
+    elif plan is not None and plan.chunks:
+        device = torch.device("cpu" if plan.chunks[0].transport == Transport.GLOO else "cuda")
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _group_name(group: Group) -> str:
+    from overlap_torch._ops import group_name
+
+    return group_name(group)

@@ -1,0 +1,291 @@
+"""Builds overlap_torch: one build.ninja for the op library `_C` and the planner's module `_plan`.
+
+    pip install --no-build-isolation .         against the torch that is installed
+    python setup.py build_ext --inplace        the same, into the checkout (what `make build` runs)
+    python setup.py build_plan                 only `_plan`, into the checkout; needs no CUDA
+
+Nothing is downloaded here. Environment variables: `python -m overlap_torch doctor` lists them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import setuptools
+from setuptools.command.build_ext import build_ext as setuptools_build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from toolchain import (  # noqa: E402  (found through the path above)
+    BUILD_INSTALL,
+    BuildError,
+    Cuda,
+    NoCudaError,
+    find_cuda,
+    find_cxx,
+    gencode,
+    import_torch,
+    pybind11_include,
+)
+
+PLAN_NAME = f"_plan{sysconfig.get_config_var('EXT_SUFFIX')}"
+PLAN_MODULE = "csrc/binding/plan_module.cc"
+CXX_FLAGS = "-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc".split()
+NVCC_FLAGS = [
+    *"-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc".split(),
+    "-DNDEBUG",  # with asserts in the kernels ptxas serialises wgmma (C7510)
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+]
+JOB_BYTES = 3 << 30  # what the compiler of a Hopper GEMM takes
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One build step: `rule` makes `output` from `inputs`, again when `depends` change."""
+
+    rule: str
+    output: str
+    inputs: list[str]
+    flags: list[str]
+    depends: list[str] = field(default_factory=list)
+
+
+def sources(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/{pattern}"))
+
+
+def isystem(paths: Iterable[Path | str]) -> list[str]:
+    return [word for path in paths for word in ("-isystem", str(path))]
+
+
+def compile_edges(rule: str, files: Iterable[str], folder: str, flags: list[str]) -> list[Edge]:
+    return [Edge(rule, f"{folder}/{f.removeprefix('csrc/')}.o", [f], flags) for f in files]
+
+
+def build_info(cuda: Cuda | None) -> str:
+    """What torch.ops.overlap.build_info() returns."""
+    if cuda is None:
+        return "cuda=none"
+    return f"cuda={cuda.version};archs={','.join(cuda.archs)};nccl={cuda.nccl_version}"
+
+
+def planner_edges(folder: str) -> list[Edge]:
+    """The planner's C++, shared by `_plan` and `_C`."""
+    return compile_edges("cxx", sources("plan/*.cc"), folder, CXX_FLAGS)
+
+
+def plan_edges(folder: str) -> list[Edge]:
+    """`_plan`: the planner's pybind11 module."""
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        raise BuildError(f"no Python.h in {headers}: apt-get install python3-dev")
+    abi = f"{folder}/{sysconfig.get_config_var('SOABI')}"
+    flags = [*CXX_FLAGS, *isystem([pybind11_include(), headers])]
+    module = compile_edges("cxx", [PLAN_MODULE], abi, flags)
+    inputs = [edge.output for edge in planner_edges(folder) + module]
+    return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
+
+
+def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
+    """`_C`: the bindings; with CUDA also kernels and runtime."""
+    home = Path(torch.__file__).parent
+    headers = [home / "include", home / "include/torch/csrc/api/include"]
+    edges: list[Edge] = []
+    flags = list(CXX_FLAGS)
+    bindings = [file for file in sources("binding/*.cc") if file != PLAN_MODULE]
+    libraries = ["c10", "torch_cpu"]
+    library_files: list[str] = []
+    homes = ["torch/lib", "nvidia/nccl/lib"]
+    if cuda is None:
+        bindings = [file for file in bindings if not file.endswith("_cuda.cc")]
+    else:
+        flags += [*cuda.defines, *isystem(cuda.includes)]
+        nvcc_flags = [*NVCC_FLAGS, *cuda.defines, *isystem([cuda.cutlass_include])]
+        for file in sources("kernels/*.cu"):
+            if targets := gencode(file, cuda.archs):
+                edges += compile_edges("nvcc", [file], folder, [*nvcc_flags, *targets])
+        edges += compile_edges("cxx", sources("runtime/*.cc"), folder, flags)
+        libraries += ["c10_cuda", "torch_cuda"]
+        library_files = [str(cuda.cudart), str(cuda.nccl / "lib/libnccl.so.2")]
+        homes += [f"nvidia/{cuda.cudart.parents[1].name}/lib"]
+    info = f'-DOVERLAP_BUILD_INFO="{build_info(cuda)}"'
+    binding_flags = [*flags, info, *isystem(headers)]
+    edges += compile_edges("cxx", bindings, folder, binding_flags)
+    link_flags = [
+        "-Wl,-z,defs",  # a missing function fails here, not at import
+        # torch, imported first, has loaded these already; the rpath serves whoever loads _C alone.
+        f"-Wl,-rpath,{':'.join(f'$ORIGIN/../{home}' for home in homes)}",
+        f"-L{home / 'lib'}",
+        *(f"-l{name}" for name in libraries),
+        *library_files,
+    ]
+    inputs = [edge.output for edge in edges + planner_edges(folder)]
+    return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
+
+
+def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
+    """Each rule's command; ninja fills in $flags, $in and $out."""
+    ccache = shutil.which("ccache")
+    cached = [ccache] if ccache else []
+    compile_ = "-MD -MF $out.d $flags -c $in -o $out".split()
+    rules = {
+        "cxx": [*cached, *find_cxx(), *compile_],
+        "link": [*find_cxx(), *"-shared $in $flags -o $out".split()],
+    }
+    if cuda:
+        rules["nvcc"] = [*cached, str(cuda.nvcc), "-ccbin", find_cxx()[0], *compile_]
+    return rules
+
+
+def ninja_text(folder: str, edges: Sequence[Edge], rules: dict[str, list[str]]) -> str:
+    def joined(paths: Iterable[str]) -> str:
+        return " ".join(re.sub(r"([$ :])", r"$\1", path) for path in paths)
+
+    # builddir: each folder's log is its own, so that one build does not forget another's.
+    lines = ["ninja_required_version = 1.5", f"builddir = {joined([folder])}"]
+    for rule, command in rules.items():
+        words = [word if word.startswith("$") else shlex.quote(word) for word in command]
+        lines += [f"rule {rule}", f"  command = {' '.join(words)}", f"  description = {rule} $out"]
+        if rule != "link":
+            lines += ["  depfile = $out.d", "  deps = gcc"]
+    for edge in edges:
+        inputs = joined(edge.inputs) + (f" | {joined(edge.depends)}" if edge.depends else "")
+        lines += [f"build {joined([edge.output])}: {edge.rule} {inputs}"]
+        lines += [f"  flags = {shlex.join(edge.flags).replace('$', '$$')}"]
+    return "\n".join(lines) + "\n"
+
+
+def job_count() -> int:
+    """MAX_JOBS, or all cores as far as memory goes."""
+    if given := os.environ.get("MAX_JOBS"):
+        return max(1, int(given))
+    available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    by_memory = int(available[1]) * 1024 // JOB_BYTES if available else 1
+    return max(1, min(len(os.sched_getaffinity(0)), by_memory))
+
+
+def run_ninja(folder: str, edges: Sequence[Edge], cuda: Cuda | None = None) -> None:
+    """Compiles what has changed."""
+    ninja = [sys.executable, "-m", "ninja"]
+    if not importlib.util.find_spec("ninja"):
+        ninja = [shutil.which("ninja") or ""]
+    if not ninja[0]:
+        raise BuildError(f"ninja is missing: {BUILD_INSTALL}")
+    script = Path(folder, "build.ninja")
+    (ROOT / folder).mkdir(parents=True, exist_ok=True)
+    (ROOT / script).write_text(ninja_text(folder, edges, rule_commands(cuda)))
+    # Objects do not depend on where the checkout lies, so that ccache serves other checkouts too.
+    env = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1", **os.environ}
+    command = [*ninja, "-f", str(script), "-j", str(job_count())]
+    if subprocess.run(command, cwd=ROOT, env=env).returncode:
+        raise BuildError("compilation failed; the compiler's messages are above")
+
+
+def place(source: Path, destination: Path) -> None:
+    """Copies by renaming: a process that has the old library loaded keeps it whole."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    fresh = destination.with_name(f"{destination.name}.new")
+    shutil.copy2(source, fresh)
+    fresh.replace(destination)
+
+
+def announce_no_cuda(reason: str) -> None:
+    """Says it on stderr, and on the terminal when pip has taken stderr away."""
+    bar = "*" * 100
+    text = (
+        f"\n{bar}\n  overlap_torch is built WITHOUT CUDA: {reason}.\n"
+        "  CUDA tensors will take the unfused composition. OVERLAP_CUDA=1 makes this an error;\n"
+        f"  `python -m overlap_torch doctor` tells what a build holds.\n{bar}\n"
+    )
+    print(text, file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        try:
+            with open("/dev/tty", "w") as terminal:
+                print(text, file=terminal)
+        except OSError:  # no terminal: nobody watches
+            pass
+
+
+def build_record(torch: ModuleType, cuda: Cuda | None, why_no_cuda: str | None) -> str:
+    """What doctor tells of the build, as JSON."""
+    compiler = subprocess.run([*find_cxx(), "--version"], capture_output=True, text=True).stdout
+    record = {
+        "build_info": build_info(cuda),
+        "torch": torch.__version__,
+        "why_no_cuda": why_no_cuda,
+        "cxx": compiler.split("\n")[0],
+        "nvcc": f"{cuda.nvcc} ({cuda.version})" if cuda else None,
+        "cutlass": str(cuda.cutlass_include) if cuda else None,
+    }
+    return json.dumps(record, indent=2) + "\n"
+
+
+class build_ext(setuptools_build_ext):
+    """Builds both extensions and puts them, with a record of the build, into the package."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join("overlap_torch", "_C.so" if fullname.endswith("._C") else PLAN_NAME)
+
+    def run(self) -> None:
+        torch = import_torch()
+        cuda = reason = None
+        try:
+            cuda = find_cuda(torch)
+        except NoCudaError as error:
+            reason = str(error)
+            announce_no_cuda(reason)
+        folder = f"build/torch-{torch.__version__}-{'cuda' if cuda else 'cpu'}"
+        edges = planner_edges(folder) + plan_edges(folder) + op_edges(folder, torch, cuda)
+        run_ninja(folder, edges, cuda)
+        built = ROOT / folder
+        (built / "_build.json").write_text(build_record(torch, cuda, reason))
+        in_checkout = self.inplace or self.editable_mode
+        package = (ROOT if in_checkout else Path(self.build_lib)) / "overlap_torch"
+        for name in ("_C.so", PLAN_NAME, "_build.json"):
+            place(built / name, package / name)
+
+
+def build_plan() -> None:
+    """Builds only `_plan`, into the checkout."""
+    folder = "build/plan"
+    run_ninja(folder, planner_edges(folder) + plan_edges(folder))
+    place(ROOT / folder / PLAN_NAME, ROOT / "overlap_torch" / PLAN_NAME)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["build_plan"]:  # by any setuptools: the planner needs no metadata
+        build_plan()
+        return
+    if int(setuptools.__version__.split(".")[0]) < 77:
+        raise BuildError(f"setuptools {setuptools.__version__} is too old: {BUILD_INSTALL}")
+    setuptools.setup(
+        packages=["overlap_torch", "overlap_torch.benchmarks"],
+        package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
+        package_data={"overlap_torch.benchmarks": ["*.json"]},
+        # No sources: build_ext finds them by the conventions above.
+        ext_modules=[
+            setuptools.Extension("overlap_torch._C", []),
+            setuptools.Extension("overlap_torch._plan", []),
+        ],
+        cmdclass={"build_ext": build_ext},
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BuildError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,97 @@
+"""Markers, what the machine can run, and the end of the rank pools."""
+
+from __future__ import annotations
+
+import pytest
+import rank_pool
+
+_MARKERS = {
+    "gpu": "needs a CUDA device",
+    "gpu2": "needs two CUDA devices",
+    "long": "takes minutes; left out unless chosen with -m long or -m races",
+    "races": "the long race tests",
+    "ranks": "ranks((world, backend), ...): the pools that a test with the fixture ranks runs on",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in _MARKERS.items():
+        config.addinivalue_line("markers", meaning if "(" in meaning else f"{name}: {meaning}")
+
+
+def gpu_count() -> int:
+    """GPUs that torch can use here; does not initialise CUDA."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("markexpr", "")
+    long_chosen = "long" in chosen or "races" in chosen
+    for item in items:
+        if item.get_closest_marker("long") and not long_chosen:
+            item.add_marker(pytest.mark.skip(reason="takes minutes; choose it with -m long or -m races"))
+        needed = 2 if item.get_closest_marker("gpu2") else 1 if item.get_closest_marker("gpu") else 0
+        if needed:
+            found = gpu_count()
+            if found < needed:
+                reason = f"needs {needed} CUDA device{'s' if needed > 1 else ''}, this machine has {found}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_pools():
+    yield
+    rank_pool.close_all()
+
+
+class RankRunner:
+    """A pool of `world` ranks on `backend`; see rank_pool.run."""
+
+    def __init__(self, world: int, backend: str) -> None:
+        self.world = world
+        self.backend = backend
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+    def run(self, job, *args, timeout_s: float = 120.0) -> list:
+        """Every rank's result."""
+        return rank_pool.run(self.world, self.backend, job, *args, timeout_s=timeout_s)
+
+    def expect_no_failures(self, job, *args, timeout_s: float = 120.0) -> None:
+        """For jobs that return a list of what went wrong: it must be empty on every rank, and something must have run.
+
+        The job returns (number of checks made, failures).
+        """
+        results = self.run(job, *args, timeout_s=timeout_s)
+        assert all(checks > 0 for checks, _ in results), f"{job.__name__} checked nothing: {results}"
+        lines = [f"rank {rank}: {line}" for rank, (_, lines) in enumerate(results) for line in lines]
+        assert not lines, f"{len(lines)} failures in {job.__name__}:\n" + "\n".join(lines[:40])
+
+
+def _ranks_param(world: int, backend: str):
+    marks = [] if backend == "gloo" else [pytest.mark.gpu, *([pytest.mark.gpu2] if world > 1 else [])]
+    return pytest.param((world, backend), id=f"{world}-{backend}", marks=marks)
+
+
+_RANKS = [_ranks_param(world, backend) for backend in ("gloo", "nccl") for world in (1, 2, 3, 4)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`ranks`: every world size on gloo and NCCL, or those that the marker ranks((world, backend), ...) names."""
+    if "ranks" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("ranks")
+        params = [_ranks_param(*pair) for pair in marker.args] if marker else _RANKS
+        metafunc.parametrize("ranks", params, indirect=True)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> RankRunner:
+    """The pool to run a job on; skips where there are fewer GPUs than NCCL ranks."""
+    world, backend = request.param
+    if backend == "nccl" and gpu_count() < world:
+        pytest.skip(f"{world} NCCL ranks need {world} CUDA devices, this machine has {gpu_count()}")
+    return RankRunner(world, backend)

@@ -1,0 +1,216 @@
+// One GEMM to check: its operands, its plan, its reference, and the two ways to run it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "checking.h"
+#include "kernels/gemm.h"
+#include "kernels/signal.h"
+#include "plan/planner.h"
+
+namespace overlap::check {
+
+inline constexpr int64_t kWaitNs = 10'000'000'000;
+
+inline int sm_count() {
+  int count = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
+  return count;
+}
+
+// Leaves eight SMs to the checks beside the GEMM.
+inline int gemm_ctas() {
+  return std::max(2, sm_count() - 8);
+}
+
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// `total` in at most `parts` parts that grow from the first on, each a multiple of `unit`.
+inline std::vector<int32_t> unequal_parts(int64_t total, int64_t parts, int64_t unit) {
+  std::vector<int32_t> result;
+  int64_t left = total;
+  for (int64_t part = 1; left > 0; ++part) {
+    const int64_t share =
+        round_up(std::max<int64_t>(total * part / (parts * (parts + 1) / 2), 1), unit);
+    result.push_back(static_cast<int32_t>(part >= parts ? left : std::min(share, left)));
+    left -= result.back();
+  }
+  return result;
+}
+
+inline plan::Plan make_plan(plan::Kernel kernel, int64_t m, int64_t n, int64_t k, plan::DType dtype,
+                            plan::Layout layout, int chunks, int band_rows) {
+  const plan::KernelShape shape = plan::kernel_shape(kernel, false);
+  const plan::Problem problem{plan::Op::kGemmAllReduce, m, n, k, dtype, 2};
+  const int64_t tiles_m = round_up(round_up(m, shape.tile_m) / shape.tile_m, shape.cluster_m);
+  const int64_t tiles_n = round_up(n, shape.tile_n) / shape.tile_n;
+  const plan::Plan plan =
+      layout == plan::Layout::kPacked
+          ? plan::make_packed(problem, kernel,
+                              unequal_parts(tiles_m * tiles_n, chunks, shape.cluster_m),
+                              band_rows * shape.cluster_m, {}, 0)
+          : plan::make_row_panels(problem, kernel, unequal_parts(tiles_m, chunks, shape.cluster_m),
+                                  band_rows * shape.cluster_m, {}, 0);
+  plan::validate(plan);
+  return plan;
+}
+
+// One GEMM: operands with gaps between their rows (poisoned, so that a read of a gap shows), its
+// plan, its reference.
+template <class T>
+class GemmCase {
+ public:
+  GemmCase(plan::Kernel kernel, int64_t m, int64_t n, int64_t k, bool k_contiguous,
+           plan::Layout layout, int chunks, int band_rows, int64_t gap)
+      : kernel_(kernel),
+        plan_(make_plan(kernel, m, n, k, dtype_of<T>(), layout, chunks, band_rows)),
+        input_stride_(round_up(k, 8) + gap),
+        weight_stride_(round_up(k_contiguous ? k : n, 8) + gap),
+        output_stride_(round_up(n, 8) + gap),
+        input_(m * input_stride_),
+        weight_((k_contiguous ? n : k) * weight_stride_),
+        reference_(m * n),
+        output_(2 * kGuard + (layout == plan::Layout::kPacked ? plan::buffer_elements(plan_)
+                                                              : m * output_stride_)),
+        counters_(plan::kMaxChunks),
+        expectation_{reference_.data(),
+                     m,
+                     n,
+                     output_stride_,
+                     layout == plan::Layout::kPacked,
+                     plan_.tile_m,
+                     plan_.tile_n,
+                     plan::tile_order(plan_)} {
+    params_.m = m;
+    params_.n = n;
+    params_.k = k;
+    params_.dtype = dtype_of<T>();
+    params_.input = input_.data();
+    params_.input_stride = input_stride_;
+    params_.weight = weight_.data();
+    params_.weight_stride = weight_stride_;
+    params_.weight_k_contiguous = k_contiguous;
+    params_.output = output_.data() + kGuard;
+    params_.output_stride = output_stride_;
+    params_.layout = layout;
+    params_.order = expectation_.order;
+    params_.counters = counters_.data();
+    params_.ctas = gemm_ctas();
+    name_ = plan_.to_string() + (k_contiguous ? ", weight along k" : ", weight along n") +
+            ", gap " + std::to_string(gap);
+  }
+
+  bool supported() const { return kernels::gemm_supported(kernel_, params_); }
+  const std::string& name() const { return name_; }
+
+  void fill_operands() {
+    fill(input_.data(), params_.m, params_.k, input_stride_, 1);
+    const bool along_k = params_.weight_k_contiguous;
+    fill(weight_.data(), along_k ? params_.n : params_.k, along_k ? params_.k : params_.n,
+         weight_stride_, 2);
+    reference_gemm_kernel<<<2048, 256>>>(input_.data(), input_stride_, weight_.data(),
+                                         along_k ? weight_stride_ : 1, along_k ? 1 : weight_stride_,
+                                         reference_.data(), params_.m, params_.n, params_.k);
+    CUDA_CHECK(cudaGetLastError());
+  }
+
+  // Result, untouched bytes and counters of one run.
+  void check(int32_t ctas, int32_t smem_pad_bytes, bool signals) {
+    kernels::GemmParams params = params_;
+    params.ctas = ctas;
+    params.smem_pad_bytes = smem_pad_bytes;
+    params.counters = signals ? counters_.data() : nullptr;
+    output_.poison(nullptr);
+    counters_.zero(nullptr);
+    CUDA_CHECK(kernels::launch_gemm(kernel_, params, nullptr));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    expect(output_, expectation_, name_ + ", " + std::to_string(ctas) + " CTAs");
+    std::vector<int32_t> counters(plan::kMaxChunks);
+    CUDA_CHECK(cudaMemcpy(counters.data(), counters_.data(), counters.size() * sizeof(int32_t),
+                          cudaMemcpyDeviceToHost));
+    for (int32_t c = 0; c < plan::kMaxChunks; ++c) {
+      const int32_t want =
+          signals && c < params.order.num_chunks ? plan::chunk_tiles(params.order, c) : 0;
+      if (counters[c] != want) {
+        fail("%s: the counter of chunk %d of %d is %d, expected %d", name_.c_str(), c,
+             params.order.num_chunks, counters[c], want);
+      }
+    }
+  }
+
+  // Each chunk is checked on a second stream right behind its signal, while the GEMM goes on.
+  void race(int rounds) {
+    cudaStream_t main_stream, side_stream;
+    cudaEvent_t fork, join;
+    int least = 0, greatest = 0;
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&main_stream, cudaStreamNonBlocking, least));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&side_stream, cudaStreamNonBlocking, greatest));
+    CUDA_CHECK(cudaEventCreateWithFlags(&fork, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&join, cudaEventDisableTiming));
+    kernels::WaitReport* report = nullptr;
+    CUDA_CHECK(cudaMallocHost(&report, sizeof(*report)));
+    *report = {};
+    Buffer<Mismatch> mismatch(1);
+    mismatch.zero(nullptr);
+    CUDA_CHECK(cudaDeviceSynchronize());
+
+    for (int round = 0; round < rounds; ++round) {
+      output_.poison(main_stream);
+      counters_.zero(main_stream);
+      CUDA_CHECK(cudaEventRecord(fork, main_stream));
+      CUDA_CHECK(cudaStreamWaitEvent(side_stream, fork));
+      CUDA_CHECK(kernels::launch_gemm(kernel_, params_, main_stream));
+      for (int32_t c = 0; c < params_.order.num_chunks; ++c) {
+        const kernels::WaitParams wait{
+            counters_.data() + c, plan::chunk_tiles(params_.order, c), kWaitNs, 0, c, report};
+        if (round % 3 == 1) CUDA_CHECK(kernels::delay(std::rand() % 20, side_stream));
+        CUDA_CHECK(kernels::wait_counter(wait, side_stream));
+        int64_t first = 0, last = 0;
+        if (expectation_.packed) {
+          const plan::Extent extent = plan::chunk_extent(plan_, c);
+          first = extent.offset;
+          last = extent.offset + extent.count;
+        } else {
+          const plan::Rows rows = plan::chunk_rows(plan_, c);
+          first = rows.begin * output_stride_;
+          last = rows.end * output_stride_;
+        }
+        launch_check(output_.data() + kGuard, first, last, expectation_, mismatch.data(),
+                     side_stream);
+      }
+      CUDA_CHECK(cudaEventRecord(join, side_stream));
+      CUDA_CHECK(cudaStreamWaitEvent(main_stream, join));
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    if (report->failed != 0) {
+      fail("%s: waiting for chunk %d passed the deadline: expected %d, seen %d", name_.c_str(),
+           report->chunk, report->expected, report->seen);
+    }
+    expect_no_mismatch(mismatch, name_ + ", right behind the signal");
+    CUDA_CHECK(cudaFreeHost(report));
+    CUDA_CHECK(cudaEventDestroy(fork));
+    CUDA_CHECK(cudaEventDestroy(join));
+    CUDA_CHECK(cudaStreamDestroy(main_stream));
+    CUDA_CHECK(cudaStreamDestroy(side_stream));
+  }
+
+ private:
+  plan::Kernel kernel_;
+  plan::Plan plan_;
+  int64_t input_stride_, weight_stride_, output_stride_;
+  Buffer<T> input_, weight_, reference_, output_;
+  Buffer<int32_t> counters_;
+  Expectation<T> expectation_;
+  kernels::GemmParams params_;
+  std::string name_;
+};
+
+}  // namespace overlap::check

@@ -1,0 +1,281 @@
+// Checks the CUDA kernels alone, without torch: results bit by bit, what must stay untouched,
+// counters, and whether a chunk is complete at the moment it is signalled. The operands are small
+// integers, so every sum is exact in fp32.
+//
+//   kernel_check [sm80|sm90pp|sm90coop|reorder|signal|all] [--repeat N] [--small]
+//
+// --repeat: rounds of the race check (0: none). --small: small shapes only, for compute-sanitizer.
+// Ends with 1 and a message at the first mismatch. `all` leaves out the kernels that this build or
+// this device does not have.
+#include <chrono>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "checking.h"
+#include "gemm_case.h"
+#include "kernels/gemm.h"
+#include "kernels/reorder.h"
+#include "kernels/signal.h"
+#include "plan/planner.h"
+
+namespace {
+
+using namespace overlap;
+using namespace overlap::check;
+using plan::DType;
+using plan::Kernel;
+using plan::Layout;
+
+struct Shape {
+  int64_t m, n, k;
+};
+
+template <class T>
+void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
+  // Nice, thin, prime along m, barely above and below a tile, more K steps than stages and fewer;
+  // odd n and k last.
+  std::vector<Shape> shapes = {{256, 256, 64}, {1, 8, 8},       {7, 136, 24},   {127, 264, 72},
+                               {129, 512, 40}, {257, 520, 328}, {131, 137, 64}, {131, 137, 67}};
+  if (!small) {
+    shapes.insert(shapes.end(), {{1024, 1024, 512},
+                                 {1031, 2056, 1016},
+                                 {509, 3000, 8},
+                                 {2048, 2048, 4096},
+                                 {3001, 264, 200}});
+  }
+  for (const Shape& shape : shapes) {
+    for (const bool k_contiguous : {true, false}) {
+      for (const Layout layout : {Layout::kRowMajor, Layout::kPacked}) {
+        for (const int chunks : {1, 4}) {
+          const int64_t gap = chunks == 1 ? 0 : 16;
+          GemmCase<T> gemm(kernel, shape.m, shape.n, shape.k, k_contiguous, layout, chunks,
+                           chunks == 1 ? 8 : 2, gap);
+          if (!gemm.supported()) {
+            if (shape.n % 8 == 0 && shape.k % 8 == 0)
+              fail("%s: not supported", gemm.name().c_str());
+            continue;
+          }
+          gemm.fill_operands();
+          gemm.check(gemm_ctas(), 0, true);
+          gemm.check(4, 16 * 1024, true);              // many tiles a CTA
+          gemm.check(2 * sm_count(), 1 << 20, false);  // padding beyond what a CTA can have
+          ++cases;
+        }
+      }
+    }
+  }
+  if (rounds == 0) return;
+  const Shape shape = small ? Shape{300, 520, 64} : Shape{4000, 4096, 512};
+  for (const bool k_contiguous : {true, false}) {
+    for (const Layout layout : {Layout::kRowMajor, Layout::kPacked}) {
+      for (const int band_rows : {1, 4}) {
+        GemmCase<T> gemm(kernel, shape.m, shape.n, shape.k, k_contiguous, layout, 7, band_rows, 8);
+        gemm.fill_operands();
+        gemm.check(gemm_ctas(), 0, true);  // also loads every kernel before anything waits
+        gemm.race(rounds);
+        races += rounds;
+      }
+    }
+  }
+}
+
+// pack, unpack with and without bias, add_bias; 16-byte and element paths (odd n, pointers off by
+// one element).
+template <class T>
+void check_reorder(Kernel kernel, int64_t m, int64_t n, int64_t shift, int32_t ctas) {
+  // The tile order does not depend on the dtype, and kernels' plans are of 16-bit types.
+  const plan::Plan plan = make_plan(kernel, m, n, 64, DType::kBFloat16, Layout::kPacked, 3, 2);
+  const std::string name = plan.to_string() + ", reorder of " + std::to_string(sizeof(T)) +
+                           "-byte elements, shift " + std::to_string(shift) + ", " +
+                           std::to_string(ctas) + " CTAs";
+  Buffer<T> source(m * n + shift), bias(n + shift), sum(m * n);
+  fill(source.data() + shift, m, n, n, 3, 1.0f / 3);
+  fill(bias.data() + shift, 1, n, n, 4, 1.0f / 7);
+
+  kernels::ReorderParams params;
+  params.m = m;
+  params.n = n;
+  params.tile_m = plan.tile_m;
+  params.tile_n = plan.tile_n;
+  params.dtype = dtype_of<T>();
+  params.order = plan::tile_order(plan);
+  params.ctas = ctas;
+  Buffer<T> packed(2 * kGuard + plan::buffer_elements(plan));
+  params.packed = packed.data() + kGuard;
+  params.row_major = source.data() + shift;
+  for (params.chunk = params.order.num_chunks - 1; params.chunk >= 0; --params.chunk) {
+    CUDA_CHECK(kernels::pack_chunk(params, nullptr));
+  }
+  const T* reference = source.data() + shift;
+  expect(packed, {reference, m, n, 0, true, plan.tile_m, plan.tile_n, params.order},
+         name + ", pack");
+
+  for (const T* added :
+       {static_cast<const T*>(nullptr), static_cast<const T*>(bias.data() + shift)}) {
+    reference_bias_kernel<<<256, 256>>>(reference, added, sum.data(), m, n);
+    CUDA_CHECK(cudaGetLastError());
+    // A guard of kGuard + shift elements in front, so that the output is as misaligned as the
+    // input.
+    Buffer<T> unpacked(2 * kGuard + m * n + shift), biased(2 * kGuard + m * n + shift);
+    params.row_major = unpacked.data() + kGuard + shift;
+    params.bias = added;
+    for (params.chunk = 0; params.chunk < params.order.num_chunks; ++params.chunk) {
+      CUDA_CHECK(kernels::unpack_chunk(params, nullptr));
+    }
+    kernels::BiasParams add{m,     n,   dtype_of<T>(), reference, biased.data() + kGuard + shift,
+                            added, ctas};
+    CUDA_CHECK(kernels::add_bias(add, nullptr));
+    for (const Buffer<T>* result : {&unpacked, &biased}) {
+      Buffer<Mismatch> mismatch(1);
+      mismatch.zero(nullptr);
+      launch_check<T>(result->data() + kGuard + shift, -kGuard - shift,
+                      result->elements() - kGuard - shift, {sum.data(), m, n, n, false, 1, 1, {}},
+                      mismatch.data(), nullptr);
+      expect_no_mismatch(mismatch, name + (result == &biased ? ", add_bias" : ", unpack") +
+                                       (added ? " with bias" : ""));
+    }
+    if (added != nullptr) {  // last use of the source: in place
+      add.destination = source.data() + shift;
+      CUDA_CHECK(kernels::add_bias(add, nullptr));
+      Buffer<Mismatch> mismatch(1);
+      mismatch.zero(nullptr);
+      launch_check<T>(reference, 0, m * n, {sum.data(), m, n, n, false, 1, 1, {}}, mismatch.data(),
+                      nullptr);
+      expect_no_mismatch(mismatch, name + ", add_bias in place");
+    }
+  }
+}
+
+void check_reorder_all(bool small) {
+  std::vector<Shape> shapes = {{1, 1, 0}, {130, 264, 0}, {257, 131, 0}, {300, 520, 0}};
+  if (!small) shapes.insert(shapes.end(), {{1031, 4096, 0}, {2048, 2051, 0}, {5, 7168, 0}});
+  int cases = 0;
+  for (const Kernel kernel : {Kernel::kSm80, Kernel::kSm90Pingpong, Kernel::kSm90Cooperative}) {
+    for (const Shape& shape : shapes) {
+      for (const int64_t shift : {0, 1}) {
+        const int32_t ctas = shift == 0 ? 0 : 5;
+        check_reorder<__nv_bfloat16>(kernel, shape.m, shape.n, shift, ctas);
+        check_reorder<__half>(kernel, shape.m, shape.n, shift, ctas);
+        check_reorder<float>(kernel, shape.m, shape.n, shift, ctas);
+        cases += 3;
+      }
+    }
+  }
+  std::printf("reorder: %d cases good\n", cases);
+}
+
+double milliseconds(cudaStream_t stream, auto enqueue) {
+  CUDA_CHECK(cudaStreamSynchronize(stream));
+  const auto start = std::chrono::steady_clock::now();
+  enqueue();
+  CUDA_CHECK(cudaStreamSynchronize(stream));
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+// A wait that is met ends at once and silently; one that is not ends at its deadline and reports;
+// the first report stays.
+void check_signal() {
+  cudaStream_t stream;
+  CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Buffer<int32_t> counter(1);
+  const int32_t seen = 3;
+  CUDA_CHECK(cudaMemcpy(counter.data(), &seen, sizeof(seen), cudaMemcpyHostToDevice));
+  kernels::WaitReport* report = nullptr;
+  CUDA_CHECK(cudaMallocHost(&report, sizeof(*report)));
+  *report = {};
+
+  kernels::WaitParams wait{counter.data(), 3, kWaitNs, 5, 6, report};
+  const double met = milliseconds(stream, [&] { CUDA_CHECK(kernels::wait_counter(wait, stream)); });
+  if (report->failed != 0 || met > 1000)
+    fail("signal: a met wait took %g ms, failed = %d", met, report->failed);
+
+  wait.expected = 4;
+  wait.deadline_ns = 50'000'000;
+  const double missed =
+      milliseconds(stream, [&] { CUDA_CHECK(kernels::wait_counter(wait, stream)); });
+  const auto expect_report = [&] {
+    if (report->failed != 1 || report->rank != 5 || report->chunk != 6 || report->expected != 4 ||
+        report->seen != 3) {
+      fail(
+          "signal: the report says failed %d, rank %d, chunk %d, expected %d, seen %d; it should "
+          "say 1, 5, 6, 4, 3",
+          report->failed, report->rank, report->chunk, report->expected, report->seen);
+    }
+  };
+  expect_report();
+  if (missed < 49 || missed > 1000)
+    fail("signal: a wait with a deadline of 50 ms took %g ms", missed);
+
+  wait.chunk = 7;
+  wait.deadline_ns = kWaitNs;  // a failed report cuts later waits short
+  const double later =
+      milliseconds(stream, [&] { CUDA_CHECK(kernels::wait_counter(wait, stream)); });
+  expect_report();
+  if (later > 1000) fail("signal: a wait after a failed one took %g ms", later);
+
+  const double held = milliseconds(stream, [&] { CUDA_CHECK(kernels::delay(20'000, stream)); });
+  if (held < 19.5 || held > 1000) fail("signal: a delay of 20 ms took %g ms", held);
+  CUDA_CHECK(cudaFreeHost(report));
+  CUDA_CHECK(cudaStreamDestroy(stream));
+  std::printf("signal: good (deadline of 50 ms: %.1f ms, delay of 20 ms: %.1f ms)\n", missed, held);
+}
+
+bool available(Kernel kernel, int major) {
+  kernels::GemmParams params;
+  params.m = params.n = params.k = 256;
+  params.input_stride = params.weight_stride = params.output_stride = 256;
+  return (kernel == Kernel::kSm80 ? major >= 8 : major == 9) &&
+         kernels::gemm_supported(kernel, params);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string target = "all";
+  int rounds = 20;
+  bool small = false;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--small") == 0) {
+      small = true;
+    } else if (std::strcmp(argv[i], "--repeat") == 0 && i + 1 < argc) {
+      rounds = std::atoi(argv[++i]);
+    } else {
+      target = argv[i];
+    }
+  }
+  int major = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  CUDA_CHECK(kernels::load_kernels());
+
+  bool known = target == "all";
+  const std::pair<const char*, Kernel> gemms[] = {{"sm80", Kernel::kSm80},
+                                                  {"sm90pp", Kernel::kSm90Pingpong},
+                                                  {"sm90coop", Kernel::kSm90Cooperative}};
+  if (target == "all" || target == "signal") {
+    known = true;
+    check_signal();
+  }
+  if (target == "all" || target == "reorder") {
+    known = true;
+    check_reorder_all(small);
+  }
+  for (const auto& [name, kernel] : gemms) {
+    if (target != "all" && target != name) continue;
+    known = true;
+    if (!available(kernel, major)) {
+      if (target != "all") fail("%s: this build or this device does not have the kernel", name);
+      std::printf("%s: skipped, this build or this device does not have the kernel\n", name);
+      continue;
+    }
+    int cases = 0, races = 0;
+    check_gemm<__nv_bfloat16>(kernel, small, rounds, cases, races);
+    check_gemm<__half>(kernel, small, rounds, cases, races);
+    std::printf("%s: %d cases and %d race rounds good\n", name, cases, races);
+  }
+  if (!known)
+    fail("unknown target '%s': take sm80, sm90pp, sm90coop, reorder, signal or all",
+         target.c_str());
+  return 0;
+}

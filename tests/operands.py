@@ -1,0 +1,237 @@
+"""Operands for the op's tests, and what the op must make of them.
+
+Exact data are small integers, so sparse that every sum, in every order and on every rank, is an integer that the dtype holds:
+the result has one right value, bit for bit. Every rank can make every rank's operands, so the expected result needs no
+communication and nothing of the code under test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+# Integers up to here are exact in the dtype. Beyond 2**16 nothing is gained.
+_EXACT_LIMIT = {
+    torch.bfloat16: 2.0**8,
+    torch.float16: 2.0**11,
+    torch.float32: 2.0**16,
+    torch.float64: 2.0**16,
+}
+_M_PERTURB = -6  # glibc, malloc.h
+
+INPUT_LAYOUTS = ("contiguous", "offset", "padded", "k_strided", "transposed", "expanded")
+WEIGHT_LAYOUTS = ("k_contiguous", "n_contiguous", "k_offset", "n_offset", "k_padded", "n_padded", "strided")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: `leading` dims of the input, N, K, and how the operands lie in memory."""
+
+    leading: tuple[int, ...]
+    n: int
+    k: int
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    input_layout: str = "contiguous"
+    weight_layout: str = "k_contiguous"
+
+    @property
+    def m(self) -> int:
+        return math.prod(self.leading)
+
+    def with_(self, **changes: object) -> Case:
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{list(self.leading)} x N={self.n} x K={self.k} {dtype}{' bias' if self.bias else ''} "
+            f"input {self.input_layout} weight {self.weight_layout}"
+        )
+
+
+@dataclass
+class Operands:
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def clone(self) -> Operands:
+        return Operands(
+            self.input.clone(), self.weight.clone(), None if self.bias is None else self.bias.clone()
+        )
+
+
+def _generator(device: torch.device, *key: object) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def _sparse_integers(
+    shape: tuple[int, ...], density: float, generator: torch.Generator
+) -> torch.Tensor:
+    device = generator.device
+    values = torch.randint(-2, 3, shape, generator=generator, device=device, dtype=torch.int8)
+    kept = torch.rand(shape, generator=generator, device=device) < density
+    return values * kept
+
+
+def _exact_parts(
+    case: Case, rank: int, world: int, seed: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """[M, K], [N, K] and [N], int8."""
+    # A product of two such entries has variance 4 * density, and a sum of K * world of them should stay within an eighth
+    # of the limit (its standard deviation, so nobody is near the limit).
+    limit = _EXACT_LIMIT[case.dtype]
+    density = min(1.0, (limit / 8) ** 2 / (4.0 * max(1, case.k * world)))
+    generator = _generator(device, seed, rank, case.leading, case.n, case.k)
+    input = _sparse_integers((case.m, case.k), density, generator)
+    weight = _sparse_integers((case.n, case.k), 1.0, generator)
+    # The bias is the same on every rank.
+    bias = None
+    if case.bias:
+        bias = _sparse_integers((case.n,), 1.0, _generator(device, seed, "bias", case.n))
+    return input, weight, bias
+
+
+def _lay_out_input(values: torch.Tensor, case: Case, layout: str) -> torch.Tensor:
+    m, k = values.shape
+    dtype, device = case.dtype, values.device
+    shape = (*case.leading, k)
+    if layout == "expanded" and case.leading:
+        return values[:1].to(dtype).view(*([1] * len(case.leading)), k).expand(shape)
+    if layout == "offset":
+        storage = torch.empty(m * k + 1, dtype=dtype, device=device)
+        result = storage[1:].view(shape)
+    elif layout == "padded":
+        storage = torch.full((m, k + 3), math.nan, dtype=dtype, device=device)
+        result = storage[:, :k].unflatten(0, case.leading) if case.leading else storage[0, :k]
+    elif layout == "k_strided":
+        storage = torch.full((*shape, 2), math.nan, dtype=dtype, device=device)
+        result = storage[..., 0]
+    elif layout == "transposed":
+        result = torch.empty(shape[::-1], dtype=dtype, device=device).permute(
+            *range(len(shape) - 1, -1, -1)
+        )
+    else:
+        result = torch.empty(shape, dtype=dtype, device=device)
+    return result.copy_(values.to(dtype).view(shape))
+
+
+def _lay_out_weight(values: torch.Tensor, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    n, k = values.shape
+    device = values.device
+    if layout == "strided":
+        storage = torch.full((n, k, 2), math.nan, dtype=dtype, device=device)
+        return storage[..., 1].copy_(values.to(dtype))
+    rows, columns = (k, n) if layout.startswith("n_") else (n, k)
+    if layout.endswith("_offset"):
+        result = torch.empty(rows * columns + 1, dtype=dtype, device=device)[1:].view(rows, columns)
+    elif layout.endswith("_padded"):
+        result = torch.full((rows, columns + 5), math.nan, dtype=dtype, device=device)[:, :columns]
+    else:
+        result = torch.empty(rows, columns, dtype=dtype, device=device)
+    result = result.t() if layout.startswith("n_") else result
+    return result.copy_(values.to(dtype))
+
+
+def make_operands(case: Case, rank: int, world: int, device: torch.device, seed: int = 0) -> Operands:
+    """The operands of one rank: integers as the module says, in the memory layouts that the case names."""
+    input, weight, bias = _exact_parts(case, rank, world, seed, device)
+    return Operands(
+        _lay_out_input(input, case, case.input_layout),
+        _lay_out_weight(weight, case.dtype, case.weight_layout),
+        None if bias is None else bias.to(case.dtype),
+    )
+
+
+def expected_output(case: Case, world: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """The one right result [*leading, N] of the op on `make_operands` of all ranks.
+
+    Computed in float64 from integers, so exact; fails if the data would let any order of sums round.
+    """
+    total = torch.zeros(case.m, case.n, dtype=torch.float64, device=device)
+    magnitude = torch.zeros_like(total)
+    for rank in range(world):
+        input, weight, bias = _exact_parts(case, rank, world, seed, device)
+        if case.input_layout == "expanded" and case.leading:
+            input = input[:1].expand(case.m, case.k)
+        part = input.double() @ weight.double().t()
+        total += part
+        magnitude += part.abs()
+    if bias is not None:
+        total += bias
+        magnitude += bias.abs()
+    limit = _EXACT_LIMIT[case.dtype]
+    assert magnitude.numel() == 0 or magnitude.max() <= limit, f"{case}: data not exact in its dtype"
+    return total.to(case.dtype).view(*case.leading, case.n)
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """What is wrong with `actual`, in words; None if it is `expected`, bit for bit."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return (
+            f"got {tuple(actual.shape)} {actual.dtype}, "
+            f"expected {tuple(expected.shape)} {expected.dtype}"
+        )
+    if actual.device != expected.device:
+        return f"got it on {actual.device}, expected it on {expected.device}"
+    wrong = (actual != expected).nonzero()  # NaN differs from everything
+    if len(wrong) == 0:
+        return None
+    first = tuple(wrong[0].tolist())
+    last = tuple(wrong[-1].tolist())
+    return (
+        f"{len(wrong)} of {actual.numel()} elements wrong, first at {first}: "
+        f"{actual[first].item()}, expected {expected[first].item()}; last at {last}"
+    )
+
+
+def poison(device: torch.device, *sizes: int) -> None:
+    """Leaves junk in the memory that the next allocations of about these numbers of bytes will get.
+
+    CUDA: freed blocks of the caching allocator are filled with NaN bytes. CPU: from the first call on malloc fills what it
+    gives out (glibc; other C libraries are left alone).
+    """
+    if device.type == "cpu":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_M_PERTURB, 0x80)  # new memory reads 0x7f...: about 3e38 in bfloat16 and float32
+        return
+    blocks = [
+        torch.full((max(1, size) * scale,), 0xFF, dtype=torch.uint8, device=device)
+        for size in sizes
+        for scale in (1, 1, 2)
+    ]
+    del blocks
+
+
+def rank_device() -> torch.device:
+    """Where this rank's operands live: its GPU under NCCL, otherwise the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def world_name() -> str:
+    """Name of the group of all ranks."""
+    return dist.group.WORLD.group_name
+
+
+_subgroups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+
+
+def subgroup(ranks: tuple[int, ...], label: str = "") -> dist.ProcessGroup | None:
+    """A process group of these ranks, made once in the life of the pool; None where this rank is not in it.
+
+    All ranks of the pool must ask for it, in the same order.
+    """
+    key = (ranks, label)
+    if key not in _subgroups:
+        group = dist.new_group(list(ranks))
+        _subgroups[key] = group if dist.get_rank() in ranks else None
+    return _subgroups[key]

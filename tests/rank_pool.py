@@ -1,0 +1,309 @@
+"""Rank processes for tests.
+
+`run` keeps one pool of ranks for each (world size, backend) and hands it one job after another, so that process start,
+imports and rendezvous are paid once a session. `run_fresh` starts ranks for a single job, for tests that lose ranks or need
+an environment of their own. A job is a module-level function; every rank calls it with the same arguments.
+
+A job that does not end in time never hangs the suite: the ranks write their stacks, are killed, and the test fails with
+stacks and output in the message. The store is held by the test process, so that it outlives any rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+GRACE_S = 8.0  # what the other ranks get to answer once one rank has failed
+POOL_GROUP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+
+# Multicast is not needed by any test, and some hosts do not offer it. Everything here runs on one host.
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # ranks are daemons, and start no processes
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job on one rank."""
+
+    kind: str  # "returned", "raised", "died" or "hung"
+    value: Any = None  # what the job returned
+    detail: str = ""  # traceback, exit code or stacks
+
+
+class RankFailure(AssertionError):
+    """A job failed on some rank; the message holds every rank's part."""
+
+
+class Ranks:
+    """The processes of one process group, rank 0 to world - 1."""
+
+    def __init__(
+        self, world: int, backend: str, group_timeout_s: float, environment: dict[str, str]
+    ) -> None:
+        # Imported late: collecting tests should not need torch, and the ranks come from a server that has it loaded.
+        from torch.distributed import TCPStore
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.name = f"{world} {backend} rank{'s' if world > 1 else ''}"
+        self._folder = tempfile.mkdtemp(prefix="overlap_ranks_")
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world, backend, self._store.port, group_timeout_s),
+                kwargs={
+                    "environment": _ENVIRONMENT | environment,
+                    "folder": self._folder,
+                    "connection": there,
+                },
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
+        started = self._collect(START_TIMEOUT_S)
+        if any(outcome.kind != "returned" for outcome in started):
+            message = self._describe("start", started)
+            self.kill()
+            raise RankFailure(message)
+
+    def call(self, job: Callable[..., Any], args: Sequence[Any], timeout_s: float) -> list[Outcome]:
+        """Runs the job on every rank; never raises for what a rank did."""
+        message = pickle.dumps((job, tuple(args)))
+        for connection in self._connections:
+            connection.send_bytes(message)
+        return self._collect(timeout_s)
+
+    def check(self, job: Callable[..., Any], outcomes: Sequence[Outcome]) -> list[Any]:
+        """The values that the job returned; raises RankFailure unless every rank returned."""
+        if any(outcome.kind != "returned" for outcome in outcomes):
+            raise RankFailure(self._describe(job.__name__, outcomes))
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """Ends the ranks in order: each destroys its process group."""
+        for connection in self._connections:
+            try:
+                connection.send_bytes(pickle.dumps(None))
+            except OSError:
+                pass
+        deadline = time.monotonic() + GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(GRACE_S)
+        for connection in self._connections:
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _collect(self, timeout_s: float) -> list[Outcome]:
+        deadline = time.monotonic() + timeout_s
+        outcomes: dict[int, Outcome] = {}
+        failed = False
+        while len(outcomes) < len(self._processes):
+            waiting: dict[Any, int] = {}
+            for rank, process in enumerate(self._processes):
+                if rank not in outcomes:
+                    waiting[self._connections[rank]] = rank
+                    waiting[process.sentinel] = rank
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in {waiting[item] for item in ready}:
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].kind != "returned" and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + self.grace_s)
+        hung = [rank for rank in range(len(self._processes)) if rank not in outcomes]
+        for rank, stacks in zip(hung, self._stacks(hung), strict=True):
+            outcomes[rank] = Outcome("hung", detail=stacks)
+        return [outcomes[rank] for rank in range(len(self._processes))]
+
+    grace_s = GRACE_S
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            if self._connections[rank].poll(0):
+                return pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            pass
+        self._processes[rank].join(GRACE_S)
+        return Outcome("died", detail=f"exit code {self._processes[rank].exitcode}")
+
+    def _stacks(self, ranks: Sequence[int]) -> list[str]:
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if ranks:
+            time.sleep(1.0)
+        return [_tail(os.path.join(self._folder, f"stacks{rank}"), 6000) for rank in ranks]
+
+    def _describe(self, what: str, outcomes: Sequence[Outcome]) -> str:
+        parts = [f"{what} on {self.name}:"]
+        for rank, outcome in enumerate(outcomes):
+            parts.append(f"--- rank {rank} {outcome.kind}\n{outcome.detail}".rstrip())
+            output = _tail(os.path.join(self._folder, f"output{rank}"), 3000)
+            if outcome.kind != "returned" and output:
+                parts.append(f"--- rank {rank}, end of its output\n{output}")
+        return "\n".join(parts)
+
+
+_pools: dict[tuple[int, str], Ranks] = {}
+
+
+def run(
+    world: int, backend: str, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Runs `job(*args)` on every rank of the pool and returns the ranks' results, rank 0 first.
+
+    `backend` is "gloo" or "nccl". Raises RankFailure, with every rank's traceback, if a rank raises, dies or takes longer than
+    `timeout_s`; the pool is then given up, and the next call starts a new one.
+    """
+    key = (world, backend)
+    if key not in _pools:
+        _pools[key] = Ranks(world, backend, POOL_GROUP_TIMEOUT_S, {})
+    outcomes = _pools[key].call(job, args, timeout_s)
+    if any(outcome.kind != "returned" for outcome in outcomes):
+        ranks = _pools.pop(key)
+        try:
+            ranks.check(job, outcomes)
+        finally:
+            ranks.kill()
+    return [outcome.value for outcome in outcomes]
+
+
+def run_fresh(
+    world: int,
+    backend: str,
+    job: Callable[..., Any],
+    *args: Any,
+    group_timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
+    environment: dict[str, str] | None = None,
+) -> list[Outcome]:
+    """Runs `job(*args)` once on ranks of its own and returns every rank's outcome, whatever it is.
+
+    A rank that dies or raises does not cut the others short: they have until `timeout_s`. `environment` is set before the ranks
+    import the package.
+    """
+    ranks = Ranks(world, backend, group_timeout_s, environment or {})
+    ranks.grace_s = timeout_s
+    try:
+        return ranks.call(job, args, timeout_s)
+    finally:
+        ranks.kill()
+
+
+def close_all() -> None:
+    """Ends every pool."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+atexit.register(close_all)
+
+
+def _tail(path: str, size: int) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()[-size:].strip()
+    except OSError:
+        return ""
+
+
+def _serve(
+    rank: int,
+    world: int,
+    backend: str,
+    port: int,
+    group_timeout_s: float,
+    *,
+    environment: dict[str, str],
+    folder: str,
+    connection: Connection,
+) -> None:
+    """Body of a rank process: joins the group, then answers jobs until it is told to end."""
+    os.environ.update(environment)
+    output = os.open(os.path.join(folder, f"output{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    stacks = open(os.path.join(folder, f"stacks{rank}"), "w")  # noqa: SIM115, kept open for the handler
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+
+    def answer(outcome: Outcome) -> None:
+        connection.send_bytes(pickle.dumps(outcome))
+
+    def attempt(job: Callable[..., Any], *args: Any) -> Outcome:
+        try:
+            outcome = Outcome("returned", value=job(*args))
+            pickle.dumps(outcome)
+            return outcome
+        except BaseException:  # noqa: BLE001, whatever it is belongs to the test process
+            return Outcome("raised", detail=traceback.format_exc())
+
+    started = attempt(_join_group, rank, world, backend, port, group_timeout_s)
+    answer(started)
+    while started.kind == "returned":
+        try:
+            message = connection.recv_bytes()
+        except EOFError:  # the test process is gone
+            os._exit(1)
+        try:
+            task = pickle.loads(message)
+        except BaseException:  # noqa: BLE001
+            answer(Outcome("raised", detail=traceback.format_exc()))
+            continue
+        if task is None:
+            break
+        job, args = task
+        answer(attempt(job, *args))
+    if started.kind == "returned":
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def _join_group(rank: int, world: int, backend: str, port: int, group_timeout_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import overlap_torch  # noqa: F401, registers the ops: jobs need not import it
+
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=START_TIMEOUT_S))
+    timeout = timedelta(seconds=group_timeout_s)
+    store.set_timeout(timeout)  # as torchrun's rendezvous does
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)

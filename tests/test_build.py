@@ -1,0 +1,252 @@
+"""The build's rules, what a build says of itself, and what doctor makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import overlap_torch
+from overlap_torch import _doctor
+from overlap_torch._doctor import Findings, Gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(overlap_torch.__file__).parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import toolchain  # noqa: E402  (found through the path above)
+
+HOPPER = Gpu("H", (9, 0), 132, 140.0)
+AMPERE = Gpu("A", (8, 0), 108, 80.0)
+TURING = Gpu("T", (7, 5), 40, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("requested", "capabilities", "archs"),
+    [
+        ("", [], ("sm_80", "sm_90a")),
+        ("", [(9, 0)], ("sm_90a",)),
+        ("", [(8, 0)], ("sm_80",)),
+        ("", [(8, 9)], ("sm_80",)),
+        ("", [(12, 0)], ("sm_80",)),  # runs the PTX
+        ("", [(9, 0), (8, 6), (9, 0)], ("sm_80", "sm_90a")),
+        ("", [(7, 5)], ("sm_80", "sm_90a")),  # runs none of them: as without a GPU
+        ("sm_90a", [(8, 0)], ("sm_90a",)),
+        ("90a;80", [], ("sm_80", "sm_90a")),
+        (" sm_80 , sm_80 ", [(9, 0)], ("sm_80",)),
+    ],
+)
+def test_select_archs_takes_request_then_gpus_then_all(requested, capabilities, archs):
+    assert toolchain.select_archs(requested, capabilities) == archs
+
+
+@pytest.mark.parametrize("requested", ["sm_70", "90", ",", "sm_80,sm_100a"])
+def test_select_archs_names_what_it_takes(requested):
+    with pytest.raises(toolchain.BuildError, match="sm_80, sm_90a"):
+        toolchain.select_archs(requested, [])
+
+
+def test_gencode_follows_the_file_name():
+    both = ["sm_80", "sm_90a"]
+    sm80, sm90 = toolchain.GENCODE["sm_80"], toolchain.GENCODE["sm_90a"]
+    assert toolchain.gencode("csrc/kernels/signal.cu", both) == [sm80, sm90]
+    assert toolchain.gencode("csrc/kernels/gemm_sm80.cu", both) == [sm80, sm90]
+    assert toolchain.gencode("csrc/kernels/gemm_pingpong_bf16_sm90.cu", both) == [sm90]
+    assert toolchain.gencode("csrc/kernels/gemm_pingpong_bf16_sm90.cu", ["sm_80"]) == []
+    assert "compute_80]" in sm80, "newer GPUs need the PTX"
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "nvcc", "reason"),
+    [
+        ("13.0", "13.0", None),
+        ("13.0", "13.2", None),
+        ("13.0", "12.8", "major versions differ"),
+        ("12.8", "13.0", "major versions differ"),
+        ("13.0", None, "no nvcc"),
+        (None, "13.0", "torch is a build without CUDA"),
+    ],
+)
+def test_nvcc_of_another_major_counts_as_none(torch_cuda, nvcc, reason):
+    found = toolchain.nvcc_mismatch(torch_cuda, nvcc)
+    assert found is None if reason is None else reason in found
+
+
+def test_overlap_cuda_chooses(monkeypatch):
+    monkeypatch.setenv("OVERLAP_CUDA", "0")
+    with pytest.raises(toolchain.NoCudaError, match="OVERLAP_CUDA=0"):
+        toolchain.find_cuda(torch)
+    monkeypatch.setenv("OVERLAP_CUDA", "1")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    with pytest.raises(toolchain.BuildError, match="OVERLAP_CUDA=1, but"):
+        toolchain.find_cuda(torch)
+    monkeypatch.setenv("OVERLAP_CUDA", "yes")
+    with pytest.raises(toolchain.BuildError, match="'yes'"):
+        toolchain.find_cuda(torch)
+
+
+def test_missing_cutlass_names_the_command(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUTLASS_PATH", raising=False)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(toolchain.BuildError, match="pip install --no-deps nvidia-cutlass"):
+        toolchain.find_cutlass()
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    with pytest.raises(toolchain.BuildError, match=r"no include/cutlass/cutlass\.h"):
+        toolchain.find_cutlass()
+    (tmp_path / "include/cutlass").mkdir(parents=True)
+    (tmp_path / "include/cutlass/cutlass.h").touch()
+    assert toolchain.find_cutlass() == tmp_path / "include"
+
+
+def test_version_is_the_same_everywhere():
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version[1] == overlap_torch.__version__
+
+
+def test_build_info_agrees_with_the_record():
+    info = torch.ops.overlap.build_info()
+    assert re.fullmatch(r"cuda=none|cuda=\d+\.\d+;archs=[\w,]+;nccl=\d+\.\d+\.\d+", info)
+    path = PACKAGE / "_build.json"
+    if not path.exists():
+        pytest.skip("the library was brought here without the record of its build")
+    record = json.loads(path.read_text())
+    assert record["build_info"] == info
+    assert (record["why_no_cuda"] is not None) == (info == "cuda=none")
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="readelf is not installed")
+def test_libraries_link_neither_driver_nor_python():
+    libraries = [PACKAGE / "_C.so", *PACKAGE.glob("_plan*.so")]
+    assert len(libraries) >= 2
+    for library in libraries:
+        dynamic = subprocess.run(
+            ["readelf", "-d", library], capture_output=True, text=True, check=True
+        )
+        needed = re.findall(r"NEEDED.*\[(.+)\]", dynamic.stdout)
+        assert needed and not [n for n in needed if re.match(r"libcuda\.|libpython|libnvidia-", n)]
+
+
+def test_parse_build_info_reads_both_forms():
+    assert _doctor.parse_build_info("cuda=none") == {"cuda": "none"}
+    parsed = _doctor.parse_build_info("cuda=13.0;archs=sm_80,sm_90a;nccl=2.28.9")
+    assert parsed == {"cuda": "13.0", "archs": "sm_80,sm_90a", "nccl": "2.28.9"}
+
+
+def paths_of(**findings) -> dict[str, tuple[bool, str]]:
+    return {path.name: (path.on, path.detail) for path in _doctor.fast_paths(Findings(**findings))}
+
+
+def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
+    paths = paths_of(
+        cuda="13.0",
+        archs=("sm_80", "sm_90a"),
+        gpus=(HOPPER, HOPPER),
+        nccl=(2, 28, 9),
+        peers={(0, 1): True, (1, 0): True},
+    )
+    assert all(on for on, _ in paths.values()), paths
+
+
+@pytest.mark.parametrize(
+    ("findings", "path", "reason"),
+    [
+        ({"gloo": False}, "CPU, overlapped", "gloo"),
+        ({"why_no_cuda": "no nvcc"}, "CUDA, overlapped", "built without CUDA: no nvcc"),
+        ({"cuda": "13.0", "why_no_gpu": "no driver"}, "Hopper GEMM (sm_90a)", "no driver"),
+        (
+            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (HOPPER,)},
+            "Hopper GEMM (sm_90a)",
+            "OVERLAP_ARCHS=sm_90a",
+        ),
+        (
+            {"cuda": "13.0", "archs": ("sm_80", "sm_90a"), "gpus": (AMPERE,)},
+            "Hopper GEMM (sm_90a)",
+            "capability 9.0",
+        ),
+        (
+            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (TURING, TURING), "nccl": (2, 28, 9)},
+            "CUDA, overlapped",
+            "no GEMM kernel",
+        ),
+        (
+            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (AMPERE,), "nccl": (2, 28, 9)},
+            "CUDA, overlapped",
+            "one GPU",
+        ),
+        (
+            {"cuda": "12.8", "archs": ("sm_80",), "gpus": (AMPERE,) * 2, "nccl": (2, 26, 2)},
+            "NCCL symmetric windows",
+            "2.26.2",
+        ),
+        (
+            {
+                "cuda": "13.0",
+                "archs": ("sm_80",),
+                "gpus": (AMPERE,) * 2,
+                "nccl": (2, 28, 9),
+                "peers": {(0, 1): True, (1, 0): False},
+            },
+            "NCCL symmetric windows",
+            "reaches",
+        ),
+    ],
+)
+def test_doctor_says_why_a_path_is_off(findings, path, reason):
+    on, detail = paths_of(**findings)[path]
+    assert not on
+    assert reason in detail
+
+
+def test_doctor_reads_the_topology_table():
+    table = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-31
+GPU1\tNV18\t X \tPHB\tSYS\t0-31
+GPU2\tSYS\tPHB\t X \tSYS\t0-31
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+    assert _doctor.links_of(table) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PHB"}
+    assert _doctor.links_of("") == {}
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_doctor_command_reports_every_section(hidden):
+    env = dict(os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if hidden else {}))
+    done = subprocess.run(
+        [sys.executable, "-m", "overlap_torch", "doctor"],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for section in ("Software", "Build", "GPUs", "Links", "Fast paths", "Environment"):
+        assert f"\n{section}" in f"\n{done.stdout}"
+    assert torch.ops.overlap.build_info() in done.stdout
+    assert torch.__version__ in done.stdout
+    assert all(variable.name in done.stdout for variable in _doctor.ENVIRONMENT)
+    assert re.search(r"^  on   CPU, overlapped", done.stdout, re.MULTILINE)
+    if hidden:
+        assert re.search(r"^  off  CUDA, overlapped: ", done.stdout, re.MULTILINE)
+
+
+def test_command_line_names_its_commands():
+    done = subprocess.run(
+        [sys.executable, "-m", "overlap_torch", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("doctor", "demo", "bench"))

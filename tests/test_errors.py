@@ -1,0 +1,232 @@
+"""Bad arguments: an error that names what was given and what is allowed, and nothing communicated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import Failures, check_call
+from operands import Case, rank_device, world_name
+from plans import overlapped_plans, sequential_plan
+
+import overlap_torch
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Problem, Transport
+
+CASE = Case((24,), 16, 8, bias=True)
+# Sizes that appear nowhere else in a message.
+K, OTHER_K, N, OTHER_N = 113, 117, 211, 223
+
+
+def bad_calls() -> dict[str, tuple[tuple, tuple[str, ...]]]:
+    """name -> (arguments of the op, parts of the message, in lower case; a | b: either)."""
+    device = rank_device()
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, device=device, dtype=dtype)
+
+    x, w = empty(4, K), empty(N, K)
+    supported = ("bfloat16", "float16|half", "float32|float")
+    calls = {
+        "K differs": ((empty(4, OTHER_K), w), (str(OTHER_K), str(K))),
+        "K differs in three dims": ((empty(2, 2, OTHER_K), w), (str(OTHER_K), str(K))),
+        "input without dims": ((empty(), w), ("[]|()", "[..., k]")),
+        "weight of three dims": ((x, empty(2, N, K)), (f"2, {N}, {K}", "[n, k]")),
+        "weight of one dim": ((x, empty(K)), (f"[{K}]|({K},)", "[n, k]")),
+        "bias too long": ((x, w, empty(OTHER_N)), (str(OTHER_N), str(N))),
+        "bias of two dims": ((x, w, empty(1, N)), (f"1, {N}", "[n]")),
+        "bias of one element": ((x, w, empty(1)), ("[1]|(1,)", str(N))),
+        "bias without dims": ((x, w, empty()), ("[]|()", str(N))),
+        "weight of another dtype": ((x, w.bfloat16()), ("bfloat16", "float")),
+        "input of another dtype": ((x.half(), w), ("half|float16", "float")),
+        "bias of another dtype": ((x, w, empty(N).double()), ("double|float64", "float")),
+        "int64": ((x.long(), w.long()), ("long|int64", *supported)),
+        "int8": ((x.char(), w.char()), ("char|int8", *supported)),
+        "bool": ((x.bool(), w.bool()), ("bool", *supported)),
+        "complex64": ((x.cfloat(), w.cfloat()), ("complexfloat|complex64", *supported)),
+        "sparse": ((x.to_sparse(), w), ("sparse",)),
+    }
+    if device.type == "cuda":
+        calls |= {
+            "weight on the CPU": ((x, w.cpu()), ("cuda", "cpu")),
+            "input on the CPU": ((x.cpu(), w), ("cuda", "cpu")),
+            "bias on the CPU": ((x, w, empty(N).cpu()), ("cuda", "cpu")),
+        }
+    return calls
+
+
+def message_of(call, *arguments: object, **keywords: object) -> str:
+    """The error's message, "" if the call did not raise."""
+    try:
+        call(*arguments, **keywords)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def missing_parts(message: str, parts: tuple[str, ...]) -> str | None:
+    if not message:
+        return "did not raise"
+    lower = message.lower()
+    missing = [part for part in parts if not any(form in lower for form in part.split("|"))]
+    return f"does not name {missing}: {message}" if missing else None
+
+
+def check_bad_calls(ranks: tuple[int, ...] | None) -> tuple[int, list[str]]:
+    """Bad calls on these ranks alone (None: on all), then good ones on all of them.
+
+    Had a bad call communicated, the good one after it would hang or get another call's data.
+    """
+    failures = Failures()
+    for seed, (name, (arguments, parts)) in enumerate(bad_calls().items()):
+        if ranks is None or dist.get_rank() in ranks:
+            for op in (torch.ops.overlap.gemm_allreduce, overlap_torch.gemm_allreduce):
+                message = message_of(op, *arguments, group=world_name())
+                failures.expect(missing_parts(message, parts), name)
+        check_call(failures, CASE, "after:", name, seed=seed)
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_errors_name_what_was_given_and_what_is_allowed(ranks):
+    ranks.expect_no_failures(check_bad_calls, None, timeout_s=90)
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_errors_come_before_any_communication(ranks):
+    ranks.expect_no_failures(check_bad_calls, (0,), timeout_s=90)
+
+
+def check_bad_groups() -> tuple[int, list[str]]:
+    failures = Failures()
+    device = rank_device()
+    x, w = torch.ones(4, K, device=device), torch.ones(N, K, device=device)
+    destroyed = dist.new_group()
+    check_call(failures, CASE, "before the group is destroyed", group=destroyed)
+    destroyed_name = destroyed.group_name
+    dist.destroy_process_group(destroyed)
+    for name in ("no-such-group", "", destroyed_name):
+        for op in (torch.ops.overlap.gemm_allreduce, overlap_torch.gemm_allreduce):
+            message = message_of(op, x, w, group=name)
+            failures.expect(missing_parts(message, (f"'{name}'", "group")), "group", repr(name))
+    for group, parts in ((7, ("int", "processgroup")), (2.5, ("float", "processgroup"))):
+        message = message_of(overlap_torch.gemm_allreduce, x, w, group=group)
+        failures.expect(missing_parts(message, parts), "group", group)
+    check_call(failures, CASE, "after the bad groups")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_errors_name_the_unknown_group(ranks):
+    ranks.expect_no_failures(check_bad_groups)
+
+
+def check_foreign_group() -> tuple[int, list[str]]:
+    """A group that this rank is not in."""
+    failures = Failures()
+    x, w = torch.ones(4, K, device=rank_device()), torch.ones(N, K, device=rank_device())
+    first = dist.new_group([0])
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, first.group_name if dist.get_rank() == 0 else None)
+    if dist.get_rank() != 0:
+        message = message_of(torch.ops.overlap.gemm_allreduce, x, w, group=names[0])
+        failures.expect(missing_parts(message, (f"'{names[0]}'",)), "a group of others")
+        message = message_of(overlap_torch.gemm_allreduce, x, w, group=first)
+        failures.expect(missing_parts(message, ("group",)), "not a member")
+    check_call(failures, CASE, "after a group of others")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_errors_refuse_a_group_of_others(ranks):
+    ranks.expect_no_failures(check_foreign_group)
+
+
+def bad_plans() -> dict[str, tuple[list[int], tuple[str, ...]]]:
+    """name -> (encoded plan, parts of the message)."""
+    world, device = dist.get_world_size(), rank_device()
+    good = dict(overlapped_plans(CASE, world, device.type, tile=(8, 8)))["packed 1, bands of 1"]
+    code = plan_module.encode(good)
+
+    def changed(**fields: object) -> list[int]:
+        plan = good.copy()
+        for name, value in fields.items():
+            setattr(plan, name, value)
+        return plan_module.encode(plan)
+
+    other_world = sequential_plan(CASE, world + 5, device.type)
+    other_transport = sequential_plan(CASE, world, "cuda" if device.type == "cpu" else "cpu")
+    chunk = good.chunks[0]
+    taken, given = (
+        ("gloo", "nccl") if good.chunks[0].transport == Transport.GLOO else ("nccl", "gloo")
+    )
+    # The grid is 3 x 2 tiles.
+    return {
+        "no plan at all": ([], ("plan",)),
+        "cut off": (code[:-1], ("plan",)),
+        "too long": ([*code, 0], ("plan",)),
+        "noise": ([-1, 2**40, 7], ("plan",)),
+        "for more ranks": (plan_module.encode(other_world), (str(world + 5), str(world))),
+        "of another transport": (plan_module.encode(other_transport), (given, taken)),
+        "too few tiles": (changed(chunks=[type(chunk)(5, chunk.transport, 0)]), ("5 tiles", "6")),
+        "too many tiles": (changed(chunks=[type(chunk)(7, chunk.transport, 0)]), ("7 tiles", "6")),
+        "no chunks": (changed(chunks=[]), ("0 chunks", "1 to")),
+        "tiles without size": (changed(tile_m=0), ("tile_m", "0")),
+        "negative size": (changed(problem=Problem(-3, 16, 8, good.problem.dtype, world)), ("-3",)),
+    }
+
+
+def check_bad_plans() -> tuple[int, list[str]]:
+    failures = Failures()
+    for name, (code, parts) in bad_plans().items():
+        message = message_of(torch.ops.overlap.set_plan, code, rank_device(), world_name())
+        failures.expect(missing_parts(message, parts), name)
+        # Refused plans leave nothing behind: neither an entry nor a half-changed table.
+        check_call(failures, CASE, "after a bad plan:", name)
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_errors_say_what_is_wrong_with_a_plan(ranks):
+    ranks.expect_no_failures(check_bad_plans)
+
+
+def check_other_calls() -> tuple[int, list[str]]:
+    failures = Failures()
+    ops, device, name = torch.ops.overlap, rank_device(), world_name()
+    calls = [
+        ("unknown op", lambda: ops.plan_for("gemm_nothing", 8, 8, 8, torch.float32, device, name),
+         ("gemm_nothing", "gemm_allreduce")),
+        ("int plan", lambda: ops.plan_for("gemm_allreduce", 8, 8, 8, torch.int32, device, name),
+         ("int", "bfloat16", "float16", "float32")),
+        ("negative M", lambda: ops.plan_for("gemm_allreduce", -8, 8, 8, torch.float32, device, name),
+         ("-8",)),
+        ("unknown group's plan", lambda: ops.clear_plans("nobody"), ("'nobody'",)),
+        ("unknown group's memory", lambda: ops.memory("nobody"), ("'nobody'",)),
+        ("negative delay", lambda: ops.delay_side_stream(-5), ("-5",)),
+        ("stop without start", lambda: ops.trace_stop(), ("trace_start",)),
+    ]  # fmt: skip
+    for what, call, parts in calls:
+        failures.expect(missing_parts(message_of(call), parts), what)
+        check_call(failures, CASE, "after:", what)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_errors_of_the_other_operators(ranks):
+    ranks.expect_no_failures(check_other_calls)
+
+
+def without_process_group() -> str:
+    dist.destroy_process_group()
+    message = message_of(overlap_torch.gemm_allreduce, torch.ones(2, 3), torch.ones(4, 3))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return message
+
+
+def test_errors_without_a_process_group_name_the_remedy():
+    import rank_pool
+
+    (outcome,) = rank_pool.run_fresh(1, "gloo", without_process_group)
+    assert outcome.kind == "returned", outcome.detail
+    assert "init_process_group" in outcome.value

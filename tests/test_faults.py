@@ -1,0 +1,270 @@
+"""Ranks that die, never call, come late or disagree: clear errors within the stated time, on ranks of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import rank_pool
+import torch
+import torch.distributed as dist
+from checks import Failures, check_call
+from operands import Case, make_operands, rank_device, world_name
+from plans import overlapped_plans, sequential_plan
+
+import overlap_torch
+from overlap_torch import plan as plan_module
+
+GROUP_TIMEOUT_S = 8.0
+# What an error may come after the deadline: the watchdog's period, the store, a loaded machine.
+MARGIN_S = 7.0
+CASE = Case((256,), 128, 64, torch.float32, bias=True)
+PLANS = ["default", "sequential", "row panels", "packed"]
+GPU_PLANS = [*PLANS, "window"]
+BACKENDS = [
+    pytest.param("gloo", id="gloo"),
+    pytest.param("nccl", id="nccl", marks=[pytest.mark.gpu, pytest.mark.gpu2]),
+]
+
+
+def set_plan_named(name: str) -> None:
+    world, device = dist.get_world_size(), rank_device().type
+    if name == "default":
+        return
+    if name == "sequential":
+        plan = sequential_plan(CASE, world, device)
+    else:
+        resources = {"window": True, "max_ctas": 8} if name == "window" else {}
+        plans = dict(overlapped_plans(CASE, world, device, tile=(32, 32), **resources))
+        label = "row panels 8, bands of 3" if name == "row panels" else "packed 20, bands of 3"
+        plan = plans[label]
+    plan_module.set_plan(plan)
+
+
+def call() -> torch.Tensor:
+    operands = make_operands(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
+    return overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
+
+
+def until_error(step: Callable[[], object], limit_s: float) -> tuple[float, str]:
+    """Repeats `step` until it raises: seconds until then, and the message; "" if it never did.
+
+    An error belongs at the next op or check(), and neither may block past the deadline.
+    """
+    start = time.monotonic()
+    while time.monotonic() - start < limit_s:
+        try:
+            step()
+        except RuntimeError as error:
+            return time.monotonic() - start, str(error)
+        time.sleep(0.05)
+    return time.monotonic() - start, ""
+
+
+def expect_reports(outcomes: list[rank_pool.Outcome], survivors: list[int], limit_s: float) -> None:
+    for rank in survivors:
+        assert outcomes[rank].kind == "returned", f"rank {rank} {outcomes[rank]}"
+        seconds, message = outcomes[rank].value
+        assert message, f"rank {rank} saw no error in {seconds:.1f} s"
+        assert seconds <= limit_s, f"rank {rank} raised after {seconds:.1f} s: {message}"
+        assert "overlap_torch" in message, message
+        assert f"rank {rank}" in message, message
+        assert re.search(r"chunk \d+", message), message
+
+
+def die_in_mid_op(plan: str, use_check: bool) -> tuple[float, str] | None:
+    """The last rank is killed while its op holds every chunk back; the others go on calling."""
+    set_plan_named(plan)
+    call()
+    if rank_device().type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        torch.ops.overlap.delay_side_stream(3_000_000)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        call()
+        if rank_device().type == "cuda":
+            torch.cuda.synchronize()
+        time.sleep(60)  # the timer ends it
+    limit_s = GROUP_TIMEOUT_S + MARGIN_S + 10.0
+    if not use_check:
+        return until_error(call, limit_s)
+    start = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:  # on CPU the op itself waits, and raises
+        return time.monotonic() - start, str(error)
+    seconds, message = until_error(overlap_torch.check, limit_s)
+    # What was found stays found.
+    assert until_error(overlap_torch.check, 1.0)[1] == message
+    assert until_error(call, 1.0)[1] == message
+    return seconds, message
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plan", GPU_PLANS)
+@pytest.mark.parametrize("use_check", [False, True], ids=["next_op", "check"])
+def test_faults_killed_rank_is_reported(backend, plan, use_check):
+    if backend == "gloo" and plan == "window":
+        pytest.skip("windows are NCCL's")
+    world = 2 if backend == "nccl" else 3
+    outcomes = rank_pool.run_fresh(
+        world, backend, die_in_mid_op, plan, use_check, group_timeout_s=GROUP_TIMEOUT_S
+    )
+    assert outcomes[-1].kind == "died", outcomes[-1]
+    expect_reports(outcomes, list(range(world - 1)), GROUP_TIMEOUT_S + MARGIN_S)
+
+
+def never_call(plan: str, warm: bool) -> tuple[float, str] | None:
+    """The last rank does not call the op; `warm`: it did so once, before."""
+    if warm:
+        set_plan_named(plan)
+        call()
+        if rank_device().type == "cuda":
+            torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(GROUP_TIMEOUT_S + MARGIN_S + 10.0)
+        return None
+    start = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+    return until_error(overlap_torch.check, GROUP_TIMEOUT_S + MARGIN_S + 5.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plan", GPU_PLANS)
+def test_faults_rank_that_never_calls_is_reported(backend, plan):
+    if backend == "gloo" and plan == "window":
+        pytest.skip("windows are NCCL's")
+    outcomes = rank_pool.run_fresh(
+        2, backend, never_call, plan, True, group_timeout_s=GROUP_TIMEOUT_S
+    )
+    expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_faults_rank_that_never_makes_its_first_call_is_reported(backend):
+    """Before the first call there is no communicator: making it must not wait for ever either."""
+    outcomes = rank_pool.run_fresh(
+        2, backend, never_call, "default", False, group_timeout_s=GROUP_TIMEOUT_S
+    )
+    assert outcomes[0].kind == "returned", outcomes[0]
+    seconds, message = outcomes[0].value
+    assert message, "no error"
+    assert seconds <= GROUP_TIMEOUT_S + MARGIN_S, f"raised after {seconds:.1f} s: {message}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_faults_deadline_can_be_set(backend):
+    """OVERLAP_TIMEOUT_S instead of the group's timeout."""
+    outcomes = rank_pool.run_fresh(
+        2, backend, never_call, "row panels", True,
+        group_timeout_s=120.0, environment={"OVERLAP_TIMEOUT_S": "2"},
+    )  # fmt: skip
+    expect_reports(outcomes, [0], 2.0 + MARGIN_S)
+
+
+def come_late(plans: list[str]) -> tuple[int, list[str]]:
+    """Each rank by turns starts its call two seconds after the others; results are right on all of them."""
+    failures = Failures()
+    for seed, plan in enumerate(plans):
+        set_plan_named(plan)
+        check_call(failures, CASE, plan, seed=seed)
+        if dist.get_rank() == seed % dist.get_world_size():
+            time.sleep(2.0)
+        check_call(failures, CASE, plan, "late", seed=seed + 10)
+    overlap_torch.check()
+    return failures.result()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_faults_late_rank_is_waited_for(backend):
+    plans = GPU_PLANS if backend == "nccl" else PLANS
+    outcomes = rank_pool.run_fresh(
+        2, backend, come_late, plans, group_timeout_s=GROUP_TIMEOUT_S
+    )
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome
+        checks, failures = outcome.value
+        assert checks > 0 and not failures, failures
+
+
+# name -> (rank 0's case, rank 1's case, how each rank's own message has them named)
+DISAGREEMENTS = {
+    "M": (CASE.with_(leading=(253,)), CASE.with_(leading=(251,)), "253", "251"),
+    "N": (CASE.with_(n=149), CASE.with_(n=151), "149", "151"),
+    "K": (CASE.with_(k=73), CASE.with_(k=79), "73", "79"),
+    "dtype": (CASE.with_(dtype=torch.float16), CASE, "float16", "float32"),
+    "no rows on one rank": (CASE.with_(leading=(0,)), CASE.with_(leading=(251,)), "0", "251"),
+}
+
+
+def disagree(name: str) -> tuple[str, int, list[str]]:
+    """(message, checks, failures): a call on which the ranks disagree, between calls on which they agree."""
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    check_call(failures, CASE, "before")
+    operands = make_operands(DISAGREEMENTS[name][rank], rank, world, device)
+    try:
+        overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    check_call(failures, CASE, "after", seed=1)
+    return message, *failures.result()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_faults_disagreement_is_found_in_debug_mode(backend, name):
+    outcomes = rank_pool.run_fresh(
+        2, backend, disagree, name,
+        group_timeout_s=GROUP_TIMEOUT_S, environment={"OVERLAP_DEBUG": "1"},
+    )  # fmt: skip
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.kind == "returned", outcome
+        message, checks, failures = outcome.value
+        assert message, f"rank {rank} did not raise"
+        for named in DISAGREEMENTS[name][2:]:
+            assert re.search(rf"\b{named}\b", message), message
+        assert "rank 0" in message and "rank 1" in message, message
+        assert checks > 0 and not failures, failures
+
+
+def disagree_about_the_plan() -> tuple[str, int, list[str]]:
+    failures = Failures()
+    check_call(failures, CASE, "before")
+    if dist.get_rank() == 1:
+        set_plan_named("packed")
+    message = ""
+    try:
+        call()
+    except RuntimeError as error:
+        message = str(error)
+    torch.ops.overlap.clear_plans(world_name())
+    check_call(failures, CASE, "after", seed=1)
+    set_plan_named("row panels")
+    check_call(failures, CASE, "with the same plan", seed=2)
+    return message, *failures.result()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_faults_different_plans_are_found_in_debug_mode(backend):
+    outcomes = rank_pool.run_fresh(
+        2, backend, disagree_about_the_plan,
+        group_timeout_s=GROUP_TIMEOUT_S, environment={"OVERLAP_DEBUG": "1"},
+    )  # fmt: skip
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.kind == "returned", outcome
+        message, checks, failures = outcome.value
+        assert message, f"rank {rank} did not raise"
+        assert "packed" in message and "row_major" in message, message
+        assert checks > 0 and not failures, failures

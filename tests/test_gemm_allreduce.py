@@ -1,0 +1,281 @@
+"""The op against its specification: equal, bit for bit, on integer data; as exact as the composition on normal data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import overlap_torch
+from overlap_torch import _composition
+
+from checks import Failures, check_call, storage
+from operands import (
+    INPUT_LAYOUTS,
+    WEIGHT_LAYOUTS,
+    Case,
+    difference,
+    expected_output,
+    make_operands,
+    rank_device,
+    subgroup,
+    world_name,
+)
+
+CPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+# (M, N, K): nothing, one, primes, around multiples of every kernel's tiles.
+SHAPES = [
+    (0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0), (0, 5, 0), (5, 0, 0),
+    (1, 1, 1), (1, 64, 64), (64, 1, 64), (64, 64, 1), (7, 11, 13), (31, 37, 41),
+    (16, 16, 16), (63, 64, 65), (64, 64, 64), (65, 63, 64), (127, 128, 32), (128, 128, 64),
+    (129, 127, 33), (255, 65, 24), (256, 256, 8), (257, 130, 16), (384, 40, 56), (3, 300, 200),
+]  # fmt: skip
+GPU_SHAPES = [
+    *SHAPES,
+    (512, 256, 128), (513, 520, 72), (500, 1000, 300), (1024, 768, 512), (1031, 769, 129),
+    (1, 4096, 1024), (16, 4096, 1024), (2048, 1024, 256),
+]  # fmt: skip
+LEADING = [(), (5,), (1,), (3, 4), (0, 4), (2, 3, 4), (2, 0, 3), (1, 1, 1)]
+
+
+def check_cases(cases: Iterable[Case]) -> tuple[int, list[str]]:
+    failures = Failures()
+    for seed, case in enumerate(cases):
+        check_call(failures, case, seed=seed)
+    return failures.result()
+
+
+def shape_cases(shapes: Iterable[tuple[int, int, int]], dtype: torch.dtype) -> list[Case]:
+    """Every shape, with a bias and both weight layouts by turns."""
+    return [
+        Case((m,), n, k, dtype, bias=i % 2 == 1, weight_layout=("k_contiguous", "n_contiguous")[i // 2 % 2])
+        for i, (m, n, k) in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
+def test_gemm_allreduce_is_exact_on_every_shape(ranks, dtype):
+    shapes = GPU_SHAPES if ranks.device_type == "cuda" else SHAPES
+    ranks.expect_no_failures(check_cases, shape_cases(shapes, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gemm_allreduce_takes_any_leading_dims(ranks, dtype):
+    cases = [Case(leading, 33, 40, dtype, bias) for leading in LEADING for bias in (False, True)]
+    ranks.expect_no_failures(check_cases, cases)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_gemm_allreduce_takes_any_layout(ranks, dtype):
+    cases = [
+        Case((9, 16), 72, 64, dtype, bias=i % 3 == 0, input_layout=input, weight_layout=weight)
+        for i, (input, weight) in enumerate(itertools.product(INPUT_LAYOUTS, WEIGHT_LAYOUTS))
+    ]
+    ranks.expect_no_failures(check_cases, cases)
+
+
+def check_layouts_that_differ(dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Rank r takes layouts r steps further down the list than rank 0."""
+    failures = Failures()
+    # "expanded" changes the operands' values, not only their places; all ranks would have to take it.
+    inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
+    for i, weight in itertools.product(range(len(inputs)), range(len(WEIGHT_LAYOUTS))):
+        case = Case(
+            (140,), 136, 64, dtype, bias=True,
+            input_layout=inputs[(i + dist.get_rank()) % len(inputs)],
+            weight_layout=WEIGHT_LAYOUTS[(weight + 2 * dist.get_rank()) % len(WEIGHT_LAYOUTS)],
+        )  # fmt: skip
+        check_call(failures, case, seed=i)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_gemm_allreduce_takes_layouts_that_differ_between_ranks(ranks, dtype):
+    ranks.expect_no_failures(check_layouts_that_differ, dtype)
+
+
+def check_composition(cases: Iterable[Case]) -> tuple[int, list[str]]:
+    def composition(input, weight, bias, *, group):
+        return _composition.gemm_allreduce(input, weight, bias, group)
+
+    failures = Failures()
+    for seed, case in enumerate(cases):
+        expected = expected_output(case, dist.get_world_size(), rank_device(), seed)
+        operands = make_operands(case, dist.get_rank(), dist.get_world_size(), rank_device(), seed)
+        output = composition(operands.input, operands.weight, operands.bias, group=world_name())
+        failures.expect(difference(output, expected), "composition", case)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_gemm_allreduce_specification_is_the_composition(ranks, dtype):
+    """The expected results of this file are those of the unfused composition, which is the specification."""
+    cases = [*shape_cases(SHAPES, dtype), *(Case(leading, 9, 5, dtype, True) for leading in LEADING)]
+    ranks.expect_no_failures(check_composition, cases)
+
+
+def root_mean_square_errors(
+    m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool
+) -> tuple[float, float]:
+    """(op, composition): errors against float64 on normal data, over this rank's result."""
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+
+    def draw(*shape: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    inputs = [draw(m, k, seed=2 * r) for r in range(world)]
+    weights = [draw(n, k, seed=2 * r + 1) for r in range(world)]
+    bias = draw(n, seed=99) if with_bias else None
+    exact = sum(a.double() @ b.double().t() for a, b in zip(inputs, weights, strict=True))
+    if bias is not None:
+        exact = exact + bias.double()
+    arguments = (inputs[rank], weights[rank], bias)
+    results = (
+        torch.ops.overlap.gemm_allreduce(*arguments, group=world_name()),
+        _composition.gemm_allreduce(*arguments, world_name()),
+    )
+    op, composition = ((result.double() - exact).square().mean().sqrt().item() for result in results)
+    return op, composition
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gemm_allreduce_rounds_no_worse_than_the_composition(ranks, dtype, with_bias):
+    size = (1024, 1024, 768) if ranks.device_type == "cuda" else (200, 160, 320)
+    for rank, (op, composition) in enumerate(
+        ranks.run(root_mean_square_errors, *size, dtype, with_bias)
+    ):
+        assert composition > 0
+        assert op <= 1.05 * composition, f"rank {rank}: RMS error {op}, composition {composition}"
+
+
+def check_results_agree(dtype: torch.dtype) -> bytes:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    input = torch.randn(150, 70, generator=generator).to(rank_device(), dtype)
+    weight = torch.randn(90, 70, generator=generator).to(rank_device(), dtype)
+    output = torch.ops.overlap.gemm_allreduce(input, weight, group=world_name())
+    return output.cpu().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gemm_allreduce_result_is_the_same_on_every_rank(ranks, dtype):
+    results = ranks.run(check_results_agree, dtype)
+    assert all(result == results[0] for result in results)
+
+
+def check_fresh_outputs(dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Results stay what they are while later calls run, and belong to nobody else."""
+    failures = Failures()
+    case = Case((130,), 70, 48, dtype, bias=True)
+    outputs = [check_call(failures, case, "call", seed, seed=seed) for seed in range(6)]
+    places = {storage(output) for output in outputs}
+    failures.expect(None if len(places) == 6 else f"6 outputs in {len(places)} storages", case)
+    for seed, output in enumerate(outputs):
+        expected = expected_output(case, dist.get_world_size(), rank_device(), seed)
+        failures.expect(difference(output, expected), "after later calls", case, seed)
+    # Writing to a result must not reach the next one's inputs, staging or the plan.
+    for output in outputs:
+        output.fill_(float("nan"))
+    check_call(failures, case, "after the results were overwritten", seed=7)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gemm_allreduce_outputs_are_fresh(ranks, dtype):
+    ranks.expect_no_failures(check_fresh_outputs, dtype)
+
+
+def check_groups(dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Subgroups, groups of one and several groups by turns, among all ranks."""
+    failures = Failures()
+    world = dist.get_world_size()
+    everybody = tuple(range(world))
+    groups = [subgroup(everybody[:2]), subgroup(everybody[1:]), subgroup(everybody, "second")]
+    groups += [subgroup((rank,)) for rank in everybody]
+    groups += [subgroup((0, world - 1)), None]
+    for seed, case in enumerate(shape_cases([(40, 24, 16), (7, 5, 3), (129, 66, 20)], dtype)):
+        for index, group in enumerate(groups):
+            member = group is not None or index == len(groups) - 1
+            if member:
+                check_call(failures, case, "group", index, seed=seed, group=group)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_gemm_allreduce_takes_any_group(ranks, dtype):
+    ranks.expect_no_failures(check_groups, dtype)
+
+
+def check_ways_to_name_a_group() -> tuple[int, list[str]]:
+    failures = Failures()
+    case = Case((6, 5), 12, 10, torch.float32, bias=True)
+    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
+    for group in (None, world_name(), dist.group.WORLD, mesh):
+
+        def op(input, weight, bias, *, group, given=group):
+            return overlap_torch.gemm_allreduce(input, weight, bias, group=given)
+
+        check_call(failures, case, "group given as", type(group).__name__, op=op)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_gemm_allreduce_wrapper_takes_a_group_in_every_form(ranks):
+    ranks.expect_no_failures(check_ways_to_name_a_group)
+
+
+def check_streams(dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Operands made late on another current stream, results read on it, without any synchronisation in between."""
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1), torch.cuda.default_stream()]
+    for seed, case in enumerate(shape_cases([(512, 384, 128), (300, 200, 100)] * 3, dtype)):
+        expected = expected_output(case, world, device, seed)
+        values = make_operands(case, rank, world, device, seed)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[seed % len(streams)]):
+            operands = make_operands(case.with_(bias=False), rank, world, device, seed + 100)
+            torch.cuda._sleep(20_000_000)  # about 10 ms, in which the operands still hold the wrong values
+            operands.input.copy_(values.input)
+            operands.weight.copy_(values.weight)
+            output = torch.ops.overlap.gemm_allreduce(
+                operands.input, operands.weight, values.bias, group=world_name()
+            )
+            operands.input.fill_(float("nan"))  # behind the op on its stream: must not reach it
+            operands.weight.fill_(float("nan"))
+            copy = output.clone()
+            output.fill_(float("nan"))
+        torch.cuda.synchronize()
+        failures.expect(difference(copy, expected), "stream", seed % len(streams), case)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
+def test_gemm_allreduce_follows_the_current_stream(ranks, dtype):
+    ranks.expect_no_failures(check_streams, dtype)
+
+
+def check_gloo_group_on_gpu() -> tuple[int, list[str]]:
+    failures = Failures()
+    group = dist.new_group(backend="gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        check_call(failures, Case((33,), 20, 12, dtype, bias=True), group=group)
+    dist.destroy_process_group(group)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_gemm_allreduce_takes_cuda_tensors_in_a_gloo_group(ranks):
+    """What the fast path cannot take runs the composition."""
+    ranks.expect_no_failures(check_gloo_group_on_gpu)

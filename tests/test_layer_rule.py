@@ -1,0 +1,104 @@
+"""The layers of csrc look downward only: each folder includes what its line below allows, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cuh", ".cc", ".cu"})
+
+STANDARD = r"[a-z0-9_]+"  # <vector>: no folder, no suffix
+POSIX = r"(dlfcn|fcntl|pthread|unistd|sys/[a-z]+)\.h"
+CUDA = r"(cuda|cublas|cooperative_groups|nvtx3|cub|mma)[a-zA-Z0-9_]*([./].+)?"
+CUTLASS = r"(cutlass|cute)/.+"
+NCCL = r"nccl(_device)?\.h"
+TORCH = r"(torch|ATen|c10)/.+"
+
+ALLOWED = {
+    "plan": [STANDARD, r"plan/.+"],
+    "kernels": [STANDARD, CUDA, CUTLASS, r"kernels/.+", r"plan/.+"],
+    "runtime": [STANDARD, POSIX, CUDA, NCCL, r"runtime/.+", r"kernels/.+", r"plan/.+"],
+    "binding": [STANDARD, POSIX, CUDA, TORCH, r"(binding|runtime|kernels|plan)/.+"],
+    # The planner's Python module is built where there is no torch.
+    "binding/plan_module.cc": [STANDARD, r"pybind11/.+", r"plan/.+"],
+}
+
+
+def includes(text: str) -> list[str]:
+    return re.findall(r"^[ \t]*#[ \t]*include[ \t]*[<\"]([^>\"]+)", text, re.MULTILINE)
+
+
+def forbidden(name: str, text: str) -> list[str]:
+    """The includes of a source, named relative to csrc, that its layer does not allow."""
+    allowed = ALLOWED.get(name) or ALLOWED[name.split("/")[0]]
+    return [i for i in includes(text) if not any(re.fullmatch(pattern, i) for pattern in allowed)]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_layer_rule_source_includes_only_what_its_layer_may(source):
+    assert forbidden(source.relative_to(CSRC).as_posix(), source.read_text()) == []
+
+
+def test_layer_rule_covers_every_folder():
+    assert {path.relative_to(CSRC).parts[0] for path in SOURCES} == {
+        "plan",
+        "kernels",
+        "runtime",
+        "binding",
+    }
+
+
+def test_layer_rule_own_includes_exist():
+    missing = [
+        (path.name, include)
+        for path in SOURCES
+        for include in includes(path.read_text())
+        if re.match(r"(plan|kernels|runtime|binding)/", include) and not (CSRC / include).exists()
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("name", "include"),
+    [
+        ("plan/plan.cc", "<cuda_runtime.h>"),
+        ("plan/plan.h", '"kernels/gemm.h"'),
+        ("plan/plan.cc", "<torch/torch.h>"),
+        ("plan/plan.cc", "<pybind11/pybind11.h>"),
+        ("plan/plan.cc", '"cutlass/cutlass.h"'),
+        ("plan/plan.cc", '"../kernels/gemm.h"'),
+        ("kernels/gemm.cu", "<nccl.h>"),
+        ("kernels/gemm.cu", "<ATen/ATen.h>"),
+        ("kernels/gemm.cu", '"runtime/group.h"'),
+        ("runtime/group.cc", "<torch/library.h>"),
+        ("runtime/group.cc", "<c10/cuda/CUDAStream.h>"),
+        ("runtime/group.cc", '"binding/ops.h"'),
+        ("runtime/group.cc", "<pybind11/pybind11.h>"),
+        ("binding/plan_module.cc", "<torch/extension.h>"),
+        ("binding/plan_module.cc", '"runtime/group.h"'),
+        ("binding/ops.cc", "<pybind11/pybind11.h>"),
+    ],
+)
+def test_layer_rule_finds_what_looks_upward(name, include):
+    assert len(forbidden(name, f"#include <vector>\n  #  include {include}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "include"),
+    [
+        ("plan/plan.cc", "<cstdint>"),
+        ("plan/planner.cc", '"plan/planner.h"'),
+        ("kernels/gemm.cu", "<cutlass/gemm/collective/collective_builder.hpp>"),
+        ("kernels/gemm.cu", '"cute/tensor.hpp"'),
+        ("kernels/gemm.h", "<cuda_runtime_api.h>"),
+        ("runtime/communicator.h", "<nccl.h>"),
+        ("runtime/group.cc", '"kernels/signal.h"'),
+        ("binding/ops.cc", "<torch/library.h>"),
+        ("binding/plan_module.cc", "<pybind11/stl.h>"),
+    ],
+)
+def test_layer_rule_lets_pass_what_looks_downward(name, include):
+    assert forbidden(name, f"#include {include}\n") == []

@@ -1,0 +1,217 @@
+"""Plans set by hand: the op runs them, whatever they are, and its results do not depend on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import Failures, check_call
+from operands import (
+    INPUT_LAYOUTS,
+    WEIGHT_LAYOUTS,
+    Case,
+    rank_device,
+    subgroup,
+    world_name,
+)
+from plans import GPU_KERNELS, overlapped_plans, sequential_plan
+
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Kernel, Layout, Plan
+
+# Tiles of 16 x 8, so that small outputs have many chunks.
+CPU_TILE = (16, 8)
+CPU_CASES = [
+    Case((64,), 32, 24), Case((63,), 31, 5, bias=True), Case((65,), 33, 1), Case((5, 13), 40, 16),
+    Case((1,), 1, 3, bias=True), Case((1,), 70, 9), Case((70,), 1, 9), Case((97,), 8, 20, bias=True),
+    Case((128,), 64, 16, bias=True, weight_layout="n_contiguous"),
+]  # fmt: skip
+# Around tiles of 128 x 128 and 128 x 256, in clusters of two; N and K multiples of 8, as kernels with 16-byte copies take
+# them, and others, which they do not.
+GPU_CASES = [
+    Case((512,), 512, 128), Case((500,), 520, 136, bias=True), Case((129,), 264, 64), Case((1,), 128, 8),
+    Case((127,), 8, 72, bias=True), Case((3, 300), 768, 256), Case((1024,), 1024, 64, bias=True),
+    Case((513,), 129, 33), Case((257,), 250, 40, bias=True), Case((640,), 384, 1),
+    Case((512,), 512, 192, bias=True, weight_layout="n_contiguous"),
+    Case((385,), 520, 64, weight_layout="n_padded"), Case((300,), 256, 64, input_layout="offset"),
+    Case((300,), 256, 64, weight_layout="k_offset"), Case((256,), 256, 2048),
+]  # fmt: skip
+GPU_RESOURCES = [
+    {"comm_sms": 0, "max_ctas": 0},
+    {"comm_sms": 16, "max_ctas": 8},
+    {"comm_sms": 8, "max_ctas": 8, "window": True},
+]
+
+
+def communicated_chunks(timeline: torch.Tensor) -> list[int]:
+    """The chunks of which the timeline [rows, (call, chunk, ready_us, begin_us, end_us)] shows communication."""
+    chunks = timeline[:, 1].to(torch.int64)
+    return sorted(chunks[chunks >= 0].tolist())
+
+
+def check_plan(
+    failures: Failures,
+    case: Case,
+    plan: Plan,
+    *where: object,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Calls under the plan, the first of them watched: it must have communicated the plan's chunks, each once."""
+    with plan_module.use_plan(plan, group=group):
+        problem = plan.problem
+        now = plan_module.plan_for(
+            problem.m, problem.n, problem.k, problem.dtype, device=rank_device(), group=group
+        )
+        failures.expect(None if now == plan else f"plan_for says {now}", *where, case)
+        torch.ops.overlap.trace_start()
+        check_call(failures, case, *where, seed=1, group=group)
+        if rank_device().type == "cuda":
+            torch.cuda.synchronize()
+        seen = communicated_chunks(torch.ops.overlap.trace_stop())
+        expected = list(range(len(plan.chunks)))
+        if dist.get_world_size(group) > 1:
+            failures.expect(
+                None if seen == expected else f"communicated chunks {seen}", *where, case
+            )
+        check_call(failures, case, *where, seed=2, group=group)
+
+
+def check_plans(
+    cases: list[Case], kernel: Kernel, tile: tuple[int, int] | None, resources: dict[str, object]
+) -> tuple[int, list[str]]:
+    failures = Failures()
+    world, device_type = dist.get_world_size(), rank_device().type
+    for case in cases:
+        plans = overlapped_plans(case, world, device_type, kernel, tile, **resources)
+        for label, plan in plans:
+            check_plan(failures, case, plan, label, kernel.name, resources)
+        check_plan(failures, case, sequential_plan(case, world, device_type), "sequential")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (4, "gloo"))
+def test_plan_execution_is_exact_under_every_plan_on_cpu(ranks):
+    cases = [case.with_(dtype=torch.bfloat16) for case in CPU_CASES]
+    ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, CPU_TILE, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.ranks((2, "gloo"))
+def test_plan_execution_is_exact_in_every_dtype_on_cpu(ranks, dtype):
+    cases = [case.with_(dtype=dtype) for case in CPU_CASES]
+    ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, CPU_TILE, {})
+
+
+def available_kernels() -> list[Kernel]:
+    machine = plan_module.machine(rank_device())
+    kernels = [Kernel.LIBRARY]
+    if machine.has_sm80_kernels:
+        kernels.append(Kernel.SM80)
+    if machine.has_sm90_kernels:
+        kernels += [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+    return kernels
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
+def test_plan_execution_is_exact_under_every_plan_and_kernel(ranks, dtype, kernel):
+    available = ranks.run(available_kernels)[0]
+    if kernel not in available:
+        names = ", ".join(known.name for known in available)
+        pytest.skip(f"{kernel.name} is not built or does not run on this GPU; there are {names}")
+    for resources in GPU_RESOURCES if ranks.world > 1 else GPU_RESOURCES[:1]:
+        cases = [case.with_(dtype=dtype) for case in GPU_CASES]
+        ranks.expect_no_failures(check_plans, cases, kernel, None, resources)
+
+
+@pytest.mark.ranks((1, "nccl"), (2, "nccl"))
+def test_plan_execution_is_exact_in_float32_on_gpu(ranks):
+    cases = [case.with_(dtype=torch.float32) for case in GPU_CASES]
+    ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, (64, 64), {"comm_sms": 8})
+
+
+def check_layouts_under_plans(
+    kernel: Kernel, tile: tuple[int, int] | None
+) -> tuple[int, list[str]]:
+    """Every rank has other strides and alignments: some of them take the kernel, others must follow with another GEMM."""
+    failures = Failures()
+    rank, world, device_type = dist.get_rank(), dist.get_world_size(), rank_device().type
+    inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
+    case = Case((260,), 264, 64, torch.bfloat16, bias=True)
+    plans = overlapped_plans(case, world, device_type, kernel, tile)
+    for turn, (label, plan) in enumerate(plans):
+        mine = case.with_(
+            input_layout=inputs[(turn + rank) % len(inputs)],
+            weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
+        )
+        check_plan(failures, mine, plan, label, kernel.name)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_plan_execution_takes_layouts_that_differ_between_ranks_on_cpu(ranks):
+    ranks.expect_no_failures(check_layouts_under_plans, Kernel.LIBRARY, (64, 32))
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_plan_execution_takes_layouts_that_differ_between_ranks(ranks, kernel):
+    available = ranks.run(available_kernels)[0]
+    if kernel not in available:
+        names = ", ".join(known.name for known in available)
+        pytest.skip(f"{kernel.name} is not built or does not run on this GPU; there are {names}")
+    ranks.expect_no_failures(check_layouts_under_plans, kernel, None)
+
+
+def check_plans_of_groups() -> tuple[int, list[str]]:
+    """A plan belongs to one group and one problem, and goes with the end of use_plan, or with clear_plans."""
+    failures = Failures()
+    world, device = dist.get_world_size(), rank_device()
+    case = Case((64,), 32, 24, torch.float32, bias=True)
+    second = subgroup(tuple(range(world)), "second")
+    tile = CPU_TILE if device.type == "cpu" else (16, 16)
+    plan = dict(overlapped_plans(case, world, device.type, tile=tile))["packed 1, bands of 1"]
+
+    def current(group: dist.ProcessGroup | None, m: int = 64) -> Plan:
+        return plan_module.plan_for(m, 32, 24, torch.float32, device=device, group=group)
+
+    planned = current(None)
+    failures.expect(None if planned.layout == Layout.ROW_MAJOR else "is packed from the start")
+    with plan_module.use_plan(plan):
+        failures.expect(None if current(None) == plan else "use_plan did not set the plan")
+        failures.expect(None if current(second) == planned else "the plan reached another group")
+        other = current(None, m=65)
+        failures.expect(None if other.problem.m == 65 else f"another problem has the plan {other}")
+        for group in (None, second):
+            check_call(failures, case, "beside another group", group=group)
+    failures.expect(None if current(None) == planned else "use_plan left its plan behind")
+    plan_module.set_plan(plan)
+    failures.expect(None if current(None) == plan else "set_plan did not set the plan")
+    plan_module.clear_plans()
+    failures.expect(None if current(None) == planned else "clear_plans left a plan behind")
+    check_call(failures, case, "after clear_plans")
+    try:
+        with plan_module.use_plan(plan):
+            raise KeyError("from inside")
+    except KeyError:
+        pass
+    failures.expect(
+        None if current(None) == planned else "use_plan left its plan after an exception"
+    )
+    # Names come back: a group that follows a destroyed one must not inherit its plans.
+    for _ in range(3):
+        third = dist.new_group()
+        check_call(failures, case, "in a new group", group=third)
+        failures.expect(
+            None if current(third) == planned else "a new group has plans", third.group_name
+        )
+        plan_module.set_plan(plan, group=third)
+        check_call(failures, case, "in a new group", group=third)
+        dist.destroy_process_group(third)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_plan_execution_keeps_plans_by_group_and_problem(ranks):
+    ranks.expect_no_failures(check_plans_of_groups)

@@ -1,0 +1,190 @@
+"""Progress: ops in flight on several streams, threads and groups, beside foreign collectives in another order on each rank."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import Failures
+from operands import (
+    Case,
+    Operands,
+    difference,
+    expected_output,
+    make_operands,
+    rank_device,
+    subgroup,
+)
+from plans import overlapped_plans
+
+import overlap_torch
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Kernel, Plan
+
+ROUNDS = 12
+
+
+def prepare(
+    case: Case, seeds: range
+) -> tuple[list[Operands], list[torch.Tensor]]:
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    operands = [make_operands(case, rank, world, device, seed) for seed in seeds]
+    return operands, [expected_output(case, world, device, seed) for seed in seeds]
+
+
+def chosen_plan(label: str, case: Case, **options: object) -> Plan:
+    plans = overlapped_plans(case, dist.get_world_size(), rank_device().type, **options)
+    return dict(plans)[label]
+
+
+def foreign_collectives(group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> list[dist.Work]:
+    """All-reduces that know nothing of the ops, in flight."""
+    return [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+
+
+def check_foreign(failures: Failures, tensors: list[torch.Tensor], *where: object) -> None:
+    world = dist.get_world_size()
+    for index, tensor in enumerate(tensors):
+        # Rank r contributed r + index + 1 everywhere.
+        right = torch.full_like(tensor, sum(r + index + 1 for r in range(world)))
+        failures.expect(difference(tensor, right), "foreign all-reduce", index, *where)
+
+
+def run_beside_foreign(plan_label: str | None, kernel: Kernel, sizes: tuple[int, int, int]):
+    """Two ops on two streams and two groups each round, and foreign all-reduces before, between or after them.
+
+    The place of the foreign collectives differs by rank and round; the order of the two ops does not.
+    """
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    everybody = tuple(range(world))
+    groups = [subgroup(everybody, "first"), subgroup(everybody, "second")]
+    foreign_group = subgroup(everybody, "foreign")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    m, n, k = sizes
+    cases = [Case((m,), n, k, dtype, bias=True), Case((m // 2,), n, 2 * k, dtype)]
+    prepared = [prepare(case, range(4)) for case in cases]
+    for group, case in zip(groups, cases, strict=True):
+        if plan_label is not None:
+            tile = (32, 32) if device.type == "cpu" else None
+            options = {"kernel": kernel, "tile": tile, "comm_sms": 16, "max_ctas": 8}
+            if device.type == "cpu":
+                options = {"tile": tile}
+            plan_module.set_plan(chosen_plan(plan_label, case, **options), group=group)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if device.type == "cuda" else [None, None]
+    elements = 1 << 20 if device.type == "cuda" else 1 << 12
+    outputs: list[tuple[int, int, torch.Tensor]] = []
+    tensors_of_round = []
+    works = []
+    for turn in range(ROUNDS):
+        tensors = [
+            torch.full((elements,), float(rank + index + 1), device=device) for index in range(2)
+        ]
+        tensors_of_round.append(tensors)
+        place = (rank + turn) % 3
+        for position in range(3):
+            if position == place:
+                works += foreign_collectives(foreign_group, tensors)
+            if position == 2:
+                break
+            operands = prepared[position][0][turn % 4]
+            if streams[position] is not None:
+                streams[position].wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(streams[position]):
+                output = overlap_torch.gemm_allreduce(
+                    operands.input, operands.weight, operands.bias, group=groups[position]
+                )
+            outputs.append((position, turn % 4, output))
+    for work in works:
+        work.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    overlap_torch.check()
+    for position, seed, output in outputs:
+        right = prepared[position][1][seed]
+        failures.expect(difference(output, right), "op", position, cases[position])
+    for turn, tensors in enumerate(tensors_of_round):
+        check_foreign(failures, tensors, "round", turn)
+    for group in groups:
+        torch.ops.overlap.clear_plans(group.group_name)
+    return failures.result()
+
+
+@pytest.mark.parametrize("plan", [None, "row panels 4, bands of 1", "packed 16, bands of 3"])
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_progress_beside_foreign_collectives_on_cpu(ranks, plan):
+    ranks.expect_no_failures(
+        run_beside_foreign, plan, Kernel.LIBRARY, (128, 128, 32), timeout_s=100
+    )
+
+
+GPU_PLANS = [
+    (None, Kernel.LIBRARY),
+    ("row panels 8, bands of 1", Kernel.LIBRARY),
+    ("packed 20, bands of 3", Kernel.SM80),
+    ("row panels 4, bands of 2", Kernel.SM90_PINGPONG),
+    ("packed 20, bands of 2", Kernel.SM90_COOPERATIVE),
+]
+
+
+def has_kernel(kernel: Kernel) -> bool:
+    machine = plan_module.machine(rank_device())
+    return {
+        Kernel.LIBRARY: True,
+        Kernel.SM80: machine.has_sm80_kernels,
+        Kernel.SM90_PINGPONG: machine.has_sm90_kernels,
+        Kernel.SM90_COOPERATIVE: machine.has_sm90_kernels,
+    }[kernel]
+
+
+@pytest.mark.parametrize(("plan", "kernel"), GPU_PLANS, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_progress_beside_foreign_collectives_on_gpu(ranks, plan, kernel):
+    if not ranks.run(has_kernel, kernel)[0]:
+        pytest.skip(f"{kernel.name} is not built or does not run on this GPU")
+    sizes = (4096, 2048, 512) if kernel == Kernel.SM90_COOPERATIVE else (1024, 2048, 512)
+    ranks.expect_no_failures(run_beside_foreign, plan, kernel, sizes, timeout_s=100)
+
+
+def ops_in_threads(count: int) -> tuple[int, list[str]]:
+    """A thread for each group; which of them starts first differs between ranks."""
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    everybody = tuple(range(world))
+    groups = [subgroup(everybody, f"thread {index}") for index in range(count)]
+    case = Case((96,), 64, 32, torch.float32, bias=True)
+    operands, expected = prepare(case, range(4))
+    for group in groups:
+        plan = chosen_plan("packed 6, bands of 3", case, tile=(32, 32))
+        plan_module.set_plan(plan, group=group)
+    lock = threading.Lock()
+
+    def work(index: int) -> None:
+        for turn in range(ROUNDS):
+            chosen = operands[(turn + index) % 4]
+            try:
+                output = overlap_torch.gemm_allreduce(
+                    chosen.input, chosen.weight, chosen.bias, group=groups[index]
+                )
+                problem = difference(output, expected[(turn + index) % 4])
+            except RuntimeError as error:
+                problem = str(error)
+            with lock:
+                failures.expect(problem, "thread", index, "turn", turn)
+
+    order = [(index + rank) % count for index in range(count)]
+    threads = [threading.Thread(target=work, args=(index,)) for index in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for group in groups:
+        torch.ops.overlap.clear_plans(group.group_name)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_progress_of_groups_in_threads(ranks):
+    ranks.expect_no_failures(ops_in_threads, 3, timeout_s=100)
