@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark with these command line arguments; returns the exit status."""
-    from overlap_torch.benchmarks import cli
+    from . import cli
 
     return cli.main(argv)

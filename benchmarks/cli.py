@@ -15,7 +15,8 @@ import torch.multiprocessing
 
 from overlap_torch import _bench_entry
 from overlap_torch._launch import Ranks, launch
-from overlap_torch.benchmarks import measure, shapes
+
+from . import measure, shapes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -28,11 +29,11 @@ class Options:
     op: str
     shapes: tuple[shapes.Shape, ...]
     modes: tuple[str, ...]
-    dtype: str              # name of a torch dtype
+    dtype: str  # name of a torch dtype
     call_repeats: int
-    row_repeats: int        # repetitions of ten calls, in the modes row and graph
-    plans: str | None       # JSON: one plan or a list, each for the problem that it names
-    sweep: str | None       # "candidates": those of the planner; else JSON as in `plans`
+    row_repeats: int  # repetitions of ten calls, in the modes row and graph
+    plans: str | None  # JSON: one plan or a list, each for the problem that it names
+    sweep: str | None  # "candidates": those of the planner; else JSON as in `plans`
     check: bool
     json_path: str | None
     plot_path: str | None
@@ -41,27 +42,44 @@ class Options:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch bench",
-        description="Times an op against the sequence (a GEMM, then a collective), in turns in one run; each time is that "
-        "of the slowest rank. Starts the ranks itself, or is one of those that torchrun started.",
+        description="Times an op against the sequence (a GEMM, then a collective), in turns in one run; each time is "
+        "that of the slowest rank. Starts the ranks itself, or is one of those that torchrun started.",
     )
-    parser.add_argument("--ops", default="allreduce", choices=["allreduce"], help="the op to measure")
-    parser.add_argument("--shapes", help="comma-separated: m_train, m_small, slow_link, MxNxK (default: m_train; on CPU "
-                        "1024x1024x1024); K is that of one rank")  # fmt: skip
-    parser.add_argument("--modes", default="call,row,graph", help="comma-separated, of call, row, graph (default: all)")
-    parser.add_argument("--dtype", default=None, choices=list(DTYPES), help="default: bf16, on CPU fp32")
-    parser.add_argument("--repeats", type=int, help="repetitions of a call (default: 20); in row and graph a quarter of it, "
-                        "of ten calls each")  # fmt: skip
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
-    parser.add_argument("--slow-link", action="store_true", help="NCCL_P2P_DISABLE=1: NCCL goes through host memory, and "
-                        "the default shapes are slow_link")  # fmt: skip
-    parser.add_argument("--plan", help="a plan, or a list of plans, as JSON or as a JSON file, instead of the planner's "
-                        "for the problems that they name")  # fmt: skip
-    parser.add_argument("--sweep", nargs="?", const="candidates", help="measure the planner's candidates for each shape, or "
-                        "those of a JSON file, and print the best")  # fmt: skip
-    parser.add_argument("--no-check", action="store_true", help="do not compare with the composition before timing")
-    parser.add_argument("--json", metavar="FILE", help="write JSON lines here ('-': to stdout)")
-    parser.add_argument("--plot", metavar="FILE", help="draw the speed-ups into this PNG")
+    add = parser.add_argument
+    add("--ops", default="allreduce", choices=["allreduce"], help="the op to measure")
+    add(
+        "--shapes",
+        help="comma-separated: m_train, m_small, slow_link, MxNxK, K that of one rank (default: m_train; on CPU "
+        "1024x1024x1024)",
+    )
+    add("--modes", default="call,row,graph", help="of call, row, graph (default: all)")
+    add("--dtype", choices=list(DTYPES), help="default: bf16, on CPU fp32")
+    add(
+        "--repeats",
+        type=int,
+        help="repetitions of a call (default: 20, in a sweep 10); in row and graph a quarter, of ten calls each",
+    )
+    add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
+    add(
+        "--slow-link",
+        action="store_true",
+        help="NCCL_P2P_DISABLE=1: NCCL goes through host memory; the default shapes are slow_link",
+    )
+    add(
+        "--plan",
+        help="a plan, or a list of plans, as JSON or as a JSON file, instead of the planner's for the problems that "
+        "they name",
+    )
+    add(
+        "--sweep",
+        nargs="?",
+        const="candidates",
+        help="measure the planner's candidates for each shape, or those of a JSON file, and print the best",
+    )
+    add("--no-check", action="store_true", help="do not compare with the composition first")
+    add("--json", metavar="FILE", help="write JSON lines here ('-': to stdout)")
+    add("--plot", metavar="FILE", help="draw the speed-ups into this PNG")
     return parser
 
 
@@ -80,11 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ranks = Ranks.choose(args.world, args.device)
         on_cpu = ranks.device_type == "cpu"
-        default_shapes = "slow_link" if args.slow_link else ("1024x1024x1024" if on_cpu else "m_train")
+        default_shapes = (
+            "slow_link" if args.slow_link else ("1024x1024x1024" if on_cpu else "m_train")
+        )
         wanted = tuple(shapes.parse(args.shapes or default_shapes))
         modes = tuple(filter(None, args.modes.split(",")))
         if unknown := set(modes) - set(measure.MODES):
-            raise ValueError(f"modes are {', '.join(measure.MODES)}, not {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"modes are {', '.join(measure.MODES)}, not {', '.join(sorted(unknown))}"
+            )
         sweep = args.sweep if args.sweep in (None, "candidates") else _json_text(args.sweep)
         plans = _json_text(args.plan)
     except (OSError, ValueError) as error:

@@ -1,12 +1,13 @@
 """Timing: variants of one computation in turns, each repetition as long as its slowest rank.
 
-    call   one call behind a barrier of all ranks, in flushed caches
-    row    ten calls in a row, queued behind another GEMM, as a training step does it; time / 10
-    graph  ten calls in one CUDA graph, replayed, as serving does it; time / 10
+call   one call behind a barrier of all ranks, in flushed caches
+row    ten calls in a row, queued behind another GEMM, as a training step does it; time / 10
+graph  ten calls in one CUDA graph, replayed, as serving does it; time / 10
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +38,11 @@ class Times:
 
 def operand_sets(device: torch.device, set_bytes: int) -> int:
     """How many sets of operands to rotate so that a set has left the cache when its turn comes again."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 << 20
+    cache = (
+        torch.cuda.get_device_properties(device).L2_cache_size
+        if device.type == "cuda"
+        else 32 << 20
+    )
     return max(1, min(16, -(-2 * cache // max(1, set_bytes))))
 
 
@@ -55,7 +60,9 @@ class Stopwatch:
         if self._cuda:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self._flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
-            self._filler = torch.randn(3, _FILLER_SIZE, _FILLER_SIZE, device=device, dtype=torch.bfloat16)
+            self._filler = torch.randn(
+                3, _FILLER_SIZE, _FILLER_SIZE, device=device, dtype=torch.bfloat16
+            )
 
     def compare(self, mode: str, variants: Sequence[Variant], repeats: int) -> list[Times]:
         """Times the variants in turns, `repeats` times each. Collective: all ranks call it with the same arguments."""
@@ -68,16 +75,23 @@ class Stopwatch:
         host_us = torch.zeros_like(device_us)
         for turn in range(-1, repeats):  # turn -1 warms up
             for index, body in enumerate(bodies):
-                run = body if graphs else (lambda body=body: body(turn + 1))
+                run = body if graphs else functools.partial(body, turn + 1)
                 times = self._time_once(run, flush=mode == "call", filler=mode == "row")
                 if turn >= 0:
-                    device_us[index, turn], host_us[index, turn] = (value / calls for value in times)
+                    device_us[index, turn], host_us[index, turn] = (
+                        value / calls for value in times
+                    )
         for graph in graphs:
             graph.reset()
         slowest = torch.stack([device_us, host_us]).to(self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        quantiles = torch.quantile(slowest.cpu(), torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), dim=2)
-        return [Times(*quantiles[:, 0, index].tolist(), quantiles[0, 1, index].item()) for index in range(len(variants))]
+        quantiles = torch.quantile(
+            slowest.cpu(), torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), dim=2
+        )
+        return [
+            Times(*quantiles[:, 0, index].tolist(), quantiles[0, 1, index].item())
+            for index in range(len(variants))
+        ]
 
     def _capture(self, variant: Variant) -> torch.cuda.CUDAGraph:
         _row(variant, CALLS_IN_A_ROW, 0)  # every operand set once outside of a capture
@@ -88,7 +102,9 @@ class Stopwatch:
             _row(variant, CALLS_IN_A_ROW, 0)
         return graph
 
-    def _time_once(self, run: Callable[[], None], *, flush: bool, filler: bool) -> tuple[float, float]:
+    def _time_once(
+        self, run: Callable[[], None], *, flush: bool, filler: bool
+    ) -> tuple[float, float]:
         """Device time and host time of `run` on this rank, in microseconds."""
         if not self._cuda:
             dist.barrier()
@@ -102,7 +118,9 @@ class Stopwatch:
         torch.cuda.synchronize()
         if filler:
             torch.mm(self._filler[0], self._filler[1], out=self._filler[2])
-        dist.all_reduce(self._token)  # a barrier on the device: the ranks' streams go on at the same time
+        dist.all_reduce(
+            self._token
+        )  # a barrier on the device: the ranks' streams go on at the same time
         begin.record()
         start = time.perf_counter()
         run()

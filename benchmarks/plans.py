@@ -26,7 +26,11 @@ def parse(text: str) -> list[Plan]:
         entries = [json.loads(line) for line in text.splitlines() if line.strip()]
     if isinstance(entries, dict):
         entries = [entries]
-    return [plan_api.from_dict(entry.get("plan", entry)) for entry in entries if entry.get("kind") != "run"]
+    return [
+        plan_api.from_dict(entry.get("plan", entry))
+        for entry in entries
+        if entry.get("kind") != "run"
+    ]
 
 
 def as_dict(plan: Plan) -> dict:
@@ -42,7 +46,11 @@ def summary(plan: Plan) -> str:
     tiles = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
     ctas = "/".join(str(limit) for limit in dict.fromkeys(chunk.max_ctas for chunk in plan.chunks))
     words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout), f"tiles {tiles}"]
-    words += [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"] if plan.resources.comm_sms else []
+    words += (
+        [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"]
+        if plan.resources.comm_sms
+        else []
+    )
     return " ".join(words + (["window"] if plan.resources.window else []))
 
 
@@ -63,7 +71,9 @@ class MeasuredProblem:
 
     def current(self) -> Plan:
         """The plan that the op uses now."""
-        return plan_api.plan_for(self.m, self.n, self.k, self.dtype, device=self.device, group=self.group)
+        return plan_api.plan_for(
+            self.m, self.n, self.k, self.dtype, device=self.device, group=self.group
+        )
 
     def set(self, plan: Plan) -> None:
         """Makes the op use the plan for this problem. Collective: every rank sets the same."""
@@ -76,7 +86,9 @@ class MeasuredProblem:
     def candidates(self) -> list[Plan]:
         """The planner's candidates, those of rank 0 on every rank. Collective."""
         machine = plan_api.machine(self.device, self.group)
-        plans = [plan_api.encode(plan) for plan in plan_api.candidates(self.current().problem, machine)]
+        plans = [
+            plan_api.encode(plan) for plan in plan_api.candidates(self.current().problem, machine)
+        ]
         shared = [plans]
         dist.broadcast_object_list(shared, src=0)
         return [plan_api.decode(code) for code in shared[0]]

@@ -14,15 +14,23 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-from overlap_torch.benchmarks import plans
-from overlap_torch.benchmarks.measure import Times
-from overlap_torch.benchmarks.shapes import Shape
+from . import plans
+from .measure import Times
+from .shapes import Shape
 
 if TYPE_CHECKING:
-    from overlap_torch.benchmarks.cli import Options
+    from .cli import Options
 
 # What changes results besides the command line.
-_ENVIRONMENT = ("NCCL_", "TORCH_NCCL_", "OVERLAP_", "CUDA_", "NVSHMEM_", "TORCH_SYMM_MEM_", "OMP_NUM_THREADS")
+_ENVIRONMENT = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "OVERLAP_",
+    "CUDA_",
+    "NVSHMEM_",
+    "TORCH_SYMM_MEM_",
+    "OMP_NUM_THREADS",
+)
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,18 @@ class Writer:
         self._title = ""
         self._file: TextIO | None = None
         if writes and options.json_path:
-            self._file = sys.stdout if options.json_path == "-" else Path(options.json_path).open("w")
+            self._file = (
+                sys.stdout if options.json_path == "-" else Path(options.json_path).open("w")  # noqa: SIM115 (finish closes it)
+            )
 
     def header(self, device: torch.device, world_size: int) -> None:
         """The command line and what it ran on."""
         cuda = device.type == "cuda"
         name = torch.cuda.get_device_name(device) if cuda else platform.machine()
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if cuda else "gloo"
-        self._title = f"{world_size} x {name}, {backend}, torch {torch.__version__}, {self._options.dtype}"
+        self._title = (
+            f"{world_size} x {name}, {backend}, torch {torch.__version__}, {self._options.dtype}"
+        )
         self._emit(
             {
                 "kind": "run",
@@ -79,7 +91,11 @@ class Writer:
                 "backend": backend,
                 "torch": torch.__version__,
                 "build": torch.ops.overlap.build_info(),
-                "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_ENVIRONMENT)},
+                "environment": {
+                    key: os.environ[key]
+                    for key in sorted(os.environ)
+                    if key.startswith(_ENVIRONMENT)
+                },
             }
         )
         if self._writes:
@@ -126,15 +142,26 @@ class Writer:
 
     def wrong_plan(self, shape: Shape, plan: plans.Plan) -> None:
         """A plan of a sweep whose result differs from the composition; it is not timed."""
-        self._emit({"kind": "wrong", "m": shape.m, "n": shape.n, "k": shape.k, "plan": plans.as_dict(plan)})
+        self._emit(
+            {"kind": "wrong", "m": shape.m, "n": shape.n, "k": shape.k, "plan": plans.as_dict(plan)}
+        )
         if self._writes:
             print(f"{shape}: WRONG RESULT under {plans.summary(plan)}", file=sys.stderr, flush=True)
 
     def best(self, shape: Shape, mode: str, speedup: float, plan: plans.Plan) -> None:
         """The fastest plan of a sweep for one shape in one mode."""
-        row = {"kind": "best", "mode": mode, "m": shape.m, "n": shape.n, "k": shape.k, "speedup": round(speedup, 4)}
+        row = {
+            "kind": "best",
+            "mode": mode,
+            "m": shape.m,
+            "n": shape.n,
+            "k": shape.k,
+            "speedup": round(speedup, 4),
+        }
         self._emit({**row, "plan": plans.as_dict(plan)})
-        self._best.append({**row, "shape": str(shape), "group": shape.group, "summary": plans.summary(plan)})
+        self._best.append(
+            {**row, "shape": str(shape), "group": shape.group, "summary": plans.summary(plan)}
+        )
 
     def finish(self) -> None:
         """Prints the tables, draws the plot."""
@@ -143,7 +170,10 @@ class Writer:
         print()
         if self._options.sweep:
             titles = ["M x N x K", "mode", "speed-up", "best plan"]
-            rows = [[row["shape"], row["mode"], f"{row['speedup']:.3f}", row["summary"]] for row in self._best]
+            rows = [
+                [row["shape"], row["mode"], f"{row['speedup']:.3f}", row["summary"]]
+                for row in self._best
+            ]
             print(_table(titles, rows))
             means = self._best
         else:
@@ -156,27 +186,61 @@ class Writer:
             self._file.close()
 
     def _measurements(self) -> str:
-        titles = ["M x N x K", "mode", "sequence µs", "op µs", "speed-up", "GEMM µs", "collective µs", "bound", "plan"]
+        titles = [
+            "M x N x K",
+            "mode",
+            "sequence µs",
+            "op µs",
+            "speed-up",
+            "GEMM µs",
+            "collective µs",
+            "bound",
+            "plan",
+        ]
         rows = []
         for row in self._rows:
             speedup = f"**{row['speedup']:.3f}**" if row["checked"] is not False else "WRONG RESULT"
-            alone = [f"{row['gemm_us']:.1f}", f"{row['collective_us']:.1f}", f"{row['bound_speedup']:.2f}"]
+            alone = [
+                f"{row['gemm_us']:.1f}",
+                f"{row['collective_us']:.1f}",
+                f"{row['bound_speedup']:.2f}",
+            ]
             times = [_spread(row["sequence_us"]), _spread(row["op_us"])]
             rows.append([row["shape"], row["mode"], *times, speedup, *alone, row["summary"]])
-        return _table(titles, rows) + "\n\nMedian (10th to 90th percentile) of the slowest rank's times."
+        return (
+            _table(titles, rows)
+            + "\n\nMedian (10th to 90th percentile) of the slowest rank's times."
+        )
 
     def _means(self, measured: list[dict]) -> str:
         rows = []
         for group, mode in dict.fromkeys((row["group"], row["mode"]) for row in measured):
             chosen = [row for row in measured if (row["group"], row["mode"]) == (group, mode)]
             lowest = min(chosen, key=lambda row: row["speedup"])
-            cells = [group, mode, str(len(chosen)), f"{geometric_mean(row['speedup'] for row in chosen):.3f}"]
+            cells = [
+                group,
+                mode,
+                str(len(chosen)),
+                f"{geometric_mean(row['speedup'] for row in chosen):.3f}",
+            ]
             cells.append(f"{lowest['speedup']:.3f} ({lowest['shape']})")
             if "bound_speedup" in lowest:
                 cells.append(f"{geometric_mean(row['bound_speedup'] for row in chosen):.2f}")
-                cells += [f"{geometric_mean(row[key]['host'] for row in chosen):.1f}" for key in ("sequence_us", "op_us")]
+                cells += [
+                    f"{geometric_mean(row[key]['host'] for row in chosen):.1f}"
+                    for key in ("sequence_us", "op_us")
+                ]
             rows.append(cells)
-        titles = ["shapes", "mode", "count", "geometric mean", "lowest", "bound", "host µs, sequence", "host µs, op"]
+        titles = [
+            "shapes",
+            "mode",
+            "count",
+            "geometric mean",
+            "lowest",
+            "bound",
+            "host µs, sequence",
+            "host µs, op",
+        ]
         return _table(titles[: len(rows[0])], rows) if rows else "nothing measured"
 
     def _plot(self, measured: list[dict]) -> None:
@@ -192,10 +256,20 @@ class Writer:
         width = 0.8 / max(1, len(modes))
         for position, mode in enumerate(modes):
             chosen = [row for row in measured if row["mode"] == mode]
-            places = [labels.index(row["shape"]) + (position - (len(modes) - 1) / 2) * width for row in chosen]
+            places = [
+                labels.index(row["shape"]) + (position - (len(modes) - 1) / 2) * width
+                for row in chosen
+            ]
             axes.bar(places, [row["speedup"] for row in chosen], width, label=mode)
             if chosen and "bound_speedup" in chosen[0]:
-                axes.scatter(places, [row["bound_speedup"] for row in chosen], marker="_", s=120, color="black", zorder=3)
+                axes.scatter(
+                    places,
+                    [row["bound_speedup"] for row in chosen],
+                    marker="_",
+                    s=120,
+                    color="black",
+                    zorder=3,
+                )
         axes.axhline(1.0, color="gray", lw=0.8)
         axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
         axes.set_ylabel("speed-up over the sequence (marks: bound)")

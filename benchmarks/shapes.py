@@ -28,7 +28,10 @@ def suite_group(group: str) -> list[Shape]:
     """All shapes of one of the suite's groups."""
     suite = json.loads(SUITE.read_text())
     if group == "slow_link":
-        return [Shape(group, shape["m"], shape["n"], shape["k"]) for shape in suite["slow_link"]["shapes"]]
+        return [
+            Shape(group, shape["m"], shape["n"], shape["k"])
+            for shape in suite["slow_link"]["shapes"]
+        ]
     return [Shape(group, m, nk["n"], nk["k"]) for nk in suite["nk"] for m in suite[group]]
 
 
@@ -45,7 +48,9 @@ def parse(text: str) -> list[Shape]:
         elif re.fullmatch(r"\d+x\d+x\d+", entry):
             shapes.append(Shape("custom", *(int(size) for size in entry.split("x"))))
         else:
-            raise ValueError(f"shape {entry!r} is neither MxNxK, as in 4096x8192x7168, nor one of {', '.join(GROUPS)}")
+            raise ValueError(
+                f"shape {entry!r} is neither MxNxK, as in 4096x8192x7168, nor one of {', '.join(GROUPS)}"
+            )
     if not shapes:
         raise ValueError("no shapes given")
     return shapes

@@ -14,9 +14,10 @@ import overlap_torch
 from overlap_torch import _verify
 from overlap_torch._launch import current_device
 from overlap_torch._ops import group_name
-from overlap_torch.benchmarks import measure, plans, report
-from overlap_torch.benchmarks.cli import Options
-from overlap_torch.benchmarks.shapes import Shape
+
+from . import measure, plans, report
+from .cli import Options
+from .shapes import Shape
 
 _BOUND_REPEATS = 5
 
@@ -30,7 +31,8 @@ class Computations:
         count = measure.operand_sets(device, set_bytes)
         seed = 100 * dist.get_rank()
         self._operands = [
-            _verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed + index) for index in range(count)
+            _verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed + index)
+            for index in range(count)
         ]
         # Zeros, because they stay finite however often they are summed up.
         self._message = torch.zeros(shape.m, shape.n, dtype=dtype, device=device)
@@ -68,7 +70,11 @@ def run(options: Options) -> None:
         for shape in options.shapes:
             problem = plans.MeasuredProblem(shape.m, shape.n, shape.k, dtype, device, group)
             if options.sweep:
-                choice = problem.candidates() if options.sweep == "candidates" else plans.parse(options.sweep)
+                choice = (
+                    problem.candidates()
+                    if options.sweep == "candidates"
+                    else plans.parse(options.sweep)
+                )
                 choice = [plan for plan in choice if problem.fits(plan)]
                 wrong += _sweep(options, writer, stopwatch, shape, problem, choice)
             else:
@@ -89,7 +95,9 @@ def run(options: Options) -> None:
 def _checked(options: Options, shape: Shape, problem: plans.MeasuredProblem) -> bool | None:
     if not options.check:
         return None
-    return _verify.exact_on_integers(shape.m, shape.n, shape.k, problem.dtype, problem.device, problem.group)
+    return _verify.exact_on_integers(
+        shape.m, shape.n, shape.k, problem.dtype, problem.device, problem.group
+    )
 
 
 def _repeats(options: Options, mode: str) -> int:
@@ -97,14 +105,20 @@ def _repeats(options: Options, mode: str) -> int:
 
 
 def _measure(
-    options: Options, writer: report.Writer, stopwatch: measure.Stopwatch, shape: Shape, problem: plans.MeasuredProblem
+    options: Options,
+    writer: report.Writer,
+    stopwatch: measure.Stopwatch,
+    shape: Shape,
+    problem: plans.MeasuredProblem,
 ) -> bool:
     """One shape under the plan that the op uses for it; whether its result was right."""
     checked = _checked(options, shape, problem)
     computations = Computations(shape, problem.dtype, problem.device, problem.group)
     bounds = _bounds(stopwatch, computations)
     for mode in options.modes:
-        times = stopwatch.compare(mode, [computations.sequence, computations.op], _repeats(options, mode))
+        times = stopwatch.compare(
+            mode, [computations.sequence, computations.op], _repeats(options, mode)
+        )
         writer.measurement(shape, mode, times[0], times[1], bounds, problem.current(), checked)
     return checked is not False
 
@@ -137,7 +151,9 @@ def _sweep(
             writer.wrong_plan(shape, plan)
             continue
         for mode in options.modes:
-            times = stopwatch.compare(mode, [computations.sequence, computations.op], _repeats(options, mode))
+            times = stopwatch.compare(
+                mode, [computations.sequence, computations.op], _repeats(options, mode)
+            )
             speedup = writer.measurement(shape, mode, times[0], times[1], bounds, plan, checked)
             if speedup > best.get(mode, (-math.inf, None))[0]:
                 best[mode] = (speedup, plan)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/01_row_parallel.py
 
-Uses NCCL where there is a GPU for each rank, else gloo. It trains the parallel MLP beside an unsharded one with the same
-weights and prints how far their outputs are apart.
+Uses NCCL where there is a GPU for each rank, else gloo. It trains the parallel MLP beside an unsharded one with
+the same weights and prints how far their outputs are apart.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ def main() -> None:
         tokens, target = torch.randn(2, TOKENS, WIDTH, device=device)
         outputs = [model(tokens) for model in (whole, parallel)]
         difference = (outputs[0] - outputs[1]).abs().max().item()
-        for output, optimizer in zip(outputs, optimizers):
+        for output, optimizer in zip(outputs, optimizers, strict=True):
             loss = torch.nn.functional.mse_loss(output, target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss.item():.5f}, largest difference from the unsharded MLP {difference:.2e}")
+            print(
+                f"step {step}: loss {loss.item():.5f}, largest difference from the unsharded MLP {difference:.2e}"
+            )
     dist.destroy_process_group()
 
 

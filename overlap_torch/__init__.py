@@ -7,8 +7,8 @@ it is :class:`overlap_torch.nn.RowParallelLinear`; :mod:`overlap_torch.plan` sho
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
 
-from overlap_torch._ops import check, gemm_allreduce
 from overlap_torch import nn, plan
+from overlap_torch._ops import check, gemm_allreduce
 from overlap_torch.plan import Plan
 
 __version__ = "0.1.0"

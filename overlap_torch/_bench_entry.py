@@ -21,8 +21,12 @@ def load() -> ModuleType:
         return importlib.import_module(_NAME)
     source = Path(__file__).resolve().parent.parent / "benchmarks" / "__init__.py"
     if not source.exists():
-        raise ImportError(f"the benchmarks are neither installed as {_NAME} nor found at {source}: reinstall the package")
-    spec = importlib.util.spec_from_file_location(_NAME, source, submodule_search_locations=[str(source.parent)])
+        raise ImportError(
+            f"the benchmarks are neither installed as {_NAME} nor found at {source}: reinstall the package"
+        )
+    spec = importlib.util.spec_from_file_location(
+        _NAME, source, submodule_search_locations=[str(source.parent)]
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[_NAME] = module
     spec.loader.exec_module(module)

@@ -15,7 +15,7 @@ import torch.multiprocessing
 from overlap_torch import _bench_entry, _composition, _timeline, _verify
 from overlap_torch._launch import Ranks, current_device, launch
 from overlap_torch._ops import check, gemm_allreduce, group_name
-from overlap_torch.plan import plan_for
+from overlap_torch.plan import Plan, Schedule, plan_for, row_panels, set_plan
 
 _REPEATS = 20
 _TRACED_CALLS = 3  # the picture shows the last one, when everything is warm
@@ -34,9 +34,13 @@ class _Demo:
 
 def _demo_for(ranks: Ranks, out: Path) -> _Demo:
     if ranks.device_type == "cpu":
-        return _Demo(2048, 1024, 1024, torch.float32, out)
+        return _Demo(2048, 2048, 512, torch.float32, out)
     small = torch.cuda.get_device_properties(0).total_memory < 20 << 30
-    return _Demo(4096, 4096, 4096, torch.bfloat16, out) if small else _Demo(8192, 8192, 7168, torch.bfloat16, out)
+    return (
+        _Demo(4096, 4096, 4096, torch.bfloat16, out)
+        if small
+        else _Demo(8192, 8192, 7168, torch.bfloat16, out)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "unfused composition, times both, and writes timeline.png and trace.json.",
     )
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for timeline.png and trace.json (default: .)")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("."),
+        help="folder for timeline.png and trace.json (default: .)",
+    )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         ranks = Ranks.choose(args.world, args.device)
@@ -66,19 +77,28 @@ def run_rank(demo: _Demo) -> None:
     """What each rank of the demo does."""
     first = dist.get_rank() == 0
     device, group = current_device(), group_name()
+    plan, why = _choose_plan(demo, device, group)
     if first:
-        _describe(demo, device, group)
+        _describe(demo, device, plan, why)
     with torch.inference_mode():
         verdict = _verify.verify(demo.m, demo.n, demo.k, demo.dtype, device, group)
         if first:
             print(f"check     {verdict}", flush=True)
-        operands = _verify.normal_operands(demo.m, demo.n, demo.k, demo.dtype, device, seed=dist.get_rank())
+        operands = _verify.normal_operands(
+            demo.m, demo.n, demo.k, demo.dtype, device, seed=dist.get_rank()
+        )
         sequence_us, op_us = _time(operands, device, group)
         traces = _trace(operands, device, group)
     check()
     if first:
         print(f"sequence  {sequence_us:10.1f} us   a GEMM, then an all-reduce")
-        print(f"op        {op_us:10.1f} us   speed-up {sequence_us / op_us:.3f}x  (medians of the slowest rank)")
+        print(
+            f"op        {op_us:10.1f} us   speed-up {sequence_us / op_us:.3f}x  (medians of the slowest rank)"
+        )
+        if device.type == "cpu" and dist.get_world_size() > 1:
+            print(
+                "          (gloo moves bytes with the cores that compute: few of them gain little)"
+            )
         _draw(demo, traces)
     if not verdict.passed:
         if first:
@@ -86,16 +106,37 @@ def run_rank(demo: _Demo) -> None:
         sys.exit(1)
 
 
-def _describe(demo: _Demo, device: torch.device, group: str) -> None:
+def _choose_plan(demo: _Demo, device: torch.device, group: str) -> tuple[Plan, str]:
+    """The plan that the demo runs, and whose it is. Where the planner would not overlap on CPU, a template does.
+
+    gloo moves bytes with the cores that also compute, so on a machine with few cores overlap hides communication but
+    gains little time, and the planner may rightly prefer the sequence.
+    """
+    plan = plan_for(demo.m, demo.n, demo.k, demo.dtype, device=device, group=group)
+    if device.type == "cuda" or plan.schedule == Schedule.OVERLAPPED or dist.get_world_size() == 1:
+        return plan, "the planner's"
+    plan = row_panels(plan.problem, 4, transport="gloo")
+    set_plan(plan, device=device, group=group)
+    return (
+        plan,
+        "a template's; the planner would take the sequence here: gloo needs the cores that compute",
+    )
+
+
+def _describe(demo: _Demo, device: torch.device, plan: Plan, why: str) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     world_size = dist.get_world_size()
     alone = "; a group of one has nothing to communicate" if world_size == 1 else ""
     print(f"ranks     {world_size} x {name}, {dist.get_backend()}{alone}")
-    print(f"problem   gemm_allreduce, M={demo.m} N={demo.n} K={demo.k} per rank, {str(demo.dtype).split('.')[1]}")
-    print(f"plan      {plan_for(demo.m, demo.n, demo.k, demo.dtype, device=device, group=group)}", flush=True)
+    print(
+        f"problem   gemm_allreduce, M={demo.m} N={demo.n} K={demo.k} per rank, {str(demo.dtype).split('.')[1]}"
+    )
+    print(f"plan      {why}\n          {plan}", flush=True)
 
 
-def _time(operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str) -> tuple[float, float]:
+def _time(
+    operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str
+) -> tuple[float, float]:
     """Median times of the sequence and of the op in microseconds, measured in turns."""
     _bench_entry.load()
     from overlap_torch.benchmarks.measure import Stopwatch
@@ -128,11 +169,20 @@ def _trace(
 def _draw(demo: _Demo, traces: list[torch.Tensor]) -> None:
     last_calls = [calls[-1] for trace in traces if (calls := _timeline.calls_of(trace))]
     for rank, call in enumerate(last_calls):
-        print(f"rank {rank}    {call.hidden_fraction:.0%} of its communication ran while its GEMM went on")
+        print(
+            f"rank {rank}    {call.hidden_fraction:.0%} of its communication ran while its GEMM went on"
+        )
     trace_path, picture_path = demo.out / "trace.json", demo.out / "timeline.png"
+    if not last_calls:
+        print(
+            "no timeline: the op recorded no call, as in a group of one, which has nothing to communicate"
+        )
+        return
     _timeline.write_chrome_trace(traces, trace_path)
     print(f"wrote     {trace_path} (open it in ui.perfetto.dev)")
-    title = f"gemm_allreduce {demo.m} x {demo.n} x {demo.k}, {len(traces)} ranks, {dist.get_backend()}"
+    title = (
+        f"gemm_allreduce {demo.m} x {demo.n} x {demo.k}, {len(traces)} ranks, {dist.get_backend()}"
+    )
     try:
         _timeline.write_picture(traces, picture_path, title)
         print(f"wrote     {picture_path}")

@@ -36,7 +36,9 @@ class Ranks:
         if world_size < 1:
             raise ValueError(f"world must be at least 1, but is {world_size}; GPUs found: {gpus}")
         if device_type == "cuda" and world_size > gpus:
-            raise ValueError(f"world is {world_size}, but this machine has {gpus} GPUs; NCCL needs one for each rank")
+            raise ValueError(
+                f"world is {world_size}, but this machine has {gpus} GPUs; NCCL needs one for each rank"
+            )
         return Ranks(world_size, device_type)
 
 
@@ -59,7 +61,13 @@ def launch(ranks: Ranks, worker: Callable[[object], None], argument: object) -> 
     with tempfile.TemporaryDirectory(prefix="overlap_torch_") as folder:
         torch.multiprocessing.spawn(
             _run,
-            args=(ranks.device_type, ranks.world_size, os.path.join(folder, "store"), worker, argument),
+            args=(
+                ranks.device_type,
+                ranks.world_size,
+                os.path.join(folder, "store"),
+                worker,
+                argument,
+            ),
             nprocs=ranks.world_size,
         )
 
@@ -72,7 +80,11 @@ def _run(
     worker: Callable[[object], None],
     argument: object,
 ) -> None:
-    place = {} if store is None else {"init_method": f"file://{store}", "rank": local_rank, "world_size": world_size}
+    place = (
+        {}
+        if store is None
+        else {"init_method": f"file://{store}", "rank": local_rank, "world_size": world_size}
+    )
     if device_type == "cuda":
         torch.cuda.set_device(local_rank)
         place["device_id"] = torch.device("cuda", local_rank)

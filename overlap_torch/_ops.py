@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Union
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 # The default group, a group's name, a group, or a one-dimensional mesh.
-Group = Union[None, str, dist.ProcessGroup, DeviceMesh]
+Group = str | dist.ProcessGroup | DeviceMesh | None
 
 _LIBRARY = Path(__file__).with_name("_C.so")
 
@@ -26,7 +25,8 @@ def _load_library() -> None:
         torch.ops.load_library(_LIBRARY)
     except OSError as error:
         raise ImportError(
-            f"cannot load {_LIBRARY} with torch {torch.__version__}: {error}. The library has to be built against the "
+            f"cannot load {_LIBRARY} with torch {torch.__version__}: {error.__cause__ or error}. "
+            "The library has to be built against the "
             "torch that loads it; rebuild it with `pip install --no-build-isolation .` (`make build` in a checkout)."
         ) from error
 
@@ -131,13 +131,17 @@ def _gemm_allreduce_backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | No
         if weight is not None:
             grad_input = grad @ weight
         if input is not None:
-            grad_weight = rows.t() @ (input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2))
+            grad_weight = rows.t() @ (
+                input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
+            )
         if any(ctx.needs_input_grad[2:]):  # empty where the dispatcher dropped a bias that was None
             grad_bias = rows.sum(0)
     grads = (grad_input, grad_weight, grad_bias)[: len(ctx.needs_input_grad)]
     if not torch.is_grad_enabled():
         return grads
-    return tuple(grad if grad is None else _FirstOrder.apply(grad.requires_grad_()) for grad in grads)
+    return tuple(
+        grad if grad is None else _FirstOrder.apply(grad.requires_grad_()) for grad in grads
+    )
 
 
 torch.library.register_autograd(
@@ -190,7 +194,9 @@ def gemm_allreduce(
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or torch.is_grad_enabled()
-        and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+        and (
+            input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        )
     ):
         return _gemm_allreduce(input, weight, bias, group=name)
     # Without gradients the Python autograd kernel has nothing to do; leaving it out halves the call's host time.

@@ -41,12 +41,14 @@ class Call:
     def hidden_fraction(self) -> float:
         """The share of the communication's time that lies before the GEMM's end; 0 without communication."""
         total = sum(chunk.end_us - chunk.begin_us for chunk in self.chunks)
-        hidden = sum(max(0.0, min(chunk.end_us, self.gemm_end_us) - chunk.begin_us) for chunk in self.chunks)
+        hidden = sum(
+            max(0.0, min(chunk.end_us, self.gemm_end_us) - chunk.begin_us) for chunk in self.chunks
+        )
         return hidden / total if total > 0 else 0.0
 
 
 def calls_of(trace: torch.Tensor) -> list[Call]:
-    """The calls in one rank's trace [rows, 5], in the order of their numbers; calls without a closing row are left out."""
+    """The calls in one rank's trace [rows, 5], by number; those without a closing row are left out."""
     if trace.dim() != 2 or trace.shape[1] != 5:
         raise ValueError(f"a trace is [rows, 5], but this one has shape {tuple(trace.shape)}")
     chunks: dict[int, list[Chunk]] = {}
@@ -57,7 +59,11 @@ def calls_of(trace: torch.Tensor) -> list[Call]:
         else:
             chunks.setdefault(int(number), []).append(Chunk(int(index), ready_us, begin_us, end_us))
     return [
-        Call(number, *ends[number], tuple(sorted(chunks.get(number, []), key=lambda chunk: chunk.index)))
+        Call(
+            number,
+            *ends[number],
+            tuple(sorted(chunks.get(number, []), key=lambda chunk: chunk.index)),
+        )
         for number in sorted(ends)
     ]
 
@@ -74,12 +80,22 @@ def hidden_fraction(traces: Sequence[torch.Tensor]) -> float:
 
 
 def chrome_trace(traces: Sequence[torch.Tensor]) -> dict[str, object]:
-    """All ranks' traces (traces[r]: rank r's) as a Chrome trace: a process for each rank, GEMM and communication as threads."""
+    """All ranks' traces (traces[r]: rank r's) as a Chrome trace: ranks are processes, GEMM and communication threads."""
     events: list[dict[str, object]] = []
     for rank, trace in enumerate(traces):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
         for thread, title in ((_GEMM, "GEMM"), (_COMMUNICATION, "communication")):
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": title}})
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": rank,
+                    "tid": thread,
+                    "args": {"name": title},
+                }
+            )
         start_us = 0.0
         for call in calls_of(trace):
             args = {"call": call.number, "hidden": round(call.hidden_fraction, 4)}
@@ -89,8 +105,16 @@ def chrome_trace(traces: Sequence[torch.Tensor]) -> dict[str, object]:
                 title = f"chunk {chunk.index}"
                 ready = {"ph": "i", "s": "t", "name": f"{title} ready", "pid": rank, "tid": _GEMM}
                 events.append({**ready, "ts": start_us + chunk.ready_us})
-                sent = {"ph": "X", "name": title, "pid": rank, "tid": _COMMUNICATION, "args": {"call": call.number}}
-                events.append({**sent, "ts": start_us + chunk.begin_us, "dur": chunk.end_us - chunk.begin_us})
+                sent = {
+                    "ph": "X",
+                    "name": title,
+                    "pid": rank,
+                    "tid": _COMMUNICATION,
+                    "args": {"call": call.number},
+                }
+                events.append(
+                    {**sent, "ts": start_us + chunk.begin_us, "dur": chunk.end_us - chunk.begin_us}
+                )
             start_us += call.end_us + _GAP_US
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
@@ -110,28 +134,53 @@ def write_picture(traces: Sequence[torch.Tensor], path: str | Path, title: str) 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("the timeline's picture needs matplotlib: pip install matplotlib") from error
+        raise ImportError(
+            "the timeline's picture needs matplotlib: pip install matplotlib"
+        ) from error
 
-    last_calls = [(rank, calls[-1]) for rank, trace in enumerate(traces) if (calls := calls_of(trace))]
+    last_calls = [
+        (rank, calls[-1]) for rank, trace in enumerate(traces) if (calls := calls_of(trace))
+    ]
     if not last_calls:
         raise ValueError("the traces hold no call: nothing ran between trace_start and trace_stop")
-    scale, unit = (1e-3, "ms") if max(call.end_us for _, call in last_calls) >= 10_000 else (1.0, "µs")
+    scale, unit = (
+        (1e-3, "ms") if max(call.end_us for _, call in last_calls) >= 10_000 else (1.0, "µs")
+    )
     figure = Figure(figsize=(11, 1.2 + 1.1 * len(last_calls)), layout="constrained")
     axes = figure.subplots()
     labels: list[str] = []
     for row, (rank, call) in enumerate(last_calls):
         gemm, communication = 2.4 * row, 2.4 * row + 1
         axes.barh(gemm, call.gemm_end_us * scale, height=0.8, color="#4878a8")
-        axes.vlines([chunk.ready_us * scale for chunk in call.chunks], gemm - 0.4, gemm + 0.4, color="black", lw=1.2)
+        axes.vlines(
+            [chunk.ready_us * scale for chunk in call.chunks],
+            gemm - 0.4,
+            gemm + 0.4,
+            color="black",
+            lw=1.2,
+        )
         for chunk in call.chunks:
             color = "#e8a33d" if chunk.index % 2 == 0 else "#c9742b"
             width = (chunk.end_us - chunk.begin_us) * scale
             axes.barh(communication, width, left=chunk.begin_us * scale, height=0.8, color=color)
             middle = (chunk.begin_us + chunk.end_us) / 2 * scale
             axes.text(middle, communication, str(chunk.index), ha="center", va="center", fontsize=7)
-        axes.vlines(call.gemm_end_us * scale, gemm - 0.4, communication + 0.4, color="#4878a8", ls="--", lw=1)
+        axes.vlines(
+            call.gemm_end_us * scale,
+            gemm - 0.4,
+            communication + 0.4,
+            color="#4878a8",
+            ls="--",
+            lw=1,
+        )
         hidden = f"{call.hidden_fraction:.0%} hidden"
-        axes.annotate(hidden, (call.end_us * scale, communication), (4, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            hidden,
+            (call.end_us * scale, communication),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+        )
         labels += [f"rank {rank}: GEMM", "communication"]
     positions = [2.4 * row + lane for row in range(len(last_calls)) for lane in (0, 1)]
     axes.set_yticks(positions, labels)

@@ -26,7 +26,9 @@ def integer_operands(
 
     def draw(rows: int) -> torch.Tensor:
         uniform = torch.rand(rows, k, device=device, generator=generator)
-        return ((uniform < density / 2).to(dtype) - (uniform > 1 - density / 2).to(dtype)).contiguous()
+        return (
+            (uniform < density / 2).to(dtype) - (uniform > 1 - density / 2).to(dtype)
+        ).contiguous()
 
     return draw(m), draw(n)
 
@@ -45,8 +47,8 @@ def normal_operands(
 class Verdict:
     """Whether the op may be trusted with a problem; the same on every rank."""
 
-    exact: bool           # equal to the composition on integer operands, on every rank
-    error: float          # RMS error of the op against float64, largest over ranks
+    exact: bool  # equal to the composition on integer operands, on every rank
+    error: float  # RMS error of the op against float64, largest over ranks
     reference_error: float  # that of the composition
 
     @property
@@ -54,14 +56,20 @@ class Verdict:
         return self.exact and self.error <= MAX_ERROR_RATIO * self.reference_error
 
     def __str__(self) -> str:
-        exact = "bit-exact on integer data" if self.exact else "DIFFERS from the composition on integer data"
+        exact = (
+            "bit-exact on integer data"
+            if self.exact
+            else "DIFFERS from the composition on integer data"
+        )
         return (
             f"{exact}; RMS error against float64 {self.error:.3g}, the composition's {self.reference_error:.3g} "
             f"(allowed: {MAX_ERROR_RATIO}x)"
         )
 
 
-def exact_on_integers(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group: str) -> bool:
+def exact_on_integers(
+    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, group: str
+) -> bool:
     """Whether the op equals the composition bit for bit on integer operands, on every rank of the group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     input, weight = integer_operands(m, n, k, dtype, device, world_size, seed=1 + rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
@@ -84,11 +85,15 @@ class RowParallelLinear(torch.nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         if self.rank < 0:
-            raise ValueError(f"this rank is not in the group {self.group!r}; make the layer on the group's ranks only")
+            raise ValueError(
+                f"this rank is not in the group {self.group!r}; make the layer on the group's ranks only"
+            )
         self._begin, self.local_in_features = _shard(in_features, self.world_size, self.rank)
         self._padding = _shard(in_features, self.world_size, 0)[1] - self.local_in_features
         factory = {"device": device, "dtype": dtype}
-        self.weight = torch.nn.Parameter(torch.empty(out_features, self.local_in_features, **factory))
+        self.weight = torch.nn.Parameter(
+            torch.empty(out_features, self.local_in_features, **factory)
+        )
         if bias:
             self.bias = torch.nn.Parameter(torch.empty(out_features, **factory))
         else:
@@ -112,13 +117,15 @@ class RowParallelLinear(torch.nn.Module):
         if self.bias is not None:
             # Drawn on the CPU: the same bits on every rank, whatever its device.
             generator = torch.Generator().manual_seed(seeds[0])
-            self.bias.copy_(torch.empty(self.out_features).uniform_(-bound, bound, generator=generator))
+            self.bias.copy_(
+                torch.empty(self.out_features).uniform_(-bound, bound, generator=generator)
+            )
 
     @classmethod
     def from_linear(
         cls, linear: torch.nn.Linear, *, group: Group = None, input_is_parallel: bool = True
     ) -> RowParallelLinear:
-        """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; parameters are copied."""
+        """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies."""
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -128,13 +135,18 @@ class RowParallelLinear(torch.nn.Module):
             device="meta",
         )
         part = linear.weight.detach().narrow(1, layer._begin, layer.local_in_features)
-        layer.weight = torch.nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=linear.weight.requires_grad)
+        layer.weight = torch.nn.Parameter(
+            part.clone(memory_format=torch.contiguous_format),
+            requires_grad=linear.weight.requires_grad,
+        )
         if linear.bias is not None:
-            layer.bias = torch.nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
+            layer.bias = torch.nn.Parameter(
+                linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad
+            )
         return layer.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., this rank's part of in_features] ([..., in_features] unless input_is_parallel) to [..., out_features]."""
+        """[..., this rank's part of in_features], or [..., in_features] in full, to [..., out_features]."""
         expected = self.local_in_features if self.input_is_parallel else self.in_features
         if input.shape[-1] != expected:
             raise ValueError(

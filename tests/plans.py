@@ -71,3 +71,24 @@ def overlapped_plans(
             plan = packed(problem, sizes, band_rows=band_rows, **options)
             plans.append((f"packed {sizes}, bands of {band_rows}", plan))
     return plans
+
+
+def chunked_plan(
+    case: Case,
+    world: int,
+    device_type: str,
+    layout: str,
+    chunks: int,
+    kernel: Kernel = Kernel.LIBRARY,
+    tile: tuple[int, int] | None = None,
+    **resources: object,
+) -> Plan:
+    """One plan, `layout` "row panels" or "packed", in this many chunks, or as many as the tile grid allows."""
+    problem = problem_of(case, world)
+    options = {"kernel": kernel, "tile": tile, "transport": "nccl", **resources}
+    if device_type == "cpu":
+        options["transport"] = "gloo"
+    whole = row_panels(problem, 1, **options)
+    if layout == "row panels":
+        return row_panels(problem, min(chunks, whole.tiles_m // whole.cluster_m), **options)
+    return packed(problem, min(chunks, whole.tiles_m * whole.tiles_n), **options)

@@ -279,3 +279,22 @@ def check_gloo_group_on_gpu() -> tuple[int, list[str]]:
 def test_gemm_allreduce_takes_cuda_tensors_in_a_gloo_group(ranks):
     """What the fast path cannot take runs the composition."""
     ranks.expect_no_failures(check_gloo_group_on_gpu)
+
+
+def planned_with_threads() -> list[str]:
+    """Default plans, as text, where every rank has another number of threads."""
+    torch.set_num_threads(1 + dist.get_rank() % 2)
+    try:
+        return [
+            repr(overlap_torch.plan.plan_for(m, n, k, dtype, device=rank_device()))
+            for m, n, k in ((64, 64, 64), (512, 512, 512), (1024, 1024, 1024), (4096, 2048, 512))
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_gemm_allreduce_plans_do_not_depend_on_what_ranks_do_not_share(ranks):
+    results = ranks.run(planned_with_threads)
+    assert results[0] == results[1]

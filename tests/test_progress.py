@@ -17,26 +17,19 @@ from operands import (
     rank_device,
     subgroup,
 )
-from plans import overlapped_plans
+from plans import chunked_plan
 
 import overlap_torch
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel, Plan
+from overlap_torch.plan import Kernel
 
 ROUNDS = 12
 
 
-def prepare(
-    case: Case, seeds: range
-) -> tuple[list[Operands], list[torch.Tensor]]:
+def prepare(case: Case, seeds: range) -> tuple[list[Operands], list[torch.Tensor]]:
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     operands = [make_operands(case, rank, world, device, seed) for seed in seeds]
     return operands, [expected_output(case, world, device, seed) for seed in seeds]
-
-
-def chosen_plan(label: str, case: Case, **options: object) -> Plan:
-    plans = overlapped_plans(case, dist.get_world_size(), rank_device().type, **options)
-    return dict(plans)[label]
 
 
 def foreign_collectives(group: dist.ProcessGroup, tensors: list[torch.Tensor]) -> list[dist.Work]:
@@ -52,7 +45,9 @@ def check_foreign(failures: Failures, tensors: list[torch.Tensor], *where: objec
         failures.expect(difference(tensor, right), "foreign all-reduce", index, *where)
 
 
-def run_beside_foreign(plan_label: str | None, kernel: Kernel, sizes: tuple[int, int, int]):
+def run_beside_foreign(
+    layout: str | None, kernel: Kernel, sizes: tuple[int, int, int]
+) -> tuple[int, list[str]]:
     """Two ops on two streams and two groups each round, and foreign all-reduces before, between or after them.
 
     The place of the foreign collectives differs by rank and round; the order of the two ops does not.
@@ -67,12 +62,12 @@ def run_beside_foreign(plan_label: str | None, kernel: Kernel, sizes: tuple[int,
     cases = [Case((m,), n, k, dtype, bias=True), Case((m // 2,), n, 2 * k, dtype)]
     prepared = [prepare(case, range(4)) for case in cases]
     for group, case in zip(groups, cases, strict=True):
-        if plan_label is not None:
-            tile = (32, 32) if device.type == "cpu" else None
-            options = {"kernel": kernel, "tile": tile, "comm_sms": 16, "max_ctas": 8}
+        if layout is not None:
+            options = {"kernel": kernel, "comm_sms": 16, "max_ctas": 8}
             if device.type == "cpu":
-                options = {"tile": tile}
-            plan_module.set_plan(chosen_plan(plan_label, case, **options), group=group)
+                options = {"tile": (32, 32)}
+            plan = chunked_plan(case, world, device.type, layout, 8, **options)
+            plan_module.set_plan(plan, group=group)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if device.type == "cuda" else [None, None]
     elements = 1 << 20 if device.type == "cuda" else 1 << 12
     outputs: list[tuple[int, int, torch.Tensor]] = []
@@ -112,20 +107,18 @@ def run_beside_foreign(plan_label: str | None, kernel: Kernel, sizes: tuple[int,
     return failures.result()
 
 
-@pytest.mark.parametrize("plan", [None, "row panels 4, bands of 1", "packed 16, bands of 3"])
+@pytest.mark.parametrize("layout", [None, "row panels", "packed"])
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_progress_beside_foreign_collectives_on_cpu(ranks, plan):
-    ranks.expect_no_failures(
-        run_beside_foreign, plan, Kernel.LIBRARY, (128, 128, 32), timeout_s=100
-    )
+def test_progress_beside_foreign_collectives_on_cpu(ranks, layout):
+    ranks.expect_no_failures(run_beside_foreign, layout, Kernel.LIBRARY, (256, 128, 32))
 
 
 GPU_PLANS = [
     (None, Kernel.LIBRARY),
-    ("row panels 8, bands of 1", Kernel.LIBRARY),
-    ("packed 20, bands of 3", Kernel.SM80),
-    ("row panels 4, bands of 2", Kernel.SM90_PINGPONG),
-    ("packed 20, bands of 2", Kernel.SM90_COOPERATIVE),
+    ("row panels", Kernel.LIBRARY),
+    ("packed", Kernel.SM80),
+    ("row panels", Kernel.SM90_PINGPONG),
+    ("packed", Kernel.SM90_COOPERATIVE),
 ]
 
 
@@ -139,13 +132,14 @@ def has_kernel(kernel: Kernel) -> bool:
     }[kernel]
 
 
-@pytest.mark.parametrize(("plan", "kernel"), GPU_PLANS, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("layout", "kernel"), GPU_PLANS, ids=lambda value: getattr(value, "name", str(value))
+)
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_progress_beside_foreign_collectives_on_gpu(ranks, plan, kernel):
+def test_progress_beside_foreign_collectives_on_gpu(ranks, layout, kernel):
     if not ranks.run(has_kernel, kernel)[0]:
         pytest.skip(f"{kernel.name} is not built or does not run on this GPU")
-    sizes = (4096, 2048, 512) if kernel == Kernel.SM90_COOPERATIVE else (1024, 2048, 512)
-    ranks.expect_no_failures(run_beside_foreign, plan, kernel, sizes, timeout_s=100)
+    ranks.expect_no_failures(run_beside_foreign, layout, kernel, (4096, 2048, 512))
 
 
 def ops_in_threads(count: int) -> tuple[int, list[str]]:
@@ -157,7 +151,7 @@ def ops_in_threads(count: int) -> tuple[int, list[str]]:
     case = Case((96,), 64, 32, torch.float32, bias=True)
     operands, expected = prepare(case, range(4))
     for group in groups:
-        plan = chosen_plan("packed 6, bands of 3", case, tile=(32, 32))
+        plan = chunked_plan(case, world, device.type, "packed", 6, tile=(32, 32))
         plan_module.set_plan(plan, group=group)
     lock = threading.Lock()
 
@@ -187,4 +181,4 @@ def ops_in_threads(count: int) -> tuple[int, list[str]]:
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
 def test_progress_of_groups_in_threads(ranks):
-    ranks.expect_no_failures(ops_in_threads, 3, timeout_s=100)
+    ranks.expect_no_failures(ops_in_threads, 3)

@@ -5,7 +5,6 @@
 #include <nccl.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <mutex>
 #include <optional>
@@ -15,8 +14,6 @@
 
 namespace overlap::runtime {
 
-// Non-blocking: every call returns or throws within the timeout, whatever the peers do.
-//
 // Owner of an ncclComm_t. Its destructor aborts, which waits for no peer. A communicator that a CUDA graph captured is
 // leaked instead (mark_captured): the graph may be replayed after the group is gone, and NCCL would wait for the graph.
 class Communicator {
@@ -25,10 +22,10 @@ class Communicator {
     int rank = 0;
     int world_size = 1;
     int max_ctas = 0;  // 0: NCCL's own choice
-    std::chrono::milliseconds timeout{0};
   };
 
-  // Collective: every rank constructs it with the same id and CTA limit.
+  // Collective, and blocks until all ranks construct it with the same id and CTA limit: let them meet, with a deadline,
+  // before.
   Communicator(const ncclUniqueId& id, const Options& options);
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -51,11 +48,8 @@ class Communicator {
   void mark_captured() { captured_ = true; }
 
  private:
-  // Waits until a non-blocking call has been carried out.
-  void finish(ncclResult_t result, const char* what);
-
   ncclComm_t comm_ = nullptr;
-  Options options_;
+  int rank_ = 0;
   std::timed_mutex mutex_;  // held while a call enqueues
   std::atomic<bool> aborted_{false};
   std::atomic<bool> captured_{false};

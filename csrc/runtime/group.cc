@@ -99,27 +99,62 @@ Communicator& Group::communicator(int max_ctas, bool capturing) {
                 " CTAs, and none can be made while a CUDA graph is captured. Call the op once with the same shapes, "
                 "dtype and group before the capture (torch.cuda.graph's warm-up).");
   }
-  const std::string key = "overlap_torch/" + options_.name + "/nccl_id/" + std::to_string(max_ctas);
+  Communicator::Options communicator_options;
+  communicator_options.rank = options_.rank;
+  communicator_options.world_size = options_.world_size;
+  communicator_options.max_ctas = max_ctas;
+  communicator = std::make_unique<Communicator>(meet(max_ctas), communicator_options);
+  // The first collective connects the ranks: here, so that no later call blocks the host.
+  const Scratch scratch(sizeof(float));
+  communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, device_.side.get());
+  check_cuda(cudaStreamSynchronize(device_.side.get()), "cudaStreamSynchronize");
+  // All ranks have read the id by now; a later group of the same name on the same store must not find it.
+  if (options_.rank == 0) options_.bootstrap.remove(id_key(max_ctas));
+  return *communicator;
+}
+
+// All ranks have come here, or the store's deadline passes and says who has not: making a communicator has no deadline
+// of its own.
+ncclUniqueId Group::meet(int max_ctas) {
+  const std::string key = id_key(max_ctas);
   ncclUniqueId id;
   if (options_.rank == 0) {
     check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
     std::vector<uint8_t> bytes(sizeof(id));
     std::memcpy(bytes.data(), &id, sizeof(id));
+    for (int peer = 1; peer < options_.world_size; ++peer) {
+      const std::string ready = key + "/" + std::to_string(peer);
+      try {
+        (void)options_.bootstrap.get(ready);
+      } catch (const std::exception& error) {
+        throw Error(meeting_error(peer, error.what()));
+      }
+      options_.bootstrap.remove(ready);
+    }
     options_.bootstrap.set(key, bytes);
-  } else {
-    const std::vector<uint8_t> bytes = options_.bootstrap.get(key);
-    if (bytes.size() != sizeof(id)) throw Error("overlap_torch: the store's NCCL id has a wrong size");
-    std::memcpy(&id, bytes.data(), sizeof(id));
+    return id;
   }
-  Communicator::Options communicator_options;
-  communicator_options.rank = options_.rank;
-  communicator_options.world_size = options_.world_size;
-  communicator_options.max_ctas = max_ctas;
-  communicator_options.timeout = options_.timeout;
-  communicator = std::make_unique<Communicator>(id, communicator_options);
-  // All ranks have read the id by now; a later group of the same name on the same store must not find it.
-  if (options_.rank == 0) options_.bootstrap.remove(key);
-  return *communicator;
+  options_.bootstrap.set(key + "/" + std::to_string(options_.rank), {1});
+  std::vector<uint8_t> bytes;
+  try {
+    bytes = options_.bootstrap.get(key);
+  } catch (const std::exception& error) {
+    throw Error(meeting_error(0, error.what()));
+  }
+  if (bytes.size() != sizeof(id)) throw Error("overlap_torch: the store's NCCL id has a wrong size");
+  std::memcpy(&id, bytes.data(), sizeof(id));
+  return id;
+}
+
+std::string Group::id_key(int max_ctas) const {
+  return "overlap_torch/" + options_.name + "/nccl_id/" + std::to_string(max_ctas);
+}
+
+std::string Group::meeting_error(int peer, const std::string& cause) const {
+  return "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) + ": rank " +
+         std::to_string(peer) + " did not come to make a communicator within " +
+         std::to_string(options_.timeout.count() / 1000.0) +
+         " s. Every rank of the group has to call the op with the same shapes, dtype and plan. (" + cause + ")";
 }
 
 void* Group::staging(int64_t bytes, const std::vector<int>& max_ctas, bool capturing) {
@@ -148,7 +183,8 @@ void* Group::staging(int64_t bytes, const std::vector<int>& max_ctas, bool captu
 void Group::measure_link() {
   constexpr size_t kSmallBytes = size_t{1} << 18;
   constexpr size_t kLargeBytes = size_t{1} << 25;
-  constexpr int kRepeats = 7;
+  constexpr int kRepeats = 5;
+  constexpr int kCalls = 8;  // in a row, so that the host's time does not count
   Communicator& nccl = communicator(0, false);
   const Scratch scratch(kLargeBytes);
   Event begin(cudaEventDefault);
@@ -159,11 +195,14 @@ void Group::measure_link() {
   const auto median_us = [&](size_t bytes) {
     std::vector<double> times;
     for (int i = 0; i < kRepeats; ++i) {
+      nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, stream);  // ranks meet
       begin.record(stream);
-      nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
+      for (int call = 0; call < kCalls; ++call) {
+        nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
+      }
       end.record(stream);
       check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-      times.push_back(elapsed_us(begin, end));
+      times.push_back(elapsed_us(begin, end) / kCalls);
     }
     std::sort(times.begin(), times.end());
     return times[times.size() / 2];
@@ -261,8 +300,10 @@ void Group::watch() {
   }
   std::string error;
   {
-    const std::lock_guard<std::mutex> lock(communicators_mutex_);
+    // Another communicator may be in the making, which takes as long as its slowest rank.
+    const std::unique_lock<std::mutex> lock(communicators_mutex_, std::try_to_lock);
     for (auto& [limit, communicator] : communicators_) {
+      if (!lock.owns_lock()) break;
       if (communicator == nullptr) continue;
       if (const auto found = communicator->async_error()) error = *found;
     }

@@ -108,6 +108,9 @@ class Group {
   };
 
   void measure_link();
+  ncclUniqueId meet(int max_ctas);
+  std::string id_key(int max_ctas) const;
+  std::string meeting_error(int peer, const std::string& cause) const;
   void fail(const std::string& message);
   std::string describe_peers();
 

@@ -1,0 +1,310 @@
+"""CUDA graphs: captured once, replayed with other inputs, beside each other and beside plain calls."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import Failures, check_call
+from operands import (
+    Case,
+    Operands,
+    difference,
+    expected_output,
+    make_operands,
+    rank_device,
+    world_name,
+)
+from plans import GPU_KERNELS, chunked_plan, sequential_plan
+
+import overlap_torch
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Kernel
+
+CASE = Case((1025,), 520, 136, torch.bfloat16, bias=True)
+PLANS = ["default", "sequential", "row panels", "packed", "window"]
+OTHERS = (4, 9, 2)  # seeds of replays
+
+pytestmark = [pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))]
+
+
+def operands_of(seed: int, case: Case = CASE) -> Operands:
+    return make_operands(case, dist.get_rank(), dist.get_world_size(), rank_device(), seed)
+
+
+def right_of(seed: int, case: Case = CASE) -> torch.Tensor:
+    return expected_output(case, dist.get_world_size(), rank_device(), seed)
+
+
+def call(operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    return overlap_torch.gemm_allreduce(
+        operands.input, operands.weight, operands.bias, group=group
+    )
+
+
+def refill(operands: Operands, seed: int) -> None:
+    other = operands_of(seed)
+    operands.input.copy_(other.input)
+    operands.weight.copy_(other.weight)
+    operands.bias.copy_(other.bias)
+
+
+def set_plan_named(name: str, kernel: Kernel, group: dist.ProcessGroup | None = None) -> None:
+    world = dist.get_world_size()
+    if name == "sequential":
+        plan_module.set_plan(sequential_plan(CASE, world, "cuda"), group=group)
+    elif name != "default":
+        layout = "row panels" if name == "row panels" else "packed"
+        resources = {"comm_sms": 8, "max_ctas": 8, "window": name == "window"}
+        plan = chunked_plan(CASE, world, "cuda", layout, 6, kernel, **resources)
+        plan_module.set_plan(plan, group=group)
+
+
+def warm(operands: Operands, group: dist.ProcessGroup | None = None) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call(operands, group)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
+def has_kernel(kernel: Kernel) -> bool:
+    machine = plan_module.machine(rank_device())
+    if kernel == Kernel.LIBRARY:
+        return True
+    return machine.has_sm80_kernels if kernel == Kernel.SM80 else machine.has_sm90_kernels
+
+
+def check_replays(kernel: Kernel) -> tuple[int, list[str]]:
+    failures = Failures()
+    for name in PLANS:
+        set_plan_named(name, kernel)
+        operands = operands_of(0)
+        warm(operands)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = call(operands)
+        for seed in OTHERS:
+            refill(operands, seed)
+            output.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            failures.expect(difference(output, right_of(seed)), name, kernel.name, "replay", seed)
+            # A plain call between replays has the same plan, and other staging memory.
+            failures.expect(difference(call(operands), right_of(seed)), name, "plain call", seed)
+        torch.ops.overlap.clear_plans(world_name())
+    overlap_torch.check()
+    return failures.result()
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+def test_graphs_replay_with_changed_inputs(ranks, kernel):
+    if not ranks.run(has_kernel, kernel)[0]:
+        pytest.skip(f"{kernel.name} is not built or does not run on this GPU")
+    ranks.expect_no_failures(check_replays, kernel)
+
+
+def check_chain(name: str) -> tuple[int, list[str]]:
+    """Ten calls in one graph, each on the result of the one before: replays back to back, without a wait in between."""
+    failures = Failures()
+    world = dist.get_world_size()
+    set_plan_named(name, Kernel.LIBRARY)
+    operands = [operands_of(seed) for seed in range(10)]
+    warm(operands[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call(mine) for mine in operands]
+        # Whatever calls leave behind for each other would show in a sum over all of them.
+        total = torch.stack([output.float() for output in outputs]).sum(0)
+    for _ in range(5):
+        total.fill_(float("nan"))
+        graph.replay()
+    torch.cuda.synchronize()
+    rights = [right_of(seed) for seed in range(10)]
+    for seed, (output, right) in enumerate(zip(outputs, rights, strict=True)):
+        failures.expect(difference(output, right), name, "call", seed, "of", world)
+    failures.expect(difference(total, torch.stack([r.float() for r in rights]).sum(0)), name, "sum")
+    torch.ops.overlap.clear_plans(world_name())
+    return failures.result()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_graphs_hold_many_calls(ranks, name):
+    ranks.expect_no_failures(check_chain, name)
+
+
+def check_two_graphs(name: str) -> tuple[int, list[str]]:
+    """Graphs own their staging memory and counters: two of them and plain calls, on three streams, by turns."""
+    failures = Failures()
+    set_plan_named(name, Kernel.LIBRARY)
+    operands = [operands_of(seed) for seed in range(3)]
+    warm(operands[0])
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    outputs = []
+    for graph, mine in zip(graphs, operands, strict=False):
+        with torch.cuda.graph(graph):
+            outputs.append(call(mine))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for turn in range(10):
+        torch.cuda.synchronize()
+        for output in outputs:
+            output.fill_(float("nan"))
+        for graph, stream in zip(graphs, streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+        # The same order on every rank: communication is matched by it.
+        with torch.cuda.stream(streams[0]):
+            graphs[0].replay()
+        plain = call(operands[2])
+        with torch.cuda.stream(streams[1]):
+            graphs[1].replay()
+        torch.cuda.synchronize()
+        failures.expect(difference(plain, right_of(2)), name, "plain call", turn)
+        for index, output in enumerate(outputs):
+            failures.expect(difference(output, right_of(index)), name, "graph", index, turn)
+    torch.ops.overlap.clear_plans(world_name())
+    return failures.result()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_graphs_do_not_share_memory(ranks, name):
+    ranks.expect_no_failures(check_two_graphs, name)
+
+
+def check_plans_later() -> tuple[int, list[str]]:
+    """A graph keeps the plan and the staging it was captured with, whatever the table and the group do later."""
+    failures = Failures()
+    operands = operands_of(0)
+    set_plan_named("packed", Kernel.LIBRARY)
+    warm(operands)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call(operands)
+    torch.ops.overlap.clear_plans(world_name())
+    for name in ("window", "row panels", "sequential"):
+        set_plan_named(name, Kernel.LIBRARY)
+        # A larger problem makes the group's own staging memory grow.
+        larger = CASE.with_(leading=(4100,))
+        big = make_operands(larger, dist.get_rank(), dist.get_world_size(), rank_device(), 1)
+        if name == "window":
+            plan = chunked_plan(
+                larger, dist.get_world_size(), "cuda", "packed", 6, window=True, max_ctas=8
+            )
+            plan_module.set_plan(plan)
+        failures.expect(difference(call(big), right_of(1, larger)), name, "larger")
+        gc.collect()
+        torch.cuda.empty_cache()
+        refill(operands, 5)
+        output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        failures.expect(difference(output, right_of(5)), "replay after", name)
+    torch.ops.overlap.clear_plans(world_name())
+    return failures.result()
+
+
+def test_graphs_keep_what_they_were_captured_with(ranks):
+    ranks.expect_no_failures(check_plans_later)
+
+
+def first_call_in_capture() -> tuple[str, int, list[str]]:
+    """(message, checks, failures): a new group's first call, captured; afterwards the group must be usable."""
+    failures = Failures()
+    group = dist.new_group()
+    operands = operands_of(0)
+    torch.cuda.synchronize()
+    message = ""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call(operands, group)
+    except RuntimeError as error:
+        message = str(error)
+    del graph
+    check_call(failures, CASE, "after the refused capture", group=group)
+    graph = torch.cuda.CUDAGraph()
+    warm(operands, group)
+    with torch.cuda.graph(graph):
+        output = call(operands, group)
+    graph.replay()
+    torch.cuda.synchronize()
+    failures.expect(difference(output, right_of(0)), "captured after the warm-up")
+    return message, *failures.result()
+
+
+def test_graphs_refuse_a_first_call_and_name_the_warm_up(ranks):
+    if ranks.world == 1:
+        pytest.skip("a group of one has no communicator to make: its first call may be captured")
+    for message, checks, failures in ranks.run(first_call_in_capture):
+        assert "warm-up" in message and "capture" in message, message
+        assert checks > 0 and not failures, failures
+
+
+def outlive_the_group() -> tuple[int, list[str]]:
+    """Groups that end before the graphs that hold their communicators: neither end may wait for the other."""
+    failures = Failures()
+    for turn in range(2):
+        group = dist.new_group()
+        operands = operands_of(turn)
+        set_plan_named(("packed", "window")[turn], Kernel.LIBRARY, group)
+        warm(operands, group)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = call(operands, group)
+        graph.replay()
+        torch.cuda.synchronize()
+        failures.expect(difference(output, right_of(turn)), "replay", turn)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        check_call(failures, CASE, "in another group", turn, seed=turn)
+        del graph, output
+        gc.collect()
+        torch.cuda.synchronize()
+        check_call(failures, CASE, "after the graph", turn, seed=turn)
+    return failures.result()
+
+
+def test_graphs_and_groups_end_in_any_order(ranks):
+    ranks.expect_no_failures(outlive_the_group, timeout_s=60)
+
+
+def check_training_step() -> tuple[int, list[str]]:
+    """Forward and backward in one graph."""
+    failures = Failures()
+    operands = operands_of(0)
+    operands.input.requires_grad_()
+    operands.weight.requires_grad_()
+    gradient = torch.ones(CASE.m, CASE.n, dtype=CASE.dtype, device=rank_device())
+    gradient[1:] = 0  # keeps the weight's gradient exact
+
+    def step() -> tuple[torch.Tensor, ...]:
+        output = call(operands)
+        return output, *torch.autograd.grad(output, (operands.input, operands.weight), gradient)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, of_input, of_weight = step()
+    with torch.no_grad():
+        refill(operands, 3)
+    graph.replay()
+    torch.cuda.synchronize()
+    failures.expect(difference(output.detach(), right_of(3)), "output")
+    right = torch.zeros_like(of_input)
+    right[0] = operands.weight.detach().double().sum(0).to(CASE.dtype)
+    failures.expect(difference(of_input, right), "gradient of input")
+    right = operands.input.detach()[:1].expand(CASE.n, CASE.k)
+    failures.expect(difference(of_weight, right), "gradient of weight")
+    return failures.result()
+
+
+def test_graphs_hold_forward_and_backward(ranks):
+    ranks.expect_no_failures(check_training_step)

@@ -1,0 +1,169 @@
+"""Calls back to back with random delays on ranks, streams and chunks, in memory full of junk: every result must be right.
+
+The short version is part of the suite; the long one, 1,000 calls for each plan, is chosen with `-m long`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import Failures
+from operands import (
+    Case,
+    difference,
+    expected_output,
+    make_operands,
+    poison,
+    rank_device,
+    world_name,
+)
+from plans import GPU_KERNELS, chunked_plan
+
+import overlap_torch
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Kernel
+
+# (label, layout, chunks, resources)
+PLANS = [
+    ("panels", "row panels", 8, {}),
+    ("packed", "packed", 20, {}),
+    ("one chunk", "packed", 1, {}),
+]
+GPU_PLANS = [
+    ("panels", "row panels", 8, {"comm_sms": 16, "max_ctas": 8}),
+    ("packed", "packed", 20, {"comm_sms": 16, "max_ctas": 8}),
+    ("packed on all SMs", "packed", 20, {}),
+    ("window", "packed", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
+]
+DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
+
+
+def race_on_cpu(calls: int, layout: str, chunks: int) -> tuple[int, list[str]]:
+    failures = Failures()
+    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    chance = random.Random(1000 * rank + chunks)
+    case = Case((130,), 70, 33, torch.bfloat16, bias=True)
+    operands = [make_operands(case, rank, world, device, seed) for seed in range(DISTINCT)]
+    expected = [expected_output(case, world, device, seed) for seed in range(DISTINCT)]
+    poison(device)
+    plan = chunked_plan(case, world, device.type, layout, chunks, tile=(16, 16))
+    with plan_module.use_plan(plan):
+        for turn in range(calls):
+            torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 50, 400)))
+            if chance.random() < 0.1:
+                time.sleep(chance.uniform(0, 0.004))
+            mine = operands[turn % DISTINCT]
+            output = overlap_torch.gemm_allreduce(mine.input, mine.weight, mine.bias)
+            failures.expect(difference(output, expected[turn % DISTINCT]), "call", turn)
+            del output  # its memory is the next call's
+    torch.ops.overlap.delay_side_stream(0)
+    return failures.result()
+
+
+def race_on_gpu(
+    calls: int, layout: str, chunks: int, kernel: Kernel, resources: dict[str, object]
+) -> tuple[int, list[str]]:
+    """No call waits for the one before: wrong elements are counted on the device, and looked at in the end."""
+    failures = Failures()
+    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    machine = plan_module.machine(device)
+    chance = random.Random(1000 * rank + chunks)
+    case = Case((1025,), 776, 136, torch.bfloat16, bias=True)
+    operands = [make_operands(case, rank, world, device, seed) for seed in range(DISTINCT)]
+    expected = [expected_output(case, world, device, seed) for seed in range(DISTINCT)]
+    size = expected[0].numel() * 2
+    wrong = torch.zeros(calls, dtype=torch.int64, device=device)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    plan = chunked_plan(case, world, device.type, layout, chunks, kernel, **resources)
+    with plan_module.use_plan(plan):
+        for turn in range(calls):
+            torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 20, 200)))
+            with torch.cuda.stream(streams[turn // 16 % len(streams)]):
+                if chance.random() < 0.1:
+                    torch.cuda._sleep(chance.randrange(400_000))
+                poison(device, size, 512)
+                mine = operands[turn % DISTINCT]
+                output = overlap_torch.gemm_allreduce(mine.input, mine.weight, mine.bias)
+                wrong[turn] = (output != expected[turn % DISTINCT]).sum()
+                del output
+            if chance.random() < 0.02:
+                time.sleep(chance.uniform(0, 0.01))
+    torch.cuda.synchronize()
+    torch.ops.overlap.delay_side_stream(0)
+    overlap_torch.check()
+    for turn, count in enumerate(wrong.tolist()):
+        problem = f"{count} elements wrong" if count else None
+        failures.expect(problem, "call", turn, kernel.name, layout, f"of {machine.sm_count} SMs")
+    return failures.result()
+
+
+def held_memory(calls: int) -> list[list[int]]:
+    """What the group holds after a warm-up and after many calls."""
+    case = Case((300,), 264, 64, torch.bfloat16)
+    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    operands = make_operands(case, rank, world, device)
+    held = []
+    for count in (3, calls):
+        for _ in range(count):
+            overlap_torch.gemm_allreduce(operands.input, operands.weight)
+        held.append(list(torch.ops.overlap.memory(world_name())))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            held[-1].append(torch.cuda.memory_allocated())
+    return held
+
+
+@pytest.mark.parametrize(("label", "layout", "chunks", "resources"), PLANS, ids=lambda v: str(v))
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_races_back_to_back_on_cpu(ranks, label, layout, chunks, resources):
+    ranks.expect_no_failures(race_on_cpu, 60, layout, chunks)
+
+
+@pytest.mark.long
+@pytest.mark.races
+@pytest.mark.parametrize(("label", "layout", "chunks", "resources"), PLANS, ids=lambda v: str(v))
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_races_back_to_back_on_cpu_long(ranks, label, layout, chunks, resources):
+    ranks.expect_no_failures(race_on_cpu, 1000, layout, chunks, timeout_s=600)
+
+
+def has_kernel(kernel: Kernel) -> bool:
+    machine = plan_module.machine(rank_device())
+    if kernel == Kernel.LIBRARY:
+        return True
+    return machine.has_sm80_kernels if kernel == Kernel.SM80 else machine.has_sm90_kernels
+
+
+def race_every_plan(ranks, kernel: Kernel, calls: int) -> None:
+    if not ranks.run(has_kernel, kernel)[0]:
+        pytest.skip(f"{kernel.name} is not built or does not run on this GPU")
+    for _, layout, chunks, resources in GPU_PLANS:
+        ranks.expect_no_failures(
+            race_on_gpu, calls, layout, chunks, kernel, resources, timeout_s=300
+        )
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_races_back_to_back_on_gpu(ranks, kernel):
+    race_every_plan(ranks, kernel, 100)
+
+
+@pytest.mark.long
+@pytest.mark.races
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_races_back_to_back_on_gpu_long(ranks, kernel):
+    race_every_plan(ranks, kernel, 1000)
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_races_leave_no_memory_behind(ranks):
+    """Nothing is registered, and no communicator made, once warm."""
+    for before, after in ranks.run(held_memory, 200):
+        assert before == after
