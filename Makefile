@@ -52,12 +52,12 @@ plan:  ## only the planner's module, for the Python given by PY=...; needs a C++
 lint: $(VENV)/.linters  ## what CI checks: ruff and clang-format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 format: $(VENV)/.linters  ## lets ruff and clang-format rewrite
-	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
-	find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
+	find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
 
 clean:  ## what was built
 	rm -rf build dist *.egg-info overlap_torch/*.so overlap_torch/_build.json

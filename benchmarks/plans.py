@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 
 from overlap_torch import plan as plan_api
-from overlap_torch.plan import Plan, Schedule
+from overlap_torch.plan import Collective, Plan, Schedule
 
 __all__ = ["MeasuredProblem", "Plan", "as_dict", "parse", "summary"]
 
 
 def parse(text: str) -> list[Plan]:
     """One plan or a list of plans, as :func:`as_dict` gives them, from JSON; lines of a benchmark's JSON output do too.
+
+    Each plan once, in the order in which the text names them last.
 
     Raises:
         ValueError: no JSON, or no valid plan.
@@ -26,11 +28,15 @@ def parse(text: str) -> list[Plan]:
         entries = [json.loads(line) for line in text.splitlines() if line.strip()]
     if isinstance(entries, dict):
         entries = [entries]
-    return [
-        plan_api.from_dict(entry.get("plan", entry))
-        for entry in entries
-        if entry.get("kind") != "run"
-    ]
+    plans: list[Plan] = []
+    for entry in entries:
+        if entry.get("kind") == "run":
+            continue
+        plan = plan_api.from_dict(entry.get("plan", entry))
+        if plan in plans:
+            plans.remove(plan)  # named again: it counts where it was named last
+        plans.append(plan)
+    return plans
 
 
 def as_dict(plan: Plan) -> dict:
@@ -46,6 +52,8 @@ def summary(plan: Plan) -> str:
     tiles = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
     ctas = "/".join(str(limit) for limit in dict.fromkeys(chunk.max_ctas for chunk in plan.chunks))
     words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout), f"tiles {tiles}"]
+    if plan.collective != Collective.ALL_REDUCE:
+        words.append(plan_api.enum_name(plan.collective))
     words += (
         [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"]
         if plan.resources.comm_sms

@@ -92,7 +92,6 @@ def _run(
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT, **place)
-    try:
-        worker(argument)
-    finally:
-        dist.destroy_process_group()
+    worker(argument)
+    # Not after an exception: the peers may wait in a collective that never comes, and would be waited for.
+    dist.destroy_process_group()

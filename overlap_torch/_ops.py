@@ -26,8 +26,8 @@ def _load_library() -> None:
     except OSError as error:
         raise ImportError(
             f"cannot load {_LIBRARY} with torch {torch.__version__}: {error.__cause__ or error}. "
-            "The library has to be built against the "
-            "torch that loads it; rebuild it with `pip install --no-build-isolation .` (`make build` in a checkout)."
+            "The library has to be built against the torch that loads it; rebuild it with "
+            "`pip install --no-build-isolation .` (`make build` in a checkout)."
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from overlap_torch._plan import (
     BandRun,
     Chunk,
+    Collective,
     DType,
     Kernel,
     Layout,
@@ -23,7 +24,7 @@ from overlap_torch._plan import (
 
 _VERSION = 1  # of the fields below; it changes when they do
 
-_Enum = TypeVar("_Enum", Op, DType, Schedule, Kernel, Transport, Layout)
+_Enum = TypeVar("_Enum", Op, DType, Schedule, Kernel, Transport, Layout, Collective)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "tile_n": plan.tile_n,
         "cluster_m": plan.cluster_m,
         "layout": enum_name(plan.layout),
+        "collective": enum_name(plan.collective),
         "bands": [{"tile_rows": run.tile_rows, "count": run.count} for run in plan.bands],
         "chunks": [
             {
@@ -58,6 +60,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "comm_sms": resources.comm_sms,
             "smem_pad_bytes": resources.smem_pad_bytes,
             "window": resources.window,
+            "finish_ctas": resources.finish_ctas,
+            "lanes": resources.lanes,
         },
     }
 
@@ -74,11 +78,11 @@ def from_dict(data: dict[str, Any]) -> Plan:
     _check_fields(
         "plan",
         data,
-        "version problem schedule kernel tile_m tile_n cluster_m layout bands chunks resources",
+        "version problem schedule kernel tile_m tile_n cluster_m layout collective bands chunks resources",
     )
     problem, resources = data["problem"], data["resources"]
     _check_fields("plan's problem", problem, "op m n k dtype world_size")
-    _check_fields("plan's resources", resources, "comm_sms smem_pad_bytes window")
+    _check_fields("plan's resources", resources, "comm_sms smem_pad_bytes window finish_ctas lanes")
     for name in ("bands", "chunks"):
         if not isinstance(data[name], list):
             raise ValueError(f"plan's {name} are {data[name]!r}, expected a list")
@@ -101,6 +105,7 @@ def from_dict(data: dict[str, Any]) -> Plan:
         plan.kernel = enum_member(Kernel, data["kernel"])
         plan.tile_m, plan.tile_n, plan.cluster_m = data["tile_m"], data["tile_n"], data["cluster_m"]
         plan.layout = enum_member(Layout, data["layout"])
+        plan.collective = enum_member(Collective, data["collective"])
         plan.bands = [BandRun(run["tile_rows"], run["count"]) for run in data["bands"]]
         plan.chunks = [
             Chunk(chunk["tiles"], enum_member(Transport, chunk["transport"]), chunk["max_ctas"])

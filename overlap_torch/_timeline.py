@@ -80,7 +80,7 @@ def hidden_fraction(traces: Sequence[torch.Tensor]) -> float:
 
 
 def chrome_trace(traces: Sequence[torch.Tensor]) -> dict[str, object]:
-    """All ranks' traces (traces[r]: rank r's) as a Chrome trace: ranks are processes, GEMM and communication threads."""
+    """All ranks' traces (traces[r]: rank r's) as a Chrome trace; GEMM and communication are threads."""
     events: list[dict[str, object]] = []
     for rank, trace in enumerate(traces):
         events.append(

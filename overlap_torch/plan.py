@@ -24,6 +24,7 @@ from overlap_torch._plan import (
     MAX_CHUNKS,
     BandRun,
     Chunk,
+    Collective,
     DType,
     Kernel,
     Layout,
@@ -66,6 +67,7 @@ __all__ = [
     "MAX_CHUNKS",
     "BandRun",
     "Chunk",
+    "Collective",
     "DType",
     "Kernel",
     "Layout",
@@ -112,6 +114,8 @@ def row_panels(
     max_ctas: int = 0,
     window: bool = False,
     smem_pad_bytes: int = 0,
+    finish_ctas: int = 0,
+    lanes: int = 1,
     transport: Transport | str = Transport.NCCL,
     tile: tuple[int, int] | None = None,
 ) -> Plan:
@@ -129,6 +133,8 @@ def row_panels(
         max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
         window: stage chunks in an NCCL symmetric window.
         smem_pad_bytes: shared memory added to each GEMM block, in bytes.
+        finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
+        lanes: chunks in flight at a time, 1 or 2.
         transport: ``nccl`` for CUDA tensors, ``gloo`` for those on CPU.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
 
@@ -142,7 +148,7 @@ def row_panels(
     heights = _split(rows, chunks, shape.cluster_m, "tile rows") if even else list(chunks)
     if band_rows is None:
         band_rows = max(shape.cluster_m, min([8, *heights]))
-    resources = Resources(comm_sms, smem_pad_bytes, window)
+    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     return _plan.make_row_panels(
         problem, kernel, heights, band_rows, resources, max_ctas, transport, shape
     )
@@ -158,15 +164,19 @@ def packed(
     max_ctas: int = 0,
     window: bool = False,
     smem_pad_bytes: int = 0,
+    finish_ctas: int = 0,
+    lanes: int = 1,
     transport: Transport | str = Transport.NCCL,
     tile: tuple[int, int] | None = None,
+    collective: Collective | str = Collective.ALL_REDUCE,
 ) -> Plan:
     """An overlapped plan that stores tiles in tile order and reorders them chunk by chunk.
 
     Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of
     chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
-    ``band_rows`` None: 8, or the tile grid's height where that is less. All else is as in
-    :func:`row_panels`.
+    ``band_rows`` None: 8, or the tile grid's height where that is less. ``collective`` is
+    ``all_reduce`` or, between two ranks, ``exchange``: one all-gather, then a sum where the chunk
+    is put in place. All else is as in :func:`row_panels`.
     """
     kernel, transport = enum_member(Kernel, kernel), enum_member(Transport, transport)
     shape = _shape(kernel, transport, tile)
@@ -175,10 +185,13 @@ def packed(
     sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
     if band_rows is None:
         band_rows = max(shape.cluster_m, min(8, rows))
-    resources = Resources(comm_sms, smem_pad_bytes, window)
-    return _plan.make_packed(
+    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
+    plan = _plan.make_packed(
         problem, kernel, sizes, band_rows, resources, max_ctas, transport, shape
     )
+    plan.collective = enum_member(Collective, collective)
+    validate(plan)
+    return plan
 
 
 # --- the op library's plans -----------------------------------------------------------------------------------

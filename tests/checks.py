@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from operands import Case, difference, expected_output, make_operands, poison, rank_device, world_name
+
+from operands import (
+    Case,
+    difference,
+    expected_output,
+    make_operands,
+    poison,
+    rank_device,
+    world_name,
+)
 
 
 class Failures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 import rank_pool
 
 _MARKERS = {
@@ -31,8 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long_chosen = "long" in chosen or "races" in chosen
     for item in items:
         if item.get_closest_marker("long") and not long_chosen:
-            item.add_marker(pytest.mark.skip(reason="takes minutes; choose it with -m long or -m races"))
-        needed = 2 if item.get_closest_marker("gpu2") else 1 if item.get_closest_marker("gpu") else 0
+            item.add_marker(
+                pytest.mark.skip(reason="takes minutes; choose it with -m long or -m races")
+            )
+        needed = (
+            2 if item.get_closest_marker("gpu2") else 1 if item.get_closest_marker("gpu") else 0
+        )
         if needed:
             found = gpu_count()
             if found < needed:
@@ -61,19 +66,35 @@ class RankRunner:
         """Every rank's result."""
         return rank_pool.run(self.world, self.backend, job, *args, timeout_s=timeout_s)
 
+    def skip_without_kernel(self, kernel) -> None:
+        from plans import available_kernels
+
+        available = self.run(available_kernels)[0]
+        if kernel not in available:
+            names = ", ".join(known.name for known in available)
+            pytest.skip(
+                f"{kernel.name} is not built for this GPU or cannot run on it; there are {names}"
+            )
+
     def expect_no_failures(self, job, *args, timeout_s: float = 120.0) -> None:
         """For jobs that return a list of what went wrong: it must be empty on every rank, and something must have run.
 
         The job returns (number of checks made, failures).
         """
         results = self.run(job, *args, timeout_s=timeout_s)
-        assert all(checks > 0 for checks, _ in results), f"{job.__name__} checked nothing: {results}"
-        lines = [f"rank {rank}: {line}" for rank, (_, lines) in enumerate(results) for line in lines]
+        assert all(checks > 0 for checks, _ in results), (
+            f"{job.__name__} checked nothing: {results}"
+        )
+        lines = [
+            f"rank {rank}: {line}" for rank, (_, lines) in enumerate(results) for line in lines
+        ]
         assert not lines, f"{len(lines)} failures in {job.__name__}:\n" + "\n".join(lines[:40])
 
 
 def _ranks_param(world: int, backend: str):
-    marks = [] if backend == "gloo" else [pytest.mark.gpu, *([pytest.mark.gpu2] if world > 1 else [])]
+    marks = (
+        [] if backend == "gloo" else [pytest.mark.gpu, *([pytest.mark.gpu2] if world > 1 else [])]
+    )
     return pytest.param((world, backend), id=f"{world}-{backend}", marks=marks)
 
 

@@ -1,8 +1,8 @@
 """Operands for the op's tests, and what the op must make of them.
 
-Exact data are small integers, so sparse that every sum, in every order and on every rank, is an integer that the dtype holds:
-the result has one right value, bit for bit. Every rank can make every rank's operands, so the expected result needs no
-communication and nothing of the code under test.
+Exact data are small integers, so sparse that every sum, in every order and on every rank, is an integer that the dtype
+holds: the result has one right value, bit for bit. Every rank can make every rank's operands, so the expected result
+needs no communication and nothing of the code under test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ _EXACT_LIMIT = {
 _M_PERTURB = -6  # glibc, malloc.h
 
 INPUT_LAYOUTS = ("contiguous", "offset", "padded", "k_strided", "transposed", "expanded")
-WEIGHT_LAYOUTS = ("k_contiguous", "n_contiguous", "k_offset", "n_offset", "k_padded", "n_padded", "strided")
+WEIGHT_LAYOUTS = (
+    "k_contiguous",
+    "n_contiguous",
+    "k_offset",
+    "n_offset",
+    "k_padded",
+    "n_padded",
+    "strided",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,9 @@ class Operands:
 
     def clone(self) -> Operands:
         return Operands(
-            self.input.clone(), self.weight.clone(), None if self.bias is None else self.bias.clone()
+            self.input.clone(),
+            self.weight.clone(),
+            None if self.bias is None else self.bias.clone(),
         )
 
 
@@ -84,8 +94,8 @@ def _exact_parts(
     case: Case, rank: int, world: int, seed: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """[M, K], [N, K] and [N], int8."""
-    # A product of two such entries has variance 4 * density, and a sum of K * world of them should stay within an eighth
-    # of the limit (its standard deviation, so nobody is near the limit).
+    # A product of two such entries has variance 4 * density. The standard deviation of a sum of K * world of them is at
+    # most an eighth of the limit, so that nobody comes near the limit.
     limit = _EXACT_LIMIT[case.dtype]
     density = min(1.0, (limit / 8) ** 2 / (4.0 * max(1, case.k * world)))
     generator = _generator(device, seed, rank, case.leading, case.n, case.k)
@@ -139,7 +149,9 @@ def _lay_out_weight(values: torch.Tensor, dtype: torch.dtype, layout: str) -> to
     return result.copy_(values.to(dtype))
 
 
-def make_operands(case: Case, rank: int, world: int, device: torch.device, seed: int = 0) -> Operands:
+def make_operands(
+    case: Case, rank: int, world: int, device: torch.device, seed: int = 0
+) -> Operands:
     """The operands of one rank: integers as the module says, in the memory layouts that the case names."""
     input, weight, bias = _exact_parts(case, rank, world, seed, device)
     return Operands(
@@ -167,7 +179,9 @@ def expected_output(case: Case, world: int, device: torch.device, seed: int = 0)
         total += bias
         magnitude += bias.abs()
     limit = _EXACT_LIMIT[case.dtype]
-    assert magnitude.numel() == 0 or magnitude.max() <= limit, f"{case}: data not exact in its dtype"
+    assert magnitude.numel() == 0 or magnitude.max() <= limit, (
+        f"{case}: data not exact in its dtype"
+    )
     return total.to(case.dtype).view(*case.leading, case.n)
 
 
@@ -194,13 +208,15 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
 def poison(device: torch.device, *sizes: int) -> None:
     """Leaves junk in the memory that the next allocations of about these numbers of bytes will get.
 
-    CUDA: freed blocks of the caching allocator are filled with NaN bytes. CPU: from the first call on malloc fills what it
-    gives out (glibc; other C libraries are left alone).
+    CUDA: freed blocks of the caching allocator are filled with NaN bytes. CPU: from the first call on malloc fills what
+    it gives out (glibc; other C libraries are left alone).
     """
     if device.type == "cpu":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
-            mallopt(_M_PERTURB, 0x80)  # new memory reads 0x7f...: about 3e38 in bfloat16 and float32
+            mallopt(
+                _M_PERTURB, 0x80
+            )  # new memory reads 0x7f...: about 3e38 in bfloat16 and float32
         return
     blocks = [
         torch.full((max(1, size) * scale,), 0xFF, dtype=torch.uint8, device=device)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import torch
-from operands import Case
 
+from operands import Case, rank_device
 from overlap_torch.plan import (
     DType,
     Kernel,
     Machine,
     Plan,
     Problem,
+    machine,
     make_sequential,
     packed,
     row_panels,
 )
 
 GPU_KERNELS = [Kernel.LIBRARY, Kernel.SM80, Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+
+
+def available_kernels() -> list[Kernel]:
+    """The kernels that this build has for this rank's device."""
+    found = machine(rank_device())
+    kernels = [Kernel.LIBRARY]
+    if found.has_sm80_kernels:
+        kernels.append(Kernel.SM80)
+    if found.has_sm90_kernels:
+        kernels += [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+    return kernels
+
 
 _DTYPES = {
     torch.bfloat16: DType.BFLOAT16,
@@ -70,6 +83,9 @@ def overlapped_plans(
         for band_rows in (grain, 3 * grain, rows):
             plan = packed(problem, sizes, band_rows=band_rows, **options)
             plans.append((f"packed {sizes}, bands of {band_rows}", plan))
+        if device_type == "cuda" and world == 2:
+            plan = packed(problem, sizes, collective="exchange", **options)
+            plans.append((f"exchange {sizes}", plan))
     return plans
 
 
@@ -83,7 +99,10 @@ def chunked_plan(
     tile: tuple[int, int] | None = None,
     **resources: object,
 ) -> Plan:
-    """One plan, `layout` "row panels" or "packed", in this many chunks, or as many as the tile grid allows."""
+    """One plan, in this many chunks, or as many as the tile grid allows.
+
+    `layout` is "row panels", "packed" or "exchange" (packed, two GPUs; with other numbers of ranks it is "packed").
+    """
     problem = problem_of(case, world)
     options = {"kernel": kernel, "tile": tile, "transport": "nccl", **resources}
     if device_type == "cpu":
@@ -91,4 +110,6 @@ def chunked_plan(
     whole = row_panels(problem, 1, **options)
     if layout == "row panels":
         return row_panels(problem, min(chunks, whole.tiles_m // whole.cluster_m), **options)
+    if layout == "exchange" and world == 2:
+        options["collective"] = "exchange"
     return packed(problem, min(chunks, whole.tiles_m * whole.tiles_n), **options)

@@ -1,8 +1,8 @@
 """Rank processes for tests.
 
 `run` keeps one pool of ranks for each (world size, backend) and hands it one job after another, so that process start,
-imports and rendezvous are paid once a session. `run_fresh` starts ranks for a single job, for tests that lose ranks or need
-an environment of their own. A job is a module-level function; every rank calls it with the same arguments.
+imports and rendezvous are paid once a session. `run_fresh` starts ranks for a single job, for tests that lose ranks or
+need an environment of their own. A job is a module-level function; every rank calls it with the same arguments.
 
 A job that does not end in time never hangs the suite: the ranks write their stacks, are killed, and the test fails with
 stacks and output in the message. The store is held by the test process, so that it outlives any rank.
@@ -185,8 +185,8 @@ def run(
 ) -> list[Any]:
     """Runs `job(*args)` on every rank of the pool and returns the ranks' results, rank 0 first.
 
-    `backend` is "gloo" or "nccl". Raises RankFailure, with every rank's traceback, if a rank raises, dies or takes longer than
-    `timeout_s`; the pool is then given up, and the next call starts a new one.
+    `backend` is "gloo" or "nccl". Raises RankFailure, with every rank's traceback, if a rank raises, dies or takes
+    longer than `timeout_s`; the pool is then given up, and the next call starts a new one.
     """
     key = (world, backend)
     if key not in _pools:
@@ -212,8 +212,8 @@ def run_fresh(
 ) -> list[Outcome]:
     """Runs `job(*args)` once on ranks of its own and returns every rank's outcome, whatever it is.
 
-    A rank that dies or raises does not cut the others short: they have until `timeout_s`. `environment` is set before the ranks
-    import the package.
+    A rank that dies or raises does not cut the others short: they have until `timeout_s`. `environment` is set before
+    the ranks import the package.
     """
     ranks = Ranks(world, backend, group_timeout_s, environment or {})
     ranks.grace_s = timeout_s
@@ -269,7 +269,7 @@ def _serve(
             outcome = Outcome("returned", value=job(*args))
             pickle.dumps(outcome)
             return outcome
-        except BaseException:  # noqa: BLE001, whatever it is belongs to the test process
+        except BaseException:  # whatever it is belongs to the test process
             return Outcome("raised", detail=traceback.format_exc())
 
     started = attempt(_join_group, rank, world, backend, port, group_timeout_s)
@@ -281,7 +281,7 @@ def _serve(
             os._exit(1)
         try:
             task = pickle.loads(message)
-        except BaseException:  # noqa: BLE001
+        except BaseException:
             answer(Outcome("raised", detail=traceback.format_exc()))
             continue
         if task is None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import overlap_torch
-
 from checks import Failures
 from operands import Case, difference, expected_output, make_operands, rank_device, world_name
 
@@ -53,7 +52,9 @@ def check_gradients(dtype: torch.dtype) -> tuple[int, list[str]]:
         output = overlap_torch.gemm_allreduce(*leaves, group=world_name())
         expected = expected_output(case, world, device, seed)
         failures.expect(difference(output.detach(), expected), case, "needs", needs)
-        failures.expect(None if output.requires_grad else "the output needs no gradient", case, needs)
+        failures.expect(
+            None if output.requires_grad else "the output needs no gradient", case, needs
+        )
         output.backward(gradient)
         dense = dense_gradients(case, operands.input, operands.weight, gradient)
         for name, leaf, needed, right in zip(
@@ -61,7 +62,9 @@ def check_gradients(dtype: torch.dtype) -> tuple[int, list[str]]:
         ):
             if not needed:
                 stray = leaf is not None and leaf.grad is not None
-                failures.expect("has a gradient nobody asked for" if stray else None, name, case, needs)
+                failures.expect(
+                    "has a gradient nobody asked for" if stray else None, name, case, needs
+                )
             elif leaf.grad is None:
                 failures.expect("has no gradient", name, case, needs)
             else:
@@ -217,7 +220,11 @@ def check_autocast(enabled: bool, target: torch.dtype) -> tuple[int, list[str]]:
             for name, leaf, dtype, right in zip(
                 ("input", "weight", "bias"), leaves, dtypes, dense, strict=True
             ):
-                problem = "has no gradient" if leaf.grad is None else difference(leaf.grad, right.to(dtype))
+                problem = (
+                    "has no gradient"
+                    if leaf.grad is None
+                    else difference(leaf.grad, right.to(dtype))
+                )
                 failures.expect(problem, "gradient of", name, dtypes, "autocast", enabled)
     return failures.result()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from checks import Failures
-from operands import Case, difference, expected_output, make_operands, rank_device, world_name
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlap_torch
+from checks import Failures
+from operands import Case, difference, expected_output, make_operands, rank_device, world_name
 
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 8, weight_layout="n_contiguous"), Case((0,), 4, 5),
@@ -100,7 +100,9 @@ def fake_errors() -> list[str]:
     for arguments in bad:
         try:
             with FakeTensorMode() as mode:
-                fakes = [None if tensor is None else mode.from_tensor(tensor) for tensor in arguments]
+                fakes = [
+                    None if tensor is None else mode.from_tensor(tensor) for tensor in arguments
+                ]
                 torch.ops.overlap.gemm_allreduce(*fakes, group=world_name())
             messages.append("")
         except RuntimeError as error:
@@ -111,7 +113,14 @@ def fake_errors() -> list[str]:
 @pytest.mark.ranks((1, "gloo"))
 def test_compile_fake_kernel_refuses_what_the_op_refuses(ranks):
     (messages,) = ranks.run(fake_errors)
-    named = [("17", "13"), ("()",), ("2, 6, 13",), ("bfloat16", "float32"), ("7", "6"), ("float16", "float32")]
+    named = [
+        ("17", "13"),
+        ("()",),
+        ("2, 6, 13",),
+        ("bfloat16", "float32"),
+        ("7", "6"),
+        ("float16", "float32"),
+    ]
     for message, parts in zip(messages, named, strict=True):
         for part in parts:
             assert part in message, f"{message!r} does not name {part}"

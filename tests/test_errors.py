@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from checks import Failures, check_call
-from operands import Case, rank_device, world_name
-from plans import overlapped_plans, sequential_plan
 
 import overlap_torch
+from checks import Failures, check_call
+from operands import Case, rank_device, world_name
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Problem, Transport
+from plans import overlapped_plans, sequential_plan
 
 CASE = Case((24,), 16, 8, bias=True)
 # Sizes that appear nowhere else in a message.

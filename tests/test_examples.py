@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import overlap_torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,8 +63,10 @@ def test_examples_demo_checks_and_draws(tmp_path):
 
 def test_examples_doctor_says_what_was_found(tmp_path):
     output = run("-m", "overlap_torch", "doctor", folder=tmp_path)
-    import torch
-
     assert torch.__version__ in output
-    assert overlap_torch.__version__ in output
-    assert "gloo" in output.lower() and "nccl" in output.lower()
+    for found in ("NCCL", "nvcc", "GPUs", "Links", "Fast paths", "Environment"):
+        assert found in output, f"{found} is not in\n{output}"
+    # Nothing is visible, so every fast path but the CPU's is off, and says why.
+    assert re.search(r"^\s*on\s+CPU", output, re.MULTILINE), output
+    off = re.findall(r"^\s*off\s+(.*)$", output, re.MULTILINE)
+    assert len(off) >= 2 and all(": " in reason for reason in off), output

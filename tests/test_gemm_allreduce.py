@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlap_torch
-from overlap_torch import _composition
-
 from checks import Failures, check_call, storage
 from operands import (
     INPUT_LAYOUTS,
@@ -25,6 +23,7 @@ from operands import (
     subgroup,
     world_name,
 )
+from overlap_torch import _composition
 
 CPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -53,7 +52,14 @@ def check_cases(cases: Iterable[Case]) -> tuple[int, list[str]]:
 def shape_cases(shapes: Iterable[tuple[int, int, int]], dtype: torch.dtype) -> list[Case]:
     """Every shape, with a bias and both weight layouts by turns."""
     return [
-        Case((m,), n, k, dtype, bias=i % 2 == 1, weight_layout=("k_contiguous", "n_contiguous")[i // 2 % 2])
+        Case(
+            (m,),
+            n,
+            k,
+            dtype,
+            bias=i % 2 == 1,
+            weight_layout=("k_contiguous", "n_contiguous")[i // 2 % 2],
+        )
         for i, (m, n, k) in enumerate(shapes)
     ]
 
@@ -118,7 +124,10 @@ def check_composition(cases: Iterable[Case]) -> tuple[int, list[str]]:
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
 def test_gemm_allreduce_specification_is_the_composition(ranks, dtype):
     """The expected results of this file are those of the unfused composition, which is the specification."""
-    cases = [*shape_cases(SHAPES, dtype), *(Case(leading, 9, 5, dtype, True) for leading in LEADING)]
+    cases = [
+        *shape_cases(SHAPES, dtype),
+        *(Case(leading, 9, 5, dtype, True) for leading in LEADING),
+    ]
     ranks.expect_no_failures(check_composition, cases)
 
 
@@ -143,7 +152,9 @@ def root_mean_square_errors(
         torch.ops.overlap.gemm_allreduce(*arguments, group=world_name()),
         _composition.gemm_allreduce(*arguments, world_name()),
     )
-    op, composition = ((result.double() - exact).square().mean().sqrt().item() for result in results)
+    op, composition = (
+        (result.double() - exact).square().mean().sqrt().item() for result in results
+    )
     return op, composition
 
 
@@ -245,7 +256,9 @@ def check_streams(dtype: torch.dtype) -> tuple[int, list[str]]:
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[seed % len(streams)]):
             operands = make_operands(case.with_(bias=False), rank, world, device, seed + 100)
-            torch.cuda._sleep(20_000_000)  # about 10 ms, in which the operands still hold the wrong values
+            torch.cuda._sleep(
+                20_000_000
+            )  # about 10 ms, in which the operands still hold the wrong values
             operands.input.copy_(values.input)
             operands.weight.copy_(values.weight)
             output = torch.ops.overlap.gemm_allreduce(

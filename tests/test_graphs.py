@@ -7,6 +7,8 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+
+import overlap_torch
 from checks import Failures, check_call
 from operands import (
     Case,
@@ -17,14 +19,12 @@ from operands import (
     rank_device,
     world_name,
 )
-from plans import GPU_KERNELS, chunked_plan, sequential_plan
-
-import overlap_torch
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
+from plans import GPU_KERNELS, chunked_plan, sequential_plan
 
 CASE = Case((1025,), 520, 136, torch.bfloat16, bias=True)
-PLANS = ["default", "sequential", "row panels", "packed", "window"]
+PLANS = ["default", "sequential", "row panels", "packed", "exchange", "window"]
 OTHERS = (4, 9, 2)  # seeds of replays
 
 pytestmark = [pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))]
@@ -39,9 +39,7 @@ def right_of(seed: int, case: Case = CASE) -> torch.Tensor:
 
 
 def call(operands: Operands, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    return overlap_torch.gemm_allreduce(
-        operands.input, operands.weight, operands.bias, group=group
-    )
+    return overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias, group=group)
 
 
 def refill(operands: Operands, seed: int) -> None:
@@ -56,7 +54,7 @@ def set_plan_named(name: str, kernel: Kernel, group: dist.ProcessGroup | None = 
     if name == "sequential":
         plan_module.set_plan(sequential_plan(CASE, world, "cuda"), group=group)
     elif name != "default":
-        layout = "row panels" if name == "row panels" else "packed"
+        layout = "packed" if name == "window" else name
         resources = {"comm_sms": 8, "max_ctas": 8, "window": name == "window"}
         plan = chunked_plan(CASE, world, "cuda", layout, 6, kernel, **resources)
         plan_module.set_plan(plan, group=group)
@@ -69,13 +67,6 @@ def warm(operands: Operands, group: dist.ProcessGroup | None = None) -> None:
         call(operands, group)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-
-
-def has_kernel(kernel: Kernel) -> bool:
-    machine = plan_module.machine(rank_device())
-    if kernel == Kernel.LIBRARY:
-        return True
-    return machine.has_sm80_kernels if kernel == Kernel.SM80 else machine.has_sm90_kernels
 
 
 def check_replays(kernel: Kernel) -> tuple[int, list[str]]:
@@ -102,8 +93,7 @@ def check_replays(kernel: Kernel) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 def test_graphs_replay_with_changed_inputs(ranks, kernel):
-    if not ranks.run(has_kernel, kernel)[0]:
-        pytest.skip(f"{kernel.name} is not built or does not run on this GPU")
+    ranks.skip_without_kernel(kernel)
     ranks.expect_no_failures(check_replays, kernel)
 
 
@@ -152,7 +142,7 @@ def check_two_graphs(name: str) -> tuple[int, list[str]]:
         torch.cuda.synchronize()
         for output in outputs:
             output.fill_(float("nan"))
-        for graph, stream in zip(graphs, streams, strict=True):
+        for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
         # The same order on every rank: communication is matched by it.
         with torch.cuda.stream(streams[0]):
@@ -183,7 +173,7 @@ def check_plans_later() -> tuple[int, list[str]]:
     with torch.cuda.graph(graph):
         output = call(operands)
     torch.ops.overlap.clear_plans(world_name())
-    for name in ("window", "row panels", "sequential"):
+    for name in ("window", "exchange", "row panels", "sequential"):
         set_plan_named(name, Kernel.LIBRARY)
         # A larger problem makes the group's own staging memory grow.
         larger = CASE.with_(leading=(4100,))

@@ -7,10 +7,10 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from checks import Failures
-from operands import difference, rank_device, subgroup, world_name
 from torch.nn import functional
 
+from checks import Failures
+from operands import difference, rank_device, subgroup, world_name
 from overlap_torch.nn import RowParallelLinear
 
 

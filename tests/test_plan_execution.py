@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from checks import Failures, check_call
 from operands import (
     INPUT_LAYOUTS,
@@ -12,12 +13,10 @@ from operands import (
     Case,
     rank_device,
     subgroup,
-    world_name,
 )
-from plans import GPU_KERNELS, overlapped_plans, sequential_plan
-
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel, Layout, Plan
+from plans import GPU_KERNELS, overlapped_plans, sequential_plan
 
 # Tiles of 16 x 8, so that small outputs have many chunks.
 CPU_TILE = (16, 8)
@@ -26,8 +25,8 @@ CPU_CASES = [
     Case((1,), 1, 3, bias=True), Case((1,), 70, 9), Case((70,), 1, 9), Case((97,), 8, 20, bias=True),
     Case((128,), 64, 16, bias=True, weight_layout="n_contiguous"),
 ]  # fmt: skip
-# Around tiles of 128 x 128 and 128 x 256, in clusters of two; N and K multiples of 8, as kernels with 16-byte copies take
-# them, and others, which they do not.
+# Around tiles of 128 x 128 and 128 x 256, in clusters of two; N and K multiples of 8, as kernels with 16-byte copies
+# take them, and others, which they do not.
 GPU_CASES = [
     Case((512,), 512, 128), Case((500,), 520, 136, bias=True), Case((129,), 264, 64), Case((1,), 128, 8),
     Case((127,), 8, 72, bias=True), Case((3, 300), 768, 256), Case((1024,), 1024, 64, bias=True),
@@ -102,30 +101,17 @@ def test_plan_execution_is_exact_in_every_dtype_on_cpu(ranks, dtype):
     ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, CPU_TILE, {})
 
 
-def available_kernels() -> list[Kernel]:
-    machine = plan_module.machine(rank_device())
-    kernels = [Kernel.LIBRARY]
-    if machine.has_sm80_kernels:
-        kernels.append(Kernel.SM80)
-    if machine.has_sm90_kernels:
-        kernels += [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
-    return kernels
-
-
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_plan_execution_is_exact_under_every_plan_and_kernel(ranks, dtype, kernel):
-    available = ranks.run(available_kernels)[0]
-    if kernel not in available:
-        names = ", ".join(known.name for known in available)
-        pytest.skip(f"{kernel.name} is not built or does not run on this GPU; there are {names}")
-    for resources in GPU_RESOURCES if ranks.world > 1 else GPU_RESOURCES[:1]:
-        cases = [case.with_(dtype=dtype) for case in GPU_CASES]
+    ranks.skip_without_kernel(kernel)
+    cases = [case.with_(dtype=dtype) for case in GPU_CASES]
+    for resources in GPU_RESOURCES if dtype == torch.bfloat16 else GPU_RESOURCES[1:2]:
         ranks.expect_no_failures(check_plans, cases, kernel, None, resources)
 
 
-@pytest.mark.ranks((1, "nccl"), (2, "nccl"))
+@pytest.mark.ranks((2, "nccl"))
 def test_plan_execution_is_exact_in_float32_on_gpu(ranks):
     cases = [case.with_(dtype=torch.float32) for case in GPU_CASES]
     ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, (64, 64), {"comm_sms": 8})
@@ -134,7 +120,7 @@ def test_plan_execution_is_exact_in_float32_on_gpu(ranks):
 def check_layouts_under_plans(
     kernel: Kernel, tile: tuple[int, int] | None
 ) -> tuple[int, list[str]]:
-    """Every rank has other strides and alignments: some of them take the kernel, others must follow with another GEMM."""
+    """Every rank has other strides and alignments: some take the kernel, others must follow with another GEMM."""
     failures = Failures()
     rank, world, device_type = dist.get_rank(), dist.get_world_size(), rank_device().type
     inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
@@ -157,10 +143,7 @@ def test_plan_execution_takes_layouts_that_differ_between_ranks_on_cpu(ranks):
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_plan_execution_takes_layouts_that_differ_between_ranks(ranks, kernel):
-    available = ranks.run(available_kernels)[0]
-    if kernel not in available:
-        names = ", ".join(known.name for known in available)
-        pytest.skip(f"{kernel.name} is not built or does not run on this GPU; there are {names}")
+    ranks.skip_without_kernel(kernel)
     ranks.expect_no_failures(check_layouts_under_plans, kernel, None)
 
 

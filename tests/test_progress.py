@@ -1,4 +1,4 @@
-"""Progress: ops in flight on several streams, threads and groups, beside foreign collectives in another order on each rank."""
+"""Progress: ops in flight on several streams, threads and groups, beside foreign collectives placed anywhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+
+import overlap_torch
 from checks import Failures
 from operands import (
     Case,
@@ -17,11 +19,9 @@ from operands import (
     rank_device,
     subgroup,
 )
-from plans import chunked_plan
-
-import overlap_torch
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
+from plans import chunked_plan
 
 ROUNDS = 12
 
@@ -122,23 +122,12 @@ GPU_PLANS = [
 ]
 
 
-def has_kernel(kernel: Kernel) -> bool:
-    machine = plan_module.machine(rank_device())
-    return {
-        Kernel.LIBRARY: True,
-        Kernel.SM80: machine.has_sm80_kernels,
-        Kernel.SM90_PINGPONG: machine.has_sm90_kernels,
-        Kernel.SM90_COOPERATIVE: machine.has_sm90_kernels,
-    }[kernel]
-
-
 @pytest.mark.parametrize(
     ("layout", "kernel"), GPU_PLANS, ids=lambda value: getattr(value, "name", str(value))
 )
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_progress_beside_foreign_collectives_on_gpu(ranks, layout, kernel):
-    if not ranks.run(has_kernel, kernel)[0]:
-        pytest.skip(f"{kernel.name} is not built or does not run on this GPU")
+    ranks.skip_without_kernel(kernel)
     ranks.expect_no_failures(run_beside_foreign, layout, kernel, (4096, 2048, 512))
 
 

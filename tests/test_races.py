@@ -1,4 +1,4 @@
-"""Calls back to back with random delays on ranks, streams and chunks, in memory full of junk: every result must be right.
+"""Calls back to back, with random delays on ranks, streams and chunks, in memory full of junk: all results are right.
 
 The short version is part of the suite; the long one, 1,000 calls for each plan, is chosen with `-m long`.
 """
@@ -11,6 +11,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
+import overlap_torch
 from checks import Failures
 from operands import (
     Case,
@@ -21,11 +23,9 @@ from operands import (
     rank_device,
     world_name,
 )
-from plans import GPU_KERNELS, chunked_plan
-
-import overlap_torch
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
+from plans import GPU_KERNELS, chunked_plan
 
 # (label, layout, chunks, resources)
 PLANS = [
@@ -37,6 +37,8 @@ GPU_PLANS = [
     ("panels", "row panels", 8, {"comm_sms": 16, "max_ctas": 8}),
     ("packed", "packed", 20, {"comm_sms": 16, "max_ctas": 8}),
     ("packed on all SMs", "packed", 20, {}),
+    ("exchange", "exchange", 8, {"comm_sms": 8, "max_ctas": 8}),
+    ("exchange in a window", "exchange", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
     ("window", "packed", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
 ]
 DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
@@ -132,16 +134,8 @@ def test_races_back_to_back_on_cpu_long(ranks, label, layout, chunks, resources)
     ranks.expect_no_failures(race_on_cpu, 1000, layout, chunks, timeout_s=600)
 
 
-def has_kernel(kernel: Kernel) -> bool:
-    machine = plan_module.machine(rank_device())
-    if kernel == Kernel.LIBRARY:
-        return True
-    return machine.has_sm80_kernels if kernel == Kernel.SM80 else machine.has_sm90_kernels
-
-
 def race_every_plan(ranks, kernel: Kernel, calls: int) -> None:
-    if not ranks.run(has_kernel, kernel)[0]:
-        pytest.skip(f"{kernel.name} is not built or does not run on this GPU")
+    ranks.skip_without_kernel(kernel)
     for _, layout, chunks, resources in GPU_PLANS:
         ranks.expect_no_failures(
             race_on_gpu, calls, layout, chunks, kernel, resources, timeout_s=300

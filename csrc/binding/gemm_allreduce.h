@@ -1,5 +1,5 @@
-// gemm_allreduce on one kind of device. Operands are checked and flattened: input [M, K], weight [N, K], one dtype, one
-// device, M, N, K > 0, more than one rank.
+// gemm_allreduce on one kind of device. Operands are checked and flattened: input [M, K], weight
+// [N, K], one dtype, one device, M, N, K > 0, more than one rank.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,7 +18,8 @@ struct GemmAllReduce {
   plan::Problem problem;
 };
 
-// all_reduce(input @ weight.T) + bias, one after the other, with the process group's own collective.
+// all_reduce(input @ weight.T) + bias, one after the other, with the process group's own
+// collective.
 at::Tensor gemm_allreduce_composition(const GemmAllReduce& call);
 
 at::Tensor gemm_allreduce_cpu(const GemmAllReduce& call);
@@ -32,8 +33,9 @@ plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device 
 // Whether the fast path serves this group on this device: NCCL, compute capability 8.0 or newer.
 bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device);
 
-void check_cuda_groups();                                             // throws what went wrong asynchronously
-std::vector<int64_t> cuda_memory(const std::shared_ptr<GroupEntry>& group);  // [communicators, bytes]
+void check_cuda_groups();  // throws what went wrong asynchronously
+std::vector<int64_t> cuda_memory(
+    const std::shared_ptr<GroupEntry>& group);  // [communicators, bytes]
 #endif
 
 // Rows of trace_stop(): call, chunk, ready_us, begin_us, end_us.

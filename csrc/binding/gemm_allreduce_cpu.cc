@@ -1,5 +1,5 @@
-// gemm_allreduce on CPU: the same plan, tiles in plan order, atomic counters, and a communication thread that calls the
-// group's collective on finished chunks.
+// gemm_allreduce on CPU: the same plan, tiles in plan order, atomic counters, and a communication
+// thread that calls the group's collective on finished chunks.
 //
 //   caller     | tile 0 | tile 1 | ... count [A] ...............................| join
 //   comm.      | wait 0 [A] | all-reduce 0 | finish 0 | wait 1 [A] | all-reduce 1 ...
@@ -39,7 +39,8 @@ class CpuProduceLoop {
         process_group_(call.group->lock()),
         output_(at::empty({plan_.problem.m, plan_.problem.n}, call.input.options())),
         // Tile parts beyond the matrix travel too: they must be numbers.
-        buffer_(packed_ ? at::zeros({plan::buffer_elements(plan_)}, call.input.options()) : output_.view({-1})) {}
+        buffer_(packed_ ? at::zeros({plan::buffer_elements(plan_)}, call.input.options())
+                        : output_.view({-1})) {}
 
   at::Tensor run() {
     const at::ThreadLocalState state;
@@ -77,10 +78,12 @@ class CpuProduceLoop {
     if (rows > 0 && columns > 0) {  // a cluster's last row of tiles may lie beyond the matrix
       at::Tensor place = packed_ ? tile_block(tile).narrow(0, 0, rows).narrow(1, 0, columns)
                                  : output_.narrow(0, row, rows).narrow(1, column, columns);
-      at::mm_out(place, call_.input.narrow(0, row, rows), call_.weight.narrow(0, column, columns).t());
+      at::mm_out(place, call_.input.narrow(0, row, rows),
+                 call_.weight.narrow(0, column, columns).t());
     }
     // [A] the tile is stored: wait() acquires what is released here.
-    if (counters_[chunk].fetch_add(1, std::memory_order_release) + 1 == plan::chunk_tiles(order_, chunk)) {
+    if (counters_[chunk].fetch_add(1, std::memory_order_release) + 1 ==
+        plan::chunk_tiles(order_, chunk)) {
       ready_us_[chunk] = since_us(start_);
     }
   }
@@ -92,17 +95,18 @@ class CpuProduceLoop {
     const Clock::time_point deadline = Clock::now() + timeout;
     while (counters_[chunk].load(std::memory_order_acquire) < expected) {  // [A]
       if (stop_) return false;
-      TORCH_CHECK(Clock::now() < deadline, "overlap_torch: group '", call_.group->name(), "', rank ",
-                  call_.group->rank(), ": the wait for chunk ", chunk,
-                  " of its own GEMM passed its deadline of ", timeout.count() / 1000.0, " s: expected ",
-                  expected, " finished tiles, saw ", counters_[chunk].load());
+      TORCH_CHECK(Clock::now() < deadline, "overlap_torch: group '", call_.group->name(),
+                  "', rank ", call_.group->rank(), ": the wait for chunk ", chunk,
+                  " of its own GEMM passed its deadline of ", timeout.count() / 1000.0,
+                  " s: expected ", expected, " finished tiles, saw ", counters_[chunk].load());
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
     return true;
   }
 
   void communicate(int chunk) {
-    if (side_delay_us() > 0) std::this_thread::sleep_for(std::chrono::microseconds(side_delay_us()));
+    if (side_delay_us() > 0)
+      std::this_thread::sleep_for(std::chrono::microseconds(side_delay_us()));
     const plan::Extent extent = plan::chunk_extent(plan_, chunk);
     begin_us_[chunk] = since_us(start_);
     all_reduce(*process_group_, buffer_.narrow(0, extent.offset, extent.count));
@@ -141,7 +145,8 @@ class CpuProduceLoop {
   void trace(double gemm_us) const {
     std::vector<double> rows;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
-      rows.insert(rows.end(), {0.0, static_cast<double>(chunk), ready_us_[chunk], begin_us_[chunk], end_us_[chunk]});
+      rows.insert(rows.end(), {0.0, static_cast<double>(chunk), ready_us_[chunk], begin_us_[chunk],
+                               end_us_[chunk]});
     }
     rows.insert(rows.end(), {0.0, -1.0, gemm_us, 0.0, since_us(start_)});
     TraceSwitch::add_rows(rows);
@@ -168,15 +173,16 @@ class CpuProduceLoop {
 void compare_ranks(const GemmAllReduce& call, const PlanEntry& entry) {
   const std::string text = entry.plan.to_string();
   const auto store = call.group->lock()->getStore();
-  const std::string prefix = "overlap_torch/debug/cpu/" + std::to_string(call.group->next_call()) + "/";
+  const std::string prefix =
+      "overlap_torch/debug/cpu/" + std::to_string(call.group->next_call()) + "/";
   store->set(prefix + std::to_string(call.group->rank()), text);
   for (int peer = 0; peer < call.group->world_size(); ++peer) {
     const std::string key = prefix + std::to_string(peer);
     store->wait({key}, call.group->timeout(at::kCPU));
     const std::string other = store->get_to_str(key);
-    TORCH_CHECK(other == text, "overlap_torch: ranks of group '", call.group->name(), "' disagree: rank ",
-                call.group->rank(), " has ", text, ", rank ", peer, " has ", other,
-                ". All ranks must call the op with the same M, N, K, dtype and plan.");
+    TORCH_CHECK(other == text, "overlap_torch: ranks of group '", call.group->name(),
+                "' disagree: rank ", call.group->rank(), " has ", text, ", rank ", peer, " has ",
+                other, ". All ranks must call the op with the same M, N, K, dtype and plan.");
   }
 }
 
@@ -192,7 +198,8 @@ at::Tensor gemm_allreduce_composition(const GemmAllReduce& call) {
 at::Tensor gemm_allreduce_cpu(const GemmAllReduce& call) {
   const auto entry = call.group->plan(call.problem, at::kCPU, cpu_machine());
   if (debug_enabled()) compare_ranks(call, *entry);
-  if (entry->plan.schedule == plan::Schedule::kOverlapped) return CpuProduceLoop(call, *entry).run();
+  if (entry->plan.schedule == plan::Schedule::kOverlapped)
+    return CpuProduceLoop(call, *entry).run();
   const Clock::time_point start = Clock::now();
   at::Tensor output = at::mm(call.input, call.weight.t());
   const double gemm_us = since_us(start);
@@ -200,7 +207,8 @@ at::Tensor gemm_allreduce_cpu(const GemmAllReduce& call) {
   const double end_us = since_us(start);
   if (call.bias.has_value()) output.add_(*call.bias);
   if (TraceSwitch::on()) {
-    TraceSwitch::add_rows({0.0, 0.0, gemm_us, gemm_us, end_us, 0.0, -1.0, gemm_us, 0.0, since_us(start)});
+    TraceSwitch::add_rows(
+        {0.0, 0.0, gemm_us, gemm_us, end_us, 0.0, -1.0, gemm_us, 0.0, since_us(start)});
   }
   return output;
 }

@@ -1,4 +1,5 @@
-// gemm_allreduce on CUDA: looks the plan up, turns tensors into plain structs, hands them to the executor.
+// gemm_allreduce on CUDA: looks the plan up, turns tensors into plain structs, hands them to the
+// executor.
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
@@ -18,7 +19,9 @@ runtime::Bootstrap bootstrap_of(const c10::intrusive_ptr<c10d::ProcessGroup>& gr
                                 std::chrono::milliseconds timeout) {
   const auto store = group->getStore();
   runtime::Bootstrap bootstrap;
-  bootstrap.set = [store](const std::string& key, const std::vector<uint8_t>& value) { store->set(key, value); };
+  bootstrap.set = [store](const std::string& key, const std::vector<uint8_t>& value) {
+    store->set(key, value);
+  };
   bootstrap.get = [store, timeout](const std::string& key) {
     store->wait({key}, timeout);
     return store->get(key);
@@ -34,8 +37,10 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   const std::lock_guard<std::mutex> lock(entry->cuda_mutex);
   std::weak_ptr<runtime::Group>& slot = entry->cuda[device];
   if (auto group = slot.lock()) return group;
-  TORCH_CHECK(!runtime::capture_id(stream).has_value(), "overlap_torch: the first call on group '", entry->name(),
-              "' cannot be captured into a CUDA graph, because it makes communicators. Call the op once with the same "
+  TORCH_CHECK(!runtime::capture_id(stream).has_value(), "overlap_torch: the first call on group '",
+              entry->name(),
+              "' cannot be captured into a CUDA graph, because it makes communicators. Call the op "
+              "once with the same "
               "shapes, dtype and group before the capture (torch.cuda.graph's warm-up).");
   runtime::GroupOptions options;
   options.name = entry->name();
@@ -53,15 +58,16 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   return group;
 }
 
-// Rows must be contiguous along K for the signalling kernels; transposed or expanded inputs are copied once.
+// Rows must be contiguous along K for the signalling kernels; transposed or expanded inputs are
+// copied once.
 at::Tensor k_contiguous(const at::Tensor& input) {
   const bool fits = (input.size(1) == 1 || input.stride(1) == 1) &&
                     (input.size(0) == 1 || input.stride(0) >= input.size(1));
   return fits ? input : input.contiguous();
 }
 
-kernels::GemmParams gemm_params(const GemmAllReduce& call, const at::Tensor& input, const plan::Plan& plan,
-                                int sm_count) {
+kernels::GemmParams gemm_params(const GemmAllReduce& call, const at::Tensor& input,
+                                const plan::Plan& plan, int sm_count) {
   kernels::GemmParams params;
   params.m = call.problem.m;
   params.n = call.problem.n;
@@ -104,8 +110,8 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
   produce.delay_us = side_delay_us();
   if (TraceSwitch::on()) produce.trace = &cuda_trace();
 
-  // Staging: the output itself; the group's window; or, where a capture must own its memory, ordinary memory, with which
-  // NCCL takes its plain kernels.
+  // Staging: the output itself; the group's window; or, where a capture must own its memory,
+  // ordinary memory, with which NCCL takes its plain kernels.
   at::Tensor buffer;
   if (runtime::communicates_in_place(plan)) {
     produce.buffer = produce.output;
@@ -123,8 +129,8 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
   produce.gemm = gemm_params(call, input, plan, group.device().sm_count());
   at::Tensor counters;
   at::Tensor rows;
-  // Whether the kernel takes these operands depends on this rank's strides alone. Either way the same chunks are
-  // communicated.
+  // Whether the kernel takes these operands depends on this rank's strides alone. Either way the
+  // same chunks are communicated.
   kernels::GemmParams probe = produce.gemm;
   probe.output = produce.buffer != nullptr ? produce.buffer : produce.output;
   produce.signals = weight_fits(call.weight) && kernels::gemm_supported(plan.kernel, probe);
@@ -138,7 +144,8 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
     }
     produce.library_gemm = [&](plan::Rows range, void* destination) {
       if (range.end == range.begin) return;
-      at::Tensor place = at::from_blob(destination, {range.end - range.begin, call.problem.n}, options);
+      at::Tensor place =
+          at::from_blob(destination, {range.end - range.begin, call.problem.n}, options);
       at::mm_out(place, input.narrow(0, range.begin, range.end - range.begin), call.weight.t());
     };
   }
@@ -150,7 +157,8 @@ at::Tensor run_sequential(const GemmAllReduce& call, const PlanEntry& entry, run
                           cudaStream_t stream) {
   at::Tensor output = at::empty({call.problem.m, call.problem.n}, call.input.options());
   runtime::run_sequential_all_reduce(
-      group, entry.plan, output.data_ptr(), [&] { at::mm_out(output, call.input, call.weight.t()); }, stream,
+      group, entry.plan, output.data_ptr(),
+      [&] { at::mm_out(output, call.input, call.weight.t()); }, stream,
       TraceSwitch::on() ? &cuda_trace() : nullptr);
   if (call.bias.has_value()) output.add_(*call.bias);
   return output;
@@ -159,7 +167,8 @@ at::Tensor run_sequential(const GemmAllReduce& call, const PlanEntry& entry, run
 }  // namespace
 
 runtime::Trace& cuda_trace() {
-  static auto* trace = new runtime::Trace();  // never destroyed: its events would outlive the driver
+  static auto* trace =
+      new runtime::Trace();  // never destroyed: its events would outlive the driver
   return *trace;
 }
 
@@ -177,8 +186,8 @@ bool has_kernels(at::Device device) {
     state = kernels::load_kernels() == cudaSuccess;
     if (!state) {
       (void)cudaGetLastError();
-      TORCH_WARN("overlap_torch was built without kernels for ", device,
-                 " (", OVERLAP_BUILD_INFO, "): its tensors take the unfused composition. Rebuild with OVERLAP_ARCHS "
+      TORCH_WARN("overlap_torch was built without kernels for ", device, " (", OVERLAP_BUILD_INFO,
+                 "): its tensors take the unfused composition. Rebuild with OVERLAP_ARCHS "
                  "naming its architecture; `python -m overlap_torch doctor` says more.");
     }
   }
@@ -202,15 +211,18 @@ plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device 
 at::Tensor gemm_allreduce_cuda(const GemmAllReduce& call) {
   const c10::cuda::CUDAGuard guard(call.input.device());
   // float64 is the precision of tests, not of training: the composition serves it.
-  if (call.problem.dtype == plan::DType::kFloat64 || !cuda_supported(call.group, call.input.device())) {
+  if (call.problem.dtype == plan::DType::kFloat64 ||
+      !cuda_supported(call.group, call.input.device())) {
     return gemm_allreduce_composition(call);
   }
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
-  const std::shared_ptr<runtime::Group> group = cuda_group(call.group, call.input.device().index(), stream);
+  const std::shared_ptr<runtime::Group> group =
+      cuda_group(call.group, call.input.device().index(), stream);
   const auto entry = call.group->plan(call.problem, at::kCUDA, group->machine());
   if (debug_enabled()) group->compare(entry->plan.to_string());
-  return entry->plan.schedule == plan::Schedule::kOverlapped ? run_overlapped(call, *entry, *group, stream)
-                                                             : run_sequential(call, *entry, *group, stream);
+  return entry->plan.schedule == plan::Schedule::kOverlapped
+             ? run_overlapped(call, *entry, *group, stream)
+             : run_sequential(call, *entry, *group, stream);
 }
 
 void check_cuda_groups() {

@@ -15,7 +15,8 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry* instance = new Registry();  // never destroyed: ops may still run while the process ends
+  static Registry* instance =
+      new Registry();  // never destroyed: ops may still run while the process ends
   return *instance;
 }
 
@@ -36,8 +37,8 @@ std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
   if (const char* text = std::getenv("OVERLAP_TIMEOUT_S")) {
     char* end = nullptr;
     const double seconds = std::strtod(text, &end);
-    TORCH_CHECK(end != text && *end == '\0' && seconds > 0, "overlap_torch: OVERLAP_TIMEOUT_S is '", text,
-                "'; it must be a positive number of seconds");
+    TORCH_CHECK(end != text && *end == '\0' && seconds > 0, "overlap_torch: OVERLAP_TIMEOUT_S is '",
+                text, "'; it must be a positive number of seconds");
     return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
   }
   if (const auto group = lock()) return group->getBackend(device)->getBackendOptions()->timeout;
@@ -45,11 +46,13 @@ std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
 }
 
 GroupEntry::Key GroupEntry::key(const plan::Problem& problem, at::DeviceType device) {
-  return {static_cast<int>(device), static_cast<int>(problem.op), problem.m, problem.n, problem.k,
-          static_cast<int>(problem.dtype)};
+  return {
+      static_cast<int>(device),       static_cast<int>(problem.op), problem.m, problem.n, problem.k,
+      static_cast<int>(problem.dtype)};
 }
 
-std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem, at::DeviceType device,
+std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
+                                                  at::DeviceType device,
                                                   const plan::Machine& machine) {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = plans_[key(problem, device)];
@@ -82,9 +85,10 @@ std::shared_ptr<GroupEntry> find_group(const std::string& name) {
   try {
     group = c10d::resolve_process_group(name);
   } catch (const std::exception&) {
-    TORCH_CHECK_VALUE(false, "overlap_torch: no process group is named '", name,
-                      "'. Give a ProcessGroup's group_name (torch.distributed.group.WORLD.group_name), after "
-                      "torch.distributed.init_process_group.");
+    TORCH_CHECK_VALUE(
+        false, "overlap_torch: no process group is named '", name,
+        "'. Give a ProcessGroup's group_name (torch.distributed.group.WORLD.group_name), after "
+        "torch.distributed.init_process_group.");
   }
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -116,7 +120,8 @@ plan::Machine cpu_machine() {
 }
 
 bool has_plan_dtype(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || dtype == at::kDouble;
+  return dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat ||
+         dtype == at::kDouble;
 }
 
 plan::DType to_plan_dtype(at::ScalarType dtype) {

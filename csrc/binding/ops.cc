@@ -18,25 +18,28 @@ std::atomic<int64_t> side_delay{0};
 
 void check_operands(const char* op, const at::Tensor& input, const at::Tensor& weight,
                     const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2, op, ": input must be [..., K] and weight [N, K], but got shapes ",
-                    input.sizes(), " and ", weight.sizes());
-  TORCH_CHECK_VALUE(input.size(-1) == weight.size(1), op,
-                    ": the last dims of input and weight must be equal, but got shapes ", input.sizes(),
+  TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2, op,
+                    ": input must be [..., K] and weight [N, K], but got shapes ", input.sizes(),
                     " and ", weight.sizes());
+  TORCH_CHECK_VALUE(input.size(-1) == weight.size(1), op,
+                    ": the last dims of input and weight must be equal, but got shapes ",
+                    input.sizes(), " and ", weight.sizes());
   TORCH_CHECK_TYPE(has_plan_dtype(input.scalar_type()), op, ": input is ", input.scalar_type(),
                    "; supported are bfloat16, float16, float32 and float64");
-  TORCH_CHECK_TYPE(weight.scalar_type() == input.scalar_type(), op, ": input is ", input.scalar_type(),
-                   " but weight is ", weight.scalar_type(), "; convert one of them, or use torch.autocast");
+  TORCH_CHECK_TYPE(weight.scalar_type() == input.scalar_type(), op, ": input is ",
+                   input.scalar_type(), " but weight is ", weight.scalar_type(),
+                   "; convert one of them, or use torch.autocast");
   TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": input is on ", input.device(),
                     " but weight on ", weight.device(), "; move them to one device");
   TORCH_CHECK_VALUE(input.layout() == at::kStrided && weight.layout() == at::kStrided, op,
                     ": only dense tensors are supported, but got layouts ", input.layout(), " and ",
                     weight.layout());
   if (!bias.has_value()) return;
-  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": bias must be [N] = [",
-                    weight.size(0), "], but got shape ", bias->sizes());
-  TORCH_CHECK_TYPE(bias->scalar_type() == input.scalar_type(), op, ": input is ", input.scalar_type(),
-                   " but bias is ", bias->scalar_type(), "; convert one of them");
+  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
+                    ": bias must be [N] = [", weight.size(0), "], but got shape ", bias->sizes());
+  TORCH_CHECK_TYPE(bias->scalar_type() == input.scalar_type(), op, ": input is ",
+                   input.scalar_type(), " but bias is ", bias->scalar_type(),
+                   "; convert one of them");
   TORCH_CHECK_VALUE(bias->device() == input.device(), op, ": input is on ", input.device(),
                     " but bias on ", bias->device(), "; move them to one device");
 }
@@ -79,8 +82,10 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
     output = gemm_allreduce_cuda(call);
 #else
     TORCH_WARN_ONCE(
-        "overlap_torch was built without CUDA kernels: CUDA tensors take the unfused composition (GEMM, then "
-        "all-reduce). Rebuild it where an nvcc of torch's CUDA version is installed; `python -m overlap_torch doctor` "
+        "overlap_torch was built without CUDA kernels: CUDA tensors take the unfused composition "
+        "(GEMM, then "
+        "all-reduce). Rebuild it where an nvcc of torch's CUDA version is installed; `python -m "
+        "overlap_torch doctor` "
         "says what is missing.");
     output = gemm_allreduce_composition(call);
 #endif
@@ -94,7 +99,8 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
 // Casts as F.linear does under autocast.
 template <c10::DispatchKey kKey, at::DeviceType kDevice>
 at::Tensor gemm_allreduce_autocast(const at::Tensor& input, const at::Tensor& weight,
-                                   const std::optional<at::Tensor>& bias, const std::string& group) {
+                                   const std::optional<at::Tensor>& bias,
+                                   const std::string& group) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet{kKey});
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
   static const auto op = c10::Dispatcher::singleton()
@@ -106,8 +112,8 @@ at::Tensor gemm_allreduce_autocast(const at::Tensor& input, const at::Tensor& we
 }
 
 plan::Op to_op(const std::string& name) {
-  TORCH_CHECK_VALUE(name == plan::name(plan::Op::kGemmAllReduce), "overlap_torch: no op is named '", name,
-                    "'; there is ", plan::name(plan::Op::kGemmAllReduce));
+  TORCH_CHECK_VALUE(name == plan::name(plan::Op::kGemmAllReduce), "overlap_torch: no op is named '",
+                    name, "'; there is ", plan::name(plan::Op::kGemmAllReduce));
   return plan::Op::kGemmAllReduce;
 }
 
@@ -120,10 +126,11 @@ plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device de
 #endif
 }
 
-std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k, at::ScalarType dtype,
-                              at::Device device, const std::string& group_name) {
-  TORCH_CHECK_VALUE(m >= 0 && n >= 0 && k >= 0, "plan_for: M, N and K must not be negative, but are ", m,
-                    ", ", n, ", ", k);
+std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k,
+                              at::ScalarType dtype, at::Device device,
+                              const std::string& group_name) {
+  TORCH_CHECK_VALUE(m >= 0 && n >= 0 && k >= 0,
+                    "plan_for: M, N and K must not be negative, but are ", m, ", ", n, ", ", k);
   const std::shared_ptr<GroupEntry> group = find_group(group_name);
   plan::Problem problem;
   problem.op = to_op(op);
@@ -149,7 +156,9 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
   group->set_plan(plan, device.type());
 }
 
-void clear_plans(const std::string& group_name) { find_group(group_name)->clear_plans(); }
+void clear_plans(const std::string& group_name) {
+  find_group(group_name)->clear_plans();
+}
 
 void check() {
 #if defined(OVERLAP_WITH_CUDA)
@@ -170,22 +179,28 @@ std::vector<int64_t> memory(const std::string& group_name) {
 #endif
 }
 
-std::string build_info() { return OVERLAP_BUILD_INFO; }
+std::string build_info() {
+  return OVERLAP_BUILD_INFO;
+}
 
 void delay_side_stream(int64_t microseconds) {
-  TORCH_CHECK_VALUE(microseconds >= 0, "delay_side_stream: microseconds must not be negative, but is ",
-                    microseconds);
+  TORCH_CHECK_VALUE(microseconds >= 0,
+                    "delay_side_stream: microseconds must not be negative, but is ", microseconds);
   side_delay = microseconds;
 }
 
 }  // namespace
 
-int64_t side_delay_us() { return side_delay; }
+int64_t side_delay_us() {
+  return side_delay;
+}
 
 TORCH_LIBRARY(overlap, m) {
   m.def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
         {at::Tag::pt2_compliant_tag});
-  m.def("plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group) -> int[]", &plan_for);
+  m.def(
+      "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group) -> int[]",
+      &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);
   m.def("check() -> ()", &check);
@@ -197,8 +212,12 @@ TORCH_LIBRARY(overlap, m) {
   m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);
 }
 
-TORCH_LIBRARY_IMPL(overlap, CPU, m) { m.impl("gemm_allreduce", &gemm_allreduce); }
-TORCH_LIBRARY_IMPL(overlap, CUDA, m) { m.impl("gemm_allreduce", &gemm_allreduce); }
+TORCH_LIBRARY_IMPL(overlap, CPU, m) {
+  m.impl("gemm_allreduce", &gemm_allreduce);
+}
+TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
+  m.impl("gemm_allreduce", &gemm_allreduce);
+}
 
 TORCH_LIBRARY_IMPL(overlap, AutocastCPU, m) {
   m.impl("gemm_allreduce", &gemm_allreduce_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>);

@@ -15,6 +15,7 @@ namespace {
 
 using plan::BandRun;
 using plan::Chunk;
+using plan::Collective;
 using plan::DType;
 using plan::Extent;
 using plan::Kernel;
@@ -77,6 +78,9 @@ void bind_enums(py::module_& m) {
   py::enum_<Transport>(m, "Transport")
       .value("NCCL", Transport::kNccl)
       .value("GLOO", Transport::kGloo);
+  py::enum_<Collective>(m, "Collective")
+      .value("ALL_REDUCE", Collective::kAllReduce)
+      .value("EXCHANGE", Collective::kExchange);
   py::enum_<Layout>(m, "Layout")
       .value("ROW_MAJOR", Layout::kRowMajor)
       .value("PACKED", Layout::kPacked);
@@ -163,20 +167,26 @@ void bind_parts(py::module_& m) {
       });
 
   py::class_<Resources>(m, "Resources", "What the GEMM leaves to communication.")
-      .def(py::init([](int32_t comm_sms, int32_t smem_pad_bytes, bool window) {
-             return Resources{comm_sms, smem_pad_bytes, window};
+      .def(py::init([](int32_t comm_sms, int32_t smem_pad_bytes, bool window, int32_t finish_ctas,
+                       int32_t lanes) {
+             return Resources{comm_sms, smem_pad_bytes, window, finish_ctas, lanes};
            }),
-           py::arg("comm_sms") = 0, py::arg("smem_pad_bytes") = 0, py::arg("window") = false)
+           py::arg("comm_sms") = 0, py::arg("smem_pad_bytes") = 0, py::arg("window") = false,
+           py::arg("finish_ctas") = 0, py::arg("lanes") = 1)
       .def_readwrite("comm_sms", &Resources::comm_sms)
       .def_readwrite("smem_pad_bytes", &Resources::smem_pad_bytes)
       .def_readwrite("window", &Resources::window)
+      .def_readwrite("finish_ctas", &Resources::finish_ctas)
+      .def_readwrite("lanes", &Resources::lanes)
       .def(
           "__eq__", [](const Resources& a, const Resources& b) { return a == b; },
           py::is_operator())
       .def("__repr__", [](const Resources& r) {
         return "Resources(comm_sms=" + std::to_string(r.comm_sms) +
                ", smem_pad_bytes=" + std::to_string(r.smem_pad_bytes) +
-               ", window=" + (r.window ? "True" : "False") + ")";
+               ", window=" + (r.window ? "True" : "False") +
+               ", finish_ctas=" + std::to_string(r.finish_ctas) +
+               ", lanes=" + std::to_string(r.lanes) + ")";
       });
 }
 
@@ -192,6 +202,7 @@ void bind_plan(py::module_& m) {
       .def_readwrite("tile_n", &Plan::tile_n)
       .def_readwrite("cluster_m", &Plan::cluster_m)
       .def_readwrite("layout", &Plan::layout)
+      .def_readwrite("collective", &Plan::collective)
       .def_readwrite("resources", &Plan::resources)
       .def_property(
           "bands", [](const Plan& p) { return as_tuple(p.bands); },

@@ -1,4 +1,5 @@
-// The timeline's switch and the rows of CPU calls; CUDA calls keep theirs as events until the timeline is stopped.
+// The timeline's switch and the rows of CPU calls; CUDA calls keep theirs as events until the
+// timeline is stopped.
 #include <atomic>
 #include <mutex>
 
@@ -20,13 +21,18 @@ double cpu_calls = 0;
 
 }  // namespace
 
-bool TraceSwitch::on() { return tracing; }
+bool TraceSwitch::on() {
+  return tracing;
+}
 
-void TraceSwitch::start() { tracing = true; }
+void TraceSwitch::start() {
+  tracing = true;
+}
 
 void TraceSwitch::add_rows(const std::vector<double>& added) {
   const std::lock_guard<std::mutex> lock(rows_mutex);
-  for (size_t i = 0; i < added.size(); ++i) rows.push_back(i % kColumns == 0 ? cpu_calls : added[i]);
+  for (size_t i = 0; i < added.size(); ++i)
+    rows.push_back(i % kColumns == 0 ? cpu_calls : added[i]);
   cpu_calls += 1;
 }
 

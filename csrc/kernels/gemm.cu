@@ -17,13 +17,16 @@ namespace {
 #if defined(OVERLAP_WITH_SM90)
 constexpr int64_t kMaxTmaExtent = int64_t{1} << 31;
 
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 // What TMA can address: 16-byte aligned bases and strides, extents that fit an int.
 bool gemm_sm90_supported(const GemmParams& params) {
   if (params.dtype != plan::DType::kBFloat16 && params.dtype != plan::DType::kFloat16) return false;
   if (params.m <= 0 || params.n <= 0 || params.k <= 0) return false;
-  if (params.m >= kMaxTmaExtent || params.n >= kMaxTmaExtent || params.k >= kMaxTmaExtent) return false;
+  if (params.m >= kMaxTmaExtent || params.n >= kMaxTmaExtent || params.k >= kMaxTmaExtent)
+    return false;
   const bool row_major = params.layout == plan::Layout::kRowMajor;
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
          params.input_stride % 8 == 0 && params.weight_stride % 8 == 0 &&
@@ -87,7 +90,8 @@ cudaError_t load_kernels() {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
   if (error == cudaSuccess && major == 9) {
-    for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90Cooperative}) {
+    for (const plan::Kernel kernel :
+         {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90Cooperative}) {
       for (const plan::DType dtype : {plan::DType::kBFloat16, plan::DType::kFloat16}) {
         if (error == cudaSuccess) error = sm90_instance(kernel, dtype).load();
       }

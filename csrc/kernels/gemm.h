@@ -1,5 +1,5 @@
-// GEMMs that take their tiles in a plan's order, store each where the plan says and signal its chunk.
-// output = input @ weight^T, accumulated in fp32. No torch here: plain pointers and structs.
+// GEMMs that take their tiles in a plan's order, store each where the plan says and signal its
+// chunk. output = input @ weight^T, accumulated in fp32. No torch here: plain pointers and structs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,30 +17,35 @@ struct GemmParams {
   int64_t k = 0;
   plan::DType dtype = plan::DType::kBFloat16;
 
-  const void* input = nullptr;      // [m, k], contiguous along k
-  int64_t input_stride = 0;         // elements between rows
-  const void* weight = nullptr;     // [n, k]
-  int64_t weight_stride = 0;        // elements between the vectors along the dim that is not contiguous
+  const void* input = nullptr;   // [m, k], contiguous along k
+  int64_t input_stride = 0;      // elements between rows
+  const void* weight = nullptr;  // [n, k]
+  int64_t weight_stride = 0;  // elements between the vectors along the dim that is not contiguous
   bool weight_k_contiguous = true;  // false: contiguous along n
 
-  void* output = nullptr;           // row-major [m, n], or the packed buffer
-  int64_t output_stride = 0;        // elements between rows (row-major only)
+  void* output = nullptr;     // row-major [m, n], or the packed buffer
+  int64_t output_stride = 0;  // elements between rows (row-major only)
   plan::Layout layout = plan::Layout::kRowMajor;
+  int32_t parts = 1;  // packed: copies of a chunk in its region of the buffer, and which of them
+  int32_t part = 0;   // this GEMM writes
 
   plan::TileOrder order;
-  int32_t* counters = nullptr;      // one per chunk, zeroed earlier on the same stream; null: no signals
-  int32_t ctas = 0;                 // size of the persistent grid
-  int32_t smem_pad_bytes = 0;       // shared memory added to each CTA
+  int32_t* counters =
+      nullptr;                 // one per chunk, zeroed earlier on the same stream; null: no signals
+  int32_t ctas = 0;            // size of the persistent grid
+  int32_t smem_pad_bytes = 0;  // shared memory added to each CTA
 };
 
-// Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned pointers and strides.
+// Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned
+// pointers and strides.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
 // Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.
 cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream);
 
-// Loads every kernel of this library that `device` can run, so that no later launch loads a module while something
-// waits (lazy loading synchronises the context and could hang). Once per process and device.
+// Loads every kernel of this library that `device` can run, so that no later launch loads a module
+// while something waits (lazy loading synchronises the context and could hang). Once per process
+// and device.
 cudaError_t load_kernels();
 
 }  // namespace overlap::kernels

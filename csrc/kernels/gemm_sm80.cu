@@ -53,6 +53,8 @@ struct Instance {
     int32_t n;
     int32_t k;
     bool packed;
+    int32_t parts;
+    int32_t part;
     Element* input;
     Element* weight;
     Element* output;
@@ -105,7 +107,8 @@ __global__ void __launch_bounds__(Instance<Element, LayoutB>::kThreads, 2)
     cutlass::MatrixCoord extent(params.m, params.n);
     cutlass::MatrixCoord offset(row, column);
     if (params.packed) {
-      base += plan::packed_offset(index, kGemmSm80TileM, kGemmSm80TileN);
+      base += plan::packed_offset(plan::packed_slot(params.order, index, params.parts, params.part),
+                                  kGemmSm80TileM, kGemmSm80TileN);
       extent = {kGemmSm80TileM, kGemmSm80TileN};
       offset = {0, 0};
     }
@@ -180,6 +183,8 @@ cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
       .n = static_cast<int32_t>(params.n),
       .k = static_cast<int32_t>(params.k),
       .packed = packed,
+      .parts = params.parts,
+      .part = params.part,
       // CUTLASS's input iterators take pointers to non-const and only read.
       .input = static_cast<Element*>(const_cast<void*>(params.input)),
       .weight = static_cast<Element*>(const_cast<void*>(params.weight)),

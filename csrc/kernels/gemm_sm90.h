@@ -1,13 +1,13 @@
-// Hopper GEMM: CUTLASS's TMA + wgmma collectives under a kernel of our own, which takes tiles in the plan's order,
-// stores each where the plan says and signals its chunk.
+// Hopper GEMM: CUTLASS's TMA + wgmma collectives under a kernel of our own, which takes tiles in
+// the plan's order, stores each where the plan says and signals its chunk.
 //
 // A CTA is one producer warp group and two consumer warp groups. The consumers form teams:
-//   ping-pong     two teams of one warp group; they alternate tiles, one multiplies while the other stores.
-//   cooperative   one team of two warp groups, half a tile each.
+//   ping-pong     two teams of one warp group; they alternate tiles, one multiplies while the other
+//   stores. cooperative   one team of two warp groups, half a tile each.
 //
-//   producer   | load 0 | load 1 | load 2 | load 3 | ...            (TMA, as far ahead as shared memory allows)
-//   team 0     |        | mma 0  | store 0, signal | mma 2  | ...
-//   team 1     |                 | mma 1  | store 1, signal | ...
+//   producer   | load 0 | load 1 | load 2 | load 3 | ...            (TMA, as far ahead as shared
+//   memory allows) team 0     |        | mma 0  | store 0, signal | mma 2  | ... team 1     | | mma
+//   1  | store 1, signal | ...
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,9 +15,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include <cute/tensor.hpp>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
+#include <cute/tensor.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/epilogue/fusion/operations.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
@@ -74,7 +74,8 @@ struct GemmSm90 {
   // Two ordered phases per tile, multiply and store, each held by one team at a time.
   using TeamOrder = cutlass::OrderedSequenceBarrier<2, kTeams>;
   using MainloopPipeline = typename Mainloop::MainloopPipeline;
-  using LoadPipeline = typename Epilogue::LoadPipeline;  // for a C operand: unused, but store() takes it
+  using LoadPipeline =
+      typename Epilogue::LoadPipeline;  // for a C operand: unused, but store() takes it
   using StorePipeline = typename Epilogue::StorePipeline;
 
   struct SharedStorage {
@@ -90,9 +91,12 @@ struct GemmSm90 {
   struct Params {
     typename Mainloop::Params mainloop;
     typename Epilogue::Params epilogue;
-    ProblemShape gemm_shape;   // of the operands
-    ProblemShape store_shape;  // of the output: (M, N, K, 1), or (tile_m, tile_n, K, tiles) if packed
+    ProblemShape gemm_shape;  // of the operands
+    ProblemShape
+        store_shape;  // of the output: (M, N, K, 1), or (tile_m, tile_n, K, tiles) if packed
     bool packed;
+    int32_t parts;
+    int32_t part;
     plan::TileOrder order;
     int32_t* counters;
   };
@@ -138,9 +142,12 @@ struct GemmSm90 {
 
     Params params{};
     params.gemm_shape = cute::make_shape(m, n, k, 1);
-    params.store_shape = packed ? cute::make_shape(kTileM, kTileN, k, gemm.order.num_tiles())
-                                : params.gemm_shape;
+    params.store_shape =
+        packed ? cute::make_shape(kTileM, kTileN, k, gemm.parts * gemm.order.num_tiles())
+               : params.gemm_shape;
     params.packed = packed;
+    params.parts = gemm.parts;
+    params.part = gemm.part;
     params.order = gemm.order;
     params.counters = gemm.counters;
     typename Mainloop::Arguments mainloop{};
@@ -171,7 +178,8 @@ struct GemmSm90 {
                     cute::block_rank_in_cluster(), shared.tensors.mainloop);
       state.advance(k_tiles);
     }
-    // The other CTA of the cluster may still multicast into this one's shared memory: leave after its last arrival.
+    // The other CTA of the cluster may still multicast into this one's shared memory: leave after
+    // its last arrival.
     mainloop.load_tail(pipeline, state);
   }
 
@@ -184,7 +192,8 @@ struct GemmSm90 {
     store_params.always_wait = true;
     StorePipeline store_pipeline(store_params);
 
-    const int thread = (static_cast<int>(threadIdx.x) - cutlass::NumThreadsPerWarpGroup) % kTeamThreads;
+    const int thread =
+        (static_cast<int>(threadIdx.x) - cutlass::NumThreadsPerWarpGroup) % kTeamThreads;
     const int k_tiles =
         cute::size<3>(cute::get<0>(mainloop.load_init(params.gemm_shape, params.mainloop)));
     constexpr auto kLoads = Epilogue::get_load_pipe_increment(TileShape{});
@@ -211,12 +220,14 @@ struct GemmSm90 {
       mainloop_state.advance(k_tiles * kTeams);
 
       const auto place = params.packed
-                             ? cute::make_coord(0, 0, cute::_, step.index)
+                             ? cute::make_coord(0, 0, cute::_,
+                                                plan::packed_slot(params.order, step.index,
+                                                                  params.parts, params.part))
                              : cute::make_coord(step.coord.row, step.coord.column, cute::_, 0);
       if constexpr (kTeams > 1) order.wait();
-      auto [load_next, store_next] =
-          epilogue.store(load_pipeline, load_state, store_pipeline, store_state, params.store_shape,
-                         TileShape{}, place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
+      auto [load_next, store_next] = epilogue.store(
+          load_pipeline, load_state, store_pipeline, store_state, params.store_shape, TileShape{},
+          place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
       if constexpr (kTeams > 1) {
         // The other team writes the same shared memory next: the copy engine must have read it.
         auto [load_end, store_end] =
@@ -231,8 +242,9 @@ struct GemmSm90 {
         store_state = store_next;
       }
 
-      // The team's first warp issued all its bulk stores, so this warp alone must see them complete; it is idle until
-      // its next tile anyway. Signal [A]: wait_counter acquires what is released here.
+      // The team's first warp issued all its bulk stores, so this warp alone must see them
+      // complete; it is idle until its next tile anyway. Signal [A]: wait_counter acquires what is
+      // released here.
       if (params.counters != nullptr && thread < cutlass::NumThreadsPerWarp) {
         wait_bulk_stores_complete();
         if (cutlass::canonical_lane_idx() == 0) {
@@ -256,7 +268,8 @@ struct GemmSm90 {
     }
 
     typename MainloopPipeline::Params mainloop_params;
-    if (producer && warp_in_group == 0) mainloop_params.role = MainloopPipeline::ThreadCategory::Producer;
+    if (producer && warp_in_group == 0)
+      mainloop_params.role = MainloopPipeline::ThreadCategory::Producer;
     if (!producer) mainloop_params.role = MainloopPipeline::ThreadCategory::Consumer;
     mainloop_params.is_leader = threadIdx.x % cutlass::NumThreadsPerWarpGroup == 0;
     mainloop_params.num_consumers = kTeamThreads;

@@ -1,4 +1,5 @@
-// The Hopper GEMM's instances: launch and load functions, so that only their own files include CUTLASS.
+// The Hopper GEMM's instances: launch and load functions, so that only their own files include
+// CUTLASS.
 #pragma once
 
 #include "kernels/gemm.h"

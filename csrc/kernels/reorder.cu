@@ -16,7 +16,11 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = 8;  // accesses of one thread in one block, all loads before the first store
 
-enum class Move { kUnpack, kPack, kAddBias };
+enum class Move { kUnpack, kUnpackSum, kPack, kAddBias };
+
+constexpr bool from_packed(Move move) {
+  return move == Move::kUnpack || move == Move::kUnpackSum;
+}
 
 struct MoveParams {
   int64_t m;       // rows of the row-major matrix
@@ -33,6 +37,7 @@ struct MoveParams {
   const void* source;
   void* destination;
   const void* bias;
+  int64_t part_stride;  // kUnpackSum: elements from a chunk's first part to its second
   plan::TileOrder order;
 };
 
@@ -114,9 +119,9 @@ __device__ __forceinline__ Share<T> locate(const MoveParams& params, uint32_t bl
   const T* source = static_cast<const T*>(params.source);
   T* destination = static_cast<T*>(params.destination);
   Share<T> share;
-  share.source = source + (kMove == Move::kUnpack ? packed : row_major);
+  share.source = source + (from_packed(kMove) ? packed : row_major);
   share.destination = destination + (kMove == Move::kPack ? packed : row_major);
-  share.source_stride = row_step * (kMove == Move::kUnpack ? params.tile_n : params.n);
+  share.source_stride = row_step * (from_packed(kMove) ? params.tile_n : params.n);
   share.destination_stride = row_step * (kMove == Move::kPack ? params.tile_n : params.n);
   share.rows_to_read = in_matrix_rows;
   share.rows_to_write = kMove == Move::kPack ? in_tile_rows : in_matrix_rows;
@@ -138,6 +143,16 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
         values[i] = *reinterpret_cast<const Vector*>(share.source + i * share.source_stride);
       }
     }
+    Vector others[kMove == Move::kUnpackSum ? kRows : 1] = {};
+    if constexpr (kMove == Move::kUnpackSum) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i < share.rows_to_read) {
+          others[i] = *reinterpret_cast<const Vector*>(share.source + params.part_stride +
+                                                       i * share.source_stride);
+        }
+      }
+    }
     Vector bias = {};
     if (kMove != Move::kPack && share.bias != nullptr && share.rows_to_read > 0) {
       bias = *reinterpret_cast<const Vector*>(share.bias);
@@ -154,6 +169,14 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (i < share.rows_to_write) {
+        if constexpr (kMove == Move::kUnpackSum) {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) {
+            // The sum is rounded before the bias is added, as the unfused composition rounds it.
+            round_to(to_float(values[i].element[e]) + to_float(others[i].element[e]),
+                     values[i].element[e]);
+          }
+        }
         if (kMove != Move::kPack && share.bias != nullptr) {
 #pragma unroll
           for (int e = 0; e < kVector; ++e) {
@@ -266,9 +289,17 @@ cudaError_t launch_chunk(const ReorderParams& params, cudaStream_t stream) {
   move.tile_m = params.tile_m;
   move.tile_n = params.tile_n;
   move.first_tile = params.order.chunk_begin[params.chunk];
-  move.source = kMove == Move::kUnpack ? params.packed : params.row_major;
-  move.destination = kMove == Move::kUnpack ? params.row_major : params.packed;
-  move.bias = kMove == Move::kUnpack ? params.bias : nullptr;
+  // The tile index counts from the buffer's start as if there were one part.
+  const int64_t chunk_elements = plan::packed_offset(plan::chunk_tiles(params.order, params.chunk),
+                                                     params.tile_m, params.tile_n);
+  const int64_t region =
+      plan::packed_offset((params.parts - 1) * move.first_tile, params.tile_m, params.tile_n);
+  void* packed = static_cast<char*>(params.packed) +
+                 (region + params.part * chunk_elements) * plan::element_bytes(params.dtype);
+  move.part_stride = chunk_elements;
+  move.source = from_packed(kMove) ? packed : params.row_major;
+  move.destination = from_packed(kMove) ? params.row_major : packed;
+  move.bias = from_packed(kMove) ? params.bias : nullptr;
   move.order = params.order;
   return launch<kMove>(move, params.dtype, plan::chunk_tiles(params.order, params.chunk),
                        params.ctas, stream);
@@ -280,9 +311,11 @@ cudaError_t load() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
   for (const cudaError_t error :
        {cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kUnpack>),
+        cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kUnpackSum>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kPack>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kAddBias>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kUnpack>),
+        cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kUnpackSum>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kPack>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kAddBias>)}) {
     if (error != cudaSuccess) {
@@ -295,7 +328,11 @@ cudaError_t load() {
 }  // namespace
 
 cudaError_t unpack_chunk(const ReorderParams& params, cudaStream_t stream) {
-  return launch_chunk<Move::kUnpack>(params, stream);
+  if (params.parts < 1 || params.parts > 2) {
+    return cudaErrorInvalidValue;
+  }
+  return params.parts == 2 ? launch_chunk<Move::kUnpackSum>(params, stream)
+                           : launch_chunk<Move::kUnpack>(params, stream);
 }
 
 cudaError_t pack_chunk(const ReorderParams& params, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// Moves between the packed and the row-major layout, and the bias: what happens to a chunk behind its communication.
+// Moves between the packed and the row-major layout, and the bias: what happens to a chunk behind
+// its communication.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,14 +18,17 @@ struct ReorderParams {
   int32_t tile_n = 0;
   plan::DType dtype = plan::DType::kBFloat16;
   plan::TileOrder order;
-  int32_t chunk = 0;             // tiles of this chunk alone
-  void* row_major = nullptr;     // [m, n], contiguous
-  void* packed = nullptr;        // the whole packed buffer
-  const void* bias = nullptr;    // [n] of the same dtype, or null; added by unpack_chunk
-  int32_t ctas = 0;              // grid size, at most
+  int32_t chunk = 0;           // tiles of this chunk alone
+  void* row_major = nullptr;   // [m, n], contiguous
+  void* packed = nullptr;      // the whole packed buffer
+  int32_t parts = 1;           // copies of a chunk in its region of the packed buffer: 1 or 2
+  int32_t part = 0;            // the one that pack_chunk writes
+  const void* bias = nullptr;  // [n] of the same dtype, or null; added by unpack_chunk
+  int32_t ctas = 0;            // grid size, at most
 };
 
-// packed -> row-major, plus bias. Tile parts beyond m and n are dropped.
+// packed -> row-major: the sum of the parts, plus bias, each added in fp32 and rounded. Tile parts
+// beyond m and n are dropped.
 cudaError_t unpack_chunk(const ReorderParams& params, cudaStream_t stream);
 
 // row-major -> packed. Tile parts beyond m and n become zero.

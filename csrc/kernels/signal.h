@@ -8,8 +8,9 @@
 namespace overlap::kernels {
 
 #if defined(__CUDACC__)
-// [A] Announces one finished tile. The calling thread must have observed the tile's stores (bulk stores: complete, not
-// merely read; ordinary stores: behind a CTA barrier). Pairs with the acquire in wait_counter, label [A] in signal.cu.
+// [A] Announces one finished tile. The calling thread must have observed the tile's stores (bulk
+// stores: complete, not merely read; ordinary stores: behind a CTA barrier). Pairs with the acquire
+// in wait_counter, label [A] in signal.cu.
 __device__ __forceinline__ void signal_release_gpu(int32_t* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -27,26 +28,29 @@ __device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* counter) {
 }
 #endif
 
-// What a wait that passed its deadline leaves behind: in pinned host memory, read without synchronising.
+// What a wait that passed its deadline leaves behind: in pinned host memory, read without
+// synchronising.
 struct WaitReport {
   int32_t failed = 0;  // 1 once a deadline has passed; the first failure is kept
   int32_t rank = 0;
   int32_t chunk = 0;
   int32_t expected = 0;
   int32_t seen = 0;
-  int32_t reached = -1;  // the last chunk of any call whose wait ended: what its rank was communicating
+  int32_t reached =
+      -1;  // the last chunk of any call whose wait ended: what its rank was communicating
 };
 
 struct WaitParams {
   const int32_t* counter = nullptr;
   int32_t expected = 0;
-  int64_t deadline_ns = 0;        // how long to wait at most
-  int32_t rank = 0;               // for the report
+  int64_t deadline_ns = 0;  // how long to wait at most
+  int32_t rank = 0;         // for the report
   int32_t chunk = 0;
-  WaitReport* report = nullptr;   // pinned host memory mapped into the device
+  WaitReport* report = nullptr;  // pinned host memory mapped into the device
 };
 
-// Enqueues a one-warp kernel that ends once *counter >= expected (acquire), or at the deadline, with a report.
+// Enqueues a one-warp kernel that ends once *counter >= expected (acquire), or at the deadline,
+// with a report.
 cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream);
 
 // Enqueues a kernel that holds its stream for `microseconds`: random delays in the race tests.

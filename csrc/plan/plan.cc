@@ -111,6 +111,16 @@ const char* name(Layout layout) {
   return "unknown layout";
 }
 
+const char* name(Collective collective) {
+  switch (collective) {
+    case Collective::kAllReduce:
+      return "all_reduce";
+    case Collective::kExchange:
+      return "exchange";
+  }
+  return "unknown collective";
+}
+
 std::string Problem::to_string() const {
   std::ostringstream out;
   out << name(op) << " m=" << m << " n=" << n << " k=" << k << " " << name(dtype)
@@ -144,9 +154,12 @@ std::string Plan::to_string() const {
     out << ")";
   });
   if (chunks.empty()) out << "0 tiles";
+  if (collective != Collective::kAllReduce) out << ", " << name(collective);
   out << ", " << resources.comm_sms << " SMs left to communication";
   if (resources.smem_pad_bytes != 0) out << ", smem pad " << resources.smem_pad_bytes << " bytes";
   if (resources.window) out << ", in a window";
+  if (resources.finish_ctas != 0) out << ", finished by " << resources.finish_ctas << " CTAs";
+  if (resources.lanes != 1) out << ", " << resources.lanes << " lanes";
   return out.str();
 }
 
@@ -171,9 +184,14 @@ TileOrder tile_order(const Plan& plan) {
   return order;
 }
 
+int32_t buffer_parts(const Plan& plan) {
+  return plan.collective == Collective::kExchange ? 2 : 1;
+}
+
 int64_t buffer_elements(const Plan& plan) {
   if (plan.layout == Layout::kRowMajor) return plan.problem.m * plan.problem.n;
-  return packed_offset(tiles_m(plan) * tiles_n(plan), plan.tile_m, plan.tile_n);
+  return buffer_parts(plan) *
+         packed_offset(tiles_m(plan) * tiles_n(plan), plan.tile_m, plan.tile_n);
 }
 
 Rows chunk_rows(const Plan& plan, int32_t chunk) {
@@ -197,7 +215,7 @@ Extent chunk_extent(const Plan& plan, int32_t chunk) {
   }
   int32_t first_tile = 0;
   for (int32_t c = 0; c < chunk; ++c) first_tile += plan.chunks[c].tiles;
-  return {packed_offset(first_tile, plan.tile_m, plan.tile_n),
+  return {buffer_parts(plan) * packed_offset(first_tile, plan.tile_m, plan.tile_n),
           packed_offset(plan.chunks[chunk].tiles, plan.tile_m, plan.tile_n)};
 }
 

@@ -87,6 +87,9 @@ std::vector<int64_t> encode(const Plan& plan) {
       plan.resources.comm_sms,
       plan.resources.smem_pad_bytes,
       plan.resources.window ? 1 : 0,
+      plan.resources.finish_ctas,
+      plan.resources.lanes,
+      static_cast<int64_t>(plan.collective),
   };
   code.push_back(static_cast<int64_t>(plan.bands.size()));
   for (const BandRun& run : plan.bands) {
@@ -121,6 +124,9 @@ Plan decode(const std::vector<int64_t>& code) {
   plan.resources.comm_sms = reader.take_int32("comm_sms");
   plan.resources.smem_pad_bytes = reader.take_int32("smem_pad_bytes");
   plan.resources.window = reader.take("window", 0, 1) == 1;
+  plan.resources.finish_ctas = reader.take_int32("finish_ctas");
+  plan.resources.lanes = reader.take_int32("lanes");
+  plan.collective = reader.take_enum("collective", Collective::kExchange);
   plan.bands.resize(reader.take_length("number of band runs", 2));
   for (BandRun& run : plan.bands) {
     run.tile_rows = reader.take_int32("band height");

@@ -1,10 +1,13 @@
-// Tile index <-> (row, column) <-> chunk <-> place in the buffer: the only definition of all four, used by
-// the planner, the GEMM kernels, the reorder kernels and the CPU path alike.
+// Tile index <-> (row, column) <-> chunk <-> place in the buffer: the only definition of all four,
+// used by the planner, the GEMM kernels, the reorder kernels and the CPU path alike.
 //
-//   bands      The output's tile rows are cut into bands. Tiles are taken band after band; inside a band column after
-//              column, and inside a column from top to bottom. A band of many rows keeps a wave square (good for L2),
-//              one of few rows finishes its rows early (good for communication).
-//   clusters   `cluster_m` CTAs along M share one step, so band heights are multiples of it and tile indices
+//   bands      The output's tile rows are cut into bands. Tiles are taken band after band; inside a
+//   band column after
+//              column, and inside a column from top to bottom. A band of many rows keeps a wave
+//              square (good for L2), one of few rows finishes its rows early (good for
+//              communication).
+//   clusters   `cluster_m` CTAs along M share one step, so band heights are multiples of it and
+//   tile indices
 //              c * cluster_m ... c * cluster_m + cluster_m - 1 belong to one cluster.
 //   chunks     A chunk is a run of tile indices. Chunk c is [chunk_begin[c], chunk_begin[c + 1]).
 #pragma once
@@ -38,10 +41,10 @@ struct TileCoord {
 
 // Plain data, passed to kernels by value.
 struct TileOrder {
-  int32_t tiles_m = 0;    // rows of tiles, rounded up to a multiple of cluster_m
-  int32_t tiles_n = 0;    // columns of tiles
-  int32_t num_runs = 0;   // used entries of `runs`
-  int32_t num_chunks = 0; // used chunks
+  int32_t tiles_m = 0;     // rows of tiles, rounded up to a multiple of cluster_m
+  int32_t tiles_n = 0;     // columns of tiles
+  int32_t num_runs = 0;    // used entries of `runs`
+  int32_t num_chunks = 0;  // used chunks
   BandRun runs[kMaxBandRuns] = {};
   int32_t chunk_begin[kMaxChunks + 1] = {};
 
@@ -104,9 +107,19 @@ OVERLAP_HOST_DEVICE constexpr int32_t chunk_tiles(const TileOrder& order, int32_
   return order.chunk_begin[chunk + 1] - order.chunk_begin[chunk];
 }
 
-// Packed layout: tile `index` is a contiguous, row-major tile_m x tile_n block that starts at this element.
+// Packed layout: tile `index` is a contiguous, row-major tile_m x tile_n block that starts at this
+// element.
 OVERLAP_HOST_DEVICE constexpr int64_t packed_offset(int32_t index, int32_t tile_m, int32_t tile_n) {
   return static_cast<int64_t>(index) * tile_m * tile_n;
+}
+
+// Packed layout in which each chunk's region holds `parts` copies of the chunk, one after the
+// other: the place, in tiles, of tile `index` of copy `part`. With one part it is the index itself.
+OVERLAP_HOST_DEVICE constexpr int32_t packed_slot(const TileOrder& order, int32_t index,
+                                                  int32_t parts, int32_t part) {
+  if (parts == 1) return index;
+  const int32_t chunk = tile_chunk(order, index);
+  return index + (parts - 1) * order.chunk_begin[chunk] + part * chunk_tiles(order, chunk);
 }
 
 }  // namespace overlap::plan

@@ -11,8 +11,10 @@ namespace overlap::plan {
 namespace {
 
 constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
-constexpr int32_t kMaxCommSms = 1024;             // more SMs than any GPU has
-constexpr int32_t kMaxCtas = 64;                  // NCCL has no more channels
+constexpr int32_t kMaxCommSms = 1024;     // more SMs than any GPU has
+constexpr int32_t kMaxCtas = 64;          // NCCL has no more channels
+constexpr int32_t kMaxFinishCtas = 4096;  // several on each of a GPU's SMs
+constexpr int32_t kMaxLanes = 2;
 constexpr int32_t kMaxSmemPadBytes = 227 * 1024;  // what a block can have on Hopper
 
 template <typename... Parts>
@@ -191,11 +193,30 @@ void check_row_panels(const Plan& plan) {
 void check_resources(const Plan& plan) {
   check_range("comm_sms", plan.resources.comm_sms, 0, kMaxCommSms,
               "leave the communication as many SMs as its chunks' max_ctas");
+  check_range("finish_ctas", plan.resources.finish_ctas, 0, kMaxFinishCtas,
+              "0 leaves the number to the library");
+  check_range("lanes", plan.resources.lanes, 1, kMaxLanes,
+              "each lane is a stream and a set of communicators");
   check_range("smem_pad_bytes", plan.resources.smem_pad_bytes, 0, kMaxSmemPadBytes,
               "a block has no more shared memory");
   if (plan.resources.window && plan.chunks[0].transport != Transport::kNccl) {
     fail("plan has window = true with the transport ", name(plan.chunks[0].transport),
          ", but symmetric windows are NCCL's: take nccl, or window = false");
+  }
+}
+
+void check_collective(const Plan& plan) {
+  check_enum("collective", plan.collective, Collective::kExchange);
+  if (plan.collective != Collective::kExchange) return;
+  if (plan.problem.world_size != 2) {
+    fail("collective is exchange with world_size = ", plan.problem.world_size,
+         ", allowed is 2: between more ranks it would move more bytes than all_reduce, take that");
+  }
+  if (plan.layout != Layout::kPacked || plan.schedule != Schedule::kOverlapped ||
+      plan.chunks[0].transport != Transport::kNccl) {
+    fail("collective is exchange with the schedule ", name(plan.schedule), ", the layout ",
+         name(plan.layout), " and the transport ", name(plan.chunks[0].transport),
+         ", allowed are overlapped, packed and nccl: take those, or the collective all_reduce");
   }
 }
 
@@ -227,6 +248,7 @@ void validate(const Plan& plan) {
   check_bands(plan);
   check_chunks(plan);
   check_resources(plan);
+  check_collective(plan);
   check_schedule(plan);
   if (plan.layout == Layout::kRowMajor) check_row_panels(plan);
 }

@@ -1,6 +1,5 @@
 #include "runtime/communicator.h"
 
-
 #include "runtime/error.h"
 
 namespace overlap::runtime {
@@ -26,8 +25,8 @@ Communicator::Communicator(const ncclUniqueId& id, const Options& options) : ran
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   // Non-blocking communicators hand every call to a thread of their own: 130 us a call, measured.
   config.blocking = 1;
-  // NCCL's kernels run beside a persistent GEMM: as clusters of 4 they would need 4 free SMs of one GPC at once, and
-  // start only when the GEMM ends.
+  // NCCL's kernels run beside a persistent GEMM: as clusters of 4 they would need 4 free SMs of one
+  // GPC at once, and start only when the GEMM ends.
   config.cgaClusterSize = 0;
   if (options.max_ctas > 0) {
     config.minCTAs = 1;
@@ -41,12 +40,22 @@ Communicator::~Communicator() {
   if (!captured_) abort();
 }
 
-void Communicator::all_reduce(const void* source, void* destination, size_t count, plan::DType dtype,
-                              cudaStream_t stream) {
+void Communicator::all_reduce(const void* source, void* destination, size_t count,
+                              plan::DType dtype, cudaStream_t stream) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
   if (aborted_) throw Error("overlap_torch: all-reduce on an aborted communicator");
   check_nccl(ncclAllReduce(source, destination, count, nccl_dtype(dtype), ncclSum, comm_, stream),
              "ncclAllReduce");
+}
+
+void Communicator::all_gather_in_place(void* destination, size_t count, plan::DType dtype,
+                                       cudaStream_t stream) {
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
+  if (aborted_) throw Error("overlap_torch: all-gather on an aborted communicator");
+  const size_t bytes = count * static_cast<size_t>(plan::element_bytes(dtype));
+  const void* source = static_cast<const char*>(destination) + bytes * static_cast<size_t>(rank_);
+  check_nccl(ncclAllGather(source, destination, count, nccl_dtype(dtype), comm_, stream),
+             "ncclAllGather");
 }
 
 bool Communicator::register_window(void* pointer, size_t bytes) {

@@ -14,8 +14,9 @@
 
 namespace overlap::runtime {
 
-// Owner of an ncclComm_t. Its destructor aborts, which waits for no peer. A communicator that a CUDA graph captured is
-// leaked instead (mark_captured): the graph may be replayed after the group is gone, and NCCL would wait for the graph.
+// Owner of an ncclComm_t. Its destructor aborts, which waits for no peer. A communicator that a
+// CUDA graph captured is leaked instead (mark_captured): the graph may be replayed after the group
+// is gone, and NCCL would wait for the graph.
 class Communicator {
  public:
   struct Options {
@@ -24,19 +25,24 @@ class Communicator {
     int max_ctas = 0;  // 0: NCCL's own choice
   };
 
-  // Collective, and blocks until all ranks construct it with the same id and CTA limit: let them meet, with a deadline,
-  // before.
+  // Collective, and blocks until all ranks construct it with the same id and CTA limit: let them
+  // meet, with a deadline, before.
   Communicator(const ncclUniqueId& id, const Options& options);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Sum of `count` elements over the ranks; source and destination may be the same. Enqueued on `stream`.
+  // Sum of `count` elements over the ranks; source and destination may be the same. Enqueued on
+  // `stream`.
   void all_reduce(const void* source, void* destination, size_t count, plan::DType dtype,
                   cudaStream_t stream);
 
-  // Registers [pointer, pointer + bytes) of ncclMemAlloc memory as a symmetric window. Collective and slow (21 ms for
-  // 64 MiB): once per buffer. False where NCCL cannot.
+  // Gathers `count` elements of every rank into `destination`, in rank order. In place: this rank's
+  // elements lie there already.
+  void all_gather_in_place(void* destination, size_t count, plan::DType dtype, cudaStream_t stream);
+
+  // Registers [pointer, pointer + bytes) of ncclMemAlloc memory as a symmetric window. Collective
+  // and slow (21 ms for 64 MiB): once per buffer. False where NCCL cannot.
   bool register_window(void* pointer, size_t bytes);
 
   // An error that NCCL met asynchronously.

@@ -12,8 +12,17 @@ namespace {
 int highest_priority() {
   int least = 0;
   int greatest = 0;
-  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+             "cudaDeviceGetStreamPriorityRange");
   return greatest;
+}
+
+int lowest_priority() {
+  int least = 0;
+  int greatest = 0;
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+             "cudaDeviceGetStreamPriorityRange");
+  return least;
 }
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -45,7 +54,9 @@ Stream::Stream(int priority) {
              "cudaStreamCreateWithPriority");
 }
 
-Stream::~Stream() { cudaStreamDestroy(stream_); }
+Stream::~Stream() {
+  cudaStreamDestroy(stream_);
+}
 
 std::optional<unsigned long long> capture_id(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -57,8 +68,8 @@ std::optional<unsigned long long> capture_id(cudaStream_t stream) {
 }
 
 DeviceState::DeviceState(int device)
-    : side(highest_priority()),
-      copy(highest_priority()),
+    : side{Stream(highest_priority()), Stream(highest_priority())},
+      copy(lowest_priority()),
       observer(highest_priority()),
       device_(device),
       sm_count_(attribute(cudaDevAttrMultiProcessorCount, device)),

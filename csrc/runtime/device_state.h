@@ -1,4 +1,5 @@
-// What the ops on one device share: the side streams, events, and the order of ops among themselves.
+// What the ops on one device share: the side streams, events, and the order of ops among
+// themselves.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,6 +12,8 @@
 #include "plan/tile_order.h"
 
 namespace overlap::runtime {
+
+inline constexpr int kMaxLanes = 2;
 
 // Owner of a CUDA event. Waiting on it inside a capture makes an edge of the graph.
 class Event {
@@ -48,28 +51,31 @@ std::optional<unsigned long long> capture_id(cudaStream_t stream);
 // One per device and process, made once, never destroyed (the driver is gone by then).
 //
 //   caller    | zero counters | fork | GEMM ........................... | join
-//   side      |               ^      | wait 0 | NCCL 0 | wait 1 | NCCL 1 ..| ^     (highest priority)
-//   copy      |                               | unpack 0 | unpack 1 .....  |       (behind the next communication)
-//   observer  | only while a timeline is recorded: when each chunk's tiles were finished
+//   side      |               ^      | wait 0 | NCCL 0 | wait 1 | NCCL 1 ..| ^     (highest
+//   priority) copy      |                               | unpack 0 | unpack 1 .....  | (behind the
+//   next communication) observer  | only while a timeline is recorded: when each chunk's tiles were
+//   finished
 class DeviceState {
  public:
-  // Makes the current device's state: loads all kernels, so that nothing is loaded lazily while something waits.
+  // Makes the current device's state: loads all kernels, so that nothing is loaded lazily while
+  // something waits.
   static DeviceState& current();
 
   // Held while an op is enqueued. Ops of one device are chained in the order in which they took it.
   std::mutex mutex;
 
-  Stream side;
+  std::array<Stream, kMaxLanes> side;
   Stream copy;
   Stream observer;
   Event fork;
-  Event join;
+  std::array<Event, kMaxLanes> join;
   Event copied;
   std::array<Event, plan::kMaxChunks> produced;      // chunk is computed (library GEMMs)
   std::array<Event, plan::kMaxChunks> communicated;  // chunk has travelled
 
-  // `stream` waits for the last op on this device, on whatever stream and group it ran: at most one op of a device
-  // waits for its peers at a time. Ops in different captures, or in a capture and outside, cannot be chained.
+  // `stream` waits for the last op on this device, on whatever stream and group it ran: at most one
+  // op of a device waits for its peers at a time. Ops in different captures, or in a capture and
+  // outside, cannot be chained.
   void chain(cudaStream_t stream, std::optional<unsigned long long> capture);
   void chained(cudaStream_t stream, std::optional<unsigned long long> capture);
 

@@ -16,8 +16,8 @@ class Error : public std::runtime_error {
 
 inline void check_cuda(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  throw Error(std::string("overlap_torch: ") + what + " failed: " + cudaGetErrorName(result) + ": " +
-              cudaGetErrorString(result));
+  throw Error(std::string("overlap_torch: ") + what + " failed: " + cudaGetErrorName(result) +
+              ": " + cudaGetErrorString(result));
 }
 
 inline void check_nccl(ncclResult_t result, const char* what) {

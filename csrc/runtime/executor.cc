@@ -1,6 +1,7 @@
 #include "runtime/executor.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/reorder.h"
 #include "runtime/error.h"
@@ -8,7 +9,9 @@
 namespace overlap::runtime {
 namespace {
 
-constexpr int kFinishCtas = 32;  // of the copy stream's kernels: enough for bandwidth, few beside a GEMM
+// One CTA per block of work: the few SMs that GEMM and communication leave take some of them, and
+// all SMs the rest as soon as the GEMM has ended.
+constexpr int32_t kDefaultFinishCtas = std::numeric_limits<int32_t>::max();
 
 // One run of the loop: what its steps share.
 class ProduceLoop {
@@ -20,6 +23,11 @@ class ProduceLoop {
         plan_(*call.plan),
         order_(*call.order),
         chunks_(static_cast<int>(plan_.chunks.size())),
+        lanes_(plan_.resources.lanes),
+        parts_(plan::buffer_parts(plan_)),
+        part_(parts_ > 1 ? group.rank() : 0),
+        finish_ctas_(plan_.resources.finish_ctas > 0 ? plan_.resources.finish_ctas
+                                                     : kDefaultFinishCtas),
         element_bytes_(plan::element_bytes(plan_.problem.dtype)),
         capture_(capture_id(call.stream)) {}
 
@@ -47,28 +55,31 @@ class ProduceLoop {
   // Everything that can fail or has to be made, before anything is launched.
   void prepare() {
     group_.check();
-    std::vector<int> limits;
-    for (const plan::Chunk& chunk : plan_.chunks) {
-      communicators_.push_back(&group_.communicator(chunk.max_ctas, capture_.has_value()));
-      if (std::find(limits.begin(), limits.end(), chunk.max_ctas) == limits.end()) {
-        limits.push_back(chunk.max_ctas);
-      }
+    std::vector<CommunicatorKey> keys;
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+      keys.push_back({plan_.chunks[chunk].max_ctas, lane(chunk)});
+      communicators_.push_back(&group_.communicator(keys.back(), capture_.has_value()));
     }
     buffer_ = call_.buffer;
     if (buffer_ == nullptr) {
-      buffer_ = group_.staging(plan::buffer_elements(plan_) * element_bytes_, limits, capture_.has_value());
+      buffer_ =
+          group_.staging(plan::buffer_elements(plan_) * element_bytes_, keys, capture_.has_value());
     }
-    // A plan without unpacking or bias needs no copy: NCCL writes the result where the caller wants it.
+    // A plan without unpacking or bias needs no copy: NCCL writes the result where the caller wants
+    // it.
     in_place_ = buffer_ == call_.output;
     finishes_ = !in_place_ || call_.bias != nullptr;
   }
 
   void produce_with_signals() {
-    check_cuda(cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * static_cast<size_t>(chunks_), call_.stream),
+    check_cuda(cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * static_cast<size_t>(chunks_),
+                               call_.stream),
                "cudaMemsetAsync");
     fork();
     kernels::GemmParams gemm = call_.gemm;
     gemm.output = buffer_;
+    gemm.parts = parts_;
+    gemm.part = part_;
     gemm.order = order_;
     gemm.counters = call_.counters;
     // The producer goes first: what waits for it must never be able to keep it out.
@@ -79,8 +90,8 @@ class ProduceLoop {
         wait(chunk, device_.observer.get());
         trace_->ready[chunk]->record(device_.observer.get());
       }
-      hold_side();
-      wait(chunk, device_.side.get());
+      hold_side(chunk);
+      wait(chunk, side(chunk));
       communicate(chunk);
     }
   }
@@ -94,6 +105,7 @@ class ProduceLoop {
         kernels::ReorderParams reorder = reorder_params(chunk);
         reorder.row_major = call_.library_rows;
         reorder.bias = nullptr;
+        reorder.part = part_;
         check_cuda(kernels::pack_chunk(reorder, call_.stream), "packing a chunk");
       } else {
         call_.library_gemm(plan::chunk_rows(plan_, chunk), place(chunk));
@@ -103,15 +115,15 @@ class ProduceLoop {
         trace_->ready[chunk]->record(call_.stream);
         if (chunk == chunks_ - 1) trace_->gemm_end.record(call_.stream);
       }
-      hold_side();
-      device_.produced[chunk].block(device_.side.get());
+      hold_side(chunk);
+      device_.produced[chunk].block(side(chunk));
       communicate(chunk);
     }
   }
 
   void fork() {
     device_.fork.record(call_.stream);
-    device_.fork.block(device_.side.get());
+    for (int lane = 0; lane < lanes_; ++lane) device_.fork.block(device_.side[lane].get());
     if (finishes_) device_.fork.block(device_.copy.get());
     if (trace_ != nullptr) device_.fork.block(device_.observer.get());
   }
@@ -128,11 +140,16 @@ class ProduceLoop {
   }
 
   void communicate(int chunk) {
-    const cudaStream_t side = device_.side.get();
+    const cudaStream_t side = this->side(chunk);
     const plan::Extent extent = plan::chunk_extent(plan_, chunk);
     if (trace_ != nullptr) trace_->begin[chunk]->record(side);
-    communicators_[chunk]->all_reduce(place(chunk), place(chunk), static_cast<size_t>(extent.count),
-                                      plan_.problem.dtype, side);
+    if (plan_.collective == plan::Collective::kExchange) {
+      communicators_[chunk]->all_gather_in_place(place(chunk), static_cast<size_t>(extent.count),
+                                                 plan_.problem.dtype, side);
+    } else {
+      communicators_[chunk]->all_reduce(
+          place(chunk), place(chunk), static_cast<size_t>(extent.count), plan_.problem.dtype, side);
+    }
     if (trace_ != nullptr) trace_->finish[chunk]->record(side);
     if (!finishes_) return;
     device_.communicated[chunk].record(side);
@@ -140,7 +157,7 @@ class ProduceLoop {
     finish(chunk);
   }
 
-  // Behind the next chunk's communication: back to row-major, plus bias.
+  // Behind the next chunk's communication: back to row-major, parts added up, plus bias.
   void finish(int chunk) {
     const cudaStream_t copy = device_.copy.get();
     if (plan_.layout == plan::Layout::kPacked) {
@@ -148,30 +165,47 @@ class ProduceLoop {
       return;
     }
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+    char* destination =
+        static_cast<char*>(call_.output) + rows.begin * plan_.problem.n * element_bytes_;
+    if (call_.bias == nullptr) {
+      // The copy engine, which takes no SM from GEMM and communication.
+      const plan::Extent extent = plan::chunk_extent(plan_, chunk);
+      check_cuda(cudaMemcpyAsync(destination, place(chunk),
+                                 static_cast<size_t>(extent.count * element_bytes_),
+                                 cudaMemcpyDeviceToDevice, copy),
+                 "copying a chunk");
+      return;
+    }
     kernels::BiasParams params;
     params.rows = rows.end - rows.begin;
     params.n = plan_.problem.n;
     params.dtype = plan_.problem.dtype;
     params.source = place(chunk);
-    params.destination =
-        static_cast<char*>(call_.output) + rows.begin * plan_.problem.n * element_bytes_;
+    params.destination = destination;
     params.bias = call_.bias;
-    params.ctas = kFinishCtas;
+    params.ctas = finish_ctas_;
     check_cuda(kernels::add_bias(params, copy), "adding the bias to a chunk");
   }
 
   void join() {
-    device_.join.record(device_.side.get());
-    device_.join.block(call_.stream);
+    for (int lane = 0; lane < lanes_; ++lane) {
+      device_.join[lane].record(device_.side[lane].get());
+      device_.join[lane].block(call_.stream);
+    }
     if (finishes_) {
       device_.copied.record(device_.copy.get());
       device_.copied.block(call_.stream);
     }
   }
 
-  void hold_side() {
-    if (call_.delay_us > 0) check_cuda(kernels::delay(call_.delay_us, device_.side.get()), "launching a delay");
+  void hold_side(int chunk) {
+    if (call_.delay_us > 0)
+      check_cuda(kernels::delay(call_.delay_us, side(chunk)), "launching a delay");
   }
+
+  // Chunks in flight at the same time are on different streams and communicators.
+  int lane(int chunk) const { return chunk % lanes_; }
+  cudaStream_t side(int chunk) const { return device_.side[lane(chunk)].get(); }
 
   char* place(int chunk) const {
     return static_cast<char*>(buffer_) + plan::chunk_extent(plan_, chunk).offset * element_bytes_;
@@ -189,7 +223,9 @@ class ProduceLoop {
     params.row_major = call_.output;
     params.packed = buffer_;
     params.bias = call_.bias;
-    params.ctas = kFinishCtas;
+    params.ctas = finish_ctas_;
+    params.parts = parts_;
+    params.part = 0;
     return params;
   }
 
@@ -199,6 +235,10 @@ class ProduceLoop {
   const plan::Plan& plan_;
   const plan::TileOrder& order_;
   const int chunks_;
+  const int lanes_;
+  const int parts_;
+  const int part_;
+  const int finish_ctas_;
   const int64_t element_bytes_;
   const std::optional<unsigned long long> capture_;
   std::vector<Communicator*> communicators_;
@@ -220,12 +260,14 @@ void run_all_reduce(Group& group, const ProduceCall& call) {
 }
 
 void run_sequential_all_reduce(Group& group, const plan::Plan& plan, void* output,
-                               const std::function<void()>& gemm, cudaStream_t stream, Trace* trace) {
+                               const std::function<void()>& gemm, cudaStream_t stream,
+                               Trace* trace) {
   DeviceState& device = group.device();
   const std::lock_guard<std::mutex> lock(device.mutex);
   group.check();
   const std::optional<unsigned long long> capture = capture_id(stream);
-  Communicator& communicator = group.communicator(plan.chunks.front().max_ctas, capture.has_value());
+  Communicator& communicator =
+      group.communicator({plan.chunks.front().max_ctas, 0}, capture.has_value());
   device.chain(stream, capture);
   CallTrace* record = trace != nullptr && !capture ? &trace->add(1) : nullptr;
   if (record != nullptr) record->start.record(stream);

@@ -14,7 +14,8 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kMaxPending = 256;
 constexpr std::chrono::seconds kPublishPeriod{1};
 
-// Dense 16-bit tensor-core operations of one SM and clock, by architecture; about three quarters of it are sustained.
+// Dense 16-bit tensor-core operations of one SM and clock, by architecture; about three quarters of
+// it are sustained.
 double tensor_flop_per_clock(int arch) {
   if (arch == 90) return 4096;
   if (arch == 80) return 2048;
@@ -22,7 +23,9 @@ double tensor_flop_per_clock(int arch) {
 }
 constexpr double kSustained = 0.72;
 
-std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+std::vector<uint8_t> bytes_of(const std::string& text) {
+  return {text.begin(), text.end()};
+}
 
 double elapsed_us(const Event& begin, const Event& end) {
   float milliseconds = 0;
@@ -55,7 +58,7 @@ class Staging {
   Staging& operator=(const Staging&) = delete;
   void* pointer() const { return pointer_; }
   int64_t bytes() const { return bytes_; }
-  std::vector<int> registered;  // CTA limits of the communicators that know it
+  std::vector<CommunicatorKey> registered;  // the communicators that know it
 
  private:
   void* pointer_ = nullptr;
@@ -64,11 +67,14 @@ class Staging {
 
 HostReport::HostReport() {
   void* memory = nullptr;
-  check_cuda(cudaHostAlloc(&memory, sizeof(kernels::WaitReport), cudaHostAllocPortable), "cudaHostAlloc");
+  check_cuda(cudaHostAlloc(&memory, sizeof(kernels::WaitReport), cudaHostAllocPortable),
+             "cudaHostAlloc");
   report_ = new (memory) kernels::WaitReport();
 }
 
-HostReport::~HostReport() { cudaFreeHost(report_); }
+HostReport::~HostReport() {
+  cudaFreeHost(report_);
+}
 
 Group::Group(GroupOptions options) : options_(std::move(options)), device_(DeviceState::current()) {
   machine_.arch = device_.arch();
@@ -89,34 +95,37 @@ Group::~Group() {
   communicators_.clear();
 }
 
-Communicator& Group::communicator(int max_ctas, bool capturing) {
+Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  std::unique_ptr<Communicator>& communicator = communicators_[max_ctas];
+  std::unique_ptr<Communicator>& communicator = communicators_[key];
   if (communicator != nullptr) return *communicator;
   if (capturing) {
     throw Error("overlap_torch: group '" + options_.name + "' has no communicator with " +
-                (max_ctas == 0 ? std::string("NCCL's own") : std::to_string(max_ctas)) +
-                " CTAs, and none can be made while a CUDA graph is captured. Call the op once with the same shapes, "
+                (key.max_ctas == 0 ? std::string("NCCL's own") : std::to_string(key.max_ctas)) +
+                " CTAs, and none can be made while a CUDA graph is captured. Call the op once with "
+                "the same shapes, "
                 "dtype and group before the capture (torch.cuda.graph's warm-up).");
   }
   Communicator::Options communicator_options;
   communicator_options.rank = options_.rank;
   communicator_options.world_size = options_.world_size;
-  communicator_options.max_ctas = max_ctas;
-  communicator = std::make_unique<Communicator>(meet(max_ctas), communicator_options);
+  communicator_options.max_ctas = key.max_ctas;
+  communicator = std::make_unique<Communicator>(meet(key), communicator_options);
   // The first collective connects the ranks: here, so that no later call blocks the host.
   const Scratch scratch(sizeof(float));
-  communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, device_.side.get());
-  check_cuda(cudaStreamSynchronize(device_.side.get()), "cudaStreamSynchronize");
-  // All ranks have read the id by now; a later group of the same name on the same store must not find it.
-  if (options_.rank == 0) options_.bootstrap.remove(id_key(max_ctas));
+  communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
+                           device_.side[0].get());
+  check_cuda(cudaStreamSynchronize(device_.side[0].get()), "cudaStreamSynchronize");
+  // All ranks have read the id by now; a later group of the same name on the same store must not
+  // find it.
+  if (options_.rank == 0) options_.bootstrap.remove(id_key(key));
   return *communicator;
 }
 
-// All ranks have come here, or the store's deadline passes and says who has not: making a communicator has no deadline
-// of its own.
-ncclUniqueId Group::meet(int max_ctas) {
-  const std::string key = id_key(max_ctas);
+// All ranks have come here, or the store's deadline passes and says who has not: making a
+// communicator has no deadline of its own.
+ncclUniqueId Group::meet(CommunicatorKey communicator) {
+  const std::string key = id_key(communicator);
   ncclUniqueId id;
   if (options_.rank == 0) {
     check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
@@ -141,28 +150,32 @@ ncclUniqueId Group::meet(int max_ctas) {
   } catch (const std::exception& error) {
     throw Error(meeting_error(0, error.what()));
   }
-  if (bytes.size() != sizeof(id)) throw Error("overlap_torch: the store's NCCL id has a wrong size");
+  if (bytes.size() != sizeof(id))
+    throw Error("overlap_torch: the store's NCCL id has a wrong size");
   std::memcpy(&id, bytes.data(), sizeof(id));
   return id;
 }
 
-std::string Group::id_key(int max_ctas) const {
-  return "overlap_torch/" + options_.name + "/nccl_id/" + std::to_string(max_ctas);
+std::string Group::id_key(CommunicatorKey key) const {
+  return "overlap_torch/" + options_.name + "/nccl_id/" + std::to_string(key.max_ctas) + "." +
+         std::to_string(key.lane);
 }
 
 std::string Group::meeting_error(int peer, const std::string& cause) const {
-  return "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) + ": rank " +
-         std::to_string(peer) + " did not come to make a communicator within " +
+  return "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
+         ": rank " + std::to_string(peer) + " did not come to make a communicator within " +
          std::to_string(options_.timeout.count() / 1000.0) +
-         " s. Every rank of the group has to call the op with the same shapes, dtype and plan. (" + cause + ")";
+         " s. Every rank of the group has to call the op with the same shapes, dtype and plan. (" +
+         cause + ")";
 }
 
-void* Group::staging(int64_t bytes, const std::vector<int>& max_ctas, bool capturing) {
+void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing) {
   if (staging_ == nullptr || staging_->bytes() < bytes) {
     if (capturing) {
-      throw Error("overlap_torch: group '" + options_.name + "' has no registered staging memory of " +
-                  std::to_string(bytes) +
-                  " bytes, and none can be registered while a CUDA graph is captured. Call the op once with the same "
+      throw Error("overlap_torch: group '" + options_.name +
+                  "' has no registered staging memory of " + std::to_string(bytes) +
+                  " bytes, and none can be registered while a CUDA graph is captured. Call the op "
+                  "once with the same "
                   "shapes before the capture.");
     }
     int64_t rounded = int64_t{1} << 21;
@@ -171,11 +184,11 @@ void* Group::staging(int64_t bytes, const std::vector<int>& max_ctas, bool captu
     staging_.reset();
     staging_ = std::make_unique<Staging>(rounded);
   }
-  for (const int limit : max_ctas) {
-    std::vector<int>& known = staging_->registered;
-    if (std::find(known.begin(), known.end(), limit) != known.end()) continue;
-    communicator(limit, capturing).register_window(staging_->pointer(), staging_->bytes());
-    known.push_back(limit);
+  for (const CommunicatorKey& key : keys) {
+    std::vector<CommunicatorKey>& known = staging_->registered;
+    if (std::find(known.begin(), known.end(), key) != known.end()) continue;
+    communicator(key, capturing).register_window(staging_->pointer(), staging_->bytes());
+    known.push_back(key);
   }
   return staging_->pointer();
 }
@@ -185,17 +198,18 @@ void Group::measure_link() {
   constexpr size_t kLargeBytes = size_t{1} << 25;
   constexpr int kRepeats = 5;
   constexpr int kCalls = 8;  // in a row, so that the host's time does not count
-  Communicator& nccl = communicator(0, false);
+  Communicator& nccl = communicator({}, false);
   const Scratch scratch(kLargeBytes);
   Event begin(cudaEventDefault);
   Event end(cudaEventDefault);
-  const cudaStream_t stream = device_.side.get();
+  const cudaStream_t stream = device_.side[0].get();
   check_cuda(cudaMemsetAsync(scratch.get(), 0, kLargeBytes, stream), "cudaMemsetAsync");
 
   const auto median_us = [&](size_t bytes) {
     std::vector<double> times;
     for (int i = 0; i < kRepeats; ++i) {
-      nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, stream);  // ranks meet
+      nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
+                      stream);  // ranks meet
       begin.record(stream);
       for (int call = 0; call < kCalls; ++call) {
         nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
@@ -207,9 +221,11 @@ void Group::measure_link() {
     std::sort(times.begin(), times.end());
     return times[times.size() / 2];
   };
-  // Warm up, then measure; the ranks' sum of times is the same on all of them, so that they plan alike.
+  // Warm up, then measure; the ranks' sum of times is the same on all of them, so that they plan
+  // alike.
   (void)median_us(kLargeBytes);
-  float times[2] = {static_cast<float>(median_us(kSmallBytes)), static_cast<float>(median_us(kLargeBytes))};
+  float times[2] = {static_cast<float>(median_us(kSmallBytes)),
+                    static_cast<float>(median_us(kLargeBytes))};
   check_cuda(cudaMemcpyAsync(scratch.get(), times, sizeof(times), cudaMemcpyHostToDevice, stream),
              "cudaMemcpyAsync");
   nccl.all_reduce(scratch.get(), scratch.get(), 2, plan::DType::kFloat32, stream);
@@ -247,7 +263,7 @@ void Group::track(cudaStream_t stream) {
 
 void Group::mark_captured() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  for (auto& [limit, communicator] : communicators_) {
+  for (auto& [key, communicator] : communicators_) {
     if (communicator != nullptr) communicator->mark_captured();
   }
 }
@@ -258,13 +274,14 @@ void Group::fail(const std::string& message) {
     if (failed_) return;
     error_ = "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
              ": " + message +
-             " Its communicators were aborted; results of its ops since then are undefined. Destroy the process group "
+             " Its communicators were aborted; results of its ops since then are undefined. "
+             "Destroy the process group "
              "and make a new one to go on.";
     failed_ = true;
   }
   // The error can be read from here on, without waiting for the device.
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  for (auto& [limit, communicator] : communicators_) {
+  for (auto& [key, communicator] : communicators_) {
     if (communicator != nullptr) communicator->abort();
   }
 }
@@ -293,16 +310,18 @@ void Group::watch() {
   if (failed_) return;
   const kernels::WaitReport* report = report_.get();
   if (*static_cast<const volatile int32_t*>(&report->failed) != 0) {
-    fail("the wait for chunk " + std::to_string(report->chunk) + " of its own GEMM passed its deadline of " +
+    fail("the wait for chunk " + std::to_string(report->chunk) +
+         " of its own GEMM passed its deadline of " +
          std::to_string(options_.timeout.count() / 1000.0) + " s: expected " +
-         std::to_string(report->expected) + " finished tiles, saw " + std::to_string(report->seen) + ".");
+         std::to_string(report->expected) + " finished tiles, saw " + std::to_string(report->seen) +
+         ".");
     return;
   }
   std::string error;
   {
     // Another communicator may be in the making, which takes as long as its slowest rank.
     const std::unique_lock<std::mutex> lock(communicators_mutex_, std::try_to_lock);
-    for (auto& [limit, communicator] : communicators_) {
+    for (auto& [key, communicator] : communicators_) {
       if (!lock.owns_lock()) break;
       if (communicator == nullptr) continue;
       if (const auto found = communicator->async_error()) error = *found;
@@ -331,8 +350,9 @@ void Group::watch() {
   }
   try {
     if (publish || late_call != 0) {
-      options_.bootstrap.set("overlap_torch/" + options_.name + "/calls/" + std::to_string(options_.rank),
-                             bytes_of(std::to_string(published_calls_)));
+      options_.bootstrap.set(
+          "overlap_torch/" + options_.name + "/calls/" + std::to_string(options_.rank),
+          bytes_of(std::to_string(published_calls_)));
     }
   } catch (const std::exception&) {
     // The store went away with rank 0; the deadline below still reports.
@@ -340,9 +360,12 @@ void Group::watch() {
   if (late_call != 0) {
     const int chunk = *static_cast<const volatile int32_t*>(&report->reached);
     fail("call " + std::to_string(late_call) + " did not finish within " +
-         std::to_string(options_.timeout.count() / 1000.0) + " s; its chunk " + std::to_string(chunk) +
-         " was the last to be computed here, and waits for peers to communicate it. Calls made by the peers, as far as "
-         "they are known: " + describe_peers() + "; by this rank: " + std::to_string(published_calls_) +
+         std::to_string(options_.timeout.count() / 1000.0) + " s; its chunk " +
+         std::to_string(chunk) +
+         " was the last to be computed here, and waits for peers to communicate it. Calls made by "
+         "the peers, as far as "
+         "they are known: " +
+         describe_peers() + "; by this rank: " + std::to_string(published_calls_) +
          ". A rank died, hangs, or made different calls.");
   }
 }
@@ -361,8 +384,8 @@ void Group::compare(const std::string& text) {
     const std::string other(value.begin(), value.end());
     if (other != text) {
       throw Error("overlap_torch: ranks of group '" + options_.name + "' disagree about call " +
-                  std::to_string(compared_) + ": rank " + std::to_string(options_.rank) + " has " + text +
-                  ", rank " + std::to_string(peer) + " has " + other +
+                  std::to_string(compared_) + ": rank " + std::to_string(options_.rank) + " has " +
+                  text + ", rank " + std::to_string(peer) + " has " + other +
                   ". All ranks must call the op with the same M, N, K, dtype and plan.");
     }
   }
@@ -371,7 +394,7 @@ void Group::compare(const std::string& text) {
 std::vector<int64_t> Group::memory() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   int64_t count = 0;
-  for (const auto& [limit, communicator] : communicators_) count += communicator != nullptr;
+  for (const auto& [key, communicator] : communicators_) count += communicator != nullptr;
   return {count, staging_ == nullptr ? 0 : staging_->bytes()};
 }
 

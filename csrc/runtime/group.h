@@ -1,5 +1,5 @@
-// What belongs to one process group on one device: communicators, the measured link, staging memory, and the watch over
-// what is in flight.
+// What belongs to one process group on one device: communicators, the measured link, staging
+// memory, and the watch over what is in flight.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <compare>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -27,9 +28,18 @@ namespace overlap::runtime {
 // How ranks exchange bytes before they have a communicator: the process group's store.
 struct Bootstrap {
   std::function<void(const std::string& key, const std::vector<uint8_t>& value)> set;
-  std::function<std::vector<uint8_t>(const std::string& key)> get;  // blocks, throws at the store's timeout
+  std::function<std::vector<uint8_t>(const std::string& key)>
+      get;  // blocks, throws at the store's timeout
   std::function<bool(const std::string& key)> has;
   std::function<void(const std::string& key)> remove;
+};
+
+// Which of a group's communicators: `maxCTAs` belongs to the communicator, and chunks in flight at
+// the same time need one each.
+struct CommunicatorKey {
+  int max_ctas = 0;
+  int lane = 0;
+  auto operator<=>(const CommunicatorKey&) const = default;
 };
 
 struct GroupOptions {
@@ -74,11 +84,13 @@ class Group {
   const plan::Machine& machine() const { return machine_; }
   kernels::WaitReport* report() const { return report_.get(); }
 
-  // The communicator with this CTA limit; made at first use, collectively, never inside a capture.
-  Communicator& communicator(int max_ctas, bool capturing);
+  // The communicator of this lane with this CTA limit; made at first use, collectively, never
+  // inside a capture.
+  Communicator& communicator(CommunicatorKey key, bool capturing);
 
-  // `bytes` of registered memory for the chunks that `max_ctas` carries. Grows collectively, never inside a capture.
-  void* staging(int64_t bytes, const std::vector<int>& max_ctas, bool capturing);
+  // `bytes` of registered memory for the chunks that these communicators carry. Grows collectively,
+  // never inside a capture.
+  void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing);
 
   // Throws what went wrong since the last call; afterwards every call throws it again.
   void check();
@@ -89,13 +101,15 @@ class Group {
   // A graph now holds this group's communicators.
   void mark_captured();
 
-  // Looks for passed deadlines and NCCL errors; aborts the communicators if it finds one. Called by the watchdog.
+  // Looks for passed deadlines and NCCL errors; aborts the communicators if it finds one. Called by
+  // the watchdog.
   void watch();
 
   // Whether all tracked ops have ended, or the group has failed.
   bool idle();
 
-  // Compares `text` between the ranks over the store; throws on every rank if it differs (OVERLAP_DEBUG=1).
+  // Compares `text` between the ranks over the store; throws on every rank if it differs
+  // (OVERLAP_DEBUG=1).
   void compare(const std::string& text);
 
   std::vector<int64_t> memory();  // [communicators, bytes registered]
@@ -108,8 +122,8 @@ class Group {
   };
 
   void measure_link();
-  ncclUniqueId meet(int max_ctas);
-  std::string id_key(int max_ctas) const;
+  ncclUniqueId meet(CommunicatorKey key);
+  std::string id_key(CommunicatorKey key) const;
   std::string meeting_error(int peer, const std::string& cause) const;
   void fail(const std::string& message);
   std::string describe_peers();
@@ -120,7 +134,7 @@ class Group {
   HostReport report_;
 
   std::mutex communicators_mutex_;
-  std::map<int, std::unique_ptr<Communicator>> communicators_;
+  std::map<CommunicatorKey, std::unique_ptr<Communicator>> communicators_;
   std::unique_ptr<Staging> staging_;
 
   std::mutex watch_mutex_;  // guards what follows
@@ -134,8 +148,8 @@ class Group {
   std::atomic<bool> failed_{false};
 };
 
-// Keeps `group`, watched, until its process group is gone and its last op has ended. The watchdog's thread starts with
-// the first group.
+// Keeps `group`, watched, until its process group is gone and its last op has ended. The watchdog's
+// thread starts with the first group.
 void watch_group(const std::shared_ptr<Group>& group);
 
 }  // namespace overlap::runtime

@@ -18,13 +18,13 @@ struct CallTrace {
   Event start{cudaEventDefault};
   Event gemm_end{cudaEventDefault};
   Event end{cudaEventDefault};
-  std::vector<std::unique_ptr<Event>> ready;   // one per chunk
+  std::vector<std::unique_ptr<Event>> ready;  // one per chunk
   std::vector<std::unique_ptr<Event>> begin;
   std::vector<std::unique_ptr<Event>> finish;
 };
 
-// All calls since start(). One row a chunk: call, chunk, ready_us, begin_us, end_us, from the call's start; one row a call
-// with chunk -1: the GEMM's end, 0, the call's end.
+// All calls since start(). One row a chunk: call, chunk, ready_us, begin_us, end_us, from the
+// call's start; one row a call with chunk -1: the GEMM's end, 0, the call's end.
 class Trace {
  public:
   CallTrace& add(int chunks);

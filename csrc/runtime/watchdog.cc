@@ -15,14 +15,16 @@ constexpr std::chrono::milliseconds kPeriod{50};
 class Watchdog {
  public:
   static Watchdog& instance() {
-    static Watchdog* watchdog = new Watchdog();  // never destroyed: its thread may outlive static objects
+    static Watchdog* watchdog =
+        new Watchdog();  // never destroyed: its thread may outlive static objects
     return *watchdog;
   }
 
   void add(const std::shared_ptr<Group>& group) {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups_.push_back(group);
-    // Registered after CUDA's own exit handler, hence run before it: no CUDA call of ours may come later.
+    // Registered after CUDA's own exit handler, hence run before it: no CUDA call of ours may come
+    // later.
     if (groups_.size() == 1 && !started_) {
       started_ = true;
       std::atexit([] { instance().stop(); });
@@ -57,7 +59,8 @@ class Watchdog {
           group->watch();
           if (!group->alive() && group->idle()) ended.push_back(group);
         } catch (const std::exception&) {
-          // A failing watch must not end the watch over the others; the group's own calls report the same error.
+          // A failing watch must not end the watch over the others; the group's own calls report
+          // the same error.
         }
       }
       groups.clear();
@@ -84,6 +87,8 @@ class Watchdog {
 
 }  // namespace
 
-void watch_group(const std::shared_ptr<Group>& group) { Watchdog::instance().add(group); }
+void watch_group(const std::shared_ptr<Group>& group) {
+  Watchdog::instance().add(group);
+}
 
 }  // namespace overlap::runtime
