@@ -18,9 +18,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-void all_reduce(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+// The process group's own all-reduce, within the group's deadline; a failure says who could not
+// communicate what.
+void all_reduce(const GroupEntry& group, const at::Tensor& tensor, int chunk) {
   std::vector<at::Tensor> tensors{tensor};
-  group.allreduce(tensors)->wait();
+  c10d::AllreduceOptions options;
+  options.timeout = group.timeout(tensor.device().type());
+  try {
+    group.lock()->allreduce(tensors, options)->wait();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "overlap_torch: group '", group.name(), "', rank ", group.rank(),
+                ": the all-reduce of chunk ", chunk, " failed, or did not end within ",
+                options.timeout.count() / 1000.0,
+                " s. A rank died, hangs, or made a different call. (", error.what(), ")");
+  }
 }
 
 double since_us(Clock::time_point start) {
@@ -36,7 +47,6 @@ class CpuProduceLoop {
         order_(entry.order),
         chunks_(static_cast<int>(plan_.chunks.size())),
         packed_(plan_.layout == plan::Layout::kPacked),
-        process_group_(call.group->lock()),
         output_(at::empty({plan_.problem.m, plan_.problem.n}, call.input.options())),
         // Tile parts beyond the matrix travel too: they must be numbers.
         buffer_(packed_ ? at::zeros({plan::buffer_elements(plan_)}, call.input.options())
@@ -109,7 +119,7 @@ class CpuProduceLoop {
       std::this_thread::sleep_for(std::chrono::microseconds(side_delay_us()));
     const plan::Extent extent = plan::chunk_extent(plan_, chunk);
     begin_us_[chunk] = since_us(start_);
-    all_reduce(*process_group_, buffer_.narrow(0, extent.offset, extent.count));
+    all_reduce(*call_.group, buffer_.narrow(0, extent.offset, extent.count), chunk);
     end_us_[chunk] = since_us(start_);
     if (packed_) unpack(chunk);
     if (call_.bias.has_value() && !packed_) {
@@ -157,7 +167,6 @@ class CpuProduceLoop {
   const plan::TileOrder& order_;
   const int chunks_;
   const bool packed_;
-  const c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   const at::Tensor output_;
   const at::Tensor buffer_;
   const Clock::time_point start_ = Clock::now();
@@ -169,41 +178,24 @@ class CpuProduceLoop {
   std::exception_ptr communication_error_;
 };
 
-// Ranks compare what they are about to do (OVERLAP_DEBUG=1), before anything is communicated.
-void compare_ranks(const GemmAllReduce& call, const PlanEntry& entry) {
-  const std::string text = entry.plan.to_string();
-  const auto store = call.group->lock()->getStore();
-  const std::string prefix =
-      "overlap_torch/debug/cpu/" + std::to_string(call.group->next_call()) + "/";
-  store->set(prefix + std::to_string(call.group->rank()), text);
-  for (int peer = 0; peer < call.group->world_size(); ++peer) {
-    const std::string key = prefix + std::to_string(peer);
-    store->wait({key}, call.group->timeout(at::kCPU));
-    const std::string other = store->get_to_str(key);
-    TORCH_CHECK(other == text, "overlap_torch: ranks of group '", call.group->name(),
-                "' disagree: rank ", call.group->rank(), " has ", text, ", rank ", peer, " has ",
-                other, ". All ranks must call the op with the same M, N, K, dtype and plan.");
-  }
-}
-
 }  // namespace
 
 at::Tensor gemm_allreduce_composition(const GemmAllReduce& call) {
   at::Tensor output = at::mm(call.input, call.weight.t());
-  all_reduce(*call.group->lock(), output);
+  all_reduce(*call.group, output, 0);
   if (call.bias.has_value()) output.add_(*call.bias);
   return output;
 }
 
 at::Tensor gemm_allreduce_cpu(const GemmAllReduce& call) {
   const auto entry = call.group->plan(call.problem, at::kCPU, cpu_machine());
-  if (debug_enabled()) compare_ranks(call, *entry);
+  if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCPU);
   if (entry->plan.schedule == plan::Schedule::kOverlapped)
     return CpuProduceLoop(call, *entry).run();
   const Clock::time_point start = Clock::now();
   at::Tensor output = at::mm(call.input, call.weight.t());
   const double gemm_us = since_us(start);
-  all_reduce(*call.group->lock(), output);
+  all_reduce(*call.group, output, 0);
   const double end_us = since_us(start);
   if (call.bias.has_value()) output.add_(*call.bias);
   if (TraceSwitch::on()) {

@@ -219,7 +219,7 @@ at::Tensor gemm_allreduce_cuda(const GemmAllReduce& call) {
   const std::shared_ptr<runtime::Group> group =
       cuda_group(call.group, call.input.device().index(), stream);
   const auto entry = call.group->plan(call.problem, at::kCUDA, group->machine());
-  if (debug_enabled()) group->compare(entry->plan.to_string());
+  if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCUDA);
   return entry->plan.schedule == plan::Schedule::kOverlapped
              ? run_overlapped(call, *entry, *group, stream)
              : run_sequential(call, *entry, *group, stream);

@@ -1,6 +1,5 @@
 #include "binding/groups.h"
 
-#include <ATen/Parallel.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <cstdlib>
@@ -75,6 +74,27 @@ void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device) {
   plans_[key(plan.problem, device)] = std::move(entry);
 }
 
+void GroupEntry::compare(const std::string& what, const std::string& text, at::DeviceType device) {
+  const auto store = lock()->getStore();
+  const std::string prefix = "overlap_torch/debug/" + c10::DeviceTypeName(device, true) + "/" +
+                             std::to_string(compared_++) + "/";
+  store->set(prefix + std::to_string(rank_), text);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const std::string key = prefix + std::to_string(peer);
+    try {
+      store->wait({key}, timeout(device));
+    } catch (const std::exception&) {
+      TORCH_CHECK(false, "overlap_torch: group '", name_, "', rank ", rank_, ": rank ", peer,
+                  " made no call to compare within ", timeout(device).count() / 1000.0,
+                  " s (OVERLAP_DEBUG=1)");
+    }
+    const std::string other = store->get_to_str(key);
+    TORCH_CHECK(other == text, "overlap_torch: ranks of group '", name_, "' disagree about the ",
+                what, " of a call: rank ", rank_, " has ", text, ", rank ", peer, " has ", other,
+                ". All ranks must call the op with the same M, N, K, dtype and plan.");
+  }
+}
+
 void GroupEntry::clear_plans() {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   plans_.clear();
@@ -112,7 +132,7 @@ std::vector<std::shared_ptr<GroupEntry>> all_groups() {
 
 plan::Machine cpu_machine() {
   plan::Machine machine;
-  machine.sm_count = std::max(1, at::get_num_threads());
+  machine.sm_count = 4;  // a constant: ranks with other numbers of threads must plan the same
   machine.sm_gflops = 20.0;
   machine.link_latency_us = 200.0;
   machine.link_gbps = 1.0;

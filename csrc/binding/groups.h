@@ -47,8 +47,9 @@ class GroupEntry {
   void set_plan(const plan::Plan& plan, at::DeviceType device);
   void clear_plans();
 
-  // Calls so far, for OVERLAP_DEBUG's comparison.
-  int64_t next_call() { return calls_++; }
+  // Compares `text` between the ranks over the store; throws on every rank if it differs
+  // (OVERLAP_DEBUG=1).
+  void compare(const std::string& what, const std::string& text, at::DeviceType device);
 
   // The CUDA side on each device (binding/groups_cuda.cc makes it); weak, the watchdog owns it.
   std::map<int, std::weak_ptr<runtime::Group>> cuda;
@@ -64,7 +65,7 @@ class GroupEntry {
   int world_size_ = 1;
   std::mutex plans_mutex_;
   std::map<Key, std::shared_ptr<const PlanEntry>> plans_;
-  std::atomic<int64_t> calls_{0};
+  std::atomic<int64_t> compared_{0};
 };
 
 // The entry of the process group that has this name now. Throws if there is none.

@@ -66,6 +66,9 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
   problem.k = weight.size(1);
   problem.dtype = to_plan_dtype(input.scalar_type());
   problem.world_size = group->world_size();
+  if (debug_enabled() && problem.world_size > 1) {
+    group->compare("problem", problem.to_string(), input.device().type());
+  }
   const GemmAllReduce call{rows, weight, bias, group, problem};
 
   at::Tensor output;

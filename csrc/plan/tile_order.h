@@ -24,6 +24,7 @@ namespace overlap::plan {
 
 inline constexpr int kMaxBandRuns = 16;
 inline constexpr int kMaxChunks = 64;
+inline constexpr int kMaxLanes = 4;
 
 // `count` consecutive bands of `tile_rows` tile rows each.
 struct BandRun {

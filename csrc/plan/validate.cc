@@ -11,10 +11,9 @@ namespace overlap::plan {
 namespace {
 
 constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
-constexpr int32_t kMaxCommSms = 1024;     // more SMs than any GPU has
-constexpr int32_t kMaxCtas = 64;          // NCCL has no more channels
-constexpr int32_t kMaxFinishCtas = 4096;  // several on each of a GPU's SMs
-constexpr int32_t kMaxLanes = 2;
+constexpr int32_t kMaxCommSms = 1024;             // more SMs than any GPU has
+constexpr int32_t kMaxCtas = 64;                  // NCCL has no more channels
+constexpr int32_t kMaxFinishCtas = 4096;          // several on each of a GPU's SMs
 constexpr int32_t kMaxSmemPadBytes = 227 * 1024;  // what a block can have on Hopper
 
 template <typename... Parts>

@@ -58,13 +58,19 @@ void Communicator::all_gather_in_place(void* destination, size_t count, plan::DT
              "ncclAllGather");
 }
 
-bool Communicator::register_window(void* pointer, size_t bytes) {
+ncclWindow_t Communicator::register_window(void* pointer, size_t bytes) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
-  if (aborted_) return false;
+  if (aborted_) throw Error("overlap_torch: window on an aborted communicator");
   ncclWindow_t window = nullptr;
-  check_nccl(ncclCommWindowRegister(comm_, pointer, bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
-             "ncclCommWindowRegister");
-  return window != nullptr;
+  const ncclResult_t result =
+      ncclCommWindowRegister(comm_, pointer, bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
+  return result == ncclSuccess ? window : nullptr;
+}
+
+void Communicator::deregister_window(ncclWindow_t window) {
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
+  if (aborted_ || window == nullptr) return;
+  check_nccl(ncclCommWindowDeregister(comm_, window), "ncclCommWindowDeregister");
 }
 
 std::optional<std::string> Communicator::async_error() {

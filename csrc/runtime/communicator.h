@@ -42,8 +42,10 @@ class Communicator {
   void all_gather_in_place(void* destination, size_t count, plan::DType dtype, cudaStream_t stream);
 
   // Registers [pointer, pointer + bytes) of ncclMemAlloc memory as a symmetric window. Collective
-  // and slow (21 ms for 64 MiB): once per buffer. False where NCCL cannot.
-  bool register_window(void* pointer, size_t bytes);
+  // and slow (21 ms for 64 MiB): once per buffer. Null where NCCL cannot; it then takes its plain
+  // kernels for this memory.
+  ncclWindow_t register_window(void* pointer, size_t bytes);
+  void deregister_window(ncclWindow_t window);
 
   // An error that NCCL met asynchronously.
   std::optional<std::string> async_error();

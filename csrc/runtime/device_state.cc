@@ -68,7 +68,8 @@ std::optional<unsigned long long> capture_id(cudaStream_t stream) {
 }
 
 DeviceState::DeviceState(int device)
-    : side{Stream(highest_priority()), Stream(highest_priority())},
+    : side{Stream(highest_priority()), Stream(highest_priority()), Stream(highest_priority()),
+           Stream(highest_priority())},
       copy(lowest_priority()),
       observer(highest_priority()),
       device_(device),

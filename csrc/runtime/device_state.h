@@ -13,8 +13,6 @@
 
 namespace overlap::runtime {
 
-inline constexpr int kMaxLanes = 2;
-
 // Owner of a CUDA event. Waiting on it inside a capture makes an edge of the graph.
 class Event {
  public:
@@ -64,11 +62,11 @@ class DeviceState {
   // Held while an op is enqueued. Ops of one device are chained in the order in which they took it.
   std::mutex mutex;
 
-  std::array<Stream, kMaxLanes> side;
+  std::array<Stream, plan::kMaxLanes> side;
   Stream copy;
   Stream observer;
   Event fork;
-  std::array<Event, kMaxLanes> join;
+  std::array<Event, plan::kMaxLanes> join;
   Event copied;
   std::array<Event, plan::kMaxChunks> produced;      // chunk is computed (library GEMMs)
   std::array<Event, plan::kMaxChunks> communicated;  // chunk has travelled

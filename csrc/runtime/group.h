@@ -108,10 +108,6 @@ class Group {
   // Whether all tracked ops have ended, or the group has failed.
   bool idle();
 
-  // Compares `text` between the ranks over the store; throws on every rank if it differs
-  // (OVERLAP_DEBUG=1).
-  void compare(const std::string& text);
-
   std::vector<int64_t> memory();  // [communicators, bytes registered]
 
  private:
@@ -122,6 +118,7 @@ class Group {
   };
 
   void measure_link();
+  bool windows_work();
   ncclUniqueId meet(CommunicatorKey key);
   std::string id_key(CommunicatorKey key) const;
   std::string meeting_error(int peer, const std::string& cause) const;
@@ -142,7 +139,6 @@ class Group {
   std::vector<std::unique_ptr<Pending>> idle_;
   std::atomic<int64_t> calls_{0};
   int64_t published_calls_ = 0;
-  int64_t compared_ = 0;
   std::chrono::steady_clock::time_point published_at_;
   std::string error_;
   std::atomic<bool> failed_{false};
