@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
+import overlap_torch
+
 MODES = ("call", "row", "graph")
 CALLS_IN_A_ROW = 10
 _FILLER_SIZE = 8192  # the GEMM that a row is queued behind: long enough for the host to enqueue the row meanwhile
@@ -57,6 +59,7 @@ class Stopwatch:
         self.device = device
         self._cuda = device.type == "cuda"
         self._token = torch.zeros(1, device=device)
+        self._tiny = torch.zeros(8, 8, device=device, dtype=torch.bfloat16)
         if self._cuda:
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self._flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
@@ -118,9 +121,10 @@ class Stopwatch:
         torch.cuda.synchronize()
         if filler:
             torch.mm(self._filler[0], self._filler[1], out=self._filler[2])
-        dist.all_reduce(
-            self._token
-        )  # a barrier on the device: the ranks' streams go on at the same time
+        # A barrier on the device: the ranks' streams go on at the same time. Both sides' communicators take part, so
+        # that neither finds its state in the cache and the other not.
+        overlap_torch.gemm_allreduce(self._tiny, self._tiny)
+        dist.all_reduce(self._token)
         begin.record()
         start = time.perf_counter()
         run()

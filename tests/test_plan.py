@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import pickle
 
 import pytest
@@ -12,10 +10,9 @@ from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
 from overlap_torch.plan import (
-    MAX_BAND_RUNS,
-    MAX_CHUNKS,
     BandRun,
     Chunk,
+    Collective,
     DType,
     Kernel,
     Layout,
@@ -25,107 +22,11 @@ from overlap_torch.plan import (
     Schedule,
     Transport,
 )
+from plan_grids import Grid, example, plans_and_grids
 
 # A machine that runs other work beside the tests is slow, which is no failure.
 settings.register_profile("plan", deadline=None)
 settings.load_profile("plan")
-
-SHAPES = {  # the kernels' tiles, as their sources have them: tile_m, tile_n, cluster_m
-    Kernel.SM80: (128, 128, 1),
-    Kernel.SM90_PINGPONG: (128, 128, 2),
-    Kernel.SM90_COOPERATIVE: (128, 256, 2),
-}
-
-
-@dataclasses.dataclass
-class Grid:
-    """What the tests know of a plan without asking it."""
-
-    m: int
-    n: int
-    tile_m: int
-    tile_n: int
-    rows: int  # of tiles
-    columns: int
-    bands: list[int]  # heights in tile rows
-    chunks: list[int]  # in tiles
-
-    def tiles(self) -> list[tuple[int, int]]:
-        """Tiles in tile order: band after band, column after column, top to bottom."""
-        order = []
-        top = 0
-        for height in self.bands:
-            for column in range(self.columns):
-                for row in range(top, top + height):
-                    order.append((row, column))
-            top += height
-        return order
-
-    def chunk_of_tiles(self) -> list[int]:
-        return [chunk for chunk, tiles in enumerate(self.chunks) for _ in range(tiles)]
-
-
-def cut(draw: st.DrawFn, total: int, most: int) -> list[int]:
-    """`total` as a sum of up to `most` positive numbers."""
-    limit = min(most, total) - 1
-    if limit <= 0:
-        return [total]
-    inner = draw(st.sets(st.integers(1, total - 1), max_size=limit))
-    edges = [0, *sorted(inner), total]
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
-
-
-def runs(heights: list[int]) -> list[BandRun]:
-    result: list[tuple[int, int]] = []
-    for height in heights:
-        if result and result[-1][0] == height:
-            result[-1] = (height, result[-1][1] + 1)
-        else:
-            result.append((height, 1))
-    return [BandRun(height, count) for height, count in result]
-
-
-@st.composite
-def plans_and_grids(draw: st.DrawFn, layout: Layout | None = None) -> tuple[Plan, Grid]:
-    """A valid overlapped plan with any kernel, and its grid."""
-    plan = Plan()
-    plan.schedule = Schedule.OVERLAPPED
-    plan.kernel = draw(st.sampled_from([Kernel.LIBRARY, *SHAPES]))
-    plan.layout = layout or draw(st.sampled_from([Layout.ROW_MAJOR, Layout.PACKED]))
-    if plan.kernel == Kernel.LIBRARY:
-        tile_m, tile_n = draw(st.integers(1, 40)), draw(st.integers(1, 40))
-        cluster = draw(st.integers(1, 3))
-        dtype = draw(st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64]))
-        transport = draw(st.sampled_from([Transport.NCCL, Transport.GLOO]))
-    else:
-        tile_m, tile_n, cluster = SHAPES[plan.kernel]
-        dtype = draw(st.sampled_from([DType.BFLOAT16, DType.FLOAT16]))
-        transport = Transport.NCCL
-    m = draw(st.integers(1, 17 * tile_m))
-    n = draw(st.integers(1, 9 * tile_n))
-    plan.problem = Problem(m, n, draw(st.integers(1, 10**6)), dtype, draw(st.integers(1, 64)))
-    plan.tile_m, plan.tile_n, plan.cluster_m = tile_m, tile_n, cluster
-
-    clusters = -(-m // (tile_m * cluster))
-    columns = -(-n // tile_n)
-    bands = [cluster * height for height in cut(draw, clusters, MAX_BAND_RUNS)]
-    if plan.layout == Layout.ROW_MAJOR:
-        groups = iter(bands)
-        chunks = [
-            sum(next(groups) for _ in range(count)) * columns
-            for count in cut(draw, len(bands), MAX_CHUNKS)
-        ]
-    else:
-        chunks = cut(draw, clusters * cluster * columns, MAX_CHUNKS)
-    plan.bands = runs(bands)
-    plan.chunks = [Chunk(tiles, transport, draw(st.integers(0, 32))) for tiles in chunks]
-    plan.resources = Resources(
-        draw(st.integers(0, 64)),
-        draw(st.integers(0, 4096)),
-        draw(st.booleans()) and transport == Transport.NCCL,
-    )
-    grid = Grid(m, n, tile_m, tile_n, clusters * cluster, columns, bands, chunks)
-    return plan, grid
 
 
 @given(plans_and_grids())
@@ -170,7 +71,7 @@ def test_plan_chunks_are_contiguous_and_cover_the_buffer(case: tuple[Plan, Grid]
         offset, count = plan.chunk_extent(chunk)
         assert offset == end
         assert count > 0
-        end = offset + count
+        end = offset + grid.parts * count
     assert end == plan.buffer_elements()
 
 
@@ -187,7 +88,7 @@ def test_plan_row_major_chunks_hold_their_tiles_rows(case: tuple[Plan, Grid]) ->
         assert plan.chunk_extent(chunk) == (min(rows) * grid.n, len(rows) * grid.n)
 
 
-@given(plans_and_grids(Layout.PACKED))
+@given(plans_and_grids(Layout.PACKED, Collective.ALL_REDUCE))
 def test_plan_packed_tiles_are_disjoint_and_inside_their_chunk(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     size = grid.tile_m * grid.tile_n
@@ -201,6 +102,65 @@ def test_plan_packed_tiles_are_disjoint_and_inside_their_chunk(case: tuple[Plan,
         assert offset + size <= begin + count
 
 
+@given(plans_and_grids(Layout.PACKED, Collective.EXCHANGE))
+def test_plan_exchange_chunks_hold_two_parts(case: tuple[Plan, Grid]) -> None:
+    plan, grid = case
+    plan.validate()
+    size = grid.tile_m * grid.tile_n
+    tiles = grid.rows * grid.columns
+    assert plan.buffer_elements() == 2 * tiles * size
+    first = 0
+    slots = []  # of all tiles of both parts, in tiles
+    for chunk, chunk_tiles in enumerate(grid.chunks):
+        offset, count = plan.chunk_extent(chunk)
+        assert (offset, count) == (2 * first * size, chunk_tiles * size)
+        slots += [
+            offset // size + part * chunk_tiles + i for part in (0, 1) for i in range(chunk_tiles)
+        ]
+        first += chunk_tiles
+    assert slots == list(range(2 * tiles))
+    # Of the same tiles in one part, chunks are as long, and begin half as far on.
+    single = plan.copy()
+    single.collective = Collective.ALL_REDUCE
+    assert 2 * single.buffer_elements() == plan.buffer_elements()
+    for chunk in range(len(grid.chunks)):
+        (offset, count), alone = plan.chunk_extent(chunk), single.chunk_extent(chunk)
+        assert (offset, count) == (2 * alone[0], alone[1])
+
+
+@given(plans_and_grids(Layout.PACKED, Collective.EXCHANGE), st.data())
+def test_plan_exchange_is_for_two_ranks_and_packed_nccl(
+    case: tuple[Plan, Grid], data: st.DataObject
+) -> None:
+    plan, _ = case
+    worlds = st.integers(1, 64).filter(lambda world: world != 2)
+    world = data.draw(worlds)
+    plan.problem.world_size = world
+    with pytest.raises(
+        ValueError, match=f"exchange with world_size = {world}, allowed is 2: .*take"
+    ):
+        plan.validate()
+    plan.problem.world_size = 2
+    plan.validate()
+    plan.layout = Layout.ROW_MAJOR
+    with pytest.raises(
+        ValueError,
+        match="overlapped, the layout row_major and .* nccl, allowed are overlapped, packed",
+    ):
+        plan.validate()
+
+
+@given(plans_and_grids(), st.one_of(st.integers(-(2**31), 0), st.integers(5, 2**31 - 1)))
+def test_plan_validate_takes_one_to_four_lanes(case: tuple[Plan, Grid], lanes: int) -> None:
+    plan, _ = case
+    for allowed in (1, 2, 3, 4):
+        plan.resources.lanes = allowed
+        plan.validate()
+    plan.resources.lanes = lanes
+    with pytest.raises(ValueError, match=f"lanes = {lanes}, allowed are 1 to 4: each lane"):
+        plan.validate()
+
+
 @given(plans_and_grids())
 def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> None:
     plan, _ = case
@@ -210,10 +170,19 @@ def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> N
     assert plans.encode(plans.decode(code)) == code
     assert plans.from_json(plans.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
+    for field in ("comm_sms", "finish_ctas", "lanes"):
+        copy = plan.copy()
+        assert copy == plan
+        setattr(copy.resources, field, getattr(copy.resources, field) + 1)
+        assert copy != plan
+        assert repr(copy) != repr(plan)
+        assert plans.decode(plans.encode(copy)) == copy
     copy = plan.copy()
-    copy.resources.comm_sms += 1
+    exchange = copy.collective == Collective.EXCHANGE
+    copy.collective = Collective.ALL_REDUCE if exchange else Collective.EXCHANGE
     assert copy != plan
     assert repr(copy) != repr(plan)
+    assert plans.decode(plans.encode(copy)) == copy
 
 
 @given(plans_and_grids(), st.data())
@@ -231,7 +200,15 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
 
 @pytest.mark.parametrize(
     ("position", "field"),
-    [(1, "op"), (5, "dtype"), (7, "schedule"), (8, "kernel"), (12, "layout"), (15, "window")],
+    [
+        (1, "op"),
+        (5, "dtype"),
+        (7, "schedule"),
+        (8, "kernel"),
+        (12, "layout"),
+        (15, "window"),
+        (18, "collective"),
+    ],
 )
 @pytest.mark.parametrize("value", [-1, 99])
 def test_plan_decode_names_the_field_out_of_range(position: int, field: str, value: int) -> None:
@@ -248,12 +225,6 @@ def test_plan_decode_rejects_lengths_beyond_the_list(length_at: int) -> None:
     code[length_at] = 2**62
     with pytest.raises(ValueError, match="number of"):
         plans.decode(code)
-
-
-def example() -> Plan:
-    """8 x 4 tiles of 128 x 128 in bands of 2, two chunks of 16."""
-    problem = Problem(1024, 512, 64, DType.BFLOAT16, 2)
-    return plans.row_panels(problem, 2, kernel="sm90_pingpong", band_rows=2, comm_sms=8, max_ctas=8)
 
 
 def with_chunks(*tiles: int, layout: Layout = Layout.ROW_MAJOR) -> dict[str, object]:
@@ -291,6 +262,41 @@ def with_chunks(*tiles: int, layout: Layout = Layout.ROW_MAJOR) -> dict[str, obj
         ({"chunks": [Chunk(32, max_ctas=65)]}, "max_ctas = 65, allowed are 0 to 64"),
         ({"resources": Resources(comm_sms=-1)}, "comm_sms = -1, allowed are 0 to"),
         ({"resources": Resources(smem_pad_bytes=2**20)}, "smem_pad_bytes = 1048576, allowed"),
+        ({"resources": Resources(finish_ctas=4097)}, "finish_ctas = 4097, allowed are 0 to 4096"),
+        (
+            {"resources": Resources(finish_ctas=-1)},
+            "finish_ctas = -1, allowed are 0 to 4096: 0 leaves",
+        ),
+        ({"resources": Resources(lanes=0)}, "lanes = 0, allowed are 1 to 4: each lane is a stream"),
+        (
+            {"collective": Collective.EXCHANGE},
+            "overlapped, the layout row_major and the transport nccl, allowed .*or the .* all_reduce",
+        ),
+        (
+            {
+                "collective": Collective.EXCHANGE,
+                "schedule": Schedule.SEQUENTIAL,
+                **with_chunks(32, layout=Layout.PACKED),
+            },
+            "exchange with the schedule sequential, the layout packed .* allowed are overlapped",
+        ),
+        (
+            {
+                "collective": Collective.EXCHANGE,
+                "layout": Layout.PACKED,
+                "kernel": Kernel.LIBRARY,
+                "chunks": [Chunk(32, Transport.GLOO)],
+            },
+            "exchange .* the layout packed and the transport gloo, allowed are .* and nccl",
+        ),
+        (
+            {
+                "collective": Collective.EXCHANGE,
+                "problem": Problem(1024, 512, 64, DType.BFLOAT16, 3),
+                "layout": Layout.PACKED,
+            },
+            "world_size = 3, allowed is 2: between more ranks .* all_reduce, take that",
+        ),
         ({"schedule": Schedule.SEQUENTIAL}, "sequential plan has 2 chunks, allowed is one"),
         (
             {"schedule": Schedule.SEQUENTIAL, **with_chunks(32, layout=Layout.PACKED)},
@@ -371,69 +377,3 @@ def test_plan_of_an_empty_output_is_one_empty_chunk(m: int, n: int) -> None:
     assert plan.chunk_rows(0) == (0, m)
     assert plan.buffer_elements() == 0
     assert plans.from_json(plans.to_json(plan)) == plan
-
-
-@settings(max_examples=50)
-@given(st.integers(1, 5000), st.integers(1, 3000), st.integers(1, 8), st.sampled_from([*SHAPES]))
-def test_plan_row_panels_splits_evenly(m: int, n: int, parts: int, kernel: Kernel) -> None:
-    tile_m, tile_n, cluster = SHAPES[kernel]
-    clusters = -(-m // (tile_m * cluster))
-    problem = Problem(m, n, 64, DType.BFLOAT16, 2)
-    if parts > clusters:
-        with pytest.raises(ValueError, match=f"{parts} chunks of {clusters * cluster} tile rows"):
-            plans.row_panels(problem, parts, kernel=kernel)
-        return
-    plan = plans.row_panels(problem, parts, kernel=kernel)
-    columns = -(-n // tile_n)
-    heights = [chunk.tiles // (cluster * columns) for chunk in plan.chunks]
-    assert len(heights) == parts
-    assert sum(heights) == clusters
-    assert max(heights) - min(heights) <= 1
-
-
-def test_plan_row_panels_of_many_heights_takes_equal_bands() -> None:
-    heights = [4, 6] * 20  # in bands of at most 4: 4, 4 2, 4, 4 2 ..., more runs than a plan holds
-    problem = Problem(200 * 128, 512, 64, DType.BFLOAT16, 2)
-    plan = plans.row_panels(problem, heights, kernel="sm90_pingpong", band_rows=4)
-    assert plan.bands == (BandRun(2, 100),)
-    assert [chunk.tiles for chunk in plan.chunks] == [4 * height for height in heights]
-    with pytest.raises(ValueError, match="6 tile rows high, .*leaves tiles out"):
-        plans.row_panels(problem, [2, 4], kernel="sm90_pingpong", band_rows=4)
-
-
-def test_plan_packed_template_takes_sizes_and_tile() -> None:
-    problem = Problem(10, 7, 3, DType.FLOAT32, 2)
-    plan = plans.packed(problem, [1, 4, 7], transport="gloo", tile=(3, 3), band_rows=2)
-    assert (plan.tile_m, plan.tile_n, plan.cluster_m) == (3, 3, 1)
-    assert [chunk.tiles for chunk in plan.chunks] == [1, 4, 7]
-    assert plan.chunk_extent(1) == (9, 36)
-    with pytest.raises(ValueError, match="covers a tile twice"):
-        plans.packed(problem, [1, 4, 8], transport="gloo", tile=(3, 3))
-
-
-def test_plan_json_is_readable_and_checked() -> None:
-    data = json.loads(plans.to_json(example()))
-    assert data["version"] == 1
-    assert data["kernel"] == "sm90_pingpong"
-    assert data["problem"]["dtype"] == "bfloat16"
-    assert data["chunks"][0] == {"tiles": 16, "transport": "nccl", "max_ctas": 8}
-    for change, message in [
-        ({"version": 2}, "version 2, this release reads 1"),
-        ({"kernel": "sm70"}, "Kernel is 'sm70', allowed are library, sm80"),
-        ({"tile_m": 128.5}, "wrong type or range"),
-        ({"tile_m": 2**40}, "wrong type or range"),
-        ({"chunks": None}, "chunks are None, expected a list"),
-        ({"bands": [[2, 4]]}, "band run is .* expected a dict"),
-        ({"extra": 1}, r"unknown fields \['extra'\]"),
-        ({"tile_m": 64}, "given tiles of 64x128"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            plans.from_dict({**data, **change})
-    del data["layout"]
-    with pytest.raises(ValueError, match=r"lacks the fields \['layout'\]"):
-        plans.from_dict(data)
-
-
-def test_plan_saves_and_loads(tmp_path) -> None:
-    plans.save(example(), tmp_path / "plan.json")
-    assert plans.load(tmp_path / "plan.json") == example()

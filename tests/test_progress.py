@@ -68,6 +68,12 @@ def run_beside_foreign(
                 options = {"tile": (32, 32)}
             plan = chunked_plan(case, world, device.type, layout, 8, **options)
             plan_module.set_plan(plan, group=group)
+    # The first call of a group makes its communicators, which blocks the host: before anything foreign is in flight.
+    for group, (operands, _) in zip(groups, prepared, strict=True):
+        overlap_torch.gemm_allreduce(
+            operands[0].input, operands[0].weight, operands[0].bias, group=group
+        )
+    dist.all_reduce(torch.zeros(1, device=device), group=foreign_group)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if device.type == "cuda" else [None, None]
     elements = 1 << 20 if device.type == "cuda" else 1 << 12
     outputs: list[tuple[int, int, torch.Tensor]] = []

@@ -134,10 +134,9 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
   kernels::GemmParams probe = produce.gemm;
   probe.output = produce.buffer != nullptr ? produce.buffer : produce.output;
   produce.signals = weight_fits(call.weight) && kernels::gemm_supported(plan.kernel, probe);
-  if (produce.signals) {
-    counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
-    produce.counters = counters.data_ptr<int32_t>();
-  } else {
+  counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
+  produce.counters = counters.data_ptr<int32_t>();
+  if (!produce.signals) {
     if (packed) {
       rows = at::empty({call.problem.m, call.problem.n}, options);
       produce.library_rows = rows.data_ptr();
@@ -218,7 +217,15 @@ at::Tensor gemm_allreduce_cuda(const GemmAllReduce& call) {
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
   const std::shared_ptr<runtime::Group> group =
       cuda_group(call.group, call.input.device().index(), stream);
-  const auto entry = call.group->plan(call.problem, at::kCUDA, group->machine());
+  auto entry = call.group->plan(call.problem, at::kCUDA, group->machine());
+  if (entry->by_planner && entry->plan.resources.window) {
+    const auto captured = call.group->capture_plan(call.problem, group->machine());
+    if (runtime::capture_id(stream).has_value()) {
+      entry = captured;
+    } else if (!captured->prepared.exchange(true)) {
+      group->prepare(captured->plan);  // a capture can make no communicators
+    }
+  }
   if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCUDA);
   return entry->plan.schedule == plan::Schedule::kOverlapped
              ? run_overlapped(call, *entry, *group, stream)

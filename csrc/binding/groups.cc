@@ -21,7 +21,7 @@ Registry& registry() {
 
 }  // namespace
 
-PlanEntry::PlanEntry(plan::Plan made) : plan(std::move(made)) {
+PlanEntry::PlanEntry(plan::Plan made, bool planned) : plan(std::move(made)), by_planner(planned) {
   plan::validate(plan);
   if (plan.schedule == plan::Schedule::kOverlapped) order = plan::tile_order(plan);
 }
@@ -55,14 +55,26 @@ std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
                                                   const plan::Machine& machine) {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = plans_[key(problem, device)];
-  if (entry == nullptr) entry = std::make_shared<PlanEntry>(plan::make_plan(problem, machine));
+  if (entry == nullptr)
+    entry = std::make_shared<PlanEntry>(plan::make_plan(problem, machine), true);
   return entry;
 }
 
-void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device) {
+std::shared_ptr<const PlanEntry> GroupEntry::capture_plan(const plan::Problem& problem,
+                                                          plan::Machine machine) {
+  machine.windows = false;
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  std::shared_ptr<const PlanEntry>& entry = capture_plans_[key(problem, at::kCUDA)];
+  if (entry == nullptr) {
+    entry = std::make_shared<PlanEntry>(plan::make_plan(problem, machine), true);
+  }
+  return entry;
+}
+
+void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner) {
   TORCH_CHECK(plan.problem.world_size == world_size_, "overlap_torch: the plan is for ",
               plan.problem.world_size, " ranks, but group '", name_, "' has ", world_size_);
-  auto entry = std::make_shared<PlanEntry>(plan);
+  auto entry = std::make_shared<PlanEntry>(plan, by_planner);
   for (const plan::Chunk& chunk : plan.chunks) {
     const bool fits = device == at::kCPU ? chunk.transport == plan::Transport::kGloo
                                          : chunk.transport == plan::Transport::kNccl;
@@ -98,6 +110,7 @@ void GroupEntry::compare(const std::string& what, const std::string& text, at::D
 void GroupEntry::clear_plans() {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   plans_.clear();
+  capture_plans_.clear();
 }
 
 std::shared_ptr<GroupEntry> find_group(const std::string& name) {

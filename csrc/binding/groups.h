@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -22,9 +23,11 @@ namespace overlap::binding {
 
 // A valid plan with its tables, shared by all calls of one problem.
 struct PlanEntry {
-  explicit PlanEntry(plan::Plan made);
+  PlanEntry(plan::Plan made, bool by_planner);
   plan::Plan plan;
-  plan::TileOrder order;  // overlapped plans only
+  plan::TileOrder order;                      // overlapped plans only
+  bool by_planner = true;                     // not set by the user
+  mutable std::atomic<bool> prepared{false};  // capture plans: their communicators exist
 };
 
 // Kept by weak pointer to the ProcessGroup: names come back after a new init_process_group.
@@ -44,7 +47,13 @@ class GroupEntry {
   // The plan table: what set_plan put there, else what the planner makes, once.
   std::shared_ptr<const PlanEntry> plan(const plan::Problem& problem, at::DeviceType device,
                                         const plan::Machine& machine);
-  void set_plan(const plan::Plan& plan, at::DeviceType device);
+
+  // What a CUDA graph runs in place of a planner's plan with windows: a graph may be replayed
+  // beside eager calls and other graphs, so that it cannot share their registered memory. Ordinary
+  // memory, planned for as such.
+  std::shared_ptr<const PlanEntry> capture_plan(const plan::Problem& problem,
+                                                plan::Machine machine);
+  void set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner);
   void clear_plans();
 
   // Compares `text` between the ranks over the store; throws on every rank if it differs
@@ -65,6 +74,7 @@ class GroupEntry {
   int world_size_ = 1;
   std::mutex plans_mutex_;
   std::map<Key, std::shared_ptr<const PlanEntry>> plans_;
+  std::map<Key, std::shared_ptr<const PlanEntry>> capture_plans_;
   std::atomic<int64_t> compared_{0};
 };
 

@@ -156,7 +156,8 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
                     machine.has_sm90_kernels;
   TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
                     ", which this build or device does not have: ", machine.to_string());
-  group->set_plan(plan, device.type());
+  // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
+  group->set_plan(plan, device.type(), plan == plan::make_plan(plan.problem, machine));
 }
 
 void clear_plans(const std::string& group_name) {

@@ -151,9 +151,7 @@ void bind_parts(py::module_& m) {
   py::class_<BandRun>(m, "BandRun",
                       "`count` bands of `tile_rows` tile rows each. Frozen: assign plan.bands a "
                       "new sequence.")
-      .def(py::init([](int32_t tile_rows, int32_t count) {
-             return BandRun{tile_rows, count};
-           }),
+      .def(py::init([](int32_t tile_rows, int32_t count) { return BandRun{tile_rows, count}; }),
            py::arg("tile_rows"), py::arg("count"))
       .def_readonly("tile_rows", &BandRun::tile_rows)
       .def_readonly("count", &BandRun::count)

@@ -25,10 +25,11 @@ Communicator::Communicator(const ncclUniqueId& id, const Options& options) : ran
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   // Non-blocking communicators hand every call to a thread of their own: 130 us a call, measured.
   config.blocking = 1;
-  // NCCL's kernels run beside a persistent GEMM: as clusters of 4 they would need 4 free SMs of one
-  // GPC at once, and start only when the GEMM ends.
-  config.cgaClusterSize = 0;
   if (options.max_ctas > 0) {
+    // These run beside a persistent GEMM: launched as clusters of 4, as NCCL does on Hopper, they
+    // would need 4 free SMs of one GPC at once, and start only when the GEMM ends. A collective
+    // that has the GPU to itself is faster with clusters.
+    config.cgaClusterSize = 0;
     config.minCTAs = 1;
     config.maxCTAs = options.max_ctas;
   }

@@ -47,7 +47,7 @@ class ProduceLoop {
     if (capture_) {
       group_.mark_captured();
     } else {
-      group_.track(call_.stream);
+      group_.track(call_.stream, chunks_);
     }
   }
 
@@ -117,6 +117,7 @@ class ProduceLoop {
       }
       hold_side(chunk);
       device_.produced[chunk].block(side(chunk));
+      mark(chunk);
       communicate(chunk);
     }
   }
@@ -128,10 +129,20 @@ class ProduceLoop {
     if (trace_ != nullptr) device_.fork.block(device_.observer.get());
   }
 
+  // [A] The chunk's tiles are finished when its counter says so.
   void wait(int chunk, cudaStream_t stream) {
+    enqueue_wait(chunk, plan::chunk_tiles(order_, chunk), stream);
+  }
+
+  // The chunk was waited for by an event: only says that it is next.
+  void mark(int chunk) {
+    enqueue_wait(chunk, std::numeric_limits<int32_t>::min(), side(chunk));  // true at once
+  }
+
+  void enqueue_wait(int chunk, int32_t expected, cudaStream_t stream) {
     kernels::WaitParams wait;
     wait.counter = call_.counters + chunk;
-    wait.expected = plan::chunk_tiles(order_, chunk);
+    wait.expected = expected;
     wait.deadline_ns = std::chrono::nanoseconds(group_.timeout()).count();
     wait.rank = group_.rank();
     wait.chunk = chunk;
@@ -287,7 +298,7 @@ void run_sequential_all_reduce(Group& group, const plan::Plan& plan, void* outpu
   if (capture) {
     group.mark_captured();
   } else {
-    group.track(stream);
+    group.track(stream, 1);
   }
 }
 

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
+#include <future>
+#include <thread>
 
 #include "runtime/error.h"
 
@@ -33,17 +34,21 @@ double elapsed_us(const Event& begin, const Event& end) {
   return milliseconds * 1000.0;
 }
 
-// Device memory of a measurement.
+// Device memory of a measurement. Stream-ordered: cudaFree would wait for the whole device, where a
+// foreign collective may be waiting for a peer that waits for this rank.
 class Scratch {
  public:
-  explicit Scratch(size_t bytes) { check_cuda(cudaMalloc(&pointer_, bytes), "cudaMalloc"); }
-  ~Scratch() { cudaFree(pointer_); }
+  Scratch(size_t bytes, cudaStream_t stream) : stream_(stream) {
+    check_cuda(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
+  }
+  ~Scratch() { cudaFreeAsync(pointer_, stream_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   void* get() const { return pointer_; }
 
  private:
   void* pointer_ = nullptr;
+  cudaStream_t stream_ = nullptr;
 };
 
 }  // namespace
@@ -112,7 +117,7 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
   communicator_options.max_ctas = key.max_ctas;
   communicator = std::make_unique<Communicator>(meet(key), communicator_options);
   // The first collective connects the ranks: here, so that no later call blocks the host.
-  const Scratch scratch(sizeof(float));
+  const Scratch scratch(sizeof(float), device_.side[0].get());
   communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
                            device_.side[0].get());
   check_cuda(cudaStreamSynchronize(device_.side[0].get()), "cudaStreamSynchronize");
@@ -120,6 +125,13 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
   // find it.
   if (options_.rank == 0) options_.bootstrap.remove(id_key(key));
   return *communicator;
+}
+
+void Group::prepare(const plan::Plan& plan) {
+  for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
+    const int lane = static_cast<int>(chunk) % plan.resources.lanes;
+    (void)communicator({plan.chunks[chunk].max_ctas, lane}, false);
+  }
 }
 
 // All ranks have come here, or the store's deadline passes and says who has not: making a
@@ -180,13 +192,9 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
     }
     int64_t rounded = int64_t{1} << 21;
     while (rounded < bytes) rounded *= 2;
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the old memory may be in use
-    if (staging_ != nullptr) {
-      for (const auto& [key, window] : staging_->windows) {
-        communicator(key, capturing).deregister_window(window);
-      }
-    }
-    staging_.reset();
+    // The old memory may be in use, and waiting for the device is not allowed here: it is kept. All
+    // of it together is less than the new one.
+    if (staging_ != nullptr) outgrown_.push_back(std::move(staging_));
     staging_ = std::make_unique<Staging>(rounded);
   }
   for (const CommunicatorKey& key : keys) {
@@ -203,10 +211,10 @@ void Group::measure_link() {
   constexpr int kRepeats = 5;
   constexpr int kCalls = 8;  // in a row, so that the host's time does not count
   Communicator& nccl = communicator({}, false);
-  const Scratch scratch(kLargeBytes);
   Event begin(cudaEventDefault);
   Event end(cudaEventDefault);
   const cudaStream_t stream = device_.side[0].get();
+  const Scratch scratch(kLargeBytes, stream);
   check_cuda(cudaMemsetAsync(scratch.get(), 0, kLargeBytes, stream), "cudaMemsetAsync");
 
   const auto median_us = [&](size_t bytes) {
@@ -266,7 +274,7 @@ void Group::check() {
   throw Error(error_);
 }
 
-void Group::track(cudaStream_t stream) {
+void Group::track(cudaStream_t stream, int chunks) {
   const std::lock_guard<std::mutex> lock(watch_mutex_);
   ++calls_;
   if (pending_.size() >= kMaxPending) return;  // the oldest ones stand for it
@@ -278,6 +286,7 @@ void Group::track(cudaStream_t stream) {
     idle_.pop_back();
   }
   entry->call = calls_;
+  entry->chunks = chunks;
   entry->deadline = Clock::now() + options_.timeout;
   entry->done.record(stream);
   pending_.push_back(std::move(entry));
@@ -308,24 +317,51 @@ void Group::fail(const std::string& message) {
   }
 }
 
-std::string Group::describe_peers() {
-  std::ostringstream text;
-  try {
-    for (int peer = 0; peer < options_.world_size; ++peer) {
-      const std::string key = "overlap_torch/" + options_.name + "/calls/" + std::to_string(peer);
-      if (peer == options_.rank) continue;
-      text << (text.tellp() > 0 ? ", " : "") << "rank " << peer << " ";
-      if (!options_.bootstrap.has(key)) {
-        text << "none";
-        continue;
-      }
-      const std::vector<uint8_t> value = options_.bootstrap.get(key);
-      text << std::string(value.begin(), value.end());
+// The store may hang with the process that holds it, and a watchdog must not: both calls leave the
+// asking to a thread of its own, which owns all it touches.
+void Group::publish_calls() {
+  if (publishing_->exchange(true)) return;
+  std::thread([bootstrap = options_.bootstrap, key = calls_key(options_.rank),
+               calls = std::to_string(calls_), publishing = publishing_] {
+    try {
+      bootstrap.set(key, bytes_of(calls));
+    } catch (const std::exception&) {
+      // The store went away with its process; deadlines still report.
     }
+    *publishing = false;
+  }).detach();
+}
+
+std::string Group::describe_peers() {
+  constexpr std::chrono::seconds kPatience{2};
+  std::vector<std::string> keys;
+  for (int peer = 0; peer < options_.world_size; ++peer) keys.push_back(calls_key(peer));
+  std::packaged_task<std::string()> ask(
+      [bootstrap = options_.bootstrap, keys, rank = options_.rank] {
+        std::string text;
+        for (size_t peer = 0; peer < keys.size(); ++peer) {
+          if (static_cast<int>(peer) == rank) continue;
+          std::string calls = "none";
+          if (bootstrap.has(keys[peer])) {
+            const std::vector<uint8_t> value = bootstrap.get(keys[peer]);
+            calls.assign(value.begin(), value.end());
+          }
+          text += (text.empty() ? "rank " : ", rank ") + std::to_string(peer) + " " + calls;
+        }
+        return text;
+      });
+  std::future<std::string> answer = ask.get_future();
+  std::thread(std::move(ask)).detach();
+  try {
+    if (answer.wait_for(kPatience) == std::future_status::ready) return answer.get();
   } catch (const std::exception&) {
-    return "the store does not answer";
+    // Said below.
   }
-  return text.str();
+  return "unknown, as the store does not answer";
+}
+
+std::string Group::calls_key(int rank) const {
+  return "overlap_torch/" + options_.name + "/calls/" + std::to_string(rank);
 }
 
 void Group::watch() {
@@ -349,13 +385,9 @@ void Group::watch() {
       if (const auto found = communicator->async_error()) error = *found;
     }
   }
-  if (!error.empty()) {
-    fail(error + ".");
-    return;
-  }
-
   const Clock::time_point now = Clock::now();
   int64_t late_call = 0;
+  int chunk = 0;
   bool publish = false;
   {
     const std::lock_guard<std::mutex> lock(watch_mutex_);
@@ -363,24 +395,25 @@ void Group::watch() {
       idle_.push_back(std::move(pending_.front()));
       pending_.pop_front();
     }
-    if (!pending_.empty() && now > pending_.front()->deadline) late_call = pending_.front()->call;
+    if (!pending_.empty()) {
+      // Of one chunk, the collective follows the GEMM on its stream: no wait reports it.
+      const int reached = *static_cast<const volatile int32_t*>(&report->reached);
+      chunk = pending_.front()->chunks == 1 ? 0 : std::max(reached, 0);
+      if (now > pending_.front()->deadline) late_call = pending_.front()->call;
+    }
     publish = calls_ != published_calls_ && now - published_at_ > kPublishPeriod;
     if (publish || late_call != 0) {
       published_calls_ = calls_;
       published_at_ = now;
     }
   }
-  try {
-    if (publish || late_call != 0) {
-      options_.bootstrap.set(
-          "overlap_torch/" + options_.name + "/calls/" + std::to_string(options_.rank),
-          bytes_of(std::to_string(published_calls_)));
-    }
-  } catch (const std::exception&) {
-    // The store went away with rank 0; the deadline below still reports.
+  if (!error.empty()) {
+    fail(error + ", in or after chunk " + std::to_string(chunk) +
+         " of its oldest call in flight. A rank died, or its network did.");
+    return;
   }
+  if (publish || late_call != 0) publish_calls();
   if (late_call != 0) {
-    const int chunk = *static_cast<const volatile int32_t*>(&report->reached);
     fail("call " + std::to_string(late_call) + " did not finish within " +
          std::to_string(options_.timeout.count() / 1000.0) + " s; its chunk " +
          std::to_string(chunk) +
@@ -401,7 +434,9 @@ std::vector<int64_t> Group::memory() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   int64_t count = 0;
   for (const auto& [key, communicator] : communicators_) count += communicator != nullptr;
-  return {count, staging_ == nullptr ? 0 : staging_->bytes()};
+  int64_t bytes = staging_ == nullptr ? 0 : staging_->bytes();
+  for (const auto& old : outgrown_) bytes += old->bytes();
+  return {count, bytes};
 }
 
 }  // namespace overlap::runtime

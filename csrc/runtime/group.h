@@ -88,6 +88,9 @@ class Group {
   // inside a capture.
   Communicator& communicator(CommunicatorKey key, bool capturing);
 
+  // Makes the communicators that a plan needs, collectively.
+  void prepare(const plan::Plan& plan);
+
   // `bytes` of registered memory for the chunks that these communicators carry. Grows collectively,
   // never inside a capture.
   void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing);
@@ -95,8 +98,8 @@ class Group {
   // Throws what went wrong since the last call; afterwards every call throws it again.
   void check();
 
-  // Remembers the op just enqueued on `stream`, for the watchdog.
-  void track(cudaStream_t stream);
+  // Remembers the op of so many chunks just enqueued on `stream`, for the watchdog.
+  void track(cudaStream_t stream, int chunks);
 
   // A graph now holds this group's communicators.
   void mark_captured();
@@ -114,6 +117,7 @@ class Group {
   struct Pending {
     Event done;
     int64_t call = 0;
+    int chunks = 1;
     std::chrono::steady_clock::time_point deadline;
   };
 
@@ -123,7 +127,9 @@ class Group {
   std::string id_key(CommunicatorKey key) const;
   std::string meeting_error(int peer, const std::string& cause) const;
   void fail(const std::string& message);
+  void publish_calls();
   std::string describe_peers();
+  std::string calls_key(int rank) const;
 
   GroupOptions options_;
   DeviceState& device_;
@@ -133,11 +139,13 @@ class Group {
   std::mutex communicators_mutex_;
   std::map<CommunicatorKey, std::unique_ptr<Communicator>> communicators_;
   std::unique_ptr<Staging> staging_;
+  std::vector<std::unique_ptr<Staging>> outgrown_;
 
   std::mutex watch_mutex_;  // guards what follows
   std::deque<std::unique_ptr<Pending>> pending_;
   std::vector<std::unique_ptr<Pending>> idle_;
   std::atomic<int64_t> calls_{0};
+  std::shared_ptr<std::atomic<bool>> publishing_ = std::make_shared<std::atomic<bool>>(false);
   int64_t published_calls_ = 0;
   std::chrono::steady_clock::time_point published_at_;
   std::string error_;

@@ -1,0 +1,44 @@
+"""Machines and problems that the planner's tests make plans for, as measured ones are."""
+
+from __future__ import annotations
+
+from overlap_torch import plan as plans
+from overlap_torch.plan import DType, Machine, Plan, Problem
+
+
+def hopper(**changes: object) -> Machine:
+    """GPUs of 132 SMs on a fast link, as a machine of H200s is measured."""
+    fields = {
+        "arch": 90,
+        "sm_count": 132,
+        "sm_gflops": 5600.0,
+        "has_sm80_kernels": True,
+        "has_sm90_kernels": True,
+        "link_latency_us": 9.0,
+        "link_gbps": 260.0,
+    }
+    return Machine(**{**fields, **changes})
+
+
+def slow(**changes: object) -> Machine:
+    return hopper(**{"link_gbps": 18.0, "link_latency_us": 60.0, **changes})
+
+
+def ada(**changes: object) -> Machine:
+    """GPUs without wgmma on PCIe."""
+    fields = {"arch": 89, "sm_count": 58, "sm_gflops": 1500.0, "link_gbps": 12.0}
+    return hopper(**{**fields, "has_sm90_kernels": False, **changes})
+
+
+def cpu(**changes: object) -> Machine:
+    fields = {"arch": 0, "sm_count": 2, "sm_gflops": 50.0, "link_latency_us": 200.0}
+    return Machine(**{**fields, "link_gbps": 1.0, **changes})
+
+
+def big(**changes: object) -> Problem:
+    fields = {"m": 8192, "n": 8192, "k": 7168, "dtype": DType.BFLOAT16, "world_size": 2}
+    return Problem(**{**fields, **changes})
+
+
+def total(plan: Plan, machine: Machine) -> float:
+    return plans.predict(plan, machine).total_us

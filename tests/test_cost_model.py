@@ -1,0 +1,329 @@
+"""What the cost model expects of a plan, against the same model in closed forms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from machines import ada, big, cpu, hopper, slow, total
+from overlap_torch import plan as plans
+from overlap_torch.plan import Collective, DType, Kernel, Machine, Plan
+
+# The constants are measurements, which a new fit changes; the formulas below are not. Times in us, rates in GB/s or
+# shares of the machine's.
+SOURCE = (Path(__file__).resolve().parents[1] / "csrc/plan/cost_model.cc").read_text()
+
+
+def constant(name: str) -> tuple[float, ...]:
+    """The numbers that ``constexpr double|CallModel|int32_t name = ...;`` holds."""
+    (text,) = re.findall(rf"^constexpr \w+ {name} =\s*([^;]+);", SOURCE, re.MULTILINE)
+    return tuple(float(number) for number in text.strip("{}").split(","))
+
+
+(GEMM_START,) = constant("kGemmStartUs")
+(FORK_JOIN,) = constant("kForkJoinUs")
+(WAIT,) = constant("kWaitUs")
+(FIRST_ISSUE,) = constant("kFirstIssueUs")
+(ISSUE,) = constant("kIssueUs")
+(BESIDE,) = constant("kBesideCommunication")
+(FEWER_SMS_EXPONENT,) = constant("kFewerSmsExponent")
+(LOW_BANDS,) = constant("kLowBandRate")
+(SM80,) = constant("kSm80Rate")
+(SM80_ON_HOPPER,) = constant("kSm80RateOnHopper")
+(COPY_START,) = constant("kCopyStartUs")
+(COPY_GBPS,) = constant("kCopyGbps")
+(FINISH_START,) = constant("kFinishStartUs")
+(FINISH_GBPS,) = constant("kFinishGbps")
+(WAIT_CPU,) = constant("kWaitCpuUs")
+(FORK_JOIN_CPU,) = constant("kForkJoinCpuUs")
+# Start beyond the link's latency, share of the link's rate, a CTA's rate.
+ALONE = constant("kAloneCall")[:2]
+CALLS = {
+    "plain": constant("kPlainCall"),
+    "window": constant("kWindowCall"),
+    "exchange": constant("kExchangeCall"),
+}
+
+SHORT_K = 64  # with it all tiles are computed before the host has issued the first call
+MIB = 2**20
+
+
+def make(kind: str, chunks: int | list[int], **options: object) -> Plan:
+    """A plan for 8192 x 8192 in 64 x 64 tiles; `chunks` in tile rows, an eighth of the SMs left."""
+    problem = options.pop("problem", big())
+    options = {
+        **{"kernel": Kernel.SM90_PINGPONG, "comm_sms": 16, "max_ctas": 16, "band_rows": 8},
+        **options,
+        "window": kind == "window",
+    }
+    if kind != "exchange":
+        return plans.row_panels(problem, chunks, **options)
+    if not isinstance(chunks, int):
+        chunks = [64 * rows for rows in chunks]
+    return plans.packed(problem, chunks, collective=Collective.EXCHANGE, **options)
+
+
+def gemm_us(machine: Machine, k: int, share: float = 1.0, left: int = 16) -> float:
+    """So much of 64 x 64 tiles of 128 x 128, beside communication that has `left` SMs."""
+    tile_us = 2 * 128 * 128 * k / (machine.sm_gflops * 1e3)
+    slower = BESIDE * (machine.sm_count / (machine.sm_count - left)) ** FEWER_SMS_EXPONENT
+    return GEMM_START + share * 64 * 64 / machine.sm_count * tile_us * slower
+
+
+def start_us(kind: str, machine: Machine) -> float:
+    return CALLS[kind][0] + machine.link_latency_us
+
+
+def call_us(kind: str, machine: Machine, bytes_: float, ctas: int) -> float:
+    """A call that has the link to itself, on a fast link."""
+    _, link, cta = CALLS[kind]
+    return start_us(kind, machine) + bytes_ / 1e3 / min(cta * ctas, link * machine.link_gbps)
+
+
+def finish_us(kind: str, bytes_: float) -> float:
+    if kind == "exchange":
+        return FINISH_START + bytes_ / 1e3 / FINISH_GBPS
+    return COPY_START + bytes_ / 1e3 / COPY_GBPS if kind == "window" else 0.0
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "rate", "call_start", "link_share"),
+    [
+        (hopper(), DType.BFLOAT16, 1.0, *ALONE),
+        (hopper(windows=True), DType.FLOAT16, 1.0, *ALONE),
+        (hopper(), DType.FLOAT32, 1 / 13, *ALONE),
+        (slow(), DType.BFLOAT16, 1.0, ALONE[0], 1.0),
+        (ada(), DType.BFLOAT16, 1.0, ALONE[0], 1.0),
+    ],
+)
+def test_predict_sequence_is_gemm_then_one_call(
+    machine, dtype, rate, call_start, link_share
+) -> None:
+    plan = plans.make_sequential(big(dtype=dtype), machine)
+    prediction = plans.predict(plan, machine)
+    flops = 2 * 8192 * 8192 * 7168
+    bytes_ = 8192 * 8192 * (4 if dtype == DType.FLOAT32 else 2)
+    gemm = GEMM_START + flops / (machine.sm_count * machine.sm_gflops * 1e3 * rate)
+    call = call_start + machine.link_latency_us + bytes_ / (machine.link_gbps * 1e3 * link_share)
+    assert prediction.gemm_us == pytest.approx(gemm)
+    assert prediction.communication_us == pytest.approx(call)
+    assert prediction.total_us == pytest.approx(gemm + call)
+
+
+def test_predict_small_sequence_takes_a_tile_and_alone_no_call() -> None:
+    machine = hopper()
+    tile_us = 2 * 128 * 128 * 7168 / (machine.sm_gflops * 1e3)
+    prediction = plans.predict(plans.make_sequential(big(m=1, n=8, world_size=1), machine), machine)
+    assert prediction.total_us == prediction.gemm_us == pytest.approx(GEMM_START + tile_us)
+    assert total(plans.make_sequential(big(m=0), machine), machine) == 0.0
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("ctas", [4, 16])
+@pytest.mark.parametrize("heights", [[64], [16, 48], [48, 16], [8] * 8, [16, 8, 40]], ids=str)
+@pytest.mark.parametrize("k", [SHORT_K, 2048, 28672])
+def test_predict_chunks_follow_their_last_tile_and_the_call_before(kind, ctas, heights, k) -> None:
+    machine = hopper(windows=True)
+    plan = make(kind, heights, problem=big(k=k), max_ctas=ctas)
+    end = busy = 0.0
+    bytes_ = 0.0
+    for i, height in enumerate(heights):
+        bytes_ = height * 2 * MIB  # a tile row is 128 x 8192 elements of 2 bytes
+        computed = gemm_us(machine, k, sum(heights[: i + 1]) / 64) + WAIT
+        call = call_us(kind, machine, bytes_, ctas)
+        busy += call
+        end = max(computed, end, FIRST_ISSUE + ISSUE * i) + call
+    prediction = plans.predict(plan, machine)
+    assert prediction.gemm_us == pytest.approx(gemm_us(machine, k))
+    assert prediction.communication_us == pytest.approx(busy)
+    expected = end + finish_us(kind, bytes_) + FORK_JOIN
+    assert prediction.total_us == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("machine", "comm_sms", "max_ctas", "waits"),
+    [
+        (hopper(), 16, 16, False),
+        (hopper(), 16, 17, True),
+        (hopper(), 0, 1, True),
+        (hopper(), 23, 0, True),  # NCCL's own choice is 24
+        (hopper(), 24, 0, False),
+        (slow(), 3, 0, True),  # and 4 on a slow link
+        (slow(), 4, 0, False),
+    ],
+)
+def test_predict_chunk_without_room_waits_for_the_gemm(machine, comm_sms, max_ctas, waits) -> None:
+    plan = make("plain", [8, 56], comm_sms=comm_sms, max_ctas=max_ctas)
+    prediction = plans.predict(plan, machine)
+    one_by_one = prediction.gemm_us + WAIT + prediction.communication_us + FORK_JOIN
+    assert prediction.gemm_us == pytest.approx(gemm_us(machine, 7168, left=comm_sms))
+    if waits:
+        assert prediction.total_us == pytest.approx(one_by_one)
+    else:
+        assert prediction.total_us < one_by_one - 10
+
+
+def test_predict_library_computes_a_chunk_a_call_and_waits_for_no_sms() -> None:
+    machine = hopper()
+    plan = make("plain", [16, 48], kernel=Kernel.LIBRARY, comm_sms=4)
+    tile_us = 2 * 128 * 128 * 7168 / (machine.sm_gflops * 1e3)
+    first, second = (GEMM_START + math.ceil(h * 64 / 128) * tile_us for h in (16, 48))
+    calls = [call_us("plain", machine, h * 2 * MIB, 16) for h in (16, 48)]
+    prediction = plans.predict(plan, machine)
+    assert prediction.gemm_us == pytest.approx(first + second)
+    end = max(first + WAIT + calls[0], first + second + WAIT) + calls[1]
+    assert prediction.total_us == pytest.approx(end + FORK_JOIN)
+
+
+def test_predict_two_lanes_share_the_link() -> None:
+    machine = hopper()
+    plan = make("plain", [40, 24], problem=big(k=SHORT_K), max_ctas=24, comm_sms=24, lanes=2)
+    begin = [FIRST_ISSUE, FIRST_ISSUE + ISSUE]
+    start = start_us("plain", machine)
+    rate = CALLS["plain"][1] * machine.link_gbps * 1e3
+    assert rate < 24 * CALLS["plain"][2] * 1e3  # one call fills the link
+    # Alone until the second flows, then half the link each until the smaller ends, then alone.
+    ends_second = begin[1] + start + 2 * 24 * 2 * MIB / rate
+    ends_first = begin[0] + start + 64 * 2 * MIB / rate
+    assert ends_second < ends_first
+    prediction = plans.predict(plan, machine)
+    assert prediction.total_us == pytest.approx(ends_first + FORK_JOIN)
+    assert prediction.communication_us == pytest.approx(ends_first + ends_second - sum(begin))
+
+
+def test_predict_two_lanes_of_few_ctas_do_not_slow_each_other() -> None:
+    machine = hopper()
+    plan = make("plain", [40, 24], problem=big(k=SHORT_K), max_ctas=8, lanes=2)
+    assert 2 * 8 * CALLS["plain"][2] < CALLS["plain"][1] * machine.link_gbps
+    calls = [call_us("plain", machine, rows * 2 * MIB, 8) for rows in (40, 24)]
+    prediction = plans.predict(plan, machine)
+    assert prediction.communication_us == pytest.approx(sum(calls))
+    end = max(FIRST_ISSUE + calls[0], FIRST_ISSUE + ISSUE + calls[1])
+    assert prediction.total_us == pytest.approx(end + FORK_JOIN)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_predict_two_lanes_hide_call_starts(kind: str) -> None:
+    # One call fills the link. In one lane it idles through all 8 starts; in two only through those that
+    # coincide, at most the 4 of one lane, and through the time until the second call is issued.
+    machine = hopper(windows=True)
+    one, two = (
+        total(make(kind, 8, problem=big(k=SHORT_K), comm_sms=24, max_ctas=24, lanes=lanes), machine)
+        for lanes in (1, 2)
+    )
+    assert one - two >= 4 * start_us(kind, machine) - ISSUE
+
+
+# Heights of chunks, multiples of 8 that sum up to 64.
+cuts = st.sets(st.integers(1, 7)).map(
+    lambda inner: [8 * (b - a) for a, b in itertools.pairwise([0, *sorted(inner), 8])]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([*CALLS]),
+    cuts,
+    st.sampled_from([SHORT_K, 2048, 8192]),
+    st.sampled_from([4, 8, 16]),
+    st.floats(20, 500),
+    st.floats(1, 100),
+    st.floats(1.05, 3.0),
+)
+def test_predict_of_worse_machines_is_not_better(kind, heights, k, ctas, gbps, latency, by) -> None:
+    machine = hopper(windows=True, link_gbps=gbps, link_latency_us=latency)
+    plan = make(kind, heights, problem=big(k=k), max_ctas=ctas)
+    for each in (plan, plans.make_sequential(big(k=k), machine)):
+        before = total(each, machine)
+        if gbps / by >= 60 or gbps < 60:  # between them another model begins
+            worse = hopper(windows=True, link_gbps=gbps / by, link_latency_us=latency)
+            assert total(each, worse) >= before
+        worse = hopper(windows=True, link_gbps=gbps, link_latency_us=latency * by)
+        assert total(each, worse) > before
+        worse = hopper(windows=True, link_gbps=gbps, link_latency_us=latency, sm_gflops=5600 / by)
+        assert total(each, worse) >= before
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([*CALLS]),
+    cuts,
+    st.sampled_from([SHORT_K, 2048, 8192]),
+    st.sampled_from([4, 8, 16]),
+    st.integers(2, 4),
+    st.floats(20, 500),
+)
+def test_predict_lanes_lie_between_one_lane_and_the_link(
+    kind, heights, k, ctas, lanes, gbps
+) -> None:
+    machine = hopper(windows=True, link_gbps=gbps)
+    one, more = (
+        make(kind, heights, problem=big(k=k), max_ctas=ctas, lanes=count) for count in (1, lanes)
+    )
+    assert total(more, machine) <= total(one, machine) * (1 + 1e-9)
+    rate = gbps * (1.0 if gbps < 60 else CALLS[kind][1]) * 1e3
+    assert total(more, machine) >= FIRST_ISSUE + start_us(kind, machine) + 64 * 2 * MIB / rate
+    last_us = call_us(kind, machine, 0, ctas)
+    assert total(more, machine) > gemm_us(machine, k) + WAIT + last_us
+
+
+@pytest.mark.parametrize("machine", [hopper(windows=True), slow(), cpu()], ids=str)
+@pytest.mark.parametrize("field", ["m", "n", "k"])
+def test_predict_of_more_work_costs_more(machine: Machine, field: str) -> None:
+    gloo = {"transport": "gloo"} if machine.arch == 0 else {"comm_sms": 16, "max_ctas": 16}
+    problems = [big(**{field: size}, dtype=DType.FLOAT32) for size in (2048, 4096, 8192, 16384)]
+    for make_one in (
+        lambda problem: plans.make_sequential(problem, machine),
+        lambda problem: plans.row_panels(problem, 4, **gloo),
+    ):
+        times = [total(make_one(problem), machine) for problem in problems]
+        assert all(a < b for a, b in itertools.pairwise(times))
+
+
+def test_predict_rates_kernels_and_bands() -> None:
+    def computing(machine: Machine, **options: object) -> float:
+        return plans.predict(make("plain", 4, **options), machine).gemm_us - GEMM_START
+
+    base = computing(hopper())
+    assert computing(hopper(), band_rows=2) == pytest.approx(base / LOW_BANDS)
+    assert computing(hopper(), kernel=Kernel.SM80) == pytest.approx(base / SM80_ON_HOPPER)
+    assert computing(hopper(arch=80), kernel=Kernel.SM80) == pytest.approx(base / SM80)
+    assert computing(hopper(sm_gflops=2800.0)) == pytest.approx(base * 2)
+
+
+def test_predict_on_cpu_waits_and_calls_one_by_one() -> None:
+    machine = cpu()
+    problem = big(m=2048, n=2048, k=512, dtype=DType.FLOAT32)
+    plan = plans.row_panels(problem, [2, 6], transport="gloo")
+    tile_us = 2 * 256 * 512 * 512 / (machine.sm_gflops * 1e3 * machine.sm_count)
+    ready = [GEMM_START + rows * 4 * tile_us + WAIT_CPU for rows in (2, 8)]
+    calls = [machine.link_latency_us + rows * 256 * 2048 * 4 / 1e3 for rows in (2, 6)]
+    prediction = plans.predict(plan, machine)
+    assert prediction.communication_us == pytest.approx(sum(calls))
+    end = max(ready[0] + calls[0], ready[1]) + calls[1]
+    assert prediction.total_us == pytest.approx(end + FORK_JOIN_CPU)
+    sequential = plans.predict(plans.make_sequential(problem, machine), machine)
+    assert sequential.total_us == pytest.approx(
+        GEMM_START + 32 * tile_us + machine.link_latency_us + 2048 * 2048 * 4 / 1e3
+    )
+
+
+def test_predict_refuses_an_invalid_plan() -> None:
+    plan = make("plain", 8)
+    plan.chunks = plan.chunks[1:]
+    with pytest.raises(ValueError, match="leaves tiles out"):
+        plans.predict(plan, hopper())
+
+
+def test_machine_text_reads_back_exactly() -> None:
+    machine = hopper(sm_gflops=1 / 3, link_gbps=1e-7, windows=True)
+    read = plans._parse_machine(repr(machine))
+    assert repr(read) == repr(machine)
+    assert read.sm_gflops == 1 / 3
+    assert (read.arch, read.windows, read.has_sm80_kernels) == (90, True, True)
