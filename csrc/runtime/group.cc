@@ -13,6 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMaxPending = 256;
+constexpr int kPreparedPending = 64;
 constexpr std::chrono::seconds kPublishPeriod{1};
 
 // Dense 16-bit tensor-core operations of one SM and clock, by architecture; about three quarters of
@@ -92,6 +93,8 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
 #if defined(OVERLAP_WITH_SM90)
   machine_.has_sm90_kernels = device_.arch() == 90;
 #endif
+  // Nothing is made once warm: events for what is in flight between two looks of the watchdog.
+  for (int i = 0; i < kPreparedPending; ++i) idle_.push_back(std::make_unique<Pending>());
   if (options_.world_size > 1) measure_link();
 }
 
