@@ -134,7 +134,7 @@ def row_panels(
         window: stage chunks in an NCCL symmetric window.
         smem_pad_bytes: shared memory added to each GEMM block, in bytes.
         finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
-        lanes: chunks in flight at a time, 1 or 2.
+        lanes: chunks in flight at a time, 1 to 4; each takes ``max_ctas`` CTAs.
         transport: ``nccl`` for CUDA tensors, ``gloo`` for those on CPU.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
 

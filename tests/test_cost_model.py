@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import plan as plans
-from overlap_torch.plan import Collective, DType, Kernel, Machine, Plan
+from overlap_torch.plan import Collective, DType, Kernel, Machine, Plan, Problem
 
 # The constants are measurements, which a new fit changes; the formulas below are not. Times in us, rates in GB/s or
 # shares of the machine's.
@@ -264,13 +264,14 @@ def test_predict_lanes_lie_between_one_lane_and_the_link(
 ) -> None:
     machine = hopper(windows=True, link_gbps=gbps)
     one, more = (
-        make(kind, heights, problem=big(k=k), max_ctas=ctas, lanes=count) for count in (1, lanes)
+        make(kind, heights, problem=big(k=k), max_ctas=ctas, comm_sms=ctas * lanes, lanes=count)
+        for count in (1, lanes)
     )
     assert total(more, machine) <= total(one, machine) * (1 + 1e-9)
     rate = gbps * (1.0 if gbps < 60 else CALLS[kind][1]) * 1e3
     assert total(more, machine) >= FIRST_ISSUE + start_us(kind, machine) + 64 * 2 * MIB / rate
     last_us = call_us(kind, machine, 0, ctas)
-    assert total(more, machine) > gemm_us(machine, k) + WAIT + last_us
+    assert total(more, machine) > gemm_us(machine, k, left=ctas * lanes) + WAIT + last_us
 
 
 @pytest.mark.parametrize("machine", [hopper(windows=True), slow(), cpu()], ids=str)
@@ -327,3 +328,13 @@ def test_machine_text_reads_back_exactly() -> None:
     assert repr(read) == repr(machine)
     assert read.sm_gflops == 1 / 3
     assert (read.arch, read.windows, read.has_sm80_kernels) == (90, True, True)
+
+
+@pytest.mark.parametrize("field", ["sm_count", "sm_gflops", "link_gbps"])
+def test_predict_of_an_unmeasured_machine_is_never(field: str) -> None:
+    machine = hopper(windows=True)
+    problem = Problem(4096, 4096, 4096, DType.BFLOAT16, 2)
+    made = plans.candidates(problem, machine)
+    setattr(machine, field, 0)
+    for plan in made:
+        assert plans.predict(plan, machine).total_us == float("inf")

@@ -148,6 +148,27 @@ def test_planner_choice_beats_the_sequence_by_its_margins(
         assert chosen == sequential
 
 
+@pytest.mark.parametrize(
+    ("dtype", "k", "share", "looser"),
+    [(DType.BFLOAT16, 2048, 0.95, (0.95, 0.0)), (DType.FLOAT32, 1024, 0.90, (0.95, 12.0))],
+)
+def test_planner_keeps_the_sequence_inside_its_margins(dtype, k, share, looser) -> None:
+    # The slower the link, the more overlap hides: first too little, then enough.
+    problem = big(m=2048, k=k, dtype=dtype)
+    inside = beyond = 0
+    for gbps in range(600, 60, -5):
+        machine = hopper(link_gbps=gbps, windows=True)
+        sequential, *overlapped = plans.candidates(problem, machine)
+        sequence_us = total(sequential, machine)
+        best_us = min(total(plan, machine) for plan in overlapped)
+        wins = best_us < share * sequence_us - 12
+        assert (plans.make_plan(problem, machine) != sequential) == wins
+        inside += not wins and best_us < looser[0] * sequence_us - looser[1]
+        beyond += wins
+    assert inside > 0
+    assert beyond > 0
+
+
 @settings(max_examples=50, deadline=None)
 @given(problems, machines)
 def test_planner_makes_the_same_plan_from_the_same_facts(

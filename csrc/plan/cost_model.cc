@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <vector>
 
 #include "plan/planner.h"
@@ -155,7 +156,7 @@ bool waits_for_gemm_end(const Plan& plan, const Machine& machine, const Chunk& c
   if (plan.kernel == Kernel::kLibrary) return false;
   const int32_t default_ctas = slow_link(machine) ? kDefaultCtasSlow : kDefaultCtas;
   const int32_t ctas = chunk.max_ctas == 0 ? default_ctas : chunk.max_ctas;
-  return plan.resources.comm_sms < ctas;
+  return plan.resources.comm_sms < ctas * plan.resources.lanes;
 }
 
 // Communication of chunks that become ready at `ready_us`: `lanes` calls at a time, each first
@@ -262,6 +263,13 @@ Prediction predict(const Plan& plan, const Machine& machine) {
   const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
   if (tiles == 0) return prediction;
 
+  // A machine that nobody measured: no plan is better than another.
+  const bool communicates = plan.problem.world_size > 1;
+  if (machine.sm_count <= 0 || machine.sm_gflops <= 0.0 ||
+      (communicates && machine.link_gbps <= 0.0)) {
+    prediction.total_us = std::numeric_limits<double>::infinity();
+    return prediction;
+  }
   const double per_tile_us = tile_us(plan, machine);
   if (plan.schedule == Schedule::kSequential) {
     prediction.gemm_us = kGemmStartUs + full_machine_us(machine, tiles, per_tile_us);
