@@ -16,21 +16,24 @@ namespace {
 
 #if defined(OVERLAP_WITH_SM90)
 constexpr int64_t kMaxTmaExtent = int64_t{1} << 31;
+constexpr int64_t kTmaElements = 8;  // of 16 bits, in 16 bytes
 
 bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// What TMA can address: 16-byte aligned bases and strides, extents that fit an int.
+// What TMA can address: 16-byte aligned bases and strides, rows of whole 16-byte pieces, extents
+// that fit an int.
 bool gemm_sm90_supported(const GemmParams& params) {
   if (params.dtype != plan::DType::kBFloat16 && params.dtype != plan::DType::kFloat16) return false;
   if (params.m <= 0 || params.n <= 0 || params.k <= 0) return false;
   if (params.m >= kMaxTmaExtent || params.n >= kMaxTmaExtent || params.k >= kMaxTmaExtent)
     return false;
+  if (params.n % kTmaElements != 0 || params.k % kTmaElements != 0) return false;
   const bool row_major = params.layout == plan::Layout::kRowMajor;
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
-         params.input_stride % 8 == 0 && params.weight_stride % 8 == 0 &&
-         (!row_major || params.output_stride % 8 == 0);
+         params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
+         (!row_major || params.output_stride % kTmaElements == 0);
 }
 
 GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype) {
