@@ -154,11 +154,13 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
 
 at::Tensor run_sequential(const GemmAllReduce& call, const PlanEntry& entry, runtime::Group& group,
                           cudaStream_t stream) {
-  at::Tensor output = at::empty({call.problem.m, call.problem.n}, call.input.options());
-  runtime::run_sequential_all_reduce(
-      group, entry.plan, output.data_ptr(),
-      [&] { at::mm_out(output, call.input, call.weight.t()); }, stream,
-      TraceSwitch::on() ? &cuda_trace() : nullptr);
+  at::Tensor output;
+  const auto gemm = [&] {
+    output = at::mm(call.input, call.weight.t());
+    return output.data_ptr();
+  };
+  runtime::run_sequential_all_reduce(group, entry.plan, gemm, stream,
+                                     TraceSwitch::on() ? &cuda_trace() : nullptr);
   if (call.bias.has_value()) output.add_(*call.bias);
   return output;
 }
@@ -195,8 +197,13 @@ bool has_kernels(at::Device device) {
 
 bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device) {
   if (!has_kernels(device)) return false;
-  const auto process_group = group->lock();
-  return process_group->getBackend(at::kCUDA)->getBackendName() == "nccl";
+  // A group's backend does not change: asked for once.
+  int known = group->cuda_is_nccl;
+  if (known < 0) {
+    known = group->lock()->getBackend(at::kCUDA)->getBackendName() == "nccl";
+    group->cuda_is_nccl = known;
+  }
+  return known == 1;
 }
 
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device) {

@@ -63,6 +63,7 @@ class GroupEntry {
   // The CUDA side on each device (binding/groups_cuda.cc makes it); weak, the watchdog owns it.
   std::map<int, std::weak_ptr<runtime::Group>> cuda;
   std::mutex cuda_mutex;
+  std::atomic<int> cuda_is_nccl{-1};  // -1: not asked yet
 
  private:
   using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int>;  // device, op, m, n, k, dtype

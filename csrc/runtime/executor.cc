@@ -270,21 +270,23 @@ void run_all_reduce(Group& group, const ProduceCall& call) {
   ProduceLoop(group, call).run();
 }
 
-void run_sequential_all_reduce(Group& group, const plan::Plan& plan, void* output,
-                               const std::function<void()>& gemm, cudaStream_t stream,
+void run_sequential_all_reduce(Group& group, const plan::Plan& plan,
+                               const std::function<void*()>& gemm, cudaStream_t stream,
                                Trace* trace) {
-  DeviceState& device = group.device();
-  const std::lock_guard<std::mutex> lock(device.mutex);
   group.check();
   const std::optional<unsigned long long> capture = capture_id(stream);
   Communicator& communicator =
       group.communicator({plan.chunks.front().max_ctas, 0}, capture.has_value());
-  device.chain(stream, capture);
   CallTrace* record = trace != nullptr && !capture ? &trace->add(1) : nullptr;
   if (record != nullptr) record->start.record(stream);
-  gemm();
+  // The GEMM waits for no peer, so it need not be chained: it starts while the host does the rest.
+  void* output = gemm();
+  if (record != nullptr) record->gemm_end.record(stream);
+
+  DeviceState& device = group.device();
+  const std::lock_guard<std::mutex> lock(device.mutex);
+  device.chain(stream, capture);
   if (record != nullptr) {
-    record->gemm_end.record(stream);
     record->ready[0]->record(stream);
     record->begin[0]->record(stream);
   }

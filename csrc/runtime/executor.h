@@ -57,10 +57,10 @@ bool communicates_in_place(const plan::Plan& plan);
 // a capture.
 void run_all_reduce(Group& group, const ProduceCall& call);
 
-// Sequential: `gemm` enqueues the whole GEMM on the stream, then one all-reduce over `output`
-// follows on the same stream.
-void run_sequential_all_reduce(Group& group, const plan::Plan& plan, void* output,
-                               const std::function<void()>& gemm, cudaStream_t stream,
+// Sequential: `gemm` enqueues the whole GEMM on the stream and returns its row-major output; one
+// all-reduce over it follows on the same stream.
+void run_sequential_all_reduce(Group& group, const plan::Plan& plan,
+                               const std::function<void*()>& gemm, cudaStream_t stream,
                                Trace* trace);
 
 }  // namespace overlap::runtime
