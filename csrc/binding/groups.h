@@ -60,7 +60,7 @@ class GroupEntry {
   // (OVERLAP_DEBUG=1).
   void compare(const std::string& what, const std::string& text, at::DeviceType device);
 
-  // The CUDA side on each device (binding/groups_cuda.cc makes it); weak, the watchdog owns it.
+  // The CUDA side on each device (binding/gemm_allreduce_cuda.cc makes it); weak, the watchdog owns it.
   std::map<int, std::weak_ptr<runtime::Group>> cuda;
   std::mutex cuda_mutex;
   std::atomic<int> cuda_is_nccl{-1};  // -1: not asked yet

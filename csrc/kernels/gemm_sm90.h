@@ -2,12 +2,13 @@
 // the plan's order, stores each where the plan says and signals its chunk.
 //
 // A CTA is one producer warp group and two consumer warp groups. The consumers form teams:
-//   ping-pong     two teams of one warp group; they alternate tiles, one multiplies while the other
-//   stores. cooperative   one team of two warp groups, half a tile each.
+//   ping-pong    two teams of one warp group; they alternate tiles, one multiplies while the other
+//                stores.
+//   cooperative  one team of two warp groups, half a tile each.
 //
-//   producer   | load 0 | load 1 | load 2 | load 3 | ...            (TMA, as far ahead as shared
-//   memory allows) team 0     |        | mma 0  | store 0, signal | mma 2  | ... team 1     | | mma
-//   1  | store 1, signal | ...
+//   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
+//   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
+//   team 1   |                 | mma 1  | store 1, signal | ...
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -13,8 +13,7 @@
 namespace overlap::plan {
 namespace {
 
-// --- GEMM
-// -------------------------------------------------------------------------------------------------
+// --- GEMM ------------------------------------------------------------------------------------
 constexpr double kGemmStartUs = 3.0;  // launch and prologue, before the first tile is under way
 
 // Rate of a kernel, of what the machine's library reaches (Machine::sm_gflops).
@@ -29,16 +28,15 @@ constexpr double kFloat32Rate = 1.0 / 13.0;
 constexpr double kFloat64Rate = 1.0 / 13.0;
 constexpr double kFloat64RateOnCpu = 0.5;  // Machine::sm_gflops counts fp32 there
 
-// --- communication on GPUs, fitted to 3,000 plans measured on two H200s (7 % root mean square)
-// -------------------
+// --- communication on GPUs, fitted to 3,000 plans measured on two H200s (7 % root mean square) ---
 constexpr double kWaitUs = 7.0;         // from a chunk's last signal to the start of its call
 constexpr double kForkJoinUs = 3.0;     // events that fork and join the side streams
 constexpr double kFirstIssueUs = 30.0;  // host: until the first chunk's call is enqueued
 constexpr double kIssueUs = 16.0;       // host: per chunk
 // A GEMM that leaves SMs loses less than their share: the chip is warm, not the SMs scarce.
 constexpr double kFewerSmsExponent = 0.85;
-constexpr double kLowBandRate =
-    0.95;  // bands of less than 4 tile rows share less of the operands in L2
+// Bands of less than 4 tile rows share less of the operands in L2.
+constexpr double kLowBandRate = 0.95;
 constexpr double kBesideCommunication = 1.02;  // the GEMM's time beside communication
 
 // What one kind of call costs, relative to the link as Machine measures it with small and large
@@ -51,7 +49,7 @@ struct CallModel {
 constexpr CallModel kAloneCall = {9.0, 1.08, 1e9};  // a plain all-reduce that has the GPU to itself
 constexpr CallModel kPlainCall = {23.0, 1.15, 15.7};
 constexpr CallModel kWindowCall = {16.0, 0.91, 27.9};
-// Between more than two ranks a reduction passes each byte on: fitted to four H200s.
+// Between more than two ranks a reduction passes each byte on: set by benchmarks on four H200s.
 constexpr CallModel kPlainCallOfMany = {23.0, 1.04, 15.0};
 constexpr CallModel kWindowCallOfMany = {17.0, 0.80, 20.0};
 constexpr CallModel kExchangeCall = {2.0, 1.03, 32.0};

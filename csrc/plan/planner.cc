@@ -31,8 +31,8 @@ constexpr Way kWindowWays[] = {{4, 2}, {6, 2}, {8, 2}, {6, 3}, {8, 3}};
 constexpr Way kExchangeWays[] = {{8, 1}, {6, 2}, {8, 2}};
 constexpr Way kSlowLinkWays[] = {{4, 1}, {8, 1}, {4, 2}};
 
-constexpr int32_t kMaxBandRows =
-    8;  // higher bands finish later and share no more of the operands in L2
+// Higher bands finish later and share no more of the operands in L2.
+constexpr int32_t kMaxBandRows = 8;
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
 constexpr double kMinCpuChunkFlops = 1e6;  // less work than this hides no communication call
 

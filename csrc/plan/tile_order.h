@@ -2,13 +2,11 @@
 // used by the planner, the GEMM kernels, the reorder kernels and the CPU path alike.
 //
 //   bands      The output's tile rows are cut into bands. Tiles are taken band after band; inside a
-//   band column after
-//              column, and inside a column from top to bottom. A band of many rows keeps a wave
-//              square (good for L2), one of few rows finishes its rows early (good for
+//              band column after column, and inside a column from top to bottom. A band of many rows
+//              keeps a wave square (good for L2), one of few rows finishes its rows early (good for
 //              communication).
-//   clusters   `cluster_m` CTAs along M share one step, so band heights are multiples of it and
-//   tile indices
-//              c * cluster_m ... c * cluster_m + cluster_m - 1 belong to one cluster.
+//   clusters   `cluster_m` CTAs along M share one step, so band heights are multiples of it and tile
+//              indices c * cluster_m ... c * cluster_m + cluster_m - 1 belong to one cluster.
 //   chunks     A chunk is a run of tile indices. Chunk c is [chunk_begin[c], chunk_begin[c + 1]).
 #pragma once
 

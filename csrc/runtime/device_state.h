@@ -48,11 +48,12 @@ std::optional<unsigned long long> capture_id(cudaStream_t stream);
 
 // One per device and process, made once, never destroyed (the driver is gone by then).
 //
-//   caller    | zero counters | fork | GEMM ........................... | join
-//   side      |               ^      | wait 0 | NCCL 0 | wait 1 | NCCL 1 ..| ^     (highest
-//   priority) copy      |                               | unpack 0 | unpack 1 .....  | (behind the
-//   next communication) observer  | only while a timeline is recorded: when each chunk's tiles were
-//   finished
+//   caller   | zero counters | fork | GEMM ............................ | join
+//   side     |                      | wait 0 | NCCL 0 | wait 1 | NCCL 1 | ^
+//   copy     |                                        | unpack 0 |      | unpack 1 | ^
+//   observer | only while a timeline is recorded: when each chunk's tiles were finished
+//
+// side has the highest priority, so that NCCL's CTAs get the SMs that are free; copy has the lowest.
 class DeviceState {
  public:
   // Makes the current device's state: loads all kernels, so that nothing is loaded lazily while

@@ -1,6 +1,5 @@
 #include "runtime/executor.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "kernels/reorder.h"
@@ -57,7 +56,7 @@ class ProduceLoop {
     group_.check();
     std::vector<CommunicatorKey> keys;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
-      keys.push_back({plan_.chunks[chunk].max_ctas, lane(chunk)});
+      keys.push_back(communicator_of(plan_, chunk));
       communicators_.push_back(&group_.communicator(keys.back(), capture_.has_value()));
     }
     buffer_ = call_.buffer;
@@ -215,8 +214,7 @@ class ProduceLoop {
   }
 
   // Chunks in flight at the same time are on different streams and communicators.
-  int lane(int chunk) const { return chunk % lanes_; }
-  cudaStream_t side(int chunk) const { return device_.side[lane(chunk)].get(); }
+  cudaStream_t side(int chunk) const { return device_.side[lane_of(plan_, chunk)].get(); }
 
   char* place(int chunk) const {
     return static_cast<char*>(buffer_) + plan::chunk_extent(plan_, chunk).offset * element_bytes_;
@@ -275,8 +273,7 @@ void run_sequential_all_reduce(Group& group, const plan::Plan& plan,
                                Trace* trace) {
   group.check();
   const std::optional<unsigned long long> capture = capture_id(stream);
-  Communicator& communicator =
-      group.communicator({plan.chunks.front().max_ctas, 0}, capture.has_value());
+  Communicator& communicator = group.communicator(communicator_of(plan, 0), capture.has_value());
   CallTrace* record = trace != nullptr && !capture ? &trace->add(1) : nullptr;
   if (record != nullptr) record->start.record(stream);
   // The GEMM waits for no peer, so it need not be chained: it starts while the host does the rest.

@@ -1,13 +1,12 @@
 // The produce loop: a GEMM that counts its finished tiles, and beside it, per chunk, a wait and a
 // collective.
 //
-//   caller    | zero counters | fork | GEMM: chunk 0, 1, 2 ... signal [A] ....................... |
-//   join | side      |               |wait 0 [A]| NCCL 0 |wait 1 [A]| NCCL 1 | ...          | NCCL
-//   last | ^ copy      |                                   | finish 0 |         | finish 1 | ... |
-//   finish last | ^
+//   caller | zero counters | fork | GEMM: chunk 0, 1, 2 ... signal [A] ...... | join |
+//   side   |                      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
+//   copy   |                                            | finish 0 |          | finish 1 | ^
 //
-// finish: unpacking or copying out of the staging buffer, and the bias. Present only if there is
-// something to do.
+// With several lanes the chunks take turns on as many side streams. finish: unpacking, adding parts
+// or copying out of the staging buffer, and the bias; present only if there is something to do.
 #pragma once
 
 #include <cuda_runtime_api.h>

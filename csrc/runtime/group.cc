@@ -131,9 +131,8 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
 }
 
 void Group::prepare(const plan::Plan& plan) {
-  for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
-    const int lane = static_cast<int>(chunk) % plan.resources.lanes;
-    (void)communicator({plan.chunks[chunk].max_ctas, lane}, false);
+  for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
+    (void)communicator(communicator_of(plan, chunk), false);
   }
 }
 

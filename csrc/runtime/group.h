@@ -42,6 +42,16 @@ struct CommunicatorKey {
   auto operator<=>(const CommunicatorKey&) const = default;
 };
 
+// Chunks take turns on the plan's lanes.
+inline int lane_of(const plan::Plan& plan, int chunk) {
+  return chunk % plan.resources.lanes;
+}
+
+// The communicator that carries a chunk.
+inline CommunicatorKey communicator_of(const plan::Plan& plan, int chunk) {
+  return {plan.chunks[static_cast<size_t>(chunk)].max_ctas, lane_of(plan, chunk)};
+}
+
 struct GroupOptions {
   std::string name;
   int rank = 0;
