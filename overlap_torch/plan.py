@@ -14,6 +14,7 @@ All ranks of a group must set the same plans at the same point between their cal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -127,6 +128,8 @@ def row_panels(
         chunks: a number of chunks of about equal height, or the chunks' heights in tile rows, top
             to bottom; heights are multiples of the kernel's cluster (2 for the sm90 kernels) and
             sum up to the tile grid's height, which is rounded up to a multiple of the cluster.
+            Where the rows are parts of the ranks (``gemm_reducescatter``, ``allgather_gemm``) the
+            heights are those of one part, and ``parts * height`` is the multiple.
         kernel: the GEMM; ``library`` takes every dtype, the others bfloat16 and float16.
         band_rows: tile rows of a band, at most; None: 8, or the lowest chunk's height.
         comm_sms: SMs that the GEMM leaves free.
@@ -143,11 +146,15 @@ def row_panels(
     """
     kernel, transport = enum_member(Kernel, kernel), enum_member(Transport, transport)
     shape = _shape(kernel, transport, tile)
-    rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
+    parts = problem.row_parts
+    gathers = problem.op == Op.ALLGATHER_GEMM
+    grain = shape.cluster_m // (1 if gathers else math.gcd(shape.cluster_m, parts))
+    rows = _tiles(problem.m // parts, shape.tile_m, grain)
     even = isinstance(chunks, int)
-    heights = _split(rows, chunks, shape.cluster_m, "tile rows") if even else list(chunks)
+    heights = _split(rows, chunks, grain, "tile rows") if even else list(chunks)
     if band_rows is None:
-        band_rows = max(shape.cluster_m, min([8, *heights]))
+        band_rows = max(shape.cluster_m, min([8, *(parts * height for height in heights)]))
+        band_rows -= band_rows % shape.cluster_m
     resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     return _plan.make_row_panels(
         problem, kernel, heights, band_rows, resources, max_ctas, transport, shape

@@ -65,7 +65,7 @@ class GroupEntry {
   // (OVERLAP_DEBUG=1).
   void compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_rows, at::DeviceType device);
 
-  // The CUDA side on each device (binding/gemm_allreduce_cuda.cc makes it); weak, the watchdog owns it.
+  // The CUDA side on each device (binding/cuda_call_cuda.cc makes it); weak, the watchdog owns it.
   std::map<int, std::weak_ptr<runtime::Group>> cuda;
   std::mutex cuda_mutex;
   std::atomic<int> cuda_is_nccl{-1};  // -1: not asked yet

@@ -49,6 +49,9 @@ at::Tensor gemm_reducescatter_cuda(const OpCall& call);  // [M / world, N]
 AllGatherGemmResult allgather_gemm_cuda(const OpCall& call);
 at::Tensor gemm_alltoall_cuda(const OpCall& call);  // [sum of recv_rows, N]
 
+// The GEMM of an all-reduce plan alone, counters on; returns its row-major or packed buffer, flat.
+at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef plan);
+
 // What the planner knows of this group on this device. Collective at its first call.
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
 

@@ -81,7 +81,12 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
   } else if (problem.k == 0 || problem.world_size == 1) {
     output = local_gemm(call.input.narrow(0, 0, rows), weight, bias);
   } else {
+#if defined(OVERLAP_WITH_CUDA)
+    output = input.is_cuda() ? gemm_reducescatter_cuda(call) : gemm_reducescatter_composition(call);
+#else
+    warn_without_kernels(call);
     output = gemm_reducescatter_composition(call);
+#endif
   }
   return as_shape_of(output, input, input.size(0) / problem.world_size);
 }
@@ -107,7 +112,12 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
       result.outputs.push_back(local_gemm(result.gathered, call.weights[i], call.biases[i]));
     }
   } else {
+#if defined(OVERLAP_WITH_CUDA)
+    result = input.is_cuda() ? allgather_gemm_cuda(call) : allgather_gemm_composition(call);
+#else
+    warn_without_kernels(call);
     result = allgather_gemm_composition(call);
+#endif
   }
   const int64_t dim0 = input.size(0) * problem.world_size;
   for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim0);
@@ -153,7 +163,12 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
   } else if (call.problem.world_size == 1) {
     output = local_gemm(call.input, weight, bias);
   } else {
+#if defined(OVERLAP_WITH_CUDA)
+    output = input.is_cuda() ? gemm_alltoall_cuda(call) : gemm_alltoall_composition(call);
+#else
+    warn_without_kernels(call);
     output = gemm_alltoall_composition(call);
+#endif
   }
   return as_shape_of(output, input, received);
 }
@@ -185,9 +200,13 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 plan::Op to_op(const std::string& name) {
-  TORCH_CHECK_VALUE(name == plan::name(plan::Op::kGemmAllReduce), "overlap_torch: no op is named '",
-                    name, "'; there is ", plan::name(plan::Op::kGemmAllReduce));
-  return plan::Op::kGemmAllReduce;
+  std::string names;
+  for (const plan::Op op : {plan::Op::kGemmAllReduce, plan::Op::kGemmReduceScatter,
+                            plan::Op::kAllGatherGemm, plan::Op::kGemmAllToAll}) {
+    if (name == plan::name(op)) return op;
+    names += (names.empty() ? "" : ", ") + std::string(plan::name(op));
+  }
+  TORCH_CHECK_VALUE(false, "overlap_torch: no op is named '", name, "'; there are ", names);
 }
 
 plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device device) {
@@ -212,6 +231,7 @@ std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64
   problem.k = k;
   problem.dtype = to_plan_dtype(dtype);
   problem.world_size = group->world_size();
+  plan::check_problem(problem);
   return plan::encode(group->plan(problem, device.type(), machine_of(group, device))->plan);
 }
 
@@ -298,6 +318,9 @@ TORCH_LIBRARY(overlap, m) {
   m.def("machine(Device device, str group) -> str", &machine);
   m.def("memory(str group) -> int[]", &memory);
   m.def("build_info() -> str", &build_info);
+#if defined(OVERLAP_WITH_CUDA)
+  m.def("gemm_alone(Tensor input, Tensor weight, int[] plan) -> Tensor", &gemm_alone);
+#endif
   m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);
 }
 

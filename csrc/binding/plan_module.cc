@@ -61,7 +61,11 @@ py::tuple as_tuple(const std::vector<T>& items) {
 }
 
 void bind_enums(py::module_& m) {
-  py::enum_<Op>(m, "Op").value("GEMM_ALLREDUCE", Op::kGemmAllReduce);
+  py::enum_<Op>(m, "Op")
+      .value("GEMM_ALLREDUCE", Op::kGemmAllReduce)
+      .value("GEMM_REDUCESCATTER", Op::kGemmReduceScatter)
+      .value("ALLGATHER_GEMM", Op::kAllGatherGemm)
+      .value("GEMM_ALLTOALL", Op::kGemmAllToAll);
   py::enum_<DType>(m, "DType")
       .value("BFLOAT16", DType::kBFloat16)
       .value("FLOAT16", DType::kFloat16)
@@ -80,7 +84,10 @@ void bind_enums(py::module_& m) {
       .value("GLOO", Transport::kGloo);
   py::enum_<Collective>(m, "Collective")
       .value("ALL_REDUCE", Collective::kAllReduce)
-      .value("EXCHANGE", Collective::kExchange);
+      .value("EXCHANGE", Collective::kExchange)
+      .value("REDUCE_SCATTER", Collective::kReduceScatter)
+      .value("ALL_GATHER", Collective::kAllGather)
+      .value("ALL_TO_ALL", Collective::kAllToAll);
   py::enum_<Layout>(m, "Layout")
       .value("ROW_MAJOR", Layout::kRowMajor)
       .value("PACKED", Layout::kPacked);
@@ -101,6 +108,9 @@ void bind_parts(py::module_& m) {
       .def_readwrite("k", &Problem::k)
       .def_readwrite("dtype", &Problem::dtype)
       .def_readwrite("world_size", &Problem::world_size)
+      .def_property_readonly(
+          "row_parts", &plan::row_parts,
+          "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")
       .def(
           "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, py::is_operator())
       .def("__repr__", &Problem::to_string);
@@ -210,7 +220,7 @@ void bind_plan(py::module_& m) {
           [](Plan& p, std::vector<Chunk> chunks) { p.chunks = std::move(chunks); })
       .def_property_readonly(
           "tiles_m", [](const Plan& p) { return valid_order(p).tiles_m; },
-          "Tile rows, rounded up to a multiple of cluster_m.")
+          "Tile rows of all parts, rounded up so that clusters come out even.")
       .def_property_readonly(
           "tiles_n", [](const Plan& p) { return valid_order(p).tiles_n; }, "Tile columns.")
       .def(
@@ -231,6 +241,15 @@ void bind_plan(py::module_& m) {
             return plan::tile_index(order, {row, column});
           },
           py::arg("row"), py::arg("column"), "Position in tile order of the tile (row, column).")
+      .def(
+          "part_row",
+          [](const Plan& p, int32_t tile_row) {
+            const TileOrder order = valid_order(p);
+            check_index("tile row", tile_row, order.tiles_m);
+            const plan::PartRow place = plan::part_row(order, tile_row);
+            return py::make_tuple(place.part, place.row);
+          },
+          py::arg("tile_row"), "(part, tile row in the part) of a tile row of the grid.")
       .def(
           "tile_chunk",
           [](const Plan& p, int32_t index) {
@@ -254,7 +273,9 @@ void bind_plan(py::module_& m) {
             const Extent extent = plan::chunk_extent(p, chunk);
             return py::make_tuple(extent.offset, extent.count);
           },
-          py::arg("chunk"), "(offset, count) of the chunk in the staging buffer, in elements.")
+          py::arg("chunk"),
+          "(offset, count) of the chunk in the staging buffer, in elements; of several parts, the "
+          "first, and the others follow.")
       .def(
           "chunk_rows",
           [](const Plan& p, int32_t chunk) {
@@ -267,7 +288,8 @@ void bind_plan(py::module_& m) {
             const Rows rows = plan::chunk_rows(p, chunk);
             return py::make_tuple(rows.begin, rows.end);
           },
-          py::arg("chunk"), "Rows [begin, end) of the output that a row-major chunk covers.")
+          py::arg("chunk"),
+          "Rows [begin, end) that a row-major chunk covers: of the output, or of each part.")
       .def(
           "buffer_elements",
           [](const Plan& p) {
@@ -318,6 +340,9 @@ void bind_planner(py::module_& m) {
   m.def("candidates", &plan::candidates, py::arg("problem"), py::arg("machine"));
   m.def("make_plan", &plan::make_plan, py::arg("problem"), py::arg("machine"));
   m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"));
+  m.def("make_all_to_all", &plan::make_all_to_all, py::arg("problem"), py::arg("kernel"),
+        py::arg("resources") = Resources{}, py::arg("max_ctas") = 0,
+        py::arg("transport") = Transport::kNccl);
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
         py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,

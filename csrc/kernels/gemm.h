@@ -12,7 +12,7 @@
 namespace overlap::kernels {
 
 struct GemmParams {
-  int64_t m = 0;
+  int64_t m = 0;  // rows of the input
   int64_t n = 0;
   int64_t k = 0;
   plan::DType dtype = plan::DType::kBFloat16;
@@ -23,11 +23,12 @@ struct GemmParams {
   int64_t weight_stride = 0;  // elements between the vectors along the dim that is not contiguous
   bool weight_k_contiguous = true;  // false: contiguous along n
 
-  void* output = nullptr;     // row-major [m, n], or the packed buffer
+  void* output = nullptr;     // row-major, of m rows or as `rows` says, or the packed buffer
   int64_t output_stride = 0;  // elements between rows (row-major only)
   plan::Layout layout = plan::Layout::kRowMajor;
   int32_t parts = 1;  // packed: copies of a chunk in its region of the buffer, and which of them
   int32_t part = 0;   // this GEMM writes
+  plan::RowMap rows;  // row-major: where tile rows lie in input and output
 
   plan::TileOrder order;
   int32_t* counters =

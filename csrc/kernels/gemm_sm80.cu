@@ -55,6 +55,9 @@ struct Instance {
     bool packed;
     int32_t parts;
     int32_t part;
+    plan::RowMap rows;
+    int64_t part_elements;  // of the output, from one part to the next
+    int32_t output_rows;    // of a part
     Element* input;
     Element* weight;
     Element* output;
@@ -86,11 +89,12 @@ __global__ void __launch_bounds__(Instance<Element, LayoutB>::kThreads, 2)
   for (int32_t index = static_cast<int32_t>(blockIdx.x); index < num_tiles;
        index += static_cast<int32_t>(gridDim.x)) {
     const plan::TileCoord tile = plan::tile_coord(params.order, index);
-    const int row = tile.row * kGemmSm80TileM;
+    const plan::TileRowPlace place =
+        plan::tile_row_place(params.order, params.rows, kGemmSm80TileM, tile.row);
     const int column = tile.column * kGemmSm80TileN;
 
     typename Mma::IteratorA input(params.input_access, params.input, {params.m, params.k}, thread,
-                                  {row, 0});
+                                  {place.input_row, 0});
     typename Mma::IteratorB weight(params.weight_access, params.weight, {params.k, params.n},
                                    thread, {0, column});
     typename Mma::FragmentC accumulators;
@@ -103,9 +107,9 @@ __global__ void __launch_bounds__(Instance<Element, LayoutB>::kThreads, 2)
 
     // Row-major: the tile's place in the output, cut off at m and n. Packed: the tile's own slot,
     // stored whole.
-    Element* base = params.output;
-    cutlass::MatrixCoord extent(params.m, params.n);
-    cutlass::MatrixCoord offset(row, column);
+    Element* base = params.output + place.output_part * params.part_elements;
+    cutlass::MatrixCoord extent(params.output_rows, params.n);
+    cutlass::MatrixCoord offset(place.output_row * kGemmSm80TileM, column);
     if (params.packed) {
       base += plan::packed_offset(plan::packed_slot(params.order, index, params.parts, params.part),
                                   kGemmSm80TileM, kGemmSm80TileN);
@@ -169,6 +173,18 @@ cudaError_t shared_memory_bytes(const GemmParams& params, int& bytes) {
   return error;
 }
 
+// Rows of a row-major output, or of a part of it.
+int32_t output_rows(const GemmParams& params) {
+  switch (params.rows.mode) {
+    case plan::RowMap::Mode::kScatter:
+      return params.order.tiles_m * kGemmSm80TileM;
+    case plan::RowMap::Mode::kGather:
+      return params.rows.part_rows;
+    default:
+      return static_cast<int32_t>(params.m);
+  }
+}
+
 template <class Element, class LayoutB>
 cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
   using I = Instance<Element, LayoutB>;
@@ -185,6 +201,9 @@ cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
       .packed = packed,
       .parts = params.parts,
       .part = params.part,
+      .rows = params.rows,
+      .part_elements = params.rows.part_rows * params.output_stride,
+      .output_rows = output_rows(params),
       // CUTLASS's input iterators take pointers to non-const and only read.
       .input = static_cast<Element*>(const_cast<void*>(params.input)),
       .weight = static_cast<Element*>(const_cast<void*>(params.weight)),
@@ -259,7 +278,8 @@ bool gemm_sm80_supported(const GemmParams& params) {
 
 cudaError_t launch_gemm_sm80(const GemmParams& params, cudaStream_t stream) {
   const plan::TileOrder& order = params.order;
-  const bool covers = order.tiles_m * int64_t{kGemmSm80TileM} >= params.m &&
+  const bool covers = (params.rows.mode == plan::RowMap::Mode::kGather ||
+                       order.tiles_m * int64_t{kGemmSm80TileM} >= params.m) &&
                       order.tiles_n * int64_t{kGemmSm80TileN} >= params.n;
   if (!gemm_sm80_supported(params) || params.ctas <= 0 || !covers) {
     return cudaErrorInvalidValue;

@@ -92,12 +92,13 @@ struct GemmSm90 {
   struct Params {
     typename Mainloop::Params mainloop;
     typename Epilogue::Params epilogue;
-    ProblemShape gemm_shape;  // of the operands
-    ProblemShape
-        store_shape;  // of the output: (M, N, K, 1), or (tile_m, tile_n, K, tiles) if packed
+    ProblemShape gemm_shape;   // of the operands
+    ProblemShape store_shape;  // of the output: (rows, N, K, parts), or (tile_m, tile_n, K, tiles)
+                               // if packed
     bool packed;
     int32_t parts;
     int32_t part;
+    plan::RowMap rows;
     plan::TileOrder order;
     int32_t* counters;
   };
@@ -123,6 +124,20 @@ struct GemmSm90 {
     int32_t index_;
   };
 
+  // Of a row-major output.
+  static ProblemShape store_shape(const GemmParams& gemm) {
+    const int n = static_cast<int>(gemm.n);
+    const int k = static_cast<int>(gemm.k);
+    switch (gemm.rows.mode) {
+      case plan::RowMap::Mode::kScatter:
+        return cute::make_shape(gemm.order.tiles_m * kTileM, n, k, 1);
+      case plan::RowMap::Mode::kGather:
+        return cute::make_shape(gemm.rows.part_rows, n, k, gemm.rows.output_parts);
+      default:
+        return cute::make_shape(static_cast<int>(gemm.m), n, k, 1);
+    }
+  }
+
   static Params make_params(const GemmParams& gemm) {
     const int m = static_cast<int>(gemm.m);
     const int n = static_cast<int>(gemm.n);
@@ -139,16 +154,18 @@ struct GemmSm90 {
     }
     typename Epilogue::StrideD stride_d{};
     cute::get<0>(stride_d) = packed ? kTileN : gemm.output_stride;
-    cute::get<2>(stride_d) = packed ? static_cast<int64_t>(kTileM) * kTileN : 0;
+    cute::get<2>(stride_d) =
+        packed ? static_cast<int64_t>(kTileM) * kTileN : gemm.rows.part_rows * gemm.output_stride;
 
     Params params{};
     params.gemm_shape = cute::make_shape(m, n, k, 1);
     params.store_shape =
         packed ? cute::make_shape(kTileM, kTileN, k, gemm.parts * gemm.order.num_tiles())
-               : params.gemm_shape;
+               : store_shape(gemm);
     params.packed = packed;
     params.parts = gemm.parts;
     params.part = gemm.part;
+    params.rows = gemm.rows;
     params.order = gemm.order;
     params.counters = gemm.counters;
     typename Mainloop::Arguments mainloop{};
@@ -170,11 +187,19 @@ struct GemmSm90 {
     Mainloop mainloop;
     const auto inputs = mainloop.load_init(params.gemm_shape, params.mainloop);
     const int k_tiles = cute::size<3>(cute::get<0>(inputs));
+    const auto [m, n, k, l] = params.gemm_shape;
+    const auto rows = params.mainloop.tma_load_a.get_tma_tensor(cute::make_shape(m, k, l));
     auto state = cutlass::make_producer_start_state<MainloopPipeline>();
     for (Tiles tiles(params.order, 0); tiles.valid(); tiles.advance(1)) {
       const Step step = tiles.step();
-      mainloop.load(params.mainloop, pipeline, state, inputs,
-                    cute::make_coord(step.coord.row, step.coord.column, cute::_, 0),
+      // The tile's input rows may begin anywhere: tiles are cut from there on.
+      const int first_row =
+          plan::tile_row_place(params.order, params.rows, kTileM, step.coord.row).input_row;
+      const auto input = cute::local_tile(
+          cute::domain_offset(cute::make_coord(first_row, 0, 0), rows), TileShape{},
+          cute::make_coord(cute::_, cute::_, cute::_), cute::Step<cute::_1, cute::X, cute::_1>{});
+      mainloop.load(params.mainloop, pipeline, state, cute::make_tuple(input, cute::get<1>(inputs)),
+                    cute::make_coord(0, step.coord.column, cute::_, 0),
                     cute::make_coord_iterator(k_tiles), k_tiles, cutlass::canonical_lane_idx(),
                     cute::block_rank_in_cluster(), shared.tensors.mainloop);
       state.advance(k_tiles);
@@ -220,11 +245,14 @@ struct GemmSm90 {
       mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
       mainloop_state.advance(k_tiles * kTeams);
 
-      const auto place = params.packed
-                             ? cute::make_coord(0, 0, cute::_,
-                                                plan::packed_slot(params.order, step.index,
-                                                                  params.parts, params.part))
-                             : cute::make_coord(step.coord.row, step.coord.column, cute::_, 0);
+      const plan::TileRowPlace rows =
+          plan::tile_row_place(params.order, params.rows, kTileM, step.coord.row);
+      const auto place =
+          params.packed
+              ? cute::make_coord(
+                    0, 0, cute::_,
+                    plan::packed_slot(params.order, step.index, params.parts, params.part))
+              : cute::make_coord(rows.output_row, step.coord.column, cute::_, rows.output_part);
       if constexpr (kTeams > 1) order.wait();
       auto [load_next, store_next] = epilogue.store(
           load_pipeline, load_state, store_pipeline, store_state, params.store_shape, TileShape{},

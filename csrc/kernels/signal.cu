@@ -14,33 +14,25 @@ __device__ __forceinline__ int64_t global_time_ns() {
   return time;
 }
 
-__device__ __forceinline__ int32_t load_relaxed_sys(const int32_t* address) {
-  int32_t value;
-  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void store_relaxed_sys(int32_t* address, int32_t value) {
   asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_release_sys(int32_t* address, int32_t value) {
-  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
 }
 
-// The first failure is kept: `expected`, which is never 0 in a wait that can fail, claims the
-// report. `failed` is set last, so whoever reads it as 1 on the host finds the other fields
-// complete.
+// One store, so that the host never reads half a report, and waits that fail on several lanes leave
+// that of one of them. No atomic: host memory may take none from the device.
 __device__ void write_report(const WaitParams& params, int32_t seen) {
-  WaitReport* report = params.report;
-  if (report == nullptr || atomicCAS_system(&report->expected, 0, params.expected) != 0) {
+  if (params.report == nullptr || load_relaxed_sys(&params.report->failure) != 0) {
     return;
   }
-  report->rank = params.rank;
-  report->chunk = params.chunk;
-  report->seen = seen;
-  __threadfence_system();
-  store_release_sys(&report->failed, 1);
+  const uint64_t failure = pack({params.chunk, params.expected, seen});
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&params.report->failure), "l"(failure)
+               : "memory");
 }
 
 // One lane polls: many pollers would slow the GEMM down. What follows on the stream starts when the
@@ -70,7 +62,7 @@ __device__ void wait_for(const WaitParams& params) {
     // each.
     if (waited >= next_report_poll) {
       next_report_poll = waited + kReportPollNs;
-      if (params.report != nullptr && load_relaxed_sys(&params.report->failed) != 0) {
+      if (params.report != nullptr && load_relaxed_sys(&params.report->failure) != 0) {
         return;
       }
     }

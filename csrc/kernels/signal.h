@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "plan/tile_order.h"
+
 namespace overlap::kernels {
 
 #if defined(__CUDACC__)
@@ -31,21 +33,39 @@ __device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* counter) {
 // What a wait that passed its deadline leaves behind: in pinned host memory, read without
 // synchronising.
 struct WaitReport {
-  int32_t failed = 0;  // 1 once a deadline has passed; the first failure is kept
-  int32_t rank = 0;
-  int32_t chunk = 0;
-  int32_t expected = 0;
-  int32_t seen = 0;
+  uint64_t failure = 0;  // a packed WaitFailure, written at once, or 0; an early failure is kept
   int32_t reached =
       -1;  // the last chunk of any call whose wait ended: what its rank was communicating
 };
 
+// A wait whose deadline passed: the chunk, and the tiles that it expected and saw.
+struct WaitFailure {
+  int32_t chunk = 0;
+  int32_t expected = 0;  // more than 0 in a wait that can fail, so that no failure packs to 0
+  int32_t seen = 0;
+};
+
+// Chunks fit 8 bits, and counts 28, beyond which they are cut off.
+OVERLAP_HOST_DEVICE constexpr uint64_t pack(const WaitFailure& failure) {
+  constexpr int64_t kMax = (int64_t{1} << 28) - 1;
+  const auto count = [](int64_t value) {
+    return static_cast<uint64_t>(value < 0 ? 0 : value > kMax ? kMax : value);
+  };
+  return static_cast<uint64_t>(failure.chunk & 0xff) << 56 | count(failure.expected) << 28 |
+         count(failure.seen);
+}
+
+OVERLAP_HOST_DEVICE constexpr WaitFailure unpack(uint64_t packed) {
+  constexpr uint64_t kMask = (uint64_t{1} << 28) - 1;
+  return {static_cast<int32_t>(packed >> 56), static_cast<int32_t>(packed >> 28 & kMask),
+          static_cast<int32_t>(packed & kMask)};
+}
+
 struct WaitParams {
   const int32_t* counter = nullptr;
   int32_t expected = 0;
-  int64_t deadline_ns = 0;  // how long to wait at most
-  int32_t rank = 0;         // for the report
-  int32_t chunk = 0;
+  int64_t deadline_ns = 0;       // how long to wait at most
+  int32_t chunk = 0;             // for the report
   WaitReport* report = nullptr;  // pinned host memory mapped into the device
 };
 

@@ -38,6 +38,7 @@ constexpr double kFewerSmsExponent = 0.85;
 // Bands of less than 4 tile rows share less of the operands in L2.
 constexpr double kLowBandRate = 0.95;
 constexpr double kBesideCommunication = 1.02;  // the GEMM's time beside communication
+constexpr double kIdleRounds = 0.5;            // of a launch's last round of tiles
 
 // What one kind of call costs, relative to the link as Machine measures it with small and large
 // plain calls in a row.
@@ -53,6 +54,12 @@ constexpr CallModel kWindowCall = {16.0, 0.91, 27.9};
 constexpr CallModel kPlainCallOfMany = {23.0, 1.04, 15.0};
 constexpr CallModel kWindowCallOfMany = {17.0, 0.80, 20.0};
 constexpr CallModel kExchangeCall = {2.0, 1.03, 32.0};
+constexpr CallModel kPlainReduceScatter = {23.0, 1.55, 16.0};
+constexpr CallModel kWindowReduceScatter = {16.0, 1.45, 31.0};
+constexpr CallModel kPlainAllGather = {23.0, 1.55, 18.0};
+constexpr CallModel kWindowAllGather = {14.0, 1.65, 46.0};
+// Bytes of a reduce-scatter or an all-gather, of those of an all-reduce in the same time.
+constexpr double kOneWayRate = 1.5;
 // Behind PCIe or host memory: the link's own rate, but a CTA carries no more than this (measured
 // through host memory: 4 CTAs 18.3 GB/s where 24 reach 28).
 constexpr double kSlowLinkRate = 1.0;
@@ -110,6 +117,12 @@ double tile_us(const Plan& plan, const Machine& machine) {
                   dtype_rate(plan.problem.dtype, machine));
 }
 
+// Bytes of a chunk's message, over all ranks' parts.
+double message_bytes(const Plan& plan, int32_t chunk) {
+  return static_cast<double>(chunk_extent(plan, chunk).count) * row_parts(plan.problem) *
+         static_cast<double>(element_bytes(plan.problem.dtype));
+}
+
 double rounds_of(int64_t tiles, int32_t at_once) {
   return static_cast<double>((tiles + at_once - 1) / at_once);
 }
@@ -137,9 +150,12 @@ double beside_communication_us(const Plan& plan, const Machine& machine, int64_t
 
 // A collective that has the machine to itself.
 double alone_us(const Plan& plan, const Machine& machine) {
-  const int64_t bytes = plan.problem.m * plan.problem.n * element_bytes(plan.problem.dtype);
-  if (plan.problem.world_size == 1 || bytes == 0) return 0.0;
-  const double rate = slow_link(machine) ? kSlowLinkRate : kAloneCall.link_rate;
+  const Problem& problem = plan.problem;
+  const int64_t width = problem.op == Op::kAllGatherGemm ? problem.k : problem.n;
+  const int64_t bytes = problem.m * width * element_bytes(problem.dtype);
+  if (problem.world_size == 1 || bytes == 0) return 0.0;
+  const double rate = (slow_link(machine) ? kSlowLinkRate : kAloneCall.link_rate) *
+                      (problem.op == Op::kGemmAllReduce ? 1.0 : kOneWayRate);
   const double start_us = on_cpu(machine) ? 0.0 : kAloneCall.start_us;
   return start_us + machine.link_latency_us +
          static_cast<double>(bytes) / (1e3 * machine.link_gbps * rate);
@@ -147,6 +163,12 @@ double alone_us(const Plan& plan, const Machine& machine) {
 
 const CallModel& call_model(const Plan& plan) {
   const bool many = plan.problem.world_size > 2;
+  if (plan.collective == Collective::kReduceScatter) {
+    return plan.resources.window ? kWindowReduceScatter : kPlainReduceScatter;
+  }
+  if (plan.collective == Collective::kAllGather) {
+    return plan.resources.window ? kWindowAllGather : kPlainAllGather;
+  }
   if (plan.collective == Collective::kExchange) return kExchangeCall;
   if (plan.resources.window) return many ? kWindowCallOfMany : kWindowCall;
   return many ? kPlainCallOfMany : kPlainCall;
@@ -161,10 +183,10 @@ bool waits_for_gemm_end(const Plan& plan, const Machine& machine, const Chunk& c
 }
 
 // Communication of chunks that become ready at `ready_us`: `lanes` calls at a time, each first
-// starts and then shares the link with the others. Returns when the last one ends; adds the calls'
-// times to `busy_us`.
-double communicate_us(const Plan& plan, const Machine& machine, const std::vector<double>& ready_us,
-                      double* busy_us) {
+// starts and then shares the link with the others. Returns when each ends; adds the calls' times to
+// `busy_us`.
+std::vector<double> communicate_us(const Plan& plan, const Machine& machine,
+                                   const std::vector<double>& ready_us, double* busy_us) {
   struct Call {
     size_t chunk = 0;
     double flows_at_us = 0.0;  // start over, bytes flow
@@ -175,7 +197,6 @@ double communicate_us(const Plan& plan, const Machine& machine, const std::vecto
   const CallModel& model = call_model(plan);
   const bool slow = slow_link(machine);
   const double link = machine.link_gbps * (slow ? kSlowLinkRate : model.link_rate) * 1e3;
-  const int64_t element = element_bytes(plan.problem.dtype);
   const auto begin = [&](size_t chunk, double lane_free_us) {
     Call call;
     if (chunk >= ready_us.size()) return call;
@@ -183,8 +204,7 @@ double communicate_us(const Plan& plan, const Machine& machine, const std::vecto
     call.chunk = chunk;
     call.began_us = std::max({ready_us[chunk], lane_free_us, issued_us});
     call.flows_at_us = call.began_us + model.start_us + machine.link_latency_us;
-    call.bytes =
-        static_cast<double>(chunk_extent(plan, static_cast<int32_t>(chunk)).count * element);
+    call.bytes = message_bytes(plan, static_cast<int32_t>(chunk));
     call.active = true;
     return call;
   };
@@ -193,7 +213,7 @@ double communicate_us(const Plan& plan, const Machine& machine, const std::vecto
   std::vector<Call> calls;
   for (size_t lane = 0; lane < lanes; ++lane) calls.push_back(begin(lane, 0.0));
   double now_us = 0.0;
-  double end_us = 0.0;
+  std::vector<double> end_us(ready_us.size());
   while (true) {
     double flowing = 0.0;
     for (const Call& call : calls) flowing += call.active && call.flows_at_us <= now_us;
@@ -224,7 +244,7 @@ double communicate_us(const Plan& plan, const Machine& machine, const std::vecto
     }
     now_us = next_us;
     if (ends) {
-      end_us = std::max(end_us, now_us);
+      end_us[next->chunk] = now_us;
       *busy_us += now_us - next->began_us;
       *next = begin(next->chunk + lanes, now_us);
     }
@@ -232,18 +252,53 @@ double communicate_us(const Plan& plan, const Machine& machine, const std::vecto
 }
 
 // The same on CPU: one call after the other.
-double communicate_cpu_us(const Plan& plan, const Machine& machine,
-                          const std::vector<double>& ready_us, double* busy_us) {
-  double end_us = 0.0;
+std::vector<double> communicate_cpu_us(const Plan& plan, const Machine& machine,
+                                       const std::vector<double>& ready_us, double* busy_us) {
+  std::vector<double> end_us;
   for (size_t chunk = 0; chunk < ready_us.size(); ++chunk) {
-    const int64_t bytes =
-        chunk_extent(plan, static_cast<int32_t>(chunk)).count * element_bytes(plan.problem.dtype);
     const double call_us =
-        machine.link_latency_us + static_cast<double>(bytes) / (1e3 * machine.link_gbps);
+        machine.link_latency_us +
+        message_bytes(plan, static_cast<int32_t>(chunk)) / (1e3 * machine.link_gbps);
     *busy_us += call_us;
-    end_us = std::max(ready_us[chunk], end_us) + call_us;
+    end_us.push_back(std::max(ready_us[chunk], end_us.empty() ? 0.0 : end_us.back()) + call_us);
   }
   return end_us;
+}
+
+// Communication before computation: the own rows' tiles first, then chunk after chunk, as they
+// arrive.
+Prediction predict_consume(const Plan& plan, const Machine& machine, double per_tile_us) {
+  const bool cpu = on_cpu(machine);
+  const int32_t parts = row_parts(plan.problem);
+  const int32_t at_once = tiles_at_once(plan, machine);
+  const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
+  const auto gemm_us = [&](int64_t count) {
+    if (cpu) return static_cast<double>(count) * per_tile_us;
+    // On average half of the last round of each launch is idle.
+    const double rounds = std::max(1.0, static_cast<double>(count) / at_once + kIdleRounds);
+    return kGemmStartUs + kBesideCommunication * rounds * per_tile_us;
+  };
+  Prediction prediction;
+  std::vector<double> ready_us;
+  double copied_us = cpu ? kWaitCpuUs : kForkJoinUs;
+  for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
+    const double own_bytes = message_bytes(plan, static_cast<int32_t>(chunk)) / parts;
+    copied_us +=
+        cpu ? own_bytes / (1e3 * kCopyCpuGbps) : kCopyStartUs + own_bytes / (1e3 * kCopyGbps);
+    ready_us.push_back(copied_us);
+  }
+  const std::vector<double> arrived_us =
+      cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
+          : communicate_us(plan, machine, ready_us, &prediction.communication_us);
+  prediction.gemm_us = gemm_us(tiles / parts);
+  double now_us = (cpu ? 0.0 : kForkJoinUs) + prediction.gemm_us;
+  for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
+    const double chunk_us = gemm_us(plan.chunks[chunk].tiles / parts * (parts - 1));
+    prediction.gemm_us += chunk_us;
+    now_us = std::max(now_us, arrived_us[chunk]) + chunk_us;
+  }
+  prediction.total_us = now_us + (cpu ? kForkJoinCpuUs : kForkJoinUs);
+  return prediction;
 }
 
 // The last chunk's unpacking or copy, which nothing hides.
@@ -280,6 +335,9 @@ Prediction predict(const Plan& plan, const Machine& machine) {
     return prediction;
   }
 
+  if (plan.collective == Collective::kAllGather) {
+    return predict_consume(plan, machine, per_tile_us);
+  }
   const bool cpu = on_cpu(machine);
   // The library computes a chunk in one call, with a round of its own that is not full at the end
   // of each; the other kernels take all tiles in one launch. On CPU both are the same.
@@ -303,10 +361,13 @@ Prediction predict(const Plan& plan, const Machine& machine) {
     const bool late = !cpu && waits_for_gemm_end(plan, machine, plan.chunks[chunk]);
     ready_us.push_back((late ? gemm_us : computed_us[chunk]) + (cpu ? kWaitCpuUs : kWaitUs));
   }
-  const double communicated_us =
-      plan.problem.world_size == 1 ? 0.0
-      : cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
+  double communicated_us = 0.0;
+  if (communicates) {
+    const std::vector<double> ends =
+        cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
             : communicate_us(plan, machine, ready_us, &prediction.communication_us);
+    communicated_us = *std::max_element(ends.begin(), ends.end());
+  }
   prediction.total_us = std::max(communicated_us + finish_us(plan, machine), gemm_us) +
                         (cpu ? kForkJoinCpuUs : kForkJoinUs);
   return prediction;

@@ -1,6 +1,7 @@
 #include "plan/plan.h"
 
 #include <charconv>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 
@@ -123,6 +124,12 @@ const char* name(Collective collective) {
       return "all_reduce";
     case Collective::kExchange:
       return "exchange";
+    case Collective::kReduceScatter:
+      return "reduce_scatter";
+    case Collective::kAllGather:
+      return "all_gather";
+    case Collective::kAllToAll:
+      return "all_to_all";
   }
   return "unknown collective";
 }
@@ -160,7 +167,7 @@ std::string Plan::to_string() const {
     out << ")";
   });
   if (chunks.empty()) out << "0 tiles";
-  if (collective != Collective::kAllReduce) out << ", " << name(collective);
+  if (collective != collective_of(problem.op)) out << ", " << name(collective);
   out << ", " << resources.comm_sms << " SMs left to communication";
   if (resources.smem_pad_bytes != 0) out << ", smem pad " << resources.smem_pad_bytes << " bytes";
   if (resources.window) out << ", in a window";
@@ -169,9 +176,44 @@ std::string Plan::to_string() const {
   return out.str();
 }
 
+int32_t row_parts(const Problem& problem) {
+  const bool parted = problem.op == Op::kGemmReduceScatter || problem.op == Op::kAllGatherGemm;
+  return parted ? problem.world_size : 1;
+}
+
+int64_t part_rows(const Problem& problem) {
+  return problem.m / row_parts(problem);
+}
+
+Collective collective_of(Op op) {
+  switch (op) {
+    case Op::kGemmAllReduce:
+      return Collective::kAllReduce;
+    case Op::kGemmReduceScatter:
+      return Collective::kReduceScatter;
+    case Op::kAllGatherGemm:
+      return Collective::kAllGather;
+    case Op::kGemmAllToAll:
+      return Collective::kAllToAll;
+  }
+  throw std::invalid_argument("unknown op " + std::to_string(static_cast<int32_t>(op)));
+}
+
+int32_t row_grain(const Plan& plan) {
+  // An all-gather's chunk is computed without this rank's own part.
+  if (plan.problem.op == Op::kAllGatherGemm) return plan.cluster_m;
+  return plan.cluster_m / std::gcd(plan.cluster_m, row_parts(plan.problem));
+}
+
+int64_t grid_rows(const Plan& plan) {
+  const int32_t parts = row_parts(plan.problem);
+  const int64_t grain = row_grain(plan);
+  const int64_t tiles = round_up_div(part_rows(plan.problem), plan.tile_m);
+  return round_up_div(tiles, grain) * grain * parts;
+}
+
 int32_t tiles_m(const Plan& plan) {
-  const int64_t tiles = round_up_div(plan.problem.m, plan.tile_m);
-  return static_cast<int32_t>(round_up_div(tiles, plan.cluster_m) * plan.cluster_m);
+  return static_cast<int32_t>(grid_rows(plan));
 }
 
 int32_t tiles_n(const Plan& plan) {
@@ -182,6 +224,7 @@ TileOrder tile_order(const Plan& plan) {
   TileOrder order;
   order.tiles_m = tiles_m(plan);
   order.tiles_n = tiles_n(plan);
+  order.parts = row_parts(plan.problem);
   for (const BandRun& run : plan.bands) order.runs[order.num_runs++] = run;
   for (const Chunk& chunk : plan.chunks) {
     order.chunk_begin[order.num_chunks + 1] = order.chunk_begin[order.num_chunks] + chunk.tiles;
@@ -191,33 +234,45 @@ TileOrder tile_order(const Plan& plan) {
 }
 
 int32_t buffer_parts(const Plan& plan) {
-  return plan.collective == Collective::kExchange ? 2 : 1;
+  return plan.collective == Collective::kExchange ? 2 : row_parts(plan.problem);
 }
 
 int64_t buffer_elements(const Plan& plan) {
+  if (plan.problem.op == Op::kAllGatherGemm) return plan.problem.m * plan.problem.k;
+  if (plan.problem.op == Op::kGemmReduceScatter) {
+    return static_cast<int64_t>(tiles_m(plan)) * plan.tile_m * plan.problem.n;
+  }
   if (plan.layout == Layout::kRowMajor) return plan.problem.m * plan.problem.n;
   return buffer_parts(plan) *
          packed_offset(tiles_m(plan) * tiles_n(plan), plan.tile_m, plan.tile_n);
 }
 
 Rows chunk_rows(const Plan& plan, int32_t chunk) {
-  // Row-major chunks begin and end where bands do, so whole tile rows lie before each of them.
-  const int32_t columns = tiles_n(plan);
-  if (columns == 0) return {0, plan.problem.m};
+  // Row-major chunks begin and end where bands do, so whole tile rows lie before each of them, and
+  // as many of each part.
+  const int64_t rows = part_rows(plan.problem);
+  const int64_t columns = static_cast<int64_t>(tiles_n(plan)) * row_parts(plan.problem);
+  if (columns == 0) return {0, rows};
   int64_t first_tile = 0;
   for (int32_t c = 0; c < chunk; ++c) first_tile += plan.chunks[c].tiles;
   const int64_t end_tile = first_tile + plan.chunks[chunk].tiles;
   const auto row_at = [&](int64_t tile) {
     const int64_t row = tile / columns * plan.tile_m;
-    return row < plan.problem.m ? row : plan.problem.m;
+    return row < rows ? row : rows;
   };
   return {row_at(first_tile), row_at(end_tile)};
 }
 
 Extent chunk_extent(const Plan& plan, int32_t chunk) {
   if (plan.layout == Layout::kRowMajor) {
+    const int64_t parts = row_parts(plan.problem);
     const Rows rows = chunk_rows(plan, chunk);
-    return {rows.begin * plan.problem.n, (rows.end - rows.begin) * plan.problem.n};
+    if (plan.problem.op == Op::kGemmReduceScatter) {
+      const int64_t tile_rows = plan.chunks[chunk].tiles / tiles_n(plan) / parts;
+      return {parts * rows.begin * plan.problem.n, tile_rows * plan.tile_m * plan.problem.n};
+    }
+    const int64_t width = plan.problem.op == Op::kAllGatherGemm ? plan.problem.k : plan.problem.n;
+    return {parts * rows.begin * width, (rows.end - rows.begin) * width};
   }
   int32_t first_tile = 0;
   for (int32_t c = 0; c < chunk; ++c) first_tile += plan.chunks[c].tiles;

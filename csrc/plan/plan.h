@@ -14,7 +14,7 @@ enum class Op : int32_t {
   kGemmAllReduce = 0,
   kGemmReduceScatter = 1,
   kAllGatherGemm = 2,
-  kGemmAllToAll = 3
+  kGemmAllToAll = 3,
 };
 enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
@@ -37,8 +37,14 @@ enum class Layout : int32_t { kRowMajor = 0, kPacked = 1 };
 // What a chunk's communication is. kAllReduce: one all-reduce. kExchange, for two ranks: one
 // all-gather of the chunk and the peer's, which are then added up where the chunk is put back to
 // row-major. It moves the same bytes over the link, and NCCL's all-gather fills the link with a
-// third of the CTAs that its all-reduce takes.
-enum class Collective : int32_t { kAllReduce = 0, kExchange = 1 };
+// third of the CTAs that its all-reduce takes. The other ops have one collective each.
+enum class Collective : int32_t {
+  kAllReduce = 0,
+  kExchange = 1,
+  kReduceScatter = 2,
+  kAllGather = 3,
+  kAllToAll = 4,
+};
 
 int64_t element_bytes(DType dtype);
 const char* name(Op op);
@@ -52,8 +58,9 @@ const char* name(Collective collective);
 // What all ranks share, and nothing else: ranks that agree on it make the same communication calls.
 struct Problem {
   Op op = Op::kGemmAllReduce;
-  int64_t m = 0;  // rows of the output
-  int64_t n = 0;  // columns of the output
+  int64_t m = 0;  // rows of the GEMM, over all ranks where they are parts of it (all-gather); 0 for
+                  // all-to-all, whose rows differ by rank
+  int64_t n = 0;  // columns of the output, of all weights together
   int64_t k = 0;  // inner dimension on one rank
   DType dtype = DType::kBFloat16;
   int32_t world_size = 1;
@@ -115,21 +122,37 @@ struct Plan {
   std::string to_string() const;
 };
 
-// Tile grid of a plan: ceil(M / tile_m) rounded up to cluster_m, times ceil(N / tile_n).
+// Parts that the rows of this op's output (reduce-scatter) or input (all-gather) are cut into, one
+// for each rank; else 1.
+int32_t row_parts(const Problem& problem);
+
+// Rows of one part.
+int64_t part_rows(const Problem& problem);
+
+// What the chunks of this op do, unless the plan says exchange.
+Collective collective_of(Op op);
+
+// Tile grid of a plan: ceil(part's rows / tile_m) for each part, rounded up so that clusters come
+// out even, times ceil(N / tile_n).
+int32_t row_grain(const Plan& plan);  // tile rows of a part come in multiples of it
+int64_t grid_rows(const Plan& plan);  // also of a plan that is not valid
 int32_t tiles_m(const Plan& plan);
 int32_t tiles_n(const Plan& plan);
 
-// Throws std::invalid_argument, which says what is wrong with the plan, what is allowed and what to
-// do.
+// Both throw std::invalid_argument, which says what is wrong with the plan or its problem, what is
+// allowed and what to do.
+void check_problem(const Problem& problem);
 void validate(const Plan& plan);
 
 // The plan's tables in the form that kernels take. The plan must be valid.
 TileOrder tile_order(const Plan& plan);
 
-// Copies of a chunk in its region of the staging buffer: 2 for an exchange, else 1.
+// Pieces of a chunk in its region of the staging buffer: the ranks' copies of an exchange, the
+// ranks' parts of a reduce-scatter or an all-gather, else 1.
 int32_t buffer_parts(const Plan& plan);
 
-// Elements of the staging buffer (packed: whole tiles, of all parts; row-major: M * N).
+// Elements of the staging buffer. All-reduce and reduce-scatter: output tiles, whole ones if packed
+// or scattered, else M * N. All-gather: the gathered input, M * K.
 int64_t buffer_elements(const Plan& plan);
 
 // Where chunk `chunk` lies in the buffer, in elements. Contiguous by construction; of several
@@ -140,7 +163,7 @@ struct Extent {
 };
 Extent chunk_extent(const Plan& plan, int32_t chunk);
 
-// Rows [begin, end) of the output that a row-major chunk covers.
+// Rows [begin, end) that a row-major chunk covers: of the output, or of each part.
 struct Rows {
   int64_t begin = 0;
   int64_t end = 0;

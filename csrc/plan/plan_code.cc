@@ -109,7 +109,7 @@ Plan decode(const std::vector<int64_t>& code) {
   Reader reader(code);
   reader.take("version", kCodeVersion, kCodeVersion);
   Plan plan;
-  plan.problem.op = reader.take_enum("op", Op::kGemmAllReduce);
+  plan.problem.op = reader.take_enum("op", Op::kGemmAllToAll);
   plan.problem.m = reader.take_int64("m");
   plan.problem.n = reader.take_int64("n");
   plan.problem.k = reader.take_int64("k");
@@ -126,7 +126,7 @@ Plan decode(const std::vector<int64_t>& code) {
   plan.resources.window = reader.take("window", 0, 1) == 1;
   plan.resources.finish_ctas = reader.take_int32("finish_ctas");
   plan.resources.lanes = reader.take_int32("lanes");
-  plan.collective = reader.take_enum("collective", Collective::kExchange);
+  plan.collective = reader.take_enum("collective", Collective::kAllToAll);
   plan.bands.resize(reader.take_length("number of band runs", 2));
   for (BandRun& run : plan.bands) {
     run.tile_rows = reader.take_int32("band height");

@@ -30,6 +30,7 @@ constexpr Way kPlainWays[] = {{8, 2}, {16, 2}};
 constexpr Way kWindowWays[] = {{4, 2}, {6, 2}, {8, 2}, {6, 3}, {8, 3}};
 constexpr Way kExchangeWays[] = {{8, 1}, {6, 2}, {8, 2}};
 constexpr Way kSlowLinkWays[] = {{4, 1}, {8, 1}, {4, 2}};
+constexpr Way kOneWayWindowWays[] = {{4, 2}, {8, 1}, {6, 2}, {8, 2}};  // reduce-scatter, all-gather
 
 // Higher bands finish later and share no more of the operands in L2.
 constexpr int32_t kMaxBandRows = 8;
@@ -114,7 +115,13 @@ Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
   plan.tile_m = own.tile_m;
   plan.tile_n = own.tile_n;
   plan.cluster_m = own.cluster_m;
+  plan.collective = collective_of(problem.op);
   return plan;
+}
+
+// Tile rows of one part.
+int32_t part_tile_rows(const Plan& plan) {
+  return tiles_m(plan) / row_parts(plan.problem);
 }
 
 void check_band_rows(int32_t band_rows) {
@@ -169,11 +176,11 @@ std::vector<int32_t> apportion(int32_t total, int32_t grain, const std::vector<i
 }
 
 // The highest band of which the smallest chunk holds a whole one; 0 if there is none.
-int32_t band_height(int32_t rows, int32_t cluster_m, const std::vector<int32_t>& weights) {
+int32_t band_height(int32_t rows, int32_t grain, const std::vector<int32_t>& weights) {
   const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
   const int64_t least = *std::min_element(weights.begin(), weights.end());
-  for (int32_t height = kMaxBandRows; height >= cluster_m; height /= 2) {
-    if (height % cluster_m == 0 && least * rows >= height * sum) return height;
+  for (int32_t height = kMaxBandRows; height >= grain; height /= 2) {
+    if (height % grain == 0 && least * rows >= height * sum) return height;
   }
   return 0;
 }
@@ -182,12 +189,16 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
                     const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
                     int32_t max_ctas, Transport transport) {
   const Plan base = base_plan(problem, kernel, transport, {});
-  const int32_t rows = tiles_m(base);
+  const int32_t parts = row_parts(problem);
+  const int32_t rows = part_tile_rows(base);
   for (const std::vector<int32_t>& weights : schedules) {
-    const int32_t band_rows = band_height(rows, base.cluster_m, weights);
-    if (band_rows == 0) continue;
-    const std::vector<int32_t> heights = apportion(rows, band_rows, weights);
+    // Of each part as many tile rows as make a whole band of all parts together.
+    const int32_t height = band_height(rows, row_grain(base), weights);
+    if (height == 0) continue;
+    const std::vector<int32_t> heights =
+        apportion(rows, parts == 1 ? height : row_grain(base), weights);
     if (heights.empty()) continue;
+    const int32_t band_rows = parts == 1 ? height : std::max(kMaxBandRows, base.cluster_m);
     plans.push_back(
         make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport));
   }
@@ -227,7 +238,12 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet:
   // measured on the same shapes 1.28x, 1.26x and 1.22x. The model is not good enough to choose
   // among the three.
-  if (machine.windows && problem.world_size == 2) {
+  if (problem.op != Op::kGemmAllReduce) {
+    if (machine.windows) {
+      for (const Way& way : kOneWayWindowWays) add_panels(way, true);
+    }
+    for (const Way& way : kPlainWays) add_panels(way, false);
+  } else if (machine.windows && problem.world_size == 2) {
     for (const Way& way : kExchangeWays) {
       if (fits(way)) add_exchanges(plans, problem, kernel, resources_of(way, true), way.ctas);
     }
@@ -262,6 +278,22 @@ void add_cpu(std::vector<Plan>& plans, const Problem& problem) {
 bool kernels_take(const Problem& problem) {
   return element_bytes(problem.dtype) == 2 && problem.n % kAlignment == 0 &&
          problem.k % kAlignment == 0;
+}
+
+// The cooperative kernel is for plans made by hand: 1.01 of cuBLAS's time, ping-pong 0.98.
+Kernel best_kernel(const Problem& problem, const Machine& machine) {
+  if (!kernels_take(problem)) return Kernel::kLibrary;
+  if (machine.has_sm90_kernels) return Kernel::kSm90Pingpong;
+  return machine.has_sm80_kernels ? Kernel::kSm80 : Kernel::kLibrary;
+}
+
+// Row counts differ by rank, so the plan says only how pieces are computed and how they travel.
+void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+  const bool cpu = machine.arch == 0;
+  const int32_t ctas = cpu ? 0 : slow_link(machine) ? 4 : 16;
+  if (2 * ctas > machine.sm_count) return;
+  plans.push_back(make_all_to_all(problem, best_kernel(problem, machine), {.comm_sms = ctas}, ctas,
+                                  cpu ? Transport::kGloo : Transport::kNccl));
 }
 
 }  // namespace
@@ -299,18 +331,24 @@ Plan make_row_panels(const Problem& problem, Kernel kernel,
   plan.schedule = Schedule::kOverlapped;
   plan.layout = Layout::kRowMajor;
   plan.resources = resources;
-  for (const int32_t rows : chunk_rows_of_tiles) {
-    if (rows <= 0 || rows > tiles_m(plan)) {
+  const int32_t parts = row_parts(problem);
+  for (const int32_t part_rows : chunk_rows_of_tiles) {
+    if (part_rows <= 0 || part_rows > part_tile_rows(plan)) {
       throw std::invalid_argument(
-          "a chunk is " + std::to_string(rows) + " tile rows high, allowed are 1 to " +
-          std::to_string(tiles_m(plan)) + ", the tile grid's height: change chunk_rows_of_tiles");
+          "a chunk is " + std::to_string(part_rows) + " tile rows high, allowed are 1 to " +
+          std::to_string(part_tile_rows(plan)) + ", the height of " +
+          (parts == 1 ? "the tile grid" : "one rank's part of the tile grid") +
+          ": change chunk_rows_of_tiles");
     }
+    const int32_t rows = parts * part_rows;
     cut_into_bands(plan, rows, band_rows);
     plan.chunks.push_back(
         {.tiles = rows * tiles_n(plan), .transport = transport, .max_ctas = max_ctas});
   }
   if (plan.bands.size() > static_cast<size_t>(kMaxBandRuns)) {
-    cut_into_equal_bands(plan, chunk_rows_of_tiles, band_rows);
+    std::vector<int32_t> chunk_rows;
+    for (const int32_t part_rows : chunk_rows_of_tiles) chunk_rows.push_back(parts * part_rows);
+    cut_into_equal_bands(plan, chunk_rows, band_rows);
   }
   validate(plan);
   return plan;
@@ -332,30 +370,40 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
   return plan;
 }
 
+Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
+                     int32_t max_ctas, Transport transport) {
+  Plan plan = base_plan(problem, kernel, transport, {});
+  plan.schedule = Schedule::kOverlapped;
+  plan.resources = resources;
+  plan.chunks.push_back({.tiles = 0, .transport = transport, .max_ctas = max_ctas});
+  validate(plan);
+  return plan;
+}
+
 std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
   std::vector<Plan> plans = {make_sequential(problem, machine)};
-  const bool nothing_to_overlap =
-      problem.world_size == 1 || problem.m == 0 || problem.n == 0 || problem.k == 0;
+  const bool all_to_all = problem.op == Op::kGemmAllToAll;
+  const bool nothing_to_overlap = problem.world_size == 1 || (problem.m == 0 && !all_to_all) ||
+                                  problem.n == 0 || problem.k == 0;
   const bool unmeasured =
       machine.sm_count <= 0 || machine.sm_gflops <= 0.0 || machine.link_gbps <= 0.0;
   if (nothing_to_overlap || unmeasured) return plans;
-  if (machine.arch == 0) {
+  if (all_to_all) {
+    add_all_to_all(plans, problem, machine);
+  } else if (machine.arch == 0) {
     add_cpu(plans, problem);
-  } else if (!kernels_take(problem)) {
+  } else if (const Kernel kernel = best_kernel(problem, machine); kernel == Kernel::kLibrary) {
     add_gpu_library(plans, problem, machine);
-  } else if (machine.has_sm90_kernels) {
-    // The cooperative kernel is for plans made by hand: 1.01 of cuBLAS's time, ping-pong 0.98.
-    add_gpu_kernel(plans, problem, machine, Kernel::kSm90Pingpong);
-  } else if (machine.has_sm80_kernels) {
-    add_gpu_kernel(plans, problem, machine, Kernel::kSm80);
   } else {
-    add_gpu_library(plans, problem, machine);
+    add_gpu_kernel(plans, problem, machine, kernel);
   }
   return plans;
 }
 
 Plan make_plan(const Problem& problem, const Machine& machine) {
   std::vector<Plan> plans = candidates(problem, machine);
+  // Few rows leave in one call after the GEMM, as in the sequence, whatever the plan.
+  if (problem.op == Op::kGemmAllToAll) return std::move(plans.back());
   const double sequential_us = predict(plans[0], machine).total_us;
   size_t best = 0;
   double best_us = sequential_us;

@@ -35,7 +35,8 @@ Plan make_sequential(const Problem& problem, const Machine& machine);
 // kLibrary takes any.
 
 // Row panels: `chunk_rows_of_tiles` are the chunks' heights in tile rows, top to bottom (they must
-// sum up to the tile grid's height), each cut into bands of at most `band_rows` tile rows.
+// sum up to the tile grid's height, or to that of one part: such a chunk holds as many rows of each
+// part), each cut into bands of at most `band_rows` tile rows.
 Plan make_row_panels(const Problem& problem, Kernel kernel,
                      const std::vector<int32_t>& chunk_rows_of_tiles, int32_t band_rows,
                      const Resources& resources, int32_t max_ctas,
@@ -45,6 +46,11 @@ Plan make_row_panels(const Problem& problem, Kernel kernel,
 Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_t>& chunk_tiles,
                  int32_t band_rows, const Resources& resources, int32_t max_ctas,
                  Transport transport = Transport::kNccl, const KernelShape& shape = {});
+
+// gemm_alltoall: kernel, resources and transport of the pieces. How many there are follows, pair by
+// pair, from the rows that the two ranks exchange.
+Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
+                     int32_t max_ctas, Transport transport = Transport::kNccl);
 
 // All candidates that the planner weighs, the sequential plan first.
 std::vector<Plan> candidates(const Problem& problem, const Machine& machine);

@@ -8,6 +8,12 @@
 //   clusters   `cluster_m` CTAs along M share one step, so band heights are multiples of it and tile
 //              indices c * cluster_m ... c * cluster_m + cluster_m - 1 belong to one cluster.
 //   chunks     A chunk is a run of tile indices. Chunk c is [chunk_begin[c], chunk_begin[c + 1]).
+//   parts      Where the output's (reduce-scatter) or the input's (all-gather) rows belong to the
+//              ranks, a part each, a chunk holds equal tile rows of every part, in rank order:
+//
+//                tile row  0 1 | 2 3 | 4 5 6 | 7 8 9       two parts of five tile rows,
+//                part      0 0 | 1 1 | 0 0 0 | 1 1 1       in chunks of two and three
+//                its row   0 1 | 0 1 | 2 3 4 | 2 3 4
 #pragma once
 
 #include <cstdint>
@@ -44,6 +50,7 @@ struct TileOrder {
   int32_t tiles_n = 0;     // columns of tiles
   int32_t num_runs = 0;    // used entries of `runs`
   int32_t num_chunks = 0;  // used chunks
+  int32_t parts = 1;       // of the rows; more than one only with chunks of whole tile rows
   BandRun runs[kMaxBandRuns] = {};
   int32_t chunk_begin[kMaxChunks + 1] = {};
 
@@ -99,6 +106,59 @@ OVERLAP_HOST_DEVICE constexpr int32_t tile_chunk(const TileOrder& order, int32_t
     }
   }
   return low;
+}
+
+// A tile row of one part.
+struct PartRow {
+  int32_t part = 0;
+  int32_t row = 0;  // counted in the part
+};
+
+// Tile row -> (part, row).
+OVERLAP_HOST_DEVICE constexpr PartRow part_row(const TileOrder& order, int32_t tile_row) {
+  if (order.parts == 1) return {0, tile_row};
+  const int32_t chunk = tile_chunk(order, tile_row * order.tiles_n);
+  const int32_t first = order.chunk_begin[chunk] / order.tiles_n;
+  const int32_t height = order.chunk_begin[chunk + 1] / order.tiles_n - first;
+  const int32_t part_height = height / order.parts;
+  const int32_t part = (tile_row - first) / part_height;
+  return {part, first / order.parts + (tile_row - first) - part * part_height};
+}
+
+// Where the tile rows of a GEMM lie in its input and in its output.
+struct RowMap {
+  enum class Mode : int32_t {
+    kPlain = 0,    // as they are
+    kScatter = 1,  // the input's rows are parts, one after the other; the output holds whole tiles,
+                   // in tile order
+    kGather =
+        2,  // the input is one chunk of parts, of chunk_rows each; the output's rows are parts,
+            // one after the other
+  };
+  Mode mode = Mode::kPlain;
+  int32_t part_rows = 0;     // rows of a part: of the input (kScatter), of the output (kGather)
+  int32_t chunk_rows = 0;    // kGather: rows of a part in the input
+  int32_t first_row = 0;     // kGather: the tile row in its part that the chunk's first one is
+  int32_t output_parts = 1;  // kGather: parts of the output
+  int32_t skip = -1;         // kGather: this part is left out
+};
+
+// Where one tile row begins: `input_row` counts rows, `output_row` tile rows of part `output_part`.
+struct TileRowPlace {
+  int32_t input_row = 0;
+  int32_t output_row = 0;
+  int32_t output_part = 0;
+};
+
+OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order, const RowMap& map,
+                                                          int32_t tile_m, int32_t tile_row) {
+  if (map.mode == RowMap::Mode::kPlain) return {tile_row * tile_m, tile_row, 0};
+  PartRow place = part_row(order, tile_row);
+  if (map.mode == RowMap::Mode::kScatter) {
+    return {place.part * map.part_rows + place.row * tile_m, tile_row, 0};
+  }
+  if (map.skip >= 0 && place.part >= map.skip) ++place.part;
+  return {place.part * map.chunk_rows + place.row * tile_m, map.first_row + place.row, place.part};
 }
 
 // The chunk's tiles: what its counter shows when it is finished.

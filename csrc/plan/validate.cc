@@ -38,18 +38,6 @@ void check_range(const char* field, int64_t value, int64_t low, int64_t high, co
   }
 }
 
-void check_problem(const Problem& problem) {
-  constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
-  const char* const remedy = "take the sizes of the op's arguments";
-  check_enum("op", problem.op, Op::kGemmAllReduce);
-  check_enum("dtype", problem.dtype, DType::kFloat64);
-  check_range("m", problem.m, 0, kMaxSize, remedy);
-  check_range("n", problem.n, 0, kMaxSize, remedy);
-  check_range("k", problem.k, 0, kMaxSize, remedy);
-  check_range("world_size", problem.world_size, 1, std::numeric_limits<int32_t>::max(),
-              "take the process group's size");
-}
-
 void check_kernel(const Plan& plan) {
   check_enum("kernel", plan.kernel, Kernel::kSm90Cooperative);
   check_range("tile_m", plan.tile_m, 1, kMaxTiles, "take the kernel's own tile shape");
@@ -74,10 +62,10 @@ void check_kernel(const Plan& plan) {
 // Sizes that the tables' 32-bit tile indices and 64-bit offsets can count.
 void check_grid(const Plan& plan) {
   const auto count = [](int64_t size, int64_t by) { return size / by + (size % by != 0 ? 1 : 0); };
-  const int64_t rows = count(plan.problem.m, plan.tile_m);
   const int64_t columns = count(plan.problem.n, plan.tile_n);
-  const int64_t padded_rows =
-      rows > kMaxTiles ? rows : count(rows, plan.cluster_m) * plan.cluster_m;
+  const int64_t padded_rows = count(plan.problem.m, plan.tile_m) > kMaxTiles
+                                  ? count(plan.problem.m, plan.tile_m)
+                                  : grid_rows(plan);
   if (padded_rows > kMaxTiles || columns > kMaxTiles || padded_rows * columns > kMaxTiles) {
     fail("plan cuts the ", plan.problem.m, " x ", plan.problem.n, " output into ", padded_rows,
          " x ", columns, " tiles, allowed are ", kMaxTiles, " in all: take larger tiles");
@@ -129,9 +117,17 @@ void check_chunks(const Plan& plan) {
     fail("plan has ", plan.chunks.size(), " chunks, allowed are 1 to ", kMaxChunks,
          plan.chunks.empty() ? ": give it one chunk of all tiles" : ": join neighbouring chunks");
   }
+  const int64_t grain =
+      static_cast<int64_t>(row_parts(plan.problem)) * row_grain(plan) * tiles_n(plan);
   int64_t sum = 0;
   for (size_t c = 0; c < plan.chunks.size(); ++c) {
     const Chunk& chunk = plan.chunks[c];
+    if (row_parts(plan.problem) > 1 && grain > 0 && chunk.tiles % grain != 0) {
+      fail("chunk ", c, " has ", chunk.tiles, " tiles, allowed are multiples of ",
+           row_parts(plan.problem), " x ", row_grain(plan), " x ", tiles_n(plan), " = ", grain,
+           ": a chunk of ", name(plan.problem.op),
+           " holds as many whole tile rows of every rank, and whole clusters");
+    }
     check_enum("chunk transport", chunk.transport, Transport::kGloo);
     if (chunk.transport != plan.chunks[0].transport) {
       fail("chunk ", c, " travels by ", name(chunk.transport), ", chunk 0 by ",
@@ -205,8 +201,13 @@ void check_resources(const Plan& plan) {
 }
 
 void check_collective(const Plan& plan) {
-  check_enum("collective", plan.collective, Collective::kExchange);
-  if (plan.collective != Collective::kExchange) return;
+  check_enum("collective", plan.collective, Collective::kAllToAll);
+  const Collective own = collective_of(plan.problem.op);
+  if (plan.collective == own) return;
+  if (plan.problem.op != Op::kGemmAllReduce || plan.collective != Collective::kExchange) {
+    fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
+         name(own), plan.problem.op == Op::kGemmAllReduce ? " or exchange" : "", ": take that");
+  }
   if (plan.problem.world_size != 2) {
     fail("collective is exchange with world_size = ", plan.problem.world_size,
          ", allowed is 2: between more ranks it would move more bytes than all_reduce, take that");
@@ -230,6 +231,16 @@ void check_schedule(const Plan& plan) {
       fail("sequential plan has the layout ", name(plan.layout),
            ", allowed is row_major, as its one collective needs no other: take row_major");
     }
+  } else if (plan.layout != Layout::kRowMajor && problem.op != Op::kGemmAllReduce) {
+    fail("plan of ", name(problem.op), " has the layout ", name(plan.layout),
+         ", allowed is row_major: take that");
+  } else if (problem.op == Op::kGemmAllToAll) {
+    if (problem.n == 0 || problem.k == 0 || plan.chunks.size() != 1) {
+      fail("overlapped plan of ", name(problem.op), " for n = ", problem.n, ", k = ", problem.k,
+           " with ", plan.chunks.size(),
+           " chunks, allowed are n and k of 1 or more and one chunk of 0 tiles: each pair of ranks "
+           "cuts its rows by their number");
+    }
   } else if (problem.m == 0 || problem.n == 0 || problem.k == 0) {
     fail("overlapped plan for an empty problem (", problem.to_string(),
          "): there is nothing to overlap, take the schedule sequential");
@@ -237,6 +248,26 @@ void check_schedule(const Plan& plan) {
 }
 
 }  // namespace
+
+void check_problem(const Problem& problem) {
+  constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
+  const char* const remedy = "take the sizes of the op's arguments";
+  check_enum("op", problem.op, Op::kGemmAllToAll);
+  check_enum("dtype", problem.dtype, DType::kFloat64);
+  check_range("m", problem.m, 0, kMaxSize, remedy);
+  check_range("n", problem.n, 0, kMaxSize, remedy);
+  check_range("k", problem.k, 0, kMaxSize, remedy);
+  check_range("world_size", problem.world_size, 1, std::numeric_limits<int32_t>::max(),
+              "take the process group's size");
+  if (problem.m % row_parts(problem) != 0) {
+    fail("problem of ", name(problem.op), " has m = ", problem.m, " rows on ", problem.world_size,
+         " ranks, allowed are multiples of the number of ranks, as each has an equal part");
+  }
+  if (problem.op == Op::kGemmAllToAll && problem.m != 0) {
+    fail("problem of ", name(problem.op), " has m = ", problem.m,
+         ", allowed is 0: its rows differ by rank and are no part of what ranks share");
+  }
+}
 
 void validate(const Plan& plan) {
   check_problem(plan.problem);

@@ -44,24 +44,61 @@ Communicator::~Communicator() {
 void Communicator::all_reduce(const void* source, void* destination, size_t count,
                               plan::DType dtype, cudaStream_t stream) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
-  if (aborted_) throw Error("overlap_torch: all-reduce on an aborted communicator");
+  check_alive("all-reduce");
   check_nccl(ncclAllReduce(source, destination, count, nccl_dtype(dtype), ncclSum, comm_, stream),
              "ncclAllReduce");
 }
 
 void Communicator::all_gather_in_place(void* destination, size_t count, plan::DType dtype,
                                        cudaStream_t stream) {
-  const std::lock_guard<std::timed_mutex> lock(mutex_);
-  if (aborted_) throw Error("overlap_torch: all-gather on an aborted communicator");
   const size_t bytes = count * static_cast<size_t>(plan::element_bytes(dtype));
-  const void* source = static_cast<const char*>(destination) + bytes * static_cast<size_t>(rank_);
+  all_gather(static_cast<const char*>(destination) + bytes * static_cast<size_t>(rank_),
+             destination, count, dtype, stream);
+}
+
+void Communicator::all_gather(const void* source, void* destination, size_t count,
+                              plan::DType dtype, cudaStream_t stream) {
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
+  check_alive("all-gather");
   check_nccl(ncclAllGather(source, destination, count, nccl_dtype(dtype), comm_, stream),
              "ncclAllGather");
 }
 
+void Communicator::reduce_scatter(const void* source, void* destination, size_t count,
+                                  plan::DType dtype, cudaStream_t stream) {
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
+  check_alive("reduce-scatter");
+  check_nccl(
+      ncclReduceScatter(source, destination, count, nccl_dtype(dtype), ncclSum, comm_, stream),
+      "ncclReduceScatter");
+}
+
+void Communicator::exchange(const std::vector<Message>& sends, const std::vector<Message>& receives,
+                            cudaStream_t stream) {
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
+  check_alive("all-to-all");
+  check_nccl(ncclGroupStart(), "ncclGroupStart");
+  ncclResult_t result = ncclSuccess;
+  for (const Message& send : sends) {
+    if (result != ncclSuccess) break;
+    result = ncclSend(send.data, send.bytes, ncclInt8, send.peer, comm_, stream);
+  }
+  for (const Message& receive : receives) {
+    if (result != ncclSuccess) break;
+    result = ncclRecv(receive.data, receive.bytes, ncclInt8, receive.peer, comm_, stream);
+  }
+  const ncclResult_t ended = ncclGroupEnd();
+  check_nccl(result, "ncclSend or ncclRecv");
+  check_nccl(ended, "ncclGroupEnd");
+}
+
+void Communicator::check_alive(const char* call) const {
+  if (aborted_) throw Error(std::string("overlap_torch: ") + call + " on an aborted communicator");
+}
+
 ncclWindow_t Communicator::register_window(void* pointer, size_t bytes) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
-  if (aborted_) throw Error("overlap_torch: window on an aborted communicator");
+  check_alive("window");
   ncclWindow_t window = nullptr;
   const ncclResult_t result =
       ncclCommWindowRegister(comm_, pointer, bytes, &window, NCCL_WIN_COLL_SYMMETRIC);

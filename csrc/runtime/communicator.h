@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "plan/plan.h"
 
@@ -41,6 +42,26 @@ class Communicator {
   // elements lie there already.
   void all_gather_in_place(void* destination, size_t count, plan::DType dtype, cudaStream_t stream);
 
+  // The same from `source`, `count` elements that may lie anywhere.
+  void all_gather(const void* source, void* destination, size_t count, plan::DType dtype,
+                  cudaStream_t stream);
+
+  // Sums parts of `count` elements over the ranks: rank r's part of `source`, which holds all of
+  // them in rank order, ends up in its `destination`; that may be its place in `source`.
+  void reduce_scatter(const void* source, void* destination, size_t count, plan::DType dtype,
+                      cudaStream_t stream);
+
+  // A message between this rank and a peer.
+  struct Message {
+    int peer = 0;
+    void* data = nullptr;
+    size_t bytes = 0;
+  };
+
+  // Sends and receives at the same time; a pair's messages match in their order.
+  void exchange(const std::vector<Message>& sends, const std::vector<Message>& receives,
+                cudaStream_t stream);
+
   // Registers [pointer, pointer + bytes) of ncclMemAlloc memory as a symmetric window. Collective
   // and slow (21 ms for 64 MiB): once per buffer. Null where NCCL cannot; it then takes its plain
   // kernels for this memory.
@@ -56,6 +77,8 @@ class Communicator {
   void mark_captured() { captured_ = true; }
 
  private:
+  void check_alive(const char* call) const;
+
   ncclComm_t comm_ = nullptr;
   int rank_ = 0;
   std::timed_mutex mutex_;  // held while a call enqueues

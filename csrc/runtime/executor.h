@@ -1,9 +1,16 @@
-// The produce loop: a GEMM that counts its finished tiles, and beside it, per chunk, a wait and a
-// collective.
+// One executor, two loops, and a third for rows that go each their own way.
+//
+// produce: a GEMM that counts its finished tiles, and beside it, per chunk, a wait and a collective.
 //
 //   caller | zero counters | fork | GEMM: chunk 0, 1, 2 ... signal [A] ...... | join |
 //   side   |                      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
 //   copy   |                                            | finish 0 |          | finish 1 | ^
+//
+// consume: a collective per chunk, and behind each a GEMM over the rows that it brought.
+//
+//   caller | fork | GEMM: own rows ... | GEMM: rows of chunk 0 | GEMM: rows of chunk 1 | join |
+//   side   |      | NCCL 0 | NCCL 1 |    ^                       ^                       ^
+//   copy   | own 0, 1 | gathered 0 | gathered 1 |                                        ^
 //
 // With several lanes the chunks take turns on as many side streams. finish: unpacking, adding parts
 // or copying out of the staging buffer, and the bias; present only if there is something to do.
@@ -14,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <vector>
 
 #include "kernels/gemm.h"
 #include "plan/plan.h"
@@ -27,7 +35,7 @@ struct ProduceCall {
   const plan::Plan* plan = nullptr;
   const plan::TileOrder* order = nullptr;
 
-  void* output = nullptr;  // row-major [m, n], contiguous: the result
+  void* output = nullptr;  // row-major, contiguous: the result, [m, n] or this rank's part of it
   void* buffer = nullptr;  // where chunks are communicated: the output itself, or staging memory of
                            // plan::buffer_elements; null: the group's registered window
   const void* bias = nullptr;  // [n] or null
@@ -37,7 +45,7 @@ struct ProduceCall {
   bool signals = false;
   kernels::GemmParams gemm;
   int32_t* counters = nullptr;
-  // ... or the framework's GEMM computes output rows [begin, end) into `destination` on the
+  // ... or the framework's GEMM computes product rows [begin, end) into `destination` on the
   // caller's stream.
   std::function<void(plan::Rows rows, void* destination)> library_gemm;
   void* library_rows =
@@ -48,18 +56,68 @@ struct ProduceCall {
   int64_t delay_us = 0;    // tests: hold the side stream this long before each chunk
 };
 
+// One call of an op that communicates first and computes then, with one or more weights.
+struct ConsumeCall {
+  const plan::Plan* plan = nullptr;
+
+  const void* input = nullptr;  // this rank's rows, contiguous: [m / ranks, k]
+  void* gathered = nullptr;     // all ranks' rows: [m, k], a result
+  void* buffer = nullptr;  // staging memory of plan::buffer_elements; null: the registered window
+
+  // For each weight: the whole GEMM (m and output are those of all ranks' rows) and whether the
+  // plan's kernel takes it ...
+  struct Gemm {
+    bool fast = false;
+    kernels::GemmParams params;
+  };
+  std::vector<Gemm> gemms;
+  // ... else the framework's GEMM of that weight, plus its bias, computes output rows [begin, end) from `input`.
+  std::function<void(size_t weight, const void* input, plan::Rows rows)> library_gemm;
+
+  cudaStream_t stream = nullptr;
+  Trace* trace = nullptr;
+  int64_t delay_us = 0;
+};
+
+// One call of gemm_alltoall.
+struct AllToAllCall {
+  const plan::Plan* plan = nullptr;
+
+  std::vector<int64_t> send_rows;  // one for each rank
+  std::vector<int64_t> receive_rows;
+  void* product = nullptr;  // [sum of send_rows, n]: what is sent
+  void* output = nullptr;   // [sum of receive_rows, n]: the result
+
+  bool fast = false;  // whether the plan's kernel takes the operands
+  kernels::GemmParams gemm;
+  // The framework's GEMM, plus bias: rows [begin, end) of the product into `destination`.
+  std::function<void(plan::Rows rows, void* destination)> library_gemm;
+
+  cudaStream_t stream = nullptr;
+  Trace* trace = nullptr;
+  int64_t delay_us = 0;
+};
+
+// Sequential: one GEMM and one collective over whole tensors, on the caller's stream.
+struct SequentialCall {
+  const plan::Plan* plan = nullptr;
+  // Enqueues the GEMM on the stream and returns its row-major output.
+  std::function<void*()> gemm;
+  const void* input = nullptr;  // all-gather: this rank's rows
+  void* output = nullptr;       // reduce-scatter: this rank's rows; all-gather: all ranks' rows
+  cudaStream_t stream = nullptr;
+  Trace* trace = nullptr;
+};
+
 // Whether this plan's chunks are communicated in the output itself, without staging.
 bool communicates_in_place(const plan::Plan& plan);
 
-// Enqueues GEMM and collectives of an overlapped plan; `call.stream` continues after both. Throws
-// before anything is launched if the group has failed, or if something would have to be made inside
-// a capture.
-void run_all_reduce(Group& group, const ProduceCall& call);
-
-// Sequential: `gemm` enqueues the whole GEMM on the stream and returns its row-major output; one
-// all-reduce over it follows on the same stream.
-void run_sequential_all_reduce(Group& group, const plan::Plan& plan,
-                               const std::function<void*()>& gemm, cudaStream_t stream,
-                               Trace* trace);
+// Each enqueues GEMM and communication; the call's stream continues after both. Throws before
+// anything is launched if the group has failed, or if something would have to be made inside a
+// capture.
+void run_produce(Group& group, const ProduceCall& call);
+void run_consume(Group& group, const ConsumeCall& call);
+void run_all_to_all(Group& group, const AllToAllCall& call);
+void run_sequential(Group& group, const SequentialCall& call);
 
 }  // namespace overlap::runtime

@@ -369,12 +369,13 @@ std::string Group::calls_key(int rank) const {
 void Group::watch() {
   if (failed_) return;
   const kernels::WaitReport* report = report_.get();
-  if (*static_cast<const volatile int32_t*>(&report->failed) != 0) {
-    fail("the wait for chunk " + std::to_string(report->chunk) +
+  const uint64_t failure = *static_cast<const volatile uint64_t*>(&report->failure);
+  if (failure != 0) {
+    const kernels::WaitFailure wait = kernels::unpack(failure);
+    fail("the wait for chunk " + std::to_string(wait.chunk) +
          " of its own GEMM passed its deadline of " +
          std::to_string(options_.timeout.count() / 1000.0) + " s: expected " +
-         std::to_string(report->expected) + " finished tiles, saw " + std::to_string(report->seen) +
-         ".");
+         std::to_string(wait.expected) + " finished tiles, saw " + std::to_string(wait.seen) + ".");
     return;
   }
   std::string error;

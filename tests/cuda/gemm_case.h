@@ -169,8 +169,8 @@ class GemmCase {
       CUDA_CHECK(cudaStreamWaitEvent(side_stream, fork));
       CUDA_CHECK(kernels::launch_gemm(kernel_, params_, main_stream));
       for (int32_t c = 0; c < params_.order.num_chunks; ++c) {
-        const kernels::WaitParams wait{
-            counters_.data() + c, plan::chunk_tiles(params_.order, c), kWaitNs, 0, c, report};
+        const kernels::WaitParams wait{counters_.data() + c, plan::chunk_tiles(params_.order, c),
+                                       kWaitNs, c, report};
         if (round % 3 == 1) CUDA_CHECK(kernels::delay(std::rand() % 20, side_stream));
         CUDA_CHECK(kernels::wait_counter(wait, side_stream));
         int64_t first = 0, last = 0;
@@ -190,9 +190,10 @@ class GemmCase {
       CUDA_CHECK(cudaStreamWaitEvent(main_stream, join));
     }
     CUDA_CHECK(cudaDeviceSynchronize());
-    if (report->failed != 0) {
+    if (report->failure != 0) {
+      const kernels::WaitFailure wait = kernels::unpack(report->failure);
       fail("%s: waiting for chunk %d passed the deadline: expected %d, seen %d", name_.c_str(),
-           report->chunk, report->expected, report->seen);
+           wait.chunk, wait.expected, wait.seen);
     }
     expect_no_mismatch(mismatch, name_ + ", right behind the signal");
     CUDA_CHECK(cudaFreeHost(report));

@@ -1,0 +1,56 @@
+// What every op's CUDA path starts from: stream, group, plan, and operands as plain structs.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+#include "binding/op_call.h"
+#include "kernels/gemm.h"
+#include "runtime/group.h"
+#include "runtime/trace.h"
+
+namespace overlap::binding {
+
+// One call on the current device and stream. Making it looks the plan up, and is collective at the
+// group's first call.
+struct CudaCall {
+  explicit CudaCall(const OpCall& call);
+
+  const plan::Plan& plan() const { return entry->plan; }
+  runtime::Trace* trace() const;
+
+  // Memory of plan::buffer_elements that the call owns; undefined where the plan stages chunks in
+  // the group's window. A capture owns its memory, with which NCCL takes its plain kernels.
+  at::Tensor staging(const at::TensorOptions& options) const;
+
+  cudaStream_t stream;
+  std::shared_ptr<runtime::Group> group;
+  std::shared_ptr<const PlanEntry> entry;
+};
+
+// Whether the fast path leaves this call to the composition.
+bool takes_composition(const OpCall& call);
+
+// Rows must be contiguous along K for the kernels; transposed or expanded inputs are copied once.
+at::Tensor k_contiguous(const at::Tensor& input);
+
+// A GEMM of input and weight; the output, which is not set yet, has the weight's N columns.
+kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
+                                const plan::Plan& plan);
+
+// The same on the SMs that the plan leaves it.
+kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
+                                const CudaCall& call);
+
+// Whether the plan's kernel takes these operands, which depends on this rank's strides alone.
+// Either way the same chunks are communicated.
+bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,
+                  const plan::Plan& plan);
+
+// The framework's GEMM on memory that the executor names: [rows, K] -> [rows, N], plus bias.
+void library_gemm(const at::Tensor& input, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias, void* destination);
+
+}  // namespace overlap::binding

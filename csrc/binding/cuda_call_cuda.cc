@@ -1,0 +1,160 @@
+// The process groups' CUDA side, and what a call needs of it.
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <array>
+#include <atomic>
+
+#include "binding/cuda_call.h"
+#include "binding/cuda_trace.h"
+#include "binding/op_call.h"
+
+namespace overlap::binding {
+namespace {
+
+// The process group's store as the runtime's bootstrap. Keys of a group's store are its own.
+runtime::Bootstrap bootstrap_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                std::chrono::milliseconds timeout) {
+  const auto store = group->getStore();
+  runtime::Bootstrap bootstrap;
+  bootstrap.set = [store](const std::string& key, const std::vector<uint8_t>& value) {
+    store->set(key, value);
+  };
+  bootstrap.get = [store, timeout](const std::string& key) {
+    store->wait({key}, timeout);
+    return store->get(key);
+  };
+  bootstrap.has = [store](const std::string& key) { return store->check({key}); };
+  bootstrap.remove = [store](const std::string& key) { store->deleteKey(key); };
+  return bootstrap;
+}
+
+// The group's CUDA side on the current device. Collective at its first call.
+std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& entry, int device,
+                                           cudaStream_t stream) {
+  const std::lock_guard<std::mutex> lock(entry->cuda_mutex);
+  std::weak_ptr<runtime::Group>& slot = entry->cuda[device];
+  if (auto group = slot.lock()) return group;
+  TORCH_CHECK(!runtime::capture_id(stream).has_value(), "overlap_torch: the first call on group '",
+              entry->name(),
+              "' cannot be captured into a CUDA graph, because it makes communicators. Call the op "
+              "once with the same "
+              "shapes, dtype and group before the capture (torch.cuda.graph's warm-up).");
+  runtime::GroupOptions options;
+  options.name = entry->name();
+  options.rank = entry->rank();
+  options.world_size = entry->world_size();
+  options.timeout = entry->timeout(at::kCUDA);
+  options.bootstrap = bootstrap_of(entry->lock(), options.timeout);
+  options.alive = [weak = std::weak_ptr<GroupEntry>(entry)] {
+    const auto alive = weak.lock();
+    return alive != nullptr && !alive->expired();
+  };
+  auto group = std::make_shared<runtime::Group>(std::move(options));
+  runtime::watch_group(group);
+  slot = group;
+  return group;
+}
+
+}  // namespace
+
+runtime::Trace& cuda_trace() {
+  static auto* trace =
+      new runtime::Trace();  // never destroyed: its events would outlive the driver
+  return *trace;
+}
+
+// Whether this build holds machine code for the device. Loads all kernels.
+bool has_kernels(at::Device device) {
+  constexpr int kUnknown = -1;
+  static std::array<std::atomic<int>, 64>& known = *[] {
+    auto* states = new std::array<std::atomic<int>, 64>();
+    for (std::atomic<int>& state : *states) state = kUnknown;
+    return states;
+  }();
+  std::atomic<int>& state = known.at(device.index());
+  if (state == kUnknown) {
+    const c10::cuda::CUDAGuard guard(device);
+    state = kernels::load_kernels() == cudaSuccess;
+    if (!state) {
+      (void)cudaGetLastError();
+      TORCH_WARN("overlap_torch was built without kernels for ", device, " (", OVERLAP_BUILD_INFO,
+                 "): its tensors take the unfused composition. Rebuild with OVERLAP_ARCHS "
+                 "naming its architecture; `python -m overlap_torch doctor` says more.");
+    }
+  }
+  return state == 1;
+}
+
+bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device) {
+  if (!has_kernels(device)) return false;
+  // A group's backend does not change: asked for once.
+  int known = group->cuda_is_nccl;
+  if (known < 0) {
+    known = group->lock()->getBackend(at::kCUDA)->getBackendName() == "nccl";
+    group->cuda_is_nccl = known;
+  }
+  return known == 1;
+}
+
+plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device) {
+  TORCH_CHECK(device.is_cuda(), "overlap_torch: ", device, " is neither a CUDA device nor the CPU");
+  const c10::cuda::OptionalCUDAGuard guard(device);
+  const at::Device current(at::kCUDA, c10::cuda::current_device());
+  if (!cuda_supported(group, current)) return {};
+  return cuda_group(group, current.index(), at::cuda::getCurrentCUDAStream().stream())->machine();
+}
+
+CudaCall::CudaCall(const OpCall& call)
+    : stream(at::cuda::getCurrentCUDAStream().stream()),
+      group(cuda_group(call.group, call.input.device().index(), stream)),
+      entry(call.group->plan(call.problem, at::kCUDA, group->machine())) {
+  if (entry->by_planner && entry->plan.resources.window) {
+    const auto captured = call.group->capture_plan(call.problem, group->machine());
+    if (runtime::capture_id(stream).has_value()) {
+      entry = captured;
+    } else if (!captured->prepared.exchange(true)) {
+      group->prepare(captured->plan);  // a capture can make no communicators
+    }
+  }
+  if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCUDA);
+}
+
+runtime::Trace* CudaCall::trace() const {
+  return TraceSwitch::on() ? &cuda_trace() : nullptr;
+}
+
+at::Tensor CudaCall::staging(const at::TensorOptions& options) const {
+  if (plan().resources.window && !runtime::capture_id(stream).has_value()) return {};
+  return at::empty({plan::buffer_elements(plan())}, options);
+}
+
+bool takes_composition(const OpCall& call) {
+  // float64 is the precision of tests, not of training: the composition serves it.
+  return call.problem.dtype == plan::DType::kFloat64 ||
+         !cuda_supported(call.group, call.input.device());
+}
+
+void check_cuda_groups() {
+  for (const auto& entry : all_groups()) {
+    const std::lock_guard<std::mutex> lock(entry->cuda_mutex);
+    for (const auto& [device, weak] : entry->cuda) {
+      if (const auto group = weak.lock()) group->check();
+    }
+  }
+}
+
+std::vector<int64_t> cuda_memory(const std::shared_ptr<GroupEntry>& entry) {
+  std::vector<int64_t> total{0, 0};
+  const std::lock_guard<std::mutex> lock(entry->cuda_mutex);
+  for (const auto& [device, weak] : entry->cuda) {
+    if (const auto group = weak.lock()) {
+      const std::vector<int64_t> held = group->memory();
+      total[0] += held[0];
+      total[1] += held[1];
+    }
+  }
+  return total;
+}
+
+}  // namespace overlap::binding

@@ -1,0 +1,47 @@
+// A plan's GEMM without its communication, counters on: what benchmarks hold against the framework's.
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "binding/cuda_call.h"
+
+namespace overlap::binding {
+
+at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef code) {
+  plan::Plan plan = plan::decode(code.vec());
+  plan::validate(plan);
+  TORCH_CHECK_VALUE(plan.problem.op == plan::Op::kGemmAllReduce &&
+                        plan.schedule == plan::Schedule::kOverlapped &&
+                        plan.collective == plan::Collective::kAllReduce,
+                    "gemm_alone: the plan must be an overlapped one of gemm_allreduce with the "
+                    "collective all_reduce, but is ",
+                    plan.to_string());
+  TORCH_CHECK_VALUE(
+      input.dim() == 2 && weight.dim() == 2 && input.size(0) == plan.problem.m &&
+          weight.size(0) == plan.problem.n && input.size(1) == plan.problem.k &&
+          weight.size(1) == plan.problem.k &&
+          to_plan_dtype(input.scalar_type()) == plan.problem.dtype &&
+          weight.scalar_type() == input.scalar_type() && weight.device() == input.device(),
+      "gemm_alone: input and weight must be [M, K] and [N, K] of the plan's problem (",
+      plan.problem.to_string(), ") on one device, but are ", input.sizes(), " and ", weight.sizes(),
+      " of ", input.scalar_type(), " and ", weight.scalar_type());
+  const c10::cuda::CUDAGuard guard(input.device());
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
+  const at::Tensor output = at::empty({plan::buffer_elements(plan)}, input.options());
+  const at::Tensor counters = at::empty({plan::kMaxChunks}, input.options().dtype(at::kInt));
+
+  kernels::GemmParams params = gemm_params(input, weight, plan);
+  params.output = output.data_ptr();
+  params.order = plan::tile_order(plan);
+  params.counters = counters.data_ptr<int32_t>();
+  params.ctas =
+      at::cuda::getCurrentDeviceProperties()->multiProcessorCount - plan.resources.comm_sms;
+  TORCH_CHECK_VALUE(
+      kernel_takes(params, weight, plan), "gemm_alone: kernel ", plan::name(plan.kernel),
+      " does not take these operands: K contiguous, 16-byte aligned rows, a device and "
+      "a build that have the kernel");
+  C10_CUDA_CHECK(cudaMemsetAsync(params.counters, 0, sizeof(int32_t) * plan::kMaxChunks, stream));
+  C10_CUDA_CHECK(kernels::launch_gemm(plan.kernel, params, stream));
+  return output;
+}
+
+}  // namespace overlap::binding

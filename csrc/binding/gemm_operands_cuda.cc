@@ -1,0 +1,58 @@
+// Tensors as the GEMM kernels' plain structs.
+#include "binding/cuda_call.h"
+
+namespace overlap::binding {
+
+at::Tensor k_contiguous(const at::Tensor& input) {
+  const bool fits = (input.size(1) == 1 || input.stride(1) == 1) &&
+                    (input.size(0) == 1 || input.stride(0) >= input.size(1));
+  return fits ? input : input.contiguous();
+}
+
+kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
+                                const plan::Plan& plan) {
+  kernels::GemmParams params;
+  params.m = input.size(0);
+  params.n = weight.size(0);
+  params.k = weight.size(1);
+  params.dtype = plan.problem.dtype;
+  params.input = input.const_data_ptr();
+  params.input_stride = input.size(0) == 1 ? params.k : input.stride(0);
+  params.weight = weight.const_data_ptr();
+  params.weight_k_contiguous = weight.stride(1) == 1 || weight.size(1) == 1;
+  params.weight_stride = params.weight_k_contiguous
+                             ? (weight.size(0) == 1 ? params.k : weight.stride(0))
+                             : weight.stride(1);
+  params.output_stride = params.n;
+  params.layout = plan.layout;
+  params.smem_pad_bytes = plan.resources.smem_pad_bytes;
+  return params;
+}
+
+kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
+                                const CudaCall& call) {
+  kernels::GemmParams params = gemm_params(input, weight, call.plan());
+  params.ctas = std::max(1, call.group->device().sm_count() - call.plan().resources.comm_sms);
+  return params;
+}
+
+bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,
+                  const plan::Plan& plan) {
+  const bool along_k = (weight.stride(1) == 1 || weight.size(1) == 1) &&
+                       (weight.size(0) == 1 || weight.stride(0) >= weight.size(1));
+  const bool along_n = weight.stride(0) == 1 && weight.stride(1) >= weight.size(0);
+  return (along_k || along_n) && kernels::gemm_supported(plan.kernel, params);
+}
+
+void library_gemm(const at::Tensor& input, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias, void* destination) {
+  if (input.size(0) == 0) return;
+  at::Tensor place = at::from_blob(destination, {input.size(0), weight.size(0)}, input.options());
+  if (bias.has_value()) {
+    at::addmm_out(place, *bias, input, weight.t());
+  } else {
+    at::mm_out(place, input, weight.t());
+  }
+}
+
+}  // namespace overlap::binding

@@ -1,0 +1,95 @@
+// gemm_allreduce and gemm_reducescatter on CUDA: look the plan up, turn tensors into plain structs,
+// hand them to the executor.
+#include <c10/cuda/CUDAGuard.h>
+
+#include "binding/cuda_call.h"
+#include "runtime/executor.h"
+
+namespace overlap::binding {
+namespace {
+
+at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
+  const plan::Plan& plan = cuda.plan();
+  const at::TensorOptions options = call.input.options();
+  const at::Tensor output = at::empty({plan::part_rows(plan.problem), plan.problem.n}, options);
+  const at::Tensor input = k_contiguous(call.input);
+
+  runtime::ProduceCall produce;
+  produce.plan = &plan;
+  produce.order = &cuda.entry->order;
+  produce.output = output.data_ptr();
+  produce.stream = cuda.stream;
+  produce.delay_us = side_delay_us();
+  produce.trace = cuda.trace();
+
+  const bool in_place = runtime::communicates_in_place(plan);
+  const at::Tensor buffer = in_place ? output : cuda.staging(options);
+  if (buffer.defined()) produce.buffer = buffer.data_ptr();
+
+  at::Tensor bias;
+  if (call.bias().has_value()) {
+    bias = call.bias()->contiguous();
+    produce.bias = bias.const_data_ptr();
+  }
+
+  produce.gemm = gemm_params(input, call.weight(), cuda);
+  kernels::GemmParams probe = produce.gemm;
+  probe.output = produce.buffer != nullptr ? produce.buffer : produce.output;
+  produce.signals = kernel_takes(probe, call.weight(), plan);
+  const at::Tensor counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
+  produce.counters = counters.data_ptr<int32_t>();
+  at::Tensor rows;
+  if (!produce.signals) {
+    if (plan.layout == plan::Layout::kPacked) {
+      rows = at::empty({plan.problem.m, plan.problem.n}, options);
+      produce.library_rows = rows.data_ptr();
+    }
+    produce.library_gemm = [&](plan::Rows range, void* destination) {
+      library_gemm(input.narrow(0, range.begin, range.end - range.begin), call.weight(), {},
+                   destination);
+    };
+  }
+  runtime::run_produce(*cuda.group, produce);
+  return output;
+}
+
+at::Tensor run_sequential(const OpCall& call, const CudaCall& cuda) {
+  at::Tensor product;
+  at::Tensor output;
+  runtime::SequentialCall sequential;
+  sequential.plan = &cuda.plan();
+  sequential.gemm = [&] {
+    product = at::mm(call.input, call.weight().t());
+    return product.data_ptr();
+  };
+  if (call.problem.op == plan::Op::kGemmReduceScatter) {
+    output = at::empty({plan::part_rows(call.problem), call.problem.n}, call.input.options());
+    sequential.output = output.data_ptr();
+  }
+  sequential.stream = cuda.stream;
+  sequential.trace = cuda.trace();
+  runtime::run_sequential(*cuda.group, sequential);
+  if (!output.defined()) output = product;
+  if (call.bias().has_value()) output.add_(*call.bias());
+  return output;
+}
+
+at::Tensor run(const OpCall& call) {
+  const CudaCall cuda(call);
+  return cuda.plan().schedule == plan::Schedule::kOverlapped ? run_overlapped(call, cuda)
+                                                             : run_sequential(call, cuda);
+}
+
+}  // namespace
+
+at::Tensor gemm_allreduce_cuda(const OpCall& call) {
+  const c10::cuda::CUDAGuard guard(call.input.device());
+  return takes_composition(call) ? gemm_allreduce_composition(call) : run(call);
+}
+
+at::Tensor gemm_reducescatter_cuda(const OpCall& call) {
+  const c10::cuda::CUDAGuard guard(call.input.device());
+  return takes_composition(call) ? gemm_reducescatter_composition(call) : run(call);
+}
+
+}  // namespace overlap::binding

@@ -1,0 +1,182 @@
+// Rows that go to the ranks that own them. Each pair of ranks cuts its rows into pieces by their
+// number, which both know; a rank computes and sends the first pieces for all peers, then the second
+// ones, and so on; what is left for all peers goes last, together. Its own rows, which do not travel,
+// are computed while that happens. Where there are few rows there is only the last step: the sequence.
+//
+//   caller | fork | GEMM: pieces 0 | GEMM: pieces 1 | GEMM: rests | GEMM: own rows | join |
+//   side   |      |                | exchange 0     | exchange 1  | exchange rests | ^
+#include <algorithm>
+
+#include "runtime/executor.h"
+#include "runtime/executor_loop.h"
+
+namespace overlap::runtime {
+namespace {
+
+constexpr int64_t kPieceBytes = int64_t{8} << 20;  // smaller messages do not fill the link
+constexpr int kMaxPieces = 4;                      // of a pair, the last one included
+constexpr int32_t kBandRows = 8;                   // tile rows of a band: keeps a wave square
+
+class AllToAllLoop : ExecutorLoop {
+ public:
+  AllToAllLoop(Group& group, const AllToAllCall& call)
+      : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
+        call_(call),
+        ranks_(group.world_size()),
+        rank_(group.rank()),
+        row_bytes_(plan_.problem.n * element_bytes_),
+        send_begin_(offsets(call.send_rows)),
+        receive_begin_(offsets(call.receive_rows)) {}
+
+  void run() {
+    prepare_communicators();
+    int steps = 1;
+    for (int peer = 0; peer < ranks_; ++peer) {
+      if (peer == rank_) continue;
+      steps = std::max({steps, pieces(call_.send_rows[peer]), pieces(call_.receive_rows[peer])});
+    }
+    begin(call_.trace, steps);
+    fork(false);
+    if (steps == 1) {
+      compute({0, send_begin_.back()}, row(call_.product, 0));
+    } else {
+      for (int step = 0; step + 1 < steps; ++step) {
+        for (int peer = 0; peer < ranks_; ++peer) {
+          if (peer != rank_ && takes_part(call_.send_rows[peer], step, false)) {
+            compute_piece(peer, step);
+          }
+        }
+        exchange(step, false);
+      }
+      for (int peer = 0; peer < ranks_; ++peer) {
+        if (peer != rank_) compute_piece(peer, pieces(call_.send_rows[peer]) - 1);
+      }
+    }
+    exchange(steps - 1, true);
+    keep_own(steps > 1);
+    if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    end(steps);
+  }
+
+ private:
+  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
+    std::vector<int64_t> result{0};
+    for (const int64_t count : rows) result.push_back(result.back() + count);
+    return result;
+  }
+
+  // Both ranks of a pair come to the same number.
+  int pieces(int64_t rows) const {
+    return static_cast<int>(std::clamp<int64_t>(rows * row_bytes_ / kPieceBytes, 1, kMaxPieces));
+  }
+
+  plan::Rows piece(int64_t rows, int index) const {
+    const int count = pieces(rows);
+    // Whole tiles, but for the last piece.
+    const int64_t tiles = (rows / count + plan_.tile_m / 2) / plan_.tile_m;
+    const int64_t each = std::max<int64_t>(1, tiles) * plan_.tile_m;
+    const int64_t begin = std::min(rows, each * index);
+    return {begin, index + 1 == count ? rows : std::min(rows, each * (index + 1))};
+  }
+
+  // A pair's piece `step`, or its last one, if it takes part in this step.
+  bool takes_part(int64_t rows, int step, bool last) const {
+    return rows > 0 && (last || step + 1 < pieces(rows));
+  }
+
+  void compute_piece(int peer, int index) {
+    const plan::Rows range = piece(call_.send_rows[peer], index);
+    const int64_t begin = send_begin_[peer] + range.begin;
+    compute({begin, send_begin_[peer] + range.end}, row(call_.product, begin));
+  }
+
+  void compute(plan::Rows rows, void* destination) {
+    if (rows.begin == rows.end) return;
+    if (!call_.fast) {
+      call_.library_gemm(rows, destination);
+      return;
+    }
+    const int32_t cluster = plan_.cluster_m;
+    const int64_t tiles = (rows.end - rows.begin + plan_.tile_m - 1) / plan_.tile_m;
+    const auto height = static_cast<int32_t>((tiles + cluster - 1) / cluster * cluster);
+    const int32_t band = std::min(height, std::max(kBandRows, cluster));
+    kernels::GemmParams gemm = call_.gemm;
+    gemm.m = rows.end - rows.begin;
+    gemm.input =
+        static_cast<const char*>(gemm.input) + rows.begin * gemm.input_stride * element_bytes_;
+    gemm.output = destination;
+    gemm.order.tiles_m = height;
+    gemm.order.tiles_n = static_cast<int32_t>((gemm.n + plan_.tile_n - 1) / plan_.tile_n);
+    gemm.order.runs[gemm.order.num_runs++] = {band, height / band};
+    if (height % band != 0) gemm.order.runs[gemm.order.num_runs++] = {height % band, 1};
+    gemm.order.num_chunks = 1;
+    gemm.order.chunk_begin[1] = gemm.order.num_tiles();
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
+  // Sends what has been computed on the caller's stream so far.
+  void exchange(int step, bool last) {
+    const cudaStream_t side = device_.side[0].get();
+    std::vector<Communicator::Message> sends;
+    std::vector<Communicator::Message> receives;
+    for (int distance = 1; distance < ranks_; ++distance) {
+      const int to = (rank_ + distance) % ranks_;
+      const int from = (rank_ + ranks_ - distance) % ranks_;
+      add(sends, to, call_.product, send_begin_[to], call_.send_rows[to], step, last);
+      add(receives, from, call_.output, receive_begin_[from], call_.receive_rows[from], step, last);
+    }
+    device_.produced[step].record(stream_);
+    hold_side(0);
+    device_.produced[step].block(side);
+    if (trace_ != nullptr) {
+      trace_->ready[step]->record(stream_);
+      trace_->begin[step]->record(side);
+    }
+    if (!sends.empty() || !receives.empty()) communicators_[0]->exchange(sends, receives, side);
+    if (trace_ != nullptr) trace_->finish[step]->record(side);
+  }
+
+  void add(std::vector<Communicator::Message>& messages, int peer, void* matrix, int64_t first,
+           int64_t rows, int step, bool last) const {
+    if (!takes_part(rows, step, last)) return;
+    const plan::Rows range = piece(rows, last ? pieces(rows) - 1 : step);
+    if (range.begin == range.end) return;
+    messages.push_back({peer, row(matrix, first + range.begin),
+                        static_cast<size_t>((range.end - range.begin) * row_bytes_)});
+  }
+
+  // The rows that stay: computed where they belong, or copied there.
+  void keep_own(bool compute_them) {
+    const plan::Rows rows{send_begin_[rank_], send_begin_[rank_ + 1]};
+    if (rows.begin == rows.end) return;
+    void* destination = row(call_.output, receive_begin_[rank_]);
+    if (compute_them) {
+      compute(rows, destination);
+      return;
+    }
+    check_cuda(cudaMemcpyAsync(destination, row(call_.product, rows.begin),
+                               static_cast<size_t>((rows.end - rows.begin) * row_bytes_),
+                               cudaMemcpyDeviceToDevice, stream_),
+               "copying the own rows");
+  }
+
+  void* row(void* matrix, int64_t index) const {
+    return static_cast<char*>(matrix) + index * row_bytes_;
+  }
+
+  const AllToAllCall& call_;
+  const int ranks_;
+  const int rank_;
+  const int64_t row_bytes_;
+  const std::vector<int64_t> send_begin_;
+  const std::vector<int64_t> receive_begin_;
+};
+
+}  // namespace
+
+void run_all_to_all(Group& group, const AllToAllCall& call) {
+  const std::lock_guard<std::mutex> lock(group.device().mutex);
+  AllToAllLoop(group, call).run();
+}
+
+}  // namespace overlap::runtime

@@ -1,0 +1,148 @@
+// Communication before computation.
+#include "runtime/executor.h"
+#include "runtime/executor_loop.h"
+
+namespace overlap::runtime {
+namespace {
+
+constexpr int32_t kBandRows = 8;  // tile rows of a band: keeps a wave square
+
+class ConsumeLoop : ExecutorLoop {
+ public:
+  ConsumeLoop(Group& group, const ConsumeCall& call)
+      : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
+        call_(call),
+        chunks_(static_cast<int>(plan_.chunks.size())),
+        parts_(plan::row_parts(plan_.problem)),
+        part_rows_(plan::part_rows(plan_.problem)),
+        row_bytes_(plan_.problem.k * element_bytes_) {}
+
+  void run() {
+    prepare_communicators();
+    buffer_ = static_cast<char*>(call_.buffer != nullptr ? call_.buffer : window());
+    begin(call_.trace, chunks_);
+    fork(true);
+    // The own rows' GEMM starts while the host enqueues the rest.
+    compute_own();
+    for (int chunk = 0; chunk < chunks_; ++chunk) gather(chunk);
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+      device_.communicated[chunk].block(stream_);
+      if (trace_ != nullptr) trace_->ready[chunk]->record(stream_);
+      compute(chunk);
+    }
+    if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    end(chunks_);
+  }
+
+ private:
+  // Own rows of the chunk into the staging buffer, everybody's rows there, and all of them on into
+  // the gathered input. All copies are the copy engine's, which takes no SM.
+  void gather(int chunk) {
+    const cudaStream_t copy = device_.copy.get();
+    const cudaStream_t side = this->side(chunk);
+    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+    const auto bytes = static_cast<size_t>((rows.end - rows.begin) * row_bytes_);
+    hold_side(chunk);
+    check_cuda(cudaMemcpyAsync(place(chunk) + static_cast<size_t>(group_.rank()) * bytes,
+                               static_cast<const char*>(call_.input) + rows.begin * row_bytes_,
+                               bytes, cudaMemcpyDeviceToDevice, side),
+               "copying a chunk");
+    if (trace_ != nullptr) trace_->begin[chunk]->record(side);
+    communicators_[chunk]->all_gather_in_place(
+        place(chunk), static_cast<size_t>(plan::chunk_extent(plan_, chunk).count),
+        plan_.problem.dtype, side);
+    if (trace_ != nullptr) trace_->finish[chunk]->record(side);
+    device_.communicated[chunk].record(side);
+    device_.communicated[chunk].block(copy);
+    check_cuda(
+        cudaMemcpy2DAsync(static_cast<char*>(call_.gathered) + rows.begin * row_bytes_,
+                          static_cast<size_t>(part_rows_ * row_bytes_), place(chunk), bytes, bytes,
+                          static_cast<size_t>(parts_), cudaMemcpyDeviceToDevice, copy),
+        "copying a chunk");
+  }
+
+  void compute_own() {
+    const int64_t first = group_.rank() * part_rows_;
+    for (size_t weight = 0; weight < call_.gemms.size(); ++weight) {
+      if (!call_.gemms[weight].fast) {
+        call_.library_gemm(weight, call_.input, {first, first + part_rows_});
+        continue;
+      }
+      kernels::GemmParams gemm = call_.gemms[weight].params;
+      gemm.m = part_rows_;
+      gemm.input = call_.input;
+      gemm.output = static_cast<char*>(gemm.output) + first * gemm.output_stride * element_bytes_;
+      gemm.order = order(gemm, plan::tiles_m(plan_) / parts_, 1);
+      launch(gemm);
+    }
+  }
+
+  // The rows that the chunk brought from the peers.
+  void compute(int chunk) {
+    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+    const int64_t chunk_rows = rows.end - rows.begin;
+    for (size_t weight = 0; weight < call_.gemms.size(); ++weight) {
+      if (!call_.gemms[weight].fast) {
+        for (int part = 0; part < parts_; ++part) {
+          if (part == group_.rank()) continue;
+          call_.library_gemm(weight, place(chunk) + part * chunk_rows * row_bytes_,
+                             {part * part_rows_ + rows.begin, part * part_rows_ + rows.end});
+        }
+        continue;
+      }
+      const int32_t tile_rows =
+          static_cast<int32_t>((chunk_rows + plan_.tile_m - 1) / plan_.tile_m);
+      kernels::GemmParams gemm = call_.gemms[weight].params;
+      gemm.m = parts_ * chunk_rows;
+      gemm.input = place(chunk);
+      gemm.rows.mode = plan::RowMap::Mode::kGather;
+      gemm.rows.part_rows = static_cast<int32_t>(part_rows_);
+      gemm.rows.chunk_rows = static_cast<int32_t>(chunk_rows);
+      gemm.rows.first_row = static_cast<int32_t>(rows.begin / plan_.tile_m);
+      gemm.rows.output_parts = parts_;
+      gemm.rows.skip = group_.rank();
+      gemm.order = order(gemm, tile_rows, parts_ - 1);
+      launch(gemm);
+    }
+  }
+
+  // Tiles of one launch: `rows` tile rows of each of `parts` parts.
+  plan::TileOrder order(const kernels::GemmParams& gemm, int32_t rows, int32_t parts) const {
+    const int32_t cluster = plan_.cluster_m;
+    const int32_t height = (rows + cluster - 1) / cluster * cluster * parts;
+    const int32_t band = std::min(height, std::max(kBandRows, cluster));
+    plan::TileOrder order;
+    order.tiles_m = height;
+    order.tiles_n = static_cast<int32_t>((gemm.n + plan_.tile_n - 1) / plan_.tile_n);
+    order.parts = parts;
+    order.runs[order.num_runs++] = {band, height / band};
+    if (height % band != 0) order.runs[order.num_runs++] = {height % band, 1};
+    order.num_chunks = 1;
+    order.chunk_begin[1] = order.num_tiles();
+    return order;
+  }
+
+  void launch(const kernels::GemmParams& gemm) {
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
+  char* place(int chunk) const {
+    return buffer_ + plan::chunk_extent(plan_, chunk).offset * element_bytes_;
+  }
+
+  const ConsumeCall& call_;
+  const int chunks_;
+  const int parts_;
+  const int64_t part_rows_;
+  const int64_t row_bytes_;
+  char* buffer_ = nullptr;
+};
+
+}  // namespace
+
+void run_consume(Group& group, const ConsumeCall& call) {
+  const std::lock_guard<std::mutex> lock(group.device().mutex);
+  ConsumeLoop(group, call).run();
+}
+
+}  // namespace overlap::runtime

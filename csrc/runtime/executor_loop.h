@@ -1,0 +1,114 @@
+// What the executor's loops share: streams that fork from the caller's and join it again, waits,
+// timelines, bookkeeping.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "kernels/signal.h"
+#include "runtime/error.h"
+#include "runtime/group.h"
+#include "runtime/trace.h"
+
+namespace overlap::runtime {
+
+// One run of a loop. Made while the device's mutex is held.
+class ExecutorLoop {
+ protected:
+  ExecutorLoop(Group& group, const plan::Plan& plan, cudaStream_t stream, int64_t delay_us)
+      : group_(group),
+        device_(group.device()),
+        plan_(plan),
+        stream_(stream),
+        delay_us_(delay_us),
+        lanes_(plan.resources.lanes),
+        element_bytes_(plan::element_bytes(plan.problem.dtype)),
+        capture_(capture_id(stream)) {}
+  ~ExecutorLoop() = default;
+
+  // The communicator of each chunk. Everything that can fail or has to be made comes before
+  // anything is launched.
+  void prepare_communicators() {
+    group_.check();
+    for (int chunk = 0; chunk < static_cast<int>(plan_.chunks.size()); ++chunk) {
+      keys_.push_back(communicator_of(plan_, chunk));
+      communicators_.push_back(&group_.communicator(keys_.back(), capture_.has_value()));
+    }
+  }
+
+  // The group's registered memory for this plan.
+  void* window() {
+    return group_.staging(plan::buffer_elements(plan_) * element_bytes_, keys_,
+                          capture_.has_value());
+  }
+
+  // Chains this op to the device's last one; from here on it is enqueued.
+  void begin(Trace* trace, int chunks) {
+    device_.chain(stream_, capture_);
+    if (trace != nullptr && !capture_) trace_ = &trace->add(chunks);
+    if (trace_ != nullptr) trace_->start.record(stream_);
+  }
+
+  void fork(bool copies) {
+    copies_ = copies;
+    device_.fork.record(stream_);
+    for (int lane = 0; lane < lanes_; ++lane) device_.fork.block(device_.side[lane].get());
+    if (copies_) device_.fork.block(device_.copy.get());
+    if (trace_ != nullptr) device_.fork.block(device_.observer.get());
+  }
+
+  // The caller's stream continues after all that was forked from it.
+  void end(int chunks) {
+    for (int lane = 0; lane < lanes_; ++lane) {
+      device_.join[lane].record(device_.side[lane].get());
+      device_.join[lane].block(stream_);
+    }
+    if (copies_) {
+      device_.copied.record(device_.copy.get());
+      device_.copied.block(stream_);
+    }
+    if (trace_ != nullptr) trace_->end.record(stream_);
+    device_.chained(stream_, capture_);
+    if (capture_) {
+      group_.mark_captured();
+    } else {
+      group_.track(stream_, chunks);
+    }
+  }
+
+  // Until *counter >= expected, with the group's deadline.
+  void enqueue_wait(const int32_t* counter, int32_t expected, int chunk, cudaStream_t stream) {
+    kernels::WaitParams wait;
+    wait.counter = counter;
+    wait.expected = expected;
+    wait.deadline_ns = std::chrono::nanoseconds(group_.timeout()).count();
+    wait.chunk = chunk;
+    wait.report = group_.report();
+    check_cuda(kernels::wait_counter(wait, stream), "launching a wait");
+  }
+
+  void hold_side(int chunk) {
+    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, side(chunk)), "launching a delay");
+  }
+
+  // Chunks in flight at the same time are on different streams and communicators.
+  cudaStream_t side(int chunk) const { return device_.side[lane_of(plan_, chunk)].get(); }
+
+  Group& group_;
+  DeviceState& device_;
+  const plan::Plan& plan_;
+  const cudaStream_t stream_;
+  const int64_t delay_us_;
+  const int lanes_;
+  const int64_t element_bytes_;
+  const std::optional<unsigned long long> capture_;
+  std::vector<CommunicatorKey> keys_;
+  std::vector<Communicator*> communicators_;
+  bool copies_ = false;
+  CallTrace* trace_ = nullptr;
+};
+
+}  // namespace overlap::runtime
