@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from checks import Failures, check_call
+from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Problem, Transport
@@ -53,15 +53,6 @@ def bad_calls() -> dict[str, tuple[tuple, tuple[str, ...]]]:
             "bias on the CPU": ((x, w, empty(N).cpu()), ("cuda", "cpu")),
         }
     return calls
-
-
-def message_of(call, *arguments: object, **keywords: object) -> str:
-    """The error's message, "" if the call did not raise."""
-    try:
-        call(*arguments, **keywords)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return str(error)
-    return ""
 
 
 def missing_parts(message: str, parts: tuple[str, ...]) -> str | None:

@@ -80,6 +80,8 @@ class _AllGatherGemm(torch.autograd.Function):
         needs_input, *needs_weights = ctx.needs_input_grad[3 : 4 + len(weights)]
         ctx.group, ctx.with_bias = group, with_bias
         ctx.set_materialize_grads(False)  # an unused output costs no communication
+        if not needs_input:
+            ctx.mark_non_differentiable(gathered)
         ctx.save_for_backward(
             input if any(needs_weights) else None, *(weights if needs_input else [])
         )
