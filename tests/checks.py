@@ -1,21 +1,15 @@
-"""What is checked of every call of the op, whatever the test."""
+"""What is checked of every call of an op, whatever the test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from operands import (
-    Case,
-    difference,
-    expected_output,
-    make_operands,
-    poison,
-    rank_device,
-    world_name,
-)
+from operands import Case, difference, poison, rank_device, world_name
+from ops import OPS, map_tensors, tensors_of
 
 
 class Failures:
@@ -34,6 +28,15 @@ class Failures:
         return self.checks, self.lines
 
 
+def message_of(call, *arguments: object, **keywords: object) -> str:
+    """The error's message, "" if the call did not raise."""
+    try:
+        call(*arguments, **keywords)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
 def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -49,28 +52,35 @@ def check_call(
     *where: object,
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
-    op: Callable[..., torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """One call on this rank's operands, checked for all that the contract promises of any call."""
+    op: str = "gemm_allreduce",
+    call: Callable[..., Any] | None = None,
+) -> Any:
+    """One call on this rank's operands, checked for all that the contract promises of any call.
+
+    `call` is what is called instead of the operator `op`. Returns what it returned.
+    """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     name = world_name() if group is None else group.group_name
     device = rank_device()
-    operands = make_operands(case, rank, world, device, seed)
-    before = operands.clone()
-    expected = expected_output(case, world, device, seed)
-    size = max(1, expected.numel()) * expected.element_size()
-    poison(device, size, 512)
-    output = (op or torch.ops.overlap.gemm_allreduce)(
-        operands.input, operands.weight, operands.bias, group=name
-    )
-    failures.expect(difference(output, expected), *where, case, f"seed {seed}")
-    failures.expect(None if output.is_contiguous() else f"strides {output.stride()}", *where, case)
-    for field in ("input", "weight", "bias"):
-        operand = getattr(operands, field)
-        if operand is None:
-            continue
-        changed = not _same(operand, getattr(before, field))
-        failures.expect(f"{field} was modified" if changed else None, *where, case)
-        shared = output.numel() > 0 and storage(operand) == storage(output)
-        failures.expect(f"the output shares {field}'s memory" if shared else None, *where, case)
-    return output
+    where = (op, *where, case, f"seed {seed}")
+    arguments = OPS[op].arguments(case, rank, world, device, seed)
+    before = map_tensors(torch.clone, arguments)
+    expected = OPS[op].expected(case, rank, world, device, seed)
+    poison(device, *(max(1, right.numel()) * right.element_size() for right in expected), 512)
+    result = (call or OPS[op].operator)(*arguments, group=name)
+
+    outputs = tensors_of(result)
+    same_number = len(outputs) == len(expected)
+    failures.expect(None if same_number else f"{len(outputs)} results", *where)
+    for i, (output, right) in enumerate(zip(outputs, expected, strict=False)):
+        failures.expect(difference(output, right), "result", i, *where)
+        strides = None if output.is_contiguous() else f"strides {output.stride()}"
+        failures.expect(strides, "result", i, *where)
+    for i, (operand, copy) in enumerate(
+        zip(tensors_of(arguments), tensors_of(before), strict=True)
+    ):
+        failures.expect(None if _same(operand, copy) else "was modified", "operand", i, *where)
+    filled = [tensor for tensor in outputs + tensors_of(arguments) if tensor.numel() > 0]
+    distinct = len({storage(tensor) for tensor in filled}) == len(filled)
+    failures.expect(None if distinct else "a result shares memory with another tensor", *where)
+    return result

@@ -1,8 +1,10 @@
-"""Gradients: local GEMMs, without communication; and autocast, as `torch.nn.functional.linear` has it."""
+"""Gradients, against the derivative of what the ops mean; and autocast, as `torch.nn.functional.linear` has it."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,71 +13,104 @@ from torch.nn import functional
 
 import overlap_torch
 from checks import Failures
-from operands import Case, difference, expected_output, make_operands, rank_device, world_name
+from operands import Case, difference, integers, make_operands, rank_device, world_name
+from ops import OPS, expected_output, map_tensors, tensors_of
 
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 5), Case((2, 0, 3), 4, 5), Case((3,), 4, 0),
     Case((130,), 66, 40, weight_layout="n_contiguous"), Case((17,), 33, 20, input_layout="transposed"),
 ]  # fmt: skip
-NEEDS = [needs for needs in itertools.product((False, True), repeat=3) if any(needs)]
+
+every_op = pytest.mark.parametrize("op", list(OPS))
 
 
-def output_gradient(case: Case, device: torch.device) -> torch.Tensor:
-    """Small integers, the same on every rank, dense in neither dim."""
-    generator = torch.Generator().manual_seed(case.m + case.n)
-    values = torch.randint(-1, 2, (*case.leading, case.n), generator=generator)
-    return values.to(device, case.dtype)
+def output_gradients(op: str, outputs: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """Small integers, dense in neither dim; the same on every rank where the outputs are."""
+    key = "replicated" if OPS[op].replicated else rank
+    return [
+        integers(tuple(output.shape), output.device, i, key, low=-1, high=1).to(output.dtype)
+        for i, output in enumerate(outputs)
+    ]
 
 
-def dense_gradients(
-    case: Case, input: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
-) -> list[torch.Tensor]:
-    """What the composition's derivative says, in float64 (exact on integers): for input, weight, bias."""
-    rows = gradient.double().reshape(case.m, case.n)
-    input = input.detach().double().reshape(case.m, case.k)
-    exact = [rows @ weight.detach().double(), rows.t() @ input, rows.sum(0)]
-    shapes = [(*case.leading, case.k), (case.n, case.k), (case.n,)]
-    return [part.view(shape).to(case.dtype) for part, shape in zip(exact, shapes, strict=True)]
+def right_gradients(
+    op: str, case: Case, world: int, device: torch.device, seed: int, used: Sequence[int]
+) -> list[torch.Tensor | None]:
+    """What the op's meaning says, in float64: gradients of this rank's operands if the outputs `used` are.
+
+    The global function's derivative, for results that differ by rank; for a replicated one, whose gradient is the same
+    everywhere, that of this rank's copy.
+    """
+    me = dist.get_rank()
+    everybody = [
+        map_tensors(
+            lambda t: t.double().requires_grad_(),
+            OPS[op].arguments(case, r, world, device, seed),
+        )
+        for r in range(world)
+    ]
+    results = OPS[op].meaning(everybody, math.inf)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for r, outputs in enumerate(results):
+        if OPS[op].replicated and r != me:
+            continue
+        for i, gradient in enumerate(output_gradients(op, outputs, r)):
+            if i in used:
+                total = total + (outputs[i] * gradient).sum()
+    exact = torch.autograd.grad(total, tensors_of(everybody[me]), allow_unused=True)
+    return [None if part is None else part.to(case.dtype) for part in exact]
 
 
-def check_gradients(dtype: torch.dtype) -> tuple[int, list[str]]:
+def patterns_of_needs(count: int) -> list[tuple[bool, ...]]:
+    """Which operands need a gradient: all patterns of few operands; of many each alone, all but one, and all."""
+    if count <= 3:
+        return [needs for needs in itertools.product((False, True), repeat=count) if any(needs)]
+    alone = [tuple(i == j for j in range(count)) for i in range(count)]
+    return [*alone, *(tuple(not need for need in needs) for needs in alone), (True,) * count]
+
+
+def check_gradients(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
     failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
-    for seed, (case, needs) in enumerate(itertools.product(CASES, NEEDS)):
-        case = case.with_(dtype=dtype, bias=needs[2] or seed % 2 == 0)
-        operands = make_operands(case, rank, world, device, seed)
-        leaves = [operands.input, operands.weight, operands.bias]
-        for leaf, needed in zip(leaves, needs, strict=True):
-            if needed:
-                leaf.requires_grad_()
-        gradient = output_gradient(case, device)
-        output = overlap_torch.gemm_allreduce(*leaves, group=world_name())
-        expected = expected_output(case, world, device, seed)
-        failures.expect(difference(output.detach(), expected), case, "needs", needs)
-        failures.expect(
-            None if output.requires_grad else "the output needs no gradient", case, needs
-        )
-        output.backward(gradient)
-        dense = dense_gradients(case, operands.input, operands.weight, gradient)
-        for name, leaf, needed, right in zip(
-            ("input", "weight", "bias"), leaves, needs, dense, strict=True
-        ):
-            if not needed:
-                stray = leaf is not None and leaf.grad is not None
-                failures.expect(
-                    "has a gradient nobody asked for" if stray else None, name, case, needs
-                )
-            elif leaf.grad is None:
-                failures.expect("has no gradient", name, case, needs)
-            else:
-                failures.expect(difference(leaf.grad, right), "gradient of", name, case, needs)
+    for case, bias in itertools.product(OPS[op].of(CASES), (False, True)):
+        case = case.with_(dtype=dtype, bias=bias)
+        operands = len(tensors_of(OPS[op].arguments(case, rank, world, device)))
+        for seed, needs in enumerate(patterns_of_needs(operands)):
+            arguments = OPS[op].arguments(case, rank, world, device, seed)
+            expected = OPS[op].expected(case, rank, world, device, seed)
+            leaves = tensors_of(arguments)
+            for leaf, needed in zip(leaves, needs, strict=True):
+                leaf.requires_grad_(needed)
+            outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
+            for output, value in zip(outputs, expected, strict=True):
+                failures.expect(difference(output.detach(), value), op, case, "needs", needs)
+            # All outputs, and of several each alone: what was not used has no gradient.
+            subsets = [
+                range(len(outputs)),
+                *((i,) for i in range(len(outputs)) if len(outputs) > 1),
+            ]
+            used = [i for i in subsets[seed % len(subsets)] if outputs[i].requires_grad]
+            if not used:
+                continue  # the gathered input alone, which depends on no weight
+            gradients = output_gradients(op, outputs, rank)
+            torch.autograd.backward([outputs[i] for i in used], [gradients[i] for i in used])
+            right = right_gradients(op, case, world, device, seed, used)
+            for i, (leaf, needed, value) in enumerate(zip(leaves, needs, right, strict=True)):
+                where = ("gradient of operand", i, op, case, "needs", needs, "used", used)
+                if not needed or value is None:
+                    failures.expect(None if leaf.grad is None else "nobody asked for it", *where)
+                elif leaf.grad is None:
+                    failures.expect("there is none", *where)
+                else:
+                    failures.expect(difference(leaf.grad, value), *where)
     return failures.result()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_autograd_gradients_are_the_compositions(ranks, dtype):
-    ranks.expect_no_failures(check_gradients, dtype)
+def test_autograd_gradients_are_the_compositions(ranks, op, dtype):
+    ranks.expect_no_failures(check_gradients, op, dtype)
 
 
 def backward_on_one_rank() -> tuple[int, list[str]]:
@@ -88,9 +123,8 @@ def backward_on_one_rank() -> tuple[int, list[str]]:
         operands.weight.requires_grad_()
         output = overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
         if rank == turn:  # nobody else ever runs a backward for this call
-            gradient = output_gradient(case, device)
-            output.backward(gradient)
-            right = dense_gradients(case, operands.input, operands.weight, gradient)
+            output.backward(*output_gradients("gemm_allreduce", [output], rank))
+            right = right_gradients("gemm_allreduce", case, world, device, turn, (0,))
             failures.expect(difference(operands.input.grad, right[0]), "turn", turn)
         again = overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
         expected = expected_output(case, world, device, turn)
@@ -99,95 +133,70 @@ def backward_on_one_rank() -> tuple[int, list[str]]:
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_autograd_backward_does_not_communicate(ranks):
+def test_autograd_allreduce_backward_does_not_communicate(ranks):
     """A backward that one rank runs alone would hang, or shift the ranks' next collectives against each other."""
     ranks.expect_no_failures(backward_on_one_rank, timeout_s=60)
 
 
-class _Replicated(torch.autograd.Function):
-    """A replicated tensor of which every rank uses a part: backward sums the parts' gradients."""
-
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-def check_numerical_gradients(leading: tuple[int, ...], with_bias: bool) -> bool:
-    """gradcheck of the global function: full, replicated operands in, the replicated output out, in float64."""
-    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    part = 3
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return values.to(device).requires_grad_()
-
-    def function(input, weight, bias=None):
-        mine = slice(rank * part, (rank + 1) * part)
-        return overlap_torch.gemm_allreduce(
-            _Replicated.apply(input)[..., mine], _Replicated.apply(weight)[:, mine], bias
-        )
-
-    operands = [draw(*leading, part * world), draw(4, part * world)]
-    if with_bias:
-        operands.append(draw(4))
-    return torch.autograd.gradcheck(function, operands)
-
-
-@pytest.mark.parametrize("leading", [(3,), (2, 2), ()], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_autograd_passes_gradcheck(ranks, leading, with_bias):
-    assert all(ranks.run(check_numerical_gradients, leading, with_bias))
-
-
-def second_derivative() -> str:
-    weight = torch.ones(3, 4, device=rank_device(), requires_grad=True)
-    input = torch.ones(2, 4, device=rank_device(), requires_grad=True)
-    output = overlap_torch.gemm_allreduce(input, weight)
-    (gradient,) = torch.autograd.grad(output.sum(), input, create_graph=True)
+def second_derivative(op: str) -> str:
+    arguments = OPS[op].arguments(
+        Case((4,), 3, 4, bias=True), dist.get_rank(), dist.get_world_size(), rank_device()
+    )
+    leaves = tensors_of(arguments)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    output, *_ = tensors_of(OPS[op].wrapper(*arguments))
+    gradient, *_ = torch.autograd.grad(output.sum(), leaves[:1], create_graph=True)
     try:
-        torch.autograd.grad(gradient.sum(), weight)
+        gradient.sum().backward()
     except RuntimeError as error:
         return str(error)
     return ""
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_autograd_second_derivative_raises(ranks):
+def test_autograd_second_derivative_raises(ranks, op):
     """Gradients are of first order: a second one must not come out silently wrong."""
-    assert all(ranks.run(second_derivative))
+    for message in ranks.run(second_derivative, op):
+        assert OPS[op].name.partition(".")[0] in message
+        assert "first-order" in message
 
 
-def gradient_mode() -> list[bool]:
-    weight = torch.ones(3, 4, device=rank_device(), requires_grad=True)
-    input = torch.ones(2, 4, device=rank_device())
-    graph = []
-    for op in (overlap_torch.gemm_allreduce, torch.ops.overlap.gemm_allreduce):
-        graph.append(op(input, weight, group=world_name()).requires_grad)
+def gradient_modes(op: str) -> list[list[bool]]:
+    """For wrapper and operator: what the first output says of itself, in each mode."""
+    arguments = OPS[op].arguments(
+        Case((4,), 3, 4), dist.get_rank(), dist.get_world_size(), rank_device()
+    )
+    for weight in tensors_of(arguments)[1:]:
+        weight.requires_grad_()
+    detached = map_tensors(torch.Tensor.detach, arguments)
+    seen = []
+    for call in (OPS[op].wrapper, OPS[op].operator):
+
+        def output(operands, call=call):
+            return tensors_of(call(*operands, group=world_name()))[0]
+
+        modes = [output(arguments).requires_grad]
         with torch.no_grad():
-            graph.append(op(input, weight, group=world_name()).requires_grad)
+            modes.append(output(arguments).requires_grad)
         with torch.inference_mode():
-            graph.append(op(input, weight, group=world_name()).is_inference())
-        graph.append(op(input, weight.detach(), group=world_name()).requires_grad)
-    return graph
+            modes.append(output(arguments).is_inference())
+        seen.append([*modes, output(detached).requires_grad])
+    return seen
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_autograd_records_only_where_asked(ranks):
-    for seen in ranks.run(gradient_mode):
-        assert seen == [True, False, True, False] * 2
+def test_autograd_records_only_where_asked(ranks, op):
+    for seen in ranks.run(gradient_modes, op):
+        assert seen == [[True, False, True, False]] * 2
 
 
-def check_autocast(enabled: bool, target: torch.dtype) -> tuple[int, list[str]]:
+def check_autocast(op: str, enabled: bool, target: torch.dtype) -> tuple[int, list[str]]:
     failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    # Of input, weights and biases.
     given = [
         (torch.float32, torch.float32, torch.float32),
         (torch.bfloat16, torch.float32, torch.float32),
@@ -199,38 +208,35 @@ def check_autocast(enabled: bool, target: torch.dtype) -> tuple[int, list[str]]:
             continue  # without autocast such a mixture is an error: test_errors.py
         # Exact in the narrowest of the dtypes.
         case = Case((20,), 12, 16, torch.bfloat16, bias=True)
-        operands = make_operands(case, rank, world, device, seed)
-        leaves = [
-            tensor.to(dtype).requires_grad_()
-            for tensor, dtype in zip(
-                (operands.input, operands.weight, operands.bias), dtypes, strict=True
-            )
-        ]
-        for op in (torch.ops.overlap.gemm_allreduce, overlap_torch.gemm_allreduce):
+        arguments = OPS[op].arguments(case, rank, world, device, seed)
+        input, *others = tensors_of(arguments)
+        cast = {input: dtypes[0]} | {tensor: dtypes[3 - tensor.dim()] for tensor in others}
+        cast = {tensor: tensor.to(dtype).requires_grad_() for tensor, dtype in cast.items()}
+        arguments = map_tensors(cast.get, arguments)
+        leaves = tensors_of(arguments)
+        expected = OPS[op].expected(case, rank, world, device, seed)
+        right = right_gradients(op, case, world, device, seed, range(len(expected)))
+        for call in (OPS[op].operator, OPS[op].wrapper):
+            where = (op, dtypes, "autocast", enabled)
             with torch.autocast(device.type, target, enabled=enabled):
-                linear = functional.linear(*leaves)
-                output = op(*leaves, group=world_name())
-            expected = expected_output(case, world, device, seed).to(linear.dtype)
-            failures.expect(difference(output.detach(), expected), dtypes, "autocast", enabled)
-            gradient = output_gradient(case, device).to(output.dtype)
+                dtype = functional.linear(leaves[0], leaves[1]).dtype
+                outputs = tensors_of(call(*arguments, group=world_name()))
+            for output, value in zip(outputs, expected, strict=True):
+                failures.expect(difference(output.detach(), value.to(dtype)), *where)
             for leaf in leaves:
                 leaf.grad = None
-            output.backward(gradient)
-            dense = dense_gradients(case, operands.input, operands.weight, gradient)
-            for name, leaf, dtype, right in zip(
-                ("input", "weight", "bias"), leaves, dtypes, dense, strict=True
-            ):
-                problem = (
-                    "has no gradient"
-                    if leaf.grad is None
-                    else difference(leaf.grad, right.to(dtype))
-                )
-                failures.expect(problem, "gradient of", name, dtypes, "autocast", enabled)
+            torch.autograd.backward(outputs, output_gradients(op, outputs, rank))
+            for i, (leaf, value) in enumerate(zip(leaves, right, strict=True)):
+                problem = "there is none"
+                if leaf.grad is not None:
+                    problem = difference(leaf.grad, value.to(leaf.dtype))
+                failures.expect(problem, "gradient of operand", i, *where)
     return failures.result()
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+@every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_autocast_casts_as_linear_does(ranks, enabled, target):
-    ranks.expect_no_failures(check_autocast, enabled, target)
+def test_autocast_casts_as_linear_does(ranks, op, enabled, target):
+    ranks.expect_no_failures(check_autocast, op, enabled, target)

@@ -1,6 +1,9 @@
-"""The op under PyTorch's compiler: schema, fake kernel and autograd registrations, and whole graphs."""
+"""The ops under PyTorch's compiler: schemas, fake kernels and autograd registrations, and whole graphs."""
 
 from __future__ import annotations
+
+import itertools
+import re
 
 import pytest
 import torch
@@ -9,9 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import overlap_torch
-from checks import Failures
-from operands import Case, difference, expected_output, make_operands, rank_device, world_name
+from checks import Failures, message_of
+from operands import Case, difference, rank_device, world_name
+from ops import OPS, map_tensors, tensors_of
 
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 8, weight_layout="n_contiguous"), Case((0,), 4, 5),
@@ -19,76 +22,74 @@ CASES = [
 ]  # fmt: skip
 
 
-def run_opcheck() -> tuple[int, list[str]]:
+every_op = pytest.mark.parametrize("op", list(OPS))
+
+
+def run_opcheck(op: str) -> tuple[int, list[str]]:
     """All of opcheck's tests, on every rank in step: each of them calls the op."""
     failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
-    for seed, case in enumerate(CASES):
+    for seed, case in enumerate(OPS[op].of(CASES)):
         dtype = (torch.float32, torch.bfloat16)[seed % 2]
         for bias, needs_gradient in ((False, False), (True, False), (False, True), (True, True)):
-            operands = make_operands(case.with_(dtype=dtype, bias=bias), rank, world, device, seed)
-            arguments = [operands.input, operands.weight] + ([operands.bias] if bias else [])
-            if needs_gradient:
-                for argument in arguments:
-                    argument.requires_grad_()
+            case = case.with_(dtype=dtype, bias=bias)
+            arguments = OPS[op].arguments(case, rank, world, device, seed)
+            if arguments[-1] is None:
+                arguments = arguments[:-1]  # defaults are dropped by the dispatcher
+            for tensor in tensors_of(arguments):
+                tensor.requires_grad_(needs_gradient)
             found = torch.library.opcheck(
-                torch.ops.overlap.gemm_allreduce.default,
-                tuple(arguments),
-                {"group": world_name()},
-                raise_exception=False,
+                OPS[op].operator, tuple(arguments), {"group": world_name()}, raise_exception=False
             )
             for test, result in found.items():
                 problem = None if result == "SUCCESS" else str(result)
-                failures.expect(problem, test, case, "bias", bias, "gradient", needs_gradient)
+                failures.expect(problem, test, op, case, "gradient", needs_gradient)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_compile_passes_opcheck(ranks):
-    ranks.expect_no_failures(run_opcheck, timeout_s=300)
+def test_compile_passes_opcheck(ranks, op):
+    ranks.expect_no_failures(run_opcheck, op, timeout_s=300)
 
 
-def check_fake_results() -> tuple[int, list[str]]:
+def check_fake_results(op: str) -> tuple[int, list[str]]:
     """The fake kernel's metadata against the real result's; nothing is communicated for a fake tensor."""
     failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
-    for seed, case in enumerate(CASES):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            case = case.with_(dtype=dtype, bias=seed % 2 == 0)
-            real = make_operands(case, rank, world, device, seed)
-            output = torch.ops.overlap.gemm_allreduce(
-                real.input, real.weight, real.bias, group=world_name()
-            )
-            if rank == 0:  # alone: a fake call that communicated would hang here
-                with FakeTensorMode() as mode:
-                    arguments = [
-                        None if tensor is None else mode.from_tensor(tensor)
-                        for tensor in (real.input, real.weight, real.bias)
-                    ]
-                    fake = torch.ops.overlap.gemm_allreduce(*arguments, group=world_name())
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    for (seed, case), dtype in itertools.product(enumerate(OPS[op].of(CASES)), dtypes):
+        case = case.with_(dtype=dtype, bias=seed % 2 == 0)
+        arguments = OPS[op].arguments(case, rank, world, device, seed)
+        outputs = tensors_of(OPS[op].operator(*arguments, group=world_name()))
+        if rank == 0:  # alone: a fake call that communicated would hang here
+            with FakeTensorMode() as mode:
+                fakes = map_tensors(mode.from_tensor, arguments)
+                found = tensors_of(OPS[op].operator(*fakes, group=world_name()))
+            for fake, output in zip(found, outputs, strict=True):
                 for field in ("shape", "dtype", "device"):
                     got, right = getattr(fake, field), getattr(output, field)
-                    failures.expect(None if got == right else f"{got}, not {right}", field, case)
+                    problem = None if got == right else f"{got}, not {right}"
+                    failures.expect(problem, field, op, case)
                 got, right = fake.stride(), output.stride()
                 failures.expect(None if got == right else f"{got}, not {right}", "stride", case)
-            meta = [
-                None if tensor is None else torch.empty_like(tensor, device="meta")
-                for tensor in (real.input, real.weight, real.bias)
-            ]
-            shape = torch.ops.overlap.gemm_allreduce(*meta, group=world_name()).shape
-            failures.expect(None if shape == output.shape else f"{shape}", "meta", case)
+        meta = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), arguments)
+        found = tensors_of(OPS[op].operator(*meta, group=world_name()))
+        for shape, output in zip([result.shape for result in found], outputs, strict=True):
+            failures.expect(None if shape == output.shape else f"{shape}", "meta", op, case)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_fake_kernel_says_what_the_op_returns(ranks):
-    ranks.expect_no_failures(check_fake_results)
+def test_compile_fake_kernel_says_what_the_op_returns(ranks, op):
+    ranks.expect_no_failures(check_fake_results, op)
 
 
-def fake_errors() -> list[str]:
-    """Messages of the fake kernel for operands that do not fit."""
-    x, w = torch.empty(4, 13), torch.empty(6, 13)
-    bad = [
+def fake_errors() -> list[tuple[str, str]]:
+    """(message of the fake kernel, of the real one) for operands that do not fit."""
+    x, w, group = torch.empty(4, 13), torch.empty(6, 13), world_name()
+    three = [
         (torch.empty(4, 17), w, None),
         (torch.empty(()), w, None),
         (x, torch.empty(2, 6, 13), None),
@@ -96,134 +97,196 @@ def fake_errors() -> list[str]:
         (x, w, torch.empty(7)),
         (x, w, torch.empty(6, dtype=torch.float16)),
     ]
+    names = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+    calls = [(OPS[name].operator, arguments) for name in names for arguments in three]
+    calls += [(OPS[name].operator, (torch.empty(13), w, None)) for name in names[1:]]
+    calls.append((OPS["gemm_reducescatter"].operator, (torch.empty(5, 13), w, None)))
+    several = OPS["allgather_gemm.weights"].operator
+    calls += [
+        (several, arguments)
+        for arguments in ((x, [], []), (x, [w, w], [None]), (x, [w, torch.empty(2, 17)], []))
+    ]
+    exchange = OPS["gemm_alltoall"].operator
+    calls += [
+        (exchange, (x, w, *counts, None))
+        for counts in (([4], [4]), ([4, 1], [0, 0]), ([5, -1], [0, 0]), ([2, 2], [-3, 3]))
+    ]
     messages = []
-    for arguments in bad:
-        try:
-            with FakeTensorMode() as mode:
-                fakes = [
-                    None if tensor is None else mode.from_tensor(tensor) for tensor in arguments
-                ]
-                torch.ops.overlap.gemm_allreduce(*fakes, group=world_name())
-            messages.append("")
-        except RuntimeError as error:
-            messages.append(str(error))
+    for operator, arguments in calls:
+        with FakeTensorMode() as mode:
+            fakes = map_tensors(mode.from_tensor, list(arguments))
+            fake = message_of(operator, *fakes, group=group)
+        messages.append((fake, message_of(operator, *arguments, group=group)))
     return messages
 
 
-@pytest.mark.ranks((1, "gloo"))
+@pytest.mark.ranks((2, "gloo"))
 def test_compile_fake_kernel_refuses_what_the_op_refuses(ranks):
-    (messages,) = ranks.run(fake_errors)
-    named = [
-        ("17", "13"),
-        ("()",),
-        ("2, 6, 13",),
-        ("bfloat16", "float32"),
-        ("7", "6"),
-        ("float16", "float32"),
-    ]
-    for message, parts in zip(messages, named, strict=True):
-        for part in parts:
-            assert part in message, f"{message!r} does not name {part}"
+    """Its message names the op and every number that the real one's names."""
+    for fake, real in ranks.run(fake_errors)[0]:
+        assert real, f"the op takes what its fake kernel refuses: {fake}"
+        assert fake.partition(":")[0] == real.partition(":")[0]
+        missing = set(re.findall(r"\d+", real)) - set(re.findall(r"\d+", fake))
+        assert not missing - {"16", "32"}, f"{fake!r} does not name {missing} of {real!r}"
 
 
-def block(input, weight, bias, name):
+def block(op, arguments, name):
     """A whole graph with the op in the middle; exact on integers."""
-    hidden = overlap_torch.gemm_allreduce(torch.relu(input) * 2, weight, bias, group=name)
-    return hidden.abs() - 1
+    input, *others = arguments
+    results = OPS[op].wrapper(torch.relu(input) * 2, *others, group=name)
+    return [tensor.abs() - 1 for tensor in flat(results)]
 
 
-def check_compiled(backend: str, cases: list[Case]) -> tuple[int, list[str]]:
+def flat(results) -> list[torch.Tensor]:
+    """As `tensors_of`, for what is to be compiled."""
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [tensor for result in results for tensor in flat(result)]
+
+
+def check_compiled(op: str, backend: str, cases: list[Case]) -> tuple[int, list[str]]:
     failures = Failures()
     torch._dynamo.reset()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for seed, case in enumerate(cases):
-        eager, traced = (make_operands(case, rank, world, device, seed) for _ in range(2))
         gradients = []
         results = []
-        for function, operands in ((block, eager), (compiled, traced)):
-            leaves = [t for t in (operands.input, operands.weight, operands.bias) if t is not None]
+        for function in (block, compiled):
+            arguments = OPS[op].arguments(case, rank, world, device, seed)
+            leaves = tensors_of(arguments)
             for leaf in leaves:
                 leaf.requires_grad_()
-            output = function(operands.input, operands.weight, operands.bias, world_name())
-            output.sum().backward()
-            results.append(output.detach())
+            outputs = function(op, arguments, world_name())
+            # Of several outputs not all are used.
+            sum(output.sum() for output in outputs[:2]).backward()
+            results.append([output.detach() for output in outputs])
             gradients.append([leaf.grad for leaf in leaves])
-        failures.expect(difference(results[1], results[0]), backend, case)
-        for index, (eager_gradient, gradient) in enumerate(zip(*gradients, strict=True)):
-            failures.expect(difference(gradient, eager_gradient), backend, "gradient", index, case)
+        for output, right in zip(results[1], results[0], strict=True):
+            failures.expect(difference(output, right), op, backend, case)
+        for i, (right, gradient) in enumerate(zip(*gradients, strict=True)):
+            where = ("gradient", i, op, backend, case)
+            if right is None or gradient is None:
+                # The compiler may make zeros of a gradient that there is none of.
+                nothing = right is None and (gradient is None or not gradient.any())
+                failures.expect(None if nothing else "there is none", *where)
+            else:
+                failures.expect(difference(gradient, right), *where)
     return failures.result()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_takes_the_op_in_one_graph(ranks, backend):
+def test_compile_takes_the_op_in_one_graph(ranks, op, backend):
     cases = [Case((12,), 9, 10, bias=True), Case((2, 3), 8, 6), Case((5,), 0, 3)]
     # Inductor's C++ compiler takes its time.
     cases = cases[:1] if backend == "inductor" else cases
-    ranks.expect_no_failures(check_compiled, backend, cases, timeout_s=300)
+    ranks.expect_no_failures(check_compiled, op, backend, cases, timeout_s=300)
 
 
-def check_dynamic_shapes() -> tuple[int, list[str]]:
+def check_dynamic_shapes(op: str) -> tuple[int, list[str]]:
     """One graph for every number of rows, and its result against the right one."""
     failures = Failures()
     torch._dynamo.reset()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def function(input, weight):
-        return torch.ops.overlap.gemm_allreduce(input, weight, group=world_name())
+    def function(*arguments):
+        return OPS[op].operator(*arguments, group=world_name())
 
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
-    for rows in (6, 9, 2, 130):
+    for rows in (6, 9, 5, 130):
         case = Case((rows,), 11, 7)
-        operands = make_operands(case, rank, world, device, rows)
-        torch._dynamo.mark_dynamic(operands.input, 0)
-        output = compiled(operands.input, operands.weight)
-        failures.expect(difference(output, expected_output(case, world, device, rows)), case)
+        arguments = OPS[op].arguments(case, rank, world, device, rows)
+        torch._dynamo.mark_dynamic(arguments[0], 0)
+        outputs = tensors_of(compiled(*arguments))
+        expected = OPS[op].expected(case, rank, world, device, rows)
+        for output, right in zip(outputs, expected, strict=True):
+            failures.expect(difference(output, right), op, case)
+    # Counts of 0 and 1 are graphs of their own.
+    most = 4 if op == "gemm_alltoall" else 1
     frames = counter.frame_count
-    failures.expect(None if frames == 1 else f"compiled {frames} times", "dynamic rows")
+    failures.expect(None if frames <= most else f"compiled {frames} times", op, "dynamic rows")
+    return failures.result()
+
+
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_takes_dynamic_shapes(ranks, op):
+    ranks.expect_no_failures(check_dynamic_shapes, op)
+
+
+def check_counts_from_data() -> tuple[int, list[str]]:
+    """Numbers of rows that are read from a tensor inside the graph, as a router's are."""
+    failures = Failures()
+    torch._dynamo.reset()
+    op, device, rank, world = (
+        OPS["gemm_alltoall"],
+        rank_device(),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+
+    @torch._dynamo.config.patch(capture_scalar_outputs=True)
+    def run(*arguments):
+        return torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments)
+
+    def function(input, weight, send, recv):
+        return op.operator(input, weight, send.tolist(), recv.tolist(), group=world_name())
+
+    for seed in range(4):
+        case = Case((9,), 11, 7)
+        input, weight, send, recv, _ = op.arguments(case, rank, world, device, seed)
+        output = run(input, weight, torch.tensor(send), torch.tensor(recv))
+        failures.expect(difference(output, op.expected(case, rank, world, device, seed)[0]), case)
     return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_takes_dynamic_shapes(ranks):
-    ranks.expect_no_failures(check_dynamic_shapes)
+def test_compile_takes_counts_from_data(ranks):
+    ranks.expect_no_failures(check_counts_from_data)
 
 
-def traced_targets() -> list[str]:
+def traced_targets(op: str) -> list[str]:
     """Operators in the traced graph of a call that needs no gradient."""
-    input, weight = torch.ones(3, 4, device=rank_device()), torch.ones(5, 4, device=rank_device())
+    arguments = OPS[op].arguments(Case((4,), 5, 4), 0, 1, rank_device())
 
-    def function(input, weight):
-        return torch.ops.overlap.gemm_allreduce(input, weight, group=world_name())
+    def function(*tensors):
+        given = iter(tensors)
+        mine = map_tensors(lambda _: next(given), arguments)
+        return OPS[op].operator(*mine, group=world_name())
 
-    graph = make_fx(function, tracing_mode="fake")(input, weight).graph
-    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    graph = make_fx(function, tracing_mode="fake")(*tensors_of(arguments)).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return [target for target in targets if "getitem" not in target]
 
 
+@every_op
 @pytest.mark.ranks((1, "gloo"))
-def test_compile_keeps_the_op_whole(ranks):
-    assert ranks.run(traced_targets) == [["overlap.gemm_allreduce.default"]]
+def test_compile_keeps_the_op_whole(ranks, op):
+    assert ranks.run(traced_targets, op) == [[str(OPS[op].operator)]]
 
 
-def check_autocast_compiled() -> tuple[int, list[str]]:
+def check_autocast_compiled(op: str) -> tuple[int, list[str]]:
     failures = Failures()
     torch._dynamo.reset()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
 
-    def function(input, weight):
+    def function(*arguments):
         with torch.autocast(device.type, torch.bfloat16):
-            return overlap_torch.gemm_allreduce(input, weight, group=world_name())
+            return OPS[op].wrapper(*arguments, group=world_name())
 
-    case = Case((8,), 6, 10, torch.bfloat16)
-    operands = make_operands(case, rank, world, device)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    output = compiled(operands.input.float(), operands.weight.float())
-    failures.expect(difference(output, expected_output(case, world, device)), case)
+    case = Case((8,), 6, 10, torch.bfloat16, bias=True)
+    arguments = map_tensors(torch.Tensor.float, OPS[op].arguments(case, rank, world, device))
+    outputs = tensors_of(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments))
+    expected = OPS[op].expected(case, rank, world, device)
+    for output, right in zip(outputs, expected, strict=True):
+        failures.expect(difference(output, right), op, case)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_takes_autocast(ranks):
-    ranks.expect_no_failures(check_autocast_compiled)
+def test_compile_takes_autocast(ranks, op):
+    ranks.expect_no_failures(check_autocast_compiled, op)

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from checks import Failures, check_call
+from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
+from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Problem, Transport
 from plans import overlapped_plans, sequential_plan
@@ -17,20 +18,18 @@ CASE = Case((24,), 16, 8, bias=True)
 # Sizes that appear nowhere else in a message.
 K, OTHER_K, N, OTHER_N = 113, 117, 211, 223
 
+every_op = pytest.mark.parametrize("op", list(OPS))
 
-def bad_calls() -> dict[str, tuple[tuple, tuple[str, ...]]]:
-    """name -> (arguments of the op, parts of the message, in lower case; a | b: either)."""
+
+def bad_operands() -> dict[str, tuple[tuple, tuple[str, ...]]]:
+    """name -> (input, weight and bias, parts of the message, in lower case; a | b: either)."""
     device = rank_device()
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.ones(shape, device=device, dtype=dtype)
-
-    x, w = empty(4, K), empty(N, K)
+    x, w = empty(12, K), empty(N, K)
     supported = ("bfloat16", "float16|half", "float32|float")
     calls = {
-        "K differs": ((empty(4, OTHER_K), w), (str(OTHER_K), str(K))),
-        "K differs in three dims": ((empty(2, 2, OTHER_K), w), (str(OTHER_K), str(K))),
-        "input without dims": ((empty(), w), ("[]|()", "[..., k]")),
+        "K differs": ((empty(12, OTHER_K), w), (str(OTHER_K), str(K))),
+        "K differs in three dims": ((empty(12, 2, OTHER_K), w), (str(OTHER_K), str(K))),
+        "input without dims": ((empty(), w), ("[]|()", "[d0, ..., k]|[..., k]")),
         "weight of three dims": ((x, empty(2, N, K)), (f"2, {N}, {K}", "[n, k]")),
         "weight of one dim": ((x, empty(K)), (f"[{K}]|({K},)", "[n, k]")),
         "bias too long": ((x, w, empty(OTHER_N)), (str(OTHER_N), str(N))),
@@ -45,6 +44,7 @@ def bad_calls() -> dict[str, tuple[tuple, tuple[str, ...]]]:
         "bool": ((x.bool(), w.bool()), ("bool", *supported)),
         "complex64": ((x.cfloat(), w.cfloat()), ("complexfloat|complex64", *supported)),
         "sparse": ((x.to_sparse(), w), ("sparse",)),
+        "sparse weight": ((x, w.to_sparse()), ("sparse",)),
     }
     if device.type == "cuda":
         calls |= {
@@ -55,13 +55,62 @@ def bad_calls() -> dict[str, tuple[tuple, tuple[str, ...]]]:
     return calls
 
 
-def message_of(call, *arguments: object, **keywords: object) -> str:
-    """The error's message, "" if the call did not raise."""
-    try:
-        call(*arguments, **keywords)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return str(error)
-    return ""
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, device=rank_device(), dtype=dtype)
+
+
+def bad_calls(op: str) -> dict[str, tuple[tuple, tuple[str, ...]]]:
+    """name -> (arguments of the op, parts of the message)."""
+    world = dist.get_world_size()
+    x, w = empty(12, K), empty(N, K)
+
+    def counts(total: int) -> list[int]:
+        return [total, *[0] * (world - 1)]
+
+    calls = {}
+    for name, ((input, weight, *bias), parts) in bad_operands().items():
+        arguments = (input, weight, *bias)
+        if op == "allgather_gemm.weights":
+            arguments = (input, [w.to(input.dtype), weight], [None, *(bias or [None])])
+            if weight.dtype != input.dtype:
+                arguments = (input, [w.to(input), weight], [])
+        elif op == "gemm_alltoall":
+            arguments = (input, weight, counts(12), counts(12), *bias)
+        calls[name] = (arguments, parts)
+    if op == "gemm_allreduce":
+        return calls
+    rows = (*(() if op != "gemm_alltoall" else (counts(K), counts(K))),)
+    weight = ([w], []) if op == "allgather_gemm.weights" else (w,)
+    calls["no dim to cut"] = ((empty(K), *weight, *rows), ("[d0, ..., k]", f"[{K}]"))
+    if op == "gemm_reducescatter" and world > 1:
+        shape = (12 * world + 1, 3, K)
+        parts = (f"{shape[0]}, 3, {K}", f"world size {world}", "divisible")
+        calls["rows not divisible"] = ((empty(*shape), w), parts)
+    if op == "allgather_gemm.weights":
+        calls |= {
+            "no weights": ((x, [], []), ("weights",)),
+            "too few biases": ((x, [w, w, w], [None, None]), ("biases", "3", "2")),
+            "too many biases": ((x, [w], [None, None]), ("biases", "1", "2")),
+            "bias of another weight": (
+                (x, [w, empty(OTHER_N, K)], [None, empty(N)]),
+                (str(N), str(OTHER_N)),
+            ),
+        }
+    if op == "gemm_alltoall":
+        negative = [13, -1, *[0] * (world - 2)] if world > 1 else [-1]
+        calls |= {
+            "no counts": ((x, w, [], counts(12)), ("send_rows", "[]", f"{world} counts")),
+            "too many counts": (
+                (x, w, counts(12), [*counts(0), 7]),
+                ("recv_rows", "7]", f"{world} counts"),
+            ),
+            "negative sends": ((x, w, negative, counts(12)), ("send_rows", "negative", "-1")),
+            "negative receives": ((x, w, counts(12), negative), ("recv_rows", "negative", "-1")),
+            "rows left over": ((x, w, counts(11), counts(11)), ("send_rows", "12", "11")),
+        }
+        if world == 1:
+            calls["rows from nobody"] = ((x, w, [12], [13]), ("recv_rows", "12", "13"))
+    return calls
 
 
 def missing_parts(message: str, parts: tuple[str, ...]) -> str | None:
@@ -72,53 +121,76 @@ def missing_parts(message: str, parts: tuple[str, ...]) -> str | None:
     return f"does not name {missing}: {message}" if missing else None
 
 
-def check_bad_calls(ranks: tuple[int, ...] | None) -> tuple[int, list[str]]:
+def check_bad_calls(op: str, ranks: tuple[int, ...] | None) -> tuple[int, list[str]]:
     """Bad calls on these ranks alone (None: on all), then good ones on all of them.
 
     Had a bad call communicated, the good one after it would hang or get another call's data.
     """
     failures = Failures()
-    for seed, (name, (arguments, parts)) in enumerate(bad_calls().items()):
+    for seed, (name, (arguments, parts)) in enumerate(bad_calls(op).items()):
         if ranks is None or dist.get_rank() in ranks:
-            for op in (torch.ops.overlap.gemm_allreduce, overlap_torch.gemm_allreduce):
-                message = message_of(op, *arguments, group=world_name())
-                failures.expect(missing_parts(message, parts), name)
-        check_call(failures, CASE, "after:", name, seed=seed)
+            for call in (OPS[op].operator, OPS[op].wrapper):
+                message = message_of(call, *arguments, group=world_name())
+                failures.expect(missing_parts(message, parts), op, name)
+        check_call(failures, CASE, "after:", name, seed=seed, op=op)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_errors_name_what_was_given_and_what_is_allowed(ranks):
-    ranks.expect_no_failures(check_bad_calls, None, timeout_s=90)
+def test_errors_name_what_was_given_and_what_is_allowed(ranks, op):
+    ranks.expect_no_failures(check_bad_calls, op, None, timeout_s=90)
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_errors_come_before_any_communication(ranks):
-    ranks.expect_no_failures(check_bad_calls, (0,), timeout_s=90)
+def test_errors_come_before_any_communication(ranks, op):
+    ranks.expect_no_failures(check_bad_calls, op, (0,), timeout_s=90)
 
 
-def check_bad_groups() -> tuple[int, list[str]]:
+def types_of_errors() -> list[type]:
+    x, w, group = empty(5, K), empty(N, K), world_name()
+    calls = [
+        lambda: overlap_torch.gemm_reducescatter(x, w, group=group),
+        lambda: overlap_torch.gemm_alltoall(x, w, [1, 1], [1, 1], group=group),
+        lambda: overlap_torch.allgather_gemm(x, w.bfloat16(), group=group),
+    ]
+    types = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:  # its type is the question
+            types.append(type(error))
+    return types
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_errors_have_the_types_that_python_has_for_them(ranks):
+    assert ranks.run(types_of_errors) == [[ValueError, ValueError, TypeError]] * 2
+
+
+def check_bad_groups(op: str) -> tuple[int, list[str]]:
     failures = Failures()
-    device = rank_device()
-    x, w = torch.ones(4, K, device=device), torch.ones(N, K, device=device)
+    arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
     destroyed = dist.new_group()
-    check_call(failures, CASE, "before the group is destroyed", group=destroyed)
+    check_call(failures, CASE, "before the group is destroyed", group=destroyed, op=op)
     destroyed_name = destroyed.group_name
     dist.destroy_process_group(destroyed)
     for name in ("no-such-group", "", destroyed_name):
-        for op in (torch.ops.overlap.gemm_allreduce, overlap_torch.gemm_allreduce):
-            message = message_of(op, x, w, group=name)
+        for call in (OPS[op].operator, OPS[op].wrapper):
+            message = message_of(call, *arguments, group=name)
             failures.expect(missing_parts(message, (f"'{name}'", "group")), "group", repr(name))
     for group, parts in ((7, ("int", "processgroup")), (2.5, ("float", "processgroup"))):
-        message = message_of(overlap_torch.gemm_allreduce, x, w, group=group)
+        message = message_of(OPS[op].wrapper, *arguments, group=group)
         failures.expect(missing_parts(message, parts), "group", group)
-    check_call(failures, CASE, "after the bad groups")
+    check_call(failures, CASE, "after the bad groups", op=op)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_errors_name_the_unknown_group(ranks):
-    ranks.expect_no_failures(check_bad_groups)
+def test_errors_name_the_unknown_group(ranks, op):
+    ranks.expect_no_failures(check_bad_groups, op)
 
 
 def check_foreign_group() -> tuple[int, list[str]]:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
-from checks import Failures, check_call
-from operands import Case, make_operands, rank_device, world_name
+from checks import Failures, check_call, message_of
+from operands import Case, rank_device, world_name
+from ops import OPS
 from overlap_torch import plan as plan_module
 from plans import chunked_plan, sequential_plan
 
@@ -45,9 +46,9 @@ def set_plan_named(name: str) -> None:
     plan_module.set_plan(plan)
 
 
-def call() -> torch.Tensor:
-    operands = make_operands(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
-    return overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
+def call(op: str = "gemm_allreduce") -> object:
+    arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
+    return OPS[op].wrapper(*arguments)
 
 
 def until_error(step: Callable[[], object], limit_s: float) -> tuple[float, str]:
@@ -133,11 +134,11 @@ def test_faults_killed_rank_is_reported_on_gpu(plan, use_check):
     expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
 
 
-def never_call(plan: str, warm: bool) -> tuple[float, str] | None:
+def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float, str] | None:
     """The last rank does not call the op; `warm`: it did so once, before."""
     if warm:
         set_plan_named(plan)
-        call()
+        call(op)
         synchronize()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -148,7 +149,7 @@ def never_call(plan: str, warm: bool) -> tuple[float, str] | None:
         return None
     start = time.monotonic()
     try:
-        call()
+        call(op)
         message = until_error(overlap_torch.check, GROUP_TIMEOUT_S + MARGIN_S + 5.0)[1]
     except RuntimeError as error:
         message = str(error)
@@ -168,6 +169,15 @@ def never_call(plan: str, warm: bool) -> tuple[float, str] | None:
 def test_faults_rank_that_never_calls_is_reported(backend, plan):
     outcomes = rank_pool.run_fresh(
         2, backend, never_call, plan, True, group_timeout_s=GROUP_TIMEOUT_S
+    )
+    expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "gemm_allreduce"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_faults_rank_that_never_calls_is_reported_by_every_op(backend, op):
+    outcomes = rank_pool.run_fresh(
+        2, backend, never_call, "default", True, op, group_timeout_s=GROUP_TIMEOUT_S
     )
     expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
 
@@ -228,23 +238,50 @@ DISAGREEMENTS = {
 }  # fmt: skip
 
 
-def disagree(names: list[str]) -> tuple[int, list[str]]:
+def disagree(op: str, names: list[str]) -> tuple[int, list[str]]:
     """Calls on which the ranks disagree, between calls on which they agree."""
     failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
-    check_call(failures, CASE, "before")
+    check_call(failures, CASE, "before", op=op)
     for name in names:
-        operands = make_operands(DISAGREEMENTS[name][rank], rank, world, device)
-        try:
-            overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
-            message = ""
-        except RuntimeError as error:
-            message = str(error)
+        arguments = OPS[op].arguments(DISAGREEMENTS[name][rank], rank, world, device)
+        message = message_of(OPS[op].wrapper, *arguments)
         for pattern in (*DISAGREEMENTS[name][2:], "rank 0", "rank 1"):
             missing = None if re.search(pattern, message) else f"{pattern} is not in {message!r}"
             failures.expect(missing, "disagreement about", name)
-        check_call(failures, CASE, "after the disagreement about", name, seed=1)
+        check_call(failures, CASE, "after the disagreement about", name, seed=1, op=op)
     return failures.result()
+
+
+def disagree_about_counts() -> tuple[int, list[str]]:
+    """Every rank sends rank 1 five rows, and expects other numbers."""
+    failures = Failures()
+    rank = dist.get_rank()
+    x, w = torch.ones(5, 3, device=rank_device()), torch.ones(4, 3, device=rank_device())
+    message = message_of(overlap_torch.gemm_alltoall, x, w, [0, 5], [0, 0] if rank == 0 else [5, 6])
+    for part in ("rank 1 sends 5 rows to rank 1", "expects 6"):
+        failures.expect(None if part in message else f"{part} is not in {message!r}")
+    message = message_of(
+        overlap_torch.gemm_alltoall,
+        x[:, None, :1].expand(5, rank + 1, 1),
+        w[:, :1],
+        [0, 5],
+        [0, 0] if rank == 0 else [5, 5],
+    )
+    for part in ("[1]", "[2]", "rank 0", "rank 1"):
+        failures.expect(None if part in message else f"{part} is not in {message!r}")
+    check_call(failures, CASE, "after the disagreements", seed=1, op="gemm_alltoall")
+    return failures.result()
+
+
+def expect_found(outcomes: list[rank_pool.Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome.detail
+        checks, failures = outcome.value
+        assert checks > 0 and not failures, "\n".join(failures)
+
+
+DEBUG = {"group_timeout_s": GROUP_TIMEOUT_S, "environment": {"OVERLAP_DEBUG": "1"}}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -252,14 +289,19 @@ def disagree(names: list[str]) -> tuple[int, list[str]]:
     "names", [["M", "N", "K", "dtype"], ["no rows"], ["no K"]], ids=lambda names: "+".join(names)
 )
 def test_faults_disagreement_is_found_in_debug_mode(backend, names):
-    outcomes = rank_pool.run_fresh(
-        2, backend, disagree, names,
-        group_timeout_s=GROUP_TIMEOUT_S, environment={"OVERLAP_DEBUG": "1"},
-    )  # fmt: skip
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-        checks, failures = outcome.value
-        assert checks > 0 and not failures, "\n".join(failures)
+    expect_found(rank_pool.run_fresh(2, backend, disagree, "gemm_allreduce", names, **DEBUG))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "gemm_allreduce"])
+def test_faults_disagreement_is_found_in_debug_mode_by_every_op(backend, op):
+    names = ["K", "dtype"] if op == "allgather_gemm.weights" else ["N", "K", "dtype"]
+    expect_found(rank_pool.run_fresh(2, backend, disagree, op, names, **DEBUG))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_faults_disagreement_about_counts_is_found_in_debug_mode(backend):
+    expect_found(rank_pool.run_fresh(2, backend, disagree_about_counts, **DEBUG))
 
 
 def disagree_about_the_plan() -> tuple[str, int, list[str]]:
@@ -281,10 +323,7 @@ def disagree_about_the_plan() -> tuple[str, int, list[str]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_faults_different_plans_are_found_in_debug_mode(backend):
-    outcomes = rank_pool.run_fresh(
-        2, backend, disagree_about_the_plan,
-        group_timeout_s=GROUP_TIMEOUT_S, environment={"OVERLAP_DEBUG": "1"},
-    )  # fmt: skip
+    outcomes = rank_pool.run_fresh(2, backend, disagree_about_the_plan, **DEBUG)
     for rank, outcome in enumerate(outcomes):
         assert outcome.kind == "returned", outcome
         message, checks, failures = outcome.value

@@ -14,11 +14,11 @@ from operands import (
     Case,
     Operands,
     difference,
-    expected_output,
     make_operands,
     rank_device,
     world_name,
 )
+from ops import expected_output
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
 from plans import GPU_KERNELS, chunked_plan, sequential_plan

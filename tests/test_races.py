@@ -17,12 +17,12 @@ from checks import Failures
 from operands import (
     Case,
     difference,
-    expected_output,
     make_operands,
     poison,
     rank_device,
     world_name,
 )
+from ops import expected_output
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
 from plans import GPU_KERNELS, chunked_plan

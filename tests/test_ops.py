@@ -1,9 +1,10 @@
-"""The op against its specification: equal, bit for bit, on integer data; as exact as the composition on normal data."""
+"""The ops against their specifications: equal, bit for bit, on integer data; as exact as the composition on normal data."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -17,13 +18,11 @@ from operands import (
     WEIGHT_LAYOUTS,
     Case,
     difference,
-    expected_output,
-    make_operands,
     rank_device,
     subgroup,
     world_name,
 )
-from overlap_torch import _composition
+from ops import OPS, Arguments, map_tensors, tensors_of
 
 CPU_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -42,10 +41,13 @@ GPU_SHAPES = [
 LEADING = [(), (5,), (1,), (3, 4), (0, 4), (2, 3, 4), (2, 0, 3), (1, 1, 1)]
 
 
-def check_cases(cases: Iterable[Case]) -> tuple[int, list[str]]:
+every_op = pytest.mark.parametrize("op", list(OPS))
+
+
+def check_cases(op: str, cases: Sequence[Case]) -> tuple[int, list[str]]:
     failures = Failures()
-    for seed, case in enumerate(cases):
-        check_call(failures, case, seed=seed)
+    for seed, case in enumerate(OPS[op].of(cases)):
+        check_call(failures, case, seed=seed, op=op)
     return failures.result()
 
 
@@ -65,28 +67,31 @@ def shape_cases(shapes: Iterable[tuple[int, int, int]], dtype: torch.dtype) -> l
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
-def test_gemm_allreduce_is_exact_on_every_shape(ranks, dtype):
+@every_op
+def test_ops_are_exact_on_every_shape(ranks, op, dtype):
     shapes = GPU_SHAPES if ranks.device_type == "cuda" else SHAPES
-    ranks.expect_no_failures(check_cases, shape_cases(shapes, dtype))
+    ranks.expect_no_failures(check_cases, op, shape_cases(shapes, dtype))
 
 
+@every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gemm_allreduce_takes_any_leading_dims(ranks, dtype):
+def test_ops_take_any_leading_dims(ranks, op, dtype):
     cases = [Case(leading, 33, 40, dtype, bias) for leading in LEADING for bias in (False, True)]
-    ranks.expect_no_failures(check_cases, cases)
+    ranks.expect_no_failures(check_cases, op, cases)
 
 
+@every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_gemm_allreduce_takes_any_layout(ranks, dtype):
+def test_ops_take_any_layout(ranks, op, dtype):
     cases = [
         Case((9, 16), 72, 64, dtype, bias=i % 3 == 0, input_layout=input, weight_layout=weight)
         for i, (input, weight) in enumerate(itertools.product(INPUT_LAYOUTS, WEIGHT_LAYOUTS))
     ]
-    ranks.expect_no_failures(check_cases, cases)
+    ranks.expect_no_failures(check_cases, op, cases)
 
 
-def check_layouts_that_differ(dtype: torch.dtype) -> tuple[int, list[str]]:
+def check_layouts_that_differ(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Rank r takes layouts r steps further down the list than rank 0."""
     failures = Failures()
     # "expanded" changes the operands' values, not only their places; all ranks would have to take it.
@@ -97,76 +102,76 @@ def check_layouts_that_differ(dtype: torch.dtype) -> tuple[int, list[str]]:
             input_layout=inputs[(i + dist.get_rank()) % len(inputs)],
             weight_layout=WEIGHT_LAYOUTS[(weight + 2 * dist.get_rank()) % len(WEIGHT_LAYOUTS)],
         )  # fmt: skip
-        check_call(failures, case, seed=i)
+        check_call(failures, case, seed=i, op=op)
     return failures.result()
 
 
+@every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_gemm_allreduce_takes_layouts_that_differ_between_ranks(ranks, dtype):
-    ranks.expect_no_failures(check_layouts_that_differ, dtype)
+def test_ops_take_layouts_that_differ_between_ranks(ranks, op, dtype):
+    ranks.expect_no_failures(check_layouts_that_differ, op, dtype)
 
 
-def check_composition(cases: Iterable[Case]) -> tuple[int, list[str]]:
-    def composition(input, weight, bias, *, group):
-        return _composition.gemm_allreduce(input, weight, bias, group)
+def check_composition(op: str, cases: Sequence[Case]) -> tuple[int, list[str]]:
+    def composition(*arguments, group):
+        return OPS[op].composition(*arguments, group)
 
     failures = Failures()
-    for seed, case in enumerate(cases):
-        expected = expected_output(case, dist.get_world_size(), rank_device(), seed)
-        operands = make_operands(case, dist.get_rank(), dist.get_world_size(), rank_device(), seed)
-        output = composition(operands.input, operands.weight, operands.bias, group=world_name())
-        failures.expect(difference(output, expected), "composition", case)
+    for seed, case in enumerate(OPS[op].of(cases)):
+        check_call(failures, case, "composition", seed=seed, op=op, call=composition)
     return failures.result()
 
 
+@every_op
 @pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_gemm_allreduce_specification_is_the_composition(ranks, dtype):
-    """The expected results of this file are those of the unfused composition, which is the specification."""
+def test_ops_specification_is_the_composition(ranks, op, dtype):
+    """The expected results of this file are those of the unfused compositions, which are the specification."""
     cases = [
         *shape_cases(SHAPES, dtype),
         *(Case(leading, 9, 5, dtype, True) for leading in LEADING),
     ]
-    ranks.expect_no_failures(check_composition, cases)
+    ranks.expect_no_failures(check_composition, op, cases)
 
 
-def root_mean_square_errors(
-    m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool
-) -> tuple[float, float]:
-    """(op, composition): errors against float64 on normal data, over this rank's result."""
+def root_mean_square_errors(op: str, case: Case) -> tuple[float, float]:
+    """(op, composition): errors against float64 on normal data, over all of this rank's results."""
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
 
-    def draw(*shape: int, seed: int) -> torch.Tensor:
-        generator = torch.Generator(device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
+    def drawn(r: int) -> Arguments:
+        generator = torch.Generator(device).manual_seed(r)
 
-    inputs = [draw(m, k, seed=2 * r) for r in range(world)]
-    weights = [draw(n, k, seed=2 * r + 1) for r in range(world)]
-    bias = draw(n, seed=99) if with_bias else None
-    exact = sum(a.double() @ b.double().t() for a, b in zip(inputs, weights, strict=True))
-    if bias is not None:
-        exact = exact + bias.double()
-    arguments = (inputs[rank], weights[rank], bias)
+        def draw(like: torch.Tensor) -> torch.Tensor:
+            return torch.randn(like.shape, generator=generator, device=device).to(like.dtype)
+
+        return map_tensors(draw, OPS[op].arguments(case, r, world, device))
+
+    everybody = [drawn(r) for r in range(world)]
+    exact = OPS[op].meaning([map_tensors(torch.Tensor.double, a) for a in everybody], math.inf)
     results = (
-        torch.ops.overlap.gemm_allreduce(*arguments, group=world_name()),
-        _composition.gemm_allreduce(*arguments, world_name()),
+        OPS[op].operator(*everybody[rank], group=world_name()),
+        OPS[op].composition(*everybody[rank], world_name()),
     )
-    op, composition = (
-        (result.double() - exact).square().mean().sqrt().item() for result in results
-    )
-    return op, composition
+    errors = [
+        [
+            (x.double() - y).square().sum()
+            for x, y in zip(tensors_of(result), exact[rank], strict=True)
+        ]
+        for result in results
+    ]
+    return tuple(math.sqrt(sum(error)) for error in errors)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gemm_allreduce_rounds_no_worse_than_the_composition(ranks, dtype, with_bias):
-    size = (1024, 1024, 768) if ranks.device_type == "cuda" else (200, 160, 320)
-    for rank, (op, composition) in enumerate(
-        ranks.run(root_mean_square_errors, *size, dtype, with_bias)
-    ):
+@every_op
+def test_ops_round_no_worse_than_the_composition(ranks, op, dtype, with_bias):
+    m, n, k = (1024, 1024, 768) if ranks.device_type == "cuda" else (200, 160, 320)
+    case = Case((m,), n, k, dtype, with_bias)
+    for rank, (error, composition) in enumerate(ranks.run(root_mean_square_errors, op, case)):
         assert composition > 0
-        assert op <= 1.05 * composition, f"rank {rank}: RMS error {op}, composition {composition}"
+        assert error <= 1.05 * composition, f"rank {rank}: error {error}, composition {composition}"
 
 
 def check_results_agree(dtype: torch.dtype) -> bytes:
@@ -178,34 +183,42 @@ def check_results_agree(dtype: torch.dtype) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gemm_allreduce_result_is_the_same_on_every_rank(ranks, dtype):
+def test_ops_allreduce_result_is_the_same_on_every_rank(ranks, dtype):
     results = ranks.run(check_results_agree, dtype)
     assert all(result == results[0] for result in results)
 
 
-def check_fresh_outputs(dtype: torch.dtype) -> tuple[int, list[str]]:
+def check_fresh_outputs(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Results stay what they are while later calls run, and belong to nobody else."""
     failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((130,), 70, 48, dtype, bias=True)
-    outputs = [check_call(failures, case, "call", seed, seed=seed) for seed in range(6)]
+    results = [
+        tensors_of(check_call(failures, case, "call", seed, seed=seed, op=op)) for seed in range(6)
+    ]
+    outputs = [output for result in results for output in result if output.numel() > 0]
     places = {storage(output) for output in outputs}
-    failures.expect(None if len(places) == 6 else f"6 outputs in {len(places)} storages", case)
-    for seed, output in enumerate(outputs):
-        expected = expected_output(case, dist.get_world_size(), rank_device(), seed)
-        failures.expect(difference(output, expected), "after later calls", case, seed)
+    failures.expect(
+        None if len(places) == len(outputs) else f"{len(outputs)} outputs in {len(places)} storages"
+    )
+    for seed, result in enumerate(results):
+        expected = OPS[op].expected(case, rank, world, device, seed)
+        for output, right in zip(result, expected, strict=True):
+            failures.expect(difference(output, right), "after later calls", op, case, seed)
     # Writing to a result must not reach the next one's inputs, staging or the plan.
     for output in outputs:
         output.fill_(float("nan"))
-    check_call(failures, case, "after the results were overwritten", seed=7)
+    check_call(failures, case, "after the results were overwritten", seed=7, op=op)
     return failures.result()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gemm_allreduce_outputs_are_fresh(ranks, dtype):
-    ranks.expect_no_failures(check_fresh_outputs, dtype)
+@every_op
+def test_ops_outputs_are_fresh(ranks, op, dtype):
+    ranks.expect_no_failures(check_fresh_outputs, op, dtype)
 
 
-def check_groups(dtype: torch.dtype) -> tuple[int, list[str]]:
+def check_groups(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Subgroups, groups of one and several groups by turns, among all ranks."""
     failures = Failures()
     world = dist.get_world_size()
@@ -217,81 +230,84 @@ def check_groups(dtype: torch.dtype) -> tuple[int, list[str]]:
         for index, group in enumerate(groups):
             member = group is not None or index == len(groups) - 1
             if member:
-                check_call(failures, case, "group", index, seed=seed, group=group)
+                check_call(failures, case, "group", index, seed=seed, group=group, op=op)
     return failures.result()
 
 
+@every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_gemm_allreduce_takes_any_group(ranks, dtype):
-    ranks.expect_no_failures(check_groups, dtype)
+def test_ops_take_any_group(ranks, op, dtype):
+    ranks.expect_no_failures(check_groups, op, dtype)
 
 
-def check_ways_to_name_a_group() -> tuple[int, list[str]]:
+def check_ways_to_name_a_group(op: str) -> tuple[int, list[str]]:
     failures = Failures()
     case = Case((6, 5), 12, 10, torch.float32, bias=True)
     mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     for group in (None, world_name(), dist.group.WORLD, mesh):
 
-        def op(input, weight, bias, *, group, given=group):
-            return overlap_torch.gemm_allreduce(input, weight, bias, group=given)
+        def call(*arguments, group, given=group):
+            return OPS[op].wrapper(*arguments, group=given)
 
-        check_call(failures, case, "group given as", type(group).__name__, op=op)
+        check_call(failures, case, "group given as", type(group).__name__, op=op, call=call)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_gemm_allreduce_wrapper_takes_a_group_in_every_form(ranks):
-    ranks.expect_no_failures(check_ways_to_name_a_group)
+def test_ops_wrappers_take_a_group_in_every_form(ranks, op):
+    ranks.expect_no_failures(check_ways_to_name_a_group, op)
 
 
-def check_streams(dtype: torch.dtype) -> tuple[int, list[str]]:
+def check_streams(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Operands made late on another current stream, results read on it, without any synchronisation in between."""
     failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1), torch.cuda.default_stream()]
     for seed, case in enumerate(shape_cases([(512, 384, 128), (300, 200, 100)] * 3, dtype)):
-        expected = expected_output(case, world, device, seed)
-        values = make_operands(case, rank, world, device, seed)
+        expected = OPS[op].expected(case, rank, world, device, seed)
+        values = OPS[op].arguments(case, rank, world, device, seed)
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[seed % len(streams)]):
-            operands = make_operands(case.with_(bias=False), rank, world, device, seed + 100)
-            torch.cuda._sleep(
-                20_000_000
-            )  # about 10 ms, in which the operands still hold the wrong values
-            operands.input.copy_(values.input)
-            operands.weight.copy_(values.weight)
-            output = torch.ops.overlap.gemm_allreduce(
-                operands.input, operands.weight, values.bias, group=world_name()
-            )
-            operands.input.fill_(float("nan"))  # behind the op on its stream: must not reach it
-            operands.weight.fill_(float("nan"))
-            copy = output.clone()
-            output.fill_(float("nan"))
+            arguments = map_tensors(torch.zeros_like, values)
+            # About 10 ms, in which the operands still hold the wrong values.
+            torch.cuda._sleep(20_000_000)
+            for operand, value in zip(tensors_of(arguments), tensors_of(values), strict=True):
+                operand.copy_(value)
+            outputs = tensors_of(OPS[op].operator(*arguments, group=world_name()))
+            for operand in tensors_of(arguments):
+                operand.fill_(float("nan"))  # behind the op on its stream: must not reach it
+            copies = [output.clone() for output in outputs]
+            for output in outputs:
+                output.fill_(float("nan"))
         torch.cuda.synchronize()
-        failures.expect(difference(copy, expected), "stream", seed % len(streams), case)
+        for copy, right in zip(copies, expected, strict=True):
+            failures.expect(difference(copy, right), "stream", seed % len(streams), op, case)
     return failures.result()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@every_op
 @pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
-def test_gemm_allreduce_follows_the_current_stream(ranks, dtype):
-    ranks.expect_no_failures(check_streams, dtype)
+def test_ops_follow_the_current_stream(ranks, op, dtype):
+    ranks.expect_no_failures(check_streams, op, dtype)
 
 
-def check_gloo_group_on_gpu() -> tuple[int, list[str]]:
+def check_gloo_group_on_gpu(op: str) -> tuple[int, list[str]]:
     failures = Failures()
     group = dist.new_group(backend="gloo")
     for dtype in (torch.float32, torch.bfloat16):
-        check_call(failures, Case((33,), 20, 12, dtype, bias=True), group=group)
+        check_call(failures, Case((33,), 20, 12, dtype, bias=True), group=group, op=op)
     dist.destroy_process_group(group)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((2, "nccl"))
-def test_gemm_allreduce_takes_cuda_tensors_in_a_gloo_group(ranks):
+def test_ops_take_cuda_tensors_in_a_gloo_group(ranks, op):
     """What the fast path cannot take runs the composition."""
-    ranks.expect_no_failures(check_gloo_group_on_gpu)
+    ranks.expect_no_failures(check_gloo_group_on_gpu, op)
 
 
 def planned_with_threads() -> list[str]:
@@ -308,6 +324,6 @@ def planned_with_threads() -> list[str]:
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_gemm_allreduce_plans_do_not_depend_on_what_ranks_do_not_share(ranks):
+def test_ops_plans_do_not_depend_on_what_ranks_do_not_share(ranks):
     results = ranks.run(planned_with_threads)
     assert results[0] == results[1]

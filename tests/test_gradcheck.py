@@ -1,0 +1,134 @@
+"""Numerical gradients of the global functions: full, replicated operands in, the whole output out, in float64.
+
+Each function cuts replicated operands into the ranks' parts, calls the op on them and puts the outputs' parts together,
+so that an op whose gradients are right on each rank alone, but not together, fails.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from operands import rank_device
+
+N, K, ROWS = 2, 3, 2  # of one rank's part
+
+
+class _Replicated(torch.autograd.Function):
+    """A replicated tensor of which every rank uses a part: backward sums the parts' gradients."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _Whole(torch.autograd.Function):
+    """All ranks' parts, one after the other along `dim`; the gradient of the whole is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx, part: torch.Tensor, dim: int) -> torch.Tensor:
+        parts: list[torch.Tensor] = [part] * dist.get_world_size()
+        dist.all_gather_object(parts, part.cpu())
+        sizes = [other.shape[dim] for other in parts]
+        ctx.dim, ctx.size = dim, sizes[dist.get_rank()]
+        ctx.begin = sum(sizes[: dist.get_rank()])
+        return torch.cat(parts, dim).to(part.device)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.narrow(ctx.dim, ctx.begin, ctx.size).clone(), None
+
+
+def mine(whole: torch.Tensor, dim: int) -> torch.Tensor:
+    """This rank's part of a replicated tensor, in equal parts."""
+    size = whole.shape[dim] // dist.get_world_size()
+    return _Replicated.apply(whole).narrow(dim, dist.get_rank() * size, size)
+
+
+def allreduce(input, weight, bias):
+    return overlap_torch.gemm_allreduce(mine(input, -1), mine(weight, 1), bias)
+
+
+def reducescatter(input, weight, bias):
+    bias = None if bias is None else _Replicated.apply(bias)
+    part = overlap_torch.gemm_reducescatter(mine(input, -1), mine(weight, 1), bias)
+    return _Whole.apply(part, 0)
+
+
+def allgather(input, weight, bias):
+    bias = None if bias is None else mine(bias, 0)
+    part, gathered = overlap_torch.allgather_gemm(mine(input, 0), mine(weight, 0), bias)
+    # Each rank uses another part of the gathered input, so that its gradients are added up over the ranks.
+    size = gathered.shape[-1] // dist.get_world_size()
+    used = gathered.narrow(-1, dist.get_rank() * size, size)
+    return _Whole.apply(part, -1), _Whole.apply(used.square(), -1)
+
+
+def allgather_weights(input, weight, bias):
+    weights = list(mine(weight, 0).split([1, N - 1]))
+    biases = None if bias is None else [None, mine(bias, 0)[1:]]
+    parts, gathered = overlap_torch.allgather_gemm(mine(input, 0), weights, biases)
+    return *(_Whole.apply(part, -1) for part in parts), gathered.detach()
+
+
+def alltoall(input, weight, bias):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Rank r sends its rows to rank r + 1, but one to itself where it is not the last.
+    counts = [[0] * world for _ in range(world)]
+    for r in range(world):
+        kept = ROWS if world == 1 else int(r < world - 1)
+        counts[r][r] = kept
+        counts[r][(r + 1) % world] += ROWS - kept
+    bias = None if bias is None else _Replicated.apply(bias)
+    part = overlap_torch.gemm_alltoall(
+        mine(input, 0),
+        _Replicated.apply(weight),
+        counts[rank],
+        [row[rank] for row in counts],
+        bias,
+    )
+    return _Whole.apply(part, 0)
+
+
+FUNCTIONS = {
+    function.__name__: function
+    for function in (allreduce, reducescatter, allgather, allgather_weights, alltoall)
+}
+CALLS = [(name, leading) for name in FUNCTIONS for leading in ((ROWS,), (ROWS, 2))]
+CALLS.append(("allreduce", ()))  # the others cut rows
+
+
+def check_numerical_gradients(name: str, leading: tuple[int, ...], with_bias: bool) -> bool:
+    world, device = dist.get_world_size(), rank_device()
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(device).requires_grad_()
+
+    if name != "allreduce":
+        leading = (leading[0] * world, *leading[1:])
+    features = K * world
+    operands = [draw(*leading, features), draw(N * world, features)]
+    if with_bias:
+        operands.append(draw(N * world))
+
+    def function(input, weight, bias=None):
+        return FUNCTIONS[name](input, weight, bias)
+
+    return torch.autograd.gradcheck(function, operands)
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("name", "leading"), CALLS, ids=str)
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_gradcheck_global_function(ranks, name, leading, with_bias):
+    assert all(ranks.run(check_numerical_gradients, name, leading, with_bias))
