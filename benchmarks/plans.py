@@ -11,13 +11,16 @@ import torch.distributed as dist
 from overlap_torch import plan as plan_api
 from overlap_torch.plan import Collective, Plan, Schedule
 
-__all__ = ["MeasuredProblem", "Plan", "as_dict", "parse", "summary"]
+__all__ = ["OPS", "MeasuredProblem", "Plan", "as_dict", "layout", "parse", "summary"]
+
+# The ops that run by plans. An all-to-all's rows are no number that all ranks share, so there is no plan of them.
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 
 
 def parse(text: str) -> list[Plan]:
     """One plan or a list of plans, as :func:`as_dict` gives them, from JSON; lines of a benchmark's JSON output do too.
 
-    Each plan once, in the order in which the text names them last.
+    Each plan once, in the order in which the text names them last; lines without a plan are passed over.
 
     Raises:
         ValueError: no JSON, or no valid plan.
@@ -30,9 +33,11 @@ def parse(text: str) -> list[Plan]:
         entries = [entries]
     plans: list[Plan] = []
     for entry in entries:
-        if entry.get("kind") == "run":
-            continue
-        plan = plan_api.from_dict(entry.get("plan", entry))
+        if isinstance(entry, dict) and "kind" in entry:
+            entry = entry.get("plan")
+            if entry is None:
+                continue
+        plan = plan_api.from_dict(entry)
         if plan in plans:
             plans.remove(plan)  # named again: it counts where it was named last
         plans.append(plan)
@@ -42,6 +47,11 @@ def parse(text: str) -> list[Plan]:
 def as_dict(plan: Plan) -> dict:
     """The plan as data for JSON."""
     return plan_api.to_dict(plan)
+
+
+def layout(plan: Plan) -> str:
+    """The name of the plan's layout."""
+    return plan_api.enum_name(plan.layout)
 
 
 def summary(plan: Plan) -> str:
@@ -66,6 +76,7 @@ def summary(plan: Plan) -> str:
 class MeasuredProblem:
     """A problem on this rank's device in the default group, and the plan table's entry for it."""
 
+    op: str
     m: int
     n: int
     k: int
@@ -73,14 +84,15 @@ class MeasuredProblem:
     device: torch.device
     group: str
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether the plan is one for this problem."""
-        return plan.problem == self.current().problem
+    def fitting(self, text: str) -> list[Plan]:
+        """Those of the plans in JSON that are for this problem."""
+        problem = self.current().problem
+        return [plan for plan in parse(text) if plan.problem == problem]
 
     def current(self) -> Plan:
         """The plan that the op uses now."""
         return plan_api.plan_for(
-            self.m, self.n, self.k, self.dtype, device=self.device, group=self.group
+            self.m, self.n, self.k, self.dtype, device=self.device, group=self.group, op=self.op
         )
 
     def set(self, plan: Plan) -> None:
