@@ -11,28 +11,13 @@
 #include <exception>
 #include <thread>
 
-#include "binding/gemm_allreduce.h"
+#include "binding/collectives.h"
+#include "binding/op_call.h"
 
 namespace overlap::binding {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// The process group's own all-reduce, within the group's deadline; a failure says who could not
-// communicate what.
-void all_reduce(const GroupEntry& group, const at::Tensor& tensor, int chunk) {
-  std::vector<at::Tensor> tensors{tensor};
-  c10d::AllreduceOptions options;
-  options.timeout = group.timeout(tensor.device().type());
-  try {
-    group.lock()->allreduce(tensors, options)->wait();
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "overlap_torch: group '", group.name(), "', rank ", group.rank(),
-                ": the all-reduce of chunk ", chunk, " failed, or did not end within ",
-                options.timeout.count() / 1000.0,
-                " s. A rank died, hangs, or made a different call. (", error.what(), ")");
-  }
-}
 
 double since_us(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
@@ -41,7 +26,7 @@ double since_us(Clock::time_point start) {
 // One call. The caller's thread computes, a second one communicates.
 class CpuProduceLoop {
  public:
-  CpuProduceLoop(const GemmAllReduce& call, const PlanEntry& entry)
+  CpuProduceLoop(const OpCall& call, const PlanEntry& entry)
       : call_(call),
         plan_(entry.plan),
         order_(entry.order),
@@ -89,7 +74,7 @@ class CpuProduceLoop {
       at::Tensor place = packed_ ? tile_block(tile).narrow(0, 0, rows).narrow(1, 0, columns)
                                  : output_.narrow(0, row, rows).narrow(1, column, columns);
       at::mm_out(place, call_.input.narrow(0, row, rows),
-                 call_.weight.narrow(0, column, columns).t());
+                 call_.weight().narrow(0, column, columns).t());
     }
     // [A] the tile is stored: wait() acquires what is released here.
     if (counters_[chunk].fetch_add(1, std::memory_order_release) + 1 ==
@@ -122,9 +107,9 @@ class CpuProduceLoop {
     all_reduce(*call_.group, buffer_.narrow(0, extent.offset, extent.count), chunk);
     end_us_[chunk] = since_us(start_);
     if (packed_) unpack(chunk);
-    if (call_.bias.has_value() && !packed_) {
+    if (call_.bias().has_value() && !packed_) {
       const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-      output_.narrow(0, rows.begin, rows.end - rows.begin).add_(*call_.bias);
+      output_.narrow(0, rows.begin, rows.end - rows.begin).add_(*call_.bias());
     }
   }
 
@@ -138,8 +123,8 @@ class CpuProduceLoop {
       if (rows <= 0 || columns <= 0) continue;
       at::Tensor place = output_.narrow(0, row, rows).narrow(1, column, columns);
       const at::Tensor block = tile_block(tile).narrow(0, 0, rows).narrow(1, 0, columns);
-      if (call_.bias.has_value()) {
-        at::add_out(place, block, call_.bias->narrow(0, column, columns));
+      if (call_.bias().has_value()) {
+        at::add_out(place, block, call_.bias()->narrow(0, column, columns));
       } else {
         place.copy_(block);
       }
@@ -162,7 +147,7 @@ class CpuProduceLoop {
     TraceSwitch::add_rows(rows);
   }
 
-  const GemmAllReduce& call_;
+  const OpCall& call_;
   const plan::Plan& plan_;
   const plan::TileOrder& order_;
   const int chunks_;
@@ -180,24 +165,17 @@ class CpuProduceLoop {
 
 }  // namespace
 
-at::Tensor gemm_allreduce_composition(const GemmAllReduce& call) {
-  at::Tensor output = at::mm(call.input, call.weight.t());
-  all_reduce(*call.group, output, 0);
-  if (call.bias.has_value()) output.add_(*call.bias);
-  return output;
-}
-
-at::Tensor gemm_allreduce_cpu(const GemmAllReduce& call) {
+at::Tensor gemm_allreduce_cpu(const OpCall& call) {
   const auto entry = call.group->plan(call.problem, at::kCPU, cpu_machine());
   if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCPU);
   if (entry->plan.schedule == plan::Schedule::kOverlapped)
     return CpuProduceLoop(call, *entry).run();
   const Clock::time_point start = Clock::now();
-  at::Tensor output = at::mm(call.input, call.weight.t());
+  at::Tensor output = at::mm(call.input, call.weight().t());
   const double gemm_us = since_us(start);
   all_reduce(*call.group, output, 0);
   const double end_us = since_us(start);
-  if (call.bias.has_value()) output.add_(*call.bias);
+  if (call.bias().has_value()) output.add_(*call.bias());
   if (TraceSwitch::on()) {
     TraceSwitch::add_rows(
         {0.0, 0.0, gemm_us, gemm_us, end_us, 0.0, -1.0, gemm_us, 0.0, since_us(start)});

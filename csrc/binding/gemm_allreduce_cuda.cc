@@ -7,7 +7,7 @@
 #include <atomic>
 
 #include "binding/cuda_trace.h"
-#include "binding/gemm_allreduce.h"
+#include "binding/op_call.h"
 #include "runtime/executor.h"
 #include "runtime/group.h"
 
@@ -66,8 +66,8 @@ at::Tensor k_contiguous(const at::Tensor& input) {
   return fits ? input : input.contiguous();
 }
 
-kernels::GemmParams gemm_params(const GemmAllReduce& call, const at::Tensor& input,
-                                const plan::Plan& plan, int sm_count) {
+kernels::GemmParams gemm_params(const OpCall& call, const at::Tensor& input, const plan::Plan& plan,
+                                int sm_count) {
   kernels::GemmParams params;
   params.m = call.problem.m;
   params.n = call.problem.n;
@@ -75,11 +75,11 @@ kernels::GemmParams gemm_params(const GemmAllReduce& call, const at::Tensor& inp
   params.dtype = call.problem.dtype;
   params.input = input.const_data_ptr();
   params.input_stride = input.size(0) == 1 ? params.k : input.stride(0);
-  params.weight = call.weight.const_data_ptr();
-  params.weight_k_contiguous = call.weight.stride(1) == 1 || call.weight.size(1) == 1;
+  params.weight = call.weight().const_data_ptr();
+  params.weight_k_contiguous = call.weight().stride(1) == 1 || call.weight().size(1) == 1;
   params.weight_stride = params.weight_k_contiguous
-                             ? (call.weight.size(0) == 1 ? params.k : call.weight.stride(0))
-                             : call.weight.stride(1);
+                             ? (call.weight().size(0) == 1 ? params.k : call.weight().stride(0))
+                             : call.weight().stride(1);
   params.output_stride = params.n;
   params.layout = plan.layout;
   params.ctas = std::max(1, sm_count - plan.resources.comm_sms);
@@ -94,7 +94,7 @@ bool weight_fits(const at::Tensor& weight) {
   return along_k || along_n;
 }
 
-at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, runtime::Group& group,
+at::Tensor run_overlapped(const OpCall& call, const PlanEntry& entry, runtime::Group& group,
                           cudaStream_t stream) {
   const plan::Plan& plan = entry.plan;
   const at::TensorOptions options = call.input.options();
@@ -121,8 +121,8 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
   }
 
   at::Tensor bias;
-  if (call.bias.has_value()) {
-    bias = call.bias->contiguous();
+  if (call.bias().has_value()) {
+    bias = call.bias()->contiguous();
     produce.bias = bias.const_data_ptr();
   }
 
@@ -133,7 +133,7 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
   // same chunks are communicated.
   kernels::GemmParams probe = produce.gemm;
   probe.output = produce.buffer != nullptr ? produce.buffer : produce.output;
-  produce.signals = weight_fits(call.weight) && kernels::gemm_supported(plan.kernel, probe);
+  produce.signals = weight_fits(call.weight()) && kernels::gemm_supported(plan.kernel, probe);
   counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
   produce.counters = counters.data_ptr<int32_t>();
   if (!produce.signals) {
@@ -145,23 +145,23 @@ at::Tensor run_overlapped(const GemmAllReduce& call, const PlanEntry& entry, run
       if (range.end == range.begin) return;
       at::Tensor place =
           at::from_blob(destination, {range.end - range.begin, call.problem.n}, options);
-      at::mm_out(place, input.narrow(0, range.begin, range.end - range.begin), call.weight.t());
+      at::mm_out(place, input.narrow(0, range.begin, range.end - range.begin), call.weight().t());
     };
   }
   runtime::run_all_reduce(group, produce);
   return output;
 }
 
-at::Tensor run_sequential(const GemmAllReduce& call, const PlanEntry& entry, runtime::Group& group,
+at::Tensor run_sequential(const OpCall& call, const PlanEntry& entry, runtime::Group& group,
                           cudaStream_t stream) {
   at::Tensor output;
   const auto gemm = [&] {
-    output = at::mm(call.input, call.weight.t());
+    output = at::mm(call.input, call.weight().t());
     return output.data_ptr();
   };
   runtime::run_sequential_all_reduce(group, entry.plan, gemm, stream,
                                      TraceSwitch::on() ? &cuda_trace() : nullptr);
-  if (call.bias.has_value()) output.add_(*call.bias);
+  if (call.bias().has_value()) output.add_(*call.bias());
   return output;
 }
 
@@ -214,7 +214,7 @@ plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device 
   return cuda_group(group, current.index(), at::cuda::getCurrentCUDAStream().stream())->machine();
 }
 
-at::Tensor gemm_allreduce_cuda(const GemmAllReduce& call) {
+at::Tensor gemm_allreduce_cuda(const OpCall& call) {
   const c10::cuda::CUDAGuard guard(call.input.device());
   // float64 is the precision of tests, not of training: the composition serves it.
   if (call.problem.dtype == plan::DType::kFloat64 ||

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <cstdlib>
+#include <sstream>
 #include <unordered_map>
 
 namespace overlap::binding {
@@ -86,12 +87,13 @@ void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by
   plans_[key(plan.problem, device)] = std::move(entry);
 }
 
-void GroupEntry::compare(const std::string& what, const std::string& text, at::DeviceType device) {
+std::function<std::string(int)> GroupEntry::publish(const std::string& text,
+                                                    at::DeviceType device) {
   const auto store = lock()->getStore();
   const std::string prefix = "overlap_torch/debug/" + c10::DeviceTypeName(device, true) + "/" +
                              std::to_string(compared_++) + "/";
   store->set(prefix + std::to_string(rank_), text);
-  for (int peer = 0; peer < world_size_; ++peer) {
+  return [this, store, prefix, device](int peer) {
     const std::string key = prefix + std::to_string(peer);
     try {
       store->wait({key}, timeout(device));
@@ -100,10 +102,42 @@ void GroupEntry::compare(const std::string& what, const std::string& text, at::D
                   " made no call to compare within ", timeout(device).count() / 1000.0,
                   " s (OVERLAP_DEBUG=1)");
     }
-    const std::string other = store->get_to_str(key);
+    return store->get_to_str(key);
+  };
+}
+
+void GroupEntry::compare(const std::string& what, const std::string& text, at::DeviceType device) {
+  const auto text_of = publish(text, device);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const std::string other = text_of(peer);
     TORCH_CHECK(other == text, "overlap_torch: ranks of group '", name_, "' disagree about the ",
                 what, " of a call: rank ", rank_, " has ", text, ", rank ", peer, " has ", other,
                 ". All ranks must call the op with the same M, N, K, dtype and plan.");
+  }
+}
+
+void GroupEntry::compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
+                                at::DeviceType device) {
+  if (world_size_ == 1) return;
+  std::ostringstream mine;
+  for (const at::IntArrayRef rows : {send_rows, recv_rows}) {
+    for (const int64_t count : rows) mine << count << ' ';
+  }
+  const auto text_of = publish(mine.str(), device);
+  const auto world_size = static_cast<size_t>(world_size_);
+  std::vector<std::vector<int64_t>> sends(world_size, std::vector<int64_t>(world_size));
+  std::vector<std::vector<int64_t>> receives = sends;
+  for (size_t peer = 0; peer < world_size; ++peer) {
+    std::istringstream text(text_of(static_cast<int>(peer)));
+    for (int64_t& count : sends[peer]) text >> count;
+    for (int64_t& count : receives[peer]) text >> count;
+  }
+  for (size_t from = 0; from < world_size; ++from) {
+    for (size_t to = 0; to < world_size; ++to) {
+      TORCH_CHECK(sends[from][to] == receives[to][from], "overlap_torch: ranks of group '", name_,
+                  "' disagree about the rows of an all-to-all: rank ", from, " sends ",
+                  sends[from][to], " rows to rank ", to, ", which expects ", receives[to][from]);
+    }
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -60,6 +61,10 @@ class GroupEntry {
   // (OVERLAP_DEBUG=1).
   void compare(const std::string& what, const std::string& text, at::DeviceType device);
 
+  // Checks that each rank sends as many rows as the other expects of it; throws on every rank if not
+  // (OVERLAP_DEBUG=1).
+  void compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_rows, at::DeviceType device);
+
   // The CUDA side on each device (binding/gemm_allreduce_cuda.cc makes it); weak, the watchdog owns it.
   std::map<int, std::weak_ptr<runtime::Group>> cuda;
   std::mutex cuda_mutex;
@@ -67,6 +72,8 @@ class GroupEntry {
 
  private:
   using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int>;  // device, op, m, n, k, dtype
+  // Publishes `text` over the store, and returns a function that waits for a peer's.
+  std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);
   static Key key(const plan::Problem& problem, at::DeviceType device);
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;

@@ -1,11 +1,14 @@
 // The operators' schemas, their checks, and the device-independent part of each.
 #include <ATen/autocast_mode.h>
+#include <ATen/core/stack.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include <atomic>
 #include <mutex>
 
-#include "binding/gemm_allreduce.h"
+#include "binding/op_call.h"
+#include "binding/operands.h"
 
 #ifndef OVERLAP_BUILD_INFO
 #define OVERLAP_BUILD_INFO "cuda=none"
@@ -16,102 +19,169 @@ namespace {
 
 std::atomic<int64_t> side_delay{0};
 
-void check_operands(const char* op, const at::Tensor& input, const at::Tensor& weight,
-                    const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2, op,
-                    ": input must be [..., K] and weight [N, K], but got shapes ", input.sizes(),
-                    " and ", weight.sizes());
-  TORCH_CHECK_VALUE(input.size(-1) == weight.size(1), op,
-                    ": the last dims of input and weight must be equal, but got shapes ",
-                    input.sizes(), " and ", weight.sizes());
-  TORCH_CHECK_TYPE(has_plan_dtype(input.scalar_type()), op, ": input is ", input.scalar_type(),
-                   "; supported are bfloat16, float16, float32 and float64");
-  TORCH_CHECK_TYPE(weight.scalar_type() == input.scalar_type(), op, ": input is ",
-                   input.scalar_type(), " but weight is ", weight.scalar_type(),
-                   "; convert one of them, or use torch.autocast");
-  TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": input is on ", input.device(),
-                    " but weight on ", weight.device(), "; move them to one device");
-  TORCH_CHECK_VALUE(input.layout() == at::kStrided && weight.layout() == at::kStrided, op,
-                    ": only dense tensors are supported, but got layouts ", input.layout(), " and ",
-                    weight.layout());
-  if (!bias.has_value()) return;
-  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
-                    ": bias must be [N] = [", weight.size(0), "], but got shape ", bias->sizes());
-  TORCH_CHECK_TYPE(bias->scalar_type() == input.scalar_type(), op, ": input is ",
-                   input.scalar_type(), " but bias is ", bias->scalar_type(),
-                   "; convert one of them");
-  TORCH_CHECK_VALUE(bias->device() == input.device(), op, ": input is on ", input.device(),
-                    " but bias on ", bias->device(), "; move them to one device");
+// Ranks that disagree about what they call are found under OVERLAP_DEBUG=1.
+void compare_calls(const OpCall& call, const std::string& more = "") {
+  if (!debug_enabled() || call.problem.world_size == 1) return;
+  call.group->compare("problem", call.problem.to_string() + more, call.input.device().type());
 }
 
-// [..., K] -> [M, K] without a copy where strides allow it.
-at::Tensor as_rows(const at::Tensor& input) {
-  if (input.dim() == 2) return input;
-  int64_t rows = 1;
-  for (int64_t dim = 0; dim + 1 < input.dim(); ++dim) rows *= input.size(dim);
-  return input.reshape({rows, input.size(-1)});
+#if !defined(OVERLAP_WITH_CUDA)
+void warn_without_kernels(const OpCall& call) {
+  if (call.input.is_cpu()) return;
+  TORCH_WARN_ONCE(
+      "overlap_torch was built without CUDA kernels: CUDA tensors take the unfused compositions "
+      "(a GEMM, then its collective). Rebuild it where an nvcc of torch's CUDA version is "
+      "installed; "
+      "`python -m overlap_torch doctor` says what is missing.");
 }
+#endif
 
 at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias, const std::string& group_name) {
-  check_operands("gemm_allreduce", input, weight, bias);
-  const std::shared_ptr<GroupEntry> group = find_group(group_name);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-
-  const at::Tensor rows = as_rows(input);
-  plan::Problem problem;
-  problem.op = plan::Op::kGemmAllReduce;
-  problem.m = rows.size(0);
-  problem.n = weight.size(0);
-  problem.k = weight.size(1);
-  problem.dtype = to_plan_dtype(input.scalar_type());
-  problem.world_size = group->world_size();
-  if (debug_enabled() && problem.world_size > 1) {
-    group->compare("problem", problem.to_string(), input.device().type());
-  }
-  const GemmAllReduce call{rows, weight, bias, group, problem};
+  const OpCall call = make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name);
+  const plan::Problem& problem = call.problem;
+  compare_calls(call);
 
   at::Tensor output;
   if (problem.m == 0 || problem.n == 0) {
     output = at::empty({problem.m, problem.n}, input.options());
   } else if (problem.k == 0 || problem.world_size == 1) {
     // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
-    output = at::mm(rows, weight.t());
-    if (bias.has_value()) output.add_(*bias);
+    output = local_gemm(call.input, weight, bias);
   } else if (input.is_cpu()) {
     output = gemm_allreduce_cpu(call);
   } else {
 #if defined(OVERLAP_WITH_CUDA)
     output = gemm_allreduce_cuda(call);
 #else
-    TORCH_WARN_ONCE(
-        "overlap_torch was built without CUDA kernels: CUDA tensors take the unfused composition "
-        "(GEMM, then "
-        "all-reduce). Rebuild it where an nvcc of torch's CUDA version is installed; `python -m "
-        "overlap_torch doctor` "
-        "says what is missing.");
+    warn_without_kernels(call);
     output = gemm_allreduce_composition(call);
 #endif
   }
-  if (input.dim() == 2) return output;
-  std::vector<int64_t> sizes = input.sizes().vec();
-  sizes.back() = problem.n;
-  return output.view(sizes);
+  return as_shape_of(output, input, input.size(0));
 }
 
-// Casts as F.linear does under autocast.
+at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias,
+                              const std::string& group_name) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check_row_dim(plan::Op::kGemmReduceScatter, input);
+  const OpCall call = make_call(plan::Op::kGemmReduceScatter, input, {weight}, {bias}, group_name);
+  const plan::Problem& problem = call.problem;
+  TORCH_CHECK_VALUE(input.size(0) % problem.world_size == 0,
+                    "gemm_reducescatter: dim 0 of input must be divisible by the world size ",
+                    problem.world_size, ", but got shape ", input.sizes(), "; pad it");
+  compare_calls(call);
+
+  const int64_t rows = problem.m / problem.world_size;
+  at::Tensor output;
+  if (problem.m == 0 || problem.n == 0) {
+    output = at::empty({rows, problem.n}, input.options());
+  } else if (problem.k == 0 || problem.world_size == 1) {
+    output = local_gemm(call.input.narrow(0, 0, rows), weight, bias);
+  } else {
+    output = gemm_reducescatter_composition(call);
+  }
+  return as_shape_of(output, input, input.size(0) / problem.world_size);
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
+    const at::Tensor& input, at::TensorList weights,
+    const c10::List<std::optional<at::Tensor>>& biases, const std::string& group_name) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check_row_dim(plan::Op::kAllGatherGemm, input);
+  OpCall call = make_call(
+      plan::Op::kAllGatherGemm, input, weights.vec(),
+      biases.empty() ? std::vector<std::optional<at::Tensor>>(weights.size()) : biases.vec(),
+      group_name);
+  call.problem.m *= call.problem.world_size;
+  const plan::Problem& problem = call.problem;
+  compare_calls(call);
+
+  AllGatherGemmResult result;
+  if (problem.world_size == 1 || problem.m == 0 || problem.k == 0) {
+    result.gathered = problem.world_size == 1 ? call.input.clone(at::MemoryFormat::Contiguous)
+                                              : at::empty({problem.m, problem.k}, input.options());
+    for (size_t i = 0; i < weights.size(); ++i) {
+      result.outputs.push_back(local_gemm(result.gathered, call.weights[i], call.biases[i]));
+    }
+  } else {
+    result = allgather_gemm_composition(call);
+  }
+  const int64_t dim0 = input.size(0) * problem.world_size;
+  for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim0);
+  return {std::move(result.outputs), as_shape_of(result.gathered, input, dim0)};
+}
+
+std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
+                                                  const std::optional<at::Tensor>& bias,
+                                                  const std::string& group_name) {
+  auto [outputs, gathered] = allgather_gemm_weights(
+      input, weight, c10::List<std::optional<at::Tensor>>({bias}), group_name);
+  return {std::move(outputs.front()), std::move(gathered)};
+}
+
+at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
+                         at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
+                         const std::optional<at::Tensor>& bias, const std::string& group_name) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check_row_dim(plan::Op::kGemmAllToAll, input);
+  OpCall call = make_call(plan::Op::kGemmAllToAll, input, {weight}, {bias}, group_name);
+  call.problem.m = 0;  // the numbers of rows differ by rank
+  check_counts("send_rows", send_rows, *call.group);
+  check_counts("recv_rows", recv_rows, *call.group);
+  const int64_t sent = c10::sum_integers(send_rows);
+  TORCH_CHECK_VALUE(sent == input.size(0),
+                    "gemm_alltoall: send_rows must add up to dim 0 of input, ", input.size(0),
+                    ", but ", send_rows, " add up to ", sent);
+  TORCH_CHECK_VALUE(call.problem.world_size > 1 || send_rows == recv_rows,
+                    "gemm_alltoall: in a group of one recv_rows must be send_rows, but they are ",
+                    recv_rows, " and ", send_rows);
+  const at::IntArrayRef inner = input.sizes().slice(1, input.dim() - 2);
+  compare_calls(call, inner.empty() ? "" : c10::str(" dims=", inner));
+  if (debug_enabled()) call.group->compare_counts(send_rows, recv_rows, input.device().type());
+
+  // A row of dim 0 is `each` rows of the flattened input.
+  const int64_t each = c10::multiply_integers(inner);
+  for (const int64_t rows : send_rows) call.send_rows.push_back(rows * each);
+  for (const int64_t rows : recv_rows) call.recv_rows.push_back(rows * each);
+  const int64_t received = c10::sum_integers(recv_rows);
+  at::Tensor output;
+  if (call.problem.n == 0 || each == 0) {
+    output = at::empty({received * each, call.problem.n}, input.options());
+  } else if (call.problem.world_size == 1) {
+    output = local_gemm(call.input, weight, bias);
+  } else {
+    output = gemm_alltoall_composition(call);
+  }
+  return as_shape_of(output, input, received);
+}
+
+// Casts all tensors as F.linear does under autocast.
 template <c10::DispatchKey kKey, at::DeviceType kDevice>
-at::Tensor gemm_allreduce_autocast(const at::Tensor& input, const at::Tensor& weight,
-                                   const std::optional<at::Tensor>& bias,
-                                   const std::string& group) {
+void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet{kKey});
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("overlap::gemm_allreduce", "")
-                             .typed<decltype(gemm_allreduce)>();
-  return op.call(at::autocast::cached_cast(dtype, input, kDevice),
-                 at::autocast::cached_cast(dtype, weight, kDevice),
-                 at::autocast::cached_cast(dtype, bias, kDevice), group);
+  const auto cast = [&](const std::optional<at::Tensor>& tensor) {
+    return at::autocast::cached_cast(dtype, tensor, kDevice);
+  };
+  const size_t arguments = op.schema().arguments().size();
+  for (size_t i = 0; i < arguments; ++i) {
+    c10::IValue& argument = torch::jit::peek(*stack, i, arguments);
+    if (argument.isTensor()) {
+      argument = *cast(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      std::vector<at::Tensor> list = argument.toTensorVector();
+      for (at::Tensor& tensor : list) tensor = *cast(tensor);
+      argument = std::move(list);
+    } else if (argument.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto& tensor : argument.toOptionalTensorVector()) list.push_back(cast(tensor));
+      argument = list;
+    }
+  }
+  op.callBoxed(stack);
 }
 
 plan::Op to_op(const std::string& name) {
@@ -203,6 +273,21 @@ TORCH_LIBRARY(overlap, m) {
   m.def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
         {at::Tag::pt2_compliant_tag});
   m.def(
+      "gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> (Tensor, "
+      "Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm.weights(Tensor input, Tensor[] weights, Tensor?[] biases, *, str group) "
+      "-> (Tensor[], Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
+      "bias=None, *, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
       "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group) -> int[]",
       &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
@@ -216,18 +301,33 @@ TORCH_LIBRARY(overlap, m) {
   m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);
 }
 
-TORCH_LIBRARY_IMPL(overlap, CPU, m) {
-  m.impl("gemm_allreduce", &gemm_allreduce);
-}
-TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
-  m.impl("gemm_allreduce", &gemm_allreduce);
+template <c10::DispatchKey kAutocast, at::DeviceType kDevice>
+void implement_autocast(torch::Library& m) {
+  for (const char* op : {"gemm_allreduce", "gemm_reducescatter", "allgather_gemm",
+                         "allgather_gemm.weights", "gemm_alltoall"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<kAutocast, kDevice>>());
+  }
 }
 
+void implement(torch::Library& m) {
+  m.impl("gemm_allreduce", &gemm_allreduce);
+  m.impl("gemm_reducescatter", &gemm_reducescatter);
+  m.impl("allgather_gemm", &allgather_gemm);
+  m.impl("allgather_gemm.weights", &allgather_gemm_weights);
+  m.impl("gemm_alltoall", &gemm_alltoall);
+}
+
+TORCH_LIBRARY_IMPL(overlap, CPU, m) {
+  implement(m);
+}
+TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
+  implement(m);
+}
 TORCH_LIBRARY_IMPL(overlap, AutocastCPU, m) {
-  m.impl("gemm_allreduce", &gemm_allreduce_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>);
+  implement_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>(m);
 }
 TORCH_LIBRARY_IMPL(overlap, AutocastCUDA, m) {
-  m.impl("gemm_allreduce", &gemm_allreduce_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>);
+  implement_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>(m);
 }
 
 }  // namespace overlap::binding

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "binding/gemm_allreduce.h"
+#include "binding/trace_switch.h"
 
 #if defined(OVERLAP_WITH_CUDA)
 #include "binding/cuda_trace.h"

@@ -49,6 +49,12 @@ const char* name(Op op) {
   switch (op) {
     case Op::kGemmAllReduce:
       return "gemm_allreduce";
+    case Op::kGemmReduceScatter:
+      return "gemm_reducescatter";
+    case Op::kAllGatherGemm:
+      return "allgather_gemm";
+    case Op::kGemmAllToAll:
+      return "gemm_alltoall";
   }
   return "unknown op";
 }

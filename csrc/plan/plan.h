@@ -10,7 +10,12 @@
 
 namespace overlap::plan {
 
-enum class Op : int32_t { kGemmAllReduce = 0 };
+enum class Op : int32_t {
+  kGemmAllReduce = 0,
+  kGemmReduceScatter = 1,
+  kAllGatherGemm = 2,
+  kGemmAllToAll = 3
+};
 enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
 // How the op runs: one GEMM, then one collective; or chunk by chunk, communication beside

@@ -1,0 +1,67 @@
+// A call of any op, checked and flattened, and what runs it on each kind of device.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "binding/groups.h"
+#include "binding/trace_switch.h"
+
+namespace overlap::binding {
+
+// Operands of one dtype on one device. Functions that take it may rely on more than one rank and
+// M, N, K > 0. Two exceptions, as these numbers are not shared: gemm_alltoall's input may have no
+// rows on this rank, and its K may be 0.
+struct OpCall {
+  at::Tensor input;                               // [rows on this rank, K]
+  std::vector<at::Tensor> weights;                // [N_i, K]; several for allgather_gemm alone
+  std::vector<std::optional<at::Tensor>> biases;  // [N_i], as many as weights
+  std::shared_ptr<GroupEntry> group;
+  plan::Problem problem;
+  // gemm_alltoall: rows for and from each rank, in rank order.
+  std::vector<int64_t> send_rows;
+  std::vector<int64_t> recv_rows;
+
+  const at::Tensor& weight() const { return weights.front(); }
+  const std::optional<at::Tensor>& bias() const { return biases.front(); }
+};
+
+struct AllGatherGemmResult {
+  std::vector<at::Tensor> outputs;  // [M, N_i]
+  at::Tensor gathered;              // [M, K]
+};
+
+// The unfused compositions: one GEMM, then one of the process group's own collectives, or the other
+// way round. Any device.
+at::Tensor gemm_allreduce_composition(const OpCall& call);
+at::Tensor gemm_reducescatter_composition(const OpCall& call);
+AllGatherGemmResult allgather_gemm_composition(const OpCall& call);
+at::Tensor gemm_alltoall_composition(const OpCall& call);
+
+at::Tensor gemm_allreduce_cpu(const OpCall& call);
+
+#if defined(OVERLAP_WITH_CUDA)
+at::Tensor gemm_allreduce_cuda(const OpCall& call);
+at::Tensor gemm_reducescatter_cuda(const OpCall& call);  // [M / world, N]
+AllGatherGemmResult allgather_gemm_cuda(const OpCall& call);
+at::Tensor gemm_alltoall_cuda(const OpCall& call);  // [sum of recv_rows, N]
+
+// What the planner knows of this group on this device. Collective at its first call.
+plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
+
+// Whether the fast path serves this group on this device: NCCL, compute capability 8.0 or newer.
+bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device);
+
+void check_cuda_groups();  // throws what went wrong asynchronously
+std::vector<int64_t> cuda_memory(
+    const std::shared_ptr<GroupEntry>& group);  // [communicators, bytes]
+#endif
+
+// input @ weight.T + bias on this rank's operands.
+at::Tensor local_gemm(const at::Tensor& input, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias);
+
+}  // namespace overlap::binding

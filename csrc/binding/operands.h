@@ -1,0 +1,28 @@
+// Checks of what an op is given, and its flattening into an OpCall.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "binding/op_call.h"
+
+namespace overlap::binding {
+
+// A call of `op` with all but the counts of rows; problem.m is the number of input's rows. Throws
+// ValueError or TypeError for operands that do not fit, naming the op and what was given.
+OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> weights,
+                 std::vector<std::optional<at::Tensor>> biases, const std::string& group_name);
+
+// Dim 0 is the one that is cut: input must have it apart from K.
+void check_row_dim(plan::Op op, const at::Tensor& input);
+
+// Throws unless `rows` holds a count >= 0 for each of the group's ranks.
+void check_counts(const char* name, at::IntArrayRef rows, const GroupEntry& group);
+
+// [rows, columns] -> [dim0, ..., columns], with input's dims between the first and the last.
+at::Tensor as_shape_of(const at::Tensor& rows, const at::Tensor& input, int64_t dim0);
+
+}  // namespace overlap::binding
