@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory  # registers the operators too
 
 from .shapes import Shape
 
@@ -33,15 +34,12 @@ def baselines(
     input = torch.zeros(input_rows, shape.k, dtype=dtype, device=device)
     weight = torch.zeros(shape.n, shape.k, dtype=dtype, device=device)
     chosen: dict[str, _Computation] = {}
-    for name, make in _MAKERS[op].items():
+    for name, computation in _MAKERS[op](shape, dtype, device, group).items():
         try:
-            computation = make(shape, dtype, device, group)
             computation(input, weight)
             torch.cuda.synchronize()
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # decided by shape and dtype: by all ranks alike
+        except (RuntimeError, ValueError) as error:
+            # Shape and dtype decide, so all ranks leave it out.
             if dist.get_rank() == 0:
                 reason = str(error).splitlines()[0]
                 print(f"{op} {shape}: symm_mem.{name} left out: {reason}", file=sys.stderr)
@@ -51,54 +49,49 @@ def baselines(
 
 
 def _all_reduce(
-    in_place: bool,
-) -> Callable[[Shape, torch.dtype, torch.device, str], _Computation]:
-    """A GEMM into symmetric memory, then the all-reduce out of it: of a part per rank, in place, or of all by all."""
+    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
+) -> dict[str, _Computation]:
+    """A GEMM into symmetric memory, then the sum: in place, each rank a part for all, or each rank all for itself."""
+    buffer = symmetric_memory.empty(shape.m, shape.n, dtype=dtype, device=device)
+    symmetric_memory.rendezvous(buffer, group)
 
-    def make(shape: Shape, dtype: torch.dtype, device: torch.device, group: str) -> _Computation:
-        from torch.distributed import _symmetric_memory as symmetric_memory
+    def two_shot(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.mm(input, weight.t(), out=buffer)
+        return (torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group),)
 
-        buffer = symmetric_memory.empty(shape.m, shape.n, dtype=dtype, device=device)
-        symmetric_memory.rendezvous(buffer, group)
+    def one_shot(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.mm(input, weight.t(), out=buffer)
+        return (torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group),)
 
-        def computation(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            torch.mm(input, weight.t(), out=buffer)
-            if in_place:
-                return (torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group),)
-            return (torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group),)
-
-        return computation
-
-    return make
+    return {"two_shot_all_reduce_": two_shot, "one_shot_all_reduce": one_shot}
 
 
 def _reduce_scatter(
     shape: Shape, dtype: torch.dtype, device: torch.device, group: str
-) -> _Computation:
-    from torch.distributed import _symmetric_memory  # noqa: F401 (registers the operator)
-
+) -> dict[str, _Computation]:
     fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-    return lambda input, weight: (fused(input, weight.t(), "sum", 0, group),)
+    return {
+        "fused_matmul_reduce_scatter": lambda input, weight: (
+            fused(input, weight.t(), "sum", 0, group),
+        )
+    }
 
 
-def _all_gather(shape: Shape, dtype: torch.dtype, device: torch.device, group: str) -> _Computation:
-    from torch.distributed import _symmetric_memory  # noqa: F401 (registers the operator)
-
-    fused = torch.ops.symm_mem.fused_all_gather_matmul
-
-    def computation(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gathered, outputs = fused(input, [weight.t()], 0, group)
+def _all_gather(
+    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
+) -> dict[str, _Computation]:
+    def fused(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered, outputs = torch.ops.symm_mem.fused_all_gather_matmul(
+            input, [weight.t()], 0, group
+        )
         return outputs[0], gathered
 
-    return computation
+    return {"fused_all_gather_matmul": fused}
 
 
 # There is none for an all-to-all behind a GEMM.
 _MAKERS = {
-    "gemm_allreduce": {
-        "two_shot_all_reduce_": _all_reduce(in_place=True),
-        "one_shot_all_reduce": _all_reduce(in_place=False),
-    },
-    "gemm_reducescatter": {"fused_matmul_reduce_scatter": _reduce_scatter},
-    "allgather_gemm": {"fused_all_gather_matmul": _all_gather},
+    "gemm_allreduce": _all_reduce,
+    "gemm_reducescatter": _reduce_scatter,
+    "allgather_gemm": _all_gather,
 }
