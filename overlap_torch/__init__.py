@@ -2,15 +2,32 @@
 
     output = overlap_torch.gemm_allreduce(input, weight, bias, group=group)
 
-is ``all_reduce(input @ weight.T) + bias``. The same operator is ``torch.ops.overlap.gemm_allreduce``; a layer built on
-it is :class:`overlap_torch.nn.RowParallelLinear`; :mod:`overlap_torch.plan` shows and sets the plans it runs by.
+is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
+are its siblings. The same operators are ``torch.ops.overlap.gemm_allreduce`` and so on; a layer built on them is
+:class:`overlap_torch.nn.RowParallelLinear`; :mod:`overlap_torch.plan` shows and sets the plans they run by.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
 
 from overlap_torch import nn, plan
-from overlap_torch._ops import check, gemm_allreduce
+from overlap_torch._ops import (
+    allgather_gemm,
+    check,
+    gemm_allreduce,
+    gemm_alltoall,
+    gemm_reducescatter,
+)
 from overlap_torch.plan import Plan
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "__version__", "check", "gemm_allreduce", "nn", "plan"]
+__all__ = [
+    "Plan",
+    "__version__",
+    "allgather_gemm",
+    "check",
+    "gemm_allreduce",
+    "gemm_alltoall",
+    "gemm_reducescatter",
+    "nn",
+    "plan",
+]

@@ -1,20 +1,78 @@
-"""The unfused composition: what each op means. Tests hold the ops to these lines."""
+"""The unfused compositions: what each op means. Tests hold the ops to these lines.
+
+Operands are as the ops take them: ``input`` [..., K], ``weight`` [N, K] as in ``torch.nn.Linear``, ``bias`` [N] or None.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn import functional
 
 
 def gemm_allreduce(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str
 ) -> torch.Tensor:
-    """``all_reduce(input @ weight.T) + bias``: a GEMM, then a collective, one after the other.
-
-    ``input`` is [..., K], ``weight`` [N, K] as in ``torch.nn.Linear``, ``bias`` [N] or None; the result is [..., N].
-    """
+    """``all_reduce(input @ weight.T) + bias``: a GEMM, then a collective, one after the other. [..., N]."""
     output = torch.matmul(input, weight.t())
     if output.numel() > 0:
         dist.all_reduce(output, group=_resolve_process_group(group_name))
     return output if bias is None else output + bias
+
+
+def gemm_reducescatter(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str
+) -> torch.Tensor:
+    """``reduce_scatter(input @ weight.T, dim 0) + bias``: [D0, ..., K] to [D0 / world size, ..., N]."""
+    group = _resolve_process_group(group_name)
+    partial = torch.matmul(input, weight.t())
+    output = partial.new_empty(partial.shape[0] // group.size(), *partial.shape[1:])
+    if partial.numel() > 0:
+        dist.reduce_scatter_tensor(output, partial, group=group)
+    return output if bias is None else output + bias
+
+
+def allgather_gemm(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``g = all_gather(input, dim 0)``, then ``(g @ weight.T + bias, g)``."""
+    (output,), gathered = allgather_gemm_weights(input, [weight], [bias], group_name)
+    return output, gathered
+
+
+def allgather_gemm_weights(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group_name: str,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """``g = all_gather(input, dim 0)``, then a product for each weight. ``biases`` is empty or one for each."""
+    group = _resolve_process_group(group_name)
+    gathered = input.new_empty(input.shape[0] * group.size(), *input.shape[1:])
+    if gathered.numel() > 0:
+        dist.all_gather_into_tensor(gathered, input.contiguous(), group=group)
+    outputs = [
+        functional.linear(gathered, weight, bias)
+        for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
+    ]
+    return outputs, gathered
+
+
+def gemm_alltoall(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    bias: torch.Tensor | None,
+    group_name: str,
+) -> torch.Tensor:
+    """Rows of ``input @ weight.T + bias`` to their ranks: [D0, ..., K] to [sum of recv_rows, ..., N]."""
+    rows = functional.linear(input, weight, bias)
+    output = rows.new_empty(sum(recv_rows), *rows.shape[1:])
+    dist.all_to_all_single(
+        output, rows, list(recv_rows), list(send_rows), group=_resolve_process_group(group_name)
+    )
+    return output

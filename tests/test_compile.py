@@ -105,7 +105,7 @@ def fake_errors() -> list[str]:
                 ]
                 torch.ops.overlap.gemm_allreduce(*fakes, group=world_name())
             messages.append("")
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             messages.append(str(error))
     return messages
 

@@ -1,0 +1,138 @@
+"""Rows of ``input @ weight.T + bias`` to the ranks they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops.gradients import (
+    exchange,
+    first_order,
+    needs_autograd,
+    rows,
+    weight_gradient,
+)
+from overlap_torch._ops.group import Group, group_name, world_size
+
+_op = torch.ops.overlap.gemm_alltoall.default
+
+
+@torch.library.register_fake("overlap::gemm_alltoall")
+def _fake(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    bias: torch.Tensor | None = None,
+    *,
+    group: str,
+) -> torch.Tensor:
+    fakes.check_row_dim("gemm_alltoall", input)
+    fakes.check_operands("gemm_alltoall", input, weight, bias)
+    world = world_size(group)
+    for name, counts in (("send_rows", send_rows), ("recv_rows", recv_rows)):
+        torch._check_value(
+            len(counts) == world,
+            lambda name=name, counts=counts: (
+                f"gemm_alltoall: {name} must hold {world} counts, one for each rank of group '{group}', "
+                f"but is {list(counts)}"
+            ),
+        )
+        for count in counts:
+            torch._check_value(
+                count >= 0,
+                lambda name=name, counts=counts: (
+                    f"gemm_alltoall: {name} must not be negative, but is {list(counts)}"
+                ),
+            )
+    torch._check_value(
+        sum(send_rows) == input.shape[0],
+        lambda: (
+            f"gemm_alltoall: send_rows must add up to dim 0 of input, {input.shape[0]}, "
+            f"but {list(send_rows)} add up to {sum(send_rows)}"
+        ),
+    )
+    return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))
+
+
+def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    input, weight, send_rows, recv_rows, _ = inputs
+    needs_input, needs_weight = ctx.needs_input_grad[:2]
+    ctx.group = keyword_only_inputs["group"]
+    ctx.send_rows, ctx.recv_rows = list(send_rows), list(recv_rows)
+    ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+
+
+# The gradient's rows go back the way the output's came. Whether they do depends on requires_grad alone, which all ranks
+# share: a backward runs only where some operand needs it.
+def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    input, weight = ctx.saved_tensors
+    grad_input = grad_weight = grad_bias = None
+    with torch.no_grad():
+        grad = exchange(grad, ctx.recv_rows, ctx.send_rows, ctx.group)
+        if weight is not None:
+            grad_input = grad @ weight
+        if input is not None:
+            grad_weight = weight_gradient(grad, input)
+        if any(ctx.needs_input_grad[4:]):  # empty where the dispatcher dropped a bias that was None
+            grad_bias = rows(grad).sum(0)
+    grad_input, grad_weight, grad_bias = first_order(
+        "gemm_alltoall", (grad_input, grad_weight, grad_bias)
+    )
+    return (grad_input, grad_weight, None, None, grad_bias)[: len(ctx.needs_input_grad)]
+
+
+torch.library.register_autograd("overlap::gemm_alltoall", _backward, setup_context=_setup_context)
+
+
+def gemm_alltoall(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = None,
+) -> torch.Tensor:
+    """Rows of ``input @ weight.T + bias`` to their ranks, those of early destinations beside the GEMM of later ones.
+
+    The result is that of the unfused composition::
+
+        rows = torch.nn.functional.linear(input, weight, bias)
+        output = rows.new_empty(sum(recv_rows), *rows.shape[1:])
+        torch.distributed.all_to_all_single(output, rows, recv_rows, send_rows, group=group)
+        output
+
+    Every rank of the group calls it with the same N, K, dims between the first and the last and dtype, in the same order
+    of calls; a rank that has nothing to send or to receive takes part too. Weights, biases and numbers of rows may
+    differ by rank. What the fast path cannot take runs the composition.
+
+    Args:
+        input: [D0, ..., K], this rank's rows, in order of the ranks they are for.
+        weight: [N, K], as in ``torch.nn.Linear``; contiguous along either dim for speed.
+        send_rows: how many rows of dim 0 go to each rank: one count >= 0 for each rank, D0 in all.
+        recv_rows: how many rows come from each rank; rank r's ``send_rows[s]`` is rank s's ``recv_rows[r]``.
+        bias: [N] or None; the sender adds it.
+        group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+
+    Returns:
+        A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the ranks that sent the
+        rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
+
+    Gradients are first order. Backward sends the gradient's rows back, which every rank has to take part in; what
+    follows is local, so gradients of weight and bias are those of this rank's.
+
+    Raises:
+        ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do
+            not fit, or an unknown group.
+        TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
+        RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
+            :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
+    """
+    name = group if type(group) is str else group_name(group)
+    if needs_autograd(input, weight, bias):
+        return _op(input, weight, send_rows, recv_rows, bias, group=name)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _op(input, weight, send_rows, recv_rows, bias, group=name)

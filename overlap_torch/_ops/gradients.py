@@ -1,0 +1,83 @@
+"""What the ops' gradients have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed._functional_collectives
+from torch.autograd import forward_ad
+
+from overlap_torch._ops.group import world_size
+
+_collectives = torch.ops._c10d_functional
+
+
+def needs_autograd(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call has anything to do in the autograd kernel.
+
+    Where not, leaving out that kernel, which is in Python, halves the call's host time.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+class _FirstOrder(torch.autograd.Function):
+    """A gradient that must not be differentiated again: doing so raises instead of leaving out a part."""
+
+    @staticmethod
+    def forward(ctx, grad: torch.Tensor, op: str) -> torch.Tensor:
+        ctx.op = op
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[None, None]:
+        raise RuntimeError(
+            f"{ctx.op} has first-order gradients only: their derivative would need communication. "
+            "Where second derivatives are needed, use torch.nn.functional.linear and a collective instead"
+        )
+
+
+def first_order(op: str, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """``grads``, guarded against a second derivative where one might be taken (``create_graph=True``)."""
+    if not torch.is_grad_enabled():
+        return tuple(grads)
+    return tuple(
+        grad if grad is None else _FirstOrder.apply(grad.requires_grad_(), op) for grad in grads
+    )
+
+
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., C] -> [rows, C]."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
+def weight_gradient(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """[..., N], [..., K] -> [N, K], summed over the rows."""
+    return rows(grad).t() @ rows(input)
+
+
+def start_all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
+    """Begins to gather ``shard`` along dim 0; the result may be used after :func:`wait`."""
+    return _collectives.all_gather_into_tensor(shard.contiguous(), world_size(group), group)
+
+
+def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
+    """Begins to sum ``whole`` and cut it along dim 0; the result may be used after :func:`wait`."""
+    return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size(group), group)
+
+
+def exchange(
+    whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
+) -> torch.Tensor:
+    """The first send_rows[0] rows of ``whole`` to rank 0, and so on; what is received, in rank order."""
+    return wait(_collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group))
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    return _collectives.wait_tensor(tensor)

@@ -1,0 +1,42 @@
+"""Process groups, as the ops take them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+# The default group, a group's name, a group, or a one-dimensional mesh.
+Group = str | dist.ProcessGroup | DeviceMesh | None
+
+
+def group_name(group: Group = None) -> str:
+    """The name by which the operators know a process group.
+
+    ``group`` is None (the default group), a name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+    """
+    if isinstance(group, str):
+        return group
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group() first, or give group= a process group"
+            )
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group= takes a one-dimensional DeviceMesh, but got one of {group.ndim} dimensions; "
+                'name the dimension, as in mesh["tp"]'
+            )
+        return group.get_group().group_name
+    raise TypeError(
+        f"group= takes None, a group's name, a ProcessGroup or a one-dimensional DeviceMesh, not {type(group).__name__}"
+    )
+
+
+def world_size(name: str) -> int:
+    """Number of ranks of the group that has this name."""
+    return _resolve_process_group(name).size()

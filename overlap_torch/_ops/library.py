@@ -1,0 +1,40 @@
+"""Loads the op library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_LIBRARY = Path(__file__).parents[1] / "_C.so"
+
+
+def _load_library() -> None:
+    if not _LIBRARY.exists():
+        raise ImportError(
+            f"overlap_torch is not built: {_LIBRARY} does not exist. Build it with "
+            "`pip install --no-build-isolation .` in the project's folder, or with `make build` in a checkout."
+        )
+    try:
+        torch.ops.load_library(_LIBRARY)
+    except OSError as error:
+        raise ImportError(
+            f"cannot load {_LIBRARY} with torch {torch.__version__}: {error.__cause__ or error}. "
+            "The library has to be built against the torch that loads it; rebuild it with "
+            "`pip install --no-build-isolation .` (`make build` in a checkout)."
+        ) from error
+
+
+_load_library()
+
+_check = torch.ops.overlap.check.default
+
+
+def check() -> None:
+    """Raises what went wrong in ops that had already returned, and returns at once if nothing did.
+
+    Ops are asynchronous: a deadline that passed (a rank that never called the op), an error of NCCL or a peer that died
+    shows later. The error names the rank and the chunk that waited; results since then are undefined. It does not
+    synchronise: to know that earlier ops went well, synchronise the device first.
+    """
+    _check()
