@@ -40,11 +40,12 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
 
 
 def given_plans(text: str | None, problem: Problem) -> list[Plan]:
-    """The plans in JSON, of whatever op and number of ranks, for the problem's M, N, K and dtype."""
+    """gemm_allreduce's plans in JSON, of whatever number of ranks, for the problem's M, N, K and dtype."""
     chosen = []
     for plan in plans.parse(text) if text else []:
         own = plan.problem
-        if (own.m, own.n, own.k, own.dtype) == (problem.m, problem.n, problem.k, problem.dtype):
+        names = ("op", "m", "n", "k", "dtype")
+        if all(getattr(own, name) == getattr(problem, name) for name in names):
             plan.collective = Collective.ALL_REDUCE  # one part a chunk: the GEMM is the same
             chosen.append(plan)
     return chosen

@@ -13,8 +13,8 @@ from overlap_torch.plan import Collective, Plan, Schedule
 
 __all__ = ["OPS", "MeasuredProblem", "Plan", "as_dict", "layout", "parse", "summary"]
 
-# The ops that run by plans. An all-to-all's rows are no number that all ranks share, so there is no plan of them.
-OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+# The ops that run by plans.
+OPS = tuple(name.lower() for name in plan_api.Op.__members__)
 
 
 def parse(text: str) -> list[Plan]:
@@ -58,11 +58,12 @@ def summary(plan: Plan) -> str:
     """The plan in a few words, for a table."""
     if plan.schedule == Schedule.SEQUENTIAL:
         return "sequential"
-    sizes = [chunk.tiles for chunk in plan.chunks]
+    sizes = [chunk.tiles for chunk in plan.chunks if chunk.tiles]  # none in an all-to-all's plan
     tiles = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
     ctas = "/".join(str(limit) for limit in dict.fromkeys(chunk.max_ctas for chunk in plan.chunks))
-    words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout), f"tiles {tiles}"]
-    if plan.collective != Collective.ALL_REDUCE:
+    words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout)]
+    words += [f"tiles {tiles}"] if sizes else []
+    if plan.collective == Collective.EXCHANGE:
         words.append(plan_api.enum_name(plan.collective))
     words += (
         [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"]
@@ -77,7 +78,7 @@ class MeasuredProblem:
     """A problem on this rank's device in the default group, and the plan table's entry for it."""
 
     op: str
-    m: int
+    m: int  # 0 for an all-to-all: its rows differ by rank, and its plan is one for all
     n: int
     k: int
     dtype: torch.dtype

@@ -74,7 +74,13 @@ class _CaseRun:
         shape = case.shape
         self._problem = (
             plans.MeasuredProblem(
-                case.op, shape.m, shape.n, shape.k, dtype, stopwatch.device, group
+                case.op,
+                0 if case.split else shape.m,
+                shape.n,
+                shape.k,
+                dtype,
+                stopwatch.device,
+                group,
             )
             if case.op in plans.OPS
             else None
