@@ -8,7 +8,6 @@ import pickle
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.multiprocessing
@@ -16,50 +15,59 @@ import torch.multiprocessing
 from overlap_torch import _bench_entry
 from overlap_torch._launch import Ranks, launch
 
-from . import measure, shapes
+from . import block, computations, gemm, measure, plans, pytorch_ops, shapes
+from .options import Options
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a benchmark measures; every rank gets the same."""
-
-    command: str
-    op: str
-    shapes: tuple[shapes.Shape, ...]
-    modes: tuple[str, ...]
-    dtype: str  # name of a torch dtype
-    call_repeats: int
-    row_repeats: int  # repetitions of ten calls, in the modes row and graph
-    plans: str | None  # JSON: one plan or a list, each for the problem that it names
-    sweep: str | None  # "candidates": those of the planner; else JSON as in `plans`
-    check: bool
-    json_path: str | None
-    plot_path: str | None
+ALL = (*computations.OPS, "block")  # what "all" stands for; gemm is no op beside a sequence
+OPS = (*ALL, "gemm")
+BASELINES = ("pytorch",)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch bench",
-        description="Times an op against the sequence (a GEMM, then a collective), in turns in one run; each time is "
-        "that of the slowest rank. Starts the ranks itself, or is one of those that torchrun started.",
+        description="Times each op against its sequence (torch.mm and a collective of torch.distributed), or a "
+        "transformer block made of the ops against one made of the sequences: checked first, then in turns in one run; "
+        "each time is that of the slowest rank. Starts the ranks itself, or is one of those that torchrun started.",
     )
     add = parser.add_argument
-    add("--ops", default="allreduce", choices=["allreduce"], help="the op to measure")
+    add(
+        "--op",
+        default="gemm_allreduce",
+        help=f"comma-separated: {', '.join(ALL)}, all (these), or gemm: the signalling GEMM alone beside cuBLAS, "
+        "on one GPU (default: gemm_allreduce)",
+    )
     add(
         "--shapes",
-        help="comma-separated: m_train, m_small, slow_link, MxNxK, K that of one rank (default: m_train; on CPU "
-        "1024x1024x1024)",
+        help=f"comma-separated: {', '.join(shapes.GROUPS)} (groups of suite.json), or MxNxK, M the rows of the whole "
+        "GEMM, K one rank's (default: m_train; on CPU 1024x1024x1024)",
     )
-    add("--modes", default="call,row,graph", help="of call, row, graph (default: all)")
+    add(
+        "--blocks",
+        help=f"for block, comma-separated: MODEL@TOKENS, MODEL {' or '.join(shapes.MODELS)}, or "
+        "HIDDENxHEADSxKV_HEADSxINTERMEDIATE@TOKENS, sizes before sharding (default: both models at 4096 and 8192 "
+        "tokens; on CPU 512x8x4x1024@512)",
+    )
+    add(
+        "--modes",
+        default="call,row,graph",
+        help="of call (one call after a barrier), row (ten in a row behind a GEMM; time / 10), graph (ten in a CUDA "
+        "graph; time / 10; not for block); default: all",
+    )
     add("--dtype", choices=list(DTYPES), help="default: bf16, on CPU fp32")
     add(
         "--repeats",
         type=int,
         help="repetitions of a call (default: 20, in a sweep 10); in row and graph a quarter, of ten calls each",
     )
-    add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    add(
+        "--baselines",
+        default="",
+        help="pytorch: PyTorch's own ops on symmetric memory as further variants in the same turns (not for block, "
+        "gemm_alltoall, CPU); sets TORCH_SYMM_MEM_DISABLE_MULTICAST=1 unless it is set",
+    )
+    add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU; for gemm alone 1)")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
     add(
         "--slow-link",
@@ -68,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--plan",
+        "--plans",
         help="a plan, or a list of plans, as JSON or as a JSON file, instead of the planner's for the problems that "
         "they name",
     )
@@ -75,9 +84,10 @@ def _parser() -> argparse.ArgumentParser:
         "--sweep",
         nargs="?",
         const="candidates",
-        help="measure the planner's candidates for each shape, or those of a JSON file, and print the best",
+        help="measure the planner's candidates for each shape, or those of a JSON file, and print the best (for "
+        f"{', '.join(plans.OPS)})",
     )
-    add("--no-check", action="store_true", help="do not compare with the composition first")
+    add("--no-check", action="store_true", help="do not compare with the sequence's results first")
     add("--json", metavar="FILE", help="write JSON lines here ('-': to stdout)")
     add("--plot", metavar="FILE", help="draw the speed-ups into this PNG")
     return parser
@@ -90,47 +100,91 @@ def _json_text(value: str | None) -> str | None:
     return Path(value).read_text()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit status: 1 if a result was wrong, 2 for a bad command line."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        ranks = Ranks.choose(args.world, args.device)
-        on_cpu = ranks.device_type == "cpu"
-        default_shapes = (
-            "slow_link" if args.slow_link else ("1024x1024x1024" if on_cpu else "m_train")
-        )
-        wanted = tuple(shapes.parse(args.shapes or default_shapes))
-        modes = tuple(filter(None, args.modes.split(",")))
-        if unknown := set(modes) - set(measure.MODES):
-            raise ValueError(
-                f"modes are {', '.join(measure.MODES)}, not {', '.join(sorted(unknown))}"
-            )
-        sweep = args.sweep if args.sweep in (None, "candidates") else _json_text(args.sweep)
-        plans = _json_text(args.plan)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+def _names(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
+    """The names in a comma-separated list, each once; ValueError for one that is not allowed."""
+    names = tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"--{option} takes {', '.join(allowed)}, not {', '.join(unknown)}")
+    return names
+
+
+def _ops(text: str) -> tuple[str, ...]:
+    names = _names("op", text, (*OPS, "all"))
+    if not names:
+        raise ValueError("--op names no op")
+    expanded = [op for name in names for op in (ALL if name == "all" else (name,))]
+    return tuple(dict.fromkeys(expanded))
+
+
+def _modes(text: str, ops: tuple[str, ...], on_cpu: bool) -> tuple[str, ...]:
+    modes = _names("modes", text, measure.MODES)
     if on_cpu and "graph" in modes:
         print("mode graph left out: CUDA graphs need a GPU", file=sys.stderr)
         modes = tuple(mode for mode in modes if mode != "graph")
+    if "block" in ops and "graph" in modes:
+        print(f"block: only the modes {', '.join(block.MODES)}", file=sys.stderr)
+    return modes
+
+
+def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
+    """Reads the command line. Ends the process with status 2 where it is bad."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        ops = _ops(args.op)
+        ranks = Ranks.choose(
+            1 if args.world is None and ops == ("gemm",) else args.world, args.device
+        )
+        on_cpu = ranks.device_type == "cpu"
+        if "gemm" in ops and on_cpu:
+            raise ValueError("--op gemm needs a GPU: it times CUDA kernels")
+        if "gemm" in ops and not gemm.available():
+            raise ValueError("--op gemm needs a build with CUDA: this one has no gemm_alone")
+        if args.sweep and (unplanned := [op for op in ops if op not in plans.OPS]):
+            raise ValueError(
+                f"--sweep is for {', '.join(plans.OPS)}: there are no plans to choose from for "
+                f"{', '.join(unplanned)}"
+            )
+        default_shapes = (
+            "slow_link" if args.slow_link else ("1024x1024x1024" if on_cpu else "m_train")
+        )
+        default_blocks = (
+            "512x8x4x1024@512"
+            if on_cpu
+            else ",".join(f"{model}@{tokens}" for model in shapes.MODELS for tokens in (4096, 8192))
+        )
+        blocks = shapes.parse_blocks(args.blocks or default_blocks) if "block" in ops else []
+        for sizes in blocks:
+            sizes.check_divisible(ranks.world_size)
+        repeats = args.repeats or (10 if args.sweep else 20)
+        options = Options(
+            command=shlex.join(["python", "-m", "overlap_torch", "bench", *argv]),
+            ops=ops,
+            shapes=tuple(shapes.parse(args.shapes or default_shapes)),
+            blocks=tuple(blocks),
+            modes=_modes(args.modes, ops, on_cpu),
+            dtype=DTYPES[args.dtype or ("fp32" if on_cpu else "bf16")],
+            call_repeats=repeats,
+            row_repeats=max(3, repeats // 4),
+            baselines=_names("baselines", args.baselines, BASELINES),
+            plans=_json_text(args.plan),
+            sweep=args.sweep if args.sweep in (None, "candidates") else _json_text(args.sweep),
+            check=not args.no_check,
+            json_path=args.json,
+            plot_path=args.plot,
+        )
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     if args.slow_link:
         os.environ["NCCL_P2P_DISABLE"] = "1"
-    repeats = args.repeats or (10 if sweep else 20)
-    options = Options(
-        command=shlex.join(["python", "-m", "overlap_torch", "bench", *argv]),
-        op=args.ops,
-        shapes=wanted,
-        modes=modes,
-        dtype=DTYPES[args.dtype or ("fp32" if on_cpu else "bf16")],
-        call_repeats=repeats,
-        row_repeats=max(3, repeats // 4),
-        plans=plans,
-        sweep=sweep,
-        check=not args.no_check,
-        json_path=args.json,
-        plot_path=args.plot,
-    )
+    if options.baselines:
+        pytorch_ops.prepare_environment()
+    return ranks, options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status: 1 if a result was wrong, 2 for a bad command line."""
+    ranks, options = options_of(list(sys.argv[1:] if argv is None else argv))
     try:
         launch(ranks, _bench_entry.run_rank, pickle.dumps(options))
     except torch.multiprocessing.ProcessExitedException as error:

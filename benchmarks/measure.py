@@ -38,6 +38,15 @@ class Times:
         return {key: round(value, 2) for key, value in asdict(self).items()}
 
 
+def summary(samples: torch.Tensor) -> list[Times]:
+    """Each variant's times out of :meth:`Stopwatch.samples`."""
+    quantiles = torch.quantile(samples, samples.new_tensor([0.5, 0.1, 0.9]), dim=2)
+    return [
+        Times(*quantiles[:, 0, index].tolist(), quantiles[0, 1, index].item())
+        for index in range(samples.shape[1])
+    ]
+
+
 def operand_sets(device: torch.device, set_bytes: int) -> int:
     """How many sets of operands to rotate so that a set has left the cache when its turn comes again."""
     cache = (
@@ -69,6 +78,14 @@ class Stopwatch:
 
     def compare(self, mode: str, variants: Sequence[Variant], repeats: int) -> list[Times]:
         """Times the variants in turns, `repeats` times each. Collective: all ranks call it with the same arguments."""
+        return summary(self.samples(mode, variants, repeats))
+
+    def samples(self, mode: str, variants: Sequence[Variant], repeats: int) -> torch.Tensor:
+        """The times that :meth:`compare` sums up: float64 [2, variants, turns], on the device and on the host.
+
+        Microseconds for one call on the slowest rank. Each turn begins with the next variant, so that none always follows the same one.
+        Collective.
+        """
         calls = 1 if mode == "call" else CALLS_IN_A_ROW
         graphs = [self._capture(variant) for variant in variants] if mode == "graph" else []
         bodies = [graph.replay for graph in graphs] or [
@@ -77,7 +94,9 @@ class Stopwatch:
         device_us = torch.zeros(len(variants), repeats, dtype=torch.float64)
         host_us = torch.zeros_like(device_us)
         for turn in range(-1, repeats):  # turn -1 warms up
-            for index, body in enumerate(bodies):
+            for place in range(len(bodies)):
+                index = (turn + place) % len(bodies)
+                body = bodies[index]
                 run = body if graphs else functools.partial(body, turn + 1)
                 times = self._time_once(run, flush=mode == "call", filler=mode == "row")
                 if turn >= 0:
@@ -88,13 +107,7 @@ class Stopwatch:
             graph.reset()
         slowest = torch.stack([device_us, host_us]).to(self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        quantiles = torch.quantile(
-            slowest.cpu(), torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), dim=2
-        )
-        return [
-            Times(*quantiles[:, 0, index].tolist(), quantiles[0, 1, index].item())
-            for index in range(len(variants))
-        ]
+        return slowest.cpu()
 
     def _capture(self, variant: Variant) -> torch.cuda.CUDAGraph:
         _row(variant, CALLS_IN_A_ROW, 0)  # every operand set once outside of a capture

@@ -11,13 +11,16 @@ import torch.distributed as dist
 from overlap_torch import plan as plan_api
 from overlap_torch.plan import Collective, Plan, Schedule
 
-__all__ = ["MeasuredProblem", "Plan", "as_dict", "parse", "summary"]
+__all__ = ["OPS", "MeasuredProblem", "Plan", "as_dict", "layout", "parse", "summary"]
+
+# The ops that run by plans.
+OPS = tuple(name.lower() for name in plan_api.Op.__members__)
 
 
 def parse(text: str) -> list[Plan]:
     """One plan or a list of plans, as :func:`as_dict` gives them, from JSON; lines of a benchmark's JSON output do too.
 
-    Each plan once, in the order in which the text names them last.
+    Each plan once, in the order in which the text names them last; lines without a plan are passed over.
 
     Raises:
         ValueError: no JSON, or no valid plan.
@@ -30,9 +33,11 @@ def parse(text: str) -> list[Plan]:
         entries = [entries]
     plans: list[Plan] = []
     for entry in entries:
-        if entry.get("kind") == "run":
-            continue
-        plan = plan_api.from_dict(entry.get("plan", entry))
+        if isinstance(entry, dict) and "kind" in entry:
+            entry = entry.get("plan")
+            if entry is None:
+                continue
+        plan = plan_api.from_dict(entry)
         if plan in plans:
             plans.remove(plan)  # named again: it counts where it was named last
         plans.append(plan)
@@ -44,15 +49,21 @@ def as_dict(plan: Plan) -> dict:
     return plan_api.to_dict(plan)
 
 
+def layout(plan: Plan) -> str:
+    """The name of the plan's layout."""
+    return plan_api.enum_name(plan.layout)
+
+
 def summary(plan: Plan) -> str:
     """The plan in a few words, for a table."""
     if plan.schedule == Schedule.SEQUENTIAL:
         return "sequential"
-    sizes = [chunk.tiles for chunk in plan.chunks]
+    sizes = [chunk.tiles for chunk in plan.chunks if chunk.tiles]  # none in an all-to-all's plan
     tiles = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
     ctas = "/".join(str(limit) for limit in dict.fromkeys(chunk.max_ctas for chunk in plan.chunks))
-    words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout), f"tiles {tiles}"]
-    if plan.collective != Collective.ALL_REDUCE:
+    words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout)]
+    words += [f"tiles {tiles}"] if sizes else []
+    if plan.collective == Collective.EXCHANGE:
         words.append(plan_api.enum_name(plan.collective))
     words += (
         [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"]
@@ -66,21 +77,23 @@ def summary(plan: Plan) -> str:
 class MeasuredProblem:
     """A problem on this rank's device in the default group, and the plan table's entry for it."""
 
-    m: int
+    op: str
+    m: int  # 0 for an all-to-all: its rows differ by rank, and its plan is one for all
     n: int
     k: int
     dtype: torch.dtype
     device: torch.device
     group: str
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether the plan is one for this problem."""
-        return plan.problem == self.current().problem
+    def fitting(self, text: str) -> list[Plan]:
+        """Those of the plans in JSON that are for this problem."""
+        problem = self.current().problem
+        return [plan for plan in parse(text) if plan.problem == problem]
 
     def current(self) -> Plan:
         """The plan that the op uses now."""
         return plan_api.plan_for(
-            self.m, self.n, self.k, self.dtype, device=self.device, group=self.group
+            self.m, self.n, self.k, self.dtype, device=self.device, group=self.group, op=self.op
         )
 
     def set(self, plan: Plan) -> None:

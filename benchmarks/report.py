@@ -1,25 +1,21 @@
-"""Results as JSON lines, as a markdown table with geometric means, and as a plot."""
+"""Results as they come: JSON lines at once, progress on stderr, tables and plot in the end."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import torch
 
-from . import plans
+from . import plans, plot, tables
 from .measure import Times
-from .shapes import Shape
-
-if TYPE_CHECKING:
-    from .cli import Options
+from .options import Options
 
 # What changes results besides the command line.
 _ENVIRONMENT = (
@@ -34,29 +30,55 @@ _ENVIRONMENT = (
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What is measured: an op on one shape, or a block."""
+
+    op: str
+    group: str  # whose geometric mean it counts in
+    label: str  # in tables
+    fields: Mapping[str, object]  # in JSON: sizes, dtype, and whatever else tells subjects apart
+
+
+@dataclass(frozen=True)
 class Bounds:
     """The sequence's two parts, each alone, in a row; microseconds."""
 
-    gemm_us: float
+    compute_us: float
     collective_us: float
+    compute: str = "gemm"  # what computes; of a block "compute", all but its communication
 
     @property
     def us(self) -> float:
-        return max(self.gemm_us, self.collective_us)
+        return max(self.compute_us, self.collective_us)
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
+@dataclass(frozen=True)
+class Timed:
+    """One comparison: the sequence, the op, PyTorch's own ops by name."""
 
+    sequence: Times
+    op: Times
+    pytorch: Mapping[str, Times] = field(default_factory=dict)
+    pytorch_checked: Mapping[str, bool] = field(default_factory=dict)
 
-def _table(titles: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+    @property
+    def speedup(self) -> float:
+        """The ratio of the medians."""
+        return self.sequence.median / self.op.median
 
-
-def _spread(times: dict[str, float]) -> str:
-    return f"{times['median']:.1f} ({times['p10']:.1f}–{times['p90']:.1f})"
+    def pytorch_fields(self) -> dict[str, object]:
+        """For JSON: all times, and the fastest of those that were not found wrong."""
+        if not self.pytorch:
+            return {}
+        right = [name for name in self.pytorch if self.pytorch_checked.get(name, True)]
+        best = min(right, key=lambda name: self.pytorch[name].median, default=None)
+        speedup = best and round(self.sequence.median / self.pytorch[best].median, 4)
+        return {
+            "pytorch_us": {name: times.as_dict() for name, times in self.pytorch.items()},
+            "pytorch_checked": dict(self.pytorch_checked),
+            "pytorch_best": best,
+            "pytorch_speedup": speedup,
+        }
 
 
 class Writer:
@@ -65,8 +87,9 @@ class Writer:
     def __init__(self, options: Options, writes: bool) -> None:
         self._options = options
         self._writes = writes
-        self._rows: list[dict] = []
-        self._best: list[dict] = []
+        self._rows: list[tables.Row] = []
+        self._best: list[tables.Row] = []
+        self._gemms: list[tables.Row] = []
         self._title = ""
         self._file: TextIO | None = None
         if writes and options.json_path:
@@ -103,181 +126,115 @@ class Writer:
 
     def measurement(
         self,
-        shape: Shape,
+        subject: Subject,
         mode: str,
-        sequence: Times,
-        op: Times,
-        bounds: Bounds,
+        times: Timed,
+        checked: bool | None,
+        *,
+        bounds: Bounds | None = None,
+        plan: plans.Plan | None = None,
+    ) -> float:
+        """One subject in one mode; returns the speed-up."""
+        row = self._row("sweep" if self._options.sweep else "measurement", subject, mode)
+        row |= {
+            "sequence_us": times.sequence.as_dict(),
+            "op_us": times.op.as_dict(),
+            "speedup": round(times.speedup, 4),
+        }
+        row |= times.pytorch_fields()
+        if bounds is not None:
+            row |= {
+                f"{bounds.compute}_us": round(bounds.compute_us, 2),
+                "collective_us": round(bounds.collective_us, 2),
+                "bound_speedup": round(times.sequence.median / bounds.us, 4),
+            }
+        row["checked"] = checked
+        self._keep(self._rows, row, subject, plan)
+        note = "" if checked is not False else "  WRONG RESULT"
+        text = f"{times.speedup:.3f}x  {times.op.median:.1f} us"
+        self._progress(subject, f"{mode}: {text}  {plans.summary(plan) if plan else ''}{note}")
+        return times.speedup
+
+    def gemm(
+        self,
+        subject: Subject,
+        mode: str,
+        library: Times,
+        kernel: Times,
+        ratio: float,
         plan: plans.Plan,
         checked: bool | None,
-    ) -> float:
-        """One shape in one mode; returns the speed-up, the ratio of the medians."""
-        speedup = sequence.median / op.median
-        row = {
-            "kind": "sweep" if self._options.sweep else "measurement",
-            "op": self._options.op,
-            "group": shape.group,
-            "mode": mode,
-            "m": shape.m,
-            "n": shape.n,
-            "k": shape.k,
-            "dtype": self._options.dtype,
-            "sequence_us": sequence.as_dict(),
-            "op_us": op.as_dict(),
-            "speedup": round(speedup, 4),
-            "gemm_us": round(bounds.gemm_us, 2),
-            "collective_us": round(bounds.collective_us, 2),
-            "bound_speedup": round(sequence.median / bounds.us, 4),
+    ) -> None:
+        """A plan's GEMM alone beside cuBLAS; `ratio` is the time over cuBLAS's."""
+        row = self._row("gemm", subject, mode) | {
+            "layout": plans.layout(plan),
+            "library_us": library.as_dict(),
+            "kernel_us": kernel.as_dict(),
+            "ratio": round(ratio, 4),
             "checked": checked,
-            "plan": plans.as_dict(plan),
         }
-        self._emit(row)
-        row |= {"shape": str(shape), "summary": plans.summary(plan)}
-        self._rows.append(row)
-        if self._writes:
-            note = "" if checked is not False else "  WRONG RESULT"
-            line = f"{shape} {mode}: {speedup:.3f}x  {op.median:.1f} us  {row['summary']}{note}"
-            print(line, file=sys.stderr, flush=True)
-        return speedup
+        self._keep(self._gemms, row, subject, plan)
+        note = "" if checked is not False else "  WRONG RESULT"
+        self._progress(
+            subject, f"{mode}: {ratio:.3f} of cuBLAS's time  {plans.summary(plan)}{note}"
+        )
 
-    def wrong_plan(self, shape: Shape, plan: plans.Plan) -> None:
-        """A plan of a sweep whose result differs from the composition; it is not timed."""
+    def wrong_plan(self, subject: Subject, plan: plans.Plan) -> None:
+        """A plan of a sweep whose result differs from the sequence's; it is not timed."""
         self._emit(
-            {"kind": "wrong", "m": shape.m, "n": shape.n, "k": shape.k, "plan": plans.as_dict(plan)}
+            {"kind": "wrong", "op": subject.op, **subject.fields, "plan": plans.as_dict(plan)}
         )
-        if self._writes:
-            print(f"{shape}: WRONG RESULT under {plans.summary(plan)}", file=sys.stderr, flush=True)
+        self._progress(subject, f"WRONG RESULT under {plans.summary(plan)}")
 
-    def best(self, shape: Shape, mode: str, speedup: float, plan: plans.Plan) -> None:
-        """The fastest plan of a sweep for one shape in one mode."""
-        row = {
-            "kind": "best",
-            "mode": mode,
-            "m": shape.m,
-            "n": shape.n,
-            "k": shape.k,
-            "speedup": round(speedup, 4),
-        }
-        self._emit({**row, "plan": plans.as_dict(plan)})
-        self._best.append(
-            {**row, "shape": str(shape), "group": shape.group, "summary": plans.summary(plan)}
-        )
+    def best(self, subject: Subject, mode: str, speedup: float, plan: plans.Plan) -> None:
+        """The fastest plan of a sweep for one subject in one mode."""
+        row = self._row("best", subject, mode) | {"speedup": round(speedup, 4)}
+        self._keep(self._best, row, subject, plan)
 
     def finish(self) -> None:
         """Prints the tables, draws the plot."""
         if not self._writes:
             return
-        print()
-        if self._options.sweep:
-            titles = ["M x N x K", "mode", "speed-up", "best plan"]
-            rows = [
-                [row["shape"], row["mode"], f"{row['speedup']:.3f}", row["summary"]]
-                for row in self._best
-            ]
-            print(_table(titles, rows))
-            means = self._best
-        else:
-            print(self._measurements())
-            means = self._rows
-        print("\n" + self._means(means), flush=True)
-        if self._options.plot_path:
-            self._plot(means)
+        compared = self._best if self._options.sweep else self._rows
+        for op in dict.fromkeys(row["op"] for row in compared):
+            rows = [row for row in compared if row["op"] == op]
+            lines = tables.best_plans(rows) if self._options.sweep else tables.measurements(rows)
+            print(f"\n### {op}\n\n{lines}\n\n{tables.means(rows)}", flush=True)
+        if self._gemms:
+            print(f"\n### gemm\n\n{tables.gemms(self._gemms)}", flush=True)
+        if not compared and not self._gemms:
+            print("\nnothing measured")
+        if self._options.plot_path and compared:
+            plot.draw(compared, self._title, self._options.plot_path)
         if self._file not in (None, sys.stdout):
             self._file.close()
 
-    def _measurements(self) -> str:
-        titles = [
-            "M x N x K",
-            "mode",
-            "sequence µs",
-            "op µs",
-            "speed-up",
-            "GEMM µs",
-            "collective µs",
-            "bound",
-            "plan",
-        ]
-        rows = []
-        for row in self._rows:
-            speedup = f"**{row['speedup']:.3f}**" if row["checked"] is not False else "WRONG RESULT"
-            alone = [
-                f"{row['gemm_us']:.1f}",
-                f"{row['collective_us']:.1f}",
-                f"{row['bound_speedup']:.2f}",
-            ]
-            times = [_spread(row["sequence_us"]), _spread(row["op_us"])]
-            rows.append([row["shape"], row["mode"], *times, speedup, *alone, row["summary"]])
-        return (
-            _table(titles, rows)
-            + "\n\nMedian (10th to 90th percentile) of the slowest rank's times."
+    def _row(self, kind: str, subject: Subject, mode: str) -> tables.Row:
+        return {
+            "kind": kind,
+            "op": subject.op,
+            "group": subject.group,
+            "mode": mode,
+            **subject.fields,
+            "dtype": self._options.dtype,
+        }
+
+    def _keep(
+        self, rows: list[tables.Row], row: tables.Row, subject: Subject, plan: plans.Plan | None
+    ) -> None:
+        """Writes the row with its plan, and keeps it for a table."""
+        if plan is not None:
+            row = row | {"plan": plans.as_dict(plan)}
+        self._emit(row)
+        rows.append(
+            row | {"label": subject.label} | ({"summary": plans.summary(plan)} if plan else {})
         )
 
-    def _means(self, measured: list[dict]) -> str:
-        rows = []
-        for group, mode in dict.fromkeys((row["group"], row["mode"]) for row in measured):
-            chosen = [row for row in measured if (row["group"], row["mode"]) == (group, mode)]
-            lowest = min(chosen, key=lambda row: row["speedup"])
-            cells = [
-                group,
-                mode,
-                str(len(chosen)),
-                f"{geometric_mean(row['speedup'] for row in chosen):.3f}",
-            ]
-            cells.append(f"{lowest['speedup']:.3f} ({lowest['shape']})")
-            if "bound_speedup" in lowest:
-                cells.append(f"{geometric_mean(row['bound_speedup'] for row in chosen):.2f}")
-                cells += [
-                    f"{geometric_mean(row[key]['host'] for row in chosen):.1f}"
-                    for key in ("sequence_us", "op_us")
-                ]
-            rows.append(cells)
-        titles = [
-            "shapes",
-            "mode",
-            "count",
-            "geometric mean",
-            "lowest",
-            "bound",
-            "host µs, sequence",
-            "host µs, op",
-        ]
-        return _table(titles[: len(rows[0])], rows) if rows else "nothing measured"
+    def _progress(self, subject: Subject, text: str) -> None:
+        if self._writes:
+            print(f"{subject.op} {subject.label} {text}", file=sys.stderr, flush=True)
 
-    def _plot(self, measured: list[dict]) -> None:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            print("no plot: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-            return
-        labels = list(dict.fromkeys(row["shape"] for row in measured))
-        modes = list(dict.fromkeys(row["mode"] for row in measured))
-        figure = Figure(figsize=(max(6.0, 0.9 * len(labels) + 2), 4.5), layout="constrained")
-        axes = figure.subplots()
-        width = 0.8 / max(1, len(modes))
-        for position, mode in enumerate(modes):
-            chosen = [row for row in measured if row["mode"] == mode]
-            places = [
-                labels.index(row["shape"]) + (position - (len(modes) - 1) / 2) * width
-                for row in chosen
-            ]
-            axes.bar(places, [row["speedup"] for row in chosen], width, label=mode)
-            if chosen and "bound_speedup" in chosen[0]:
-                axes.scatter(
-                    places,
-                    [row["bound_speedup"] for row in chosen],
-                    marker="_",
-                    s=120,
-                    color="black",
-                    zorder=3,
-                )
-        axes.axhline(1.0, color="gray", lw=0.8)
-        axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
-        axes.set_ylabel("speed-up over the sequence (marks: bound)")
-        axes.set_title(f"gemm_{self._options.op}: {self._title}", fontsize=9)
-        axes.legend()
-        figure.savefig(self._options.plot_path, dpi=150)
-
-    def _emit(self, row: dict) -> None:
+    def _emit(self, row: dict[str, object]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()

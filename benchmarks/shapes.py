@@ -1,4 +1,4 @@
-"""The shapes that are measured: those of suite.json by group, or given as MxNxK."""
+"""What is measured: shapes of suite.json by group or given as MxNxK, and transformer blocks by model or by sizes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,38 @@ class Shape:
         return f"{self.m}x{self.n}x{self.k}"
 
 
+@dataclass(frozen=True)
+class Block:
+    """A transformer block's sizes before sharding, and the tokens that go through it."""
+
+    name: str  # the model's, or "custom"
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    tokens: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, (self.hidden, self.heads, self.kv_heads, self.intermediate)))
+        return f"{sizes if self.name == 'custom' else self.name}@{self.tokens}"
+
+    def check_divisible(self, world_size: int) -> None:
+        """Raises ValueError where a size cannot be cut into `world_size` equal parts."""
+        for name in ("heads", "kv_heads", "intermediate", "tokens"):
+            if getattr(self, name) % world_size:
+                raise ValueError(
+                    f"block {self}: {name} = {getattr(self, name)} is not divisible by {world_size} ranks"
+                )
+
+
+# Hidden size, heads, key-value heads, intermediate size, as in the models' published configurations.
+MODELS = {"llama3-8b": (4096, 32, 8, 14336), "llama3-70b": (8192, 64, 8, 28672)}
+
+
 def suite_group(group: str) -> list[Shape]:
     """All shapes of one of the suite's groups."""
     suite = json.loads(SUITE.read_text())
@@ -35,6 +67,10 @@ def suite_group(group: str) -> list[Shape]:
     return [Shape(group, m, nk["n"], nk["k"]) for nk in suite["nk"] for m in suite[group]]
 
 
+def _entries(text: str) -> list[str]:
+    return list(filter(None, (part.strip() for part in text.split(","))))
+
+
 def parse(text: str) -> list[Shape]:
     """Shapes from a comma-separated list of group names and MxNxK.
 
@@ -42,7 +78,7 @@ def parse(text: str) -> list[Shape]:
         ValueError: an entry is neither.
     """
     shapes: list[Shape] = []
-    for entry in filter(None, (part.strip() for part in text.split(","))):
+    for entry in _entries(text):
         if entry in GROUPS:
             shapes += suite_group(entry)
         elif re.fullmatch(r"\d+x\d+x\d+", entry):
@@ -54,3 +90,33 @@ def parse(text: str) -> list[Shape]:
     if not shapes:
         raise ValueError("no shapes given")
     return shapes
+
+
+def parse_blocks(text: str) -> list[Block]:
+    """Blocks from a comma-separated list of MODEL@TOKENS and HIDDENxHEADSxKV_HEADSxINTERMEDIATE@TOKENS.
+
+    Raises:
+        ValueError: an entry is neither, or its heads do not divide its sizes.
+    """
+    blocks: list[Block] = []
+    for entry in _entries(text):
+        what, _, tokens = entry.partition("@")
+        sizes = MODELS.get(what)
+        name = what if sizes else "custom"
+        if sizes is None and re.fullmatch(r"\d+x\d+x\d+x\d+", what):
+            sizes = tuple(int(size) for size in what.split("x"))
+        if sizes is None or not tokens.isdigit() or min(*sizes, int(tokens)) < 1:
+            raise ValueError(
+                f"block {entry!r} is neither MODEL@TOKENS, MODEL one of {', '.join(MODELS)}, nor "
+                "HIDDENxHEADSxKV_HEADSxINTERMEDIATE@TOKENS, as in 4096x32x8x14336@8192"
+            )
+        block = Block(name, *sizes, int(tokens))
+        if block.hidden % block.heads or block.heads % block.kv_heads:
+            raise ValueError(
+                f"block {entry!r}: {block.heads} heads must divide the hidden size {block.hidden}, and "
+                f"{block.kv_heads} key-value heads the heads"
+            )
+        blocks.append(block)
+    if not blocks:
+        raise ValueError("no blocks given")
+    return blocks

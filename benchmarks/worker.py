@@ -1,4 +1,4 @@
-"""What each rank of a benchmark does: check, then time, shape by shape."""
+"""What each rank of a benchmark does: check, then time, op by op and shape by shape."""
 
 from __future__ import annotations
 
@@ -11,49 +11,14 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from overlap_torch import _verify
 from overlap_torch._launch import current_device
 from overlap_torch._ops import group_name
 
-from . import measure, plans, report
-from .cli import Options
-from .shapes import Shape
+from . import block, gemm, measure, plans, report
+from .computations import Case, Computations, cases
+from .options import Options
 
 _BOUND_REPEATS = 5
-
-
-class Computations:
-    """The sequence, the op and the sequence's two parts on one shape, over rotating sets of operands."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, group: str) -> None:
-        self._group = group
-        set_bytes = (shape.m + shape.n) * shape.k * dtype.itemsize
-        count = measure.operand_sets(device, set_bytes)
-        seed = 100 * dist.get_rank()
-        self._operands = [
-            _verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed + index)
-            for index in range(count)
-        ]
-        # Zeros, because they stay finite however often they are summed up.
-        self._message = torch.zeros(shape.m, shape.n, dtype=dtype, device=device)
-
-    def _set(self, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._operands[turn % len(self._operands)]
-
-    def sequence(self, turn: int) -> None:
-        input, weight = self._set(turn)
-        dist.all_reduce(torch.mm(input, weight.t()))
-
-    def op(self, turn: int) -> None:
-        input, weight = self._set(turn)
-        overlap_torch.gemm_allreduce(input, weight, group=self._group)
-
-    def gemm(self, turn: int) -> None:
-        input, weight = self._set(turn)
-        torch.mm(input, weight.t())
-
-    def collective(self, turn: int) -> None:
-        dist.all_reduce(self._message)
 
 
 def run(options: Options) -> None:
@@ -61,103 +26,134 @@ def run(options: Options) -> None:
     device = current_device()
     group = group_name()
     stopwatch = measure.Stopwatch(device)
-    dtype = getattr(torch, options.dtype)
     writer = report.Writer(options, dist.get_rank() == 0)
     writer.header(device, dist.get_world_size())
-    overrides = plans.parse(options.plans) if options.plans else []
     wrong = 0
-    with torch.inference_mode():
-        for shape in options.shapes:
-            problem = plans.MeasuredProblem(shape.m, shape.n, shape.k, dtype, device, group)
-            if options.sweep:
-                choice = (
-                    problem.candidates()
-                    if options.sweep == "candidates"
-                    else plans.parse(options.sweep)
-                )
-                choice = [plan for plan in choice if problem.fits(plan)]
-                wrong += _sweep(options, writer, stopwatch, shape, problem, choice)
-            else:
-                fitting = [plan for plan in overrides if problem.fits(plan)]
-                if fitting:
-                    problem.set(fitting[-1])
-                wrong += not _measure(options, writer, stopwatch, shape, problem)
-            if device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
+    for op in options.ops:
+        if op == "block":
+            for sizes in options.blocks:
+                wrong += not block.run(options, writer, stopwatch, sizes, group)
+                _release(device)
+            continue
+        with torch.inference_mode():
+            for shape in options.shapes:
+                if op == "gemm":
+                    wrong += gemm.run(options, writer, stopwatch, shape, group)
+                else:
+                    for case in cases(op, shape, dist.get_world_size()):
+                        wrong += _CaseRun(options, writer, stopwatch, case, group).run()
+                        _release(device)
+                _release(device)
     overlap_torch.check()
     writer.finish()
     if wrong:
-        print(f"{wrong} result(s) differ from the composition", file=sys.stderr)
+        print(f"{wrong} result(s) differ from the sequence's", file=sys.stderr)
         sys.exit(1)
 
 
-def _checked(options: Options, shape: Shape, problem: plans.MeasuredProblem) -> bool | None:
-    if not options.check:
-        return None
-    return _verify.exact_on_integers(
-        shape.m, shape.n, shape.k, problem.dtype, problem.device, problem.group
-    )
+def _release(device: torch.device) -> None:
+    """Gives back one shape's memory before the next."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def _repeats(options: Options, mode: str) -> int:
-    return options.call_repeats if mode == "call" else options.row_repeats
+class _CaseRun:
+    """One op on one shape, under the plan that the op uses for it, or under each plan of a sweep."""
 
-
-def _measure(
-    options: Options,
-    writer: report.Writer,
-    stopwatch: measure.Stopwatch,
-    shape: Shape,
-    problem: plans.MeasuredProblem,
-) -> bool:
-    """One shape under the plan that the op uses for it; whether its result was right."""
-    checked = _checked(options, shape, problem)
-    computations = Computations(shape, problem.dtype, problem.device, problem.group)
-    bounds = _bounds(stopwatch, computations)
-    for mode in options.modes:
-        times = stopwatch.compare(
-            mode, [computations.sequence, computations.op], _repeats(options, mode)
-        )
-        writer.measurement(shape, mode, times[0], times[1], bounds, problem.current(), checked)
-    return checked is not False
-
-
-def _bounds(stopwatch: measure.Stopwatch, computations: Computations) -> report.Bounds:
-    """The GEMM and the collective alone: what overlap cannot beat is the longer one."""
-    mode = "row"
-    times = stopwatch.compare(mode, [computations.gemm, computations.collective], _BOUND_REPEATS)
-    return report.Bounds(gemm_us=times[0].median, collective_us=times[1].median)
-
-
-def _sweep(
-    options: Options,
-    writer: report.Writer,
-    stopwatch: measure.Stopwatch,
-    shape: Shape,
-    problem: plans.MeasuredProblem,
-    choice: Sequence[plans.Plan],
-) -> int:
-    """One shape under each plan of the choice, each beside the sequence; the number of wrong results."""
-    computations = Computations(shape, problem.dtype, problem.device, problem.group)
-    bounds = _bounds(stopwatch, computations)
-    wrong = 0
-    best: dict[str, tuple[float, plans.Plan]] = {}
-    for plan in choice:
-        problem.set(plan)
-        checked = _checked(options, shape, problem)
-        if checked is False:
-            wrong += 1
-            writer.wrong_plan(shape, plan)
-            continue
-        for mode in options.modes:
-            times = stopwatch.compare(
-                mode, [computations.sequence, computations.op], _repeats(options, mode)
+    def __init__(
+        self,
+        options: Options,
+        writer: report.Writer,
+        stopwatch: measure.Stopwatch,
+        case: Case,
+        group: str,
+    ) -> None:
+        self._options, self._writer, self._stopwatch = options, writer, stopwatch
+        dtype = getattr(torch, options.dtype)
+        shape = case.shape
+        self._problem = (
+            plans.MeasuredProblem(
+                case.op,
+                0 if case.split else shape.m,
+                shape.n,
+                shape.k,
+                dtype,
+                stopwatch.device,
+                group,
             )
-            speedup = writer.measurement(shape, mode, times[0], times[1], bounds, plan, checked)
-            if speedup > best.get(mode, (-math.inf, None))[0]:
-                best[mode] = (speedup, plan)
-    problem.clear()
-    for mode, (speedup, plan) in best.items():
-        writer.best(shape, mode, speedup, plan)
-    return wrong
+            if case.op in plans.OPS
+            else None
+        )
+        sizes = {"m": shape.m, "n": shape.n, "k": shape.k}
+        self._subject = report.Subject(
+            op=case.op,
+            group=f"{shape.group} {case.split}".rstrip(),
+            label=str(case),
+            fields=sizes | ({"split": case.split} if case.split else {}),
+        )
+        self._computations = Computations(case, dtype, stopwatch.device, group, options.baselines)
+        self._baselines_checked = self._computations.exact_baselines() if options.check else {}
+
+    def run(self) -> int:
+        """Checks and times; returns the number of wrong results. Collective."""
+        problem, options = self._problem, self._options
+        if problem is not None:
+            if options.sweep == "candidates":
+                return self._sweep(problem, problem.candidates())
+            if options.sweep:
+                return self._sweep(problem, problem.fitting(options.sweep))
+            if options.plans and (fitting := problem.fitting(options.plans)):
+                problem.set(fitting[-1])
+        checked = self._checked()
+        bounds = self._bounds()
+        for mode in options.modes:
+            self._measure(mode, bounds, problem.current() if problem else None, checked)
+        return int(checked is False)
+
+    def _checked(self) -> bool | None:
+        return self._computations.exact_op() if self._options.check else None
+
+    def _bounds(self) -> report.Bounds:
+        """The GEMM and the collective alone: what overlap cannot beat is the longer one."""
+        parts = self._stopwatch.compare("row", self._computations.parts(), _BOUND_REPEATS)
+        return report.Bounds(*(times.median for times in parts))
+
+    def _measure(
+        self, mode: str, bounds: report.Bounds, plan: plans.Plan | None, checked: bool | None
+    ) -> float:
+        """One mode, all variants in turns; returns the op's speed-up."""
+        computations = self._computations
+        sequence, op, *others = self._stopwatch.compare(
+            mode, computations.variants(), self._options.repeats(mode)
+        )
+        times = report.Timed(
+            sequence,
+            op,
+            dict(zip(computations.baselines, others, strict=True)),
+            self._baselines_checked,
+        )
+        return self._writer.measurement(
+            self._subject, mode, times, checked, bounds=bounds, plan=plan
+        )
+
+    def _sweep(self, problem: plans.MeasuredProblem, choice: Sequence[plans.Plan]) -> int:
+        """Each plan of the choice beside the sequence; the number of wrong results."""
+        bounds = self._bounds()
+        wrong = 0
+        best: dict[str, tuple[float, plans.Plan]] = {}
+        for plan in choice:
+            problem.set(plan)
+            checked = self._checked()
+            if checked is False:
+                wrong += 1
+                self._writer.wrong_plan(self._subject, plan)
+                continue
+            for mode in self._options.modes:
+                speedup = self._measure(mode, bounds, plan, checked)
+                if speedup > best.get(mode, (-math.inf, None))[0]:
+                    best[mode] = (speedup, plan)
+        problem.clear()
+        for mode, (speedup, plan) in best.items():
+            self._writer.best(self._subject, mode, speedup, plan)
+        return wrong

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": "what was found on this machine, and which fast paths are on",
     "demo": "the op on all GPUs, or on CPU ranks: check, times, timeline",
-    "bench": "the op beside the sequence of a GEMM and a collective",
+    "bench": "each op, or a transformer block, beside GEMMs and collectives one after the other",
 }
 
 

@@ -1,0 +1,31 @@
+"""What a benchmark measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .shapes import Block, Shape
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a benchmark measures; every rank gets the same."""
+
+    command: str
+    ops: tuple[str, ...]
+    shapes: tuple[Shape, ...]  # for all but block
+    blocks: tuple[Block, ...]  # for block
+    modes: tuple[str, ...]
+    dtype: str  # name of a torch dtype
+    call_repeats: int
+    row_repeats: int  # repetitions of ten calls, in the modes row and graph
+    baselines: tuple[str, ...]
+    plans: str | None  # JSON: one plan or a list, each for the problem that it names
+    sweep: str | None  # "candidates": those of the planner; else JSON as in `plans`
+    check: bool
+    json_path: str | None
+    plot_path: str | None
+
+    def repeats(self, mode: str) -> int:
+        """How often a mode measures each variant."""
+        return self.call_repeats if mode == "call" else self.row_repeats

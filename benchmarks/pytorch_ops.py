@@ -1,0 +1,97 @@
+"""PyTorch's own fused ops on symmetric memory, as further variants beside the sequence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory  # registers the operators too
+
+from .shapes import Shape
+
+_Computation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def prepare_environment() -> None:
+    """Sets what the ops read at their first use; before the ranks start. What is set already stays."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def baselines(
+    op: str, shape: Shape, dtype: torch.dtype, device: torch.device, group: str
+) -> dict[str, _Computation]:
+    """What PyTorch has for this op, by the operator's name; each takes input and weight and returns what the op does.
+
+    Each is called once here, so that its workspace exists; one that refuses the problem is left out, and rank 0 says
+    why. None off CUDA. Collective.
+    """
+    if device.type != "cuda" or op not in _MAKERS:
+        return {}
+    input_rows = shape.m // dist.get_world_size() if op == "allgather_gemm" else shape.m
+    input = torch.zeros(input_rows, shape.k, dtype=dtype, device=device)
+    weight = torch.zeros(shape.n, shape.k, dtype=dtype, device=device)
+    chosen: dict[str, _Computation] = {}
+    for name, computation in _MAKERS[op](shape, dtype, device, group).items():
+        try:
+            computation(input, weight)
+            torch.cuda.synchronize()
+        except (RuntimeError, ValueError) as error:
+            # Shape and dtype decide, so all ranks leave it out.
+            if dist.get_rank() == 0:
+                reason = str(error).splitlines()[0]
+                print(f"{op} {shape}: symm_mem.{name} left out: {reason}", file=sys.stderr)
+        else:
+            chosen[name] = computation
+    return chosen
+
+
+def _all_reduce(
+    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
+) -> dict[str, _Computation]:
+    """A GEMM into symmetric memory, then the sum: in place, each rank a part for all, or each rank all for itself."""
+    buffer = symmetric_memory.empty(shape.m, shape.n, dtype=dtype, device=device)
+    symmetric_memory.rendezvous(buffer, group)
+
+    def two_shot(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.mm(input, weight.t(), out=buffer)
+        return (torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group),)
+
+    def one_shot(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.mm(input, weight.t(), out=buffer)
+        return (torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group),)
+
+    return {"two_shot_all_reduce_": two_shot, "one_shot_all_reduce": one_shot}
+
+
+def _reduce_scatter(
+    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
+) -> dict[str, _Computation]:
+    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    return {
+        "fused_matmul_reduce_scatter": lambda input, weight: (
+            fused(input, weight.t(), "sum", 0, group),
+        )
+    }
+
+
+def _all_gather(
+    shape: Shape, dtype: torch.dtype, device: torch.device, group: str
+) -> dict[str, _Computation]:
+    def fused(input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered, outputs = torch.ops.symm_mem.fused_all_gather_matmul(
+            input, [weight.t()], 0, group
+        )
+        return outputs[0], gathered
+
+    return {"fused_all_gather_matmul": fused}
+
+
+# There is none for an all-to-all behind a GEMM.
+_MAKERS = {
+    "gemm_allreduce": _all_reduce,
+    "gemm_reducescatter": _reduce_scatter,
+    "allgather_gemm": _all_gather,
+}

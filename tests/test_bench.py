@@ -1,0 +1,156 @@
+"""The benchmark of the ops: what it measures, checks and writes, and the plans it runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import overlap_torch
+from bench_runs import SEQUENCES, bench, check_times, lines_of, measure
+from overlap_torch.plan import plan_for, row_panels, to_dict
+
+
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_bench_measures_each_op_and_writes_json(ranks, tmp_path, op):
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", op, "--device", "cpu", "--shapes", "13x8x6,1x4x3", "--repeats", "2"]
+    ranks.run(measure, [*argv, "--modes", "call,row", "--json", str(path)])
+
+    header, *rows = lines_of(path)
+    assert header["kind"] == "run"
+    assert header["world_size"] == 2
+    splits = ["even", "uneven"] if op == "gemm_alltoall" else [None]
+    rows_of = {13: 14, 1: 2} if op in ("gemm_reducescatter", "allgather_gemm") else {13: 13, 1: 1}
+    expected = [
+        (rows_of[m], n, k, split, mode)
+        for m, n, k in ((13, 8, 6), (1, 4, 3))
+        for split in splits
+        for mode in ("call", "row")
+    ]
+    found = [(row["m"], row["n"], row["k"], row.get("split"), row["mode"]) for row in rows]
+    assert found == expected
+    for row in rows:
+        assert (row["kind"], row["op"], row["dtype"]) == ("measurement", op, "float32")
+        assert row["checked"] is True
+        assert "pytorch_us" not in row
+        check_times(row)
+        assert ("plan" in row) == (op in bench("plans").OPS)
+        if "plan" in row:
+            problem = row["plan"]["problem"]
+            planned_m = 0 if op == "gemm_alltoall" else row["m"]
+            assert (problem["op"], problem["m"], problem["n"]) == (op, planned_m, row["n"])
+
+
+def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
+    """Whether the check passes with the op as it is, and with one that is off by one in one place."""
+    import torch.distributed as dist
+
+    computations = bench("computations")
+    case = computations.Case(op, bench("shapes").Shape("custom", 8, 4, 6), "uneven")
+    made = computations.Computations(
+        case, torch.float32, torch.device("cpu"), overlap_torch._ops.group_name()
+    )
+    before = made.exact_op()
+    true_op = made._sides.op
+
+    def wrong(*operands: torch.Tensor):
+        first, *others = true_op(*operands)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            first[-1, -1] += 1
+        return first, *others
+
+    made._sides.op = wrong
+    return before, made.exact_op()
+
+
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_bench_check_sees_one_wrong_element_on_one_rank(ranks, op):
+    assert ranks.run(answers_to_wrong_results, op) == [(True, False), (True, False)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 7, 4096])
+def test_bench_splits_all_rows_of_an_all_to_all(world, m):
+    computations, shapes = bench("computations"), bench("shapes")
+    shape = shapes.Shape("custom", m, 8, 8)
+    even, uneven = computations.cases("gemm_alltoall", shape, world)
+    for case in (even, uneven):
+        counts = case.send_rows(world)
+        assert len(counts) == world
+        assert sum(counts) == m
+        assert min(counts) >= 0
+    assert max(even.send_rows(world)) - min(even.send_rows(world)) <= 1
+    if world > 1 and m == 4096:
+        counts = uneven.send_rows(world)
+        assert counts == sorted(counts)
+        assert counts[-1] == pytest.approx(world * counts[0], rel=0.01)
+
+
+def plan_of_panels(op: str) -> dict:
+    """A plan of two row panels for an op's problem of 12 x 8 x 6, as JSON data."""
+    problem = plan_for(12, 8, 6, torch.float32, device="cpu", op=op).problem
+    return to_dict(row_panels(problem, 2, tile=(2, 4), transport="gloo"))
+
+
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("option", ["--plan", "--plans", "--sweep"])
+def test_bench_runs_the_plans_that_are_given(ranks, tmp_path, option):
+    plan = ranks.run(plan_of_panels, "gemm_allreduce")[0]
+    given, path = tmp_path / "plans.json", tmp_path / "rows.jsonl"
+    given.write_text(json.dumps([plan]))
+    argv = ["--device", "cpu", "--shapes", "12x8x6", "--repeats", "1", "--modes", "call"]
+    ranks.run(measure, [*argv, option, str(given), "--json", str(path)])
+    ranks.run(clear_plans)
+    _, *rows = lines_of(path)
+    kinds = ["sweep", "best"] if option == "--sweep" else ["measurement"]
+    assert [row["kind"] for row in rows] == kinds
+    assert all(row["plan"] == plan for row in rows)
+    assert rows[0]["checked"] is True
+    # What a benchmark has written is a list of plans again.
+    assert [to_dict(read) for read in bench("plans").parse(path.read_text())] == [plan]
+
+
+def clear_plans() -> None:
+    overlap_torch.plan.clear_plans()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_bench_sweeps_the_planners_candidates(ranks, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    argv = ["--device", "cpu", "--shapes", "64x64x32", "--repeats", "1", "--modes", "row"]
+    ranks.run(measure, [*argv, "--sweep", "--json", str(path)])
+    _, *rows = lines_of(path)
+    swept = [row for row in rows if row["kind"] == "sweep"]
+    best = [row for row in rows if row["kind"] == "best"]
+    assert len(swept) >= 1
+    assert [row["speedup"] for row in best] == [max(row["speedup"] for row in swept)]
+
+
+def test_bench_passes_over_lines_without_a_plan():
+    lines = [{"kind": "run"}, {"kind": "measurement", "op": "block", "speedup": 1.0}]
+    assert bench("plans").parse("\n".join(map(json.dumps, lines))) == []
+    with pytest.raises(ValueError, match="plan"):
+        bench("plans").parse("[1]")
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_bench_measures_pytorchs_own_ops(ranks, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", ",".join(SEQUENCES), "--shapes", "512x256x256", "--repeats", "2"]
+    ranks.run(measure, [*argv, "--baselines", "pytorch", "--json", str(path)])
+    _, *rows = lines_of(path)
+    names = {
+        "gemm_allreduce": {"two_shot_all_reduce_", "one_shot_all_reduce"},
+        "gemm_reducescatter": {"fused_matmul_reduce_scatter"},
+        "allgather_gemm": {"fused_all_gather_matmul"},
+        "gemm_alltoall": set(),
+    }
+    assert {row["mode"] for row in rows} == {"call", "row", "graph"}
+    for row in rows:
+        assert row["checked"] is True
+        assert set(row.get("pytorch_us", {})) == names[row["op"]]
+        assert all(row.get("pytorch_checked", {}).values())

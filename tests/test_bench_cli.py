@@ -1,0 +1,80 @@
+"""The benchmark's command line, its tables and its plot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench_runs import SEQUENCES, bench
+from test_examples import run
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--op", "gemm_broadcast"], "gemm_broadcast"),
+        (["--op", "gemm_allreduce,gem"], "--op takes"),
+        (["--op", ","], "names no op"),
+        (["--op", "gemm"], "needs a GPU"),
+        (["--modes", "call,rows"], "--modes takes call, row, graph, not rows"),
+        (["--baselines", "megatron"], "--baselines takes pytorch"),
+        (["--shapes", "4x4"], "neither MxNxK"),
+        (["--op", "block", "--blocks", "llama3-8b"], "MODEL@TOKENS"),
+        (["--op", "block", "--blocks", "16x3x1x8@8"], "must divide"),
+        (["--op", "block", "--blocks", "16x4x1x8@8"], "kv_heads = 1 is not divisible by 2"),
+        (["--op", "all", "--sweep"], "no plans to choose from for"),
+        (["--plan", "does-not-exist.json"], "does-not-exist.json"),
+    ],
+)
+def test_bench_refuses_a_bad_command_line(capsys, argv, message):
+    with pytest.raises(SystemExit) as ended:
+        bench("cli").options_of(["--device", "cpu", "--world", "2", *argv])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_all_names_every_op_once():
+    argv = ["--device", "cpu", "--op", "gemm_alltoall,all"]
+    _, options = bench("cli").options_of(argv)
+    assert options.ops == ("gemm_alltoall", *SEQUENCES[:3], "block")
+    assert options.modes == ("call", "row"), "graphs need a GPU"
+
+
+def test_bench_prints_tables_and_draws(tmp_path):
+    argv = "--device cpu --op all --shapes 8x8x8 --blocks 16x4x2x24@8 --repeats 1 --plot out.png"
+    output = run("-m", "overlap_torch", "bench", *argv.split(), folder=tmp_path)
+    for op in (*SEQUENCES, "block"):
+        assert f"### {op}\n" in output
+    assert output.count("geometric mean") == 5
+    assert "WRONG" not in output
+    assert "8x8x8 uneven" in output and "16x4x2x24@8" in output
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_bench_tables_show_the_faster_right_baseline():
+    report, tables = bench("report"), bench("tables")
+    times = bench("measure").Times
+    timed = report.Timed(
+        times(100.0, 90.0, 110.0, 5.0),
+        times(80.0, 70.0, 90.0, 5.0),
+        {name: times(us, us, us, 5.0) for name, us in (("a", 50.0), ("b", 125.0), ("c", 200.0))},
+        {"a": False, "b": True, "c": True},
+    )
+    fields = timed.pytorch_fields()
+    assert (fields["pytorch_best"], fields["pytorch_speedup"]) == ("b", 0.8)
+    row = {
+        "m": 1, "label": "1x1x1", "group": "custom", "mode": "call", "checked": True,
+        "sequence_us": timed.sequence.as_dict(), "op_us": timed.op.as_dict(), "speedup": 1.25,
+    }  # fmt: skip
+    text = tables.measurements([row | fields, row])
+    assert "125.0 (125.0–125.0) b" in text
+    assert "0.800" in text and "**1.250**" in text
+    assert "WRONG RESULT" in tables.measurements([row | {"checked": False}])
+    assert "1.250" in tables.means([row, row])
+
+
+def test_bench_summary_takes_the_median_of_turns():
+    samples = torch.tensor([[[3.0, 1.0, 2.0], [9.0, 9.0, 9.0]], [[0.3, 0.1, 0.2], [1.0, 1.0, 1.0]]])
+    first, second = bench("measure").summary(samples.double())
+    assert (first.median, first.host) == (2.0, pytest.approx(0.2))
+    assert (second.p10, second.p90) == (9.0, 9.0)
