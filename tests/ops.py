@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 import overlap_torch
 from operands import EXACT_LIMIT, Case, integers, make_operands
-from overlap_torch import _composition
+from overlap_torch import _composition, plan
+from overlap_torch.plan import DType, Problem
 
 Arguments = list[Any]  # positional arguments of an op, in the order of its schema
 
@@ -67,6 +68,15 @@ class Op:
         """This rank's operands; `case.leading` is what one rank has of the dims that the op cuts or gathers."""
         operands = make_operands(case, rank, world, device, seed)
         return [operands.input, operands.weight, operands.bias]
+
+    def problem(self, case: Case, world: int) -> Problem:
+        """What a plan for calls on `arguments` is for."""
+        rows = case.m * (world if self.cuts_rows else 1)
+        dtype = str(case.dtype).removeprefix("torch.").upper()
+        op = self.name.partition(".")[0].upper()
+        return Problem(
+            rows, case.n, case.k, DType.__members__[dtype], world, plan.Op.__members__[op]
+        )
 
     def meaning(self, ranks: Sequence[Arguments], limit: float) -> list[list[torch.Tensor]]:
         """Every rank's results, from every rank's arguments; fails where a partial sum is beyond `limit`."""
@@ -129,8 +139,15 @@ class AllGatherGemmWeights(Op):
 
     name = "allgather_gemm.weights"
 
+    def problem(self, case, world):
+        return super().problem(case.with_(n=sum(self.widths(case))), world)
+
+    @staticmethod
+    def widths(case: Case) -> tuple[int, ...]:
+        return (case.n, (case.n + 1) // 2, case.n % 2)
+
     def arguments(self, case, rank, world, device, seed=0):
-        sizes = (case.n, (case.n + 1) // 2, case.n % 2)
+        sizes = self.widths(case)
         parts = [
             make_operands(case.with_(n=n, bias=False), rank, world, device, (seed, i))
             for i, n in enumerate(sizes)
@@ -159,6 +176,9 @@ class GemmAllToAll(Op):
     """Numbers of rows differ by pair of ranks, some are zero."""
 
     name = "gemm_alltoall"
+
+    def problem(self, case, world):
+        return super().problem(case.with_(leading=(0,)), world)
 
     @staticmethod
     def counts(case: Case, world: int, seed: int = 0) -> list[list[int]]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-
 from operands import Case, rank_device
+from ops import OPS
 from overlap_torch.plan import (
-    DType,
     Kernel,
     Machine,
+    Op,
     Plan,
     Problem,
+    Resources,
+    Transport,
     machine,
+    make_all_to_all,
     make_sequential,
     packed,
     row_panels,
@@ -31,21 +33,10 @@ def available_kernels() -> list[Kernel]:
     return kernels
 
 
-_DTYPES = {
-    torch.bfloat16: DType.BFLOAT16,
-    torch.float16: DType.FLOAT16,
-    torch.float32: DType.FLOAT32,
-    torch.float64: DType.FLOAT64,
-}
-
-
-def problem_of(case: Case, world: int) -> Problem:
-    return Problem(case.m, case.n, case.k, _DTYPES[case.dtype], world)
-
-
-def sequential_plan(case: Case, world: int, device_type: str) -> Plan:
+def sequential_plan(case: Case, world: int, device_type: str, op: str = "gemm_allreduce") -> Plan:
     # arch 0 is the CPU; a plan over NCCL needs any other.
-    return make_sequential(problem_of(case, world), Machine(arch=0 if device_type == "cpu" else 80))
+    machine = Machine(arch=0 if device_type == "cpu" else 80)
+    return make_sequential(OPS[op].problem(case, world), machine)
 
 
 def _thirds(total: int, grain: int) -> list[list[int]]:
@@ -61,24 +52,29 @@ def overlapped_plans(
     device_type: str,
     kernel: Kernel = Kernel.LIBRARY,
     tile: tuple[int, int] | None = None,
+    op: str = "gemm_allreduce",
     **resources: object,
 ) -> list[tuple[str, Plan]]:
     """(label, plan): row panels and packed tiles in one chunk, in unequal ones and in as many as there can be.
 
     `tile` is the library kernel's, `resources` go to the templates (comm_sms, max_ctas, window).
     """
-    problem = problem_of(case, world)
-    options = {"kernel": kernel, "tile": tile, "transport": "nccl", **resources}
-    if device_type == "cpu":
-        options["transport"] = "gloo"
+    problem = OPS[op].problem(case, world)
+    transport = "gloo" if device_type == "cpu" else "nccl"
+    if problem.op == Op.GEMM_ALLTOALL:
+        return [("all to all", _all_to_all(problem, kernel, transport, **resources))]
+    options = {"kernel": kernel, "tile": tile, "transport": transport, **resources}
     whole = row_panels(problem, 1, **options)
-    rows, columns, grain = whole.tiles_m, whole.tiles_n, whole.cluster_m
+    grain = whole.cluster_m
+    rows = whole.tiles_m // problem.row_parts
     plans = [("1 row panel", whole)]
-    for heights in [*_thirds(rows, grain), min(rows // grain, 20)]:
+    for heights in [*_thirds(rows, grain), max(1, min(rows // grain, 20))]:
         for band_rows in (grain, 3 * grain):
             plan = row_panels(problem, heights, band_rows=band_rows, **options)
             plans.append((f"row panels {heights}, bands of {band_rows}", plan))
-    tiles = rows * columns
+    if problem.op != Op.GEMM_ALLREDUCE:
+        return plans
+    tiles = rows * whole.tiles_n
     for sizes in [1, *_thirds(tiles, 1), min(tiles, 20)]:
         for band_rows in (grain, 3 * grain, rows):
             plan = packed(problem, sizes, band_rows=band_rows, **options)
@@ -89,6 +85,14 @@ def overlapped_plans(
     return plans
 
 
+def _all_to_all(problem: Problem, kernel: Kernel, transport: str, **resources: object) -> Plan:
+    resources = dict(resources)
+    max_ctas = resources.pop("max_ctas", 0)
+    return make_all_to_all(
+        problem, kernel, Resources(**resources), max_ctas, Transport.__members__[transport.upper()]
+    )
+
+
 def chunked_plan(
     case: Case,
     world: int,
@@ -97,19 +101,23 @@ def chunked_plan(
     chunks: int,
     kernel: Kernel = Kernel.LIBRARY,
     tile: tuple[int, int] | None = None,
+    op: str = "gemm_allreduce",
     **resources: object,
 ) -> Plan:
     """One plan, in this many chunks, or as many as the tile grid allows.
 
-    `layout` is "row panels", "packed" or "exchange" (packed, two GPUs; with other numbers of ranks it is "packed").
+    `layout` is "row panels", "packed" or "exchange" (packed, two GPUs; with other numbers of ranks it is "packed"); ops
+    other than gemm_allreduce take the first one only, and gemm_alltoall's pieces are as many as they are.
     """
-    problem = problem_of(case, world)
-    options = {"kernel": kernel, "tile": tile, "transport": "nccl", **resources}
-    if device_type == "cpu":
-        options["transport"] = "gloo"
+    problem = OPS[op].problem(case, world)
+    transport = "gloo" if device_type == "cpu" else "nccl"
+    if problem.op == Op.GEMM_ALLTOALL:
+        return _all_to_all(problem, kernel, transport, **resources)
+    options = {"kernel": kernel, "tile": tile, "transport": transport, **resources}
     whole = row_panels(problem, 1, **options)
     if layout == "row panels":
-        return row_panels(problem, min(chunks, whole.tiles_m // whole.cluster_m), **options)
+        rows = whole.tiles_m // problem.row_parts
+        return row_panels(problem, max(1, min(chunks, rows // whole.cluster_m)), **options)
     if layout == "exchange" and world == 2:
         options["collective"] = "exchange"
     return packed(problem, min(chunks, whole.tiles_m * whole.tiles_n), **options)

@@ -108,8 +108,9 @@ def bad_calls(op: str) -> dict[str, tuple[tuple, tuple[str, ...]]]:
             "negative receives": ((x, w, counts(12), negative), ("recv_rows", "negative", "-1")),
             "rows left over": ((x, w, counts(11), counts(11)), ("send_rows", "12", "11")),
         }
-        if world == 1:
-            calls["rows from nobody"] = ((x, w, [12], [13]), ("recv_rows", "12", "13"))
+        mine = [12 if r == dist.get_rank() else 0 for r in range(world)]
+        other = [13 if r == dist.get_rank() else 0 for r in range(world)]
+        calls["other rows for itself"] = ((x, w, mine, other), ("itself 12", "expects 13"))
     return calls
 
 

@@ -254,20 +254,16 @@ def disagree(op: str, names: list[str]) -> tuple[int, list[str]]:
 
 
 def disagree_about_counts() -> tuple[int, list[str]]:
-    """Every rank sends rank 1 five rows, and expects other numbers."""
+    """Rank 0 sends three rows of which rank 1 expects four; then other dims between the first and the last."""
     failures = Failures()
-    rank = dist.get_rank()
-    x, w = torch.ones(5, 3, device=rank_device()), torch.ones(4, 3, device=rank_device())
-    message = message_of(overlap_torch.gemm_alltoall, x, w, [0, 5], [0, 0] if rank == 0 else [5, 6])
-    for part in ("rank 1 sends 5 rows to rank 1", "expects 6"):
+    rank, device = dist.get_rank(), rank_device()
+    x, w = torch.ones(5, 3, device=device), torch.ones(4, 3, device=device)
+    send = [[2, 3], [5, 0]][rank]
+    message = message_of(overlap_torch.gemm_alltoall, x, w, send, [[2, 5], [4, 0]][rank])
+    for part in ("rank 0 sends 3 rows to rank 1", "expects 4"):
         failures.expect(None if part in message else f"{part} is not in {message!r}")
-    message = message_of(
-        overlap_torch.gemm_alltoall,
-        x[:, None, :1].expand(5, rank + 1, 1),
-        w[:, :1],
-        [0, 5],
-        [0, 0] if rank == 0 else [5, 5],
-    )
+    x = x.unsqueeze(1).expand(5, rank + 1, 3)
+    message = message_of(overlap_torch.gemm_alltoall, x, w, send, [[2, 5], [3, 0]][rank])
     for part in ("[1]", "[2]", "rank 0", "rank 1"):
         failures.expect(None if part in message else f"{part} is not in {message!r}")
     check_call(failures, CASE, "after the disagreements", seed=1, op="gemm_alltoall")

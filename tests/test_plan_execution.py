@@ -14,9 +14,12 @@ from operands import (
     rank_device,
     subgroup,
 )
+from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel, Layout, Plan
 from plans import GPU_KERNELS, overlapped_plans, sequential_plan
+
+every_op = pytest.mark.parametrize("op", list(OPS))
 
 # Tiles of 16 x 8, so that small outputs have many chunks.
 CPU_TILE = (16, 8)
@@ -54,97 +57,141 @@ def check_plan(
     plan: Plan,
     *where: object,
     group: dist.ProcessGroup | None = None,
+    op: str = "gemm_allreduce",
 ) -> None:
     """Calls under the plan, the first of them watched: it must have communicated the plan's chunks, each once."""
     with plan_module.use_plan(plan, group=group):
         problem = plan.problem
         now = plan_module.plan_for(
-            problem.m, problem.n, problem.k, problem.dtype, device=rank_device(), group=group
+            problem.m,
+            problem.n,
+            problem.k,
+            problem.dtype,
+            device=rank_device(),
+            group=group,
+            op=problem.op,
         )
         failures.expect(None if now == plan else f"plan_for says {now}", *where, case)
         torch.ops.overlap.trace_start()
-        check_call(failures, case, *where, seed=1, group=group)
+        check_call(failures, case, *where, seed=1, group=group, op=op)
         if rank_device().type == "cuda":
             torch.cuda.synchronize()
         seen = communicated_chunks(torch.ops.overlap.trace_stop())
-        expected = list(range(len(plan.chunks)))
+        # How many pieces go to how many ranks is not in an all-to-all's plan.
+        pieces = len(seen) if op == "gemm_alltoall" else len(plan.chunks)
+        expected = list(range(pieces))
         if dist.get_world_size(group) > 1:
             failures.expect(
                 None if seen == expected else f"communicated chunks {seen}", *where, case
             )
-        check_call(failures, case, *where, seed=2, group=group)
+        check_call(failures, case, *where, seed=2, group=group, op=op)
 
 
 def check_plans(
-    cases: list[Case], kernel: Kernel, tile: tuple[int, int] | None, resources: dict[str, object]
+    op: str,
+    cases: list[Case],
+    kernel: Kernel,
+    tile: tuple[int, int] | None,
+    resources: dict[str, object],
 ) -> tuple[int, list[str]]:
     failures = Failures()
     world, device_type = dist.get_world_size(), rank_device().type
     for case in cases:
-        plans = overlapped_plans(case, world, device_type, kernel, tile, **resources)
+        plans = overlapped_plans(case, world, device_type, kernel, tile, op, **resources)
         for label, plan in plans:
-            check_plan(failures, case, plan, label, kernel.name, resources)
-        check_plan(failures, case, sequential_plan(case, world, device_type), "sequential")
+            check_plan(failures, case, plan, label, kernel.name, resources, op=op)
+        sequential = sequential_plan(case, world, device_type, op)
+        check_plan(failures, case, sequential, "sequential", op=op)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (4, "gloo"))
-def test_plan_execution_is_exact_under_every_plan_on_cpu(ranks):
+def test_plan_execution_is_exact_under_every_plan_on_cpu(ranks, op):
     cases = [case.with_(dtype=torch.bfloat16) for case in CPU_CASES]
-    ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, CPU_TILE, {})
+    ranks.expect_no_failures(check_plans, op, cases, Kernel.LIBRARY, CPU_TILE, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@every_op
 @pytest.mark.ranks((2, "gloo"))
-def test_plan_execution_is_exact_in_every_dtype_on_cpu(ranks, dtype):
+def test_plan_execution_is_exact_in_every_dtype_on_cpu(ranks, op, dtype):
     cases = [case.with_(dtype=dtype) for case in CPU_CASES]
-    ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, CPU_TILE, {})
+    ranks.expect_no_failures(check_plans, op, cases, Kernel.LIBRARY, CPU_TILE, {})
 
 
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_op
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_plan_execution_is_exact_under_every_plan_and_kernel(ranks, dtype, kernel):
+def test_plan_execution_is_exact_under_every_plan_and_kernel(ranks, op, dtype, kernel):
     ranks.skip_without_kernel(kernel)
     cases = [case.with_(dtype=dtype) for case in GPU_CASES]
     for resources in GPU_RESOURCES if dtype == torch.bfloat16 else GPU_RESOURCES[1:2]:
-        ranks.expect_no_failures(check_plans, cases, kernel, None, resources)
+        ranks.expect_no_failures(check_plans, op, cases, kernel, None, resources)
 
 
+@every_op
 @pytest.mark.ranks((2, "nccl"))
-def test_plan_execution_is_exact_in_float32_on_gpu(ranks):
+def test_plan_execution_is_exact_in_float32_on_gpu(ranks, op):
     cases = [case.with_(dtype=torch.float32) for case in GPU_CASES]
-    ranks.expect_no_failures(check_plans, cases, Kernel.LIBRARY, (64, 64), {"comm_sms": 8})
+    ranks.expect_no_failures(check_plans, op, cases, Kernel.LIBRARY, (64, 64), {"comm_sms": 8})
 
 
 def check_layouts_under_plans(
-    kernel: Kernel, tile: tuple[int, int] | None
+    op: str, kernel: Kernel, tile: tuple[int, int] | None
 ) -> tuple[int, list[str]]:
     """Every rank has other strides and alignments: some take the kernel, others must follow with another GEMM."""
     failures = Failures()
     rank, world, device_type = dist.get_rank(), dist.get_world_size(), rank_device().type
     inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
     case = Case((260,), 264, 64, torch.bfloat16, bias=True)
-    plans = overlapped_plans(case, world, device_type, kernel, tile)
+    plans = overlapped_plans(case, world, device_type, kernel, tile, op)
     for turn, (label, plan) in enumerate(plans):
         mine = case.with_(
             input_layout=inputs[(turn + rank) % len(inputs)],
             weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
         )
-        check_plan(failures, mine, plan, label, kernel.name)
+        check_plan(failures, mine, plan, label, kernel.name, op=op)
     return failures.result()
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_plan_execution_takes_layouts_that_differ_between_ranks_on_cpu(ranks):
-    ranks.expect_no_failures(check_layouts_under_plans, Kernel.LIBRARY, (64, 32))
+def test_plan_execution_takes_layouts_that_differ_between_ranks_on_cpu(ranks, op):
+    ranks.expect_no_failures(check_layouts_under_plans, op, Kernel.LIBRARY, (64, 32))
 
 
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@every_op
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_plan_execution_takes_layouts_that_differ_between_ranks(ranks, kernel):
+def test_plan_execution_takes_layouts_that_differ_between_ranks(ranks, op, kernel):
     ranks.skip_without_kernel(kernel)
-    ranks.expect_no_failures(check_layouts_under_plans, kernel, None)
+    ranks.expect_no_failures(check_layouts_under_plans, op, kernel, None)
+
+
+def check_pieces(case: Case) -> tuple[int, list[str]]:
+    """Rows for a peer that are many travel in pieces, which leave while later ones are computed."""
+    failures = Failures()
+    op = OPS["gemm_alltoall"]
+    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    torch.ops.overlap.trace_start()
+    for seed in range(3):
+        check_call(failures, case, seed=seed, op=op.name)
+    timeline = torch.ops.overlap.trace_stop()
+    for seed in range(3):
+        counts = op.arguments(case, rank, world, device, seed)[2]
+        peers = sum(count > 0 for peer, count in enumerate(counts) if peer != rank)
+        pieces = len(communicated_chunks(timeline[timeline[:, 0] == seed]))
+        many = pieces >= peers and (pieces > peers or max(counts) < case.m / 2)
+        failures.expect(None if many else f"{pieces} pieces of rows {counts}", case, seed)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_plan_execution_cuts_many_rows_of_an_alltoall(ranks, dtype):
+    ranks.expect_no_failures(check_pieces, Case((3000,), 1027, 16, dtype, bias=True))
 
 
 def check_plans_of_groups() -> tuple[int, list[str]]:

@@ -14,15 +14,8 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import (
-    Case,
-    difference,
-    make_operands,
-    poison,
-    rank_device,
-    world_name,
-)
-from ops import expected_output
+from operands import Case, difference, poison, rank_device, world_name
+from ops import OPS, Arguments, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
 from plans import GPU_KERNELS, chunked_plan
@@ -41,33 +34,43 @@ GPU_PLANS = [
     ("exchange in a window", "exchange", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
     ("window", "packed", 8, {"comm_sms": 8, "max_ctas": 8, "window": True}),
 ]
+every_op = pytest.mark.parametrize("op", list(OPS))
+
 DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
 
 
-def race_on_cpu(calls: int, layout: str, chunks: int) -> tuple[int, list[str]]:
+def prepare(op: str, case: Case) -> tuple[list[Arguments], list[list[torch.Tensor]]]:
+    """Arguments and right results of this rank, for several seeds."""
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+    return (
+        [OPS[op].arguments(case, *place, seed) for seed in range(DISTINCT)],
+        [OPS[op].expected(case, *place, seed) for seed in range(DISTINCT)],
+    )
+
+
+def race_on_cpu(op: str, calls: int, layout: str, chunks: int) -> tuple[int, list[str]]:
     failures = Failures()
     rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
     chance = random.Random(1000 * rank + chunks)
     case = Case((130,), 70, 33, torch.bfloat16, bias=True)
-    operands = [make_operands(case, rank, world, device, seed) for seed in range(DISTINCT)]
-    expected = [expected_output(case, world, device, seed) for seed in range(DISTINCT)]
+    operands, expected = prepare(op, case)
     poison(device)
-    plan = chunked_plan(case, world, device.type, layout, chunks, tile=(16, 16))
+    plan = chunked_plan(case, world, device.type, layout, chunks, tile=(16, 16), op=op)
     with plan_module.use_plan(plan):
         for turn in range(calls):
             torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 50, 400)))
             if chance.random() < 0.1:
                 time.sleep(chance.uniform(0, 0.004))
-            mine = operands[turn % DISTINCT]
-            output = overlap_torch.gemm_allreduce(mine.input, mine.weight, mine.bias)
-            failures.expect(difference(output, expected[turn % DISTINCT]), "call", turn)
-            del output  # its memory is the next call's
+            outputs = tensors_of(OPS[op].wrapper(*operands[turn % DISTINCT]))
+            for output, right in zip(outputs, expected[turn % DISTINCT], strict=True):
+                failures.expect(difference(output, right), op, "call", turn)
+            del outputs, output  # their memory is the next call's
     torch.ops.overlap.delay_side_stream(0)
     return failures.result()
 
 
 def race_on_gpu(
-    calls: int, layout: str, chunks: int, kernel: Kernel, resources: dict[str, object]
+    op: str, calls: int, layout: str, chunks: int, kernel: Kernel, resources: dict[str, object]
 ) -> tuple[int, list[str]]:
     """No call waits for the one before: wrong elements are counted on the device, and looked at in the end."""
     failures = Failures()
@@ -75,24 +78,23 @@ def race_on_gpu(
     machine = plan_module.machine(device)
     chance = random.Random(1000 * rank + chunks)
     case = Case((1025,), 776, 136, torch.bfloat16, bias=True)
-    operands = [make_operands(case, rank, world, device, seed) for seed in range(DISTINCT)]
-    expected = [expected_output(case, world, device, seed) for seed in range(DISTINCT)]
-    size = expected[0].numel() * 2
+    operands, expected = prepare(op, case)
+    sizes = [right.numel() * 2 for right in expected[0]]
     wrong = torch.zeros(calls, dtype=torch.int64, device=device)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    plan = chunked_plan(case, world, device.type, layout, chunks, kernel, **resources)
+    plan = chunked_plan(case, world, device.type, layout, chunks, kernel, op=op, **resources)
     with plan_module.use_plan(plan):
         for turn in range(calls):
             torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 20, 200)))
             with torch.cuda.stream(streams[turn // 16 % len(streams)]):
                 if chance.random() < 0.1:
                     torch.cuda._sleep(chance.randrange(400_000))
-                poison(device, size, 512)
-                mine = operands[turn % DISTINCT]
-                output = overlap_torch.gemm_allreduce(mine.input, mine.weight, mine.bias)
-                wrong[turn] = (output != expected[turn % DISTINCT]).sum()
-                del output
+                poison(device, *sizes, 512)
+                outputs = tensors_of(OPS[op].wrapper(*operands[turn % DISTINCT]))
+                for output, right in zip(outputs, expected[turn % DISTINCT], strict=True):
+                    wrong[turn] += (output != right).sum()
+                del outputs, output
             if chance.random() < 0.02:
                 time.sleep(chance.uniform(0, 0.01))
     torch.cuda.synchronize()
@@ -100,19 +102,21 @@ def race_on_gpu(
     overlap_torch.check()
     for turn, count in enumerate(wrong.tolist()):
         problem = f"{count} elements wrong" if count else None
-        failures.expect(problem, "call", turn, kernel.name, layout, f"of {machine.sm_count} SMs")
+        failures.expect(
+            problem, op, "call", turn, kernel.name, layout, f"of {machine.sm_count} SMs"
+        )
     return failures.result()
 
 
-def held_memory(calls: int) -> list[list[int]]:
+def held_memory(op: str, calls: int) -> list[list[int]]:
     """What the group holds after a warm-up and after many calls."""
     case = Case((300,), 264, 64, torch.bfloat16)
-    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    operands = make_operands(case, rank, world, device)
+    device = rank_device()
+    arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), device)
     held = []
     for count in (3, calls):
         for _ in range(count):
-            overlap_torch.gemm_allreduce(operands.input, operands.weight)
+            OPS[op].wrapper(*arguments)
         held.append(list(torch.ops.overlap.memory(world_name())))
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -120,44 +124,57 @@ def held_memory(calls: int) -> list[list[int]]:
     return held
 
 
-@pytest.mark.parametrize(("label", "layout", "chunks", "resources"), PLANS, ids=lambda v: str(v))
+def plans_of(op: str, plans: list[tuple]) -> list[tuple]:
+    """Those that the op takes: the others than gemm_allreduce have row panels only."""
+    return [plan for plan in plans if op == "gemm_allreduce" or plan[1] == "row panels"]
+
+
+def race_every_plan_on_cpu(ranks, op: str, calls: int) -> None:
+    for _, layout, chunks, _ in plans_of(op, PLANS):
+        ranks.expect_no_failures(race_on_cpu, op, calls, layout, chunks, timeout_s=600)
+
+
+@every_op
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_races_back_to_back_on_cpu(ranks, label, layout, chunks, resources):
-    ranks.expect_no_failures(race_on_cpu, 60, layout, chunks)
+def test_races_back_to_back_on_cpu(ranks, op):
+    race_every_plan_on_cpu(ranks, op, 60)
 
 
 @pytest.mark.long
 @pytest.mark.races
-@pytest.mark.parametrize(("label", "layout", "chunks", "resources"), PLANS, ids=lambda v: str(v))
+@every_op
 @pytest.mark.ranks((2, "gloo"), (4, "gloo"))
-def test_races_back_to_back_on_cpu_long(ranks, label, layout, chunks, resources):
-    ranks.expect_no_failures(race_on_cpu, 1000, layout, chunks, timeout_s=600)
+def test_races_back_to_back_on_cpu_long(ranks, op):
+    race_every_plan_on_cpu(ranks, op, 1000)
 
 
-def race_every_plan(ranks, kernel: Kernel, calls: int) -> None:
+def race_every_plan(ranks, op: str, kernel: Kernel, calls: int) -> None:
     ranks.skip_without_kernel(kernel)
-    for _, layout, chunks, resources in GPU_PLANS:
+    for _, layout, chunks, resources in plans_of(op, GPU_PLANS):
         ranks.expect_no_failures(
-            race_on_gpu, calls, layout, chunks, kernel, resources, timeout_s=300
+            race_on_gpu, op, calls, layout, chunks, kernel, resources, timeout_s=300
         )
 
 
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@every_op
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_races_back_to_back_on_gpu(ranks, kernel):
-    race_every_plan(ranks, kernel, 100)
+def test_races_back_to_back_on_gpu(ranks, op, kernel):
+    race_every_plan(ranks, op, kernel, 100)
 
 
 @pytest.mark.long
 @pytest.mark.races
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@every_op
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_races_back_to_back_on_gpu_long(ranks, kernel):
-    race_every_plan(ranks, kernel, 1000)
+def test_races_back_to_back_on_gpu_long(ranks, op, kernel):
+    race_every_plan(ranks, op, kernel, 1000)
 
 
+@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_races_leave_no_memory_behind(ranks):
+def test_races_leave_no_memory_behind(ranks, op):
     """Nothing is registered, and no communicator made, once warm."""
-    for before, after in ranks.run(held_memory, 200):
+    for before, after in ranks.run(held_memory, op, 200):
         assert before == after

@@ -5,27 +5,37 @@
 namespace overlap::binding {
 namespace {
 
-// `start` begins the collective on the process group with the options that it is handed.
-template <typename Options, typename Start>
-void within_deadline(const GroupEntry& group, at::DeviceType device, const char* what, int chunk,
-                     const Start& start) {
-  Options options;
-  options.timeout = group.timeout(device);
+// Tags of the messages, apart from those that users give theirs.
+constexpr int kFirstTag = 1 << 24;
+
+// Does `communicate`, whose calls take as long as `timeout` at most.
+template <typename Communicate>
+void named(const GroupEntry& group, const std::string& what, int chunk,
+           std::chrono::milliseconds timeout, const Communicate& communicate) {
   try {
-    start(*group.lock(), options)->wait();
+    communicate();
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "overlap_torch: group '", group.name(), "', rank ", group.rank(), ": the ",
                 what, " of chunk ", chunk, " failed, or did not end within ",
-                options.timeout.count() / 1000.0,
-                " s. A rank died, hangs, or made a different call. (", error.what(), ")");
+                timeout.count() / 1000.0, " s. A rank died, hangs, or made a different call. (",
+                error.what(), ")");
   }
+}
+
+// `start` begins the collective on the process group with the options that it is handed.
+template <typename Options, typename Start>
+void collective(const GroupEntry& group, at::DeviceType device, const char* what, int chunk,
+                const Start& start) {
+  Options options;
+  options.timeout = group.timeout(device);
+  named(group, what, chunk, options.timeout, [&] { start(*group.lock(), options)->wait(); });
 }
 
 }  // namespace
 
 void all_reduce(const GroupEntry& group, const at::Tensor& tensor, int chunk) {
   std::vector<at::Tensor> tensors{tensor};
-  within_deadline<c10d::AllreduceOptions>(
+  collective<c10d::AllreduceOptions>(
       group, tensor.device().type(), "all-reduce", chunk,
       [&](c10d::ProcessGroup& all, auto& options) { return all.allreduce(tensors, options); });
 }
@@ -34,31 +44,51 @@ void reduce_scatter(const GroupEntry& group, const at::Tensor& output, const at:
                     int chunk) {
   at::Tensor to = output;
   at::Tensor from = input;
-  within_deadline<c10d::ReduceScatterOptions>(group, input.device().type(), "reduce-scatter", chunk,
-                                              [&](c10d::ProcessGroup& all, auto& options) {
-                                                return all._reduce_scatter_base(to, from, options);
-                                              });
+  collective<c10d::ReduceScatterOptions>(group, input.device().type(), "reduce-scatter", chunk,
+                                         [&](c10d::ProcessGroup& all, auto& options) {
+                                           return all._reduce_scatter_base(to, from, options);
+                                         });
 }
 
 void all_gather(const GroupEntry& group, const at::Tensor& output, const at::Tensor& input,
                 int chunk) {
   at::Tensor to = output;
   at::Tensor from = input;
-  within_deadline<c10d::AllgatherOptions>(group, input.device().type(), "all-gather", chunk,
-                                          [&](c10d::ProcessGroup& all, auto& options) {
-                                            return all._allgather_base(to, from, options);
-                                          });
+  collective<c10d::AllgatherOptions>(group, input.device().type(), "all-gather", chunk,
+                                     [&](c10d::ProcessGroup& all, auto& options) {
+                                       return all._allgather_base(to, from, options);
+                                     });
 }
 
 void all_to_all(const GroupEntry& group, const at::Tensor& output, const at::Tensor& input,
                 std::vector<int64_t> recv_rows, std::vector<int64_t> send_rows, int chunk) {
   at::Tensor to = output;
   at::Tensor from = input;
-  within_deadline<c10d::AllToAllOptions>(group, input.device().type(), "all-to-all", chunk,
-                                         [&](c10d::ProcessGroup& all, auto& options) {
-                                           return all.alltoall_base(to, from, recv_rows, send_rows,
-                                                                    options);
-                                         });
+  collective<c10d::AllToAllOptions>(group, input.device().type(), "all-to-all", chunk,
+                                    [&](c10d::ProcessGroup& all, auto& options) {
+                                      return all.alltoall_base(to, from, recv_rows, send_rows,
+                                                               options);
+                                    });
+}
+
+void send(const GroupEntry& group, const at::Tensor& tensor, int to, int chunk) {
+  std::vector<at::Tensor> tensors{tensor};
+  const auto timeout = group.timeout(tensor.device().type());
+  named(group, "send to rank " + std::to_string(to), chunk, timeout,
+        [&] { group.lock()->send(tensors, to, kFirstTag + chunk)->wait(timeout); });
+}
+
+Receive::Receive(const GroupEntry& group, const at::Tensor& tensor, int from, int chunk)
+    : group_(group), tensors_{tensor}, from_(from), chunk_(chunk) {
+  named(group, "receive from rank " + std::to_string(from), chunk,
+        group.timeout(tensor.device().type()),
+        [&] { work_ = group.lock()->recv(tensors_, from, kFirstTag + chunk); });
+}
+
+void Receive::wait() {
+  const auto timeout = group_.timeout(tensors_.front().device().type());
+  named(group_, "receive from rank " + std::to_string(from_), chunk_, timeout,
+        [&] { work_->wait(timeout); });
 }
 
 }  // namespace overlap::binding

@@ -42,26 +42,31 @@ AllGatherGemmResult allgather_gemm_composition(const OpCall& call);
 at::Tensor gemm_alltoall_composition(const OpCall& call);
 
 at::Tensor gemm_allreduce_cpu(const OpCall& call);
+at::Tensor gemm_reducescatter_cpu(const OpCall& call);
+AllGatherGemmResult allgather_gemm_cpu(const OpCall& call);
+at::Tensor gemm_alltoall_cpu(const OpCall& call);
 
-#if defined(OVERLAP_WITH_CUDA)
+// In a build without CUDA kernels (cuda_absent.cc) these are the compositions, and there is no
+// machine to plan for.
 at::Tensor gemm_allreduce_cuda(const OpCall& call);
 at::Tensor gemm_reducescatter_cuda(const OpCall& call);  // [M / world, N]
 AllGatherGemmResult allgather_gemm_cuda(const OpCall& call);
 at::Tensor gemm_alltoall_cuda(const OpCall& call);  // [sum of recv_rows, N]
 
-// The GEMM of an all-reduce plan alone, counters on; returns its row-major or packed buffer, flat.
-at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef plan);
-
 // What the planner knows of this group on this device. Collective at its first call.
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
 
+#if defined(OVERLAP_WITH_CUDA)
+// The GEMM of an all-reduce plan alone, counters on; returns its row-major or packed buffer, flat.
+at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef plan);
+
 // Whether the fast path serves this group on this device: NCCL, compute capability 8.0 or newer.
 bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device);
+#endif
 
 void check_cuda_groups();  // throws what went wrong asynchronously
 std::vector<int64_t> cuda_memory(
     const std::shared_ptr<GroupEntry>& group);  // [communicators, bytes]
-#endif
 
 // input @ weight.T + bias on this rank's operands.
 at::Tensor local_gemm(const at::Tensor& input, const at::Tensor& weight,

@@ -25,17 +25,6 @@ void compare_calls(const OpCall& call, const std::string& more = "") {
   call.group->compare("problem", call.problem.to_string() + more, call.input.device().type());
 }
 
-#if !defined(OVERLAP_WITH_CUDA)
-void warn_without_kernels(const OpCall& call) {
-  if (call.input.is_cpu()) return;
-  TORCH_WARN_ONCE(
-      "overlap_torch was built without CUDA kernels: CUDA tensors take the unfused compositions "
-      "(a GEMM, then its collective). Rebuild it where an nvcc of torch's CUDA version is "
-      "installed; "
-      "`python -m overlap_torch doctor` says what is missing.");
-}
-#endif
-
 at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias, const std::string& group_name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -49,15 +38,8 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
   } else if (problem.k == 0 || problem.world_size == 1) {
     // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
     output = local_gemm(call.input, weight, bias);
-  } else if (input.is_cpu()) {
-    output = gemm_allreduce_cpu(call);
   } else {
-#if defined(OVERLAP_WITH_CUDA)
-    output = gemm_allreduce_cuda(call);
-#else
-    warn_without_kernels(call);
-    output = gemm_allreduce_composition(call);
-#endif
+    output = input.is_cpu() ? gemm_allreduce_cpu(call) : gemm_allreduce_cuda(call);
   }
   return as_shape_of(output, input, input.size(0));
 }
@@ -81,12 +63,7 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
   } else if (problem.k == 0 || problem.world_size == 1) {
     output = local_gemm(call.input.narrow(0, 0, rows), weight, bias);
   } else {
-#if defined(OVERLAP_WITH_CUDA)
-    output = input.is_cuda() ? gemm_reducescatter_cuda(call) : gemm_reducescatter_composition(call);
-#else
-    warn_without_kernels(call);
-    output = gemm_reducescatter_composition(call);
-#endif
+    output = input.is_cpu() ? gemm_reducescatter_cpu(call) : gemm_reducescatter_cuda(call);
   }
   return as_shape_of(output, input, input.size(0) / problem.world_size);
 }
@@ -112,12 +89,7 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
       result.outputs.push_back(local_gemm(result.gathered, call.weights[i], call.biases[i]));
     }
   } else {
-#if defined(OVERLAP_WITH_CUDA)
-    result = input.is_cuda() ? allgather_gemm_cuda(call) : allgather_gemm_composition(call);
-#else
-    warn_without_kernels(call);
-    result = allgather_gemm_composition(call);
-#endif
+    result = input.is_cpu() ? allgather_gemm_cpu(call) : allgather_gemm_cuda(call);
   }
   const int64_t dim0 = input.size(0) * problem.world_size;
   for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim0);
@@ -145,9 +117,10 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
   TORCH_CHECK_VALUE(sent == input.size(0),
                     "gemm_alltoall: send_rows must add up to dim 0 of input, ", input.size(0),
                     ", but ", send_rows, " add up to ", sent);
-  TORCH_CHECK_VALUE(call.problem.world_size > 1 || send_rows == recv_rows,
-                    "gemm_alltoall: in a group of one recv_rows must be send_rows, but they are ",
-                    recv_rows, " and ", send_rows);
+  const auto rank = static_cast<size_t>(call.group->rank());
+  TORCH_CHECK_VALUE(send_rows[rank] == recv_rows[rank], "gemm_alltoall: rank ", rank,
+                    " sends itself ", send_rows[rank], " rows and expects ", recv_rows[rank],
+                    "; these must be equal");
   const at::IntArrayRef inner = input.sizes().slice(1, input.dim() - 2);
   compare_calls(call, inner.empty() ? "" : c10::str(" dims=", inner));
   if (debug_enabled()) call.group->compare_counts(send_rows, recv_rows, input.device().type());
@@ -163,12 +136,7 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
   } else if (call.problem.world_size == 1) {
     output = local_gemm(call.input, weight, bias);
   } else {
-#if defined(OVERLAP_WITH_CUDA)
-    output = input.is_cuda() ? gemm_alltoall_cuda(call) : gemm_alltoall_composition(call);
-#else
-    warn_without_kernels(call);
-    output = gemm_alltoall_composition(call);
-#endif
+    output = input.is_cpu() ? gemm_alltoall_cpu(call) : gemm_alltoall_cuda(call);
   }
   return as_shape_of(output, input, received);
 }
@@ -210,12 +178,7 @@ plan::Op to_op(const std::string& name) {
 }
 
 plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device device) {
-  if (device.is_cpu()) return cpu_machine();
-#if defined(OVERLAP_WITH_CUDA)
-  return cuda_machine(group, device);
-#else
-  TORCH_CHECK(false, "overlap_torch: built without CUDA kernels, there are no plans for ", device);
-#endif
+  return device.is_cpu() ? cpu_machine() : cuda_machine(group, device);
 }
 
 std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k,
@@ -258,23 +221,12 @@ void clear_plans(const std::string& group_name) {
   find_group(group_name)->clear_plans();
 }
 
-void check() {
-#if defined(OVERLAP_WITH_CUDA)
-  check_cuda_groups();
-#endif
-}
-
 std::string machine(at::Device device, const std::string& group_name) {
   return machine_of(find_group(group_name), device).to_string();
 }
 
 std::vector<int64_t> memory(const std::string& group_name) {
-  const std::shared_ptr<GroupEntry> group = find_group(group_name);
-#if defined(OVERLAP_WITH_CUDA)
-  return cuda_memory(group);
-#else
-  return {0, 0};
-#endif
+  return cuda_memory(find_group(group_name));
 }
 
 std::string build_info() {
@@ -316,7 +268,7 @@ TORCH_LIBRARY(overlap, m) {
       &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);
-  m.def("check() -> ()", &check);
+  m.def("check() -> ()", &check_cuda_groups);
   m.def("trace_start() -> ()", &TraceSwitch::start);
   m.def("trace_stop() -> Tensor", &TraceSwitch::stop);
   m.def("machine(Device device, str group) -> str", &machine);

@@ -14,7 +14,7 @@ from overlap_torch._ops.gradients import (
     rows,
     weight_gradient,
 )
-from overlap_torch._ops.group import Group, group_name, world_size
+from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 
 _op = torch.ops.overlap.gemm_alltoall.default
 
@@ -52,6 +52,14 @@ def _fake(
         lambda: (
             f"gemm_alltoall: send_rows must add up to dim 0 of input, {input.shape[0]}, "
             f"but {list(send_rows)} add up to {sum(send_rows)}"
+        ),
+    )
+    rank = group_rank(group)
+    torch._check_value(
+        send_rows[rank] == recv_rows[rank],
+        lambda: (
+            f"gemm_alltoall: rank {rank} sends itself {send_rows[rank]} rows and expects "
+            f"{recv_rows[rank]}; these must be equal"
         ),
     )
     return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))

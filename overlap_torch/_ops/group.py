@@ -40,3 +40,8 @@ def group_name(group: Group = None) -> str:
 def world_size(name: str) -> int:
     """Number of ranks of the group that has this name."""
     return _resolve_process_group(name).size()
+
+
+def group_rank(name: str) -> int:
+    """This rank's number in the group that has this name."""
+    return _resolve_process_group(name).rank()

@@ -1,0 +1,78 @@
+#include "binding/cpu_loop.h"
+
+#include <ATen/ThreadLocalState.h>
+
+#include <exception>
+#include <thread>
+
+namespace overlap::binding {
+
+std::shared_ptr<const PlanEntry> cpu_plan(const OpCall& call) {
+  auto entry = call.group->plan(call.problem, at::kCPU, cpu_machine());
+  if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCPU);
+  return entry;
+}
+
+CpuLoop::CpuLoop(const OpCall& call, size_t chunks)
+    : call_(call), ready_us_(chunks), begin_us_(chunks), end_us_(chunks), counters_(chunks) {}
+
+double CpuLoop::now_us() const {
+  const auto passed = std::chrono::steady_clock::now() - start_;
+  return std::chrono::duration<double, std::micro>(passed).count();
+}
+
+void CpuLoop::run(const std::function<void()>& compute, const std::function<void()>& communicate) {
+  const at::ThreadLocalState state;
+  const auto guarded = [this](const std::function<void()>& work) -> std::exception_ptr {
+    try {
+      work();
+    } catch (...) {
+      stop_ = true;
+      return std::current_exception();
+    }
+    return nullptr;
+  };
+  std::exception_ptr communication_error;
+  std::thread communication([&] {
+    const at::ThreadLocalStateGuard guard(state);
+    communication_error = guarded(communicate);
+  });
+  const std::exception_ptr compute_error = guarded(compute);
+  const double gemm_us = now_us();
+  communication.join();
+  if (compute_error) std::rethrow_exception(compute_error);
+  if (communication_error) std::rethrow_exception(communication_error);
+  if (TraceSwitch::on()) trace(gemm_us);
+}
+
+bool CpuLoop::wait(int chunk, int32_t expected, const char* what,
+                   std::chrono::milliseconds deadline) {
+  const auto end = std::chrono::steady_clock::now() + deadline;
+  while (counters_[chunk].load(std::memory_order_acquire) < expected) {
+    if (stop_) return false;
+    TORCH_CHECK(std::chrono::steady_clock::now() < end, "overlap_torch: group '",
+                call_.group->name(), "', rank ", call_.group->rank(), ": the wait for chunk ",
+                chunk, " of ", what, " passed its deadline of ", deadline.count() / 1000.0,
+                " s: expected a count of ", expected, ", saw ", counters_[chunk].load());
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  return true;
+}
+
+void CpuLoop::hold() const {
+  if (side_delay_us() > 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(side_delay_us()));
+  }
+}
+
+void CpuLoop::trace(double gemm_us) const {
+  std::vector<double> rows;
+  for (size_t chunk = 0; chunk < ready_us_.size(); ++chunk) {
+    rows.insert(rows.end(), {0.0, static_cast<double>(chunk), ready_us_[chunk], begin_us_[chunk],
+                             end_us_[chunk]});
+  }
+  rows.insert(rows.end(), {0.0, -1.0, gemm_us, 0.0, now_us()});
+  TraceSwitch::add_rows(rows);
+}
+
+}  // namespace overlap::binding
