@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -42,3 +44,11 @@ def my_tokens(tensor: torch.Tensor) -> torch.Tensor:
     world, rank = dist.get_world_size(), dist.get_rank()
     size = (len(tensor) + world - 1) // world
     return tensor[rank * size : (rank + 1) * size]
+
+
+def ops_called(job: Callable[[], object]) -> set[str]:
+    """Names of this package's ops that ran, in whatever thread."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        job()
+    names = {event.key for event in profile.key_averages()}
+    return {name.removeprefix("overlap::") for name in names if name.startswith("overlap::")}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from checks import Failures
-from layers import integer_linear, integers, my_features, my_tokens
+from layers import integer_linear, integers, my_features, my_tokens, ops_called
 from operands import difference, rank_device, subgroup, world_name
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
 
@@ -158,6 +158,32 @@ def check_mlp(sequence: bool) -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_nn_pair_of_layers_is_an_mlp(ranks, sequence):
     ranks.expect_no_failures(check_mlp, sequence)
+
+
+def check_ops() -> tuple[int, list[str]]:
+    """The ops that run, forward and backward: results alone would not show that nothing overlaps."""
+    failures = Failures()
+    for kind, sequence, forward, backward in (
+        (ColumnParallelLinear, False, set(), {"gemm_allreduce"}),
+        (ColumnParallelLinear, True, {"allgather_gemm"}, {"gemm_reducescatter"}),
+        (RowParallelLinear, False, {"gemm_allreduce"}, set()),
+        (RowParallelLinear, True, {"gemm_reducescatter"}, {"allgather_gemm"}),
+    ):
+        layer = kind.from_linear(integer_linear(6, 12, True), sequence_parallel=sequence)
+        input = integers(6, 6, seed=3)
+        input = my_features(input) if kind is RowParallelLinear else input
+        input.requires_grad_()
+        outputs = []
+        called = ops_called(lambda: outputs.append(layer(input).sum()))  # noqa: B023, called at once
+        failures.expect(None if called == forward else f"ran {called}", kind, "forward", sequence)
+        called = ops_called(outputs[0].backward)
+        failures.expect(None if called == backward else f"ran {called}", kind, "backward", sequence)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_run_the_ops(ranks):
+    ranks.expect_no_failures(check_ops)
 
 
 def check_frozen() -> tuple[int, list[str]]:
