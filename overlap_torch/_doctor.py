@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 _RECORD = Path(__file__).with_name("_build.json")
 _MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
+_MAX_PEERS = 8  # ranks that map each other's memory
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,20 @@ def fast_paths(found: Findings) -> list[FastPath]:
         reason = "not every GPU reaches every other's memory"
     detail = reason or "buffers registered, so that NCCL takes fewer SMs where the plan says so"
     paths.append(FastPath("NCCL symmetric windows", not reason, detail))
+
+    reason = no_kernels
+    if not reason and not (
+        "sm_90a" in found.archs and any(g.capability == (9, 0) for g in found.gpus)
+    ):
+        reason = "the Hopper GEMM, which adds and stores partial sums, does not run here"
+    if not reason and not 2 <= len(found.gpus) <= _MAX_PEERS:
+        reason = f"{len(found.gpus)} GPUs, it is for 2 to {_MAX_PEERS} of one host"
+    if not reason and not all(found.peers.values()):
+        reason = "not every GPU reaches every other's memory: NCCL communicates"
+    detail = (
+        reason or "partial sums stored into peers' memory by the GEMM, rows copied by copy engines"
+    )
+    paths.append(FastPath("Peer memory", not reason, detail))
     return paths
 
 

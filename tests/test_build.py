@@ -196,6 +196,27 @@ def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
             "NCCL symmetric windows",
             "reaches",
         ),
+        (
+            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (AMPERE,) * 2, "nccl": (2, 28, 9)},
+            "Peer memory",
+            "Hopper",
+        ),
+        (
+            {"cuda": "13.0", "archs": ("sm_90a",), "gpus": (HOPPER,) * 9, "nccl": (2, 28, 9)},
+            "Peer memory",
+            "9 GPUs",
+        ),
+        (
+            {
+                "cuda": "13.0",
+                "archs": ("sm_90a",),
+                "gpus": (HOPPER,) * 2,
+                "nccl": (2, 28, 9),
+                "peers": {(0, 1): True, (1, 0): False},
+            },
+            "Peer memory",
+            "reaches",
+        ),
     ],
 )
 def test_doctor_says_why_a_path_is_off(findings, path, reason):
