@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from overlap_torch.plan import (
     DType,
     Kernel,
     Layout,
+    Op,
     Plan,
     Problem,
     Resources,
@@ -42,7 +44,7 @@ class Grid:
     columns: int
     bands: list[int]  # heights in tile rows
     chunks: list[int]  # in tiles
-    parts: int  # copies of each chunk in its region of the buffer
+    parts: int  # pieces of each chunk in its region of the buffer: copies, or the ranks' parts
 
     def tiles(self) -> list[tuple[int, int]]:
         """Tiles in tile order: band after band, column after column, top to bottom."""
@@ -57,6 +59,16 @@ class Grid:
 
     def chunk_of_tiles(self) -> list[int]:
         return [chunk for chunk, tiles in enumerate(self.chunks) for _ in range(tiles)]
+
+    def part_rows(self) -> list[tuple[int, int]]:
+        """(part, tile row in it) of each tile row, where the rows are parts: a chunk has as many of each part."""
+        places = []
+        top = 0
+        for tiles in self.chunks:
+            height = tiles // (self.columns * self.parts)
+            places += [(p, top + row) for p in range(self.parts) for row in range(height)]
+            top += height
+        return places
 
 
 def cut(draw: st.DrawFn, total: int, most: int) -> list[int]:
@@ -79,14 +91,41 @@ def runs(heights: list[int]) -> list[BandRun]:
     return [BandRun(height, count) for height, count in result]
 
 
+def draw_kernel(
+    draw: st.DrawFn, plan: Plan, transports: list[Transport]
+) -> tuple[DType, Transport]:
+    """Gives the plan a kernel and its tiles; returns a dtype and a transport that go with it."""
+    plan.kernel = draw(st.sampled_from([Kernel.LIBRARY, *SHAPES]))
+    if plan.kernel == Kernel.LIBRARY:
+        plan.tile_m, plan.tile_n = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+        plan.cluster_m = draw(st.integers(1, 3))
+        dtype = draw(st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64]))
+        return dtype, draw(st.sampled_from(transports))
+    plan.tile_m, plan.tile_n, plan.cluster_m = SHAPES[plan.kernel]
+    return draw(st.sampled_from([DType.BFLOAT16, DType.FLOAT16])), Transport.NCCL
+
+
+def set_chunks(
+    draw: st.DrawFn, plan: Plan, bands: list[int], chunks: list[int], transport: Transport
+) -> None:
+    plan.bands = runs(bands)
+    plan.chunks = [Chunk(tiles, transport, draw(st.integers(0, 32))) for tiles in chunks]
+    plan.resources = Resources(
+        draw(st.integers(0, 64)),
+        draw(st.integers(0, 4096)),
+        draw(st.booleans()) and transport == Transport.NCCL,
+        draw(st.integers(0, 4096)),
+        draw(st.integers(1, 4)),
+    )
+
+
 @st.composite
 def plans_and_grids(
     draw: st.DrawFn, layout: Layout | None = None, collective: Collective | None = None
 ) -> tuple[Plan, Grid]:
-    """A valid overlapped plan with any kernel, and its grid. An exchange is packed."""
+    """A valid overlapped plan of gemm_allreduce with any kernel, and its grid. An exchange is packed."""
     plan = Plan()
     plan.schedule = Schedule.OVERLAPPED
-    plan.kernel = draw(st.sampled_from([Kernel.LIBRARY, *SHAPES]))
     if collective is None:
         collective = draw(st.sampled_from([Collective.ALL_REDUCE, Collective.EXCHANGE]))
     exchange = collective == Collective.EXCHANGE and layout != Layout.ROW_MAJOR
@@ -94,20 +133,13 @@ def plans_and_grids(
         plan.collective, plan.layout = Collective.EXCHANGE, Layout.PACKED
     else:
         plan.layout = layout or draw(st.sampled_from([Layout.ROW_MAJOR, Layout.PACKED]))
-    if plan.kernel == Kernel.LIBRARY:
-        tile_m, tile_n = draw(st.integers(1, 40)), draw(st.integers(1, 40))
-        cluster = draw(st.integers(1, 3))
-        dtype = draw(st.sampled_from([DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64]))
-        transport = draw(st.sampled_from([Transport.NCCL, Transport.GLOO][: 1 if exchange else 2]))
-    else:
-        tile_m, tile_n, cluster = SHAPES[plan.kernel]
-        dtype = draw(st.sampled_from([DType.BFLOAT16, DType.FLOAT16]))
-        transport = Transport.NCCL
+    transports = [Transport.NCCL] if exchange else [Transport.NCCL, Transport.GLOO]
+    dtype, transport = draw_kernel(draw, plan, transports)
+    tile_m, tile_n, cluster = plan.tile_m, plan.tile_n, plan.cluster_m
     m = draw(st.integers(1, 17 * tile_m))
     n = draw(st.integers(1, 9 * tile_n))
     world = 2 if exchange else draw(st.integers(1, 64))
     plan.problem = Problem(m, n, draw(st.integers(1, 10**6)), dtype, world)
-    plan.tile_m, plan.tile_n, plan.cluster_m = tile_m, tile_n, cluster
 
     clusters = -(-m // (tile_m * cluster))
     columns = -(-n // tile_n)
@@ -120,18 +152,50 @@ def plans_and_grids(
         ]
     else:
         chunks = cut(draw, clusters * cluster * columns, MAX_CHUNKS)
-    plan.bands = runs(bands)
-    plan.chunks = [Chunk(tiles, transport, draw(st.integers(0, 32))) for tiles in chunks]
-    plan.resources = Resources(
-        draw(st.integers(0, 64)),
-        draw(st.integers(0, 4096)),
-        draw(st.booleans()) and transport == Transport.NCCL,
-        draw(st.integers(0, 4096)),
-        draw(st.integers(1, 4)),
-    )
+    set_chunks(draw, plan, bands, chunks, transport)
     parts = 2 if exchange else 1
     grid = Grid(m, n, tile_m, tile_n, clusters * cluster, columns, bands, chunks, parts)
     return plan, grid
+
+
+PARTED = {  # ops whose rows are parts of the ranks
+    Op.GEMM_REDUCESCATTER: Collective.REDUCE_SCATTER,
+    Op.ALLGATHER_GEMM: Collective.ALL_GATHER,
+}
+
+
+@st.composite
+def parted_plans_and_grids(draw: st.DrawFn, op: Op | None = None) -> tuple[Plan, Grid]:
+    """The same of an op whose rows are parts, one for each of 1 to 5 ranks."""
+    plan = Plan()
+    plan.schedule = Schedule.OVERLAPPED
+    op = op or draw(st.sampled_from([*PARTED]))
+    plan.collective = PARTED[op]
+    dtype, transport = draw_kernel(draw, plan, [Transport.NCCL, Transport.GLOO])
+    world = draw(st.integers(1, 5))
+    rows = draw(st.integers(1, 9 * plan.tile_m))  # of a part
+    n = draw(st.integers(1, 5 * plan.tile_n))
+    plan.problem = Problem(world * rows, n, draw(st.integers(1, 10**6)), dtype, world, op)
+
+    # Tile rows of a part come in grains, so that a chunk has whole clusters; those of an all-gather lie in one part.
+    cluster = plan.cluster_m
+    grain = cluster if op == Op.ALLGATHER_GEMM else math.lcm(cluster, world) // world
+    columns = -(-n // plan.tile_n)
+    chunks, bands = [], []
+    for grains in cut(draw, -(-rows // (plan.tile_m * grain)), MAX_BAND_RUNS // 2):
+        height = world * grain * grains
+        chunks.append(height * columns)
+        bands += [cluster * band for band in cut(draw, height // cluster, 2)]
+    set_chunks(draw, plan, bands, chunks, transport)
+    grid = Grid(
+        plan.problem.m, n, plan.tile_m, plan.tile_n, sum(bands), columns, bands, chunks, world
+    )
+    return plan, grid
+
+
+def any_plans_and_grids() -> st.SearchStrategy[tuple[Plan, Grid]]:
+    """Of every op that cuts one rank's output or input into chunks."""
+    return plans_and_grids() | parted_plans_and_grids()
 
 
 def example() -> Plan:

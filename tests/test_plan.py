@@ -16,20 +16,22 @@ from overlap_torch.plan import (
     DType,
     Kernel,
     Layout,
+    Machine,
+    Op,
     Plan,
     Problem,
     Resources,
     Schedule,
     Transport,
 )
-from plan_grids import Grid, example, plans_and_grids
+from plan_grids import PARTED, Grid, any_plans_and_grids, example, plans_and_grids
 
 # A machine that runs other work beside the tests is slow, which is no failure.
 settings.register_profile("plan", deadline=None)
 settings.load_profile("plan")
 
 
-@given(plans_and_grids())
+@given(any_plans_and_grids())
 def test_plan_takes_every_tile_once_in_band_order(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     plan.validate()
@@ -39,21 +41,21 @@ def test_plan_takes_every_tile_once_in_band_order(case: tuple[Plan, Grid]) -> No
     assert sorted(taken) == [(r, c) for r in range(grid.rows) for c in range(grid.columns)]
 
 
-@given(plans_and_grids())
+@given(any_plans_and_grids())
 def test_plan_tile_index_inverts_tile_coord(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     for index, (row, column) in enumerate(grid.tiles()):
         assert plan.tile_index(row, column) == index
 
 
-@given(plans_and_grids())
+@given(any_plans_and_grids())
 def test_plan_tile_chunk_follows_chunk_sizes(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     expected = grid.chunk_of_tiles()
     assert [plan.tile_chunk(i) for i in range(len(expected))] == expected
 
 
-@given(plans_and_grids())
+@given(any_plans_and_grids())
 def test_plan_cluster_partners_are_adjacent_rows_of_one_column(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     for first in range(0, grid.rows * grid.columns, plan.cluster_m):
@@ -63,7 +65,7 @@ def test_plan_cluster_partners_are_adjacent_rows_of_one_column(case: tuple[Plan,
             assert plan.tile_coord(first + i) == (row + i, column)
 
 
-@given(plans_and_grids())
+@given(any_plans_and_grids())
 def test_plan_chunks_are_contiguous_and_cover_the_buffer(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     end = 0
@@ -150,7 +152,7 @@ def test_plan_exchange_is_for_two_ranks_and_packed_nccl(
         plan.validate()
 
 
-@given(plans_and_grids(), st.one_of(st.integers(-(2**31), 0), st.integers(5, 2**31 - 1)))
+@given(any_plans_and_grids(), st.one_of(st.integers(-(2**31), 0), st.integers(5, 2**31 - 1)))
 def test_plan_validate_takes_one_to_four_lanes(case: tuple[Plan, Grid], lanes: int) -> None:
     plan, _ = case
     for allowed in (1, 2, 3, 4):
@@ -161,7 +163,7 @@ def test_plan_validate_takes_one_to_four_lanes(case: tuple[Plan, Grid], lanes: i
         plan.validate()
 
 
-@given(plans_and_grids())
+@given(any_plans_and_grids())
 def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> None:
     plan, _ = case
     code = plans.encode(plan)
@@ -185,7 +187,7 @@ def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> N
     assert plans.decode(plans.encode(copy)) == copy
 
 
-@given(plans_and_grids(), st.data())
+@given(any_plans_and_grids(), st.data())
 def test_plan_decode_rejects_lists_that_encode_does_not_make(
     case: tuple[Plan, Grid], data: st.DataObject
 ) -> None:
@@ -367,13 +369,15 @@ def test_plan_parts_are_frozen() -> None:
         plan.bands[0].count = 3
 
 
-@pytest.mark.parametrize(("m", "n"), [(0, 5), (5, 0), (0, 0)])
-def test_plan_of_an_empty_output_is_one_empty_chunk(m: int, n: int) -> None:
-    machine = plans.Machine(arch=90, sm_count=132, sm_gflops=5000, link_gbps=300)
-    plan = plans.make_plan(Problem(m, n, 64, DType.BFLOAT16, 2), machine)
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, *PARTED])
+@pytest.mark.parametrize(("m", "n"), [(0, 6), (6, 0), (0, 0)])
+def test_plan_of_an_empty_output_is_one_empty_chunk(m: int, n: int, op: Op) -> None:
+    machine = Machine(arch=90, sm_count=132, sm_gflops=5000, link_gbps=300)
+    plan = plans.make_plan(Problem(m, n, 64, DType.BFLOAT16, 2, op), machine)
     assert plan.schedule == Schedule.SEQUENTIAL
     assert [chunk.tiles for chunk in plan.chunks] == [0]
-    assert plan.chunk_extent(0) == (0, 0)
-    assert plan.chunk_rows(0) == (0, m)
-    assert plan.buffer_elements() == 0
+    assert plan.chunk_rows(0) == (0, m // plan.problem.row_parts)
+    if op != Op.ALLGATHER_GEMM:  # which gathers its input whatever the weights
+        assert plan.chunk_extent(0) == (0, 0)
+        assert plan.buffer_elements() == 0
     assert plans.from_json(plans.to_json(plan)) == plan

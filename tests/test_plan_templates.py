@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import BandRun, Collective, DType, Kernel, Problem
-from plan_grids import SHAPES, example
+from overlap_torch.plan import (
+    BandRun,
+    Chunk,
+    Collective,
+    DType,
+    Kernel,
+    Layout,
+    Op,
+    Problem,
+    Schedule,
+    Transport,
+)
+from plan_grids import PARTED, SHAPES, example
 
 
 @settings(max_examples=50, deadline=None)
@@ -29,6 +41,81 @@ def test_plan_row_panels_splits_evenly(m: int, n: int, parts: int, kernel: Kerne
     assert len(heights) == parts
     assert sum(heights) == clusters
     assert max(heights) - min(heights) <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([*PARTED]),
+    st.integers(1, 2500),
+    st.integers(1, 3000),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.sampled_from([*SHAPES]),
+)
+def test_plan_row_panels_splits_every_part_evenly(op, rows, n, world, chunks, kernel) -> None:
+    tile_m, tile_n, cluster = SHAPES[kernel]
+    # A chunk's tile rows of all parts are whole clusters; an all-gather's of each part.
+    grain = cluster if op == Op.ALLGATHER_GEMM else cluster // math.gcd(cluster, world)
+    grains = -(-rows // (tile_m * grain))
+    problem = Problem(rows * world, n, 64, DType.BFLOAT16, world, op)
+    if chunks > grains:
+        expected = f"{chunks} chunks of {grains * grain} tile rows, allowed are 1 to {grains}"
+        with pytest.raises(ValueError, match=expected):
+            plans.row_panels(problem, chunks, kernel=kernel)
+        return
+    plan = plans.row_panels(problem, chunks, kernel=kernel)
+    plan.validate()
+    assert (plan.collective, plan.layout) == (PARTED[op], Layout.ROW_MAJOR)
+    unit = world * grain * -(-n // tile_n)
+    heights = [chunk.tiles // unit for chunk in plan.chunks]
+    assert [chunk.tiles for chunk in plan.chunks] == [unit * height for height in heights]
+    assert (len(heights), sum(heights)) == (chunks, grains)
+    assert max(heights) - min(heights) <= 1
+    assert plans.from_json(plans.to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("op", PARTED)
+def test_plan_row_panels_takes_heights_of_one_part(op: Op) -> None:
+    problem = Problem(3 * 60, 20, 5, DType.FLOAT32, 3, op)  # parts of 8 tile rows, the last of 4
+    options = {"transport": "gloo", "tile": (8, 10), "lanes": 2}
+    plan = plans.row_panels(problem, [1, 4, 3], **options)
+    assert plan.schedule == Schedule.OVERLAPPED
+    assert (plan.tiles_m, plan.tiles_n, plan.resources.lanes) == (24, 2, 2)
+    assert plan.chunks == tuple(Chunk(tiles, Transport.GLOO) for tiles in (6, 24, 18))
+    assert [plan.chunk_rows(chunk) for chunk in range(3)] == [(0, 8), (8, 40), (40, 60)]
+    for heights, message in [
+        ([1, 4, 4], "covers a tile twice|cover a tile twice"),
+        ([1, 4], "leaves tiles out"),
+        ([9], "9 tile rows high, allowed are 1 to 8, the height of one rank's part of the"),
+        ([0, 8], "0 tile rows high, allowed are 1 to 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            plans.row_panels(problem, heights, **options)
+
+
+def test_plan_row_panels_of_a_gather_wants_clusters_of_one_part() -> None:
+    options = {"kernel": "sm90_pingpong"}  # clusters of two tile rows
+    scatter = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
+    plan = plans.row_panels(scatter, [1, 3, 4], **options)  # two ranks' make the clusters
+    assert [chunk.tiles for chunk in plan.chunks] == [8, 24, 32]
+    gather = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.ALLGATHER_GEMM)
+    with pytest.raises(ValueError, match="chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4"):
+        plans.row_panels(gather, [1, 3, 4], **options)
+    assert len(plans.row_panels(gather, [2, 2, 4], **options).chunks) == 3
+
+
+@pytest.mark.parametrize("op", PARTED)
+def test_plan_row_panels_wants_equal_parts(op: Op) -> None:
+    problem = Problem(100, 8, 8, DType.FLOAT32, 3, op)
+    with pytest.raises(ValueError, match="m = 100 rows on 3 ranks, allowed are multiples of the"):
+        plans.row_panels(problem, 1)
+
+
+@pytest.mark.parametrize("op", PARTED)
+def test_plan_packed_template_is_for_all_reduce(op: Op) -> None:
+    problem = Problem(96, 8, 8, DType.FLOAT32, 3, op)
+    with pytest.raises(ValueError, match=f"plan of {op.name.lower()} has the layout packed"):
+        plans.packed(problem, 1, tile=(8, 8))
 
 
 def test_plan_row_panels_of_many_heights_takes_equal_bands() -> None:

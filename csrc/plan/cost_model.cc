@@ -28,7 +28,10 @@ constexpr double kFloat32Rate = 1.0 / 13.0;
 constexpr double kFloat64Rate = 1.0 / 13.0;
 constexpr double kFloat64RateOnCpu = 0.5;  // Machine::sm_gflops counts fp32 there
 
-// --- communication on GPUs, fitted to 3,000 plans measured on two H200s (7 % root mean square) ---
+// --- communication on GPUs ---------------------------------------------------------------------
+// All-reduce: fitted to 3,000 plans measured on two H200s (7 % root mean square). Reduce-scatter and
+// all-gather: to 1,330 and 1,090 (6 % and 4.5 % beside a shape's mean), which set their calls' own
+// constants and kBesideGather alone.
 constexpr double kWaitUs = 7.0;         // from a chunk's last signal to the start of its call
 constexpr double kForkJoinUs = 3.0;     // events that fork and join the side streams
 constexpr double kFirstIssueUs = 30.0;  // host: until the first chunk's call is enqueued
@@ -38,7 +41,7 @@ constexpr double kFewerSmsExponent = 0.85;
 // Bands of less than 4 tile rows share less of the operands in L2.
 constexpr double kLowBandRate = 0.95;
 constexpr double kBesideCommunication = 1.02;  // the GEMM's time beside communication
-constexpr double kIdleRounds = 0.5;            // of a launch's last round of tiles
+constexpr double kBesideGather = 0.95;         // of launches that signal nothing
 
 // What one kind of call costs, relative to the link as Machine measures it with small and large
 // plain calls in a row.
@@ -54,16 +57,20 @@ constexpr CallModel kWindowCall = {16.0, 0.91, 27.9};
 constexpr CallModel kPlainCallOfMany = {23.0, 1.04, 15.0};
 constexpr CallModel kWindowCallOfMany = {17.0, 0.80, 20.0};
 constexpr CallModel kExchangeCall = {2.0, 1.03, 32.0};
-constexpr CallModel kPlainReduceScatter = {23.0, 1.55, 16.0};
-constexpr CallModel kWindowReduceScatter = {16.0, 1.45, 31.0};
-constexpr CallModel kPlainAllGather = {23.0, 1.55, 18.0};
-constexpr CallModel kWindowAllGather = {14.0, 1.65, 46.0};
-// Bytes of a reduce-scatter or an all-gather, of those of an all-reduce in the same time.
-constexpr double kOneWayRate = 1.5;
-// Behind PCIe or host memory: the link's own rate, but a CTA carries no more than this (measured
-// through host memory: 4 CTAs 18.3 GB/s where 24 reach 28).
+constexpr CallModel kPlainReduceScatter = {6.0, 1.70, 31.0};
+constexpr CallModel kWindowReduceScatter = {2.0, 1.30, 40.0};
+constexpr CallModel kPlainAllGather = {24.0, 1.25, 30.0};
+constexpr CallModel kWindowAllGather = {3.0, 1.35, 44.0};
+// Bytes of a reduce-scatter or an all-gather that has the GPU to itself, of those of an all-reduce
+// in the same time: 32 to 512 MiB alone went at 450 GB/s, beside start and latency.
+constexpr double kOneWayRate = 1.45;
+// Behind PCIe or host memory, fitted to 80 all-reduce plans of two H200s without peer access. Calls
+// in a row hide most of the latency; a CTA carries no more than this; and beside more CTAs than fill
+// the link the GEMM is slower. Between four ranks it was not.
 constexpr double kSlowLinkRate = 1.0;
-constexpr double kSlowLinkCtaGbps = 4.6;
+constexpr double kSlowLinkLatencies = 0.3;
+constexpr double kSlowLinkCtaGbps = 5.1;
+constexpr double kBesideManyCtas = 1.12;
 
 // The last chunk's way from the staging buffer to the output.
 constexpr double kCopyStartUs = 4.0;
@@ -135,6 +142,11 @@ double full_machine_us(const Machine& machine, int64_t tiles, double per_tile_us
   return rounds * per_tile_us;
 }
 
+int32_t ctas_of(const Chunk& chunk, const Machine& machine) {
+  if (chunk.max_ctas != 0) return chunk.max_ctas;
+  return slow_link(machine) ? kDefaultCtasSlow : kDefaultCtas;
+}
+
 // All tiles of one launch on the SMs that are left.
 double beside_communication_us(const Plan& plan, const Machine& machine, int64_t tiles,
                                double per_tile_us) {
@@ -144,8 +156,20 @@ double beside_communication_us(const Plan& plan, const Machine& machine, int64_t
   const bool low = std::any_of(plan.bands.begin(), plan.bands.end(), [&](const BandRun& run) {
     return run.tile_rows < 4 && tiles_m(plan) >= 8 && run.count > 2;
   });
-  return full_us * kBesideCommunication / (low ? kLowBandRate : 1.0) *
+  const int32_t ctas = plan.resources.lanes * ctas_of(plan.chunks[0], machine);
+  const bool many_ctas =
+      slow_link(machine) && plan.problem.world_size == 2 && ctas > kDefaultCtasSlow;
+  return full_us * kBesideCommunication * (many_ctas ? kBesideManyCtas : 1.0) /
+         (low ? kLowBandRate : 1.0) *
          std::pow(static_cast<double>(machine.sm_count) / at_once, kFewerSmsExponent);
+}
+
+// Rate of the collective's bytes, of that of an all-reduce's.
+double one_way_rate(const Plan& plan) {
+  const Collective collective = plan.collective;
+  return collective == Collective::kReduceScatter || collective == Collective::kAllGather
+             ? kOneWayRate
+             : 1.0;
 }
 
 // A collective that has the machine to itself.
@@ -154,8 +178,8 @@ double alone_us(const Plan& plan, const Machine& machine) {
   const int64_t width = problem.op == Op::kAllGatherGemm ? problem.k : problem.n;
   const int64_t bytes = problem.m * width * element_bytes(problem.dtype);
   if (problem.world_size == 1 || bytes == 0) return 0.0;
-  const double rate = (slow_link(machine) ? kSlowLinkRate : kAloneCall.link_rate) *
-                      (problem.op == Op::kGemmAllReduce ? 1.0 : kOneWayRate);
+  const double rate =
+      (slow_link(machine) ? kSlowLinkRate : kAloneCall.link_rate) * one_way_rate(plan);
   const double start_us = on_cpu(machine) ? 0.0 : kAloneCall.start_us;
   return start_us + machine.link_latency_us +
          static_cast<double>(bytes) / (1e3 * machine.link_gbps * rate);
@@ -177,9 +201,14 @@ const CallModel& call_model(const Plan& plan) {
 // NCCL's CTAs stay outside while a persistent GEMM holds every SM that they would need.
 bool waits_for_gemm_end(const Plan& plan, const Machine& machine, const Chunk& chunk) {
   if (plan.kernel == Kernel::kLibrary) return false;
-  const int32_t default_ctas = slow_link(machine) ? kDefaultCtasSlow : kDefaultCtas;
-  const int32_t ctas = chunk.max_ctas == 0 ? default_ctas : chunk.max_ctas;
-  return plan.resources.comm_sms < ctas * plan.resources.lanes;
+  return plan.resources.comm_sms < ctas_of(chunk, machine) * plan.resources.lanes;
+}
+
+// An all-gather's chunk: this rank's rows on their way to the staging buffer.
+double own_rows_us(const Plan& plan, const Machine& machine, int32_t chunk) {
+  if (plan.collective != Collective::kAllGather) return 0.0;
+  const double bytes = message_bytes(plan, chunk) / row_parts(plan.problem);
+  return on_cpu(machine) ? bytes / (1e3 * kCopyCpuGbps) : kCopyStartUs + bytes / (1e3 * kCopyGbps);
 }
 
 // Communication of chunks that become ready at `ready_us`: `lanes` calls at a time, each first
@@ -196,14 +225,19 @@ std::vector<double> communicate_us(const Plan& plan, const Machine& machine,
   };
   const CallModel& model = call_model(plan);
   const bool slow = slow_link(machine);
-  const double link = machine.link_gbps * (slow ? kSlowLinkRate : model.link_rate) * 1e3;
+  const double link =
+      machine.link_gbps * (slow ? kSlowLinkRate * one_way_rate(plan) : model.link_rate) * 1e3;
+  const double cta = (slow ? kSlowLinkCtaGbps * one_way_rate(plan) : model.cta_gbps) * 1e3;
+  const double start_us = slow ? kSlowLinkLatencies * machine.link_latency_us
+                               : model.start_us + machine.link_latency_us;
   const auto begin = [&](size_t chunk, double lane_free_us) {
     Call call;
     if (chunk >= ready_us.size()) return call;
     const double issued_us = kFirstIssueUs + kIssueUs * static_cast<double>(chunk);
     call.chunk = chunk;
-    call.began_us = std::max({ready_us[chunk], lane_free_us, issued_us});
-    call.flows_at_us = call.began_us + model.start_us + machine.link_latency_us;
+    call.began_us = std::max({ready_us[chunk], lane_free_us, issued_us}) +
+                    own_rows_us(plan, machine, static_cast<int32_t>(chunk));
+    call.flows_at_us = call.began_us + start_us;
     call.bytes = message_bytes(plan, static_cast<int32_t>(chunk));
     call.active = true;
     return call;
@@ -218,10 +252,7 @@ std::vector<double> communicate_us(const Plan& plan, const Machine& machine,
     double flowing = 0.0;
     for (const Call& call : calls) flowing += call.active && call.flows_at_us <= now_us;
     const auto rate = [&](const Call& call) {
-      const int32_t ctas =
-          plan.chunks[call.chunk].max_ctas == 0 ? kDefaultCtas : plan.chunks[call.chunk].max_ctas;
-      const double cta_gbps = slow ? kSlowLinkCtaGbps : model.cta_gbps;
-      return std::min(ctas * cta_gbps * 1e3, link / flowing);
+      return std::min(ctas_of(plan.chunks[call.chunk], machine) * cta, link / flowing);
     };
     // The next start of a flow, or end of a call.
     double next_us = kNeverUs;
@@ -260,7 +291,9 @@ std::vector<double> communicate_cpu_us(const Plan& plan, const Machine& machine,
         machine.link_latency_us +
         message_bytes(plan, static_cast<int32_t>(chunk)) / (1e3 * machine.link_gbps);
     *busy_us += call_us;
-    end_us.push_back(std::max(ready_us[chunk], end_us.empty() ? 0.0 : end_us.back()) + call_us);
+    const double begin_us = std::max(ready_us[chunk], end_us.empty() ? 0.0 : end_us.back()) +
+                            own_rows_us(plan, machine, static_cast<int32_t>(chunk));
+    end_us.push_back(begin_us + call_us);
   }
   return end_us;
 }
@@ -272,30 +305,29 @@ Prediction predict_consume(const Plan& plan, const Machine& machine, double per_
   const int32_t parts = row_parts(plan.problem);
   const int32_t at_once = tiles_at_once(plan, machine);
   const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
-  const auto gemm_us = [&](int64_t count) {
-    if (cpu) return static_cast<double>(count) * per_tile_us;
-    // On average half of the last round of each launch is idle.
-    const double rounds = std::max(1.0, static_cast<double>(count) / at_once + kIdleRounds);
-    return kGemmStartUs + kBesideCommunication * rounds * per_tile_us;
+  const double round_us =
+      per_tile_us * kBesideGather *
+      std::pow(static_cast<double>(at_once) / machine.sm_count, 1.0 - kFewerSmsExponent);
+  // Each launch has a last round of its own that is not full.
+  const auto launch_us = [&](int64_t count) {
+    return cpu ? static_cast<double>(count) * per_tile_us
+               : kGemmStartUs + rounds_of(count, at_once) * round_us;
   };
+  const double event_us = cpu ? 0.0 : kForkJoinUs;
   Prediction prediction;
-  std::vector<double> ready_us;
-  double copied_us = cpu ? kWaitCpuUs : kForkJoinUs;
-  for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
-    const double own_bytes = message_bytes(plan, static_cast<int32_t>(chunk)) / parts;
-    copied_us +=
-        cpu ? own_bytes / (1e3 * kCopyCpuGbps) : kCopyStartUs + own_bytes / (1e3 * kCopyGbps);
-    ready_us.push_back(copied_us);
-  }
+  const std::vector<double> ready_us(plan.chunks.size(), cpu ? kWaitCpuUs : kForkJoinUs);
   const std::vector<double> arrived_us =
       cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
           : communicate_us(plan, machine, ready_us, &prediction.communication_us);
-  prediction.gemm_us = gemm_us(tiles / parts);
-  double now_us = (cpu ? 0.0 : kForkJoinUs) + prediction.gemm_us;
+  prediction.gemm_us = launch_us(tiles / parts);
+  // The host enqueues all communication between the first launch and the others.
+  const double issued_us =
+      cpu ? 0.0 : kFirstIssueUs + kIssueUs * static_cast<double>(plan.chunks.size());
+  double now_us = std::max(event_us + prediction.gemm_us, issued_us);
   for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
-    const double chunk_us = gemm_us(plan.chunks[chunk].tiles / parts * (parts - 1));
+    const double chunk_us = launch_us(plan.chunks[chunk].tiles / parts * (parts - 1));
     prediction.gemm_us += chunk_us;
-    now_us = std::max(now_us, arrived_us[chunk]) + chunk_us;
+    now_us = std::max(now_us, arrived_us[chunk] + event_us) + chunk_us;
   }
   prediction.total_us = now_us + (cpu ? kForkJoinCpuUs : kForkJoinUs);
   return prediction;

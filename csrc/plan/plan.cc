@@ -282,6 +282,7 @@ Extent chunk_extent(const Plan& plan, int32_t chunk) {
     const int64_t parts = row_parts(plan);
     const Rows rows = chunk_rows(plan, chunk);
     if (plan.problem.op == Op::kGemmReduceScatter) {
+      if (plan.problem.n == 0) return {};
       const int64_t tile_rows = plan.chunks[chunk].tiles / tiles_n(plan) / parts;
       return {parts * rows.begin * plan.problem.n, tile_rows * plan.tile_m * plan.problem.n};
     }

@@ -1,0 +1,220 @@
+"""Plans of ops that cut their rows into the ranks' parts, and of all-to-all, which has no rows that all ranks know."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap_torch import plan as plans
+from overlap_torch.plan import (
+    Chunk,
+    Collective,
+    DType,
+    Layout,
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Schedule,
+    Transport,
+)
+from plan_grids import PARTED, Grid, parted_plans_and_grids, plans_and_grids
+
+settings.register_profile("plan", deadline=None)
+settings.load_profile("plan")
+
+
+@given(parted_plans_and_grids())
+def test_plan_part_row_puts_every_tile_row_into_one_part(case: tuple[Plan, Grid]) -> None:
+    plan, grid = case
+    plan.validate()
+    places = [plan.part_row(row) for row in range(grid.rows)]
+    assert places == grid.part_rows()
+    height = grid.rows // grid.parts
+    assert sorted(places) == [(p, row) for p in range(grid.parts) for row in range(height)]
+
+
+@given(parted_plans_and_grids(Op.ALLGATHER_GEMM))
+def test_plan_gathered_clusters_lie_in_one_part(case: tuple[Plan, Grid]) -> None:
+    # A chunk's GEMM leaves this rank's own part out, so no cluster may have tiles of two.
+    plan, grid = case
+    for row in range(0, grid.rows, plan.cluster_m):
+        assert len({plan.part_row(row + i)[0] for i in range(plan.cluster_m)}) == 1
+
+
+@given(plans_and_grids())
+def test_plan_of_one_part_has_all_rows_in_it(case: tuple[Plan, Grid]) -> None:
+    plan, grid = case
+    assert plan.problem.row_parts == 1
+    assert [plan.part_row(r) for r in range(grid.rows)] == [(0, r) for r in range(grid.rows)]
+
+
+@given(parted_plans_and_grids())
+def test_plan_parted_chunks_hold_the_same_rows_of_each_part(case: tuple[Plan, Grid]) -> None:
+    plan, grid = case
+    part_rows = grid.m // grid.parts
+    rows_of: list[dict[int, set[int]]] = [{} for _ in grid.chunks]
+    for (row, _), chunk in zip(grid.tiles(), grid.chunk_of_tiles(), strict=True):
+        part, top = grid.part_rows()[row]
+        rows = range(top * grid.tile_m, min((top + 1) * grid.tile_m, part_rows))
+        rows_of[chunk].setdefault(part, set()).update(rows)
+    covered: list[int] = []
+    for chunk, of_parts in enumerate(rows_of):
+        begin, end = plan.chunk_rows(chunk)
+        assert begin < end
+        assert sorted(of_parts) == list(range(grid.parts))
+        assert all(rows == set(range(begin, end)) for rows in of_parts.values())
+        covered += range(begin, end)
+    assert covered == list(range(part_rows))
+
+
+@given(parted_plans_and_grids(Op.GEMM_REDUCESCATTER))
+def test_plan_scattered_chunks_are_whole_tiles_part_after_part(case: tuple[Plan, Grid]) -> None:
+    plan, grid = case
+    assert plan.buffer_elements() == grid.rows * grid.tile_m * grid.n
+    for chunk, tiles in enumerate(grid.chunks):
+        elements = tiles // (grid.columns * grid.parts) * grid.tile_m * grid.n
+        begin = plan.chunk_rows(chunk)[0]
+        assert plan.chunk_extent(chunk) == (grid.parts * begin * grid.n, elements)
+
+
+@given(parted_plans_and_grids(Op.ALLGATHER_GEMM))
+def test_plan_gathered_chunks_are_input_rows_part_after_part(case: tuple[Plan, Grid]) -> None:
+    plan, grid = case
+    k = plan.problem.k
+    assert plan.buffer_elements() == grid.m * k
+    for chunk in range(len(grid.chunks)):
+        begin, end = plan.chunk_rows(chunk)
+        assert plan.chunk_extent(chunk) == (grid.parts * begin * k, (end - begin) * k)
+
+
+@given(parted_plans_and_grids(), st.data())
+def test_plan_validate_wants_equal_parts_of_the_rows(
+    case: tuple[Plan, Grid], data: st.DataObject
+) -> None:
+    plan, grid = case
+    if grid.parts == 1:
+        plan.problem.world_size = 2
+        plan.problem.m = 2 * grid.m - 1
+    else:
+        plan.problem.m += data.draw(st.integers(1, grid.parts - 1))
+    expected = f"has m = {plan.problem.m} rows on {plan.problem.world_size} ranks, allowed are mult"
+    with pytest.raises(ValueError, match=expected):
+        plan.validate()
+
+
+@given(parted_plans_and_grids(), st.data())
+def test_plan_validate_wants_chunks_of_equal_tile_rows_of_each_part(
+    case: tuple[Plan, Grid], data: st.DataObject
+) -> None:
+    plan, grid = case
+    if grid.parts == 1:
+        return  # one part is like none: chunks may end where bands do
+    cluster = plan.cluster_m
+    gathers = plan.problem.op == Op.ALLGATHER_GEMM
+    grain = cluster if gathers else next(g for g in range(1, 4) if g * grid.parts % cluster == 0)
+    unit = grid.parts * grain * grid.columns
+    victim = data.draw(st.integers(0, len(grid.chunks) - 1))
+
+    def resize(tiles: int) -> None:
+        chunks = list(plan.chunks)
+        chunks[victim] = Chunk(tiles, chunks[victim].transport)
+        plan.chunks = chunks
+
+    tiles = grid.chunks[victim] + data.draw(st.integers(1 - unit, unit - 1).filter(bool))
+    resize(tiles)
+    expected = (
+        f"chunk {victim} has {tiles} tiles, allowed are multiples of {grid.parts} x {grain} x"
+    )
+    with pytest.raises(ValueError, match=f"{expected} {grid.columns} = {unit}: a chunk of"):
+        plan.validate()
+    resize(grid.chunks[victim] + unit)
+    with pytest.raises(ValueError, match="covers a tile twice"):
+        plan.validate()
+
+
+@given(parted_plans_and_grids(), st.sampled_from([*Collective.__members__.values()]))
+def test_plan_validate_takes_the_ops_own_collective(
+    case: tuple[Plan, Grid], collective: Collective
+) -> None:
+    plan, _ = case
+    own = PARTED[plan.problem.op]
+    plan.collective = collective
+    if collective == own:
+        plan.validate()
+        return
+    op = plan.problem.op.name.lower()
+    expected = f"collective of {op} is {collective.name.lower()}, allowed is {own.name.lower()}: "
+    with pytest.raises(ValueError, match=expected):
+        plan.validate()
+
+
+@pytest.mark.parametrize("op", PARTED)
+def test_plan_validate_wants_parted_plans_row_major(op: Op) -> None:
+    plan = plans.row_panels(Problem(64, 8, 8, DType.FLOAT32, 2, op), 1, tile=(8, 8))
+    plan.layout = Layout.PACKED
+    with pytest.raises(ValueError, match=f"plan of {op.name.lower()} has the layout packed"):
+        plan.validate()
+
+
+# --- all-to-all: rows differ by rank, so a plan has none ----------------------------------------------
+
+
+def all_to_all(**changes: int) -> Plan:
+    """As the planner makes it, for either schedule the same problem."""
+    fields = {"m": 0, "n": 8, "k": 16, **changes}
+    problem = Problem(**fields, dtype=DType.FLOAT32, world_size=3, op=Op.GEMM_ALLTOALL)
+    return plans.make_plan(
+        problem, Machine(sm_count=2, sm_gflops=50.0, link_gbps=1.0, link_latency_us=200.0)
+    )
+
+
+def test_plan_of_all_to_all_is_one_empty_chunk() -> None:
+    plan = all_to_all()
+    plan.validate()
+    assert (plan.schedule, plan.collective) == (Schedule.OVERLAPPED, Collective.ALL_TO_ALL)
+    assert [chunk.tiles for chunk in plan.chunks] == [0]
+    assert plan.bands == ()
+    assert (plan.tiles_m, plan.buffer_elements(), plan.chunk_extent(0)) == (0, 0, (0, 0))
+    assert plans.decode(plans.encode(plan)) == plan
+    assert plans.from_json(plans.to_json(plan)) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert "gemm_alltoall m=0 n=8 k=16 float32 world_size=3: overlapped" in repr(plan)
+
+
+def test_plan_of_all_to_all_has_no_rows_of_its_own() -> None:
+    plan = all_to_all()
+    plan.problem.m = 4
+    with pytest.raises(ValueError, match="gemm_alltoall has m = 4, allowed is 0: its rows differ"):
+        plan.validate()
+    with pytest.raises(ValueError, match="gemm_alltoall has m = 4, allowed is 0: its rows differ"):
+        all_to_all(m=4)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "chunks"), [(0, 16, 1), (8, 0, 1), (0, 0, 1), (8, 16, 2)], ids=str
+)
+def test_plan_of_all_to_all_overlapped_is_of_one_chunk_and_some_work(n, k, chunks) -> None:
+    plan = all_to_all()
+    plan.problem.n, plan.problem.k = n, k
+    plan.chunks = [Chunk(0, Transport.GLOO)] * chunks
+    expected = f"n = {n}, k = {k} with {chunks} chunks, allowed are n and k of 1 or more and one"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        plan.validate()
+    plan.schedule = Schedule.SEQUENTIAL
+    if chunks == 1:
+        plan.validate()
+
+
+@pytest.mark.parametrize("collective", [Collective.ALL_REDUCE, Collective.EXCHANGE])
+def test_plan_of_all_to_all_takes_no_other_collective(collective: Collective) -> None:
+    plan = all_to_all()
+    plan.collective = collective
+    with pytest.raises(
+        ValueError, match="collective of gemm_alltoall is .*, allowed is all_to_all"
+    ):
+        plan.validate()
