@@ -17,6 +17,8 @@ namespace {
 // costs more than a missed overlap.
 constexpr double kNeededShare = 0.95;
 constexpr double kNeededUs = 12.0;
+constexpr double kNeededSharePeers = 0.97;  // no collective of a library's that may not fit beside
+constexpr double kNeededUsPeers = 8.0;
 constexpr double kNeededShareLibrary = 0.90;  // GEMM calls per chunk beside NCCL: least sure
 
 // Ways to communicate that are tried: CTAs of a communicator, lanes, SMs left free. One
@@ -35,7 +37,11 @@ constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-ga
 // The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
 constexpr double kFastPeerGbps = 100.0;
 constexpr int32_t kMaxPeerRanks = 8;
-constexpr int32_t kPeerSms = 2;  // left to waits of one warp
+// SMs left to waits and signals of one warp, each of which keeps one CTA of the GEMM out of an SM,
+// and with it the other one of its cluster. A reduce-scatter has none beside its GEMMs.
+int32_t peer_sms(Op op) {
+  return op == Op::kGemmAllReduce ? 4 : op == Op::kAllGatherGemm ? 2 : 0;
+}
 
 // Higher bands finish later and share no more of the operands in L2.
 constexpr int32_t kMaxBandRows = 8;
@@ -282,7 +288,7 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   }
   if (machine.peer_gbps >= kFastPeerGbps && problem.m % problem.world_size == 0 &&
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong) {
-    const Resources resources = {.comm_sms = kPeerSms};
+    const Resources resources = {.comm_sms = peer_sms(problem.op)};
     add_row_panels(plans, problem, kernel, peer_schedules(problem.op), resources, 0,
                    Transport::kPeer);
   }
@@ -463,10 +469,11 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
   double best_us = sequential_us;
   for (size_t i = 1; i < plans.size(); ++i) {
     const bool library = plans[i].kernel == Kernel::kLibrary && machine.arch != 0;
-    const double share = library ? kNeededShareLibrary : kNeededShare;
+    const bool peers = over_peers(plans[i]);
+    const double share = library ? kNeededShareLibrary : peers ? kNeededSharePeers : kNeededShare;
     const double us = predict(plans[i], machine).total_us;
     // The first of equals stays: every rank goes through the same list in the same order.
-    const double margin_us = machine.arch == 0 ? 0.0 : kNeededUs;
+    const double margin_us = machine.arch == 0 ? 0.0 : peers ? kNeededUsPeers : kNeededUs;
     if (us + margin_us < share * sequential_us && us < best_us) {
       best = i;
       best_us = us;

@@ -239,7 +239,11 @@ void check_collective(const Plan& plan) {
   if (plan.collective != own && !(all_reduces && plan.collective == Collective::kExchange) &&
       !(reduces && plan.collective == Collective::kRing)) {
     fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
-         name(own), all_reduces ? ", exchange or ring" : reduces ? " or ring" : "", ": take that");
+         name(own),
+         all_reduces ? ", exchange or ring"
+         : reduces   ? " or ring"
+                     : "",
+         ": take that");
   }
   check_peers(plan);
   if (plan.collective != Collective::kExchange) return;

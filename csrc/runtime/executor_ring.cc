@@ -11,6 +11,7 @@ namespace overlap::runtime {
 namespace {
 
 constexpr int32_t kBandRows = 8;  // tile rows of a band: keeps a wave square
+constexpr int kSendLanes = 2;     // a chunk's copy starts while the one before is being signalled
 
 class RingLoop : ExecutorLoop {
  public:
@@ -34,9 +35,14 @@ class RingLoop : ExecutorLoop {
                                  stream_),
                  "cudaMemsetAsync");
     }
-    fork(sends_on_);
     wait_for_slots(peers_->everyone_else(), stream_);
-    for (int phase = 0; phase < ranks_; ++phase) compute(phase);
+    for (int phase = 0; phase + 1 < ranks_; ++phase) compute(phase);
+    // Not earlier: a wait that holds an SM keeps a CTA of the GEMM out, and with it, as tiles are
+    // dealt out in advance, a share of the tiles until all others are done. The last phase leaves
+    // SMs to the waits.
+    lanes_ = sends_on_ ? kSendLanes : 0;
+    fork(sends_on_);
+    compute(ranks_ - 1);
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     for (int chunk = 0; chunk < chunks_ && sends_on_; ++chunk) {
       send(chunk);
@@ -61,7 +67,6 @@ class RingLoop : ExecutorLoop {
     const void* source =
         phase == 0 ? nullptr : peers_->slot(peer_call_, rank_) + (phase - 1) * part_bytes_;
     char* destination = last ? own_rows(0) : peers_->slot(peer_call_, next) + phase * part_bytes_;
-    if (last) hold_side(0);
     if (call_.signals) {
       launch(part, source, destination, last);
     } else {
@@ -91,6 +96,7 @@ class RingLoop : ExecutorLoop {
     gemm.source_stride = gemm.output_stride;
     gemm.order = order(last);
     gemm.counters = last && sends_on_ ? call_.counters : nullptr;
+    if (!last) gemm.ctas = device_.sm_count();
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 
@@ -125,10 +131,11 @@ class RingLoop : ExecutorLoop {
 
   // A finished chunk of the own part into every peer's memory.
   void send(int chunk) {
-    const cudaStream_t side = this->side(0);
+    const cudaStream_t side = device_.side[chunk % kSendLanes].get();
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
     const int32_t expected = plan_.chunks[static_cast<size_t>(chunk)].tiles / ranks_;
+    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, side), "launching a delay");
     if (!call_.signals) {
       device_.produced[0].block(side);
     } else {
@@ -146,7 +153,10 @@ class RingLoop : ExecutorLoop {
       const int peer = (rank_ + distance) % ranks_;
       copy(finished(peer, rank_) + rows.begin * row_bytes_, own_rows(rows.begin), bytes, side);
     }
+    // A signal stands for all chunks before, too.
+    if (chunk > 0) device_.communicated[chunk - 1].block(side);
     peers_->signal(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), side);
+    device_.communicated[chunk].record(side);
   }
 
   // The same chunk of the other parts into the output.
