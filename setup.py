@@ -272,7 +272,12 @@ def main() -> None:
     if int(setuptools.__version__.split(".")[0]) < 77:
         raise BuildError(f"setuptools {setuptools.__version__} is too old: {BUILD_INSTALL}")
     setuptools.setup(
-        packages=["overlap_torch", "overlap_torch._ops", "overlap_torch.benchmarks"],
+        packages=[
+            "overlap_torch",
+            "overlap_torch._ops",
+            "overlap_torch.nn",
+            "overlap_torch.benchmarks",
+        ],
         package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
         package_data={"overlap_torch.benchmarks": ["*.json"]},
         # No sources: build_ext finds them by the conventions above.

@@ -3,10 +3,14 @@
     output = overlap_torch.gemm_allreduce(input, weight, bias, group=group)
 
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
-are its siblings. The same operators are ``torch.ops.overlap.gemm_allreduce`` and so on; a layer built on them is
-:class:`overlap_torch.nn.RowParallelLinear`; :mod:`overlap_torch.plan` shows and sets the plans they run by.
+are its siblings. The same operators are ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has
+layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
+and sets the plans they run by.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
+
+import importlib
+from types import ModuleType
 
 from overlap_torch import nn, plan
 from overlap_torch._ops import (
@@ -29,5 +33,13 @@ __all__ = [
     "gemm_alltoall",
     "gemm_reducescatter",
     "nn",
+    "parallel",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Imported when asked for: torch.distributed.tensor takes a second to load.
+    if name == "parallel":
+        return importlib.import_module("overlap_torch.parallel")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

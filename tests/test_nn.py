@@ -1,8 +1,8 @@
-"""The layer: `torch.nn.Linear` over a group, bit for bit on integer data."""
+"""The parallel layers: `torch.nn.Linear` over a group, bit for bit on integer data."""
 
 from __future__ import annotations
 
-import io
+import itertools
 
 import pytest
 import torch
@@ -10,167 +10,305 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from checks import Failures
+from layers import integer_linear, integers, my_features, my_tokens, ops_called
 from operands import difference, rank_device, subgroup, world_name
-from overlap_torch.nn import RowParallelLinear
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
+
+# Features that divide, that do not, fewer than ranks, one, none.
+FEATURES = ((12, 8), (13, 5), (2, 3), (24, 1), (0, 4), (4, 0))
+# Tokens that divide, that do not, fewer than ranks, none.
+TOKENS = (12, 7, 1, 0)
 
 
-def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values in -2 ... 2, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, shape, generator=generator).to(rank_device(), dtype)
+def check_gradients(
+    failures: Failures, layer: torch.nn.Module, linear: torch.nn.Linear, *where: object
+) -> None:
+    """The layer's parameter gradients are its parts of the whole layer's."""
+    dims = {"weight": 0, "bias": 0} if isinstance(layer, ColumnParallelLinear) else {"weight": 1}
+    for name, parameter in linear.named_parameters():
+        right = my_features(parameter.grad, dims[name]) if name in dims else parameter.grad
+        own = getattr(layer, name).grad
+        problem = "has none" if own is None else difference(own, right)
+        failures.expect(problem, name, "gradient", *where)
 
 
-def integer_linear(
-    in_features: int, out_features: int, bias: bool, dtype: torch.dtype = torch.float32
-) -> torch.nn.Linear:
-    linear = torch.nn.Linear(in_features, out_features, bias, device=rank_device(), dtype=dtype)
-    with torch.no_grad():
-        linear.weight.copy_(integers(out_features, in_features, seed=1))
-        if bias:
-            linear.bias.copy_(integers(out_features, seed=2))
-    return linear
-
-
-def my_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the features, in the last dim."""
-    return tensor.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
-
-
-def check_layer(parallel: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
-    """Output and gradients against nn.Linear on the whole, replicated operands."""
+def check_row(sequence: bool, parallel: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Output and gradients of the row layer against nn.Linear on the whole, replicated operands."""
     failures = Failures()
-    # Features that divide, that do not, fewer than ranks, none.
-    for in_features, out_features in ((12, 7), (13, 5), (2, 3), (24, 1), (0, 4)):
-        for bias in (True, False):
-            where = (in_features, out_features, "bias", bias, "parallel", parallel)
-            linear = integer_linear(in_features, out_features, bias, dtype)
-            layer = RowParallelLinear.from_linear(linear, input_is_parallel=parallel)
-            whole = integers(2, 3, in_features, seed=3, dtype=dtype)
-            reference_input = whole.clone().requires_grad_()
-            mine = (my_part(whole) if parallel else whole).clone().requires_grad_()
-            expected = linear(reference_input)
-            output = layer(mine)
-            failures.expect(difference(output.detach(), expected.detach()), *where)
-            gradient = integers(2, 3, out_features, seed=4, dtype=dtype)
-            expected.backward(gradient)
-            output.backward(gradient)
-            right = my_part(reference_input.grad) if parallel else reference_input.grad
-            failures.expect(difference(mine.grad, right), "input's gradient", *where)
-            right = my_part(linear.weight.grad)
-            failures.expect(difference(layer.weight.grad, right), "weight's gradient", *where)
-            if bias:
-                right = linear.bias.grad
-                failures.expect(difference(layer.bias.grad, right), "bias's gradient", *where)
+    for (in_features, out_features), tokens, bias in itertools.product(
+        FEATURES, TOKENS if sequence else TOKENS[:1], (True, False)
+    ):
+        where = (in_features, out_features, "bias", bias, "tokens", tokens)
+        linear = integer_linear(in_features, out_features, bias, dtype)
+        layer = RowParallelLinear.from_linear(
+            linear, sequence_parallel=sequence, input_is_parallel=parallel
+        )
+        whole = integers(tokens, 2, in_features, seed=3, dtype=dtype).requires_grad_()
+        mine = (my_features(whole) if parallel else whole).detach().clone().requires_grad_()
+        cut = my_tokens if sequence else torch.Tensor.detach
+        expected, output = linear(whole), layer(mine)
+        failures.expect(difference(output.detach(), cut(expected.detach())), *where)
+        gradient = integers(tokens, 2, out_features, seed=4, dtype=dtype)
+        expected.backward(gradient)
+        output.backward(cut(gradient))
+        right = my_features(whole.grad) if parallel else whole.grad
+        failures.expect(difference(mine.grad, right), "input's gradient", *where)
+        check_gradients(failures, layer, linear, *where)
     return failures.result()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "replicated"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_nn_row_parallel_linear_is_linear(ranks, parallel, dtype):
-    ranks.expect_no_failures(check_layer, parallel, dtype)
+def test_nn_row_parallel_linear_is_linear(ranks, sequence, parallel, dtype):
+    ranks.expect_no_failures(check_row, sequence, parallel, dtype)
 
 
-def check_initialisation() -> tuple[int, list[str]]:
-    """Parameters of a new layer: weights differ between ranks, biases do not, and all lie in Linear's bounds."""
+def check_column(sequence: bool, gather: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Output and gradients of the column layer against nn.Linear on the whole, replicated operands."""
     failures = Failures()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    layer = RowParallelLinear(60 * world, 40, device=rank_device())
-    bound = (60 * world) ** -0.5
-    for name, parameter in layer.named_parameters():
-        inside = parameter.detach().abs().max().item() <= bound
-        failures.expect(None if inside else "beyond Linear's bound", name)
-        # Of that many draws from a uniform distribution some come near both ends.
-        low, high = parameter.min().item(), parameter.max().item()
-        spread = low < -0.5 * bound and high > 0.5 * bound
-        failures.expect(None if spread else f"only {low} to {high}", name)
-    shape = tuple(layer.weight.shape)
-    failures.expect(None if shape == (40, 60) else f"shape {shape}", "weight")
-    weights = [torch.empty_like(layer.weight.data) for _ in range(world)]
-    biases = [torch.empty_like(layer.bias.data) for _ in range(world)]
-    dist.all_gather(weights, layer.weight.data)
-    dist.all_gather(biases, layer.bias.data)
-    for peer in range(world):
-        failures.expect(difference(biases[peer], layer.bias.data), "bias of rank", peer)
-        alike = peer != rank and torch.equal(weights[peer], layer.weight.data)
-        failures.expect("two ranks have the same weight" if alike else None, peer)
+    for (in_features, out_features), tokens, bias in itertools.product(
+        FEATURES, TOKENS if sequence else TOKENS[:1], (True, False)
+    ):
+        where = (in_features, out_features, "bias", bias, "tokens", tokens)
+        linear = integer_linear(in_features, out_features, bias, dtype)
+        layer = ColumnParallelLinear.from_linear(
+            linear, sequence_parallel=sequence, gather_output=gather
+        )
+        whole = integers(tokens, 2, in_features, seed=3, dtype=dtype).requires_grad_()
+        cut = my_tokens if sequence else torch.Tensor.detach
+        mine = cut(whole).detach().clone().requires_grad_()
+        own = torch.Tensor.detach if gather else my_features
+        expected, output = linear(whole), layer(mine, tokens) if sequence else layer(mine)
+        failures.expect(difference(output.detach(), own(expected.detach())), *where)
+        gradient = integers(tokens, 2, out_features, seed=4, dtype=dtype)
+        expected.backward(gradient)
+        output.backward(own(gradient))
+        failures.expect(difference(mine.grad, cut(whole.grad)), "input's gradient", *where)
+        check_gradients(failures, layer, linear, *where)
     return failures.result()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gather", [False, True], ids=["parts", "gathered"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_nn_column_parallel_linear_is_linear(ranks, sequence, gather, dtype):
+    ranks.expect_no_failures(check_column, sequence, gather, dtype)
+
+
+def check_default_tokens() -> tuple[int, list[str]]:
+    """Without `tokens` every rank has as many; and token_slice is the cut of any number."""
+    failures = Failures()
+    linear = integer_linear(6, 8, True)
+    layer = ColumnParallelLinear.from_linear(linear, sequence_parallel=True)
+    whole = integers(3 * dist.get_world_size(), 6, seed=3)
+    output = layer(my_tokens(whole))
+    failures.expect(difference(output.detach(), my_features(linear(whole).detach())), "tokens=None")
+    for tokens in (0, 1, 2, 3, 7, 12):
+        rows = torch.arange(tokens)
+        failures.expect(difference(rows[token_slice(tokens)], my_tokens(rows)), tokens)
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_column_parallel_linear_takes_equal_shards_without_tokens(ranks):
+    ranks.expect_no_failures(check_default_tokens)
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, up: torch.nn.Linear, down: torch.nn.Linear, sequence: bool) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.up = ColumnParallelLinear.from_linear(up, sequence_parallel=sequence)
+        self.down = RowParallelLinear.from_linear(down, sequence_parallel=sequence)
+
+    def forward(self, input: torch.Tensor, tokens: int) -> torch.Tensor:
+        hidden = self.up(input, tokens) if self.sequence else self.up(input)
+        return self.down(functional.relu(hidden))
+
+
+def check_mlp(sequence: bool) -> tuple[int, list[str]]:
+    """The pair of layers, eager and compiled with symbolic sizes, by the same graph for several numbers of tokens."""
+    failures = Failures()
+    up, down = integer_linear(6, 13, True), integer_linear(13, 7, True)
+    cut = my_tokens if sequence else torch.Tensor.detach
+    torch._dynamo.reset()
+    mlp = Mlp(up, down, sequence)
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens, run in itertools.product((12, 7, 5), (mlp, compiled)):
+        for parameter in (*mlp.parameters(), *up.parameters(), *down.parameters()):
+            parameter.grad = None
+        whole = integers(tokens, 6, seed=3).requires_grad_()
+        mine = cut(whole).detach().clone().requires_grad_()
+        expected, output = down(functional.relu(up(whole))), run(mine, tokens)
+        where = (tokens, "eager" if run is mlp else "compiled")
+        failures.expect(difference(output.detach(), cut(expected.detach())), *where)
+        gradient = integers(tokens, 7, seed=4)
+        expected.backward(gradient)
+        output.backward(cut(gradient))
+        failures.expect(difference(mine.grad, cut(whole.grad)), "input's gradient", *where)
+        check_gradients(failures, mlp.up, up, "up", *where)
+        check_gradients(failures, mlp.down, down, "down", *where)
+    return failures.result()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_row_parallel_linear_initialises_as_linear(ranks):
-    ranks.expect_no_failures(check_initialisation)
+def test_nn_pair_of_layers_is_an_mlp(ranks, sequence):
+    ranks.expect_no_failures(check_mlp, sequence)
+
+
+def check_ops() -> tuple[int, list[str]]:
+    """The ops that run, forward and backward: results alone would not show that nothing overlaps."""
+    failures = Failures()
+    for kind, sequence, forward, backward in (
+        (ColumnParallelLinear, False, set(), {"gemm_allreduce"}),
+        (ColumnParallelLinear, True, {"allgather_gemm"}, {"gemm_reducescatter"}),
+        (RowParallelLinear, False, {"gemm_allreduce"}, set()),
+        (RowParallelLinear, True, {"gemm_reducescatter"}, {"allgather_gemm"}),
+    ):
+        layer = kind.from_linear(integer_linear(6, 12, True), sequence_parallel=sequence)
+        input = integers(6, 6, seed=3)
+        input = my_features(input) if kind is RowParallelLinear else input
+        input.requires_grad_()
+        outputs = []
+        called = ops_called(lambda: outputs.append(layer(input).sum()))  # noqa: B023, called at once
+        failures.expect(None if called == forward else f"ran {called}", kind, "forward", sequence)
+        called = ops_called(outputs[0].backward)
+        failures.expect(None if called == backward else f"ran {called}", kind, "backward", sequence)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_run_the_ops(ranks):
+    ranks.expect_no_failures(check_ops)
+
+
+def check_frozen() -> tuple[int, list[str]]:
+    """Gradients come out for those that ask, whoever else asks."""
+    failures = Failures()
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    for kind, sequence, needs in itertools.product(
+        kinds, (False, True), itertools.product((False, True), repeat=3)
+    ):
+        linear = integer_linear(6, 8, True)
+        column = kind is ColumnParallelLinear
+        layer = kind.from_linear(linear, sequence_parallel=sequence)
+        whole = integers(6, 6, seed=3)
+        mine = whole if column else my_features(whole)
+        mine = (my_tokens(mine) if sequence and column else mine).detach().clone()
+        tensors = {"input": mine, "weight": layer.weight, "bias": layer.bias}
+        for tensor, needed in zip(tensors.values(), needs, strict=True):
+            tensor.requires_grad_(needed)
+        output = layer(mine, 6) if sequence and column else layer(mine)
+        if any(needs):
+            output.sum().backward()
+        for (name, tensor), needed in zip(tensors.items(), needs, strict=True):
+            wrong = (tensor.grad is not None) != needed
+            failures.expect(
+                f"gradient of {name}: {tensor.grad}" if wrong else None, kind, sequence, needs
+            )
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_nn_layers_give_gradients_to_those_that_ask(ranks):
+    ranks.expect_no_failures(check_frozen)
 
 
 def check_module() -> tuple[int, list[str]]:
-    """What modules do: state dict, dtype, eval, no bias, groups, autocast, compile."""
+    """What modules do: dtype, eval, no bias, groups, autocast, compile."""
     failures = Failures()
     world = dist.get_world_size()
     linear = integer_linear(12, 7, True)
-    layer = RowParallelLinear.from_linear(linear)
     whole = integers(5, 12, seed=3)
     expected = linear(whole).detach()
-
-    stored = io.BytesIO()
-    torch.save(layer.state_dict(), stored)
-    stored.seek(0)
-    other = RowParallelLinear(12, 7, device=rank_device())
-    other.load_state_dict(torch.load(stored))
-    failures.expect(difference(other(my_part(whole)).detach(), expected), "state dict")
-
-    failures.expect(
-        difference(layer.double()(my_part(whole).double()).detach(), expected.double()), "double"
-    )
-    layer.float()
-    with torch.no_grad():
-        failures.expect(difference(layer.eval()(my_part(whole)), expected), "eval")
-
-    with torch.autocast(rank_device().type, torch.bfloat16):
-        output = layer(my_part(whole))
-        right = functional.linear(whole, linear.weight, linear.bias)
-    failures.expect(difference(output.detach(), right.detach()), "autocast")
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    failures.expect(difference(compiled(my_part(whole)).detach(), expected), "compiled")
-
     second = subgroup(tuple(range(world)), "second")
-    for group in (None, world_name(), second):
-        layer = RowParallelLinear.from_linear(linear, group=group)
-        failures.expect(difference(layer(my_part(whole)).detach(), expected), "group", group)
+    for kind in (RowParallelLinear, ColumnParallelLinear):
+        column = kind is ColumnParallelLinear
+        mine = whole if column else my_features(whole)
+        own = my_features if column else torch.Tensor.detach
+        right = own(expected)
+        layer = kind.from_linear(linear)
+        output = layer.double()(mine.double()).detach()
+        failures.expect(difference(output, right.double()), kind, "double")
+        layer.float()
+        with torch.no_grad():
+            failures.expect(difference(layer.eval()(mine), right), kind, "eval")
 
-    names = sorted(name for name, _ in RowParallelLinear(12, 7, bias=False).named_parameters())
-    failures.expect(None if names == ["weight"] else f"parameters {names}", "without a bias")
+        with torch.autocast(rank_device().type, torch.bfloat16):
+            output = layer(mine)
+            cast = own(functional.linear(whole, linear.weight, linear.bias).detach())
+        failures.expect(difference(output.detach(), cast), kind, "autocast")
+        output.sum().backward()
+        failures.expect(
+            None if layer.weight.grad.dtype == torch.float32 else "dtype", kind, "autocast"
+        )
+
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        failures.expect(difference(compiled(mine).detach(), right), kind, "compiled")
+        with torch.autocast(rank_device().type, torch.bfloat16):
+            failures.expect(difference(compiled(mine).detach(), cast), kind, "compiled autocast")
+
+        for group in (None, world_name(), second):
+            layer = kind.from_linear(linear, group=group)
+            failures.expect(difference(layer(mine).detach(), right), kind, "group", group)
+
+        names = sorted(name for name, _ in kind(12, 7, bias=False).named_parameters())
+        failures.expect(
+            None if names == ["weight"] else f"parameters {names}", kind, "without a bias"
+        )
     return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_row_parallel_linear_is_a_module(ranks):
+def test_nn_layers_are_modules(ranks):
     ranks.expect_no_failures(check_module)
 
 
-def layer_errors() -> list[str]:
-    messages = []
-    layer = RowParallelLinear(12, 7, device=rank_device())
-    for features in (5, 12):
-        try:
-            layer(torch.ones(3, features, device=rank_device()))
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
+def message_of(call, *args: object) -> str:
+    try:
+        call(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def layer_errors() -> dict[str, str]:
+    device = rank_device()
+    row, column = (
+        RowParallelLinear(12, 7, device=device),
+        ColumnParallelLinear(12, 7, device=device),
+    )
+    sequence = ColumnParallelLinear(12, 7, sequence_parallel=True, device=device)
+    messages = {f"features {n}": message_of(row, torch.ones(3, n, device=device)) for n in (5, 12)}
+    messages["column features"] = message_of(column, torch.ones(3, 6, device=device))
+    messages["tokens"] = message_of(sequence, torch.ones(3, 12, device=device), 17)
+    messages["needless tokens"] = message_of(column, torch.ones(3, 12, device=device), 6)
+    messages["no tokens"] = message_of(sequence, torch.ones(12, device=device))
+    input = torch.ones(3, 12, device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(column(input).sum(), input, create_graph=True)
+    messages["second order"] = message_of(gradient.sum().backward)
     return messages
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_row_parallel_linear_names_a_wrong_input(ranks):
-    for messages in ranks.run(layer_errors):
-        for features, message in zip((5, 12), messages, strict=True):
-            assert f"(3, {features})" in message and "6" in message, message
+def test_nn_layers_name_what_is_wrong(ranks):
+    for rank, messages in enumerate(ranks.run(layer_errors)):
+        assert "(3, 5)" in messages["features 5"] and " 6 " in messages["features 5"]
+        assert "(3, 12)" in messages["features 12"] and " 6 " in messages["features 12"]
+        assert "(3, 6)" in messages["column features"] and " 12 " in messages["column features"]
+        assert "17" in messages["tokens"] and f"holds {9 - rank}" in messages["tokens"]
+        assert "sequence_parallel" in messages["needless tokens"]
+        assert "tokens" in messages["no tokens"]
+        assert messages["second order"], "a second derivative must not come out silently wrong"
 
 
 def learn(steps: int) -> list[float]:
-    """Losses of a small training run, the layer and a plain Linear side by side: (layer, linear) by turns."""
+    """Losses of a small training run, the row layer and a plain Linear side by side: (layer, linear) by turns."""
     linear = integer_linear(8, 4, True)
     layer = RowParallelLinear.from_linear(linear)
     inputs, targets = integers(16, 8, seed=5), integers(16, 4, seed=6)
@@ -178,7 +316,7 @@ def learn(steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         for module, optimizer, given in zip(
-            (layer, linear), optimizers, (my_part(inputs), inputs), strict=True
+            (layer, linear), optimizers, (my_features(inputs), inputs), strict=True
         ):
             optimizer.zero_grad()
             loss = (module(given) - targets).square().sum()

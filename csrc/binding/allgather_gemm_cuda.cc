@@ -27,7 +27,7 @@ AllGatherGemmResult run_overlapped(const OpCall& call, const CudaCall& cuda) {
   consume.stream = cuda.stream;
   consume.delay_us = side_delay_us();
   consume.trace = cuda.trace();
-  const at::Tensor buffer = cuda.staging(options);
+  const at::Tensor buffer = plan::over_peers(plan) ? at::Tensor() : cuda.staging(options);
   if (buffer.defined()) consume.buffer = buffer.data_ptr();
 
   for (size_t i = 0; i < call.weights.size(); ++i) {

@@ -11,7 +11,10 @@ namespace {
 at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   const plan::Plan& plan = cuda.plan();
   const at::TensorOptions options = call.input.options();
-  const at::Tensor output = at::empty({plan::part_rows(plan.problem), plan.problem.n}, options);
+  const at::Tensor output = at::empty(
+      {plan.problem.op == plan::Op::kGemmReduceScatter ? plan::part_rows(plan) : plan.problem.m,
+       plan.problem.n},
+      options);
   const at::Tensor input = k_contiguous(call.input);
 
   runtime::ProduceCall produce;
@@ -22,8 +25,9 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   produce.delay_us = side_delay_us();
   produce.trace = cuda.trace();
 
-  const bool in_place = runtime::communicates_in_place(plan);
-  const at::Tensor buffer = in_place ? output : cuda.staging(options);
+  const bool ring = plan::over_peers(plan);
+  at::Tensor buffer;
+  if (!ring) buffer = runtime::communicates_in_place(plan) ? output : cuda.staging(options);
   if (buffer.defined()) produce.buffer = buffer.data_ptr();
 
   at::Tensor bias;
@@ -39,7 +43,17 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   const at::Tensor counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
   produce.counters = counters.data_ptr<int32_t>();
   at::Tensor rows;
-  if (!produce.signals) {
+  if (ring && !produce.signals) {
+    rows = at::empty({plan::part_rows(plan), plan.problem.n}, options);
+    produce.library_rows = rows.data_ptr();
+    produce.library_phase = [&](plan::Rows range, const void* source, void* destination) {
+      const int64_t count = range.end - range.begin;
+      library_gemm(input.narrow(0, range.begin, count), call.weight(), {}, destination);
+      if (source == nullptr) return;
+      at::Tensor place = at::from_blob(destination, {count, plan.problem.n}, options);
+      place.add_(at::from_blob(const_cast<void*>(source), {count, plan.problem.n}, options));
+    };
+  } else if (!produce.signals) {
     if (plan.layout == plan::Layout::kPacked) {
       rows = at::empty({plan.problem.m, plan.problem.n}, options);
       produce.library_rows = rows.data_ptr();
@@ -49,7 +63,11 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
                    destination);
     };
   }
-  runtime::run_produce(*cuda.group, produce);
+  if (ring) {
+    runtime::run_ring(*cuda.group, produce);
+  } else {
+    runtime::run_produce(*cuda.group, produce);
+  }
   return output;
 }
 
@@ -63,7 +81,7 @@ at::Tensor run_sequential(const OpCall& call, const CudaCall& cuda) {
     return product.data_ptr();
   };
   if (call.problem.op == plan::Op::kGemmReduceScatter) {
-    output = at::empty({plan::part_rows(call.problem), call.problem.n}, call.input.options());
+    output = at::empty({plan::part_rows(cuda.plan()), call.problem.n}, call.input.options());
     sequential.output = output.data_ptr();
   }
   sequential.stream = cuda.stream;

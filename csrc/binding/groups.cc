@@ -64,6 +64,7 @@ std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
 std::shared_ptr<const PlanEntry> GroupEntry::capture_plan(const plan::Problem& problem,
                                                           plan::Machine machine) {
   machine.windows = false;
+  machine.peer_gbps = 0.0;
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = capture_plans_[key(problem, at::kCUDA)];
   if (entry == nullptr) {
@@ -77,11 +78,10 @@ void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by
               plan.problem.world_size, " ranks, but group '", name_, "' has ", world_size_);
   auto entry = std::make_shared<PlanEntry>(plan, by_planner);
   for (const plan::Chunk& chunk : plan.chunks) {
-    const bool fits = device == at::kCPU ? chunk.transport == plan::Transport::kGloo
-                                         : chunk.transport == plan::Transport::kNccl;
+    const bool fits = (device == at::kCPU) == (chunk.transport == plan::Transport::kGloo);
     TORCH_CHECK(fits, "overlap_torch: the plan's transport is ", plan::name(chunk.transport),
                 ", which does not work on ", c10::DeviceTypeName(device, true), " tensors; use ",
-                device == at::kCPU ? "gloo" : "nccl");
+                device == at::kCPU ? "gloo" : "nccl or peer");
   }
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   plans_[key(plan.problem, device)] = std::move(entry);

@@ -209,6 +209,10 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
                     machine.has_sm90_kernels;
   TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
                     ", which this build or device does not have: ", machine.to_string());
+  TORCH_CHECK_VALUE(
+      !plan::over_peers(plan) || machine.peer_gbps > 0.0,
+      "set_plan: the plan's transport is peer, but the ranks of this group do not map "
+      "each other's memory; use nccl");
   // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
   group->set_plan(plan, device.type(), plan == plan::make_plan(plan.problem, machine));
 }

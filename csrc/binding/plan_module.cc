@@ -81,13 +81,15 @@ void bind_enums(py::module_& m) {
       .value("SM90_COOPERATIVE", Kernel::kSm90Cooperative);
   py::enum_<Transport>(m, "Transport")
       .value("NCCL", Transport::kNccl)
-      .value("GLOO", Transport::kGloo);
+      .value("GLOO", Transport::kGloo)
+      .value("PEER", Transport::kPeer);
   py::enum_<Collective>(m, "Collective")
       .value("ALL_REDUCE", Collective::kAllReduce)
       .value("EXCHANGE", Collective::kExchange)
       .value("REDUCE_SCATTER", Collective::kReduceScatter)
       .value("ALL_GATHER", Collective::kAllGather)
-      .value("ALL_TO_ALL", Collective::kAllToAll);
+      .value("ALL_TO_ALL", Collective::kAllToAll)
+      .value("RING", Collective::kRing);
   py::enum_<Layout>(m, "Layout")
       .value("ROW_MAJOR", Layout::kRowMajor)
       .value("PACKED", Layout::kPacked);
@@ -109,7 +111,7 @@ void bind_parts(py::module_& m) {
       .def_readwrite("dtype", &Problem::dtype)
       .def_readwrite("world_size", &Problem::world_size)
       .def_property_readonly(
-          "row_parts", &plan::row_parts,
+          "row_parts", [](const Problem& p) { return plan::row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")
       .def(
           "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, py::is_operator())
@@ -118,15 +120,17 @@ void bind_parts(py::module_& m) {
   py::class_<Machine>(m, "Machine", "The device a plan is made for. arch 0 is the CPU.")
       .def(
           py::init([](int32_t arch, int32_t sm_count, double sm_gflops, bool has_sm80_kernels,
-                      bool has_sm90_kernels, double link_latency_us, double link_gbps,
-                      bool windows) {
+                      bool has_sm90_kernels, double link_latency_us, double link_gbps, bool windows,
+                      double peer_gbps) {
             return Machine{
                 arch,      sm_count, sm_gflops, has_sm80_kernels, has_sm90_kernels, link_latency_us,
-                link_gbps, windows};
+                link_gbps, windows,  peer_gbps};
           }),
           py::arg("arch") = 0, py::arg("sm_count") = 0, py::arg("sm_gflops") = 0.0,
           py::arg("has_sm80_kernels") = false, py::arg("has_sm90_kernels") = false,
-          py::arg("link_latency_us") = 0.0, py::arg("link_gbps") = 0.0, py::arg("windows") = false)
+          py::arg("link_latency_us") = 0.0, py::arg("link_gbps") = 0.0, py::arg("windows") = false,
+          py::arg("peer_gbps") = 0.0)
+      .def_readwrite("peer_gbps", &Machine::peer_gbps)
       .def_readwrite("arch", &Machine::arch)
       .def_readwrite("sm_count", &Machine::sm_count)
       .def_readwrite("sm_gflops", &Machine::sm_gflops)

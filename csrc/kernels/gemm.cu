@@ -1,6 +1,7 @@
 // Which GEMM takes which operands, and loading them all before anything waits.
 #include "kernels/gemm.h"
 
+#include "kernels/peer_signal.h"
 #include "kernels/reorder.h"
 #include "kernels/signal.h"
 
@@ -33,11 +34,14 @@ bool gemm_sm90_supported(const GemmParams& params) {
   const bool row_major = params.layout == plan::Layout::kRowMajor;
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
          params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
-         (!row_major || params.output_stride % kTmaElements == 0);
+         (!row_major || params.output_stride % kTmaElements == 0) &&
+         (params.source == nullptr ||
+          (row_major && is_aligned(params.source) && params.source_stride % kTmaElements == 0));
 }
 
-GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype) {
+GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool source) {
   const bool bf16 = dtype == plan::DType::kBFloat16;
+  if (source) return bf16 ? gemm_sm90_source_bf16() : gemm_sm90_source_fp16();
   if (kernel == plan::Kernel::kSm90Pingpong) {
     return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
   }
@@ -51,12 +55,13 @@ bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
   switch (kernel) {
 #if defined(OVERLAP_WITH_SM80)
     case plan::Kernel::kSm80:
-      return gemm_sm80_supported(params);
+      return params.source == nullptr && gemm_sm80_supported(params);
 #endif
 #if defined(OVERLAP_WITH_SM90)
     case plan::Kernel::kSm90Pingpong:
-    case plan::Kernel::kSm90Cooperative:
       return gemm_sm90_supported(params);
+    case plan::Kernel::kSm90Cooperative:
+      return params.source == nullptr && gemm_sm90_supported(params);
 #endif
     default:
       return false;
@@ -72,7 +77,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
 #if defined(OVERLAP_WITH_SM90)
     case plan::Kernel::kSm90Pingpong:
     case plan::Kernel::kSm90Cooperative:
-      return sm90_instance(kernel, params.dtype).launch(params, stream);
+      return sm90_instance(kernel, params.dtype, params.source != nullptr).launch(params, stream);
 #endif
     default:
       return cudaErrorNotSupported;
@@ -82,6 +87,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
 cudaError_t load_kernels() {
   cudaError_t error = load_signal_kernels();
   if (error == cudaSuccess) error = load_reorder_kernels();
+  if (error == cudaSuccess) error = load_peer_signal_kernels();
 #if defined(OVERLAP_WITH_SM80)
   if (error == cudaSuccess) error = load_gemm_sm80();
 #endif
@@ -96,7 +102,8 @@ cudaError_t load_kernels() {
     for (const plan::Kernel kernel :
          {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90Cooperative}) {
       for (const plan::DType dtype : {plan::DType::kBFloat16, plan::DType::kFloat16}) {
-        if (error == cudaSuccess) error = sm90_instance(kernel, dtype).load();
+        if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
+        if (error == cudaSuccess) error = sm90_instance(kernel, dtype, true).load();
       }
     }
   }

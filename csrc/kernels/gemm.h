@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "plan/plan.h"
+#include "plan/gemm_types.h"
 #include "plan/tile_order.h"
 
 namespace overlap::kernels {
@@ -25,6 +25,9 @@ struct GemmParams {
 
   void* output = nullptr;     // row-major, of m rows or as `rows` says, or the packed buffer
   int64_t output_stride = 0;  // elements between rows (row-major only)
+  // Row-major with the output's shape, or null: added to the product in fp32, before it is rounded.
+  const void* source = nullptr;
+  int64_t source_stride = 0;  // elements between rows
   plan::Layout layout = plan::Layout::kRowMajor;
   int32_t parts = 1;  // packed: copies of a chunk in its region of the buffer, and which of them
   int32_t part = 0;   // this GEMM writes
@@ -38,7 +41,7 @@ struct GemmParams {
 };
 
 // Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned
-// pointers and strides.
+// pointers and strides; a source only with kSm90Pingpong.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
 // Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.

@@ -9,6 +9,8 @@
 //   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
 //   team 1   |                 | mma 1  | store 1, signal | ...
+//
+// With a source a second producer warp loads its tiles, which the teams add before they store.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,7 +32,7 @@
 
 namespace overlap::kernels {
 
-template <bool kPingpong, class Element_, bool kWeightKContiguous_>
+template <bool kPingpong, class Element_, bool kWeightKContiguous_, bool kSource>
 struct GemmSm90 {
   using Element = Element_;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
@@ -45,12 +47,16 @@ struct GemmSm90 {
                                           cutlass::layout::RowMajor>;
   static constexpr int kAlignment = 16 / sizeof(Element);
 
-  // No C operand, alpha = 1: the epilogue converts and stores.
+  // Alpha = 1, and beta = 1 for a source: the epilogue adds it, converts and stores.
+  using Fusion =
+      std::conditional_t<kSource,
+                         cutlass::epilogue::fusion::LinearCombination<Element, float, Element>,
+                         cutlass::epilogue::fusion::ScaledAcc<Element, float>>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void,
-      cutlass::layout::RowMajor, kAlignment, Element, cutlass::layout::RowMajor, kAlignment,
-      EpilogueSchedule, cutlass::epilogue::fusion::ScaledAcc<Element, float>>::CollectiveOp;
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float,
+      std::conditional_t<kSource, Element, void>, cutlass::layout::RowMajor, kAlignment, Element,
+      cutlass::layout::RowMajor, kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
       kAlignment, Element, LayoutWeight, kAlignment, float, TileShape, ClusterShape,
@@ -68,6 +74,8 @@ struct GemmSm90 {
   static constexpr int kTeamThreads = cute::size(TiledMma{});
   static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup + kTeams * kTeamThreads;
   static_assert(kThreads == 384);
+  static constexpr int kLoadWarp = 0;  // of the producer's warp group
+  static constexpr int kSourceWarp = 1;
   // A consumer holds its accumulators in registers; the producer gives its registers away.
   static constexpr uint32_t kProducerRegisters = 40;
   static constexpr uint32_t kConsumerRegisters = 232;
@@ -75,8 +83,7 @@ struct GemmSm90 {
   // Two ordered phases per tile, multiply and store, each held by one team at a time.
   using TeamOrder = cutlass::OrderedSequenceBarrier<2, kTeams>;
   using MainloopPipeline = typename Mainloop::MainloopPipeline;
-  using LoadPipeline =
-      typename Epilogue::LoadPipeline;  // for a C operand: unused, but store() takes it
+  using LoadPipeline = typename Epilogue::LoadPipeline;  // of the source
   using StorePipeline = typename Epilogue::StorePipeline;
 
   struct SharedStorage {
@@ -178,6 +185,12 @@ struct GemmSm90 {
     epilogue.thread.alpha = 1.0f;
     epilogue.ptr_D = static_cast<Element*>(gemm.output);
     epilogue.dD = stride_d;
+    if constexpr (kSource) {
+      epilogue.thread.beta = 1.0f;
+      epilogue.ptr_C = static_cast<const Element*>(gemm.source);
+      epilogue.dC = stride_d;
+      cute::get<0>(epilogue.dC) = gemm.source_stride;
+    }
     params.epilogue = Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
     return params;
   }
@@ -207,6 +220,21 @@ struct GemmSm90 {
     // The other CTA of the cluster may still multicast into this one's shared memory: leave after
     // its last arrival.
     mainloop.load_tail(pipeline, state);
+  }
+
+  // The source's tiles, in the order in which the teams store theirs.
+  CUTLASS_DEVICE static void produce_source(const Params& params, SharedStorage& shared,
+                                            LoadPipeline& pipeline) {
+    Epilogue epilogue(params.epilogue, shared.tensors.epilogue);
+    TiledMma tiled_mma;
+    auto state = cutlass::make_producer_start_state<LoadPipeline>();
+    for (Tiles tiles(params.order, 0); tiles.valid(); tiles.advance(1)) {
+      const Step step = tiles.step();
+      state = epilogue.load(pipeline, state, params.store_shape, TileShape{},
+                            cute::make_coord(step.coord.row, step.coord.column, cute::_, 0),
+                            tiled_mma, cutlass::canonical_lane_idx(), shared.tensors.epilogue);
+    }
+    epilogue.load_tail(pipeline, state);
   }
 
   CUTLASS_DEVICE static void consume(const Params& params, SharedStorage& shared,
@@ -297,7 +325,7 @@ struct GemmSm90 {
     }
 
     typename MainloopPipeline::Params mainloop_params;
-    if (producer && warp_in_group == 0)
+    if (producer && warp_in_group == kLoadWarp)
       mainloop_params.role = MainloopPipeline::ThreadCategory::Producer;
     if (!producer) mainloop_params.role = MainloopPipeline::ThreadCategory::Consumer;
     mainloop_params.is_leader = threadIdx.x % cutlass::NumThreadsPerWarpGroup == 0;
@@ -307,7 +335,9 @@ struct GemmSm90 {
     MainloopPipeline pipeline(shared.mainloop, mainloop_params, ClusterShape{});
 
     typename LoadPipeline::Params load_params;
-    load_params.role = LoadPipeline::ThreadCategory::Consumer;
+    if (producer && warp_in_group == kSourceWarp)
+      load_params.role = LoadPipeline::ThreadCategory::Producer;
+    if (!producer) load_params.role = LoadPipeline::ThreadCategory::Consumer;
     load_params.dst_blockid = cute::block_rank_in_cluster();
     load_params.producer_arv_count = cutlass::NumThreadsPerWarp;
     load_params.consumer_arv_count = kTeamThreads;
@@ -327,7 +357,10 @@ struct GemmSm90 {
 
     if (producer) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      if (warp_in_group == 0) produce(params, shared, pipeline);
+      if (warp_in_group == kLoadWarp) produce(params, shared, pipeline);
+      if constexpr (kSource) {
+        if (warp_in_group == kSourceWarp) produce_source(params, shared, load_pipeline);
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       consume(params, shared, pipeline, load_pipeline, order, team);
@@ -377,10 +410,10 @@ struct GemmSm90Launcher {
 };
 
 // Both weight layouts of one schedule and dtype.
-template <bool kPingpong, class Element>
+template <bool kPingpong, class Element, bool kSource = false>
 GemmSm90Instance make_gemm_sm90_instance() {
-  using KContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, true>>;
-  using NContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, false>>;
+  using KContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, true, kSource>>;
+  using NContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, false, kSource>>;
   GemmSm90Instance instance;
   instance.launch = [](const GemmParams& params, cudaStream_t stream) {
     return params.weight_k_contiguous ? KContiguous::launch(params, stream)

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "plan/plan.h"
+#include "plan/gemm_types.h"
 #include "plan/tile_order.h"
 
 namespace overlap::kernels {

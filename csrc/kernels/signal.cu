@@ -1,79 +1,24 @@
 // The waiting side of the counters, with a deadline, and the delay that the race tests use.
 #include "kernels/signal.h"
 
+#include "kernels/spin.cuh"
+
 namespace overlap::kernels {
 namespace {
-
-constexpr uint32_t kFirstSleepNs = 20;
-constexpr uint32_t kLastSleepNs = 100;        // an idle poll every 100 ns costs the GEMM nothing
-constexpr int64_t kReportPollNs = 1'000'000;  // the report lies across the bus: read it rarely
-
-__device__ __forceinline__ int64_t global_time_ns() {
-  int64_t time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
-  return time;
-}
-
-__device__ __forceinline__ void store_relaxed_sys(int32_t* address, int32_t value) {
-  asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-// One store, so that the host never reads half a report, and waits that fail on several lanes leave
-// that of one of them. No atomic: host memory may take none from the device.
-__device__ void write_report(const WaitParams& params, int32_t seen) {
-  if (params.report == nullptr || load_relaxed_sys(&params.report->failure) != 0) {
-    return;
-  }
-  const uint64_t failure = pack({params.chunk, params.expected, seen});
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&params.report->failure), "l"(failure)
-               : "memory");
-}
 
 // One lane polls: many pollers would slow the GEMM down. What follows on the stream starts when the
 // kernel has ended and thus sees what the acquire saw. Past the deadline the kernel ends all the
 // same, with a report; nothing spins for ever.
-__device__ void wait_for(const WaitParams& params) {
-  int32_t seen = load_acquire_gpu(params.counter);  // [A] pairs with signal_release_gpu
-  if (seen >= params.expected) {
-    return;
-  }
-  const int64_t start = global_time_ns();
-  int64_t next_report_poll = kReportPollNs;
-  uint32_t sleep_ns = kFirstSleepNs;
-  while (true) {
-    __nanosleep(sleep_ns);
-    sleep_ns = min(2 * sleep_ns, kLastSleepNs);
-    seen = load_acquire_gpu(params.counter);  // [A] pairs with signal_release_gpu
-    if (seen >= params.expected) {
-      return;
-    }
-    const int64_t waited = global_time_ns() - start;
-    if (waited >= params.deadline_ns) {
-      write_report(params, seen);
-      return;
-    }
-    // Once one wait has failed the results are void: the later chunks need not sit out a deadline
-    // each.
-    if (waited >= next_report_poll) {
-      next_report_poll = waited + kReportPollNs;
-      if (params.report != nullptr && load_relaxed_sys(&params.report->failure) != 0) {
-        return;
-      }
-    }
-  }
-}
-
 __global__ void wait_counter_kernel(const WaitParams params) {
-  if (threadIdx.x != 0) {
-    return;
-  }
-  wait_for(params);
+  if (threadIdx.x != 0) return;
+  int32_t seen = 0;
+  spin(
+      params.deadline_ns, params.report,
+      [&] {
+        seen = load_acquire_gpu(params.counter);  // [A] pairs with signal_release_gpu
+        return seen >= params.expected;
+      },
+      [&] { write_report(params.report, {params.chunk, kOwnGemm, params.expected, seen}); });
   if (params.report != nullptr) {
     store_relaxed_sys(&params.report->reached, params.chunk);
   }

@@ -38,27 +38,32 @@ struct WaitReport {
       -1;  // the last chunk of any call whose wait ended: what its rank was communicating
 };
 
-// A wait whose deadline passed: the chunk, and the tiles that it expected and saw.
+inline constexpr int32_t kOwnGemm = 255;  // in place of a peer: what was waited for is local
+
+// A wait whose deadline passed: for which chunk and whom, and what it expected and saw: tiles of the
+// own GEMM, or a peer's signals.
 struct WaitFailure {
   int32_t chunk = 0;
+  int32_t peer = kOwnGemm;
   int32_t expected = 0;  // more than 0 in a wait that can fail, so that no failure packs to 0
   int32_t seen = 0;
 };
 
-// Chunks fit 8 bits, and counts 28, beyond which they are cut off.
+// Chunks and peers fit 8 bits each, and counts 24, beyond which they are cut off.
 OVERLAP_HOST_DEVICE constexpr uint64_t pack(const WaitFailure& failure) {
-  constexpr int64_t kMax = (int64_t{1} << 28) - 1;
+  constexpr int64_t kMax = (int64_t{1} << 24) - 1;
   const auto count = [](int64_t value) {
     return static_cast<uint64_t>(value < 0 ? 0 : value > kMax ? kMax : value);
   };
-  return static_cast<uint64_t>(failure.chunk & 0xff) << 56 | count(failure.expected) << 28 |
+  return static_cast<uint64_t>(failure.chunk & 0xff) << 56 |
+         static_cast<uint64_t>(failure.peer & 0xff) << 48 | count(failure.expected) << 24 |
          count(failure.seen);
 }
 
 OVERLAP_HOST_DEVICE constexpr WaitFailure unpack(uint64_t packed) {
-  constexpr uint64_t kMask = (uint64_t{1} << 28) - 1;
-  return {static_cast<int32_t>(packed >> 56), static_cast<int32_t>(packed >> 28 & kMask),
-          static_cast<int32_t>(packed & kMask)};
+  constexpr uint64_t kMask = (uint64_t{1} << 24) - 1;
+  return {static_cast<int32_t>(packed >> 56), static_cast<int32_t>(packed >> 48 & 0xff),
+          static_cast<int32_t>(packed >> 24 & kMask), static_cast<int32_t>(packed & kMask)};
 }
 
 struct WaitParams {

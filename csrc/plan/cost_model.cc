@@ -335,6 +335,7 @@ Prediction predict(const Plan& plan, const Machine& machine) {
     return prediction;
   }
 
+  if (over_peers(plan)) return predict_peers(plan, machine, per_tile_us);
   if (plan.collective == Collective::kAllGather) {
     return predict_consume(plan, machine, per_tile_us);
   }

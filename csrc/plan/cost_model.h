@@ -2,6 +2,7 @@
 #pragma once
 
 #include "plan/plan.h"
+#include "plan/planner.h"
 
 namespace overlap::plan {
 
@@ -11,5 +12,8 @@ inline constexpr double kSlowLinkGbps = 60.0;
 inline bool slow_link(const Machine& machine) {
   return machine.arch == 0 || machine.link_gbps < kSlowLinkGbps;
 }
+
+// What a plan over the peers' memory is expected to cost, given the time of one tile.
+Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us);
 
 }  // namespace overlap::plan

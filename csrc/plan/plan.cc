@@ -104,6 +104,8 @@ const char* name(Transport transport) {
       return "nccl";
     case Transport::kGloo:
       return "gloo";
+    case Transport::kPeer:
+      return "peer";
   }
   return "unknown transport";
 }
@@ -130,6 +132,8 @@ const char* name(Collective collective) {
       return "all_gather";
     case Collective::kAllToAll:
       return "all_to_all";
+    case Collective::kRing:
+      return "ring";
   }
   return "unknown collective";
 }
@@ -148,7 +152,7 @@ std::string Machine::to_string() const {
   out << "arch=" << arch << " sm_count=" << sm_count << " sm_gflops=" << exact(sm_gflops)
       << " has_sm80_kernels=" << has_sm80_kernels << " has_sm90_kernels=" << has_sm90_kernels
       << " link_latency_us=" << exact(link_latency_us) << " link_gbps=" << exact(link_gbps)
-      << " windows=" << windows;
+      << " windows=" << windows << " peer_gbps=" << exact(peer_gbps);
   return out.str();
 }
 
@@ -181,8 +185,16 @@ int32_t row_parts(const Problem& problem) {
   return parted ? problem.world_size : 1;
 }
 
-int64_t part_rows(const Problem& problem) {
-  return problem.m / row_parts(problem);
+int32_t row_parts(const Plan& plan) {
+  return plan.collective == Collective::kRing ? plan.problem.world_size : row_parts(plan.problem);
+}
+
+int64_t part_rows(const Plan& plan) {
+  return plan.problem.m / row_parts(plan);
+}
+
+bool over_peers(const Plan& plan) {
+  return !plan.chunks.empty() && plan.chunks[0].transport == Transport::kPeer;
 }
 
 Collective collective_of(Op op) {
@@ -200,15 +212,17 @@ Collective collective_of(Op op) {
 }
 
 int32_t row_grain(const Plan& plan) {
-  // An all-gather's chunk is computed without this rank's own part.
-  if (plan.problem.op == Op::kAllGatherGemm) return plan.cluster_m;
-  return plan.cluster_m / std::gcd(plan.cluster_m, row_parts(plan.problem));
+  // A ring computes one part at a time, an all-gather all but one.
+  if (plan.collective == Collective::kRing || plan.collective == Collective::kAllGather) {
+    return plan.cluster_m;
+  }
+  return plan.cluster_m / std::gcd(plan.cluster_m, row_parts(plan));
 }
 
 int64_t grid_rows(const Plan& plan) {
-  const int32_t parts = row_parts(plan.problem);
+  const int32_t parts = row_parts(plan);
   const int64_t grain = row_grain(plan);
-  const int64_t tiles = round_up_div(part_rows(plan.problem), plan.tile_m);
+  const int64_t tiles = round_up_div(part_rows(plan), plan.tile_m);
   return round_up_div(tiles, grain) * grain * parts;
 }
 
@@ -224,7 +238,7 @@ TileOrder tile_order(const Plan& plan) {
   TileOrder order;
   order.tiles_m = tiles_m(plan);
   order.tiles_n = tiles_n(plan);
-  order.parts = row_parts(plan.problem);
+  order.parts = row_parts(plan);
   for (const BandRun& run : plan.bands) order.runs[order.num_runs++] = run;
   for (const Chunk& chunk : plan.chunks) {
     order.chunk_begin[order.num_chunks + 1] = order.chunk_begin[order.num_chunks] + chunk.tiles;
@@ -234,7 +248,7 @@ TileOrder tile_order(const Plan& plan) {
 }
 
 int32_t buffer_parts(const Plan& plan) {
-  return plan.collective == Collective::kExchange ? 2 : row_parts(plan.problem);
+  return plan.collective == Collective::kExchange ? 2 : row_parts(plan);
 }
 
 int64_t buffer_elements(const Plan& plan) {
@@ -250,8 +264,8 @@ int64_t buffer_elements(const Plan& plan) {
 Rows chunk_rows(const Plan& plan, int32_t chunk) {
   // Row-major chunks begin and end where bands do, so whole tile rows lie before each of them, and
   // as many of each part.
-  const int64_t rows = part_rows(plan.problem);
-  const int64_t columns = static_cast<int64_t>(tiles_n(plan)) * row_parts(plan.problem);
+  const int64_t rows = part_rows(plan);
+  const int64_t columns = static_cast<int64_t>(tiles_n(plan)) * row_parts(plan);
   if (columns == 0) return {0, rows};
   int64_t first_tile = 0;
   for (int32_t c = 0; c < chunk; ++c) first_tile += plan.chunks[c].tiles;
@@ -265,7 +279,7 @@ Rows chunk_rows(const Plan& plan, int32_t chunk) {
 
 Extent chunk_extent(const Plan& plan, int32_t chunk) {
   if (plan.layout == Layout::kRowMajor) {
-    const int64_t parts = row_parts(plan.problem);
+    const int64_t parts = row_parts(plan);
     const Rows rows = chunk_rows(plan, chunk);
     if (plan.problem.op == Op::kGemmReduceScatter) {
       const int64_t tile_rows = plan.chunks[chunk].tiles / tiles_n(plan) / parts;

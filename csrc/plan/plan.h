@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/gemm_types.h"
 #include "plan/tile_order.h"
 
 namespace overlap::plan {
@@ -16,43 +17,34 @@ enum class Op : int32_t {
   kAllGatherGemm = 2,
   kGemmAllToAll = 3,
 };
-enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
 // How the op runs: one GEMM, then one collective; or chunk by chunk, communication beside
 // computation.
 enum class Schedule : int32_t { kSequential = 0, kOverlapped = 1 };
 
-// Which GEMM counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
-// tile with the framework's GEMM); it takes every dtype, stride and alignment, so any rank can
-// follow any plan with it.
-enum class Kernel : int32_t { kLibrary = 0, kSm80 = 1, kSm90Pingpong = 2, kSm90Cooperative = 3 };
-
-enum class Transport : int32_t { kNccl = 0, kGloo = 1 };
-
-// Where finished tiles are stored. kRowMajor: chunks are whole row panels of the plain output.
-// kPacked: tiles one after the other in tile order, put back to row-major behind the next chunk's
-// communication.
-enum class Layout : int32_t { kRowMajor = 0, kPacked = 1 };
+// How chunks travel. kPeer: through memory that the ranks of one host map into each other, by stores
+// of the GEMM's epilogue and by copy engines, which take no SM.
+enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
 
 // What a chunk's communication is. kAllReduce: one all-reduce. kExchange, for two ranks: one
 // all-gather of the chunk and the peer's, which are then added up where the chunk is put back to
 // row-major. It moves the same bytes over the link, and NCCL's all-gather fills the link with a
-// third of the CTAs that its all-reduce takes. The other ops have one collective each.
+// third of the CTAs that its all-reduce takes. kRing, for reductions over kPeer: the rows are cut into
+// the ranks' parts; a part's partial sums go from rank to rank, each adding its own in the GEMM's
+// epilogue, and end at the part's owner, which for an all-reduce sends its finished chunks to all.
+// The other ops have one collective each.
 enum class Collective : int32_t {
   kAllReduce = 0,
   kExchange = 1,
   kReduceScatter = 2,
   kAllGather = 3,
   kAllToAll = 4,
+  kRing = 5,
 };
 
-int64_t element_bytes(DType dtype);
 const char* name(Op op);
-const char* name(DType dtype);
 const char* name(Schedule schedule);
-const char* name(Kernel kernel);
 const char* name(Transport transport);
-const char* name(Layout layout);
 const char* name(Collective collective);
 
 // What all ranks share, and nothing else: ranks that agree on it make the same communication calls.
@@ -80,6 +72,8 @@ struct Machine {
   double link_latency_us = 0.0;  // fixed time of one all-reduce call
   double link_gbps = 0.0;  // all-reduce: message bytes per second with the default CTA limit, GB/s
   bool windows = false;    // NCCL symmetric windows work on this group
+  double peer_gbps =
+      0.0;  // copies into a peer's memory, GB/s; 0: the ranks do not map each other's
 
   std::string to_string() const;
 };
@@ -126,8 +120,14 @@ struct Plan {
 // for each rank; else 1.
 int32_t row_parts(const Problem& problem);
 
+// The same of a plan: a ring cuts the rows of an all-reduce, too.
+int32_t row_parts(const Plan& plan);
+
 // Rows of one part.
-int64_t part_rows(const Problem& problem);
+int64_t part_rows(const Plan& plan);
+
+// Whether chunks travel through the peers' memory.
+bool over_peers(const Plan& plan);
 
 // What the chunks of this op do, unless the plan says exchange.
 Collective collective_of(Op op);
@@ -151,7 +151,7 @@ TileOrder tile_order(const Plan& plan);
 // ranks' parts of a reduce-scatter or an all-gather, else 1.
 int32_t buffer_parts(const Plan& plan);
 
-// Elements of the staging buffer. All-reduce and reduce-scatter: output tiles, whole ones if packed
+// Elements of the staging buffer, of transports other than kPeer. All-reduce and reduce-scatter: output tiles, whole ones if packed
 // or scattered, else M * N. All-gather: the gathered input, M * K.
 int64_t buffer_elements(const Plan& plan);
 

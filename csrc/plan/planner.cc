@@ -32,6 +32,11 @@ constexpr Way kExchangeWays[] = {{8, 1}, {6, 2}, {8, 2}};
 constexpr Way kSlowLinkWays[] = {{4, 1}, {8, 1}, {4, 2}};
 constexpr Way kOneWayWindowWays[] = {{4, 2}, {8, 1}, {6, 2}, {8, 2}};  // reduce-scatter, all-gather
 
+// The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
+constexpr double kFastPeerGbps = 100.0;
+constexpr int32_t kMaxPeerRanks = 8;
+constexpr int32_t kPeerSms = 2;  // left to waits of one warp
+
 // Higher bands finish later and share no more of the operands in L2.
 constexpr int32_t kMaxBandRows = 8;
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
@@ -79,6 +84,23 @@ const std::vector<std::vector<int32_t>>& exchange_schedules() {
   return schedules;
 }
 
+// A ring's reduce-scatter has phases instead of chunks; an all-reduce sends its finished rows on in
+// chunks, an all-gather computes what has arrived.
+const std::vector<std::vector<int32_t>>& peer_schedules(Op op) {
+  static const std::vector<std::vector<int32_t>> one = {{1}};
+  static const std::vector<std::vector<int32_t>> some = {
+      std::vector<int32_t>(1, 1),
+      std::vector<int32_t>(2, 1),
+      std::vector<int32_t>(4, 1),
+      std::vector<int32_t>(8, 1),
+      {1, 3},
+      {1, 2, 4},
+      {4, 3, 1},
+      {4, 4, 4, 2, 1, 1},
+  };
+  return op == Op::kGemmReduceScatter ? one : some;
+}
+
 const std::vector<std::vector<int32_t>>& library_schedules() {
   static const std::vector<std::vector<int32_t>> schedules = {
       std::vector<int32_t>(2, 1),
@@ -115,13 +137,14 @@ Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
   plan.tile_m = own.tile_m;
   plan.tile_n = own.tile_n;
   plan.cluster_m = own.cluster_m;
-  plan.collective = collective_of(problem.op);
+  const bool ring = transport == Transport::kPeer && problem.op != Op::kAllGatherGemm;
+  plan.collective = ring ? Collective::kRing : collective_of(problem.op);
   return plan;
 }
 
 // Tile rows of one part.
 int32_t part_tile_rows(const Plan& plan) {
-  return tiles_m(plan) / row_parts(plan.problem);
+  return tiles_m(plan) / row_parts(plan);
 }
 
 void check_band_rows(int32_t band_rows) {
@@ -189,7 +212,7 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
                     const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
                     int32_t max_ctas, Transport transport) {
   const Plan base = base_plan(problem, kernel, transport, {});
-  const int32_t parts = row_parts(problem);
+  const int32_t parts = row_parts(base);
   const int32_t rows = part_tile_rows(base);
   for (const std::vector<int32_t>& weights : schedules) {
     // Of each part as many tile rows as make a whole band of all parts together.
@@ -234,6 +257,12 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   if (slow_link(machine)) {
     for (const Way& way : kSlowLinkWays) add_panels(way, false);
     return;
+  }
+  if (machine.peer_gbps >= kFastPeerGbps && problem.m % problem.world_size == 0 &&
+      problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong) {
+    const Resources resources = {.comm_sms = kPeerSms};
+    add_row_panels(plans, problem, kernel, peer_schedules(problem.op), resources, 0,
+                   Transport::kPeer);
   }
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet:
   // measured on the same shapes 1.28x, 1.26x and 1.22x. The model is not good enough to choose
@@ -331,7 +360,7 @@ Plan make_row_panels(const Problem& problem, Kernel kernel,
   plan.schedule = Schedule::kOverlapped;
   plan.layout = Layout::kRowMajor;
   plan.resources = resources;
-  const int32_t parts = row_parts(problem);
+  const int32_t parts = row_parts(plan);
   for (const int32_t part_rows : chunk_rows_of_tiles) {
     if (part_rows <= 0 || part_rows > part_tile_rows(plan)) {
       throw std::invalid_argument(

@@ -11,6 +11,7 @@ namespace overlap::plan {
 namespace {
 
 constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
+constexpr int32_t kMaxPeerRanks = 8;
 constexpr int32_t kMaxCommSms = 1024;             // more SMs than any GPU has
 constexpr int32_t kMaxCtas = 64;                  // NCCL has no more channels
 constexpr int32_t kMaxFinishCtas = 4096;          // several on each of a GPU's SMs
@@ -117,22 +118,20 @@ void check_chunks(const Plan& plan) {
     fail("plan has ", plan.chunks.size(), " chunks, allowed are 1 to ", kMaxChunks,
          plan.chunks.empty() ? ": give it one chunk of all tiles" : ": join neighbouring chunks");
   }
-  const int64_t grain =
-      static_cast<int64_t>(row_parts(plan.problem)) * row_grain(plan) * tiles_n(plan);
+  const int64_t grain = static_cast<int64_t>(row_parts(plan)) * row_grain(plan) * tiles_n(plan);
   int64_t sum = 0;
   for (size_t c = 0; c < plan.chunks.size(); ++c) {
     const Chunk& chunk = plan.chunks[c];
-    if (row_parts(plan.problem) > 1 && grain > 0 && chunk.tiles % grain != 0) {
-      fail("chunk ", c, " has ", chunk.tiles, " tiles, allowed are multiples of ",
-           row_parts(plan.problem), " x ", row_grain(plan), " x ", tiles_n(plan), " = ", grain,
-           ": a chunk of ", name(plan.problem.op),
+    if (row_parts(plan) > 1 && grain > 0 && chunk.tiles % grain != 0) {
+      fail("chunk ", c, " has ", chunk.tiles, " tiles, allowed are multiples of ", row_parts(plan),
+           " x ", row_grain(plan), " x ", tiles_n(plan), " = ", grain, ": a chunk of ",
+           name(plan.problem.op),
            " holds as many whole tile rows of every rank, and whole clusters");
     }
-    check_enum("chunk transport", chunk.transport, Transport::kGloo);
+    check_enum("chunk transport", chunk.transport, Transport::kPeer);
     if (chunk.transport != plan.chunks[0].transport) {
       fail("chunk ", c, " travels by ", name(chunk.transport), ", chunk 0 by ",
-           name(plan.chunks[0].transport),
-           ": nccl moves device memory and gloo host memory, take one of them for all chunks");
+           name(plan.chunks[0].transport), ": take one transport for all chunks");
     }
     if (chunk.max_ctas < 0 || chunk.max_ctas > kMaxCtas) {
       fail("chunk ", c, " has max_ctas = ", chunk.max_ctas, ", allowed are 0 to ", kMaxCtas,
@@ -200,14 +199,50 @@ void check_resources(const Plan& plan) {
   }
 }
 
-void check_collective(const Plan& plan) {
-  check_enum("collective", plan.collective, Collective::kAllToAll);
-  const Collective own = collective_of(plan.problem.op);
-  if (plan.collective == own) return;
-  if (plan.problem.op != Op::kGemmAllReduce || plan.collective != Collective::kExchange) {
-    fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
-         name(own), plan.problem.op == Op::kGemmAllReduce ? " or exchange" : "", ": take that");
+// What travels through the peers' memory.
+void check_peers(const Plan& plan) {
+  const bool ring = plan.collective == Collective::kRing;
+  if (!over_peers(plan)) {
+    if (ring) {
+      fail("collective is ring with the transport ", name(plan.chunks[0].transport),
+           ", allowed is peer: take that, or the collective all_reduce");
+    }
+    return;
   }
+  const Problem& problem = plan.problem;
+  if (!(ring || plan.collective == Collective::kAllGather) ||
+      plan.schedule != Schedule::kOverlapped || plan.layout != Layout::kRowMajor ||
+      plan.resources.window || plan.resources.lanes != 1) {
+    fail("plan of ", name(problem.op), " travels by peer with the collective ",
+         name(plan.collective), ", the schedule ", name(plan.schedule), ", the layout ",
+         name(plan.layout), ", window = ", plan.resources.window,
+         ", lanes = ", plan.resources.lanes,
+         ", allowed are ring (of a reduction) or all_gather, overlapped, row_major, "
+         "no window and one lane: take those, or the transport nccl");
+  }
+  if (problem.world_size > kMaxPeerRanks) {
+    fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
+         kMaxPeerRanks, ": take the transport nccl");
+  }
+  if (problem.m % problem.world_size != 0) {
+    fail("plan travels by peer with m = ", problem.m, " on ", problem.world_size,
+         " ranks, allowed are multiples of the number of ranks, as each owns an equal part: take "
+         "the transport nccl");
+  }
+}
+
+void check_collective(const Plan& plan) {
+  check_enum("collective", plan.collective, Collective::kRing);
+  const Collective own = collective_of(plan.problem.op);
+  const bool all_reduces = plan.problem.op == Op::kGemmAllReduce;
+  const bool reduces = all_reduces || plan.problem.op == Op::kGemmReduceScatter;
+  if (plan.collective != own && !(all_reduces && plan.collective == Collective::kExchange) &&
+      !(reduces && plan.collective == Collective::kRing)) {
+    fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
+         name(own), all_reduces ? ", exchange or ring" : reduces ? " or ring" : "", ": take that");
+  }
+  check_peers(plan);
+  if (plan.collective != Collective::kExchange) return;
   if (plan.problem.world_size != 2) {
     fail("collective is exchange with world_size = ", plan.problem.world_size,
          ", allowed is 2: between more ranks it would move more bytes than all_reduce, take that");

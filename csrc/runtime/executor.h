@@ -12,6 +12,14 @@
 //   side   |      | NCCL 0 | NCCL 1 |    ^                       ^                       ^
 //   copy   | own 0, 1 | gathered 0 | gathered 1 |                                        ^
 //
+// ring: the rows are cut into the ranks' parts. In each phase a rank computes one part, adds the
+// partial sums that came from the rank before, and stores into the memory of the rank behind; in the
+// last phase it computes its own part, which an all-reduce sends on, chunk by chunk.
+//
+//   caller | GEMM: part r - 1 -> rank r + 1 | wait [B] | GEMM: part r - 2, + partial | ... | GEMM: r
+//   side   |                                               chunks of part r: wait [A] | copy, signal [B]
+//   copy   |                                    chunks of the other parts: wait [B] | into the output
+//
 // With several lanes the chunks take turns on as many side streams. finish: unpacking, adding parts
 // or copying out of the staging buffer, and the bias; present only if there is something to do.
 #pragma once
@@ -48,8 +56,10 @@ struct ProduceCall {
   // ... or the framework's GEMM computes product rows [begin, end) into `destination` on the
   // caller's stream.
   std::function<void(plan::Rows rows, void* destination)> library_gemm;
-  void* library_rows =
-      nullptr;  // row-major [m, n] scratch for packed plans without a signalling GEMM
+  void* library_rows = nullptr;  // row-major scratch for packed plans, [m, n], and for rings, [m /
+                                 // ranks, n], without a signalling GEMM
+  // A ring's: product rows [begin, end), plus `source` where it is not null, into `destination`.
+  std::function<void(plan::Rows rows, const void* source, void* destination)> library_phase;
 
   cudaStream_t stream = nullptr;
   Trace* trace = nullptr;  // records a timeline if set
@@ -116,6 +126,7 @@ bool communicates_in_place(const plan::Plan& plan);
 // anything is launched if the group has failed, or if something would have to be made inside a
 // capture.
 void run_produce(Group& group, const ProduceCall& call);
+void run_ring(Group& group, const ProduceCall& call);  // reductions over the peers' memory
 void run_consume(Group& group, const ConsumeCall& call);
 void run_all_to_all(Group& group, const AllToAllCall& call);
 void run_sequential(Group& group, const SequentialCall& call);

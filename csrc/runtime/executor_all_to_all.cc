@@ -55,6 +55,7 @@ class AllToAllLoop : ExecutorLoop {
     exchange(steps - 1, true);
     keep_own(steps > 1);
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    join();
     end(steps);
   }
 

@@ -13,28 +13,81 @@ class ConsumeLoop : ExecutorLoop {
       : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
         call_(call),
         chunks_(static_cast<int>(plan_.chunks.size())),
-        parts_(plan::row_parts(plan_.problem)),
-        part_rows_(plan::part_rows(plan_.problem)),
+        parts_(plan::row_parts(plan_)),
+        part_rows_(plan::part_rows(plan_)),
         row_bytes_(plan_.problem.k * element_bytes_) {}
 
   void run() {
-    prepare_communicators();
-    buffer_ = static_cast<char*>(call_.buffer != nullptr ? call_.buffer : window());
+    prepare();
     begin(call_.trace, chunks_);
     fork(true);
     // The own rows' GEMM starts while the host enqueues the rest.
     compute_own();
-    for (int chunk = 0; chunk < chunks_; ++chunk) gather(chunk);
+    if (peers_ != nullptr) {
+      wait_for_slots(peers_->everyone_else(), side(0));
+      copy(gathered(group_.rank(), 0), call_.input, part_rows_ * row_bytes_, device_.copy.get());
+    }
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+      if (peers_ != nullptr) {
+        push(chunk);
+      } else {
+        gather(chunk);
+      }
+    }
     for (int chunk = 0; chunk < chunks_; ++chunk) {
       device_.communicated[chunk].block(stream_);
       if (trace_ != nullptr) trace_->ready[chunk]->record(stream_);
       compute(chunk);
     }
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    join();
+    if (peers_ != nullptr) release_slot();
     end(chunks_);
   }
 
  private:
+  void prepare() {
+    if (plan::over_peers(plan_)) {
+      prepare_peers(plan::buffer_elements(plan_) * element_bytes_);
+      buffer_ = peers_->slot(peer_call_, group_.rank());
+      lanes_ = 2;  // one sends, one waits for what arrives
+      return;
+    }
+    prepare_communicators();
+    buffer_ = static_cast<char*>(call_.buffer != nullptr ? call_.buffer : window());
+  }
+
+  // Own rows of the chunk into every peer's memory, by the copy engine; and, once the peers' are
+  // here, on into the gathered input.
+  void push(int chunk) {
+    const cudaStream_t send = device_.side[0].get();
+    const cudaStream_t arrive = device_.side[1].get();
+    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+    const int64_t offset = place(chunk) - buffer_;
+    hold_side(chunk);
+    if (trace_ != nullptr) trace_->begin[chunk]->record(send);
+    for (int distance = 1; distance < parts_; ++distance) {
+      const int peer = (group_.rank() + distance) % parts_;
+      copy(peers_->slot(peer_call_, peer) + offset + group_.rank() * bytes,
+           static_cast<const char*>(call_.input) + rows.begin * row_bytes_, bytes, send);
+    }
+    peers_->signal(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), send);
+    wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), chunk,
+               arrive);
+    if (trace_ != nullptr) trace_->finish[chunk]->record(arrive);
+    device_.communicated[chunk].record(arrive);
+    device_.communicated[chunk].block(device_.copy.get());
+    for (int part = 0; part < parts_; ++part) {
+      if (part == group_.rank()) continue;
+      copy(gathered(part, rows.begin), place(chunk) + part * bytes, bytes, device_.copy.get());
+    }
+  }
+
+  char* gathered(int part, int64_t row) const {
+    return static_cast<char*>(call_.gathered) + (part * part_rows_ + row) * row_bytes_;
+  }
+
   // Own rows of the chunk into the staging buffer, everybody's rows there, and all of them on into
   // the gathered input. All copies are the copy engine's, which takes no SM.
   void gather(int chunk) {

@@ -45,6 +45,18 @@ class ExecutorLoop {
                           capture_.has_value());
   }
 
+  // The ranks' memory of each other, in place of communicators.
+  void prepare_peers(int64_t slot_bytes) {
+    group_.check();
+    if (capture_) {
+      throw Error("overlap_torch: group '" + group_.name() +
+                  "' captures a plan with the transport peer into a CUDA graph, but its calls are "
+                  "numbered by the host. Set a plan with the transport nccl for that problem.");
+    }
+    peers_ = &group_.peers(slot_bytes, false);
+    peer_call_ = peers_->next_call();
+  }
+
   // Chains this op to the device's last one; from here on it is enqueued.
   void begin(Trace* trace, int chunks) {
     device_.chain(stream_, capture_);
@@ -61,7 +73,7 @@ class ExecutorLoop {
   }
 
   // The caller's stream continues after all that was forked from it.
-  void end(int chunks) {
+  void join() {
     for (int lane = 0; lane < lanes_; ++lane) {
       device_.join[lane].record(device_.side[lane].get());
       device_.join[lane].block(stream_);
@@ -70,6 +82,9 @@ class ExecutorLoop {
       device_.copied.record(device_.copy.get());
       device_.copied.block(stream_);
     }
+  }
+
+  void end(int chunks) {
     if (trace_ != nullptr) trace_->end.record(stream_);
     device_.chained(stream_, capture_);
     if (capture_) {
@@ -90,6 +105,33 @@ class ExecutorLoop {
     check_cuda(kernels::wait_counter(wait, stream), "launching a wait");
   }
 
+  // Until each of these peers has signalled `value`, with the group's deadline. [B]
+  void wait_peers(Peers::Flag flag, uint32_t ranks, uint64_t value, int chunk,
+                  cudaStream_t stream) {
+    kernels::PeerWaitParams wait = peers_->wait_for(flag, ranks, value);
+    wait.deadline_ns = std::chrono::nanoseconds(group_.timeout()).count();
+    wait.chunk = chunk;
+    wait.report = group_.report();
+    check_cuda(kernels::wait_peers_acquire_sys(wait, stream), "launching a wait");
+  }
+
+  // The peers have read what the call before last left in the slot that this one writes to.
+  void wait_for_slots(uint32_t ranks, cudaStream_t stream) {
+    if (peer_call_.number <= 2) return;
+    wait_peers(Peers::Flag::kReleased, ranks, peer_call_.number - 2, 0, stream);
+  }
+
+  // Nothing of this call is left to read in this rank's slot.
+  void release_slot() {
+    peers_->signal(Peers::Flag::kReleased, peers_->everyone_else(), peer_call_.number, stream_);
+  }
+
+  void copy(void* destination, const void* source, int64_t bytes, cudaStream_t stream) {
+    check_cuda(cudaMemcpyAsync(destination, source, static_cast<size_t>(bytes),
+                               cudaMemcpyDeviceToDevice, stream),
+               "copying rows");
+  }
+
   void hold_side(int chunk) {
     if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, side(chunk)), "launching a delay");
   }
@@ -102,11 +144,13 @@ class ExecutorLoop {
   const plan::Plan& plan_;
   const cudaStream_t stream_;
   const int64_t delay_us_;
-  const int lanes_;
+  int lanes_;  // side streams that are forked
   const int64_t element_bytes_;
   const std::optional<unsigned long long> capture_;
   std::vector<CommunicatorKey> keys_;
   std::vector<Communicator*> communicators_;
+  Peers* peers_ = nullptr;
+  Peers::Call peer_call_;
   bool copies_ = false;
   CallTrace* trace_ = nullptr;
 };

@@ -19,7 +19,7 @@ class ProduceLoop : ExecutorLoop {
         call_(call),
         order_(*call.order),
         chunks_(static_cast<int>(plan_.chunks.size())),
-        row_parts_(plan::row_parts(plan_.problem)),
+        row_parts_(plan::row_parts(plan_)),
         exchanges_(plan_.collective == plan::Collective::kExchange),
         finish_ctas_(plan_.resources.finish_ctas > 0 ? plan_.resources.finish_ctas
                                                      : kDefaultFinishCtas) {}
@@ -32,6 +32,7 @@ class ProduceLoop : ExecutorLoop {
     } else {
       produce_by_chunk();
     }
+    join();
     end(chunks_);
   }
 
@@ -55,7 +56,7 @@ class ProduceLoop : ExecutorLoop {
     gemm.counters = call_.counters;
     if (row_parts_ > 1) {
       gemm.rows.mode = plan::RowMap::Mode::kScatter;
-      gemm.rows.part_rows = static_cast<int32_t>(plan::part_rows(plan_.problem));
+      gemm.rows.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
     }
     // The producer goes first: what waits for it must never be able to keep it out.
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
@@ -100,7 +101,7 @@ class ProduceLoop : ExecutorLoop {
   // The chunk's rows of each part, by the framework's GEMM.
   void compute_panels(int chunk) {
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-    const int64_t part_rows = plan::part_rows(plan_.problem);
+    const int64_t part_rows = plan::part_rows(plan_);
     for (int part = 0; part < row_parts_; ++part) {
       call_.library_gemm({part * part_rows + rows.begin, part * part_rows + rows.end},
                          place(chunk, part));

@@ -7,7 +7,7 @@ namespace {
 
 void communicate(Communicator& communicator, const SequentialCall& call, void* product) {
   const plan::Problem& problem = call.plan->problem;
-  const auto count = static_cast<size_t>(plan::part_rows(problem));
+  const auto count = static_cast<size_t>(plan::part_rows(*call.plan));
   const auto n = static_cast<size_t>(problem.n);
   switch (problem.op) {
     case plan::Op::kGemmReduceScatter:

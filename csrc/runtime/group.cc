@@ -95,10 +95,15 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
 #endif
   // Nothing is made once warm: events for what is in flight between two looks of the watchdog.
   for (int i = 0; i < kPreparedPending; ++i) idle_.push_back(std::make_unique<Pending>());
-  if (options_.world_size > 1) measure_link();
+  if (options_.world_size > 1) {
+    measure_link();
+    measure_peers();
+  }
 }
 
 Group::~Group() {
+  if (failed_ && peers_ != nullptr) peers_->leak();
+  peers_.reset();
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   communicators_.clear();
 }
@@ -118,15 +123,13 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
   communicator_options.rank = options_.rank;
   communicator_options.world_size = options_.world_size;
   communicator_options.max_ctas = key.max_ctas;
-  communicator = std::make_unique<Communicator>(meet(key), communicator_options);
+  communicator = std::make_unique<Communicator>(unique_id(key), communicator_options);
   // The first collective connects the ranks: here, so that no later call blocks the host.
   const Scratch scratch(sizeof(float), device_.side[0].get());
   communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
                            device_.side[0].get());
   check_cuda(cudaStreamSynchronize(device_.side[0].get()), "cudaStreamSynchronize");
-  // All ranks have read the id by now; a later group of the same name on the same store must not
-  // find it.
-  if (options_.rank == 0) options_.bootstrap.remove(id_key(key));
+  forget(id_key(key));
   return *communicator;
 }
 
@@ -137,14 +140,9 @@ void Group::prepare(const plan::Plan& plan) {
 }
 
 // All ranks have come here, or the store's deadline passes and says who has not: making a
-// communicator has no deadline of its own.
-ncclUniqueId Group::meet(CommunicatorKey communicator) {
-  const std::string key = id_key(communicator);
-  ncclUniqueId id;
+// communicator has no deadline of its own. Returns what rank 0 brought.
+std::vector<uint8_t> Group::meet(const std::string& key, const std::vector<uint8_t>& brought) {
   if (options_.rank == 0) {
-    check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
-    std::vector<uint8_t> bytes(sizeof(id));
-    std::memcpy(bytes.data(), &id, sizeof(id));
     for (int peer = 1; peer < options_.world_size; ++peer) {
       const std::string ready = key + "/" + std::to_string(peer);
       try {
@@ -154,20 +152,55 @@ ncclUniqueId Group::meet(CommunicatorKey communicator) {
       }
       options_.bootstrap.remove(ready);
     }
-    options_.bootstrap.set(key, bytes);
-    return id;
+    options_.bootstrap.set(key, brought);
+    return brought;
   }
   options_.bootstrap.set(key + "/" + std::to_string(options_.rank), {1});
-  std::vector<uint8_t> bytes;
   try {
-    bytes = options_.bootstrap.get(key);
+    return options_.bootstrap.get(key);
   } catch (const std::exception& error) {
     throw Error(meeting_error(0, error.what()));
   }
+}
+
+// After a collective call all ranks have read what rank 0 brought; a later group of the same name on
+// the same store must not find it.
+void Group::forget(const std::string& key) {
+  if (options_.rank == 0) options_.bootstrap.remove(key);
+}
+
+ncclUniqueId Group::unique_id(CommunicatorKey key) {
+  ncclUniqueId id = {};
+  std::vector<uint8_t> bytes(sizeof(id));
+  if (options_.rank == 0) {
+    check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    std::memcpy(bytes.data(), &id, sizeof(id));
+  }
+  bytes = meet(id_key(key), bytes);
   if (bytes.size() != sizeof(id))
     throw Error("overlap_torch: the store's NCCL id has a wrong size");
   std::memcpy(&id, bytes.data(), sizeof(id));
   return id;
+}
+
+std::vector<uint8_t> Group::all_gather_bytes(const std::vector<uint8_t>& own) {
+  const std::string key =
+      "overlap_torch/" + options_.name + "/exchange/" + std::to_string(exchanges_++);
+  (void)meet(key, {1});
+  // As 16-bit words, which NCCL does not look at.
+  const size_t words = (own.size() + 1) / 2;
+  std::vector<uint8_t> all(words * 2 * static_cast<size_t>(options_.world_size));
+  std::copy(own.begin(), own.end(), all.begin() + words * 2 * static_cast<size_t>(options_.rank));
+  const cudaStream_t stream = device_.side[0].get();
+  const Scratch scratch(all.size(), stream);
+  check_cuda(cudaMemcpyAsync(scratch.get(), all.data(), all.size(), cudaMemcpyHostToDevice, stream),
+             "cudaMemcpyAsync");
+  communicator({}, false).all_gather_in_place(scratch.get(), words, plan::DType::kBFloat16, stream);
+  check_cuda(cudaMemcpyAsync(all.data(), scratch.get(), all.size(), cudaMemcpyDeviceToHost, stream),
+             "cudaMemcpyAsync");
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  forget(key);
+  return all;
 }
 
 std::string Group::id_key(CommunicatorKey key) const {
@@ -177,7 +210,8 @@ std::string Group::id_key(CommunicatorKey key) const {
 
 std::string Group::meeting_error(int peer, const std::string& cause) const {
   return "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
-         ": rank " + std::to_string(peer) + " did not come to make a communicator within " +
+         ": rank " + std::to_string(peer) +
+         " did not come to make communicators or map memory within " +
          std::to_string(options_.timeout.count() / 1000.0) +
          " s. Every rank of the group has to call the op with the same shapes, dtype and plan. (" +
          cause + ")";
@@ -205,6 +239,26 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
         communicator(key, capturing).register_window(staging_->pointer(), staging_->bytes());
   }
   return staging_->pointer();
+}
+
+Peers& Group::peers(int64_t slot_bytes, bool capturing) {
+  if (peers_ == nullptr) {
+    throw Error(
+        "overlap_torch: group '" + options_.name +
+        "' runs a plan with the transport peer, but its ranks cannot map each other's memory "
+        "(CUDA IPC): they are on different hosts, share a process, or their devices have no "
+        "peer access. Set a plan with the transport nccl.");
+  }
+  if (!peers_->fits(slot_bytes)) {
+    if (capturing) {
+      throw Error("overlap_torch: group '" + options_.name + "' has no peer memory of " +
+                  std::to_string(slot_bytes) +
+                  " bytes, and none can be mapped while a CUDA graph is captured. Call the op once "
+                  "with the same shapes before the capture.");
+    }
+    peers_->reserve(slot_bytes);
+  }
+  return *peers_;
 }
 
 void Group::measure_link() {
@@ -251,6 +305,48 @@ void Group::measure_link() {
   machine_.windows = windows_work();
   machine_.link_latency_us = small_us;
   machine_.link_gbps = (kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3);
+}
+
+// Whether the ranks map each other's memory, and how fast copies into it are.
+void Group::measure_peers() {
+  constexpr int64_t kBytes = int64_t{1} << 25;
+  constexpr int kRepeats = 5;
+  const auto exchange = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
+  peers_ = Peers::make(exchange, options_.rank, options_.world_size, device_.side[0].get());
+  if (peers_ == nullptr) return;
+  float gbps = 0.0f;
+  try {
+    peers_->reserve(kBytes);
+  } catch (const Error&) {
+    peers_.reset();
+    return;
+  }
+  const cudaStream_t stream = device_.side[0].get();
+  const Peers::Call call = peers_->next_call();
+  char* source = peers_->slot(call, options_.rank);
+  char* destination = peers_->slot(peers_->next_call(), (options_.rank + 1) % options_.world_size);
+  Event begin(cudaEventDefault);
+  Event end(cudaEventDefault);
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    begin.record(stream);
+    check_cuda(cudaMemcpyAsync(destination, source, kBytes, cudaMemcpyDeviceToDevice, stream),
+               "cudaMemcpyAsync");
+    end.record(stream);
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    gbps = std::max(gbps, static_cast<float>(kBytes / (1e3 * elapsed_us(begin, end))));
+  }
+  // The slowest rank's on all of them, so that they plan alike.
+  std::vector<uint8_t> bytes(sizeof(gbps));
+  std::memcpy(bytes.data(), &gbps, sizeof(gbps));
+  bytes = all_gather_bytes(bytes);
+  for (int rank = 0; rank < options_.world_size; ++rank) {
+    float theirs = 0.0f;
+    std::memcpy(&theirs, bytes.data() + sizeof(theirs) * static_cast<size_t>(rank), sizeof(theirs));
+    gbps = std::min(gbps, theirs);
+  }
+  // Both calls were this rank's alone: their slots are free.
+  peers_->signal(Peers::Flag::kReleased, peers_->everyone_else(), peers_->calls(), stream);
+  machine_.peer_gbps = gbps;
 }
 
 // Whether the ranks see each other's memory, so that NCCL takes its window kernels: on all of them
@@ -372,10 +468,16 @@ void Group::watch() {
   const uint64_t failure = *static_cast<const volatile uint64_t*>(&report->failure);
   if (failure != 0) {
     const kernels::WaitFailure wait = kernels::unpack(failure);
-    fail("the wait for chunk " + std::to_string(wait.chunk) +
-         " of its own GEMM passed its deadline of " +
-         std::to_string(options_.timeout.count() / 1000.0) + " s: expected " +
-         std::to_string(wait.expected) + " finished tiles, saw " + std::to_string(wait.seen) + ".");
+    const std::string deadline =
+        " passed its deadline of " + std::to_string(options_.timeout.count() / 1000.0) + " s: ";
+    const std::string counts =
+        "expected " + std::to_string(wait.expected) + ", saw " + std::to_string(wait.seen) + ".";
+    fail(wait.peer == kernels::kOwnGemm
+             ? "the wait for the finished tiles of chunk " + std::to_string(wait.chunk) +
+                   " of its own GEMM" + deadline + counts
+             : "the wait for chunk " + std::to_string(wait.chunk) + " from rank " +
+                   std::to_string(wait.peer) + deadline + counts +
+                   " That rank died, hangs, or made different calls.");
     return;
   }
   std::string error;
@@ -439,6 +541,7 @@ std::vector<int64_t> Group::memory() {
   for (const auto& [key, communicator] : communicators_) count += communicator != nullptr;
   int64_t bytes = staging_ == nullptr ? 0 : staging_->bytes();
   for (const auto& old : outgrown_) bytes += old->bytes();
+  if (peers_ != nullptr) bytes += peers_->bytes();
   return {count, bytes};
 }
 

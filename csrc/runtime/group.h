@@ -22,6 +22,7 @@
 #include "plan/plan.h"
 #include "runtime/communicator.h"
 #include "runtime/device_state.h"
+#include "runtime/peers.h"
 
 namespace overlap::runtime {
 
@@ -105,6 +106,10 @@ class Group {
   // never inside a capture.
   void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing);
 
+  // The ranks' memory of each other, with slots of so many bytes. Grows collectively, never inside a
+  // capture.
+  Peers& peers(int64_t slot_bytes, bool capturing);
+
   // Throws what went wrong since the last call; afterwards every call throws it again.
   void check();
 
@@ -133,7 +138,13 @@ class Group {
 
   void measure_link();
   bool windows_work();
-  ncclUniqueId meet(CommunicatorKey key);
+  void measure_peers();
+  std::vector<uint8_t> meet(const std::string& key, const std::vector<uint8_t>& brought);
+  void forget(const std::string& key);
+  ncclUniqueId unique_id(CommunicatorKey key);
+  // Every rank's bytes, as many from each (rounded up to an even number), in rank order. Collective,
+  // and blocks.
+  std::vector<uint8_t> all_gather_bytes(const std::vector<uint8_t>& own);
   std::string id_key(CommunicatorKey key) const;
   std::string meeting_error(int peer, const std::string& cause) const;
   void fail(const std::string& message);
@@ -150,6 +161,8 @@ class Group {
   std::map<CommunicatorKey, std::unique_ptr<Communicator>> communicators_;
   std::unique_ptr<Staging> staging_;
   std::vector<std::unique_ptr<Staging>> outgrown_;
+  std::unique_ptr<Peers> peers_;  // null: the ranks do not map each other's memory
+  int exchanges_ = 0;
 
   std::mutex watch_mutex_;  // guards what follows
   std::deque<std::unique_ptr<Pending>> pending_;

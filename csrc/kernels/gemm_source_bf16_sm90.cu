@@ -1,0 +1,9 @@
+#include "kernels/gemm_sm90.h"
+
+namespace overlap::kernels {
+
+GemmSm90Instance gemm_sm90_source_bf16() {
+  return make_gemm_sm90_instance<true, cutlass::bfloat16_t, true>();
+}
+
+}  // namespace overlap::kernels

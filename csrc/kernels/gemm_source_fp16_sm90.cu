@@ -1,0 +1,9 @@
+#include "kernels/gemm_sm90.h"
+
+namespace overlap::kernels {
+
+GemmSm90Instance gemm_sm90_source_fp16() {
+  return make_gemm_sm90_instance<true, cutlass::half_t, true>();
+}
+
+}  // namespace overlap::kernels

@@ -1,0 +1,70 @@
+#include "kernels/peer_signal.h"
+
+#include "kernels/spin.cuh"
+
+namespace overlap::kernels {
+namespace {
+
+__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// One fence for all peers: a release each would cost a fence each.
+__global__ void signal_peers_kernel(const __grid_constant__ PeerSignalParams params) {
+  const int lane = static_cast<int>(threadIdx.x);
+  if (lane == 0) __threadfence_system();
+  __syncwarp();
+  if (lane < params.count) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(params.flags[lane]), "l"(params.value)
+                 : "memory");  // [B]
+  }
+}
+
+__global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params) {
+  if (threadIdx.x != 0) return;
+  int32_t peer = 0;
+  uint64_t seen = 0;
+  spin(
+      params.deadline_ns, params.report,
+      [&] {
+        for (; peer < kMaxPeers; ++peer) {
+          if ((params.ranks >> peer & 1) == 0) continue;
+          seen = load_acquire_sys(params.flags + peer);  // [B]
+          if (seen < params.value) return false;
+        }
+        return true;
+      },
+      [&] {
+        constexpr uint64_t kLowBits = 0xffffff;
+        write_report(params.report,
+                     {params.chunk, peer, static_cast<int32_t>(params.value & kLowBits),
+                      static_cast<int32_t>(seen & kLowBits)});
+      });
+  if (params.report != nullptr) {
+    store_relaxed_sys(&params.report->reached, params.chunk);
+  }
+}
+
+}  // namespace
+
+cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_t stream) {
+  PeerSignalParams kernel_params = params;
+  void* arguments[] = {&kernel_params};
+  return cudaLaunchKernel(signal_peers_kernel, dim3(1), dim3(32), arguments, 0, stream);
+}
+
+cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream) {
+  PeerWaitParams kernel_params = params;
+  void* arguments[] = {&kernel_params};
+  return cudaLaunchKernel(wait_peers_kernel, dim3(1), dim3(32), arguments, 0, stream);
+}
+
+cudaError_t load_peer_signal_kernels() {
+  cudaFuncAttributes attributes;  // asking for them loads the kernel
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, signal_peers_kernel);
+  return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, wait_peers_kernel);
+}
+
+}  // namespace overlap::kernels

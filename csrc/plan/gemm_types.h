@@ -1,0 +1,26 @@
+// What a GEMM kernel and a plan both name. Apart from plan.h, so that the kernels, slow to compile,
+// do not depend on the rest of it.
+#pragma once
+
+#include <cstdint>
+
+namespace overlap::plan {
+
+enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
+
+// Which GEMM counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
+// tile with the framework's GEMM); it takes every dtype, stride and alignment, so any rank can
+// follow any plan with it.
+enum class Kernel : int32_t { kLibrary = 0, kSm80 = 1, kSm90Pingpong = 2, kSm90Cooperative = 3 };
+
+// Where finished tiles are stored. kRowMajor: chunks are whole row panels of the plain output.
+// kPacked: tiles one after the other in tile order, put back to row-major behind the next chunk's
+// communication.
+enum class Layout : int32_t { kRowMajor = 0, kPacked = 1 };
+
+int64_t element_bytes(DType dtype);
+const char* name(DType dtype);
+const char* name(Kernel kernel);
+const char* name(Layout layout);
+
+}  // namespace overlap::plan

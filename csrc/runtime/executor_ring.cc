@@ -1,0 +1,206 @@
+// Reductions over memory that the ranks map into each other: no SM is given up to communication, the
+// GEMM's epilogue sends partial sums (as its stores are on their way, it goes on), copy engines what
+// is final.
+#include <algorithm>
+
+#include "kernels/reorder.h"
+#include "runtime/executor.h"
+#include "runtime/executor_loop.h"
+
+namespace overlap::runtime {
+namespace {
+
+constexpr int32_t kBandRows = 8;  // tile rows of a band: keeps a wave square
+
+class RingLoop : ExecutorLoop {
+ public:
+  RingLoop(Group& group, const ProduceCall& call)
+      : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
+        call_(call),
+        chunks_(static_cast<int>(plan_.chunks.size())),
+        ranks_(group.world_size()),
+        rank_(group.rank()),
+        sends_on_(plan_.problem.op == plan::Op::kGemmAllReduce),
+        part_rows_(plan::part_rows(plan_)),
+        row_bytes_(plan_.problem.n * element_bytes_),
+        part_bytes_(part_rows_ * row_bytes_) {}
+
+  void run() {
+    // Partial sums of all phases but the last, and every rank's finished part.
+    prepare_peers((ranks_ - 1 + (sends_on_ ? ranks_ : 0)) * part_bytes_);
+    begin(call_.trace, chunks_);
+    if (sends_on_ && call_.signals) {
+      check_cuda(cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * static_cast<size_t>(chunks_),
+                                 stream_),
+                 "cudaMemsetAsync");
+    }
+    fork(sends_on_);
+    wait_for_slots(peers_->everyone_else(), stream_);
+    for (int phase = 0; phase < ranks_; ++phase) compute(phase);
+    if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    for (int chunk = 0; chunk < chunks_ && sends_on_; ++chunk) {
+      send(chunk);
+      receive(chunk);
+    }
+    join();
+    release_slot();
+    if (call_.bias != nullptr) add_bias();
+    end(chunks_);
+  }
+
+ private:
+  // One part: this rank's product, plus what came from the rank before, to the rank behind.
+  void compute(int phase) {
+    const int part = (rank_ + 2 * ranks_ - 1 - phase) % ranks_;
+    const int previous = (rank_ + ranks_ - 1) % ranks_;
+    const int next = (rank_ + 1) % ranks_;
+    const bool last = phase + 1 == ranks_;
+    if (phase > 0) {
+      wait_peers(Peers::Flag::kPartial, 1u << previous, peer_call_.step(phase - 1), phase, stream_);
+    }
+    const void* source =
+        phase == 0 ? nullptr : peers_->slot(peer_call_, rank_) + (phase - 1) * part_bytes_;
+    char* destination = last ? own_rows(0) : peers_->slot(peer_call_, next) + phase * part_bytes_;
+    if (last) hold_side(0);
+    if (call_.signals) {
+      launch(part, source, destination, last);
+    } else {
+      void* place = last ? destination : call_.library_rows;
+      call_.library_phase({part * part_rows_, (part + 1) * part_rows_}, source, place);
+      if (!last) copy(destination, place, part_bytes_, stream_);
+      if (last) device_.produced[0].record(stream_);
+    }
+    if (!last) {
+      peers_->signal(Peers::Flag::kPartial, 1u << next, peer_call_.step(phase), stream_);
+    } else if (trace_ != nullptr && !sends_on_) {
+      for (int chunk = 0; chunk < chunks_; ++chunk) {
+        trace_->ready[chunk]->record(stream_);
+        trace_->begin[chunk]->record(stream_);
+        trace_->finish[chunk]->record(stream_);
+      }
+    }
+  }
+
+  void launch(int part, const void* source, void* destination, bool last) {
+    kernels::GemmParams gemm = call_.gemm;
+    gemm.m = part_rows_;
+    gemm.input = static_cast<const char*>(gemm.input) +
+                 part * part_rows_ * gemm.input_stride * element_bytes_;
+    gemm.output = destination;
+    gemm.source = source;
+    gemm.source_stride = gemm.output_stride;
+    gemm.order = order(last);
+    gemm.counters = last && sends_on_ ? call_.counters : nullptr;
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
+  // One part's tiles; in the last phase cut into chunks, which begin and end where bands do.
+  plan::TileOrder order(bool last) const {
+    const int32_t rows = plan::tiles_m(plan_) / ranks_;
+    plan::TileOrder order;
+    order.tiles_n = plan::tiles_n(plan_);
+    const auto add = [&](int32_t height) {
+      const int32_t band = std::min(height, kBandRows);
+      add_run(order, band, height / band);
+      add_run(order, height % band, height % band == 0 ? 0 : 1);
+      order.tiles_m += height;
+      order.chunk_begin[++order.num_chunks] = order.num_tiles();
+    };
+    if (!last || !sends_on_) {
+      add(rows);
+    } else {
+      for (const plan::Chunk& chunk : plan_.chunks) add(chunk.tiles / order.tiles_n / ranks_);
+    }
+    return order;
+  }
+
+  static void add_run(plan::TileOrder& order, int32_t tile_rows, int32_t count) {
+    if (count == 0) return;
+    if (order.num_runs > 0 && order.runs[order.num_runs - 1].tile_rows == tile_rows) {
+      order.runs[order.num_runs - 1].count += count;
+    } else {
+      order.runs[order.num_runs++] = {tile_rows, count};
+    }
+  }
+
+  // A finished chunk of the own part into every peer's memory.
+  void send(int chunk) {
+    const cudaStream_t side = this->side(0);
+    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+    const int32_t expected = plan_.chunks[static_cast<size_t>(chunk)].tiles / ranks_;
+    if (!call_.signals) {
+      device_.produced[0].block(side);
+    } else {
+      if (trace_ != nullptr) {
+        enqueue_wait(call_.counters + chunk, expected, chunk, device_.observer.get());
+        trace_->ready[chunk]->record(device_.observer.get());
+      }
+      enqueue_wait(call_.counters + chunk, expected, chunk, side);  // [A]
+    }
+    if (trace_ != nullptr) {
+      if (!call_.signals) trace_->ready[chunk]->record(side);
+      trace_->begin[chunk]->record(side);
+    }
+    for (int distance = 1; distance < ranks_; ++distance) {
+      const int peer = (rank_ + distance) % ranks_;
+      copy(finished(peer, rank_) + rows.begin * row_bytes_, own_rows(rows.begin), bytes, side);
+    }
+    peers_->signal(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), side);
+  }
+
+  // The same chunk of the other parts into the output.
+  void receive(int chunk) {
+    const cudaStream_t copies = device_.copy.get();
+    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+    wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), chunk,
+               copies);
+    if (trace_ != nullptr) trace_->finish[chunk]->record(copies);
+    for (int distance = 1; distance < ranks_; ++distance) {
+      const int part = (rank_ + distance) % ranks_;
+      copy(static_cast<char*>(call_.output) + part * part_bytes_ + rows.begin * row_bytes_,
+           finished(rank_, part) + rows.begin * row_bytes_, bytes, copies);
+    }
+  }
+
+  void add_bias() {
+    kernels::BiasParams params;
+    params.rows = sends_on_ ? plan_.problem.m : part_rows_;
+    params.n = plan_.problem.n;
+    params.dtype = plan_.problem.dtype;
+    params.source = call_.output;
+    params.destination = call_.output;
+    params.bias = call_.bias;
+    check_cuda(kernels::add_bias(params, stream_), "adding the bias");
+  }
+
+  // Row `row` of the own part in the output.
+  char* own_rows(int64_t row) const {
+    return static_cast<char*>(call_.output) + (sends_on_ ? rank_ * part_bytes_ : 0) +
+           row * row_bytes_;
+  }
+
+  // Where `part`, finished, arrives in the memory of `rank`.
+  char* finished(int rank, int part) const {
+    return peers_->slot(peer_call_, rank) + (ranks_ - 1 + part) * part_bytes_;
+  }
+
+  const ProduceCall& call_;
+  const int chunks_;
+  const int ranks_;
+  const int rank_;
+  const bool sends_on_;
+  const int64_t part_rows_;
+  const int64_t row_bytes_;
+  const int64_t part_bytes_;
+};
+
+}  // namespace
+
+void run_ring(Group& group, const ProduceCall& call) {
+  const std::lock_guard<std::mutex> lock(group.device().mutex);
+  RingLoop(group, call).run();
+}
+
+}  // namespace overlap::runtime

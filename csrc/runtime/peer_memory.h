@@ -1,0 +1,46 @@
+// Memory that the ranks of one host map into each other.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace overlap::runtime {
+
+// Every rank's bytes in rank order, given this rank's; as many from each. Collective.
+using Exchange = std::function<std::vector<uint8_t>(const std::vector<uint8_t>& own)>;
+
+// One allocation on each rank, mapped by all others through CUDA IPC: no communicator is needed, and
+// where it does not work (another host, no peer access, one process for several ranks) the calls
+// fail without harm, so that trying is asking.
+class PeerMemory {
+ public:
+  // Collective. Null on all ranks if any of them cannot map the memory of any other. The memory is
+  // zeroed on the stream, which is synchronised.
+  static std::unique_ptr<PeerMemory> make(const Exchange& exchange, int rank, int world_size,
+                                          int64_t bytes, cudaStream_t stream);
+  ~PeerMemory();
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
+
+  char* of(int rank) const { return addresses_[static_cast<size_t>(rank)]; }
+  int64_t bytes() const { return bytes_; }
+
+  // Leaves the memory to the process: peers may still access it.
+  void leak() { leaked_ = true; }
+
+ private:
+  PeerMemory(int rank, int world_size, int64_t bytes)
+      : rank_(rank), bytes_(bytes), addresses_(static_cast<size_t>(world_size)) {}
+  bool map(const Exchange& exchange, cudaStream_t stream);
+
+  int rank_ = 0;
+  int64_t bytes_ = 0;
+  bool leaked_ = false;
+  std::vector<char*> addresses_;  // null: not mapped
+};
+
+}  // namespace overlap::runtime

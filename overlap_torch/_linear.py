@@ -1,0 +1,126 @@
+"""The four linear maps of tensor parallelism, as functions of one rank's operands; layers and styles build on them.
+
+N is cut over the ranks in the column maps, K in the row maps; tokens (dim 0) in the `sequence` ones. A rank whose part of the
+features is `padding` shorter than the largest pads its operands, so that all ranks run the same problem.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
+from overlap_torch._ops.gradients import rows, weight_gradient
+from overlap_torch._sharding import pad_end, token_range
+
+
+def column(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: str,
+    world_size: int,
+    padding: int,
+) -> torch.Tensor:
+    """Replicated [..., K] to this rank's [..., N part]. Backward all-reduces the input's gradient behind its GEMM."""
+    if world_size == 1:
+        return functional.linear(input, weight, bias)
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        input, weight, bias = (_cast(tensor, dtype) for tensor in (input, weight, bias))
+    return _Column.apply(input, weight, bias, group, padding)
+
+
+def column_sequence(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: str,
+    world_size: int,
+    tokens: int,
+    padding: int,
+) -> torch.Tensor:
+    """This rank's rows [tokens part, ..., K] to [tokens, ..., N part]: all-gather, GEMM; backward the reverse."""
+    input = pad_end(input, 0, -(-tokens // world_size) - input.shape[0])
+    weight = pad_end(weight, 0, padding)
+    bias = None if bias is None else pad_end(bias, 0, padding)
+    output, _ = allgather_gemm(input, weight, bias, group=group)
+    return output[:tokens, ..., : output.shape[-1] - padding]
+
+
+def row(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: str,
+    padding: int,
+) -> torch.Tensor:
+    """[..., K part] to the replicated [..., N]: GEMM, all-reduce, bias. Backward does not communicate."""
+    input, weight = pad_end(input, -1, padding), pad_end(weight, -1, padding)
+    return gemm_allreduce(input, weight, bias, group=group)
+
+
+def row_sequence(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: str,
+    world_size: int,
+    rank: int,
+    padding: int,
+) -> torch.Tensor:
+    """[tokens, ..., K part] to this rank's rows [tokens part, ..., N]: GEMM, reduce-scatter, bias.
+
+    The bias's gradient is that of the local rows.
+    """
+    tokens = input.shape[0]
+    input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
+    weight = pad_end(weight, -1, padding)
+    _, size = token_range(tokens, world_size, rank)
+    return gemm_reducescatter(input, weight, bias, group=group)[:size]
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: str,
+        padding: int,
+    ) -> torch.Tensor:
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        ctx.group, ctx.padding = group, padding
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        grad_input = grad_weight = grad_bias = None
+        if weight is not None:
+            grad_input = gemm_allreduce(
+                pad_end(grad, -1, ctx.padding),
+                pad_end(weight.t(), -1, ctx.padding),
+                group=ctx.group,
+            )
+        if input is not None:
+            grad_weight = weight_gradient(grad, input)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows(grad).sum(0)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """As autocast casts operands: all floating-point ones but float64."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)

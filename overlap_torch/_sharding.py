@@ -1,0 +1,127 @@
+"""How tensors are cut over the ranks of a group, and what takes them apart and together under autograd."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn import functional
+
+from overlap_torch._ops import Group, group_name
+
+
+def place_in(group: str) -> tuple[int, int]:
+    """World size of a group, and this rank's number in it.
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
+    process_group = _resolve_process_group(group)
+    world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    if rank < 0:
+        raise ValueError(
+            f"this rank is not in the group {group!r}; make the layer on the group's ranks only"
+        )
+    return world_size, rank
+
+
+def feature_range(features: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Where a rank's part of `features` begins, and its size: as torch.tensor_split cuts."""
+    size, longer = features // world_size, features % world_size
+    return rank * size + min(rank, longer), size + (rank < longer)
+
+
+def token_range(tokens: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Where a rank's part of `tokens` begins, and its size: as DTensor's Shard(0) and torch.chunk cut.
+
+    Only the last parts are shorter, so padding at the end of the whole makes all of them equal, and cutting the end off
+    undoes it without a copy.
+    """
+    size = -(-tokens // world_size)
+    begin = min(rank * size, tokens)
+    return begin, min(size, tokens - begin)
+
+
+def token_slice(tokens: int, *, group: Group = None) -> slice:
+    """The rows of a [tokens, ...] tensor that are this rank's where layers run sequence parallel.
+
+    Every rank has ``ceil(tokens / world_size)`` rows, in rank order, as long as there are rows left: the last ranks may
+    have fewer, or none. DTensor's ``Shard(0)`` is the same cut.
+    """
+    world_size, rank = place_in(group_name(group))
+    begin, size = token_range(tokens, world_size, rank)
+    return slice(begin, begin + size)
+
+
+def pad_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """`size` zeros behind the end of a dim."""
+    behind = -dim - 1 if dim < 0 else tensor.dim() - 1 - dim
+    return functional.pad(tensor, (0, 0) * behind + (0, size)) if size > 0 else tensor
+
+
+def gather_features(
+    part: torch.Tensor, dim: int, features: int, group: str, world_size: int
+) -> torch.Tensor:
+    """Every rank's part of the features in `dim`, put together. A collective call."""
+    sizes = [feature_range(features, world_size, rank)[1] for rank in range(world_size)]
+    padded = pad_end(part, dim, sizes[0] - part.shape[dim])
+    gathered = functional_collectives.all_gather_tensor(
+        padded.unsqueeze(0).contiguous(), gather_dim=0, group=group
+    )
+    return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
+
+
+def _own_features(whole: torch.Tensor, features: int, world_size: int, rank: int) -> torch.Tensor:
+    begin, size = feature_range(features, world_size, rank)
+    # A copy also where the part is the whole: a function that returns its input as it is loses its backward when
+    # compiled.
+    return whole.narrow(-1, begin, size).clone(memory_format=torch.contiguous_format)
+
+
+class SliceFeatures(torch.autograd.Function):
+    """This rank's part of a replicated tensor's last dim. Each rank knows its own part's gradient: backward gathers."""
+
+    @staticmethod
+    def forward(
+        ctx, whole: torch.Tensor, features: int, group: str, world_size: int, rank: int
+    ) -> torch.Tensor:
+        ctx.features, ctx.group, ctx.world_size = features, group, world_size
+        return _own_features(whole, features, world_size, rank)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole = gather_features(grad, -1, ctx.features, ctx.group, ctx.world_size)
+        return whole, None, None, None, None
+
+
+class GatherFeatures(torch.autograd.Function):
+    """The replicated tensor of which each rank has a part of the last dim: the reverse of `SliceFeatures`."""
+
+    @staticmethod
+    def forward(
+        ctx, part: torch.Tensor, features: int, group: str, world_size: int, rank: int
+    ) -> torch.Tensor:
+        ctx.features, ctx.world_size, ctx.rank = features, world_size, rank
+        return gather_features(part, -1, features, group, world_size)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        part = _own_features(grad, ctx.features, ctx.world_size, ctx.rank)
+        return part, None, None, None, None
+
+
+class SumGradient(torch.autograd.Function):
+    """A replicated parameter that each rank uses on its own rows: backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, parameter: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return parameter.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = functional_collectives.all_reduce(grad.contiguous(), "sum", ctx.group)
+        return functional_collectives.wait_tensor(total), None

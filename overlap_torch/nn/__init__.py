@@ -1,0 +1,13 @@
+"""Tensor-parallel layers built on the ops: ``torch.nn.Linear`` cut over a group of ranks.
+
+A pair of them makes an MLP or an attention block: :class:`ColumnParallelLinear` takes the whole input and leaves each rank
+a part of the output features, :class:`RowParallelLinear` takes those parts and adds up. With ``sequence_parallel`` the
+tokens outside the pair are cut over the ranks too: what the first gathers the second scatters.
+"""
+
+from overlap_torch._sharding import token_slice
+from overlap_torch.nn.column import ColumnParallelLinear
+from overlap_torch.nn.parameters import full_state_dict
+from overlap_torch.nn.row import RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "full_state_dict", "token_slice"]

@@ -1,0 +1,115 @@
+"""The row-parallel layer: input features are cut over the ranks, outputs are added up."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from overlap_torch import _linear
+from overlap_torch._ops import Group
+from overlap_torch._sharding import SliceFeatures, SumGradient
+from overlap_torch.nn.parameters import ParallelLinear
+
+
+class RowParallelLinear(ParallelLinear):
+    """``torch.nn.Linear`` whose input features are spread over a group: ``all_reduce(input @ weight.T) + bias``.
+
+    Each rank holds ``weight`` [out_features, its part of in_features], cut as ``torch.tensor_split`` cuts: where
+    in_features is not a multiple of the world size the first ranks hold one more, and the others' operands are padded
+    with zeros in each call, so that all ranks run the same problem. ``bias`` [out_features] is replicated and added
+    once, after the reduction. The output is [..., out_features], equal on all ranks.
+
+    With ``sequence_parallel`` the sum is reduce-scattered: of an input [tokens, ..., its part of in_features] each rank
+    gets its own tokens' output [its part of tokens, ..., out_features], cut as :func:`overlap_torch.nn.token_slice`
+    says. Any number of tokens will do.
+
+    Args:
+        in_features: of the whole layer, over all ranks.
+        out_features: of the layer; every rank computes all of them.
+        bias: whether the layer adds one.
+        group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+        sequence_parallel: whether the output's tokens (dim 0) are spread over the ranks.
+        input_is_parallel: the input is this rank's part [..., its part of in_features], as a column-parallel layer
+            leaves it. If False it is the whole, replicated input [..., in_features]; the layer takes this rank's part,
+            and backward gathers the input's gradient.
+        device, dtype: of the parameters.
+
+    Backward of the GEMM does not communicate (see :func:`overlap_torch.gemm_allreduce`); with ``sequence_parallel`` it
+    gathers the output's gradient (see :func:`overlap_torch.gemm_reducescatter`), and the bias's is summed over the
+    group. Parameters are drawn as those of ``torch.nn.Linear``, so making the layer is a collective call, unless its
+    device is ``meta``. State dicts hold this rank's part; whole ones are cut on loading, :meth:`full_state_dict` gathers.
+    """
+
+    _cut_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
+        self.input_is_parallel = input_is_parallel
+
+    @property
+    def local_in_features(self) -> int:
+        """This rank's part of in_features."""
+        return self._local_shape("weight")[1]
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        *,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        input_is_parallel: bool = True,
+    ) -> RowParallelLinear:
+        """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies."""
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            input_is_parallel=input_is_parallel,
+            device="meta",
+        )
+        layer._copy_parts(linear)
+        return layer
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's part of in_features], or [..., in_features] in full, to [..., out_features].
+
+        With ``sequence_parallel`` dim 0 of the input is all tokens and dim 0 of the output this rank's.
+        """
+        expected = self.local_in_features if self.input_is_parallel else self.in_features
+        self._check_features(input, expected, f", input_is_parallel={self.input_is_parallel}")
+        if not self.input_is_parallel:
+            input = SliceFeatures.apply(
+                input, self.in_features, self.group, self.world_size, self.rank
+            )
+        if not self.sequence_parallel:
+            return _linear.row(
+                input, self.weight, self.bias, group=self.group, padding=self._padding
+            )
+        bias = None if self.bias is None else SumGradient.apply(self.bias, self.group)
+        return _linear.row_sequence(
+            input,
+            self.weight,
+            bias,
+            group=self.group,
+            world_size=self.world_size,
+            rank=self.rank,
+            padding=self._padding,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, input_is_parallel={self.input_is_parallel}"

@@ -1,0 +1,314 @@
+"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` whose Linear layers overlap their communication.
+
+They stand where ``ColwiseParallel`` and ``RowwiseParallel`` stand::
+
+    plan = {
+        "attention.wq": OverlapColwiseParallel(), ...
+        "attention.wo": OverlapRowwiseParallel(), ...
+        "mlp.up": OverlapColwiseParallel(input_layouts=Shard(1)),      # tokens cut over the ranks outside the MLP
+        "mlp.down": OverlapRowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(block, device_mesh, plan)
+
+Parameters are DTensors with the same placements as PyTorch's styles give them, so that checkpoints, optimizers, gradient
+clipping and FSDP2 see no difference; the layer's forward is replaced, because a hook cannot reach the GEMM between the
+collectives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional
+
+from overlap_torch import _linear
+from overlap_torch._sharding import SumGradient
+
+__all__ = ["OverlapColwiseParallel", "OverlapRowwiseParallel"]
+
+
+class OverlapColwiseParallel(ColwiseParallel):
+    """``ColwiseParallel`` whose input is gathered, and its gradient reduced, beside the GEMM.
+
+    What a ``torch.nn.Linear`` does with its input, forward and backward:
+
+    - a tensor with ``input_layouts=Replicate()``, the default: nothing; the gradient is all-reduced behind its GEMM;
+    - ``Shard(d)`` of a dim other than the last, tensor or DTensor: gathered while the GEMM computes on what has arrived;
+      the gradient is reduce-scattered behind its GEMM;
+    - a replicated DTensor: nothing; the gradient stays ``Partial``, so that what made the DTensor reduces it, once for
+      several layers that share it;
+    - other placements: redistributed to ``Replicate()`` first.
+
+    Where d is not 0 the output is computed with that dim in front and is not contiguous. A DTensor's sharded dim may be
+    of any size; a tensor's must be the same on every rank. Everything that is not a plain ``torch.nn.Linear``, such as
+    ``torch.nn.Embedding``, is handled by ``ColwiseParallel``.
+
+    Keyword Args:
+        input_layouts, output_layouts, use_local_output: as those of ``ColwiseParallel``.
+    """
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not _is_plain_linear(module):
+            return super()._apply(module, device_mesh)
+        placements = {"weight": Shard(0), "bias": Shard(0)}
+        _distribute(module, device_mesh, placements, self.src_data_rank)
+        return _replace_forward(
+            module,
+            OverlapColwiseLinear,
+            device_mesh,
+            self.input_layouts[0],
+            self.output_layouts[0],
+            self.use_local_output,
+        )
+
+
+class OverlapRowwiseParallel(RowwiseParallel):
+    """``RowwiseParallel`` whose output is reduced beside the GEMM.
+
+    What a ``torch.nn.Linear`` does with its output, by ``output_layouts``:
+
+    - ``Replicate()``, the default: all-reduced behind the GEMM; backward does not communicate;
+    - ``Shard(d)`` of a dim other than the last: reduce-scattered behind the GEMM; the gradient is gathered while
+      backward's GEMM computes on what has arrived, and the bias's gradient is summed over the ranks;
+    - other placements: redistributed after the GEMM.
+
+    Where d is not 0 the output is computed with that dim in front and is not contiguous; the dim may be of any size, cut
+    as ``Shard`` cuts. Everything that is not a plain ``torch.nn.Linear``, such as ``torch.nn.Embedding``, is handled by
+    ``RowwiseParallel``.
+
+    Keyword Args:
+        input_layouts, output_layouts, use_local_output: as those of ``RowwiseParallel``.
+    """
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not _is_plain_linear(module):
+            return super()._apply(module, device_mesh)
+        placements = {"weight": Shard(1), "bias": Replicate()}
+        _distribute(module, device_mesh, placements, self.src_data_rank)
+        return _replace_forward(
+            module,
+            OverlapRowwiseLinear,
+            device_mesh,
+            self.input_layouts[0],
+            self.output_layouts[0],
+            self.use_local_output,
+        )
+
+
+def _is_plain_linear(module: torch.nn.Module) -> bool:
+    # A subclass has a forward of its own, a parametrized layer has other parameters.
+    return type(module) is torch.nn.Linear and set(module._parameters) == {"weight", "bias"}
+
+
+def _distribute(
+    module: torch.nn.Linear,
+    device_mesh: DeviceMesh,
+    placements: dict[str, Placement],
+    src_data_rank: int | None,
+) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        distributed = distribute_tensor(
+            parameter, device_mesh, [placements[name]], src_data_rank=src_data_rank
+        )
+        parameter = torch.nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, parameter)
+
+
+class _OverlapLinear(torch.nn.Linear):
+    """A ``torch.nn.Linear`` with DTensor parameters that takes and returns what its style's layouts say."""
+
+    device_mesh: DeviceMesh
+    group: str
+    world_size: int
+    rank: int
+    input_layout: Placement
+    output_layout: Placement
+    use_local_output: bool
+
+    def _as_dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
+        """As every rank's part of one size."""
+        return DTensor.from_local(local, self.device_mesh, [placement], run_check=False)
+
+    def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _local(self.weight), None if self.bias is None else _local(self.bias)
+
+    def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
+        """What the layer returns: `local` is this rank's part of an output whose sharded dim has `size` elements."""
+        dim = _sharded_dim(placement, local.dim())
+        if _sharded_dim(self.output_layout, local.dim()) == dim and (
+            dim is not None or self.output_layout.is_replicate()
+        ):
+            if self.use_local_output:
+                return local
+            redistribute = False
+        else:
+            redistribute = True
+        if dim is None or size % self.world_size == 0:
+            output = self._as_dtensor(local, placement)
+        else:
+            shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
+            output = DTensor.from_local(
+                local.contiguous(),
+                self.device_mesh,
+                [placement],
+                run_check=False,
+                shape=shape,
+                stride=_contiguous_strides(shape),
+            )
+        if redistribute:
+            output = output.redistribute(placements=[self.output_layout])
+        return output.to_local() if self.use_local_output else output
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, input_layout={self.input_layout}, output_layout={self.output_layout}, "
+            f"use_local_output={self.use_local_output}"
+        )
+
+
+class OverlapColwiseLinear(_OverlapLinear):
+    """What :class:`OverlapColwiseParallel` makes of a ``torch.nn.Linear``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As the style says."""
+        last = input.dim() - 1
+        distributed = isinstance(input, DTensor)
+        placement = input.placements[0] if distributed else self.input_layout
+        dim = _sharded_dim(placement, input.dim())
+        weight, bias = self._local_parameters()
+        padding = -(-self.out_features // self.world_size) - weight.shape[0]
+        if dim is not None and dim != last:
+            tokens = input.shape[dim] * (1 if distributed else self.world_size)
+            local = input.to_local() if distributed else input
+            output = _linear.column_sequence(
+                local.movedim(dim, 0),
+                weight,
+                bias,
+                group=self.group,
+                world_size=self.world_size,
+                tokens=tokens,
+                padding=padding,
+            ).movedim(0, dim)
+        elif placement.is_replicate() and not distributed:
+            output = _linear.column(
+                input, weight, bias, group=self.group, world_size=self.world_size, padding=padding
+            )
+        else:
+            if not distributed:
+                input = self._as_dtensor(input, placement)
+            input = input.redistribute(placements=[Replicate()])
+            output = functional.linear(input.to_local(grad_placements=[Partial()]), weight, bias)
+        return self._output(output, Shard(last), self.out_features)
+
+
+class OverlapRowwiseLinear(_OverlapLinear):
+    """What :class:`OverlapRowwiseParallel` makes of a ``torch.nn.Linear``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As the style says."""
+        last = input.dim() - 1
+        out_dim = _sharded_dim(self.output_layout, input.dim())
+        scattered = out_dim is not None and out_dim != last
+        if isinstance(input, DTensor) or _sharded_dim(self.input_layout, input.dim()) != last:
+            if not isinstance(input, DTensor):
+                input = self._as_dtensor(input, self.input_layout)
+            input = input.redistribute(placements=[Shard(last)])
+        if isinstance(input, DTensor):
+            input = input.to_local()
+        weight, bias = self._local_parameters()
+        padding = -(-self.in_features // self.world_size) - weight.shape[1]
+        if not scattered and not self.output_layout.is_replicate():
+            partial = self._as_dtensor(functional.linear(input, weight), Partial())
+            output = partial.redistribute(placements=[self.output_layout])
+            if self.bias is not None:
+                output = (output + self.bias).redistribute(placements=[self.output_layout])
+            return output.to_local() if self.use_local_output else output
+        if not scattered:
+            output = _linear.row(input, weight, bias, group=self.group, padding=padding)
+            return self._output(output, Replicate(), 0)
+        # Summed at once, not left Partial: clip_grad_norm_ does not scale a Partial gradient (torch 2.11).
+        bias = None if bias is None else SumGradient.apply(bias, self.group)
+        output = _linear.row_sequence(
+            input.movedim(out_dim, 0),
+            weight,
+            bias,
+            group=self.group,
+            world_size=self.world_size,
+            rank=self.rank,
+            padding=padding,
+        ).movedim(0, out_dim)
+        return self._output(output, Shard(out_dim), input.shape[out_dim])
+
+
+def _replace_forward(
+    module: torch.nn.Linear,
+    kind: type[_OverlapLinear],
+    device_mesh: DeviceMesh,
+    input_layout: Placement,
+    output_layout: Placement,
+    use_local_output: bool,
+) -> torch.nn.Module:
+    module.__class__ = kind
+    module.device_mesh = device_mesh
+    module.group = device_mesh.get_group().group_name
+    module.world_size = device_mesh.size()
+    module.rank = device_mesh.get_local_rank()
+    module.input_layout = input_layout
+    module.output_layout = output_layout
+    module.use_local_output = use_local_output
+    return module
+
+
+class _LocalPart(torch.autograd.Function):
+    """`DTensor.to_local` of a parameter cut into unequal parts.
+
+    The gradient has the parameter's shape and strides. `to_local` computes the strides as if every part had this rank's
+    size; autograd then stores the gradient in another layout, replicated.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor) -> torch.Tensor:
+        ctx.device_mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.strides = parameter.shape, parameter.stride()
+        local = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            grad.contiguous(),
+            ctx.device_mesh,
+            ctx.placements,
+            run_check=False,
+            shape=ctx.shape,
+            stride=ctx.strides,
+        )
+
+
+def _local(parameter: DTensor) -> torch.Tensor:
+    """This rank's part of a parameter on a one-dimensional mesh."""
+    dim = _sharded_dim(parameter.placements[0], parameter.dim())
+    if dim is None or parameter.shape[dim] % parameter.device_mesh.size() == 0:
+        return parameter.to_local()
+    return _LocalPart.apply(parameter)
+
+
+def _sharded_dim(placement: Placement, dims: int) -> int | None:
+    """The dim that `Shard` cuts; None for other placements."""
+    return placement.dim % dims if placement.is_shard() else None
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    return tuple(strides)

@@ -1,0 +1,54 @@
+"""Operands of layers: integers in `torch.nn.Linear`s, the same on every rank, and the ranks' parts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from operands import rank_device
+
+
+def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values in -2 ... 2, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(rank_device(), dtype)
+
+
+def integer_linear(
+    in_features: int, out_features: int, bias: bool, dtype: torch.dtype = torch.float32
+) -> torch.nn.Linear:
+    linear = torch.nn.Linear(in_features, out_features, bias, device=rank_device(), dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(integers(out_features, in_features, seed=1))
+        if bias:
+            linear.bias.copy_(integers(out_features, seed=2))
+    return linear
+
+
+def fill_with_integers(module: torch.nn.Module) -> None:
+    """Every parameter, each drawn anew."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            parameter.copy_(integers(*parameter.shape, seed=100 + seed))
+
+
+def my_features(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """This rank's part of the features, as the layers cut them."""
+    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def my_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of dim 0, as sequence parallel layers cut it: equal parts, of which the last may be cut short."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    size = (len(tensor) + world - 1) // world
+    return tensor[rank * size : (rank + 1) * size]
+
+
+def ops_called(job: Callable[[], object]) -> set[str]:
+    """Names of this package's ops that ran, in whatever thread."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        job()
+    names = {event.key for event in profile.key_averages()}
+    return {name.removeprefix("overlap::") for name in names if name.startswith("overlap::")}

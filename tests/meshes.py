@@ -1,0 +1,33 @@
+"""Device meshes over the ranks of a pool, and modules with DTensor parameters on them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from checks import Failures
+from operands import difference, rank_device
+
+
+@functools.cache
+def mesh(*shape: int) -> DeviceMesh:
+    """All ranks, in one dimension unless a shape is given; two are called dp and tp."""
+    names = ("dp", "tp") if len(shape) == 2 else ("tp",)
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh(rank_device().type, shape, mesh_dim_names=names)
+
+
+def check_parameter_gradients(
+    failures: Failures, module: torch.nn.Module, whole: torch.nn.Module, *where: object
+) -> None:
+    for (name, own), (_, right) in zip(
+        module.named_parameters(), whole.named_parameters(), strict=True
+    ):
+        if own.grad is None:
+            failures.expect("has none", "gradient of", name, *where)
+        else:
+            problem = difference(own.grad.full_tensor(), right.grad)
+            failures.expect(problem, "gradient of", name, *where)

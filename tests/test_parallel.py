@@ -1,0 +1,243 @@
+"""The styles for parallelize_module: what the unsharded model computes, bit for bit on integer data."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import parallelize_module
+
+import overlap_torch
+from checks import Failures
+from layers import integer_linear, integers, ops_called
+from meshes import check_parameter_gradients, mesh
+from operands import difference, rank_device
+from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+
+STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
+LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
+
+
+def check_layer(
+    failures: Failures,
+    style: type,
+    shape: tuple[int, int, int, int],
+    given: Placement,
+    wanted: Placement,
+    use_local_output: bool,
+    distributed: bool,
+    compiled: bool = False,
+) -> None:
+    """One Linear, one call: output, gradients and their placements."""
+    in_features, out_features, *leading = shape
+    where = (style.__name__, shape, given, "to", wanted, use_local_output, distributed)
+    whole = integer_linear(in_features, out_features, True)
+    layer = copy.deepcopy(whole)
+    layer = parallelize_module(
+        layer,
+        mesh(),
+        style(input_layouts=given, output_layouts=wanted, use_local_output=use_local_output),
+    )
+    input = integers(*leading, in_features, seed=3).requires_grad_()
+    expected = whole(input)
+    gradient = integers(*leading, out_features, seed=4)
+    expected.backward(gradient)
+
+    def cut(tensor: torch.Tensor, placement: Placement) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh(), [placement])
+
+    mine = cut(input, given)
+    mine = (mine if distributed else mine.to_local()).detach().clone().requires_grad_()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    output = run(mine)
+    right = cut(expected, wanted)
+    if use_local_output:
+        tensor = type(output) is torch.Tensor
+        failures.expect(None if tensor else f"output is a {type(output)}", *where)
+        failures.expect(difference(output.detach(), right.to_local()), "output", *where)
+        output.backward(cut(gradient, wanted).to_local())
+    else:
+        placed = output.placements == right.placements
+        failures.expect(None if placed else f"placements {output.placements}", *where)
+        failures.expect(difference(output.full_tensor().detach(), expected.detach()), *where)
+        output.backward(cut(gradient, wanted))
+    if distributed:
+        failures.expect(difference(mine.grad.full_tensor(), input.grad), "input's", *where)
+    else:
+        own = cut(input.grad, given).to_local()
+        failures.expect(difference(mine.grad, own), "gradient of the input", *where)
+    check_parameter_gradients(failures, layer, whole, *where)
+    for name, parameter in layer.named_parameters():
+        # Where DTensor adds the bias to features that are sharded it chooses the gradient's placement.
+        if right.placements != (Shard(len(leading)),) or style is OverlapColwiseParallel:
+            same = parameter.grad.placements == parameter.placements
+            problem = None if same else f"gradient has placements {parameter.grad.placements}"
+            failures.expect(problem, name, *where)
+
+
+def check_layouts(
+    style: type, use_local_output: bool, shape: tuple[int, ...]
+) -> tuple[int, list[str]]:
+    failures = Failures()
+    world = dist.get_world_size()
+    for given, wanted, distributed in itertools.product(LAYOUTS, LAYOUTS, (False, True)):
+        sizes = (*shape[2:], shape[0])
+        even = given.is_replicate() or sizes[given.dim] % world == 0
+        if distributed or even:  # a tensor's sharded dim must be the same on every rank
+            check_layer(failures, style, shape, given, wanted, use_local_output, distributed)
+    return failures.result()
+
+
+# Sizes that divide by 2 and 3, and sizes that do not; two and three dims.
+@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (7, 5, 5, 7), (7, 5, 11)], ids=str)
+@pytest.mark.parametrize("use_local_output", [True, False], ids=["local", "dtensor"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_layer_is_linear_in_every_layout(ranks, style, use_local_output, shape):
+    if len(shape) == 3 and not use_local_output:
+        pytest.skip("two dims are checked with local outputs")
+    ranks.expect_no_failures(check_layouts, style, use_local_output, shape)
+
+
+def check_compiled_layouts(style: type) -> tuple[int, list[str]]:
+    failures = Failures()
+    for given, wanted, distributed in itertools.product(
+        (Replicate(), Shard(1)), (Replicate(), Shard(1), Shard(-1)), (False, True)
+    ):
+        torch._dynamo.reset()
+        local = not distributed
+        shape = (12, 6, 3, 12) if local else (7, 5, 3, 5)
+        check_layer(failures, style, shape, given, wanted, local, distributed, compiled=True)
+    return failures.result()
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_layer_compiles_to_one_graph(ranks, style):
+    ranks.expect_no_failures(check_compiled_layouts, style, timeout_s=240)
+
+
+def check_ops() -> tuple[int, list[str]]:
+    """The ops that run, forward and backward: results alone would not show that nothing overlaps."""
+    failures = Failures()
+    colwise, rowwise = STYLES
+    for style, layouts, distributed, forward, backward in (
+        (colwise, {}, False, set(), {"gemm_allreduce"}),
+        (colwise, {"input_layouts": Shard(1)}, False, {"allgather_gemm"}, {"gemm_reducescatter"}),
+        (colwise, {"input_layouts": Shard(1)}, True, {"allgather_gemm"}, {"gemm_reducescatter"}),
+        (colwise, {}, True, set(), set()),
+        (rowwise, {}, False, {"gemm_allreduce"}, set()),
+        (rowwise, {"input_layouts": Replicate()}, True, {"gemm_allreduce"}, set()),
+        (rowwise, {"output_layouts": Shard(1)}, False, {"gemm_reducescatter"}, {"allgather_gemm"}),
+        (rowwise, {"output_layouts": Shard(-1)}, False, set(), set()),
+    ):
+        layer = parallelize_module(integer_linear(6, 12, True), mesh(), style(**layouts))
+        given = layouts.get("input_layouts", Replicate() if style is colwise else Shard(-1))
+        input = distribute_tensor(integers(2, 6, 6, seed=3), mesh(), [given])
+        input = (input if distributed else input.to_local()).detach().requires_grad_()
+        outputs = []
+        for right, run in (
+            (forward, lambda: outputs.append(layer(input).sum())),  # noqa: B023, called at once
+            (backward, lambda: outputs[0].backward()),  # noqa: B023
+        ):
+            called = ops_called(run)
+            failures.expect(None if called == right else f"ran {called}", style, layouts, right)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_layer_runs_the_ops(ranks):
+    ranks.expect_no_failures(check_ops)
+
+
+def check_modules() -> tuple[int, list[str]]:
+    """What is replaced, what the parent class handles, and what becomes of frozen, absent and stored parameters."""
+    failures = Failures()
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    for style in STYLES:
+        column = style is OverlapColwiseParallel
+        layer = parallelize_module(integer_linear(12, 6, True), mesh(), style())
+        failures.expect(None if isinstance(layer, torch.nn.Linear) else "no Linear", style)
+        failures.expect(None if "Overlap" in repr(layer) else repr(layer), style)
+        input = integers(4, 12, seed=3)
+        mine = input if column else input.tensor_split(dist.get_world_size(), -1)[dist.get_rank()]
+        copied = copy.deepcopy(layer)
+        failures.expect(difference(copied(mine), layer(mine)), style, "copied")
+        state = {name: value.full_tensor() for name, value in layer.state_dict().items()}
+        whole = integer_linear(12, 6, True).state_dict()
+        for name, value in whole.items():
+            failures.expect(difference(state[name], value), style, "state", name)
+
+        scaled = Scaled(12, 6, device=rank_device())
+        scaled.load_state_dict(whole)
+        replaced = parallelize_module(scaled, mesh(), style())
+        failures.expect(None if type(replaced) is Scaled else "subclass replaced", style)
+        close = torch.allclose(replaced(mine), 2 * layer(mine), rtol=1e-6)
+        failures.expect(None if close else "another result", style, "subclass")
+        table = torch.nn.Embedding(12, 6, device=rank_device())
+        embedding = parallelize_module(table, mesh(), style(input_layouts=Replicate()))
+        kind = type(embedding) is torch.nn.Embedding
+        failures.expect(None if kind else "embedding replaced", style)
+
+        frozen = integer_linear(12, 6, False)
+        frozen.weight.requires_grad_(False)
+        frozen = parallelize_module(frozen, mesh(), style())
+        needs = frozen.weight.requires_grad or frozen.bias is not None
+        failures.expect("frozen weight asks for a gradient" if needs else None, style)
+        asked = mine.clone().requires_grad_()
+        frozen(asked).sum().backward()
+        failures.expect(None if asked.grad is not None else "no gradient", style, "frozen")
+
+        with torch.autocast(rank_device().type, torch.bfloat16):
+            output = layer(mine)
+        dtype = output.dtype
+        failures.expect(None if dtype == torch.bfloat16 else f"{dtype} under autocast", style)
+
+    partial = integers(4, 12, seed=3) if dist.get_rank() == 0 else integers(4, 12, seed=3) * 0
+    summed = DTensor.from_local(partial, mesh(), [Partial()])
+    layer = parallelize_module(
+        integer_linear(12, 6, True), mesh(), OverlapColwiseParallel(output_layouts=Replicate())
+    )
+    right = integer_linear(12, 6, True)(integers(4, 12, seed=3))
+    failures.expect(difference(layer(summed).detach(), right.detach()), "Partial input")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_styles_replace_plain_linears_only(ranks):
+    ranks.expect_no_failures(check_modules)
+
+
+def apply_to_norm(style: type) -> str:
+    try:
+        parallelize_module(torch.nn.LayerNorm(4), mesh(), style())
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "gloo"))
+def test_parallel_style_refuses_what_its_parent_refuses(ranks, style):
+    assert all("nn.Linear" in message for message in ranks.run(apply_to_norm, style))
+
+
+def test_parallel_is_imported_when_asked_for():
+    assert overlap_torch.parallel.OverlapColwiseParallel is OverlapColwiseParallel
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = overlap_torch.nothing_of_the_kind

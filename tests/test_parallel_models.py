@@ -1,0 +1,201 @@
+"""Models made of layers with the styles for parallelize_module: every gradient is the unsharded model's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from checks import Failures
+from layers import fill_with_integers, integer_linear, integers
+from meshes import check_parameter_gradients, mesh
+from operands import difference, rank_device
+from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+
+STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(width, hidden, device=rank_device())
+        self.down = torch.nn.Linear(hidden, width, device=rank_device())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + self.down(functional.relu(self.up(input)))
+
+
+class Model(torch.nn.Module):
+    """Two residual blocks between an embedding and a head: integers in, integers out."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embedding = torch.nn.Embedding(12, 8, device=rank_device())
+        self.blocks = torch.nn.ModuleList([Block(8, 12), Block(8, 12)])
+        self.head = torch.nn.Linear(8, 6, device=rank_device())
+        fill_with_integers(self)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        values = self.embedding(tokens)
+        for block in self.blocks:
+            if self.checkpointed:
+                values = checkpoint(block, values, use_reentrant=False)
+            else:
+                values = block(values)
+        return self.head(values)
+
+
+def parallel_model(
+    sequence: bool, colwise: type, rowwise: type, tp: DeviceMesh, checkpointed: bool = False
+) -> Model:
+    outside = Shard(1) if sequence else Replicate()
+    plan = {
+        "embedding": rowwise(input_layouts=Replicate(), output_layouts=outside),
+        "blocks.*.up": colwise(input_layouts=outside),
+        "blocks.*.down": rowwise(output_layouts=outside),
+        "head": colwise(input_layouts=outside, output_layouts=Replicate()),
+    }
+    return parallelize_module(Model(checkpointed), tp, plan)
+
+
+def model_tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.arange(batch * length, device=rank_device()).view(batch, length) * 5 % 12
+
+
+def check_model(sequence: bool, how: str) -> tuple[int, list[str]]:
+    """Every gradient of a model of layers with biases, batch > 1, against the unsharded model."""
+    failures = Failures()
+    whole = Model()
+    model = parallel_model(sequence, *STYLES, mesh(), checkpointed=how == "checkpointed")
+    tokens = model_tokens(3, 12)
+    expected = whole(tokens)
+    gradient = integers(*expected.shape, seed=4)
+    expected.backward(gradient)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if how == "compiled" else model
+    output = run(tokens)
+    failures.expect(difference(output.detach(), expected.detach()), "output")
+    output.backward(gradient)
+    check_parameter_gradients(failures, model, whole)
+    # The same as PyTorch's own styles, down to placements.
+    native = parallel_model(sequence, ColwiseParallel, RowwiseParallel, mesh())
+    for (name, own), (_, other) in zip(
+        model.named_parameters(), native.named_parameters(), strict=True
+    ):
+        same = (
+            own.placements == other.placements and own.grad.placements == other.placements
+            if "embedding" not in name
+            else True
+        )
+        failures.expect(None if same else f"{own.placements}, {own.grad.placements}", name)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    right = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    close = torch.allclose(norm, right, rtol=1e-5)
+    failures.expect(None if close else f"{norm}, expected {right}", "norm of the gradients")
+    for (name, own), (_, other) in zip(
+        model.named_parameters(), whole.named_parameters(), strict=True
+    ):
+        close = torch.allclose(own.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
+        failures.expect(None if close else "is not the whole's", "clipped gradient of", name)
+    return failures.result()
+
+
+@pytest.mark.parametrize("how", ["eager", "checkpointed", "compiled"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_model_has_the_unsharded_models_gradients(ranks, sequence, how):
+    ranks.expect_no_failures(check_model, sequence, how, timeout_s=240)
+
+
+def check_fsdp(sequence: bool, checkpointed: bool) -> tuple[int, list[str]]:
+    """FSDP2 over dp, the styles over tp: two steps against the unsharded model on the whole batch."""
+    failures = Failures()
+    grid = mesh(2, dist.get_world_size() // 2)
+    whole = Model()
+    model = parallel_model(sequence, *STYLES, grid["tp"], checkpointed)
+    for block in model.blocks:
+        fully_shard(block, mesh=grid["dp"])
+    fully_shard(model, mesh=grid["dp"])
+    tokens = model_tokens(4, 12)
+    mine = tokens.chunk(2)[grid.get_local_rank("dp")]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=2.0**-12) for m in (model, whole)]
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        # FSDP averages over dp.
+        expected, output = whole(tokens), model(mine)
+        if step == 0:
+            right = expected.detach().chunk(2)[grid.get_local_rank("dp")]
+            failures.expect(difference(output.detach(), right), "output")
+        (expected.sum() / 2).backward()
+        output.sum().backward()
+        for (name, own), (_, right) in zip(
+            model.named_parameters(), whole.named_parameters(), strict=True
+        ):
+            full = own.grad.full_tensor()
+            if step == 0:  # integers; later sums round
+                failures.expect(difference(full, right.grad), name, "step", step)
+            else:
+                close = torch.allclose(full, right.grad, rtol=1e-4, atol=1e-3)
+                failures.expect(None if close else "differs", name, "step", step)
+        for optimizer in optimizers:
+            optimizer.step()
+    return failures.result()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_parallel_model_works_beside_fsdp(ranks, sequence, checkpointed):
+    ranks.expect_no_failures(check_fsdp, sequence, checkpointed, timeout_s=240)
+
+
+def check_shared_input() -> tuple[int, list[str]]:
+    """Several layers behind one PrepareModuleInput: their input's gradients are added up before they are reduced."""
+    failures = Failures()
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = integer_linear(6, 8, True), integer_linear(6, 8, False)
+            self.down = integer_linear(8, 6, True)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return self.down(functional.relu(self.gate(input)) * self.up(input))
+
+    whole, model = Gated(), Gated()
+    colwise, rowwise = STYLES
+    plan = {
+        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "gate": colwise(),
+        "up": colwise(),
+        "down": rowwise(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh(), plan)
+    input = integers(2, 6, 6, seed=3).requires_grad_()
+    mine = distribute_tensor(input.detach(), mesh(), [Shard(1)]).to_local().requires_grad_()
+    expected, output = whole(input), model(mine)
+    gradient = integers(2, 6, 6, seed=4)
+    expected.backward(gradient)
+    output.backward(distribute_tensor(gradient, mesh(), [Shard(1)]).to_local())
+    right = distribute_tensor(input.grad, mesh(), [Shard(1)]).to_local()
+    failures.expect(difference(mine.grad, right), "input's gradient")
+    check_parameter_gradients(failures, model, whole)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_layers_share_a_prepared_input(ranks):
+    ranks.expect_no_failures(check_shared_input)
