@@ -15,8 +15,8 @@ class CpuConsumeLoop : CpuLoop {
       : CpuLoop(call, entry.plan.chunks.size()),
         plan_(entry.plan),
         order_(entry.order),
-        parts_(plan::row_parts(plan_.problem)),
-        part_rows_(plan::part_rows(plan_.problem)),
+        parts_(plan::row_parts(plan_)),
+        part_rows_(plan::part_rows(plan_)),
         own_(call.input.contiguous()) {
     const at::TensorOptions options = call.input.options();
     result_.gathered = at::empty({plan_.problem.m, plan_.problem.k}, options);

@@ -16,8 +16,8 @@ class CpuProduceLoop : CpuLoop {
         plan_(entry.plan),
         order_(entry.order),
         packed_(plan_.layout == plan::Layout::kPacked),
-        parts_(plan::row_parts(plan_.problem)),
-        part_rows_(plan::part_rows(plan_.problem)),
+        parts_(plan::row_parts(plan_)),
+        part_rows_(plan::part_rows(plan_)),
         output_(at::empty({part_rows_, plan_.problem.n}, call.input.options())),
         // Tile parts beyond the matrix travel too, if packed: they must be numbers.
         buffer_(packed_      ? at::zeros({plan::buffer_elements(plan_)}, call.input.options())
