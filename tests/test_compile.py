@@ -109,7 +109,13 @@ def fake_errors() -> list[tuple[str, str]]:
     exchange = OPS["gemm_alltoall"].operator
     calls += [
         (exchange, (x, w, *counts, None))
-        for counts in (([4], [4]), ([4, 1], [0, 0]), ([5, -1], [0, 0]), ([2, 2], [-3, 3]))
+        for counts in (
+            ([4], [4]),
+            ([4, 1], [0, 0]),
+            ([5, -1], [0, 0]),
+            ([2, 2], [-3, 3]),
+            ([2, 2], [3, 1]),
+        )
     ]
     messages = []
     for operator, arguments in calls:
