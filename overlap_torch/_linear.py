@@ -25,7 +25,7 @@ def column(
     padding: int,
 ) -> torch.Tensor:
     """Replicated [..., K] to this rank's [..., N part]. Backward all-reduces the input's gradient behind its GEMM."""
-    if world_size == 1:
+    if world_size == 1 or not input.requires_grad:
         return functional.linear(input, weight, bias)
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):
@@ -87,6 +87,8 @@ def row_sequence(
 
 
 class _Column(torch.autograd.Function):
+    """`functional.linear` of an input that needs a gradient, which is summed over the ranks."""
+
     @staticmethod
     def forward(
         ctx,
@@ -96,8 +98,7 @@ class _Column(torch.autograd.Function):
         group: str,
         padding: int,
     ) -> torch.Tensor:
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.padding = group, padding
         return functional.linear(input, weight, bias)
 
@@ -105,13 +106,10 @@ class _Column(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        if weight is not None:
-            grad_input = gemm_allreduce(
-                pad_end(grad, -1, ctx.padding),
-                pad_end(weight.t(), -1, ctx.padding),
-                group=ctx.group,
-            )
+        grad_weight = grad_bias = None
+        grad_input = gemm_allreduce(
+            pad_end(grad, -1, ctx.padding), pad_end(weight.t(), -1, ctx.padding), group=ctx.group
+        )
         if input is not None:
             grad_weight = weight_gradient(grad, input)
         if ctx.needs_input_grad[2]:

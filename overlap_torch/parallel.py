@@ -144,14 +144,12 @@ class _OverlapLinear(torch.nn.Linear):
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
         """What the layer returns: `local` is this rank's part of an output whose sharded dim has `size` elements."""
         dim = _sharded_dim(placement, local.dim())
-        if _sharded_dim(self.output_layout, local.dim()) == dim and (
-            dim is not None or self.output_layout.is_replicate()
-        ):
-            if self.use_local_output:
-                return local
-            redistribute = False
+        if dim is None:
+            as_wanted = self.output_layout.is_replicate()
         else:
-            redistribute = True
+            as_wanted = _sharded_dim(self.output_layout, local.dim()) == dim
+        if as_wanted and self.use_local_output:
+            return local
         if dim is None or size % self.world_size == 0:
             output = self._as_dtensor(local, placement)
         else:
@@ -164,7 +162,7 @@ class _OverlapLinear(torch.nn.Linear):
                 shape=shape,
                 stride=_contiguous_strides(shape),
             )
-        if redistribute:
+        if not as_wanted:
             output = output.redistribute(placements=[self.output_layout])
         return output.to_local() if self.use_local_output else output
 
@@ -216,37 +214,34 @@ class OverlapRowwiseLinear(_OverlapLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
         last = input.dim() - 1
-        out_dim = _sharded_dim(self.output_layout, input.dim())
-        scattered = out_dim is not None and out_dim != last
-        if isinstance(input, DTensor) or _sharded_dim(self.input_layout, input.dim()) != last:
-            if not isinstance(input, DTensor):
-                input = self._as_dtensor(input, self.input_layout)
-            input = input.redistribute(placements=[Shard(last)])
+        if not isinstance(input, DTensor) and _sharded_dim(self.input_layout, input.dim()) != last:
+            input = self._as_dtensor(input, self.input_layout)
         if isinstance(input, DTensor):
-            input = input.to_local()
+            input = input.redistribute(placements=[Shard(last)]).to_local()
         weight, bias = self._local_parameters()
         padding = -(-self.in_features // self.world_size) - weight.shape[1]
-        if not scattered and not self.output_layout.is_replicate():
-            partial = self._as_dtensor(functional.linear(input, weight), Partial())
-            output = partial.redistribute(placements=[self.output_layout])
-            if self.bias is not None:
-                output = (output + self.bias).redistribute(placements=[self.output_layout])
-            return output.to_local() if self.use_local_output else output
-        if not scattered:
+        dim = _sharded_dim(self.output_layout, input.dim())
+        if self.output_layout.is_replicate():
             output = _linear.row(input, weight, bias, group=self.group, padding=padding)
             return self._output(output, Replicate(), 0)
-        # Summed at once, not left Partial: clip_grad_norm_ does not scale a Partial gradient (torch 2.11).
-        bias = None if bias is None else SumGradient.apply(bias, self.group)
-        output = _linear.row_sequence(
-            input.movedim(out_dim, 0),
-            weight,
-            bias,
-            group=self.group,
-            world_size=self.world_size,
-            rank=self.rank,
-            padding=padding,
-        ).movedim(0, out_dim)
-        return self._output(output, Shard(out_dim), input.shape[out_dim])
+        if dim is not None and dim != last:
+            # Summed at once, not left Partial: clip_grad_norm_ does not scale a Partial gradient (torch 2.11).
+            bias = None if bias is None else SumGradient.apply(bias, self.group)
+            output = _linear.row_sequence(
+                input.movedim(dim, 0),
+                weight,
+                bias,
+                group=self.group,
+                world_size=self.world_size,
+                rank=self.rank,
+                padding=padding,
+            ).movedim(0, dim)
+            return self._output(output, Shard(dim), input.shape[dim])
+        partial = self._as_dtensor(functional.linear(input, weight), Partial())
+        output = partial.redistribute(placements=[self.output_layout])
+        if self.bias is not None:
+            output = (output + self.bias).redistribute(placements=[self.output_layout])
+        return output.to_local() if self.use_local_output else output
 
 
 def _replace_forward(

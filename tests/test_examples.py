@@ -7,14 +7,17 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 
 import overlap_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
 def run(*command: str, folder: Path) -> str:
@@ -35,14 +38,68 @@ def run(*command: str, folder: Path) -> str:
 
 
 def test_examples_row_parallel_trains_as_the_unsharded_model(tmp_path):
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    output = run(*torchrun, str(ROOT / "examples" / "01_row_parallel.py"), folder=tmp_path)
+    output = run(*TORCHRUN, example("01_row_parallel.py"), folder=tmp_path)
     steps = re.findall(r"^step (\d+): loss (\S+), .*difference .* (\S+)$", output, re.MULTILINE)
     assert [int(step) for step, _, _ in steps] == [0, 1, 2], output
     for _, loss, difference in steps:
         assert float(loss) > 0
         # float32 outputs of about 0.3, sums over 2048 features in another order.
         assert float(difference) < 1e-5, output
+
+
+def example(name: str) -> str:
+    return str(ROOT / "examples" / name)
+
+
+def test_examples_gpt_trains_as_with_pytorchs_styles(tmp_path):
+    small = "--steps 20 --width 32 --context 32 --batch 4 --compare --out plots".split()
+    output = run(example("02_train_tensor_parallel.py"), "--ranks", "2", *small, folder=tmp_path)
+    first, last = re.search(r"^loss (\S+) after 1 step, (\S+) after 20$", output, re.M).groups()
+    assert float(last) < float(first) - 0.5, output
+    # float32 sums in another order, and what twenty optimizer steps make of that.
+    assert float(re.search(r"^largest difference .* (\S+)$", output, re.M)[1]) < 1e-3, output
+    assert re.search(r"overlap +\[#{30}\] 20/20", output), output
+    assert re.search(r"PyTorch +\[#{30}\] 20/20", output), output
+    picture = (tmp_path / "plots" / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_examples_llama_is_the_one_on_one_device(tmp_path):
+    output = run(
+        *TORCHRUN, example("03_transformers_llama.py"), "--layers", "2", "--width", "64",
+        folder=tmp_path,
+    )  # fmt: skip
+    found = re.findall(r"^(.*): largest relative difference (\S+)$", output, re.MULTILINE)
+    assert [name for name, _ in found] == ["logits", "gradients", "stepped weights"], output
+    assert all(float(value) < 1e-4 for _, value in found), output
+    assert "generated 16 tokens: the same as on one device" in output
+
+
+def test_examples_llama_names_what_is_missing(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError\n")
+    command = [sys.executable, example("03_transformers_llama.py")]
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE_PARENT)])
+    result = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 1 and "pip install transformers" in result.stderr, result.stderr
+
+
+def test_examples_experts_results_come_back_to_their_tokens(tmp_path):
+    output = run(example("04_moe_combine.py"), "--ranks", "2", "--tokens", "40", folder=tmp_path)
+    counts = re.findall(r"^rank (\d): (\d+) tokens, rows to experts \[(.*)\]$", output, re.M)
+    assert [(rank, tokens) for rank, tokens, _ in counts] == [("0", "40"), ("1", "57")], output
+    for _, tokens, to_experts in counts:
+        rows = [int(count) for count in to_experts.split(",")]
+        # Uneven, two experts a token, and none for the last expert.
+        assert sum(rows) == 2 * int(tokens) and len(set(rows)) > 1 and rows[-1] == 0, output
+    assert float(re.search(r"^largest relative .* (\S+)$", output, re.M)[1]) < 1e-5, output
 
 
 def test_examples_demo_checks_and_draws(tmp_path):

@@ -1,0 +1,125 @@
+"""A Hugging Face Llama made tensor parallel by one parallelize_module call; needs `pip install transformers`.
+
+    python examples/03_transformers_llama.py                       starts a rank on each GPU, or 2 on the CPU
+    torchrun --nproc-per-node 2 examples/03_transformers_llama.py
+
+The weights are random, from a config: nothing is downloaded. The parallel model's logits, the text it generates and the
+loss and gradients of a training step are compared with those of the same model on one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+from overlap_torch._launch import Ranks, current_device, launch
+from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+
+PLAN = {
+    "model.layers.*.self_attn.q_proj": OverlapColwiseParallel(),
+    "model.layers.*.self_attn.k_proj": OverlapColwiseParallel(),
+    "model.layers.*.self_attn.v_proj": OverlapColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": OverlapRowwiseParallel(),
+    "model.layers.*.mlp.gate_proj": OverlapColwiseParallel(),
+    "model.layers.*.mlp.up_proj": OverlapColwiseParallel(),
+    "model.layers.*.mlp.down_proj": OverlapRowwiseParallel(),
+    "lm_head": OverlapColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest, in units of the second tensor's largest value."""
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+def work(options: argparse.Namespace) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    world_size, device = dist.get_world_size(), current_device()
+    if options.kv_heads % world_size != 0:
+        raise SystemExit(
+            f"{options.kv_heads} key and value heads cannot be shared out to {world_size} ranks"
+        )
+    heads = 2 * options.kv_heads
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=options.width,
+        intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=options.kv_heads,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    reference = LlamaForCausalLM(config).to(device).eval()
+    model = copy.deepcopy(reference)
+    parallelize_module(model, init_device_mesh(device.type, (world_size,)), PLAN)
+
+    tokens = torch.randint(config.vocab_size, (2, 32), device=device)
+    found = {}
+    with torch.no_grad():
+        found["logits"] = difference(model(tokens).logits, reference(tokens).logits)
+    written = [
+        each.generate(
+            tokens[:, :8],
+            attention_mask=torch.ones_like(tokens[:, :8]),
+            max_new_tokens=16,
+            do_sample=False,
+        )
+        for each in (model, reference)
+    ]
+
+    losses = []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for each, optimizer in zip((model, reference), optimizers, strict=True):
+        each.train()
+        loss = each(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    parameters = list(zip(model.parameters(), reference.parameters(), strict=True))
+    found["gradients"] = max(difference(whole(a.grad), b.grad) for a, b in parameters)
+    found["stepped weights"] = max(difference(whole(a.detach()), b.detach()) for a, b in parameters)
+
+    if dist.get_rank() != 0:
+        return
+    size = sum(parameter.numel() for parameter in reference.parameters())
+    print(f"{config.model_type} of {size} parameters on {world_size} ranks, {device.type}")
+    for name, value in found.items():
+        print(f"{name}: largest relative difference {value:.1e}")
+    print(f"loss {losses[0]:.5f}, on one device {losses[1]:.5f}")
+    same = "the same" if torch.equal(*written) else "NOT the same"
+    print(f"generated {written[0].shape[1] - 8} tokens: {same} as on one device")
+
+
+def main() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        sys.exit("this example needs transformers: pip install transformers")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, help="as many as there are GPUs, or 2 on the CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="GPUs where there are any")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    options = parser.parse_args()
+    launch(Ranks.for_example(options.ranks, options.device), work, options)
+
+
+if __name__ == "__main__":
+    main()
