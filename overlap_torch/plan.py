@@ -140,8 +140,8 @@ def row_panels(
         smem_pad_bytes: shared memory added to each GEMM block, in bytes.
         finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
         lanes: chunks in flight at a time, 1 to 4; each takes ``max_ctas`` CTAs.
-        transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU. Over ``peer`` chunks are cut from
-            one rank's part of the rows, whatever the op.
+        transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU. Over ``peer``
+            chunks are cut from one rank's part of the rows, whatever the op.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
 
     Raises:
@@ -150,8 +150,8 @@ def row_panels(
     kernel, transport = enum_member(Kernel, kernel), enum_member(Transport, transport)
     shape = _shape(kernel, transport, tile)
     parts = problem.world_size if transport == Transport.PEER else problem.row_parts
-    gathers = problem.op == Op.ALLGATHER_GEMM
-    grain = shape.cluster_m // (1 if gathers else math.gcd(shape.cluster_m, parts))
+    whole_clusters = problem.op == Op.ALLGATHER_GEMM or transport == Transport.PEER
+    grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
     rows = _tiles(problem.m // parts, shape.tile_m, grain)
     even = isinstance(chunks, int)
     heights = _split(rows, chunks, grain, "tile rows") if even else list(chunks)

@@ -69,6 +69,7 @@ class DeviceState {
   Event fork;
   std::array<Event, plan::kMaxLanes> join;
   Event copied;
+  Event computed;
   std::array<Event, plan::kMaxChunks> produced;      // chunk is computed (library GEMMs)
   std::array<Event, plan::kMaxChunks> communicated;  // chunk has travelled
 

@@ -73,7 +73,7 @@ class RingLoop : ExecutorLoop {
       void* place = last ? destination : call_.library_rows;
       call_.library_phase({part * part_rows_, (part + 1) * part_rows_}, source, place);
       if (!last) copy(destination, place, part_bytes_, stream_);
-      if (last) device_.produced[0].record(stream_);
+      if (last) device_.computed.record(stream_);
     }
     if (!last) {
       peers_->signal(Peers::Flag::kPartial, 1u << next, peer_call_.step(phase), stream_);
@@ -136,17 +136,16 @@ class RingLoop : ExecutorLoop {
     const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
     const int32_t expected = plan_.chunks[static_cast<size_t>(chunk)].tiles / ranks_;
     if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, side), "launching a delay");
-    if (!call_.signals) {
-      device_.produced[0].block(side);
-    } else {
-      if (trace_ != nullptr) {
-        enqueue_wait(call_.counters + chunk, expected, chunk, device_.observer.get());
-        trace_->ready[chunk]->record(device_.observer.get());
-      }
+    // One wait at a time: each keeps two SMs from the GEMM, its own and the other of a cluster.
+    if (chunk > 0) device_.produced[chunk - 1].block(side);
+    if (call_.signals) {
       enqueue_wait(call_.counters + chunk, expected, chunk, side);  // [A]
+    } else {
+      device_.computed.block(side);
     }
+    device_.produced[chunk].record(side);
     if (trace_ != nullptr) {
-      if (!call_.signals) trace_->ready[chunk]->record(side);
+      trace_->ready[chunk]->record(side);
       trace_->begin[chunk]->record(side);
     }
     for (int distance = 1; distance < ranks_; ++distance) {

@@ -18,10 +18,10 @@ def needs_autograd(*tensors: torch.Tensor | None) -> bool:
 
     Where not, leaving out that kernel, which is in Python, halves the call's host time.
     """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return True
     # In inference mode the dispatcher leaves that kernel out by itself, and sooner than a guard is made.
     if torch.is_inference_mode_enabled():
-        return True
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return True
     if torch.is_grad_enabled():
         for tensor in tensors:
