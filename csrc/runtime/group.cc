@@ -246,8 +246,8 @@ Peers& Group::peers(int64_t slot_bytes) {
     throw Error(
         "overlap_torch: group '" + options_.name +
         "' runs a plan with the transport peer, but its ranks cannot map each other's memory "
-        "(CUDA IPC): they are on different hosts, share a process, or their devices have no "
-        "peer access. Set a plan with the transport nccl.");
+        "(CUDA IPC): they are on different hosts, share a process, their devices have no peer "
+        "access, or OVERLAP_PEERS=0 is set on one of them. Set a plan with the transport nccl.");
   }
   peers_->reserve(slot_bytes);
   return *peers_;
