@@ -39,6 +39,11 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   produce.gemm = gemm_params(input, call.weight(), cuda);
   kernels::GemmParams probe = produce.gemm;
   probe.output = produce.buffer != nullptr ? produce.buffer : produce.output;
+  if (ring) {
+    // From the second phase on: not every kernel adds a source.
+    probe.source = probe.output;
+    probe.source_stride = probe.output_stride;
+  }
   produce.signals = kernel_takes(probe, call.weight(), plan);
   const at::Tensor counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
   produce.counters = counters.data_ptr<int32_t>();

@@ -11,11 +11,10 @@ __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
   return value;
 }
 
-// One fence for all peers: a release each would cost a fence each.
+// Each lane releases for itself, and the warp's fences are one instruction.
 __global__ void signal_peers_kernel(const __grid_constant__ PeerSignalParams params) {
   const int lane = static_cast<int>(threadIdx.x);
-  if (lane == 0) __threadfence_system();
-  __syncwarp();
+  __threadfence_system();
   if (lane < params.count) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(params.flags[lane]), "l"(params.value)
                  : "memory");  // [B]

@@ -151,8 +151,9 @@ TileOrder tile_order(const Plan& plan);
 // ranks' parts of a reduce-scatter or an all-gather, else 1.
 int32_t buffer_parts(const Plan& plan);
 
-// Elements of the staging buffer, of transports other than kPeer. All-reduce and reduce-scatter: output tiles, whole ones if packed
-// or scattered, else M * N. All-gather: the gathered input, M * K.
+// Elements of the staging buffer; of no meaning for a ring, which has none. All-reduce and
+// reduce-scatter: output tiles, whole ones if packed or scattered, else M * N. All-gather: the
+// gathered input, M * K.
 int64_t buffer_elements(const Plan& plan);
 
 // Where chunk `chunk` lies in the buffer, in elements. Contiguous by construction; of several

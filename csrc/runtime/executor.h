@@ -1,4 +1,4 @@
-// One executor, two loops, and a third for rows that go each their own way.
+// One executor, a loop for each way in which computation and communication follow each other.
 //
 // produce: a GEMM that counts its finished tiles, and beside it, per chunk, a wait and a collective.
 //
@@ -19,6 +19,9 @@
 //   caller | GEMM: part r - 1 -> rank r + 1 | wait [B] | GEMM: part r - 2, + partial | ... | GEMM: r
 //   side   |                                               chunks of part r: wait [A] | copy, signal [B]
 //   copy   |                                    chunks of the other parts: wait [B] | into the output
+//
+// all to all: rows that go each their own way, in executor_all_to_all.cc. sequential: one call after
+// the other.
 //
 // With several lanes the chunks take turns on as many side streams. finish: unpacking, adding parts
 // or copying out of the staging buffer, and the bias; present only if there is something to do.
@@ -81,7 +84,8 @@ struct ConsumeCall {
     kernels::GemmParams params;
   };
   std::vector<Gemm> gemms;
-  // ... else the framework's GEMM of that weight, plus its bias, computes output rows [begin, end) from `input`.
+  // ... else the framework's GEMM of that weight, plus its bias, computes output rows [begin, end)
+  // from `input`.
   std::function<void(size_t weight, const void* input, plan::Rows rows)> library_gemm;
 
   cudaStream_t stream = nullptr;

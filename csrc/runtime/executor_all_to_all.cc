@@ -15,7 +15,6 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{8} << 20;  // smaller messages do not fill the link
 constexpr int kMaxPieces = 4;                      // of a pair, the last one included
-constexpr int32_t kBandRows = 8;                   // tile rows of a band: keeps a wave square
 
 class AllToAllLoop : ExecutorLoop {
  public:
@@ -155,10 +154,8 @@ class AllToAllLoop : ExecutorLoop {
       compute(rows, destination);
       return;
     }
-    check_cuda(cudaMemcpyAsync(destination, row(call_.product, rows.begin),
-                               static_cast<size_t>((rows.end - rows.begin) * row_bytes_),
-                               cudaMemcpyDeviceToDevice, stream_),
-               "copying the own rows");
+    copy(destination, row(call_.product, rows.begin), (rows.end - rows.begin) * row_bytes_,
+         stream_);
   }
 
   void* row(void* matrix, int64_t index) const {

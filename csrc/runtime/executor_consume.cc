@@ -1,11 +1,11 @@
 // Communication before computation.
+#include <algorithm>
+
 #include "runtime/executor.h"
 #include "runtime/executor_loop.h"
 
 namespace overlap::runtime {
 namespace {
-
-constexpr int32_t kBandRows = 8;  // tile rows of a band: keeps a wave square
 
 class ConsumeLoop : ExecutorLoop {
  public:

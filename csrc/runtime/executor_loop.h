@@ -4,7 +4,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <vector>
 
@@ -14,6 +16,8 @@
 #include "runtime/trace.h"
 
 namespace overlap::runtime {
+
+inline constexpr int32_t kBandRows = 8;  // tile rows of a band: keeps a wave square
 
 // One run of a loop. Made while the device's mutex is held.
 class ExecutorLoop {
@@ -27,7 +31,16 @@ class ExecutorLoop {
         lanes_(plan.resources.lanes),
         element_bytes_(plan::element_bytes(plan.problem.dtype)),
         capture_(capture_id(stream)) {}
-  ~ExecutorLoop() = default;
+  // After an exception half-way: the caller's memory is not used again before what was forked ends.
+  ~ExecutorLoop() {
+    if (!forked_) return;
+    try {
+      join();
+      device_.chained(stream_, capture_);
+    } catch (const std::exception&) {
+      // The first one is on its way to the caller.
+    }
+  }
 
   // The communicator of each chunk. Everything that can fail or has to be made comes before
   // anything is launched.
@@ -53,7 +66,7 @@ class ExecutorLoop {
                   "' captures a plan with the transport peer into a CUDA graph, but its calls are "
                   "numbered by the host. Set a plan with the transport nccl for that problem.");
     }
-    peers_ = &group_.peers(slot_bytes, false);
+    peers_ = &group_.peers(slot_bytes);
     peer_call_ = peers_->next_call();
   }
 
@@ -66,6 +79,7 @@ class ExecutorLoop {
 
   void fork(bool copies) {
     copies_ = copies;
+    forked_ = true;
     device_.fork.record(stream_);
     for (int lane = 0; lane < lanes_; ++lane) device_.fork.block(device_.side[lane].get());
     if (copies_) device_.fork.block(device_.copy.get());
@@ -74,6 +88,7 @@ class ExecutorLoop {
 
   // The caller's stream continues after all that was forked from it.
   void join() {
+    forked_ = false;
     for (int lane = 0; lane < lanes_; ++lane) {
       device_.join[lane].record(device_.side[lane].get());
       device_.join[lane].block(stream_);
@@ -151,6 +166,7 @@ class ExecutorLoop {
   std::vector<Communicator*> communicators_;
   Peers* peers_ = nullptr;
   Peers::Call peer_call_;
+  bool forked_ = false;
   bool copies_ = false;
   CallTrace* trace_ = nullptr;
 };

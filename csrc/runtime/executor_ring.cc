@@ -10,8 +10,7 @@
 namespace overlap::runtime {
 namespace {
 
-constexpr int32_t kBandRows = 8;  // tile rows of a band: keeps a wave square
-constexpr int kSendLanes = 2;     // a chunk's copy starts while the one before is being signalled
+constexpr int kSendLanes = 2;  // a chunk's copy starts while the one before is being signalled
 
 class RingLoop : ExecutorLoop {
  public:
@@ -105,8 +104,10 @@ class RingLoop : ExecutorLoop {
     const int32_t rows = plan::tiles_m(plan_) / ranks_;
     plan::TileOrder order;
     order.tiles_n = plan::tiles_n(plan_);
+    // A chunk takes up to two runs; where the tables do not hold as many, all bands are alike.
+    const int32_t most = 2 * chunks_ <= plan::kMaxBandRuns ? kBandRows : plan_.cluster_m;
     const auto add = [&](int32_t height) {
-      const int32_t band = std::min(height, kBandRows);
+      const int32_t band = std::min(height, most);
       add_run(order, band, height / band);
       add_run(order, height % band, height % band == 0 ? 0 : 1);
       order.tiles_m += height;

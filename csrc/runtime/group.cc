@@ -241,23 +241,15 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
   return staging_->pointer();
 }
 
-Peers& Group::peers(int64_t slot_bytes, bool capturing) {
+Peers& Group::peers(int64_t slot_bytes) {
   if (peers_ == nullptr) {
     throw Error(
         "overlap_torch: group '" + options_.name +
         "' runs a plan with the transport peer, but its ranks cannot map each other's memory "
-        "(CUDA IPC): they are on different hosts, share a process, or their devices have no "
-        "peer access. Set a plan with the transport nccl.");
+        "(CUDA IPC): they are on different hosts, share a process, their devices have no peer "
+        "access, or OVERLAP_PEERS=0 is set on one of them. Set a plan with the transport nccl.");
   }
-  if (!peers_->fits(slot_bytes)) {
-    if (capturing) {
-      throw Error("overlap_torch: group '" + options_.name + "' has no peer memory of " +
-                  std::to_string(slot_bytes) +
-                  " bytes, and none can be mapped while a CUDA graph is captured. Call the op once "
-                  "with the same shapes before the capture.");
-    }
-    peers_->reserve(slot_bytes);
-  }
+  peers_->reserve(slot_bytes);
   return *peers_;
 }
 

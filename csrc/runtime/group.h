@@ -107,9 +107,9 @@ class Group {
   // never inside a capture.
   void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing);
 
-  // The ranks' memory of each other, with slots of so many bytes. Grows collectively, never inside a
-  // capture.
-  Peers& peers(int64_t slot_bytes, bool capturing);
+  // The ranks' memory of each other, with slots of so many bytes. Grows collectively; the caller is
+  // not captured.
+  Peers& peers(int64_t slot_bytes);
 
   // Throws what went wrong since the last call; afterwards every call throws it again.
   void check();

@@ -1,9 +1,22 @@
 #include "runtime/peer_memory.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <fstream>
 
 namespace overlap::runtime {
+namespace {
+
+// The same for all processes of a host, since it was booted; zeros where the kernel does not say. A
+// handle names processes by number, and must not meet a process of the same number elsewhere.
+std::array<char, 40> host_id() {
+  std::array<char, 40> id = {};
+  std::ifstream("/proc/sys/kernel/random/boot_id").read(id.data(), id.size());
+  return id;
+}
+
+}  // namespace
 
 std::unique_ptr<PeerMemory> PeerMemory::make(const Exchange& exchange, int rank, int world_size,
                                              int64_t bytes, cudaStream_t stream) {
@@ -19,9 +32,12 @@ std::unique_ptr<PeerMemory> PeerMemory::make(const Exchange& exchange, int rank,
 bool PeerMemory::map(const Exchange& exchange, cudaStream_t stream) {
   struct Offer {
     cudaIpcMemHandle_t handle;
+    std::array<char, 40> host;
     int64_t works;
   };
   Offer offer = {};
+  const std::array<char, 40> host = host_id();
+  offer.host = host;
   void* own = nullptr;
   bool works = cudaMalloc(&own, static_cast<size_t>(bytes_)) == cudaSuccess;
   addresses_[static_cast<size_t>(rank_)] = static_cast<char*>(own);
@@ -37,7 +53,7 @@ bool PeerMemory::map(const Exchange& exchange, cudaStream_t stream) {
     std::memcpy(&offer, offers.data() + peer * sizeof(offer), sizeof(offer));
     void* address = nullptr;
     works =
-        works && offer.works != 0 &&
+        works && offer.works != 0 && offer.host == host &&
         cudaIpcOpenMemHandle(&address, offer.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
     addresses_[peer] = works ? static_cast<char*>(address) : nullptr;
   }

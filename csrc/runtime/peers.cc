@@ -27,7 +27,7 @@ std::unique_ptr<Peers> Peers::make(Exchange exchange, int rank, int world_size,
 }
 
 Peers::~Peers() {
-  if (flags_ == nullptr) return;
+  if (flags_ == nullptr || leaked_) return;
   const auto end = std::chrono::steady_clock::now() + kPatience;
   std::array<uint64_t, kernels::kMaxPeers> released = {};
   while (std::chrono::steady_clock::now() < end) {
@@ -48,6 +48,7 @@ Peers::~Peers() {
 }
 
 void Peers::leak() {
+  leaked_ = true;
   if (flags_ != nullptr) flags_->leak();
   if (slots_ != nullptr) slots_->leak();
   for (const auto& old : outgrown_) old->leak();

@@ -28,8 +28,8 @@ class Peers {
   // synchronised, whenever memory is made.
   static std::unique_ptr<Peers> make(Exchange exchange, int rank, int world_size,
                                      cudaStream_t stream);
-  // Waits a moment for peers that still read this rank's memory, and leaves it to the process if
-  // they do not come to an end.
+  // Waits a moment for peers that still write to this rank's memory, and leaves it to the process if
+  // they do not come to an end. Does not wait after leak().
   ~Peers();
 
   // Makes each slot at least this large. Collective when it grows, and slow then.
@@ -60,6 +60,7 @@ class Peers {
   uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~(1u << rank_); }
 
   int64_t bytes() const;
+  // Leaves all memory to the process: peers that failed may still write to it.
   void leak();
 
  private:
@@ -77,6 +78,7 @@ class Peers {
   std::vector<std::unique_ptr<PeerMemory>> outgrown_;
   int64_t slot_bytes_ = 0;
   uint64_t calls_ = 0;
+  bool leaked_ = false;
 };
 
 }  // namespace overlap::runtime
