@@ -38,6 +38,12 @@ _ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # ranks are daemons, and start no processes
 }
+# Every rank a host of its own, as NCCL sees it: it goes through its network transport, over sockets.
+_NETWORK = {
+    "NCCL_HOSTID": "overlap_torch-{rank}",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "OVERLAP_PEERS": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,17 @@ class Ranks:
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes = []
+        network = _NETWORK if os.environ.get("OVERLAP_TEST_NETWORK") == "1" else {}
         for rank in range(world):
             here, there = context.Pipe()
             process = context.Process(
                 target=_serve,
                 args=(rank, world, backend, self._store.port, group_timeout_s),
                 kwargs={
-                    "environment": _ENVIRONMENT | environment,
+                    "environment": {
+                        name: value.replace("{rank}", str(rank))
+                        for name, value in (_ENVIRONMENT | network | environment).items()
+                    },
                     "folder": self._folder,
                     "connection": there,
                 },

@@ -4,6 +4,8 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
+#include <string>
 
 #include "binding/cuda_call.h"
 #include "binding/cuda_trace.h"
@@ -50,6 +52,10 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
     const auto alive = weak.lock();
     return alive != nullptr && !alive->expired();
   };
+  const char* peers = std::getenv("OVERLAP_PEERS");
+  TORCH_CHECK_VALUE(peers == nullptr || std::string(peers) == "0" || std::string(peers) == "1",
+                    "overlap_torch: OVERLAP_PEERS is '", peers, "'; it must be 0 or 1");
+  options.peers = peers == nullptr || std::string(peers) == "1";
   auto group = std::make_shared<runtime::Group>(std::move(options));
   runtime::watch_group(group);
   slot = group;

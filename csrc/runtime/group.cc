@@ -312,6 +312,9 @@ void Group::measure_peers() {
   constexpr int64_t kBytes = int64_t{1} << 25;
   constexpr int kRepeats = 5;
   const auto exchange = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
+  const auto wanted = static_cast<uint8_t>(options_.peers);
+  const std::vector<uint8_t> all = exchange({wanted, wanted});
+  if (std::find(all.begin(), all.end(), 0) != all.end()) return;
   peers_ = Peers::make(exchange, options_.rank, options_.world_size, device_.side[0].get());
   if (peers_ == nullptr) return;
   float gbps = 0.0f;

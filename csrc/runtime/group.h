@@ -60,6 +60,7 @@ struct GroupOptions {
   std::chrono::milliseconds timeout{0};
   Bootstrap bootstrap;
   std::function<bool()> alive;  // whether the process group still exists
+  bool peers = true;            // whether this rank lets others map its memory
 };
 
 // What a wait kernel and the watchdog share: pinned host memory.

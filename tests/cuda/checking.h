@@ -74,13 +74,16 @@ __global__ void fill_kernel(T* data, int64_t rows, int64_t columns, int64_t stri
   }
 }
 
+// input @ weight^T, plus source where it is not null, in fp32, rounded once.
 template <class T>
 __global__ void reference_gemm_kernel(const T* input, int64_t input_stride, const T* weight,
-                                      int64_t weight_stride_n, int64_t weight_stride_k, T* output,
-                                      int64_t m, int64_t n, int64_t k) {
+                                      int64_t weight_stride_n, int64_t weight_stride_k,
+                                      const T* source, int64_t source_stride, T* output, int64_t m,
+                                      int64_t n, int64_t k) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < m * n;
        i += int64_t{gridDim.x} * blockDim.x) {
-    float sum = 0.0f;
+    float sum =
+        source == nullptr ? 0.0f : static_cast<float>(source[i / n * source_stride + i % n]);
     for (int64_t j = 0; j < k; ++j) {
       sum += static_cast<float>(input[i / n * input_stride + j]) *
              static_cast<float>(weight[i % n * weight_stride_n + j * weight_stride_k]);

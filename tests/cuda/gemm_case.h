@@ -115,10 +115,20 @@ class GemmCase {
     const bool along_k = params_.weight_k_contiguous;
     fill(weight_.data(), along_k ? params_.n : params_.k, along_k ? params_.k : params_.n,
          weight_stride_, 2);
-    reference_gemm_kernel<<<2048, 256>>>(input_.data(), input_stride_, weight_.data(),
-                                         along_k ? weight_stride_ : 1, along_k ? 1 : weight_stride_,
-                                         reference_.data(), params_.m, params_.n, params_.k);
-    CUDA_CHECK(cudaGetLastError());
+    fill_reference(nullptr);
+  }
+
+  // The same with a source, which the kernel adds.
+  void check_source(int32_t ctas) {
+    Buffer<T> source(params_.m * output_stride_);
+    fill(source.data(), params_.m, params_.n, output_stride_, 3);
+    fill_reference(source.data());
+    params_.source = source.data();
+    params_.source_stride = output_stride_;
+    if (!supported()) fail("%s: not supported with a source", name().c_str());
+    check(ctas, 0, true);
+    params_.source = nullptr;
+    fill_reference(nullptr);
   }
 
   // Result, untouched bytes and counters of one run.
@@ -204,6 +214,15 @@ class GemmCase {
   }
 
  private:
+  void fill_reference(const T* source) {
+    const bool along_k = params_.weight_k_contiguous;
+    reference_gemm_kernel<<<2048, 256>>>(input_.data(), input_stride_, weight_.data(),
+                                         along_k ? weight_stride_ : 1, along_k ? 1 : weight_stride_,
+                                         source, output_stride_, reference_.data(), params_.m,
+                                         params_.n, params_.k);
+    CUDA_CHECK(cudaGetLastError());
+  }
+
   plan::Kernel kernel_;
   plan::Plan plan_;
   int64_t input_stride_, weight_stride_, output_stride_;

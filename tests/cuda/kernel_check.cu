@@ -15,6 +15,7 @@
 #include "checking.h"
 #include "gemm_case.h"
 #include "kernels/gemm.h"
+#include "kernels/peer_signal.h"
 #include "kernels/reorder.h"
 #include "kernels/signal.h"
 #include "plan/planner.h"
@@ -60,6 +61,10 @@ void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
           gemm.check(gemm_ctas(), 0, true);
           gemm.check(4, 16 * 1024, true);              // many tiles a CTA
           gemm.check(2 * sm_count(), 1 << 20, false);  // padding beyond what a CTA can have
+          if (kernel == Kernel::kSm90Pingpong && layout == Layout::kRowMajor) {
+            gemm.check_source(gemm_ctas());
+            gemm.check_source(4);
+          }
           ++cases;
         }
       }
@@ -214,6 +219,27 @@ void check_signal() {
       milliseconds(stream, [&] { CUDA_CHECK(kernels::wait_counter(wait, stream)); });
   expect_report();
   if (later > 1000) fail("signal: a wait after a failed one took %g ms", later);
+
+  // The same with flags that peers would write: here, this device's own.
+  Buffer<uint64_t> flags(kernels::kMaxPeers);
+  CUDA_CHECK(cudaMemset(flags.data(), 0, kernels::kMaxPeers * sizeof(uint64_t)));
+  *report = {};
+  const kernels::PeerSignalParams signal{2, {flags.data() + 1, flags.data() + 5}, 7};
+  kernels::PeerWaitParams peers{flags.data(), 1u << 1 | 1u << 5, 7, kWaitNs, 3, report};
+  CUDA_CHECK(kernels::signal_peers_release_sys(signal, stream));
+  CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
+  CUDA_CHECK(cudaStreamSynchronize(stream));
+  if (report->failure != 0) fail("signal: a met wait for peers failed");
+  peers.ranks |= 1u << 6;
+  peers.deadline_ns = 50'000'000;
+  CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
+  CUDA_CHECK(cudaStreamSynchronize(stream));
+  const kernels::WaitFailure failure = kernels::unpack(report->failure);
+  if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 || failure.seen != 0) {
+    fail(
+        "signal: the report says chunk %d, peer %d, expected %d, seen %d; it should say 3, 6, 7, 0",
+        failure.chunk, failure.peer, failure.expected, failure.seen);
+  }
 
   const double held = milliseconds(stream, [&] { CUDA_CHECK(kernels::delay(20'000, stream)); });
   if (held < 19.5 || held > 1000) fail("signal: a delay of 20 ms took %g ms", held);
