@@ -33,7 +33,9 @@ class Variable:
 ENVIRONMENT = (
     Variable("OVERLAP_DEBUG", "0, 1", "0", "ranks compare problem and plan at every call"),
     Variable("OVERLAP_TIMEOUT_S", "seconds", "the group's", "deadline of every wait"),
-    Variable("OVERLAP_PEERS", "0, 1", "1", "0: nothing travels through peers' memory, NCCL does it"),
+    Variable(
+        "OVERLAP_PEERS", "0, 1", "1", "0: nothing travels through peers' memory, NCCL does it"
+    ),
     Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
     Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
     Variable("CUTLASS_PATH", "folder", "nvidia-cutlass", "build: a CUTLASS 4.x checkout"),

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from operands import Case, difference, poison, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Plan
 
 
 class Failures:
@@ -84,3 +86,45 @@ def check_call(
     distinct = len({storage(tensor) for tensor in filled}) == len(filled)
     failures.expect(None if distinct else "a result shares memory with another tensor", *where)
     return result
+
+
+def communicated_chunks(timeline: torch.Tensor) -> list[int]:
+    """The chunks of which the timeline [rows, (call, chunk, ready_us, begin_us, end_us)] shows communication."""
+    chunks = timeline[:, 1].to(torch.int64)
+    return sorted(chunks[chunks >= 0].tolist())
+
+
+def check_plan(
+    failures: Failures,
+    case: Case,
+    plan: Plan,
+    *where: object,
+    group: dist.ProcessGroup | None = None,
+    op: str = "gemm_allreduce",
+) -> None:
+    """Calls under the plan, the first of them watched: it must have communicated the plan's chunks, each once."""
+    with plan_module.use_plan(plan, group=group):
+        problem = plan.problem
+        now = plan_module.plan_for(
+            problem.m,
+            problem.n,
+            problem.k,
+            problem.dtype,
+            device=rank_device(),
+            group=group,
+            op=problem.op,
+        )
+        failures.expect(None if now == plan else f"plan_for says {now}", *where, case)
+        torch.ops.overlap.trace_start()
+        check_call(failures, case, *where, seed=1, group=group, op=op)
+        if rank_device().type == "cuda":
+            torch.cuda.synchronize()
+        seen = communicated_chunks(torch.ops.overlap.trace_stop())
+        # How many pieces go to how many ranks is not in an all-to-all's plan.
+        pieces = len(seen) if op == "gemm_alltoall" else len(plan.chunks)
+        expected = list(range(pieces))
+        if dist.get_world_size(group) > 1:
+            failures.expect(
+                None if seen == expected else f"communicated chunks {seen}", *where, case
+            )
+        check_call(failures, case, *where, seed=2, group=group, op=op)

@@ -76,6 +76,12 @@ class RankRunner:
                 f"{kernel.name} is not built for this GPU or cannot run on it; there are {names}"
             )
 
+    def skip_without_peers(self) -> None:
+        from plans import peers_work
+
+        if not all(self.run(peers_work)):
+            pytest.skip("the ranks do not map each other's memory")
+
     def expect_no_failures(self, job, *args, timeout_s: float = 120.0) -> None:
         """For jobs that return a list of what went wrong: it must be empty on every rank, and something must have run.
 

@@ -115,7 +115,7 @@ def set_chunks(
         draw(st.integers(0, 4096)),
         draw(st.booleans()) and transport == Transport.NCCL,
         draw(st.integers(0, 4096)),
-        draw(st.integers(1, 4)),
+        1 if transport == Transport.PEER else draw(st.integers(1, 4)),
     )
 
 
@@ -165,28 +165,33 @@ PARTED = {  # ops whose rows are parts of the ranks
 
 
 @st.composite
-def parted_plans_and_grids(draw: st.DrawFn, op: Op | None = None) -> tuple[Plan, Grid]:
-    """The same of an op whose rows are parts, one for each of 1 to 5 ranks."""
+def parted_plans_and_grids(
+    draw: st.DrawFn, op: Op | None = None, peers: bool = False
+) -> tuple[Plan, Grid]:
+    """The same of an op whose rows are parts, one for each of 1 to 5 ranks; over peers any op's but all-to-all's are."""
     plan = Plan()
     plan.schedule = Schedule.OVERLAPPED
-    op = op or draw(st.sampled_from([*PARTED]))
-    plan.collective = PARTED[op]
+    op = op or draw(st.sampled_from([*PARTED, Op.GEMM_ALLREDUCE] if peers else [*PARTED]))
+    ring = peers and op != Op.ALLGATHER_GEMM
+    plan.collective = Collective.RING if ring else PARTED[op]
     dtype, transport = draw_kernel(draw, plan, [Transport.NCCL, Transport.GLOO])
-    world = draw(st.integers(1, 5))
+    world = draw(st.integers(2 if peers else 1, 5))
     rows = draw(st.integers(1, 9 * plan.tile_m))  # of a part
     n = draw(st.integers(1, 5 * plan.tile_n))
     plan.problem = Problem(world * rows, n, draw(st.integers(1, 10**6)), dtype, world, op)
 
-    # Tile rows of a part come in grains, so that a chunk has whole clusters; those of an all-gather lie in one part.
+    # Tile rows of a part come in grains, so that a chunk has whole clusters; those of an all-gather, and of a ring, lie
+    # in one part.
     cluster = plan.cluster_m
-    grain = cluster if op == Op.ALLGATHER_GEMM else math.lcm(cluster, world) // world
+    one_part = peers or op == Op.ALLGATHER_GEMM
+    grain = cluster if one_part else math.lcm(cluster, world) // world
     columns = -(-n // plan.tile_n)
     chunks, bands = [], []
     for grains in cut(draw, -(-rows // (plan.tile_m * grain)), MAX_BAND_RUNS // 2):
         height = world * grain * grains
         chunks.append(height * columns)
         bands += [cluster * band for band in cut(draw, height // cluster, 2)]
-    set_chunks(draw, plan, bands, chunks, transport)
+    set_chunks(draw, plan, bands, chunks, Transport.PEER if peers else transport)
     grid = Grid(
         plan.problem.m, n, plan.tile_m, plan.tile_n, sum(bands), columns, bands, chunks, world
     )

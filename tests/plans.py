@@ -33,6 +33,11 @@ def available_kernels() -> list[Kernel]:
     return kernels
 
 
+def peers_work() -> bool:
+    """Whether the ranks map each other's memory. Every rank has to ask."""
+    return machine(rank_device()).peer_gbps > 0
+
+
 def sequential_plan(case: Case, world: int, device_type: str, op: str = "gemm_allreduce") -> Plan:
     # arch 0 is the CPU; a plan over NCCL needs any other.
     machine = Machine(arch=0 if device_type == "cpu" else 80)
@@ -106,17 +111,20 @@ def chunked_plan(
 ) -> Plan:
     """One plan, in this many chunks, or as many as the tile grid allows.
 
-    `layout` is "row panels", "packed" or "exchange" (packed, two GPUs; with other numbers of ranks it is "packed"); ops
-    other than gemm_allreduce take the first one only, and gemm_alltoall's pieces are as many as they are.
+    `layout` is "row panels", "packed", "exchange" (packed, two GPUs; with other numbers of ranks it is "packed") or
+    "peers" (row panels in the ranks' memory of each other); ops other than gemm_allreduce take the first and the last
+    one only, and gemm_alltoall's pieces are as many as they are.
     """
     problem = OPS[op].problem(case, world)
     transport = "gloo" if device_type == "cpu" else "nccl"
     if problem.op == Op.GEMM_ALLTOALL:
         return _all_to_all(problem, kernel, transport, **resources)
+    peers = layout == "peers"
+    transport = "peer" if peers else transport
     options = {"kernel": kernel, "tile": tile, "transport": transport, **resources}
     whole = row_panels(problem, 1, **options)
-    if layout == "row panels":
-        rows = whole.tiles_m // problem.row_parts
+    if layout in ("row panels", "peers"):
+        rows = whole.tiles_m // (world if peers else problem.row_parts)
         return row_panels(problem, max(1, min(chunks, rows // whole.cluster_m)), **options)
     if layout == "exchange" and world == 2:
         options["collective"] = "exchange"

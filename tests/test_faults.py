@@ -33,7 +33,7 @@ BACKENDS = [
 ]
 
 
-def set_plan_named(name: str) -> None:
+def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
     world, device = dist.get_world_size(), rank_device().type
     if name == "default":
         return
@@ -42,7 +42,7 @@ def set_plan_named(name: str) -> None:
     else:
         layout = "packed" if name == "window" else name
         resources = {"window": True, "max_ctas": 8} if name == "window" else {}
-        plan = chunked_plan(CASE, world, device, layout, 8, tile=(32, 32), **resources)
+        plan = chunked_plan(CASE, world, device, layout, 8, tile=(32, 32), op=op, **resources)
     plan_module.set_plan(plan)
 
 
@@ -137,7 +137,7 @@ def test_faults_killed_rank_is_reported_on_gpu(plan, use_check):
 def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float, str] | None:
     """The last rank does not call the op; `warm`: it did so once, before."""
     if warm:
-        set_plan_named(plan)
+        set_plan_named(plan, op)
         call(op)
         synchronize()
     store = dist.distributed_c10d._get_default_store()
@@ -182,6 +182,33 @@ def test_faults_rank_that_never_calls_is_reported_by_every_op(backend, op):
     expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
 
 
+@pytest.mark.parametrize("op", ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm"])
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op):
+    ranks.skip_without_peers()
+    outcomes = rank_pool.run_fresh(
+        ranks.world, "nccl", never_call, "peers", True, op,
+        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"},
+    )  # fmt: skip
+    missing = ranks.world - 1
+    expect_reports(outcomes, list(range(missing)), 2.0 + MARGIN_S)
+    for outcome in outcomes[:missing]:
+        # Around a ring of more, a rank may wait for one that waits for the missing one.
+        if ranks.world == 2 or op == "allgather_gemm":
+            assert f"rank {missing}" in outcome.value[1], outcome.value[1]
+
+
+@pytest.mark.parametrize("use_check", [False, True])
+@pytest.mark.ranks((2, "nccl"))
+def test_faults_killed_rank_is_reported_over_peers(ranks, use_check):
+    ranks.skip_without_peers()
+    outcomes = rank_pool.run_fresh(
+        2, "nccl", die_in_mid_op, "peers", use_check, group_timeout_s=GROUP_TIMEOUT_S
+    )
+    assert outcomes[1].kind == "died", outcomes[1]
+    expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_faults_rank_that_never_makes_its_first_call_is_reported(backend):
     """Before the first call there is no communicator: making it must not wait for ever either."""
@@ -219,7 +246,16 @@ def come_late(plans: list[str]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_faults_late_rank_is_waited_for(backend):
-    plans = GPU_PLANS if backend == "nccl" else ["sequential", "packed"]
+    expect_patience(backend, GPU_PLANS if backend == "nccl" else ["sequential", "packed"])
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_faults_late_rank_is_waited_for_over_peers(ranks):
+    ranks.skip_without_peers()
+    expect_patience("nccl", ["peers", "peers"])
+
+
+def expect_patience(backend: str, plans: list[str]) -> None:
     outcomes = rank_pool.run_fresh(2, backend, come_late, plans, group_timeout_s=GROUP_TIMEOUT_S)
     for outcome in outcomes:
         assert outcome.kind == "returned", outcome

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checks import Failures, check_call
+from checks import Failures, check_call, check_plan, communicated_chunks
 from operands import (
     INPUT_LAYOUTS,
     WEIGHT_LAYOUTS,
@@ -43,48 +43,6 @@ GPU_RESOURCES = [
     {"comm_sms": 16, "max_ctas": 8},
     {"comm_sms": 8, "max_ctas": 8, "window": True},
 ]
-
-
-def communicated_chunks(timeline: torch.Tensor) -> list[int]:
-    """The chunks of which the timeline [rows, (call, chunk, ready_us, begin_us, end_us)] shows communication."""
-    chunks = timeline[:, 1].to(torch.int64)
-    return sorted(chunks[chunks >= 0].tolist())
-
-
-def check_plan(
-    failures: Failures,
-    case: Case,
-    plan: Plan,
-    *where: object,
-    group: dist.ProcessGroup | None = None,
-    op: str = "gemm_allreduce",
-) -> None:
-    """Calls under the plan, the first of them watched: it must have communicated the plan's chunks, each once."""
-    with plan_module.use_plan(plan, group=group):
-        problem = plan.problem
-        now = plan_module.plan_for(
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.dtype,
-            device=rank_device(),
-            group=group,
-            op=problem.op,
-        )
-        failures.expect(None if now == plan else f"plan_for says {now}", *where, case)
-        torch.ops.overlap.trace_start()
-        check_call(failures, case, *where, seed=1, group=group, op=op)
-        if rank_device().type == "cuda":
-            torch.cuda.synchronize()
-        seen = communicated_chunks(torch.ops.overlap.trace_stop())
-        # How many pieces go to how many ranks is not in an all-to-all's plan.
-        pieces = len(seen) if op == "gemm_alltoall" else len(plan.chunks)
-        expected = list(range(pieces))
-        if dist.get_world_size(group) > 1:
-            failures.expect(
-                None if seen == expected else f"communicated chunks {seen}", *where, case
-            )
-        check_call(failures, case, *where, seed=2, group=group, op=op)
 
 
 def check_plans(

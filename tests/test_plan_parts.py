@@ -149,7 +149,9 @@ def test_plan_validate_takes_the_ops_own_collective(
         return
     op = plan.problem.op.name.lower()
     ring = " or ring" if plan.problem.op == Op.GEMM_REDUCESCATTER else ""
-    expected = f"collective of {op} is {collective.name.lower()}, allowed is {own.name.lower()}{ring}: "
+    expected = (
+        f"collective of {op} is {collective.name.lower()}, allowed is {own.name.lower()}{ring}: "
+    )
     if ring and collective == Collective.RING:
         expected = "collective is ring with the transport .*, allowed is peer"
     with pytest.raises(ValueError, match=expected):

@@ -125,6 +125,8 @@ GPU_PLANS = [
     ("packed", Kernel.SM80),
     ("row panels", Kernel.SM90_PINGPONG),
     ("packed", Kernel.SM90_COOPERATIVE),
+    ("peers", Kernel.LIBRARY),
+    ("peers", Kernel.SM90_PINGPONG),
 ]
 
 
@@ -134,6 +136,8 @@ GPU_PLANS = [
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_progress_beside_foreign_collectives_on_gpu(ranks, layout, kernel):
     ranks.skip_without_kernel(kernel)
+    if layout == "peers":
+        ranks.skip_without_peers()
     ranks.expect_no_failures(run_beside_foreign, layout, kernel, (4096, 2048, 512))
 
 

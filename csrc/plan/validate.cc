@@ -60,6 +60,28 @@ void check_kernel(const Plan& plan) {
   }
 }
 
+// A collective that the op has. The tile grid follows from it, so this comes first.
+void check_collective_of_op(const Plan& plan) {
+  check_enum("collective", plan.collective, Collective::kRing);
+  const bool ring = plan.collective == Collective::kRing;
+  const Collective own = collective_of(plan.problem.op);
+  const bool all_reduces = plan.problem.op == Op::kGemmAllReduce;
+  const bool reduces = all_reduces || plan.problem.op == Op::kGemmReduceScatter;
+  if (plan.collective != own && !(all_reduces && plan.collective == Collective::kExchange) &&
+      !(reduces && ring)) {
+    fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
+         name(own),
+         all_reduces ? ", exchange or ring"
+         : reduces   ? " or ring"
+                     : "",
+         ": take that");
+  }
+  if (ring && !plan.chunks.empty() && !over_peers(plan)) {
+    fail("collective is ring with the transport ", name(plan.chunks[0].transport),
+         ", allowed is peer: take that, or the collective ", name(own));
+  }
+}
+
 // Sizes that the tables' 32-bit tile indices and 64-bit offsets can count.
 void check_grid(const Plan& plan) {
   const auto count = [](int64_t size, int64_t by) { return size / by + (size % by != 0 ? 1 : 0); };
@@ -201,14 +223,8 @@ void check_resources(const Plan& plan) {
 
 // What travels through the peers' memory.
 void check_peers(const Plan& plan) {
+  if (!over_peers(plan)) return;
   const bool ring = plan.collective == Collective::kRing;
-  if (!over_peers(plan)) {
-    if (ring) {
-      fail("collective is ring with the transport ", name(plan.chunks[0].transport),
-           ", allowed is peer: take that, or the collective all_reduce");
-    }
-    return;
-  }
   const Problem& problem = plan.problem;
   if (!(ring || plan.collective == Collective::kAllGather) ||
       plan.schedule != Schedule::kOverlapped || plan.layout != Layout::kRowMajor ||
@@ -220,7 +236,7 @@ void check_peers(const Plan& plan) {
          ", allowed are ring (of a reduction) or all_gather, overlapped, row_major, "
          "no window and one lane: take those, or the transport nccl");
   }
-  if (problem.world_size > kMaxPeerRanks) {
+  if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
          kMaxPeerRanks, ": take the transport nccl");
   }
@@ -232,19 +248,6 @@ void check_peers(const Plan& plan) {
 }
 
 void check_collective(const Plan& plan) {
-  check_enum("collective", plan.collective, Collective::kRing);
-  const Collective own = collective_of(plan.problem.op);
-  const bool all_reduces = plan.problem.op == Op::kGemmAllReduce;
-  const bool reduces = all_reduces || plan.problem.op == Op::kGemmReduceScatter;
-  if (plan.collective != own && !(all_reduces && plan.collective == Collective::kExchange) &&
-      !(reduces && plan.collective == Collective::kRing)) {
-    fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
-         name(own),
-         all_reduces ? ", exchange or ring"
-         : reduces   ? " or ring"
-                     : "",
-         ": take that");
-  }
   check_peers(plan);
   if (plan.collective != Collective::kExchange) return;
   if (plan.problem.world_size != 2) {
@@ -312,6 +315,7 @@ void validate(const Plan& plan) {
   check_problem(plan.problem);
   check_enum("schedule", plan.schedule, Schedule::kOverlapped);
   check_enum("layout", plan.layout, Layout::kPacked);
+  check_collective_of_op(plan);
   check_kernel(plan);
   check_grid(plan);
   check_bands(plan);

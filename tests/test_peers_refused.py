@@ -1,0 +1,196 @@
+"""Where plans over the ranks' memory of each other give way to others, and where they are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+import rank_pool
+from checks import Failures, check_call, message_of
+from operands import Case, difference, rank_device, world_name
+from ops import OPS, tensors_of
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Chunk, Kernel, Op, Plan, Problem, Resources, Transport
+from peers import PEER_OPS, over_peers, peer_case, peer_plan, skip_unless_it_runs
+
+# --- CUDA graphs ------------------------------------------------------------------------------------
+
+
+def planned_case(op: str) -> Case | None:
+    """A call that the planner sends over peers."""
+    world = dist.get_world_size()
+    for rows, n, k in ((2048, 4096, 4096), (4096, 8192, 7168)):
+        case = peer_case(op, rows, n, k, torch.bfloat16)
+        if over_peers(plan_module.make_plan(OPS[op].problem(case, world), plan_module.machine())):
+            return case
+    return None
+
+
+def check_capture(op: str, case: Case) -> tuple[int, list[str]]:
+    """Captured under another plan than plain calls have, which come between replays."""
+    failures = Failures()
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+    arguments = OPS[op].arguments(case, *place)
+    problem = OPS[op].problem(case, dist.get_world_size())
+    planned = plan_module.plan_for(problem.m, problem.n, problem.k, problem.dtype, op=problem.op)
+    failures.expect(None if over_peers(planned) else f"plan_for says {planned}", op)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        OPS[op].wrapper(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tensors_of(OPS[op].wrapper(*arguments))
+    for seed in (4, 9):
+        expected = OPS[op].expected(case, *place, seed)
+        others = tensors_of(OPS[op].arguments(case, *place, seed))
+        for mine, other in zip(tensors_of(arguments), others, strict=True):
+            mine.copy_(other)
+        for output in captured:
+            output.fill_(float("nan"))
+        for _ in range(3):
+            graph.replay()
+            plain = tensors_of(OPS[op].wrapper(*arguments))
+        torch.cuda.synchronize()
+        for what, outputs in (("replay", captured), ("plain call", plain)):
+            for output, right in zip(outputs, expected, strict=True):
+                failures.expect(difference(output, right), op, what, seed)
+    overlap_torch.check()
+    return failures.result()
+
+
+@pytest.mark.parametrize("op", PEER_OPS[:3])
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_peers_give_way_to_another_plan_in_a_capture(ranks, op):
+    skip_unless_it_runs(ranks)
+    case = ranks.run(planned_case, op)[0]
+    if case is None:
+        pytest.skip("the planner takes no peers on this machine")
+    ranks.expect_no_failures(check_capture, op, case)
+
+
+def capture_plan_set_by_hand(op: str) -> tuple[str, int, list[str]]:
+    """(message, checks, failures); afterwards the plan must still run, outside of captures."""
+    failures = Failures()
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+    case = peer_case(op, 131, 264, 72, torch.bfloat16)
+    message = ""
+    with plan_module.use_plan(peer_plan(case, op, 1, Kernel.LIBRARY)):
+        arguments = OPS[op].arguments(case, *place)
+        check_call(failures, case, "before the capture", op=op)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                OPS[op].wrapper(*arguments)
+        except RuntimeError as error:
+            message = str(error)
+        del graph
+        for seed in range(3):
+            check_call(failures, case, "after the capture", seed=seed, op=op)
+    return message, *failures.result()
+
+
+@pytest.mark.parametrize("op", PEER_OPS)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_peers_set_by_hand_are_refused_in_a_capture(ranks, op):
+    skip_unless_it_runs(ranks)
+    for message, checks, failures in ranks.run(capture_plan_set_by_hand, op):
+        assert "captures a plan with the transport peer" in message, message
+        assert "nccl" in message, message
+        assert checks > 0 and not failures, failures
+
+
+# --- refusals ---------------------------------------------------------------------------------------
+
+
+def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
+    """what is wrong -> (plan, what the message must hold)."""
+    world = dist.get_world_size()
+    problem = plan_module.DType.FLOAT32, world
+    good = plan_module.row_panels(Problem(512, 64, 32, *problem), 1, transport="peer")
+    uneven = good.copy()
+    uneven.problem = Problem(511, 64, 32, *problem)
+    over_nccl = good.copy()
+    over_nccl.chunks = [Chunk(chunk.tiles) for chunk in good.chunks]
+    exchange = Problem(0, 64, 32, *problem, Op.GEMM_ALLTOALL)
+    to_all = plan_module.make_all_to_all(exchange, Kernel.LIBRARY, Resources(), 0)
+    to_all.chunks = [Chunk(0, Transport.PEER)]
+    plans = {
+        "rows that are no equal parts": (uneven, f"m = 511 on {world} ranks"),
+        "a ring over NCCL": (over_nccl, "ring with the transport nccl, allowed is peer"),
+        "an all-to-all": (to_all, "gemm_alltoall travels by peer"),
+    }
+    if not maps:
+        plans["no such memory"] = (
+            good,
+            "transport is peer, but the ranks of this group do not map",
+        )
+    return plans
+
+
+def check_refused(maps: bool) -> tuple[int, list[str]]:
+    failures = Failures()
+    case = Case((512,), 64, 32, bias=True)
+    for what, (plan, part) in refused_plans(maps).items():
+        code = plan_module.encode(plan)
+        message = message_of(torch.ops.overlap.set_plan, code, rank_device(), world_name())
+        failures.expect(None if part in message else f"{part!r} is not in {message!r}", what)
+        check_call(failures, case, "after", what)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_peers_are_refused_where_they_cannot_work(ranks):
+    if ranks.backend == "nccl":
+        ranks.skip_without_peers()
+    ranks.expect_no_failures(check_refused, ranks.backend == "nccl")
+
+
+def without_peers() -> tuple[float, int, list[str]]:
+    """(the machine's rate between peers, checks, failures)."""
+    failures = Failures()
+    machine = plan_module.machine()
+    for op in PEER_OPS[:3]:
+        problem = OPS[op].problem(peer_case(op, 8192, 8192, 7168, torch.bfloat16), 2)
+        sizes = (problem.m, problem.n, problem.k)
+        plan = plan_module.plan_for(*sizes, problem.dtype, op=problem.op)
+        failures.expect(f"plan_for says {plan}" if over_peers(plan) else None, op)
+        case = peer_case(op, 2048, 1024, 512, torch.bfloat16)
+        for seed in range(3):
+            check_call(failures, case, seed=seed, op=op)
+    checks, lines = check_refused(False)
+    overlap_torch.check()
+    return machine.peer_gbps, checks + failures.checks, lines + failures.lines
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_peers_are_not_used_if_one_rank_forbids_it(ranks):
+    ranks.skip_without_peers()
+    # Rank 0 has 0, rank 1 has 1.
+    outcomes = rank_pool.run_fresh(
+        2, "nccl", without_peers, environment={"OVERLAP_PEERS": "{rank}"}, timeout_s=120.0
+    )
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome.detail
+        gbps, checks, failures = outcome.value
+        assert gbps == 0.0
+        assert checks > 0 and not failures, "\n".join(failures)
+
+
+def machine_message() -> str:
+    return message_of(plan_module.machine)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu2
+def test_peers_setting_is_0_or_1():
+    outcomes = rank_pool.run_fresh(
+        2, "nccl", machine_message, environment={"OVERLAP_PEERS": "perhaps"}
+    )
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome.detail
+        assert "OVERLAP_PEERS is 'perhaps'; it must be 0 or 1" in outcome.value, outcome.value

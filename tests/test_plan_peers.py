@@ -1,0 +1,271 @@
+"""Plans whose chunks travel through memory that the ranks map into each other: their form, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap_torch import plan as plans
+from overlap_torch.plan import (
+    Chunk,
+    Collective,
+    DType,
+    Kernel,
+    Layout,
+    Op,
+    Plan,
+    Problem,
+    Resources,
+    Schedule,
+    Transport,
+)
+from plan_grids import SHAPES, Grid, parted_plans_and_grids
+
+settings.register_profile("plan", deadline=None)
+settings.load_profile("plan")
+
+COLLECTIVES = {
+    Op.GEMM_ALLREDUCE: Collective.RING,
+    Op.GEMM_REDUCESCATTER: Collective.RING,
+    Op.ALLGATHER_GEMM: Collective.ALL_GATHER,
+}
+every_op = pytest.mark.parametrize("op", [*COLLECTIVES], ids=lambda op: op.name.lower())
+
+
+def peer_plan(op: Op = Op.GEMM_ALLREDUCE) -> Plan:
+    """2 parts of 4 x 4 tiles of 128 x 128, in two chunks of 2 tile rows of each part."""
+    problem = Problem(1024, 512, 64, DType.BFLOAT16, 2, op)
+    return plans.row_panels(problem, 2, kernel="sm90_pingpong", transport="peer")
+
+
+# --- form -------------------------------------------------------------------------------------------
+
+
+@given(parted_plans_and_grids(peers=True))
+def test_plan_over_peers_takes_every_tile_once_in_whole_rows_of_parts(
+    case: tuple[Plan, Grid],
+) -> None:
+    plan, grid = case
+    plan.validate()
+    assert plan.collective == COLLECTIVES[plan.problem.op]
+    tiles = [plan.tile_coord(i) for i in range(grid.rows * grid.columns)]
+    assert tiles == grid.tiles()
+    places = [plan.part_row(row) for row in range(grid.rows)]
+    assert places == grid.part_rows()
+    # One part is computed at a time, so no cluster may have tiles of two.
+    for row in range(0, grid.rows, plan.cluster_m):
+        assert len({places[row + i][0] for i in range(plan.cluster_m)}) == 1
+    part_rows = grid.m // grid.parts
+    covered: list[int] = []
+    rows_of: list[list[set[int]]] = [[set() for _ in range(grid.parts)] for _ in grid.chunks]
+    for (row, _), chunk in zip(tiles, grid.chunk_of_tiles(), strict=True):
+        part, top = places[row]
+        rows = range(top * grid.tile_m, min((top + 1) * grid.tile_m, part_rows))
+        rows_of[chunk][part].update(rows)
+    for chunk, of_parts in enumerate(rows_of):
+        begin, end = plan.chunk_rows(chunk)
+        assert all(rows == set(range(begin, end)) for rows in of_parts)
+        covered += range(begin, end)
+    assert covered == list(range(part_rows))
+
+
+@given(parted_plans_and_grids(peers=True))
+def test_plan_over_peers_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> None:
+    plan, _ = case
+    code = plans.encode(plan)
+    assert plans.decode(code) == plan
+    assert plans.encode(plans.decode(code)) == code
+    assert plans.from_json(plans.to_json(plan)) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    copy = plan.copy()
+    copy.chunks = [Chunk(chunk.tiles, Transport.NCCL, chunk.max_ctas) for chunk in plan.chunks]
+    assert copy != plan
+    assert repr(copy) != repr(plan)
+    assert plans.decode(plans.encode(copy)) == copy
+
+
+@every_op
+def test_plan_over_peers_says_so_in_json_and_words(op: Op) -> None:
+    plan = peer_plan(op)
+    data = json.loads(plans.to_json(plan))
+    assert data["collective"] == COLLECTIVES[op].name.lower()
+    assert data["chunks"] == [{"tiles": 16, "transport": "peer", "max_ctas": 0}] * 2
+    assert "2 x 16 tiles (peer)" in repr(plan)
+    assert ("ring" in repr(plan)) == (op != Op.ALLGATHER_GEMM)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([*COLLECTIVES]),
+    st.integers(1, 2500),
+    st.integers(1, 3000),
+    st.integers(2, 8),
+    st.integers(1, 8),
+    st.sampled_from([*SHAPES]),
+)
+def test_plan_row_panels_over_peers_splits_one_part_evenly(
+    op, rows, n, world, chunks, kernel
+) -> None:
+    tile_m, tile_n, cluster = SHAPES[kernel]
+    clusters = -(-rows // (tile_m * cluster))  # of one part
+    problem = Problem(rows * world, n, 64, DType.BFLOAT16, world, op)
+    options = {"kernel": kernel, "transport": "peer"}
+    if chunks > clusters:
+        expected = f"{chunks} chunks of {clusters * cluster} tile rows, allowed are 1 to {clusters}"
+        with pytest.raises(ValueError, match=expected):
+            plans.row_panels(problem, chunks, **options)
+        return
+    plan = plans.row_panels(problem, chunks, **options)
+    plan.validate()
+    assert (plan.collective, plan.layout) == (COLLECTIVES[op], Layout.ROW_MAJOR)
+    assert {chunk.transport for chunk in plan.chunks} == {Transport.PEER}
+    unit = world * cluster * -(-n // tile_n)
+    heights = [chunk.tiles // unit for chunk in plan.chunks]
+    assert [chunk.tiles for chunk in plan.chunks] == [unit * height for height in heights]
+    assert (len(heights), sum(heights)) == (chunks, clusters)
+    assert max(heights) - min(heights) <= 1
+
+
+@every_op
+def test_plan_row_panels_over_peers_takes_heights_of_one_part(op: Op) -> None:
+    problem = Problem(3 * 60, 20, 5, DType.FLOAT32, 3, op)  # parts of 8 tile rows, the last of 4
+    options = {"transport": "peer", "tile": (8, 10)}
+    plan = plans.row_panels(problem, [1, 4, 3], **options)
+    assert plan.schedule == Schedule.OVERLAPPED
+    assert (plan.tiles_m, plan.tiles_n) == (24, 2)
+    assert plan.chunks == tuple(Chunk(tiles, Transport.PEER) for tiles in (6, 24, 18))
+    assert [plan.chunk_rows(chunk) for chunk in range(3)] == [(0, 8), (8, 40), (40, 60)]
+    for heights, message in [
+        ([1, 4, 4], "cover a tile twice"),
+        ([1, 4], "leaves tiles out"),
+        ([9], "9 tile rows high, allowed are 1 to 8, the height of one rank's part of the"),
+        ([0, 8], "0 tile rows high, allowed are 1 to 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            plans.row_panels(problem, heights, **options)
+
+
+@every_op
+def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
+    problem = Problem(2048, 512, 64, DType.BFLOAT16, 2, op)
+    options = {"kernel": "sm90_pingpong", "transport": "peer"}  # clusters of two tile rows
+    with pytest.raises(ValueError, match="chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4"):
+        plans.row_panels(problem, [1, 3, 4], **options)
+    plan = plans.row_panels(problem, [2, 2, 4], **options)
+    assert [chunk.tiles for chunk in plan.chunks] == [16, 16, 32]
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"chunks": [Chunk(16)] * 2},
+            "collective is ring with the transport nccl, allowed is peer: take that, or the "
+            "collective all_reduce",
+        ),
+        (
+            {"chunks": [Chunk(16, Transport.GLOO)] * 2, "kernel": Kernel.LIBRARY},
+            "collective is ring with the transport gloo, allowed is peer",
+        ),
+        (
+            {"chunks": [Chunk(16, Transport.PEER), Chunk(16)]},
+            "chunk 1 travels by nccl, chunk 0 by peer: take one transport",
+        ),
+        (
+            {"resources": Resources(lanes=2)},
+            "travels by peer .* lanes = 2, allowed are .* one lane",
+        ),
+        (
+            {"resources": Resources(window=True)},
+            "window = true with the transport peer, but symmetric windows are NCCL's: take nccl",
+        ),
+        (
+            {"layout": Layout.PACKED},
+            "plan of gemm_allreduce travels by peer with the collective ring, .* the layout packed"
+            ".*row_major",
+        ),
+        (
+            {"schedule": Schedule.SEQUENTIAL, "chunks": [Chunk(32, Transport.PEER)]},
+            "travels by peer .* the schedule sequential, .* allowed are .* overlapped",
+        ),
+        (
+            {"collective": Collective.ALL_REDUCE},
+            "travels by peer with the collective all_reduce, .*allowed are ring .* or all_gather"
+            ".*take those, or the transport nccl",
+        ),
+        ({"collective": Collective.EXCHANGE}, "travels by peer with the collective exchange, "),
+        (
+            {"collective": Collective.ALL_GATHER},
+            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange or ring",
+        ),
+        (
+            {"problem": Problem(1023, 512, 64, DType.BFLOAT16, 2)},
+            "by peer with m = 1023 on 2 ranks, allowed are multiples .* take the transport nccl",
+        ),
+        (
+            {"chunks": [Chunk(8, Transport.PEER), Chunk(24, Transport.PEER)]},
+            "chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4 = 16: a chunk of gemm_allreduce",
+        ),
+    ],
+)
+def test_plan_validate_names_what_is_wrong_with_a_plan_over_peers(changes, message) -> None:
+    plan = peer_plan()
+    plan.validate()
+    for field, value in changes.items():
+        setattr(plan, field, value)
+    with pytest.raises(ValueError, match=message):
+        plan.validate()
+
+
+@every_op
+@pytest.mark.parametrize("world", [1, 9, 16])
+def test_plan_over_peers_is_for_the_ranks_of_one_host(op: Op, world: int) -> None:
+    problem = Problem(256 * world, 512, 64, DType.BFLOAT16, world, op)
+    expected = f"by peer between {world} ranks, allowed are 2 to 8: take the transport nccl"
+    with pytest.raises(ValueError, match=expected):
+        plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+
+
+def test_plan_of_a_gather_is_no_ring() -> None:
+    plan = peer_plan(Op.ALLGATHER_GEMM)
+    plan.collective = Collective.RING
+    expected = "collective of allgather_gemm is ring, allowed is all_gather: take that"
+    with pytest.raises(ValueError, match=expected):
+        plan.validate()
+
+
+def test_plan_of_a_scatter_over_nccl_is_no_ring() -> None:
+    # Its chunks are whole clusters of all parts together, a ring's are of each part: no plan of either is the other's.
+    problem = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
+    plan = plans.row_panels(problem, [1, 3, 4], kernel="sm90_pingpong")
+    plan.collective = Collective.RING
+    expected = (
+        "ring with the transport nccl, allowed is peer: take .* the collective reduce_scatter"
+    )
+    with pytest.raises(ValueError, match=expected):
+        plan.validate()
+
+
+def test_plan_of_an_all_to_all_does_not_travel_by_peer() -> None:
+    problem = Problem(0, 512, 64, DType.BFLOAT16, 2, Op.GEMM_ALLTOALL)
+    with pytest.raises(ValueError, match="gemm_alltoall is ring, allowed is all_to_all"):
+        plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 0, Transport.PEER)
+    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 0)
+    plan.chunks = [Chunk(0, Transport.PEER)]
+    expected = "gemm_alltoall travels by peer with the collective all_to_all, .* transport nccl"
+    with pytest.raises(ValueError, match=expected):
+        plan.validate()
+
+
+@every_op
+def test_plan_packed_template_does_not_travel_by_peer(op: Op) -> None:
+    problem = Problem(1024, 512, 64, DType.BFLOAT16, 2, op)
+    with pytest.raises(ValueError, match="packed.*allowed .*row_major|row_major.*allowed .*packed"):
+        plans.packed(problem, 1, kernel="sm90_pingpong", transport="peer")
