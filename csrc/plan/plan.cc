@@ -213,7 +213,7 @@ Collective collective_of(Op op) {
 
 int32_t row_grain(const Plan& plan) {
   // A ring computes one part at a time, an all-gather all but one.
-  if (plan.collective == Collective::kRing || plan.collective == Collective::kAllGather) {
+  if (plan.collective == Collective::kRing || plan.problem.op == Op::kAllGatherGemm) {
     return plan.cluster_m;
   }
   return plan.cluster_m / std::gcd(plan.cluster_m, row_parts(plan));
