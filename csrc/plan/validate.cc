@@ -318,11 +318,10 @@ void validate(const Plan& plan) {
   check_collective_of_op(plan);
   check_kernel(plan);
   check_grid(plan);
-  // First: the grid that bands and chunks must cover is the collective's.
-  if (!plan.chunks.empty()) check_collective(plan);
   check_bands(plan);
   check_chunks(plan);
   check_resources(plan);
+  check_collective(plan);
   check_schedule(plan);
   if (plan.layout == Layout::kRowMajor) check_row_panels(plan);
 }
