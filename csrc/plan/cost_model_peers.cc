@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kStartUs = 10.0;      // host and device: until the first GEMM runs
 constexpr double kPhaseUs = 8.0;       // launch, last signal of the phase before, idle last round
-constexpr double kCopyUs = 9.0;       // wait, copy and signal of a chunk, beyond its bytes
+constexpr double kCopyUs = 9.0;        // wait, copy and signal of a chunk, beyond its bytes
 constexpr double kIssueUs = 14.0;      // host: per chunk
 constexpr double kStoreRate = 0.90;    // of peer_gbps: stores of a GEMM's epilogue
 constexpr double kIdleRounds = 0.5;    // of a launch's last round of tiles
