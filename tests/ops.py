@@ -6,6 +6,7 @@ return and, by autograd, what its gradients must be. Nothing of the code under t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def _linear(
     return _sum([input @ weight.t(), *([] if bias is None else [bias])], limit)
 
 
-class Op:
+class Op(ABC):
     """An op under test; the subclasses' names are the overloads'."""
 
     name: str
@@ -78,9 +79,9 @@ class Op:
             rows, case.n, case.k, DType.__members__[dtype], world, plan.Op.__members__[op]
         )
 
+    @abstractmethod
     def meaning(self, ranks: Sequence[Arguments], limit: float) -> list[list[torch.Tensor]]:
         """Every rank's results, from every rank's arguments; fails where a partial sum is beyond `limit`."""
-        raise NotImplementedError
 
     def expected(
         self, case: Case, rank: int, world: int, device: torch.device, seed: int = 0

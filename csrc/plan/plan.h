@@ -22,6 +22,9 @@ enum class Op : int32_t {
 // computation.
 enum class Schedule : int32_t { kSequential = 0, kOverlapped = 1 };
 
+// Ranks that can map each other's memory: as many as stand in kernels' tables of peers.
+inline constexpr int32_t kMaxPeerRanks = 8;
+
 // How chunks travel. kPeer: through memory that the ranks of one host map into each other, by stores
 // of the GEMM's epilogue and by copy engines, which take no SM.
 enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };

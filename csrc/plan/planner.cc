@@ -36,7 +36,6 @@ constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-ga
 
 // The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
 constexpr double kFastPeerGbps = 100.0;
-constexpr int32_t kMaxPeerRanks = 8;
 // SMs left to waits of one warp: each keeps the GEMM out of its SM and, as CTAs come in clusters of
 // two, out of that SM's neighbour. An all-reduce waits for the own chunks and for those of others, a
 // reduce-scatter for nobody while it computes.

@@ -11,7 +11,6 @@ namespace overlap::plan {
 namespace {
 
 constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
-constexpr int32_t kMaxPeerRanks = 8;
 constexpr int32_t kMaxCommSms = 1024;             // more SMs than any GPU has
 constexpr int32_t kMaxCtas = 64;                  // NCCL has no more channels
 constexpr int32_t kMaxFinishCtas = 4096;          // several on each of a GPU's SMs

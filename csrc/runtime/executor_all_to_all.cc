@@ -96,21 +96,12 @@ class AllToAllLoop : ExecutorLoop {
       call_.library_gemm(rows, destination);
       return;
     }
-    const int32_t cluster = plan_.cluster_m;
-    const int64_t tiles = (rows.end - rows.begin + plan_.tile_m - 1) / plan_.tile_m;
-    const auto height = static_cast<int32_t>((tiles + cluster - 1) / cluster * cluster);
-    const int32_t band = std::min(height, std::max(kBandRows, cluster));
     kernels::GemmParams gemm = call_.gemm;
     gemm.m = rows.end - rows.begin;
     gemm.input =
         static_cast<const char*>(gemm.input) + rows.begin * gemm.input_stride * element_bytes_;
     gemm.output = destination;
-    gemm.order.tiles_m = height;
-    gemm.order.tiles_n = static_cast<int32_t>((gemm.n + plan_.tile_n - 1) / plan_.tile_n);
-    gemm.order.runs[gemm.order.num_runs++] = {band, height / band};
-    if (height % band != 0) gemm.order.runs[gemm.order.num_runs++] = {height % band, 1};
-    gemm.order.num_chunks = 1;
-    gemm.order.chunk_begin[1] = gemm.order.num_tiles();
+    gemm.order = launch_order(gemm.n, (gemm.m + plan_.tile_m - 1) / plan_.tile_m, 1);
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 

@@ -1,6 +1,4 @@
 // Communication before computation.
-#include <algorithm>
-
 #include "runtime/executor.h"
 #include "runtime/executor_loop.h"
 
@@ -91,27 +89,25 @@ class ConsumeLoop : ExecutorLoop {
   // Own rows of the chunk into the staging buffer, everybody's rows there, and all of them on into
   // the gathered input. All copies are the copy engine's, which takes no SM.
   void gather(int chunk) {
-    const cudaStream_t copy = device_.copy.get();
+    const cudaStream_t copies = device_.copy.get();
     const cudaStream_t side = this->side(chunk);
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-    const auto bytes = static_cast<size_t>((rows.end - rows.begin) * row_bytes_);
+    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
     hold_side(chunk);
-    check_cuda(cudaMemcpyAsync(place(chunk) + static_cast<size_t>(group_.rank()) * bytes,
-                               static_cast<const char*>(call_.input) + rows.begin * row_bytes_,
-                               bytes, cudaMemcpyDeviceToDevice, side),
-               "copying a chunk");
+    copy(place(chunk) + group_.rank() * bytes,
+         static_cast<const char*>(call_.input) + rows.begin * row_bytes_, bytes, side);
     if (trace_ != nullptr) trace_->begin[chunk]->record(side);
     communicators_[chunk]->all_gather_in_place(
         place(chunk), static_cast<size_t>(plan::chunk_extent(plan_, chunk).count),
         plan_.problem.dtype, side);
     if (trace_ != nullptr) trace_->finish[chunk]->record(side);
     device_.communicated[chunk].record(side);
-    device_.communicated[chunk].block(copy);
+    device_.communicated[chunk].block(copies);
     check_cuda(
-        cudaMemcpy2DAsync(static_cast<char*>(call_.gathered) + rows.begin * row_bytes_,
-                          static_cast<size_t>(part_rows_ * row_bytes_), place(chunk), bytes, bytes,
-                          static_cast<size_t>(parts_), cudaMemcpyDeviceToDevice, copy),
-        "copying a chunk");
+        cudaMemcpy2DAsync(gathered(0, rows.begin), static_cast<size_t>(part_rows_ * row_bytes_),
+                          place(chunk), static_cast<size_t>(bytes), static_cast<size_t>(bytes),
+                          static_cast<size_t>(parts_), cudaMemcpyDeviceToDevice, copies),
+        "copying rows");
   }
 
   void compute_own() {
@@ -125,7 +121,7 @@ class ConsumeLoop : ExecutorLoop {
       gemm.m = part_rows_;
       gemm.input = call_.input;
       gemm.output = static_cast<char*>(gemm.output) + first * gemm.output_stride * element_bytes_;
-      gemm.order = order(gemm, plan::tiles_m(plan_) / parts_, 1);
+      gemm.order = launch_order(gemm.n, plan::tiles_m(plan_) / parts_, 1);
       launch(gemm);
     }
   }
@@ -143,8 +139,7 @@ class ConsumeLoop : ExecutorLoop {
         }
         continue;
       }
-      const int32_t tile_rows =
-          static_cast<int32_t>((chunk_rows + plan_.tile_m - 1) / plan_.tile_m);
+      const int64_t tile_rows = (chunk_rows + plan_.tile_m - 1) / plan_.tile_m;
       kernels::GemmParams gemm = call_.gemms[weight].params;
       gemm.m = parts_ * chunk_rows;
       gemm.input = place(chunk);
@@ -154,25 +149,9 @@ class ConsumeLoop : ExecutorLoop {
       gemm.rows.first_row = static_cast<int32_t>(rows.begin / plan_.tile_m);
       gemm.rows.output_parts = parts_;
       gemm.rows.skip = group_.rank();
-      gemm.order = order(gemm, tile_rows, parts_ - 1);
+      gemm.order = launch_order(gemm.n, tile_rows, parts_ - 1);
       launch(gemm);
     }
-  }
-
-  // Tiles of one launch: `rows` tile rows of each of `parts` parts.
-  plan::TileOrder order(const kernels::GemmParams& gemm, int32_t rows, int32_t parts) const {
-    const int32_t cluster = plan_.cluster_m;
-    const int32_t height = (rows + cluster - 1) / cluster * cluster * parts;
-    const int32_t band = std::min(height, std::max(kBandRows, cluster));
-    plan::TileOrder order;
-    order.tiles_m = height;
-    order.tiles_n = static_cast<int32_t>((gemm.n + plan_.tile_n - 1) / plan_.tile_n);
-    order.parts = parts;
-    order.runs[order.num_runs++] = {band, height / band};
-    if (height % band != 0) order.runs[order.num_runs++] = {height % band, 1};
-    order.num_chunks = 1;
-    order.chunk_begin[1] = order.num_tiles();
-    return order;
   }
 
   void launch(const kernels::GemmParams& gemm) {

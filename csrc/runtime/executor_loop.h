@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -107,6 +108,22 @@ class ExecutorLoop {
     } else {
       group_.track(stream_, chunks);
     }
+  }
+
+  // Tiles of a launch without chunks: `tile_rows` of each of `parts` parts, rounded up to clusters.
+  plan::TileOrder launch_order(int64_t columns, int64_t tile_rows, int32_t parts) const {
+    const int32_t cluster = plan_.cluster_m;
+    const auto height = static_cast<int32_t>((tile_rows + cluster - 1) / cluster * cluster * parts);
+    const int32_t band = std::min(height, std::max(kBandRows, cluster));
+    plan::TileOrder order;
+    order.tiles_m = height;
+    order.tiles_n = static_cast<int32_t>((columns + plan_.tile_n - 1) / plan_.tile_n);
+    order.parts = parts;
+    order.runs[order.num_runs++] = {band, height / band};
+    if (height % band != 0) order.runs[order.num_runs++] = {height % band, 1};
+    order.num_chunks = 1;
+    order.chunk_begin[1] = order.num_tiles();
+    return order;
   }
 
   // Until *counter >= expected, with the group's deadline.

@@ -146,18 +146,15 @@ class ProduceLoop : ExecutorLoop {
 
   // Behind the next chunk's communication: back to row-major, parts added up, plus bias.
   void finish(int chunk) {
-    const cudaStream_t copy = device_.copy.get();
+    const cudaStream_t copies = device_.copy.get();
     if (plan_.layout == plan::Layout::kPacked) {
-      check_cuda(kernels::unpack_chunk(reorder_params(chunk), copy), "unpacking a chunk");
+      check_cuda(kernels::unpack_chunk(reorder_params(chunk), copies), "unpacking a chunk");
       return;
     }
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     if (call_.bias == nullptr) {
       // The copy engine, which takes no SM from GEMM and communication.
-      check_cuda(cudaMemcpyAsync(destination(chunk), result(chunk),
-                                 static_cast<size_t>((rows.end - rows.begin) * row_bytes()),
-                                 cudaMemcpyDeviceToDevice, copy),
-                 "copying a chunk");
+      copy(destination(chunk), result(chunk), (rows.end - rows.begin) * row_bytes(), copies);
       return;
     }
     kernels::BiasParams params;
@@ -168,7 +165,7 @@ class ProduceLoop : ExecutorLoop {
     params.destination = destination(chunk);
     params.bias = call_.bias;
     params.ctas = finish_ctas_;
-    check_cuda(kernels::add_bias(params, copy), "adding the bias to a chunk");
+    check_cuda(kernels::add_bias(params, copies), "adding the bias to a chunk");
   }
 
   int64_t row_bytes() const { return plan_.problem.n * element_bytes_; }

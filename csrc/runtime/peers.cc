@@ -4,6 +4,7 @@
 #include <chrono>
 #include <thread>
 
+#include "plan/plan.h"
 #include "runtime/error.h"
 
 namespace overlap::runtime {
@@ -12,6 +13,7 @@ namespace {
 constexpr int64_t kFlagBytes = int64_t{1} << 12;
 constexpr int64_t kMinSlotBytes = int64_t{1} << 21;
 constexpr std::chrono::seconds kPatience{1};
+static_assert(plan::kMaxPeerRanks == kernels::kMaxPeers);
 
 }  // namespace
 
