@@ -84,6 +84,7 @@ __all__ = [
     "candidates",
     "clear_plans",
     "decode",
+    "direct",
     "encode",
     "from_dict",
     "from_json",
@@ -202,6 +203,21 @@ def packed(
     plan.collective = enum_member(Collective, collective)
     validate(plan)
     return plan
+
+
+def direct(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
+    """A plan in one step over peers, for few rows: lowest latency, nothing is cut into chunks.
+
+    Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks
+    that add them up: with ``sm90_pingpong`` from the GEMM's own stores, with ``library`` from the
+    kernel that adds, behind the framework's GEMM. ``allgather_gemm`` takes ``library``: one kernel
+    gathers, then the framework computes. Rows of the output, or of an all-gather's input, must
+    be multiples of 16 bytes.
+
+    Raises:
+        ValueError: a plan that could not run; the message says what is allowed.
+    """
+    return _plan.make_direct(problem, enum_member(Kernel, kernel))
 
 
 # --- the op library's plans -----------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ CudaCall::CudaCall(const OpCall& call)
     : stream(at::cuda::getCurrentCUDAStream().stream()),
       group(cuda_group(call.group, call.input.device().index(), stream)),
       entry(call.group->plan(call.problem, at::kCUDA, group->machine())) {
-  if (entry->by_planner && (entry->plan.resources.window || plan::over_peers(entry->plan))) {
+  if (entry->by_planner && entry->plan.resources.window) {
     const auto captured = call.group->capture_plan(call.problem, group->machine());
     if (runtime::capture_id(stream).has_value()) {
       entry = captured;

@@ -76,6 +76,44 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   return output;
 }
 
+at::Tensor run_direct(const OpCall& call, const CudaCall& cuda) {
+  const plan::Plan& plan = cuda.plan();
+  const bool all_reduces = plan.problem.op == plan::Op::kGemmAllReduce;
+  at::Tensor product;
+  at::Tensor output;
+  at::Tensor input;
+  at::Tensor bias;
+  runtime::ProduceCall direct;
+  direct.plan = &plan;
+  direct.order = &cuda.entry->order;
+  direct.stream = cuda.stream;
+  direct.delay_us = side_delay_us();
+  direct.trace = cuda.trace();
+  if (call.bias().has_value()) {
+    bias = call.bias()->contiguous();
+    direct.bias = bias.const_data_ptr();
+  }
+  if (plan.schedule == plan::Schedule::kOverlapped || !all_reduces) {
+    const int64_t rows = all_reduces ? plan.problem.m : plan.problem.m / plan.problem.world_size;
+    output = at::empty({rows, plan.problem.n}, call.input.options());
+    direct.output = output.data_ptr();
+  }
+  if (plan.schedule == plan::Schedule::kOverlapped) {
+    input = k_contiguous(call.input);
+    direct.gemm = gemm_params(input, call.weight(), cuda);
+    kernels::GemmParams probe = direct.gemm;
+    probe.output = probe.more_outputs[0] = direct.output;
+    probe.num_more_outputs = 1;
+    direct.signals = kernel_takes(probe, call.weight(), plan);
+  }
+  direct.library_product = [&] {
+    product = at::mm(call.input, call.weight().t());
+    return product.data_ptr();
+  };
+  runtime::run_direct(*cuda.group, direct);
+  return output.defined() ? output : product;
+}
+
 at::Tensor run_sequential(const OpCall& call, const CudaCall& cuda) {
   at::Tensor product;
   at::Tensor output;
@@ -99,6 +137,7 @@ at::Tensor run_sequential(const OpCall& call, const CudaCall& cuda) {
 
 at::Tensor run(const OpCall& call) {
   const CudaCall cuda(call);
+  if (cuda.plan().collective == plan::Collective::kDirect) return run_direct(call, cuda);
   return cuda.plan().schedule == plan::Schedule::kOverlapped ? run_overlapped(call, cuda)
                                                              : run_sequential(call, cuda);
 }

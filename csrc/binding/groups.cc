@@ -64,7 +64,6 @@ std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
 std::shared_ptr<const PlanEntry> GroupEntry::capture_plan(const plan::Problem& problem,
                                                           plan::Machine machine) {
   machine.windows = false;
-  machine.peer_gbps = 0.0;
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = capture_plans_[key(problem, at::kCUDA)];
   if (entry == nullptr) {

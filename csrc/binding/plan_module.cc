@@ -89,7 +89,8 @@ void bind_enums(py::module_& m) {
       .value("REDUCE_SCATTER", Collective::kReduceScatter)
       .value("ALL_GATHER", Collective::kAllGather)
       .value("ALL_TO_ALL", Collective::kAllToAll)
-      .value("RING", Collective::kRing);
+      .value("RING", Collective::kRing)
+      .value("DIRECT", Collective::kDirect);
   py::enum_<Layout>(m, "Layout")
       .value("ROW_MAJOR", Layout::kRowMajor)
       .value("PACKED", Layout::kPacked);
@@ -344,6 +345,7 @@ void bind_planner(py::module_& m) {
   m.def("candidates", &plan::candidates, py::arg("problem"), py::arg("machine"));
   m.def("make_plan", &plan::make_plan, py::arg("problem"), py::arg("machine"));
   m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"));
+  m.def("make_direct", &plan::make_direct, py::arg("problem"), py::arg("kernel"));
   m.def("make_all_to_all", &plan::make_all_to_all, py::arg("problem"), py::arg("kernel"),
         py::arg("resources") = Resources{}, py::arg("max_ctas") = 0,
         py::arg("transport") = Transport::kNccl);

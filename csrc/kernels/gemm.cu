@@ -1,6 +1,7 @@
 // Which GEMM takes which operands, and loading them all before anything waits.
 #include "kernels/gemm.h"
 
+#include "kernels/peer_collective.h"
 #include "kernels/peer_signal.h"
 #include "kernels/reorder.h"
 #include "kernels/signal.h"
@@ -14,6 +15,11 @@
 
 namespace overlap::kernels {
 namespace {
+
+// What only the instances for peers take.
+bool for_peers(const GemmParams& params) {
+  return params.source != nullptr || params.num_more_outputs > 0;
+}
 
 #if defined(OVERLAP_WITH_SM90)
 constexpr int64_t kMaxTmaExtent = int64_t{1} << 31;
@@ -32,6 +38,11 @@ bool gemm_sm90_supported(const GemmParams& params) {
     return false;
   if (params.n % kTmaElements != 0 || params.k % kTmaElements != 0) return false;
   const bool row_major = params.layout == plan::Layout::kRowMajor;
+  for (int32_t output = 0; output < params.num_more_outputs; ++output) {
+    if (!row_major || params.source != nullptr || !is_aligned(params.more_outputs[output])) {
+      return false;
+    }
+  }
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
          params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
          (!row_major || params.output_stride % kTmaElements == 0) &&
@@ -39,9 +50,9 @@ bool gemm_sm90_supported(const GemmParams& params) {
           (row_major && is_aligned(params.source) && params.source_stride % kTmaElements == 0));
 }
 
-GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool source) {
+GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
   const bool bf16 = dtype == plan::DType::kBFloat16;
-  if (source) return bf16 ? gemm_sm90_source_bf16() : gemm_sm90_source_fp16();
+  if (peers) return bf16 ? gemm_sm90_peers_bf16() : gemm_sm90_peers_fp16();
   if (kernel == plan::Kernel::kSm90Pingpong) {
     return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
   }
@@ -55,13 +66,13 @@ bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
   switch (kernel) {
 #if defined(OVERLAP_WITH_SM80)
     case plan::Kernel::kSm80:
-      return params.source == nullptr && gemm_sm80_supported(params);
+      return !for_peers(params) && gemm_sm80_supported(params);
 #endif
 #if defined(OVERLAP_WITH_SM90)
     case plan::Kernel::kSm90Pingpong:
       return gemm_sm90_supported(params);
     case plan::Kernel::kSm90Cooperative:
-      return params.source == nullptr && gemm_sm90_supported(params);
+      return !for_peers(params) && gemm_sm90_supported(params);
 #endif
     default:
       return false;
@@ -77,7 +88,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
 #if defined(OVERLAP_WITH_SM90)
     case plan::Kernel::kSm90Pingpong:
     case plan::Kernel::kSm90Cooperative:
-      return sm90_instance(kernel, params.dtype, params.source != nullptr).launch(params, stream);
+      return sm90_instance(kernel, params.dtype, for_peers(params)).launch(params, stream);
 #endif
     default:
       return cudaErrorNotSupported;
@@ -88,6 +99,7 @@ cudaError_t load_kernels() {
   cudaError_t error = load_signal_kernels();
   if (error == cudaSuccess) error = load_reorder_kernels();
   if (error == cudaSuccess) error = load_peer_signal_kernels();
+  if (error == cudaSuccess) error = load_peer_collective_kernels();
 #if defined(OVERLAP_WITH_SM80)
   if (error == cudaSuccess) error = load_gemm_sm80();
 #endif

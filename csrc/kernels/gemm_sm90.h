@@ -10,7 +10,8 @@
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
 //   team 1   |                 | mma 1  | store 1, signal | ...
 //
-// With a source a second producer warp loads its tiles, which the teams add before they store.
+// For peers (kPeers) there may be a source: a second producer warp loads its tiles, which the teams
+// add before they store. Or there are several outputs, each with a tensor map of its own.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -32,7 +33,7 @@
 
 namespace overlap::kernels {
 
-template <bool kPingpong, class Element_, bool kWeightKContiguous_, bool kSource>
+template <bool kPingpong, class Element_, bool kWeightKContiguous_, bool kPeers>
 struct GemmSm90 {
   using Element = Element_;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
@@ -49,13 +50,13 @@ struct GemmSm90 {
 
   // Alpha = 1, and beta = 1 for a source: the epilogue adds it, converts and stores.
   using Fusion =
-      std::conditional_t<kSource,
+      std::conditional_t<kPeers,
                          cutlass::epilogue::fusion::LinearCombination<Element, float, Element>,
                          cutlass::epilogue::fusion::ScaledAcc<Element, float>>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float,
-      std::conditional_t<kSource, Element, void>, cutlass::layout::RowMajor, kAlignment, Element,
+      std::conditional_t<kPeers, Element, void>, cutlass::layout::RowMajor, kAlignment, Element,
       cutlass::layout::RowMajor, kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
@@ -96,9 +97,13 @@ struct GemmSm90 {
     alignas(16) typename TeamOrder::SharedStorage order;
   };
 
+  static constexpr int kMaxOutputs = kPeers ? 1 + kMaxMoreOutputs : 1;
+
   struct Params {
     typename Mainloop::Params mainloop;
-    typename Epilogue::Params epilogue;
+    typename Epilogue::Params epilogue[kMaxOutputs];
+    int32_t num_outputs;
+    bool has_source;
     ProblemShape gemm_shape;   // of the operands
     ProblemShape store_shape;  // of the output: (rows, N, K, parts), or (tile_m, tile_n, K, tiles)
                                // if packed
@@ -140,6 +145,8 @@ struct GemmSm90 {
         return cute::make_shape(gemm.order.tiles_m * kTileM, n, k, 1);
       case plan::RowMap::Mode::kGather:
         return cute::make_shape(gemm.rows.part_rows, n, k, gemm.rows.output_parts);
+      case plan::RowMap::Mode::kSplit:
+        return cute::make_shape(gemm.rows.part_rows, n, k, 1);
       default:
         return cute::make_shape(static_cast<int>(gemm.m), n, k, 1);
     }
@@ -185,13 +192,20 @@ struct GemmSm90 {
     epilogue.thread.alpha = 1.0f;
     epilogue.ptr_D = static_cast<Element*>(gemm.output);
     epilogue.dD = stride_d;
-    if constexpr (kSource) {
-      epilogue.thread.beta = 1.0f;
-      epilogue.ptr_C = static_cast<const Element*>(gemm.source);
+    params.has_source = gemm.source != nullptr;
+    if constexpr (kPeers) {
+      epilogue.thread.beta = params.has_source ? 1.0f : 0.0f;
+      // Its tensor map is made in any case, and wants an address.
+      epilogue.ptr_C = static_cast<const Element*>(params.has_source ? gemm.source : gemm.output);
       epilogue.dC = stride_d;
-      cute::get<0>(epilogue.dC) = gemm.source_stride;
+      if (params.has_source) cute::get<0>(epilogue.dC) = gemm.source_stride;
     }
-    params.epilogue = Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
+    params.num_outputs = 1 + gemm.num_more_outputs;
+    for (int output = 0; output < params.num_outputs; ++output) {
+      if (output > 0) epilogue.ptr_D = static_cast<Element*>(gemm.more_outputs[output - 1]);
+      params.epilogue[output] =
+          Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
+    }
     return params;
   }
 
@@ -225,7 +239,7 @@ struct GemmSm90 {
   // The source's tiles, in the order in which the teams store theirs.
   CUTLASS_DEVICE static void produce_source(const Params& params, SharedStorage& shared,
                                             LoadPipeline& pipeline) {
-    Epilogue epilogue(params.epilogue, shared.tensors.epilogue);
+    Epilogue epilogue(params.epilogue[0], shared.tensors.epilogue);
     TiledMma tiled_mma;
     auto state = cutlass::make_producer_start_state<LoadPipeline>();
     for (Tiles tiles(params.order, 0); tiles.valid(); tiles.advance(1)) {
@@ -241,7 +255,7 @@ struct GemmSm90 {
                                      MainloopPipeline& pipeline, LoadPipeline& load_pipeline,
                                      TeamOrder& order, int team) {
     Mainloop mainloop;
-    Epilogue epilogue(params.epilogue, shared.tensors.epilogue);
+    Epilogue epilogue(params.epilogue[0], shared.tensors.epilogue);
     typename StorePipeline::Params store_params;
     store_params.always_wait = true;
     StorePipeline store_pipeline(store_params);
@@ -280,11 +294,27 @@ struct GemmSm90 {
               ? cute::make_coord(
                     0, 0, cute::_,
                     plan::packed_slot(params.order, step.index, params.parts, params.part))
-              : cute::make_coord(rows.output_row, step.coord.column, cute::_, rows.output_part);
+              : cute::make_coord(rows.output_row, step.coord.column, cute::_,
+                                 params.num_outputs > 1 ? 0 : rows.output_part);
       if constexpr (kTeams > 1) order.wait();
-      auto [load_next, store_next] = epilogue.store(
-          load_pipeline, load_state, store_pipeline, store_state, params.store_shape, TileShape{},
-          place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
+      // A tile goes to all outputs, or to that of its part.
+      int output = 0;
+      int last_output = 0;
+      if constexpr (kPeers) {
+        const bool split = params.rows.mode == plan::RowMap::Mode::kSplit;
+        output = split ? rows.output_part : 0;
+        last_output = split ? output : params.num_outputs - 1;
+      }
+      auto load_next = load_state;
+      auto store_next = store_state;
+      for (; output <= last_output; ++output) {
+        Epilogue epilogue(params.epilogue[kPeers ? output : 0], shared.tensors.epilogue);
+        auto [load_end, store_end] = epilogue.store(
+            load_pipeline, load_state, store_pipeline, store_next, params.store_shape, TileShape{},
+            place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
+        load_next = load_end;
+        store_next = store_end;
+      }
       if constexpr (kTeams > 1) {
         // The other team writes the same shared memory next: the copy engine must have read it.
         auto [load_end, store_end] =
@@ -321,7 +351,7 @@ struct GemmSm90 {
 
     if (cutlass::canonical_warp_idx_sync() == 0 && cute::elect_one_sync()) {
       Mainloop::prefetch_tma_descriptors(params.mainloop);
-      Epilogue::prefetch_tma_descriptors(params.epilogue);
+      Epilogue::prefetch_tma_descriptors(params.epilogue[0]);
     }
 
     typename MainloopPipeline::Params mainloop_params;
@@ -342,7 +372,7 @@ struct GemmSm90 {
     load_params.producer_arv_count = cutlass::NumThreadsPerWarp;
     load_params.consumer_arv_count = kTeamThreads;
     if constexpr (Epilogue::RequiresTransactionBytes) {
-      load_params.transaction_bytes = params.epilogue.tma_transaction_bytes;
+      load_params.transaction_bytes = params.epilogue[0].tma_transaction_bytes;
     }
     LoadPipeline load_pipeline(shared.load, load_params);
 
@@ -358,8 +388,8 @@ struct GemmSm90 {
     if (producer) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp_in_group == kLoadWarp) produce(params, shared, pipeline);
-      if constexpr (kSource) {
-        if (warp_in_group == kSourceWarp) produce_source(params, shared, load_pipeline);
+      if constexpr (kPeers) {
+        if (warp_in_group == kSourceWarp && params.has_source) produce_source(params, shared, load_pipeline);
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
@@ -410,10 +440,10 @@ struct GemmSm90Launcher {
 };
 
 // Both weight layouts of one schedule and dtype.
-template <bool kPingpong, class Element, bool kSource = false>
+template <bool kPingpong, class Element, bool kPeers = false>
 GemmSm90Instance make_gemm_sm90_instance() {
-  using KContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, true, kSource>>;
-  using NContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, false, kSource>>;
+  using KContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, true, kPeers>>;
+  using NContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, false, kPeers>>;
   GemmSm90Instance instance;
   instance.launch = [](const GemmParams& params, cudaStream_t stream) {
     return params.weight_k_contiguous ? KContiguous::launch(params, stream)

@@ -17,8 +17,8 @@ GemmSm90Instance gemm_sm90_pingpong_fp16();
 GemmSm90Instance gemm_sm90_cooperative_bf16();
 GemmSm90Instance gemm_sm90_cooperative_fp16();
 
-// Ping-pong, with a source that is added to the product.
-GemmSm90Instance gemm_sm90_source_bf16();
-GemmSm90Instance gemm_sm90_source_fp16();
+// Ping-pong, with a source that is added to the product, or with several outputs.
+GemmSm90Instance gemm_sm90_peers_bf16();
+GemmSm90Instance gemm_sm90_peers_fp16();
 
 }  // namespace overlap::kernels

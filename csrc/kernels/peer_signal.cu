@@ -1,28 +1,27 @@
 #include "kernels/peer_signal.h"
 
-#include "kernels/spin.cuh"
+#include "kernels/peer_spin.cuh"
 
 namespace overlap::kernels {
 namespace {
 
-__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
 // Each lane releases for itself, and the warp's fences are one instruction.
 __global__ void signal_peers_kernel(const __grid_constant__ PeerSignalParams params) {
   const int lane = static_cast<int>(threadIdx.x);
+  const uint64_t calls = *params.calls;
   __threadfence_system();
   if (lane < params.count) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(params.flags[lane]), "l"(params.value)
-                 : "memory");  // [B]
+    store_relaxed_sys(params.flags[lane],
+                      params.ends_call ? calls + 1 : peer_step_number(calls, params.step));  // [B]
   }
+  __syncwarp();
+  if (params.ends_call && lane == 0) *params.calls = calls + 1;
 }
 
 __global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params) {
   if (threadIdx.x != 0) return;
+  const uint64_t calls = *params.calls;
+  const uint64_t value = params.slot_is_free ? calls : peer_step_number(calls, params.step);
   int32_t peer = 0;
   uint64_t seen = 0;
   spin(
@@ -31,16 +30,11 @@ __global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params)
         for (; peer < kMaxPeers; ++peer) {
           if ((params.ranks >> peer & 1) == 0) continue;
           seen = load_acquire_sys(params.flags + peer);  // [B]
-          if (seen < params.value) return false;
+          if (seen < value) return false;
         }
         return true;
       },
-      [&] {
-        constexpr uint64_t kLowBits = 0xffffff;
-        write_report(params.report,
-                     {params.chunk, peer, static_cast<int32_t>(params.value & kLowBits),
-                      static_cast<int32_t>(seen & kLowBits)});
-      });
+      [&] { write_report(params.report, missed_peer(params.chunk, peer, value, seen)); });
   if (params.report != nullptr) {
     store_relaxed_sys(&params.report->reached, params.chunk);
   }

@@ -1,5 +1,9 @@
 // Signals between GPUs that see each other's memory: sequence numbers that only grow, each in the
 // memory of the one that waits for it, written by one peer.
+//
+// The numbers are made on the device, so that a CUDA graph that is replayed makes new ones: a slot
+// of memory counts the calls that have ended in it, and each rank's count of the same slot goes
+// through the same values, as all ranks make the same calls.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,29 +15,40 @@
 namespace overlap::kernels {
 
 inline constexpr int kMaxPeers = 8;
+inline constexpr uint64_t kPeerSteps = 256;  // of a call, at most
+
+// The number that stands for a step of the call in progress, after `calls` that have ended: more
+// than that of any step before.
+OVERLAP_HOST_DEVICE constexpr uint64_t peer_step_number(uint64_t calls, int32_t step) {
+  return calls * kPeerSteps + static_cast<uint64_t>(step) + 1;
+}
 
 struct PeerSignalParams {
   int32_t count = 0;
   uint64_t* flags[kMaxPeers] = {};  // in the peers' memory
-  uint64_t value = 0;
+  uint64_t* calls = nullptr;        // own memory: calls that have ended in this slot
+  int32_t step = 0;
+  bool ends_call = false;  // announces, in place of a step, that the call has ended, and counts it
 };
 
-// Enqueues a one-warp kernel that announces `value` to the peers: everything that the stream did
+// Enqueues a one-warp kernel that announces a step to the peers: everything that the stream did
 // before, copies to their memory included, is visible to whoever acquires it. [B]
 cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_t stream);
 
 struct PeerWaitParams {
   const uint64_t* flags = nullptr;  // own memory, one for each rank
   uint32_t ranks = 0;               // bit mask of those to wait for
-  uint64_t value = 0;
+  const uint64_t* calls = nullptr;  // as above
+  int32_t step = 0;
+  bool slot_is_free = false;  // waits, in place of a step, until the peers' calls before have ended
   int64_t deadline_ns = 0;
   int32_t chunk = 0;             // for the report
   WaitReport* report = nullptr;  // pinned host memory mapped into the device
 };
 
-// Enqueues a one-warp kernel that ends once each of these flags is at least `value` (acquire) [B], or
-// at the deadline, with a report that names the first rank that it missed. The report's counts are
-// the low bits of the sequence numbers.
+// Enqueues a one-warp kernel that ends once each of these flags is at least the step's number
+// (acquire) [B], or at the deadline, with a report that names the first rank that it missed. The
+// report's counts are the low bits of the sequence numbers.
 cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream);
 
 // Loads both kernels on the current device.

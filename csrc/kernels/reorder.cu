@@ -3,12 +3,11 @@
 // with kRows independent loads in flight.
 #include "kernels/reorder.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <atomic>
 #include <limits>
+
+#include "kernels/element.cuh"
 
 namespace overlap::kernels {
 namespace {
@@ -40,30 +39,6 @@ struct MoveParams {
   int64_t part_stride;  // kUnpackSum: elements from a chunk's first part to its second
   plan::TileOrder order;
 };
-
-template <class T, int kVector>
-struct alignas(sizeof(T) * kVector) Access {
-  T element[kVector];
-};
-
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
-  return __bfloat162float(value);
-}
-__device__ __forceinline__ float to_float(__half value) {
-  return __half2float(value);
-}
-__device__ __forceinline__ float to_float(float value) {
-  return value;
-}
-__device__ __forceinline__ void round_to(float value, __nv_bfloat16& result) {
-  result = __float2bfloat16_rn(value);
-}
-__device__ __forceinline__ void round_to(float value, __half& result) {
-  result = __float2half_rn(value);
-}
-__device__ __forceinline__ void round_to(float value, float& result) {
-  result = value;
-}
 
 // One thread's share of a block: kRows accesses, `row_step` rows apart, in one column.
 template <class T>

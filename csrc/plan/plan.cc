@@ -134,6 +134,8 @@ const char* name(Collective collective) {
       return "all_to_all";
     case Collective::kRing:
       return "ring";
+    case Collective::kDirect:
+      return "direct";
   }
   return "unknown collective";
 }
@@ -186,7 +188,10 @@ int32_t row_parts(const Problem& problem) {
 }
 
 int32_t row_parts(const Plan& plan) {
-  return plan.collective == Collective::kRing ? plan.problem.world_size : row_parts(plan.problem);
+  const bool owned = plan.collective == Collective::kRing ||
+                     (plan.collective == Collective::kDirect &&
+                      plan.schedule == Schedule::kOverlapped && plan.problem.world_size > 2);
+  return owned ? plan.problem.world_size : row_parts(plan.problem);
 }
 
 int64_t part_rows(const Plan& plan) {
@@ -195,6 +200,31 @@ int64_t part_rows(const Plan& plan) {
 
 bool over_peers(const Plan& plan) {
   return !plan.chunks.empty() && plan.chunks[0].transport == Transport::kPeer;
+}
+
+int64_t direct_piece_bytes(const Plan& plan) {
+  constexpr int64_t kAccess = 16;
+  const Problem& problem = plan.problem;
+  const int64_t bytes = problem.m * problem.n * element_bytes(problem.dtype);
+  // Two ranks of an all-reduce send each other everything, as pieces would travel twice.
+  if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) return bytes;
+  return round_up_div(round_up_div(bytes, problem.world_size), kAccess) * kAccess;
+}
+
+int64_t peer_slot_bytes(const Plan& plan) {
+  const Problem& problem = plan.problem;
+  const int64_t ranks = problem.world_size;
+  const bool all_reduces = problem.op == Op::kGemmAllReduce;
+  if (plan.collective == Collective::kAllGather) {
+    return buffer_elements(plan) * element_bytes(problem.dtype);
+  }
+  if (plan.collective == Collective::kDirect) {
+    // A piece from each rank, and, for all to have the sums, the sums from each.
+    return (all_reduces && ranks > 2 ? 2 : 1) * ranks * direct_piece_bytes(plan);
+  }
+  // Partial sums of all phases but the last, and every rank's finished part.
+  return (ranks - 1 + (all_reduces ? ranks : 0)) * part_rows(plan) * problem.n *
+         element_bytes(problem.dtype);
 }
 
 Collective collective_of(Op op) {

@@ -18,8 +18,8 @@ enum class Op : int32_t {
   kGemmAllToAll = 3,
 };
 
-// How the op runs: one GEMM, then one collective; or chunk by chunk, communication beside
-// computation.
+// How the op runs: one GEMM and one collective after it, or before it; or communication beside
+// computation: chunk by chunk, or, over peers, by the GEMM's own stores.
 enum class Schedule : int32_t { kSequential = 0, kOverlapped = 1 };
 
 // Ranks that can map each other's memory: as many as stand in kernels' tables of peers.
@@ -35,7 +35,8 @@ enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
 // third of the CTAs that its all-reduce takes. kRing, for reductions over kPeer: the rows are cut into
 // the ranks' parts; a part's partial sums go from rank to rank, each adding its own in the GEMM's
 // epilogue, and end at the part's owner, which for an all-reduce sends its finished chunks to all.
-// The other ops have one collective each.
+// kDirect, for reductions over kPeer: partial sums go straight to the ranks that need them, which add
+// them up in one kernel; the fewest steps, for few rows. The other ops have one collective each.
 enum class Collective : int32_t {
   kAllReduce = 0,
   kExchange = 1,
@@ -43,6 +44,7 @@ enum class Collective : int32_t {
   kAllGather = 3,
   kAllToAll = 4,
   kRing = 5,
+  kDirect = 6,
 };
 
 const char* name(Op op);
@@ -123,7 +125,8 @@ struct Plan {
 // for each rank; else 1.
 int32_t row_parts(const Problem& problem);
 
-// The same of a plan: a ring cuts the rows of an all-reduce, too.
+// The same of a plan: a ring cuts the rows of an all-reduce, too, and so do direct ones between more
+// than two ranks; two send each other all rows.
 int32_t row_parts(const Plan& plan);
 
 // Rows of one part.
@@ -131,6 +134,13 @@ int64_t part_rows(const Plan& plan);
 
 // Whether chunks travel through the peers' memory.
 bool over_peers(const Plan& plan);
+
+// Bytes of each rank's slot for what peers send it in one call, over peers.
+int64_t peer_slot_bytes(const Plan& plan);
+
+// Direct reductions, in bytes: what a rank is sent by each other one. The last ranks' pieces of an
+// all-reduce may be shorter.
+int64_t direct_piece_bytes(const Plan& plan);
 
 // What the chunks of this op do, unless the plan says exchange.
 Collective collective_of(Op op);

@@ -126,7 +126,7 @@ Plan decode(const std::vector<int64_t>& code) {
   plan.resources.window = reader.take("window", 0, 1) == 1;
   plan.resources.finish_ctas = reader.take_int32("finish_ctas");
   plan.resources.lanes = reader.take_int32("lanes");
-  plan.collective = reader.take_enum("collective", Collective::kRing);
+  plan.collective = reader.take_enum("collective", Collective::kDirect);
   plan.bands.resize(reader.take_length("number of band runs", 2));
   for (BandRun& run : plan.bands) {
     run.tile_rows = reader.take_int32("band height");

@@ -43,6 +43,10 @@ int32_t peer_sms(Op op) {
   return op == Op::kGemmAllReduce ? 4 : op == Op::kAllGatherGemm ? 2 : 0;
 }
 
+// Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
+constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
+constexpr int64_t kDirectAccess = 16;  // bytes
+
 // Higher bands finish later and share no more of the operands in L2.
 constexpr int32_t kMaxBandRows = 8;
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
@@ -322,6 +326,35 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   }
 }
 
+bool kernels_take(const Problem& problem) {
+  return element_bytes(problem.dtype) == 2 && problem.n % kAlignment == 0 &&
+         problem.k % kAlignment == 0;
+}
+
+// The cooperative kernel is for plans made by hand: 1.01 of cuBLAS's time, ping-pong 0.98.
+Kernel best_kernel(const Problem& problem, const Machine& machine) {
+  if (!kernels_take(problem)) return Kernel::kLibrary;
+  if (machine.has_sm90_kernels) return Kernel::kSm90Pingpong;
+  return machine.has_sm80_kernels ? Kernel::kSm80 : Kernel::kLibrary;
+}
+
+// Everything in one step, where there is little to overlap.
+void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+  const bool gathers = problem.op == Op::kAllGatherGemm;
+  const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
+  if (machine.peer_gbps < kFastPeerGbps || problem.world_size > kMaxPeerRanks ||
+      row_bytes % kDirectAccess != 0 || problem.m * row_bytes > kMaxDirectBytes ||
+      problem.dtype == DType::kFloat64) {
+    return;
+  }
+  plans.push_back(make_direct(problem, Kernel::kLibrary));
+  const bool owned = problem.op != Op::kGemmAllReduce || problem.world_size > 2;
+  if (!gathers && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
+      (!owned || problem.m % problem.world_size == 0)) {
+    plans.push_back(make_direct(problem, Kernel::kSm90Pingpong));
+  }
+}
+
 // Library GEMMs, a call per chunk: what the kernels cannot take.
 void add_gpu_library(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
   const int32_t ctas = slow_link(machine) ? 4 : 16;
@@ -338,18 +371,6 @@ void add_cpu(std::vector<Plan>& plans, const Problem& problem) {
     if (flops < kMinCpuChunkFlops * static_cast<double>(weights.size())) continue;
     add_row_panels(plans, problem, Kernel::kLibrary, {weights}, Resources{}, 0, Transport::kGloo);
   }
-}
-
-bool kernels_take(const Problem& problem) {
-  return element_bytes(problem.dtype) == 2 && problem.n % kAlignment == 0 &&
-         problem.k % kAlignment == 0;
-}
-
-// The cooperative kernel is for plans made by hand: 1.01 of cuBLAS's time, ping-pong 0.98.
-Kernel best_kernel(const Problem& problem, const Machine& machine) {
-  if (!kernels_take(problem)) return Kernel::kLibrary;
-  if (machine.has_sm90_kernels) return Kernel::kSm90Pingpong;
-  return machine.has_sm80_kernels ? Kernel::kSm80 : Kernel::kLibrary;
 }
 
 // Row counts differ by rank, so the plan says only how pieces are computed and how they travel.
@@ -435,6 +456,18 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
   return plan;
 }
 
+Plan make_direct(const Problem& problem, Kernel kernel) {
+  Plan plan = base_plan(problem, kernel, Transport::kPeer, {});
+  plan.schedule = kernel == Kernel::kLibrary ? Schedule::kSequential : Schedule::kOverlapped;
+  if (problem.op != Op::kAllGatherGemm) plan.collective = Collective::kDirect;
+  const int32_t rows = tiles_m(plan);
+  const int32_t most = std::max(kMaxBandRows, plan.cluster_m);
+  cut_into_bands(plan, rows, std::max(1, std::min(most, rows)));
+  plan.chunks.push_back({.tiles = rows * tiles_n(plan), .transport = Transport::kPeer});
+  validate(plan);
+  return plan;
+}
+
 Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
                      int32_t max_ctas, Transport transport) {
   Plan plan = base_plan(problem, kernel, transport, {});
@@ -455,9 +488,14 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
   if (nothing_to_overlap || unmeasured) return plans;
   if (all_to_all) {
     add_all_to_all(plans, problem, machine);
-  } else if (machine.arch == 0) {
+    return plans;
+  }
+  if (machine.arch == 0) {
     add_cpu(plans, problem);
-  } else if (const Kernel kernel = best_kernel(problem, machine); kernel == Kernel::kLibrary) {
+    return plans;
+  }
+  add_direct(plans, problem, machine);
+  if (const Kernel kernel = best_kernel(problem, machine); kernel == Kernel::kLibrary) {
     add_gpu_library(plans, problem, machine);
   } else {
     add_gpu_kernel(plans, problem, machine, kernel);
@@ -475,10 +513,15 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
   for (size_t i = 1; i < plans.size(); ++i) {
     const bool library = plans[i].kernel == Kernel::kLibrary && machine.arch != 0;
     const bool peers = over_peers(plans[i]);
-    const double share = library ? kNeededShareLibrary : peers ? kNeededSharePeers : kNeededShare;
+    const bool overlapped = plans[i].schedule == Schedule::kOverlapped;
+    const double share = !overlapped ? 1.0
+                         : library   ? kNeededShareLibrary
+                         : peers     ? kNeededSharePeers
+                                     : kNeededShare;
     const double us = predict(plans[i], machine).total_us;
     // The first of equals stays: every rank goes through the same list in the same order.
-    const double margin_us = machine.arch == 0 ? 0.0 : peers ? kNeededUsPeers : kNeededUs;
+    const double margin_us =
+        machine.arch == 0 || !overlapped ? 0.0 : peers ? kNeededUsPeers : kNeededUs;
     if (us + margin_us < share * sequential_us && us < best_us) {
       best = i;
       best_us = us;

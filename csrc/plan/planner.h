@@ -47,6 +47,10 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
                  int32_t band_rows, const Resources& resources, int32_t max_ctas,
                  Transport transport = Transport::kNccl, const KernelShape& shape = {});
 
+// Over peers in one step: reductions are direct, from the kernel's own stores, or with kLibrary from
+// one kernel after its GEMM; an all-gather, with kLibrary, is one kernel before it.
+Plan make_direct(const Problem& problem, Kernel kernel);
+
 // gemm_alltoall: kernel, resources and transport of the pieces. How many there are follows, pair by
 // pair, from the rows that the two ranks exchange.
 Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,

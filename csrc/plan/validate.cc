@@ -61,22 +61,23 @@ void check_kernel(const Plan& plan) {
 
 // A collective that the op has. The tile grid follows from it, so this comes first.
 void check_collective_of_op(const Plan& plan) {
-  check_enum("collective", plan.collective, Collective::kRing);
-  const bool ring = plan.collective == Collective::kRing;
+  check_enum("collective", plan.collective, Collective::kDirect);
+  const bool of_peers =
+      plan.collective == Collective::kRing || plan.collective == Collective::kDirect;
   const Collective own = collective_of(plan.problem.op);
   const bool all_reduces = plan.problem.op == Op::kGemmAllReduce;
   const bool reduces = all_reduces || plan.problem.op == Op::kGemmReduceScatter;
   if (plan.collective != own && !(all_reduces && plan.collective == Collective::kExchange) &&
-      !(reduces && ring)) {
+      !(reduces && of_peers)) {
     fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
          name(own),
-         all_reduces ? ", exchange or ring"
-         : reduces   ? " or ring"
+         all_reduces ? ", exchange, ring or direct"
+         : reduces   ? ", ring or direct"
                      : "",
          ": take that");
   }
-  if (ring && !plan.chunks.empty() && !over_peers(plan)) {
-    fail("collective is ring with the transport ", name(plan.chunks[0].transport),
+  if (of_peers && !plan.chunks.empty() && !over_peers(plan)) {
+    fail("collective is ", name(plan.collective), " with the transport ", name(plan.chunks[0].transport),
          ", allowed is peer: take that, or the collective ", name(own));
   }
 }
@@ -223,26 +224,41 @@ void check_resources(const Plan& plan) {
 // What travels through the peers' memory.
 void check_peers(const Plan& plan) {
   if (!over_peers(plan)) return;
-  const bool ring = plan.collective == Collective::kRing;
   const Problem& problem = plan.problem;
-  if (!(ring || plan.collective == Collective::kAllGather) ||
-      plan.schedule != Schedule::kOverlapped || plan.layout != Layout::kRowMajor ||
+  const bool overlapped = plan.schedule == Schedule::kOverlapped;
+  const bool direct = plan.collective == Collective::kDirect;
+  const bool gathers = plan.collective == Collective::kAllGather;
+  const bool ring = plan.collective == Collective::kRing;
+  if (!(direct || gathers || (ring && overlapped)) || plan.layout != Layout::kRowMajor ||
       plan.resources.window || plan.resources.lanes != 1) {
     fail("plan of ", name(problem.op), " travels by peer with the collective ",
          name(plan.collective), ", the schedule ", name(plan.schedule), ", the layout ",
          name(plan.layout), ", window = ", plan.resources.window,
          ", lanes = ", plan.resources.lanes,
-         ", allowed are ring (of a reduction) or all_gather, overlapped, row_major, "
+         ", allowed are ring (overlapped) or direct (of a reduction) or all_gather, row_major, "
          "no window and one lane: take those, or the transport nccl");
   }
   if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
          kMaxPeerRanks, ": take the transport nccl");
   }
-  if (problem.m % problem.world_size != 0) {
+  if ((ring || row_parts(plan) > 1) && problem.m % problem.world_size != 0) {
     fail("plan travels by peer with m = ", problem.m, " on ", problem.world_size,
          " ranks, allowed are multiples of the number of ranks, as each owns an equal part: take "
          "the transport nccl");
+  }
+  if (direct && plan.chunks.size() != 1) {
+    fail("plan with the collective direct has ", plan.chunks.size(),
+         " chunks, allowed is one of all tiles: join them, or take the collective ring");
+  }
+  // One kernel moves whole accesses.
+  constexpr int64_t kAccess = 16;
+  const int64_t row_bytes =
+      (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
+  if ((direct || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
+    fail("plan travels by peer with the collective ", name(plan.collective), " and rows of ",
+         row_bytes, " bytes, allowed are multiples of ", kAccess,
+         ", which is what one access moves: take the transport nccl");
   }
 }
 
@@ -267,6 +283,10 @@ void check_schedule(const Plan& plan) {
     if (plan.chunks.size() != 1) {
       fail("sequential plan has ", plan.chunks.size(),
            " chunks, allowed is one of all tiles: join them, or take the schedule overlapped");
+    }
+    if (over_peers(plan) && (problem.m == 0 || problem.n == 0 || problem.k == 0)) {
+      fail("plan travels by peer for an empty problem (", problem.to_string(),
+           "): there is nothing to send, take the transport nccl");
     }
     if (plan.layout != Layout::kRowMajor) {
       fail("sequential plan has the layout ", name(plan.layout),

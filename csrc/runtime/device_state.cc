@@ -31,6 +31,15 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
+// Unlike the handle it never comes back for another stream. A stream that is being captured is not
+// asked: its handle is enough, as it lives as long as the capture.
+unsigned long long stream_id(cudaStream_t stream, bool captured) {
+  if (captured) return reinterpret_cast<unsigned long long>(stream);
+  unsigned long long id = 0;
+  check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+  return id;
+}
+
 }  // namespace
 
 Event::Event(unsigned int flags) {
@@ -92,13 +101,16 @@ DeviceState& DeviceState::current() {
 }
 
 void DeviceState::chain(cudaStream_t stream, std::optional<unsigned long long> capture) {
-  if (!has_last_ || last_capture_ != capture) return;
+  if (!has_last_ || last_capture_ != capture || last_stream_ == stream_id(stream, capture.has_value())) {
+    return;
+  }
   last_.block(stream);
 }
 
 void DeviceState::chained(cudaStream_t stream, std::optional<unsigned long long> capture) {
   last_.record(stream);
   last_capture_ = capture;
+  last_stream_ = stream_id(stream, capture.has_value());
   has_last_ = true;
 }
 

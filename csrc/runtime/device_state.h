@@ -93,6 +93,7 @@ class DeviceState {
   int clock_khz_ = 0;
   Event last_;
   std::optional<unsigned long long> last_capture_;
+  unsigned long long last_stream_ = 0;
   bool has_last_ = false;
 };
 

@@ -20,6 +20,10 @@
 //   side   |                                               chunks of part r: wait [A] | copy, signal [B]
 //   copy   |                                    chunks of the other parts: wait [B] | into the output
 //
+// direct, for few rows: partial sums go to whoever adds them up; nothing is forked.
+//
+//   caller | GEMM: every tile to the ranks that need it | one kernel: signal, wait [B], add |
+//
 // all to all: rows that go each their own way, in executor_all_to_all.cc. sequential: one call after
 // the other.
 //
@@ -61,6 +65,9 @@ struct ProduceCall {
   std::function<void(plan::Rows rows, void* destination)> library_gemm;
   void* library_rows = nullptr;  // row-major scratch for packed plans, [m, n], and for rings, [m /
                                  // ranks, n], without a signalling GEMM
+  // Direct plans': enqueues the whole product, [m, n], on the stream and returns where it is; of an
+  // all-reduce it becomes the output, where that is null.
+  std::function<void*()> library_product;
   // A ring's: product rows [begin, end), plus `source` where it is not null, into `destination`.
   std::function<void(plan::Rows rows, const void* source, void* destination)> library_phase;
 
@@ -130,7 +137,8 @@ bool communicates_in_place(const plan::Plan& plan);
 // anything is launched if the group has failed, or if something would have to be made inside a
 // capture.
 void run_produce(Group& group, const ProduceCall& call);
-void run_ring(Group& group, const ProduceCall& call);  // reductions over the peers' memory
+void run_ring(Group& group, const ProduceCall& call);    // reductions over the peers' memory
+void run_direct(Group& group, const ProduceCall& call);  // the same in one step
 void run_consume(Group& group, const ConsumeCall& call);
 void run_all_to_all(Group& group, const AllToAllCall& call);
 void run_sequential(Group& group, const SequentialCall& call);

@@ -46,7 +46,7 @@ class ConsumeLoop : ExecutorLoop {
  private:
   void prepare() {
     if (plan::over_peers(plan_)) {
-      prepare_peers(plan::buffer_elements(plan_) * element_bytes_);
+      prepare_peers(plan::peer_slot_bytes(plan_));
       buffer_ = peers_->slot(peer_call_, group_.rank());
       lanes_ = 2;  // one sends, one waits for what arrives
       return;
@@ -70,9 +70,8 @@ class ConsumeLoop : ExecutorLoop {
       copy(peers_->slot(peer_call_, peer) + offset + group_.rank() * bytes,
            static_cast<const char*>(call_.input) + rows.begin * row_bytes_, bytes, send);
     }
-    peers_->signal(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), send);
-    wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), chunk,
-               arrive);
+    signal_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, send);
+    wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, chunk, arrive);
     if (trace_ != nullptr) trace_->finish[chunk]->record(arrive);
     device_.communicated[chunk].record(arrive);
     device_.communicated[chunk].block(device_.copy.get());

@@ -60,15 +60,10 @@ class ExecutorLoop {
   }
 
   // The ranks' memory of each other, in place of communicators.
-  void prepare_peers(int64_t slot_bytes) {
+  void prepare_peers(int64_t slot_bytes, bool takes_slot = true) {
     group_.check();
-    if (capture_) {
-      throw Error("overlap_torch: group '" + group_.name() +
-                  "' captures a plan with the transport peer into a CUDA graph, but its calls are "
-                  "numbered by the host. Set a plan with the transport nccl for that problem.");
-    }
-    peers_ = &group_.peers(slot_bytes);
-    peer_call_ = peers_->next_call();
+    peers_ = &group_.peers(slot_bytes, capture_.has_value());
+    if (takes_slot) peer_call_ = peers_->next_call();
   }
 
   // Chains this op to the device's last one; from here on it is enqueued.
@@ -131,32 +126,37 @@ class ExecutorLoop {
     kernels::WaitParams wait;
     wait.counter = counter;
     wait.expected = expected;
-    wait.deadline_ns = std::chrono::nanoseconds(group_.timeout()).count();
+    wait.deadline_ns = deadline_ns();
     wait.chunk = chunk;
     wait.report = group_.report();
     check_cuda(kernels::wait_counter(wait, stream), "launching a wait");
   }
 
-  // Until each of these peers has signalled `value`, with the group's deadline. [B]
-  void wait_peers(Peers::Flag flag, uint32_t ranks, uint64_t value, int chunk,
-                  cudaStream_t stream) {
-    kernels::PeerWaitParams wait = peers_->wait_for(flag, ranks, value);
-    wait.deadline_ns = std::chrono::nanoseconds(group_.timeout()).count();
+  void enqueue_peer_wait(kernels::PeerWaitParams wait, int chunk, cudaStream_t stream) {
+    wait.deadline_ns = deadline_ns();
     wait.chunk = chunk;
     wait.report = group_.report();
     check_cuda(kernels::wait_peers_acquire_sys(wait, stream), "launching a wait");
   }
 
-  // The peers have read what the call before last left in the slot that this one writes to.
+  // Until each of these peers has signalled this step, with the group's deadline. [B]
+  void wait_peers(Peers::Flag flag, uint32_t ranks, int step, int chunk, cudaStream_t stream) {
+    enqueue_peer_wait(peers_->wait_for(peer_call_, flag, ranks, step), chunk, stream);
+  }
+
+  void signal_peers(Peers::Flag flag, uint32_t ranks, int step, cudaStream_t stream) {
+    peers_->signal(peer_call_, flag, ranks, step, stream);
+  }
+
+  // These peers have read what the call before left in the slot that this one writes to.
   void wait_for_slots(uint32_t ranks, cudaStream_t stream) {
-    if (peer_call_.number <= 2) return;
-    wait_peers(Peers::Flag::kReleased, ranks, peer_call_.number - 2, 0, stream);
+    enqueue_peer_wait(peers_->wait_for_slots(peer_call_, ranks), 0, stream);
   }
 
   // Nothing of this call is left to read in this rank's slot.
-  void release_slot() {
-    peers_->signal(Peers::Flag::kReleased, peers_->everyone_else(), peer_call_.number, stream_);
-  }
+  void release_slot() { peers_->end(peer_call_, stream_); }
+
+  int64_t deadline_ns() const { return std::chrono::nanoseconds(group_.timeout()).count(); }
 
   void copy(void* destination, const void* source, int64_t bytes, cudaStream_t stream) {
     check_cuda(cudaMemcpyAsync(destination, source, static_cast<size_t>(bytes),

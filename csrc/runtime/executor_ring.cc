@@ -26,8 +26,7 @@ class RingLoop : ExecutorLoop {
         part_bytes_(part_rows_ * row_bytes_) {}
 
   void run() {
-    // Partial sums of all phases but the last, and every rank's finished part.
-    prepare_peers((ranks_ - 1 + (sends_on_ ? ranks_ : 0)) * part_bytes_);
+    prepare_peers(plan::peer_slot_bytes(plan_));
     begin(call_.trace, chunks_);
     if (sends_on_ && call_.signals) {
       check_cuda(cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * static_cast<size_t>(chunks_),
@@ -61,7 +60,7 @@ class RingLoop : ExecutorLoop {
     const int next = (rank_ + 1) % ranks_;
     const bool last = phase + 1 == ranks_;
     if (phase > 0) {
-      wait_peers(Peers::Flag::kPartial, 1u << previous, peer_call_.step(phase - 1), phase, stream_);
+      wait_peers(Peers::Flag::kPartial, 1u << previous, phase - 1, phase, stream_);
     }
     const void* source =
         phase == 0 ? nullptr : peers_->slot(peer_call_, rank_) + (phase - 1) * part_bytes_;
@@ -75,7 +74,7 @@ class RingLoop : ExecutorLoop {
       if (last) device_.computed.record(stream_);
     }
     if (!last) {
-      peers_->signal(Peers::Flag::kPartial, 1u << next, peer_call_.step(phase), stream_);
+      signal_peers(Peers::Flag::kPartial, 1u << next, phase, stream_);
     } else if (trace_ != nullptr && !sends_on_) {
       for (int chunk = 0; chunk < chunks_; ++chunk) {
         trace_->ready[chunk]->record(stream_);
@@ -155,7 +154,7 @@ class RingLoop : ExecutorLoop {
     }
     // A signal stands for all chunks before, too.
     if (chunk > 0) device_.communicated[chunk - 1].block(side);
-    peers_->signal(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), side);
+    signal_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, side);
     device_.communicated[chunk].record(side);
   }
 
@@ -164,8 +163,7 @@ class RingLoop : ExecutorLoop {
     const cudaStream_t copies = device_.copy.get();
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
-    wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), peer_call_.step(chunk), chunk,
-               copies);
+    wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, chunk, copies);
     if (trace_ != nullptr) trace_->finish[chunk]->record(copies);
     for (int distance = 1; distance < ranks_; ++distance) {
       const int part = (rank_ + distance) % ranks_;

@@ -1,6 +1,8 @@
 // One after the other, on the caller's stream: what nothing overlaps on.
+#include "kernels/peer_collective.h"
 #include "runtime/error.h"
 #include "runtime/executor.h"
+#include "runtime/executor_loop.h"
 
 namespace overlap::runtime {
 namespace {
@@ -22,9 +24,59 @@ void communicate(Communicator& communicator, const SequentialCall& call, void* p
   }
 }
 
+// An all-gather over peers in one kernel, then the GEMM.
+class GatherLoop : ExecutorLoop {
+ public:
+  GatherLoop(Group& group, const SequentialCall& call)
+      : ExecutorLoop(group, *call.plan, call.stream, 0), call_(call) {}
+
+  void run() {
+    prepare_peers(plan::peer_slot_bytes(plan_));
+    begin(call_.trace, 1);
+    if (trace_ != nullptr) {
+      trace_->ready[0]->record(stream_);
+      trace_->begin[0]->record(stream_);
+    }
+    gather();
+    if (trace_ != nullptr) trace_->finish[0]->record(stream_);
+    (void)call_.gemm();
+    if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    end(1);
+  }
+
+ private:
+  void gather() {
+    const int64_t bytes = plan::part_rows(plan_) * plan_.problem.k * element_bytes_;
+    kernels::PeerCollectiveParams params = peers_->collective(peer_call_, 0);
+    params.kind = kernels::PeerCollectiveParams::Kind::kGather;
+    params.dtype = plan_.problem.dtype;
+    params.own = call_.input;
+    params.output = call_.output;
+    params.stride = bytes / kernels::kPeerAccessBytes;
+    for (int rank = 0; rank < group_.world_size(); ++rank) {
+      params.count[rank] = params.stride;
+      params.received[rank] = peers_->slot(peer_call_, group_.rank()) + rank * bytes;
+      if (rank == group_.rank()) continue;
+      params.send[rank] = call_.input;
+      params.destination[rank] = peers_->slot(peer_call_, rank) + group_.rank() * bytes;
+    }
+    params.ends_call = true;
+    params.deadline_ns = deadline_ns();
+    params.report = group_.report();
+    check_cuda(kernels::peer_collective(params, stream_), "launching an all-gather");
+  }
+
+  const SequentialCall& call_;
+};
+
 }  // namespace
 
 void run_sequential(Group& group, const SequentialCall& call) {
+  if (plan::over_peers(*call.plan)) {
+    const std::lock_guard<std::mutex> lock(group.device().mutex);
+    GatherLoop(group, call).run();
+    return;
+  }
   group.check();
   const cudaStream_t stream = call.stream;
   const std::optional<unsigned long long> capture = capture_id(stream);

@@ -134,6 +134,10 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
 }
 
 void Group::prepare(const plan::Plan& plan) {
+  if (plan::over_peers(plan)) {
+    (void)peers(plan::peer_slot_bytes(plan), false);
+    return;
+  }
   for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
     (void)communicator(communicator_of(plan, chunk), false);
   }
@@ -241,13 +245,19 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
   return staging_->pointer();
 }
 
-Peers& Group::peers(int64_t slot_bytes) {
+Peers& Group::peers(int64_t slot_bytes, bool capturing) {
   if (peers_ == nullptr) {
     throw Error(
         "overlap_torch: group '" + options_.name +
         "' runs a plan with the transport peer, but its ranks cannot map each other's memory "
         "(CUDA IPC): they are on different hosts, share a process, their devices have no peer "
         "access, or OVERLAP_PEERS=0 is set on one of them. Set a plan with the transport nccl.");
+  }
+  if (capturing && !peers_->fits(slot_bytes)) {
+    throw Error("overlap_torch: group '" + options_.name +
+                "' has not mapped slots of " + std::to_string(slot_bytes) +
+                " bytes of its ranks' memory, and none can be mapped while a CUDA graph is "
+                "captured. Call the op once with the same shapes before the capture.");
   }
   peers_->reserve(slot_bytes);
   return *peers_;
@@ -339,8 +349,6 @@ void Group::measure_peers() {
     std::memcpy(&theirs, bytes.data() + sizeof(theirs) * static_cast<size_t>(rank), sizeof(theirs));
     gbps = std::min(gbps, theirs);
   }
-  // Both calls were this rank's alone: their slots are free.
-  peers_->signal(Peers::Flag::kReleased, peers_->everyone_else(), peers_->calls(), stream);
   machine_.peer_gbps = gbps;
 }
 
@@ -390,6 +398,7 @@ void Group::mark_captured() {
   for (auto& [key, communicator] : communicators_) {
     if (communicator != nullptr) communicator->mark_captured();
   }
+  if (peers_ != nullptr) peers_->mark_captured();
 }
 
 void Group::fail(const std::string& message) {

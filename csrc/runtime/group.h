@@ -100,16 +100,16 @@ class Group {
   // inside a capture.
   Communicator& communicator(CommunicatorKey key, bool capturing);
 
-  // Makes the communicators that a plan needs, collectively.
+  // Makes the communicators, or maps the memory, that a plan needs, collectively.
   void prepare(const plan::Plan& plan);
 
   // `bytes` of registered memory for the chunks that these communicators carry. Grows collectively,
   // never inside a capture.
   void* staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing);
 
-  // The ranks' memory of each other, with slots of so many bytes. Grows collectively; the caller is
-  // not captured.
-  Peers& peers(int64_t slot_bytes);
+  // The ranks' memory of each other, with slots of so many bytes. Grows collectively, never inside a
+  // capture.
+  Peers& peers(int64_t slot_bytes, bool capturing);
 
   // Throws what went wrong since the last call; afterwards every call throws it again.
   void check();
@@ -117,7 +117,7 @@ class Group {
   // Remembers the op of so many chunks just enqueued on `stream`, for the watchdog.
   void track(cudaStream_t stream, int chunks);
 
-  // A graph now holds this group's communicators.
+  // A graph now holds this group's communicators, or its peers' memory.
   void mark_captured();
 
   // Looks for passed deadlines and NCCL errors; aborts the communicators if it finds one. Called by

@@ -10,7 +10,24 @@
 namespace overlap::runtime {
 namespace {
 
-constexpr int64_t kFlagBytes = int64_t{1} << 12;
+// What each rank's flags lie in.
+struct Flags {
+  static constexpr int kKinds = 3;
+  static constexpr int kStages = 2;
+  struct Slot {
+    uint64_t flags[kKinds][kernels::kMaxPeers];
+    uint64_t blocks[kStages][kernels::kMaxPeers][kernels::kMaxPeerBlocks];
+    uint64_t calls;        // that have ended on the owner
+    uint32_t blocks_done;  // of a collective in one kernel that is running
+  };
+  Slot slots[2];
+  uint64_t low_latency_calls;
+};
+
+// The flags, and behind them for each writer the buffers of low-latency calls, whose data have
+// meaning only there.
+constexpr int64_t kFlagBytes = (sizeof(Flags) + 4095) / 4096 * 4096;
+constexpr int64_t kLowLatencyBufferBytes = 2 * Peers::kLowLatencyBytes;  // data and numbers
 constexpr int64_t kMinSlotBytes = int64_t{1} << 21;
 constexpr std::chrono::seconds kPatience{1};
 static_assert(plan::kMaxPeerRanks == kernels::kMaxPeers);
@@ -24,23 +41,31 @@ std::unique_ptr<Peers> Peers::make(Exchange exchange, int rank, int world_size,
                                    cudaStream_t stream) {
   if (world_size < 2 || world_size > kernels::kMaxPeers) return nullptr;
   std::unique_ptr<Peers> peers(new Peers(std::move(exchange), rank, world_size, stream));
-  peers->flags_ = PeerMemory::make(peers->exchange_, rank, world_size, kFlagBytes, stream);
+  peers->flags_ =
+      PeerMemory::make(peers->exchange_, rank, world_size,
+                       kFlagBytes + world_size * 2 * kLowLatencyBufferBytes, stream);
   return peers->flags_ != nullptr ? std::move(peers) : nullptr;
 }
 
 Peers::~Peers() {
   if (flags_ == nullptr || leaked_) return;
+  if (captured_) {
+    leak();
+    return;
+  }
   const auto end = std::chrono::steady_clock::now() + kPatience;
-  std::array<uint64_t, kernels::kMaxPeers> released = {};
+  Flags flags;
   while (std::chrono::steady_clock::now() < end) {
-    if (cudaMemcpy(released.data(), flag(Flag::kReleased, rank_, 0),
-                   sizeof(uint64_t) * static_cast<size_t>(world_size_),
-                   cudaMemcpyDeviceToHost) != cudaSuccess) {
+    if (cudaMemcpy(&flags, flags_->of(rank_), sizeof(flags), cudaMemcpyDeviceToHost) !=
+        cudaSuccess) {
       break;
     }
     bool all = true;
-    for (int peer = 0; peer < world_size_; ++peer) {
-      all = all && (peer == rank_ || released[static_cast<size_t>(peer)] >= calls_);
+    for (const Flags::Slot& slot : flags.slots) {
+      for (int peer = 0; peer < world_size_; ++peer) {
+        all = all && (peer == rank_ ||
+                      slot.flags[static_cast<int>(Flag::kEnded)][peer] >= slot.calls);
+      }
     }
     if (all) return;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -74,25 +99,80 @@ void Peers::reserve(int64_t slot_bytes) {
   slot_bytes_ = rounded;
 }
 
-uint64_t* Peers::flag(Flag flag, int owner, int writer) const {
-  return reinterpret_cast<uint64_t*>(flags_->of(owner)) +
-         static_cast<int>(flag) * kernels::kMaxPeers + writer;
+uint64_t* Peers::flag(int slot, Flag flag, int owner, int writer) const {
+  return &reinterpret_cast<Flags*>(flags_->of(owner))
+              ->slots[slot]
+              .flags[static_cast<int>(flag)][writer];
 }
 
-void Peers::signal(Flag flag, uint32_t ranks, uint64_t value, cudaStream_t stream) const {
+uint64_t* Peers::block_flags(int slot, int stage, int owner, int writer) const {
+  return reinterpret_cast<Flags*>(flags_->of(owner))->slots[slot].blocks[stage][writer];
+}
+
+uint64_t* Peers::calls_ended(int slot) const {
+  return &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[slot].calls;
+}
+
+void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
+                   cudaStream_t stream) const {
   kernels::PeerSignalParams params;
   for (int peer = 0; peer < world_size_; ++peer) {
-    if ((ranks >> peer & 1) != 0) params.flags[params.count++] = this->flag(flag, peer, rank_);
+    if ((ranks >> peer & 1) != 0) {
+      params.flags[params.count++] = this->flag(call.slot, flag, peer, rank_);
+    }
   }
-  params.value = value;
+  params.calls = calls_ended(call.slot);
+  params.step = step;
+  params.ends_call = flag == Flag::kEnded;
   check_cuda(kernels::signal_peers_release_sys(params, stream), "launching a signal");
 }
 
-kernels::PeerWaitParams Peers::wait_for(Flag flag, uint32_t ranks, uint64_t value) const {
+void Peers::end(const Call& call, cudaStream_t stream) const {
+  signal(call, Flag::kEnded, everyone_else(), 0, stream);
+}
+
+kernels::PeerWaitParams Peers::wait_for(const Call& call, Flag flag, uint32_t ranks,
+                                        int step) const {
   kernels::PeerWaitParams params;
-  params.flags = this->flag(flag, rank_, 0);
+  params.flags = this->flag(call.slot, flag, rank_, 0);
   params.ranks = ranks;
-  params.value = value;
+  params.calls = calls_ended(call.slot);
+  params.step = step;
+  return params;
+}
+
+kernels::PeerWaitParams Peers::wait_for_slots(const Call& call, uint32_t ranks) const {
+  kernels::PeerWaitParams params = wait_for(call, Flag::kEnded, ranks, 0);
+  params.slot_is_free = true;
+  return params;
+}
+
+kernels::PeerCollectiveParams Peers::collective(const Call& call, int stage) const {
+  kernels::PeerCollectiveParams params;
+  params.rank = rank_;
+  params.ranks = world_size_;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    params.announce[peer] = block_flags(call.slot, stage, peer, rank_);
+    params.announce_end[peer] = flag(call.slot, Flag::kEnded, peer, rank_);
+  }
+  params.arrived = block_flags(call.slot, stage, rank_, 0);
+  params.ended = flag(call.slot, Flag::kEnded, rank_, 0);
+  params.calls = calls_ended(call.slot);
+  params.blocks_done =
+      &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].blocks_done;
+  return params;
+}
+
+kernels::PeerLowLatencyParams Peers::low_latency() const {
+  kernels::PeerLowLatencyParams params;
+  params.rank = rank_;
+  params.ranks = world_size_;
+  params.buffer_bytes = kLowLatencyBufferBytes;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    params.destination[peer] = flags_->of(peer) + kFlagBytes + rank_ * 2 * kLowLatencyBufferBytes;
+    params.received[peer] = flags_->of(rank_) + kFlagBytes + peer * 2 * kLowLatencyBufferBytes;
+  }
+  params.calls = &reinterpret_cast<Flags*>(flags_->of(rank_))->low_latency_calls;
   return params;
 }
 

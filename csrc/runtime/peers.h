@@ -8,21 +8,25 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/peer_collective.h"
 #include "kernels/peer_signal.h"
 #include "runtime/peer_memory.h"
 
 namespace overlap::runtime {
 
 // Calls take two slots in turns. Whoever writes into a peer's slot first waits until the peer has
-// released the call before last, which used the same one: normally long ago.
+// ended the call before that used it: outside CUDA graphs the call before last, normally long ago.
+// How often a slot was used is counted on the device, so that the replay of a graph counts, too; all
+// flags exist once for each slot.
 //
 //   flags of rank r, one of each kind for every rank, written by that rank:
 //     partial    the ring's previous rank has stored the partial sums of a phase
 //     arrived    rows that are final have been copied here
-//     released   that rank has read all that was written to its slot for a call
+//     ended      that rank has read all that was written to its slot for a call
+//   and, for collectives in one kernel, one for each of its blocks
 class Peers {
  public:
-  enum class Flag : int { kPartial = 0, kArrived = 1, kReleased = 2 };
+  enum class Flag : int { kPartial = 0, kArrived = 1, kEnded = 2 };
 
   // Collective. Null on all ranks where memory cannot be mapped. The stream is used, and
   // synchronised, whenever memory is made.
@@ -36,38 +40,48 @@ class Peers {
   void reserve(int64_t slot_bytes);
   bool fits(int64_t slot_bytes) const { return slots_ != nullptr && slot_bytes <= slot_bytes_; }
 
-  // One call's slot and sequence numbers. Every rank makes the same calls in the same order.
+  // One call's slot. Every rank makes the same calls, and captures the same, in the same order.
   struct Call {
-    uint64_t number = 0;  // from 1 on
-
-    // Greater than that of any step before, of this call or earlier ones.
-    uint64_t step(int index) const { return number * kSteps + static_cast<uint64_t>(index) + 1; }
+    int slot = 0;
   };
-  Call next_call() { return {++calls_}; }
-  uint64_t calls() const { return calls_; }
+  Call next_call() { return {static_cast<int>(calls_++ % kSlots)}; }
 
   // The slot of a call in the memory of `rank`.
   char* slot(const Call& call, int rank) const {
-    return slots_->of(rank) + (call.number % 2 == 0 ? 0 : slot_bytes_);
+    return slots_->of(rank) + call.slot * slot_bytes_;
   }
 
-  // Announces `value` to all peers of the mask, after what the stream did before.
-  void signal(Flag flag, uint32_t ranks, uint64_t value, cudaStream_t stream) const;
+  // Announces a step of the call to all peers of the mask, after what the stream did before.
+  void signal(const Call& call, Flag flag, uint32_t ranks, int step, cudaStream_t stream) const;
+  // Announces to all peers that the call has ended here. Comes last.
+  void end(const Call& call, cudaStream_t stream) const;
 
-  // The wait for these ranks' values; the caller adds deadline and report.
-  kernels::PeerWaitParams wait_for(Flag flag, uint32_t ranks, uint64_t value) const;
+  // The wait for these ranks' step, or for their slots; the caller adds deadline and report.
+  kernels::PeerWaitParams wait_for(const Call& call, Flag flag, uint32_t ranks, int step) const;
+  kernels::PeerWaitParams wait_for_slots(const Call& call, uint32_t ranks) const;
+
+  // Flags and counts of a collective in one kernel: the call's first (stage 0) or second. The caller
+  // adds what is moved, deadline and report.
+  kernels::PeerCollectiveParams collective(const Call& call, int stage) const;
+
+  // Buffers and count of an all-reduce of at most kLowLatencyBytes, which takes no slot.
+  kernels::PeerLowLatencyParams low_latency() const;
+  static constexpr int64_t kLowLatencyBytes = int64_t{1} << 18;
 
   uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~(1u << rank_); }
 
   int64_t bytes() const;
-  // Leaves all memory to the process: peers that failed may still write to it.
+  // Leaves all memory to the process: peers that failed may still write to it, and so may a graph.
   void leak();
+  void mark_captured() { captured_ = true; }
 
  private:
-  static constexpr uint64_t kSteps = 256;  // of a call, at most
+  static constexpr int kSlots = 2;
 
   Peers(Exchange exchange, int rank, int world_size, cudaStream_t stream);
-  uint64_t* flag(Flag flag, int owner, int writer) const;
+  uint64_t* flag(int slot, Flag flag, int owner, int writer) const;
+  uint64_t* block_flags(int slot, int stage, int owner, int writer) const;
+  uint64_t* calls_ended(int slot) const;  // own memory, as all that follow
 
   Exchange exchange_;
   int rank_ = 0;
@@ -79,6 +93,7 @@ class Peers {
   int64_t slot_bytes_ = 0;
   uint64_t calls_ = 0;
   bool leaked_ = false;
+  bool captured_ = false;
 };
 
 }  // namespace overlap::runtime

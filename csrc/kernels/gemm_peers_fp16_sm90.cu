@@ -2,7 +2,7 @@
 
 namespace overlap::kernels {
 
-GemmSm90Instance gemm_sm90_source_fp16() {
+GemmSm90Instance gemm_sm90_peers_fp16() {
   return make_gemm_sm90_instance<true, cutlass::half_t, true>();
 }
 

@@ -2,7 +2,7 @@
 
 namespace overlap::kernels {
 
-GemmSm90Instance gemm_sm90_source_bf16() {
+GemmSm90Instance gemm_sm90_peers_bf16() {
   return make_gemm_sm90_instance<true, cutlass::bfloat16_t, true>();
 }
 

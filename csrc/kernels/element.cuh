@@ -1,0 +1,33 @@
+// Elements as kernels add them: in fp32, several to an access.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace overlap::kernels {
+
+template <class T, int kVector>
+struct alignas(sizeof(T) * kVector) Access {
+  T element[kVector];
+};
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+__device__ __forceinline__ float to_float(__half value) {
+  return __half2float(value);
+}
+__device__ __forceinline__ float to_float(float value) {
+  return value;
+}
+__device__ __forceinline__ void round_to(float value, __nv_bfloat16& result) {
+  result = __float2bfloat16_rn(value);
+}
+__device__ __forceinline__ void round_to(float value, __half& result) {
+  result = __float2half_rn(value);
+}
+__device__ __forceinline__ void round_to(float value, float& result) {
+  result = value;
+}
+
+}  // namespace overlap::kernels

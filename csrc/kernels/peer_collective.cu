@@ -1,0 +1,359 @@
+#include "kernels/peer_collective.h"
+
+#include <algorithm>
+
+#include "kernels/element.cuh"
+#include "kernels/peer_spin.cuh"
+
+namespace overlap::kernels {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kBatch = 4;      // loads of a thread that are in flight at a time
+constexpr int kHotPolls = 64;  // without a pause: what is waited for is on its way
+
+using Kind = PeerCollectiveParams::Kind;
+
+// Kernels here are launched before the one in front has ended, and wait for its end themselves.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Past L1: another device wrote it.
+__device__ __forceinline__ uint4 load_access(const void* base, int64_t index) {
+  return __ldcg(static_cast<const uint4*>(base) + index);
+}
+
+__device__ __forceinline__ void store_access(void* base, int64_t index, uint4 value) {
+  static_cast<uint4*>(base)[index] = value;
+}
+
+// Calls `body(index, valid)` for kBatch indices at a time of those that this thread has of `count`.
+template <class Body>
+__device__ __forceinline__ void for_each_batch(int64_t count, Body body) {
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x; first < count;
+       first += kBatch * step) {
+    body(first, step);
+  }
+}
+
+struct Unchanged {
+  __device__ __forceinline__ uint4 operator()(uint4 value, int64_t) const { return value; }
+};
+
+template <class Change = Unchanged>
+__device__ __forceinline__ void copy_accesses(void* destination, const void* source, int64_t count,
+                                              Change change = {}) {
+  for_each_batch(count, [&](int64_t first, int64_t step) {
+    uint4 values[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * step < count) values[i] = load_access(source, first + i * step);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * step < count) store_access(destination, first + i * step, change(values[i], first + i * step));
+    }
+  });
+}
+
+template <class T, int kVector>
+__device__ __forceinline__ Access<T, kVector> add_bias(Access<T, kVector> value, const void* bias,
+                                                       int64_t index, int64_t row_count) {
+  if (bias == nullptr) return value;
+  const auto term = static_cast<const Access<T, kVector>*>(bias)[index % row_count];
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    round_to(to_float(value.element[e]) + to_float(term.element[e]), value.element[e]);
+  }
+  return value;
+}
+
+template <class T, int kVector>
+struct Sum {
+  float value[kVector] = {};
+
+  __device__ __forceinline__ void add(const Access<T, kVector>& term) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) value[e] += to_float(term.element[e]);
+  }
+  // Rounded before the bias is added, as the unfused composition rounds it.
+  __device__ __forceinline__ Access<T, kVector> rounded(const void* bias, int64_t index,
+                                                        int64_t row_count) const {
+    Access<T, kVector> result;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) round_to(value[e], result.element[e]);
+    return add_bias(result, bias, index, row_count);
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void reduce(const PeerCollectiveParams& params) {
+  constexpr int kVector = kPeerAccessBytes / sizeof(T);
+  const int64_t count = params.count[params.rank];
+  for_each_batch(count, [&](int64_t first, int64_t step) {
+    Sum<T, kVector> sums[kBatch];
+    for (int rank = 0; rank < params.ranks; ++rank) {
+      const void* source = rank == params.rank ? params.own : params.received[rank];
+      uint4 terms[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * step < count) terms[i] = load_access(source, first + i * step);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * step < count) {
+          sums[i].add(reinterpret_cast<const Access<T, kVector>&>(terms[i]));
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t index = first + i * step;
+      if (index < count) {
+        static_cast<Access<T, kVector>*>(params.output)[index] =
+            sums[i].rounded(params.bias, index, params.row_count);
+      }
+    }
+  });
+}
+
+template <class T>
+__device__ __forceinline__ void gather(const PeerCollectiveParams& params) {
+  constexpr int kVector = kPeerAccessBytes / sizeof(T);
+  for (int rank = 0; rank < params.ranks; ++rank) {
+    const void* source = rank == params.rank ? params.own : params.received[rank];
+    const int64_t offset = rank * params.stride;
+    void* destination = static_cast<uint4*>(params.output) + offset;
+    if (params.bias == nullptr) {
+      if (source != destination) copy_accesses(destination, source, params.count[rank]);
+    } else {
+      copy_accesses(destination, source, params.count[rank], [&](uint4 value, int64_t index) {
+        auto biased = add_bias(reinterpret_cast<Access<T, kVector>&>(value), params.bias,
+                               offset + index, params.row_count);
+        return reinterpret_cast<uint4&>(biased);
+      });
+    }
+  }
+}
+
+// Waits, as one thread, until the flag has this value.
+__device__ __forceinline__ void wait_for_flag(const uint64_t* flag, uint64_t value, int32_t peer,
+                                              const PeerCollectiveParams& params) {
+  uint64_t seen = 0;
+  const auto reached = [&] {
+    seen = load_acquire_sys(flag);  // [B]
+    return seen >= value;
+  };
+  for (int poll = 0; poll < kHotPolls; ++poll) {
+    if (reached()) return;
+  }
+  spin(params.deadline_ns, params.report, reached,
+       [&] { write_report(params.report, missed_peer(params.chunk, peer, value, seen)); });
+}
+
+template <class T, Kind kKind>
+__global__ void __launch_bounds__(kThreads)
+    peer_collective_kernel(const __grid_constant__ PeerCollectiveParams params) {
+  wait_for_previous_kernel();
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const bool is_peer = thread < params.ranks && thread != params.rank;
+  const uint64_t calls = *params.calls;
+  const bool sends = params.send[(params.rank + 1) % params.ranks] != nullptr;
+  const auto block = static_cast<int32_t>(blockIdx.x);
+  if (sends) {
+    // The peers have read what the call before left where this one writes.
+    if (is_peer) wait_for_flag(params.ended + thread, calls, thread, params);
+    __syncthreads();
+    for (int distance = 1; distance < params.ranks; ++distance) {
+      const int peer = (params.rank + distance) % params.ranks;
+      copy_accesses(params.destination[peer], params.send[peer],
+                    params.count[kKind == Kind::kReduce ? peer : params.rank]);
+    }
+    __syncthreads();
+  }
+  // Of this block; where the kernel before sent, one flag stands for all blocks.
+  const int32_t flag = sends ? block : 0;
+  if (is_peer) {
+    if (block == flag) {
+      __threadfence_system();
+      store_relaxed_sys(params.announce[thread] + flag, calls + 1);  // [B]
+    }
+    wait_for_flag(params.arrived + thread * kMaxPeerBlocks + flag, calls + 1, thread, params);
+  }
+  __syncthreads();
+  if constexpr (kKind == Kind::kReduce) {
+    reduce<T>(params);
+  } else {
+    gather<T>(params);
+  }
+  if (!params.ends_call) return;
+  __syncthreads();
+  __shared__ bool last;
+  if (thread == 0) {
+    __threadfence();
+    last = atomicAdd(params.blocks_done, 1) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (!last) return;
+  if (is_peer) {
+    __threadfence_system();
+    store_relaxed_sys(params.announce_end[thread], calls + 1);  // [B]
+  }
+  if (thread == params.rank) {
+    *params.blocks_done = 0;
+    *params.calls = calls + 1;
+  }
+}
+
+// --- low latency ---------------------------------------------------------------------------------
+
+struct Unit {
+  uint32_t low;
+  uint32_t high;
+};
+
+__device__ __forceinline__ void store_unit(void* base, int64_t index, Unit unit, uint32_t number) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(
+                   static_cast<uint4*>(base) + index),
+               "r"(unit.low), "r"(number), "r"(unit.high)
+               : "memory");
+}
+
+// Each half of 8 bytes is stored at once, with the number beside its data.
+__device__ __forceinline__ bool load_unit(const void* base, int64_t index, uint32_t number,
+                                          Unit& unit) {
+  uint32_t first = 0;
+  uint32_t second = 0;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(unit.low), "=r"(first), "=r"(unit.high), "=r"(second)
+               : "l"(static_cast<const uint4*>(base) + index)
+               : "memory");
+  return first == number && second == number;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    peer_low_latency_kernel(const __grid_constant__ PeerLowLatencyParams params) {
+  constexpr int kVector = sizeof(Unit) / sizeof(T);
+  wait_for_previous_kernel();
+  const uint64_t calls = *params.calls / kMaxPeerBlocks;
+  const auto number = static_cast<uint32_t>(calls + 1);
+  const int64_t buffer = calls % 2 == 0 ? 0 : params.buffer_bytes;
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x; unit < params.count;
+       unit += step) {
+    const Unit own = static_cast<const Unit*>(params.own)[unit];
+    for (int distance = 1; distance < params.ranks; ++distance) {
+      const int peer = (params.rank + distance) % params.ranks;
+      store_unit(static_cast<char*>(params.destination[peer]) + buffer, unit, own, number);
+    }
+    Sum<T, kVector> sum;
+    for (int rank = 0; rank < params.ranks; ++rank) {
+      Unit term = own;
+      if (rank != params.rank) {
+        const void* place = static_cast<const char*>(params.received[rank]) + buffer;
+        const auto reached = [&] { return load_unit(place, unit, number, term); };
+        bool arrived = false;
+        for (int poll = 0; poll < kHotPolls && !arrived; ++poll) arrived = reached();
+        if (!arrived) {
+          spin(params.deadline_ns, params.report, reached,
+               [&] { write_report(params.report, missed_peer(params.chunk, rank, number, 0)); });
+        }
+      }
+      sum.add(reinterpret_cast<const Access<T, kVector>&>(term));
+    }
+    static_cast<Access<T, kVector>*>(params.output)[unit] =
+        sum.rounded(params.bias, unit, params.row_count);
+  }
+  // All blocks together count the call once; none reads the count after its own share.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(params.calls),
+              static_cast<unsigned long long>(kMaxPeerBlocks / gridDim.x));
+  }
+}
+
+// --- host ----------------------------------------------------------------------------------------
+
+// A power of two, so that blocks can count a call in equal shares.
+int blocks_for(int64_t threads_wanted) {
+  int blocks = 1;
+  while (blocks < kMaxPeerBlocks && blocks * int64_t{kThreads} < threads_wanted) blocks *= 2;
+  return blocks;
+}
+
+template <class Params>
+cudaError_t launch(void (*kernel)(Params), int blocks, const Params& params, cudaStream_t stream) {
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned int>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <class T>
+cudaError_t launch_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
+  const int blocks = blocks_for(*std::max_element(params.count, params.count + params.ranks));
+  return params.kind == Kind::kReduce
+             ? launch(peer_collective_kernel<T, Kind::kReduce>, blocks, params, stream)
+             : launch(peer_collective_kernel<T, Kind::kGather>, blocks, params, stream);
+}
+
+template <class T>
+cudaError_t load() {
+  cudaFuncAttributes attributes;  // asking for them loads the kernel
+  for (const cudaError_t error :
+       {cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, Kind::kReduce>),
+        cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, Kind::kGather>),
+        cudaFuncGetAttributes(&attributes, peer_low_latency_kernel<T>)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
+  switch (params.dtype) {
+    case plan::DType::kBFloat16:
+      return launch_collective<__nv_bfloat16>(params, stream);
+    case plan::DType::kFloat16:
+      return launch_collective<__half>(params, stream);
+    case plan::DType::kFloat32:
+      return launch_collective<float>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream) {
+  const int blocks = blocks_for(params.count);
+  switch (params.dtype) {
+    case plan::DType::kBFloat16:
+      return launch(peer_low_latency_kernel<__nv_bfloat16>, blocks, params, stream);
+    case plan::DType::kFloat16:
+      return launch(peer_low_latency_kernel<__half>, blocks, params, stream);
+    case plan::DType::kFloat32:
+      return launch(peer_low_latency_kernel<float>, blocks, params, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t load_peer_collective_kernels() {
+  for (const cudaError_t error : {load<__nv_bfloat16>(), load<__half>(), load<float>()}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace overlap::kernels

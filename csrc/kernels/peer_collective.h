@@ -1,0 +1,87 @@
+// Whole collectives in one kernel each, over memory that the ranks map into each other: for messages
+// so small that starting a library's collective, or several kernels, would take longer.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/peer_signal.h"
+#include "kernels/signal.h"
+#include "plan/gemm_types.h"
+
+namespace overlap::kernels {
+
+inline constexpr int kPeerAccessBytes = 16;  // what is moved is counted in these
+inline constexpr int kMaxPeerBlocks = 256;   // CTAs of a collective, and flags of each rank for it
+
+// One collective of a call that has a slot. Each block of the kernel sends what it sends, announces
+// it by a flag of its own, waits for the same block of every peer, and takes what they sent.
+struct PeerCollectiveParams {
+  enum class Kind : int32_t {
+    kReduce = 0,  // output = the sum of what all ranks have for this one (+ bias)
+    kGather = 1,  // output = the pieces of all ranks
+  };
+  Kind kind = Kind::kReduce;
+  plan::DType dtype = plan::DType::kBFloat16;
+  int32_t rank = 0;
+  int32_t ranks = 1;
+
+  // In accesses of 16 bytes: what rank p is sent (kReduce), or its piece (kGather).
+  int64_t count[kMaxPeers] = {};
+  int64_t stride = 0;         // kGather: between pieces in the output
+  const void* own = nullptr;  // what this rank has for itself
+  // What goes to each peer, and where in its memory. Null: it has been stored there before, on the
+  // same stream.
+  const void* send[kMaxPeers] = {};
+  void* destination[kMaxPeers] = {};
+  const void* received[kMaxPeers] = {};  // where it arrives, in own memory
+  void* output = nullptr;                // may be `own`
+  const void* bias = nullptr;            // added to rows of row_count accesses, or null
+  int64_t row_count = 0;
+
+  uint64_t* announce[kMaxPeers] = {};  // kMaxPeerBlocks flags of this rank, in the peers' memory
+  const uint64_t* arrived = nullptr;   // kMaxPeerBlocks flags of each rank, in own memory
+  const uint64_t* ended = nullptr;     // one of each rank: the calls that it has ended in this slot
+  uint64_t* announce_end[kMaxPeers] = {};  // this rank's, in the peers' memory
+  uint64_t* calls = nullptr;               // own memory: calls that have ended in this slot
+  uint32_t* blocks_done = nullptr;         // own memory, zero before and after
+  bool ends_call = false;                  // nothing of the call is left to do
+
+  int64_t deadline_ns = 0;
+  int32_t chunk = 0;
+  WaitReport* report = nullptr;
+};
+
+// Enqueues the collective. Sums are taken in fp32 in the ranks' order, and rounded once, so that
+// all ranks get the same bits; a bias is added behind the rounding. bf16, fp16, fp32.
+cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream);
+
+// An all-reduce whose data are their own signal: each 4 bytes travel with the call's number, so
+// that nothing is fenced or announced. Twice the bytes, and half the time where they are few.
+struct PeerLowLatencyParams {
+  plan::DType dtype = plan::DType::kBFloat16;
+  int32_t rank = 0;
+  int32_t ranks = 1;
+  int64_t count = 0;          // units of 8 bytes
+  const void* own = nullptr;  // this rank's term
+  void* output = nullptr;     // may be `own`
+  const void* bias = nullptr;
+  int64_t row_count = 0;                // units in a row
+  void* destination[kMaxPeers] = {};    // this rank's place in the peers' memory
+  const void* received[kMaxPeers] = {};  // the peers' places in own memory
+  int64_t buffer_bytes = 0;             // of a place's two buffers, used in turns: 16 for each unit
+  uint64_t* calls = nullptr;            // own memory: these calls, each counted kMaxPeerBlocks times
+  int64_t deadline_ns = 0;
+  int32_t chunk = 0;
+  WaitReport* report = nullptr;
+};
+
+// Enqueues it. Two buffers are enough without any word on when one is free: whoever begins a call
+// has the data of the call before, so that its peers have ended the one before that.
+cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream);
+
+// Loads all of these kernels on the current device.
+cudaError_t load_peer_collective_kernels();
+
+}  // namespace overlap::kernels

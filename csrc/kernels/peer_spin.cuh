@@ -1,0 +1,29 @@
+// Flags of peers, as kernels see them.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/peer_signal.h"
+#include "kernels/spin.cuh"
+
+namespace overlap::kernels {
+
+__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Behind a fence.
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ WaitFailure missed_peer(int32_t chunk, int32_t peer, uint64_t expected,
+                                                   uint64_t seen) {
+  constexpr uint64_t kLowBits = 0xffffff;
+  return {chunk, peer, static_cast<int32_t>(expected & kLowBits),
+          static_cast<int32_t>(seen & kLowBits)};
+}
+
+}  // namespace overlap::kernels
