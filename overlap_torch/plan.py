@@ -134,7 +134,7 @@ def row_panels(
             Where the rows are parts of the ranks (``gemm_reducescatter``, ``allgather_gemm``) the
             heights are those of one part, and ``parts * height`` is the multiple.
         kernel: the GEMM; ``library`` takes every dtype, the others bfloat16 and float16.
-        band_rows: tile rows of a band, at most; None: 8, or the lowest chunk's height.
+        band_rows: tile rows of a band, at most; None: 16, or the lowest chunk's height.
         comm_sms: SMs that the GEMM leaves free.
         max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
         window: stage chunks in an NCCL symmetric window.
@@ -157,7 +157,7 @@ def row_panels(
     even = isinstance(chunks, int)
     heights = _split(rows, chunks, grain, "tile rows") if even else list(chunks)
     if band_rows is None:
-        band_rows = max(shape.cluster_m, min([8, *(parts * height for height in heights)]))
+        band_rows = max(shape.cluster_m, min([16, *(parts * height for height in heights)]))
         band_rows -= band_rows % shape.cluster_m
     resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     return _plan.make_row_panels(
@@ -185,7 +185,7 @@ def packed(
 
     Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of
     chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
-    ``band_rows`` None: 8, or the tile grid's height where that is less. ``collective`` is
+    ``band_rows`` None: 16, or the tile grid's height where that is less. ``collective`` is
     ``all_reduce`` or, between two ranks, ``exchange``: one all-gather, then a sum where the chunk
     is put in place. All else is as in :func:`row_panels`.
     """
@@ -195,7 +195,7 @@ def packed(
     tiles = rows * _tiles(problem.n, shape.tile_n)
     sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
     if band_rows is None:
-        band_rows = max(shape.cluster_m, min(8, rows))
+        band_rows = max(shape.cluster_m, min(16, rows))
     resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     plan = _plan.make_packed(
         problem, kernel, sizes, band_rows, resources, max_ctas, transport, shape

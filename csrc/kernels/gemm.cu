@@ -38,10 +38,9 @@ bool gemm_sm90_supported(const GemmParams& params) {
     return false;
   if (params.n % kTmaElements != 0 || params.k % kTmaElements != 0) return false;
   const bool row_major = params.layout == plan::Layout::kRowMajor;
+  if (params.rows.mode != plan::RowMap::Mode::kSplit && params.num_more_outputs > 1) return false;
   for (int32_t output = 0; output < params.num_more_outputs; ++output) {
-    if (!row_major || params.source != nullptr || !is_aligned(params.more_outputs[output])) {
-      return false;
-    }
+    if (!row_major || !is_aligned(params.more_outputs[output])) return false;
   }
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
          params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&

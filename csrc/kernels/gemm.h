@@ -27,8 +27,8 @@ struct GemmParams {
 
   void* output = nullptr;     // row-major, of m rows or as `rows` says, or the packed buffer
   int64_t output_stride = 0;  // elements between rows (row-major only)
-  // More outputs like the first, with its stride. All of them get every tile; with rows of mode
-  // kSplit each gets the rows of one part, the first those of part 0.
+  // More outputs like the first, with its stride. One more, which gets every tile, too; or, with rows
+  // of mode kSplit, one for each part of the rows, the first for part 0.
   int32_t num_more_outputs = 0;
   void* more_outputs[kMaxMoreOutputs] = {};
   // Row-major with the output's shape, or null: added to the product in fp32, before it is rounded.
@@ -47,7 +47,7 @@ struct GemmParams {
 };
 
 // Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned
-// pointers and strides; a source or more outputs, not both, only with kSm90Pingpong.
+// pointers and strides; a source or more outputs only with kSm90Pingpong.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
 // Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.

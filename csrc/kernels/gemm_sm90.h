@@ -11,7 +11,7 @@
 //   team 1   |                 | mma 1  | store 1, signal | ...
 //
 // For peers (kPeers) there may be a source: a second producer warp loads its tiles, which the teams
-// add before they store. Or there are several outputs, each with a tensor map of its own.
+// add before they store. And each tile may be stored twice, or in the output of its rows' part.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -33,6 +33,67 @@
 
 namespace overlap::kernels {
 
+// A tile's bulk store, from the same shared memory to two places.
+struct MirroredStore : cute::SM90_TMA_STORE {};
+
+}  // namespace overlap::kernels
+
+// The traits of SM90_TMA_STORE, with the mirror's tensor map beside the first one.
+template <class Bits, class Aux>
+struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
+  using Plain = Copy_Traits<SM90_TMA_STORE, Bits, Aux>;
+  using ThrID = typename Plain::ThrID;
+  using SrcLayout = typename Plain::SrcLayout;
+  using DstLayout = typename Plain::DstLayout;
+  using RefLayout = typename Plain::RefLayout;
+  using AuxParams = Aux;
+
+  TmaDescriptor tma_desc_;
+  AuxParams aux_params_;
+  TmaDescriptor mirror_ = {};
+  bool mirrored_ = false;
+
+  CUTE_HOST_DEVICE constexpr TmaDescriptor const* get_tma_descriptor() const { return &tma_desc_; }
+
+  template <class GShape>
+  CUTE_HOST_DEVICE constexpr auto get_tma_tensor(GShape const& shape) const {
+    return make_coord_tensor(make_layout(shape, aux_params_.g_stride_));
+  }
+
+  template <class TS, class SLayout, class TD, class DLayout>
+  CUTE_HOST_DEVICE friend constexpr void copy_unpack(Copy_Traits const& traits,
+                                                     Tensor<TS, SLayout> const& source,
+                                                     Tensor<TD, DLayout>& destination) {
+    const void* const memory = raw_pointer_cast(source.data());
+    const auto place = destination.data().coord_;
+    const auto store = [&](const TmaDescriptor& map) {
+      const void* const address = &map;
+      detail::explode_tuple(detail::CallCOPY<SM90_TMA_STORE>{}, make_tuple(address, memory),
+                            seq<0, 1>{}, place, tuple_seq<decltype(place)>{});
+    };
+    store(traits.tma_desc_);
+    if (traits.mirrored_) store(traits.mirror_);
+  }
+};
+
+namespace overlap::kernels {
+
+// An epilogue as the builder makes it, with another bulk store.
+template <class Epilogue, class Store>
+struct WithStore;
+template <class Policy, class Tile, class EpilogueTile, class C, class StrideC, class D,
+          class StrideD, class Fusion, class LoadC, class LayoutC, class ReadC, class StoreD,
+          class LayoutD, class WriteD, class AtomC, class RegisterD, class Store>
+struct WithStore<cutlass::epilogue::collective::CollectiveEpilogue<
+                     Policy, Tile, EpilogueTile, C, StrideC, D, StrideD, Fusion, LoadC, LayoutC,
+                     ReadC, StoreD, LayoutD, WriteD, AtomC, RegisterD>,
+                 Store> {
+  using type =
+      cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, EpilogueTile, C, StrideC, D,
+                                                        StrideD, Fusion, LoadC, LayoutC, ReadC,
+                                                        Store, LayoutD, WriteD, AtomC, RegisterD>;
+};
+
 template <bool kPingpong, class Element_, bool kWeightKContiguous_, bool kPeers>
 struct GemmSm90 {
   using Element = Element_;
@@ -53,11 +114,13 @@ struct GemmSm90 {
       std::conditional_t<kPeers,
                          cutlass::epilogue::fusion::LinearCombination<Element, float, Element>,
                          cutlass::epilogue::fusion::ScaledAcc<Element, float>>;
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+  using BuiltEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float,
       std::conditional_t<kPeers, Element, void>, cutlass::layout::RowMajor, kAlignment, Element,
       cutlass::layout::RowMajor, kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
+  using Epilogue = typename std::conditional_t<kPeers, WithStore<BuiltEpilogue, MirroredStore>,
+                                               std::type_identity<BuiltEpilogue>>::type;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
       kAlignment, Element, LayoutWeight, kAlignment, float, TileShape, ClusterShape,
@@ -102,7 +165,6 @@ struct GemmSm90 {
   struct Params {
     typename Mainloop::Params mainloop;
     typename Epilogue::Params epilogue[kMaxOutputs];
-    int32_t num_outputs;
     bool has_source;
     ProblemShape gemm_shape;   // of the operands
     ProblemShape store_shape;  // of the output: (rows, N, K, parts), or (tile_m, tile_n, K, tiles)
@@ -200,11 +262,17 @@ struct GemmSm90 {
       epilogue.dC = stride_d;
       if (params.has_source) cute::get<0>(epilogue.dC) = gemm.source_stride;
     }
-    params.num_outputs = 1 + gemm.num_more_outputs;
-    for (int output = 0; output < params.num_outputs; ++output) {
+    for (int output = 0; output < 1 + gemm.num_more_outputs; ++output) {
       if (output > 0) epilogue.ptr_D = static_cast<Element*>(gemm.more_outputs[output - 1]);
       params.epilogue[output] =
           Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
+    }
+    if constexpr (kPeers) {
+      if (gemm.num_more_outputs > 0 && gemm.rows.mode != plan::RowMap::Mode::kSplit) {
+        auto& store = params.epilogue[0].tma_store_d;
+        store.mirror_ = *params.epilogue[1].tma_store_d.get_tma_descriptor();
+        store.mirrored_ = true;
+      }
     }
     return params;
   }
@@ -255,7 +323,6 @@ struct GemmSm90 {
                                      MainloopPipeline& pipeline, LoadPipeline& load_pipeline,
                                      TeamOrder& order, int team) {
     Mainloop mainloop;
-    Epilogue epilogue(params.epilogue[0], shared.tensors.epilogue);
     typename StorePipeline::Params store_params;
     store_params.always_wait = true;
     StorePipeline store_pipeline(store_params);
@@ -289,32 +356,18 @@ struct GemmSm90 {
 
       const plan::TileRowPlace rows =
           plan::tile_row_place(params.order, params.rows, kTileM, step.coord.row);
-      const auto place =
-          params.packed
-              ? cute::make_coord(
-                    0, 0, cute::_,
-                    plan::packed_slot(params.order, step.index, params.parts, params.part))
-              : cute::make_coord(rows.output_row, step.coord.column, cute::_,
-                                 params.num_outputs > 1 ? 0 : rows.output_part);
+      const bool split = kPeers && params.rows.mode == plan::RowMap::Mode::kSplit;
+      const auto place = params.packed
+                             ? cute::make_coord(0, 0, cute::_,
+                                                plan::packed_slot(params.order, step.index,
+                                                                  params.parts, params.part))
+                             : cute::make_coord(rows.output_row, step.coord.column, cute::_,
+                                                split ? 0 : rows.output_part);
       if constexpr (kTeams > 1) order.wait();
-      // A tile goes to all outputs, or to that of its part.
-      int output = 0;
-      int last_output = 0;
-      if constexpr (kPeers) {
-        const bool split = params.rows.mode == plan::RowMap::Mode::kSplit;
-        output = split ? rows.output_part : 0;
-        last_output = split ? output : params.num_outputs - 1;
-      }
-      auto load_next = load_state;
-      auto store_next = store_state;
-      for (; output <= last_output; ++output) {
-        Epilogue epilogue(params.epilogue[kPeers ? output : 0], shared.tensors.epilogue);
-        auto [load_end, store_end] = epilogue.store(
-            load_pipeline, load_state, store_pipeline, store_next, params.store_shape, TileShape{},
-            place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
-        load_next = load_end;
-        store_next = store_end;
-      }
+      Epilogue epilogue(params.epilogue[split ? rows.output_part : 0], shared.tensors.epilogue);
+      auto [load_next, store_next] = epilogue.store(
+          load_pipeline, load_state, store_pipeline, store_state, params.store_shape, TileShape{},
+          place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
       if constexpr (kTeams > 1) {
         // The other team writes the same shared memory next: the copy engine must have read it.
         auto [load_end, store_end] =
@@ -389,7 +442,8 @@ struct GemmSm90 {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp_in_group == kLoadWarp) produce(params, shared, pipeline);
       if constexpr (kPeers) {
-        if (warp_in_group == kSourceWarp && params.has_source) produce_source(params, shared, load_pipeline);
+        if (warp_in_group == kSourceWarp && params.has_source)
+          produce_source(params, shared, load_pipeline);
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();

@@ -55,7 +55,8 @@ __device__ __forceinline__ void copy_accesses(void* destination, const void* sou
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (first + i * step < count) store_access(destination, first + i * step, change(values[i], first + i * step));
+      if (first + i * step < count)
+        store_access(destination, first + i * step, change(values[i], first + i * step));
     }
   });
 }
@@ -211,64 +212,115 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- low latency ---------------------------------------------------------------------------------
 
+constexpr int kUnitWords = 3;
+
+// What travels as one access, which is stored and loaded at once.
 struct Unit {
-  uint32_t low;
-  uint32_t high;
+  uint32_t word[kUnitWords];
+  uint32_t number;
 };
 
-__device__ __forceinline__ void store_unit(void* base, int64_t index, Unit unit, uint32_t number) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(
-                   static_cast<uint4*>(base) + index),
-               "r"(unit.low), "r"(number), "r"(unit.high)
-               : "memory");
+__device__ __forceinline__ void store_unit(void* base, int64_t index, const Unit& unit) {
+  const uint64_t low = uint64_t{unit.word[1]} << 32 | unit.word[0];
+  const uint64_t high = uint64_t{unit.number} << 32 | unit.word[2];
+  asm volatile(
+      "{\n"
+      ".reg .b128 unit;\n"
+      "mov.b128 unit, {%1, %2};\n"
+      "st.relaxed.sys.global.b128 [%0], unit;\n"
+      "}" ::"l"(static_cast<Unit*>(base) + index),
+      "l"(low), "l"(high)
+      : "memory");
 }
 
-// Each half of 8 bytes is stored at once, with the number beside its data.
-__device__ __forceinline__ bool load_unit(const void* base, int64_t index, uint32_t number,
-                                          Unit& unit) {
-  uint32_t first = 0;
-  uint32_t second = 0;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(unit.low), "=r"(first), "=r"(unit.high), "=r"(second)
-               : "l"(static_cast<const uint4*>(base) + index)
-               : "memory");
-  return first == number && second == number;
+__device__ __forceinline__ Unit load_unit(const void* base, int64_t index) {
+  uint64_t low = 0;
+  uint64_t high = 0;
+  asm volatile(
+      "{\n"
+      ".reg .b128 unit;\n"
+      "ld.relaxed.sys.global.b128 unit, [%2];\n"
+      "mov.b128 {%0, %1}, unit;\n"
+      "}"
+      : "=l"(low), "=l"(high)
+      : "l"(static_cast<const Unit*>(base) + index)
+      : "memory");
+  return {
+      {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high)},
+      static_cast<uint32_t>(high >> 32)};
+}
+
+// Polls until the unit has come.
+__device__ __forceinline__ Unit wait_for_unit(const void* place, int64_t index, uint32_t number,
+                                              int32_t peer, const PeerLowLatencyParams& params) {
+  Unit unit;
+  const auto reached = [&] {
+    unit = load_unit(place, index);
+    return unit.number == number;
+  };
+  for (int poll = 0; poll < kHotPolls; ++poll) {
+    if (reached()) return unit;
+  }
+  spin(params.deadline_ns, params.report, reached,
+       [&] { write_report(params.report, missed_peer(params.chunk, peer, number, unit.number)); });
+  return unit;
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     peer_low_latency_kernel(const __grid_constant__ PeerLowLatencyParams params) {
-  constexpr int kVector = sizeof(Unit) / sizeof(T);
+  constexpr int kVector = sizeof(uint32_t) / sizeof(T);
   wait_for_previous_kernel();
   const uint64_t calls = *params.calls / kMaxPeerBlocks;
   const auto number = static_cast<uint32_t>(calls + 1);
   const int64_t buffer = calls % 2 == 0 ? 0 : params.buffer_bytes;
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x; unit < params.count;
-       unit += step) {
-    const Unit own = static_cast<const Unit*>(params.own)[unit];
+  const int64_t units = (params.words + kUnitWords - 1) / kUnitWords;
+  const auto* const own = static_cast<const uint32_t*>(params.own);
+  for_each_batch(units, [&](int64_t first, int64_t step) {
+    Unit terms[kBatch] = {};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int w = 0; w < kUnitWords; ++w) {
+        const int64_t word = (first + i * step) * kUnitWords + w;
+        if (word < params.words) terms[i].word[w] = own[word];
+      }
+      terms[i].number = number;
+    }
     for (int distance = 1; distance < params.ranks; ++distance) {
       const int peer = (params.rank + distance) % params.ranks;
-      store_unit(static_cast<char*>(params.destination[peer]) + buffer, unit, own, number);
+      char* const place = static_cast<char*>(params.destination[peer]) + buffer;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * step < units) store_unit(place, first + i * step, terms[i]);
+      }
     }
-    Sum<T, kVector> sum;
-    for (int rank = 0; rank < params.ranks; ++rank) {
-      Unit term = own;
-      if (rank != params.rank) {
-        const void* place = static_cast<const char*>(params.received[rank]) + buffer;
-        const auto reached = [&] { return load_unit(place, unit, number, term); };
-        bool arrived = false;
-        for (int poll = 0; poll < kHotPolls && !arrived; ++poll) arrived = reached();
-        if (!arrived) {
-          spin(params.deadline_ns, params.report, reached,
-               [&] { write_report(params.report, missed_peer(params.chunk, rank, number, 0)); });
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t unit = first + i * step;
+      if (unit >= units) break;
+      Sum<T, kVector> sums[kUnitWords];
+      for (int rank = 0; rank < params.ranks; ++rank) {
+        Unit term = terms[i];
+        if (rank != params.rank) {
+          term = wait_for_unit(static_cast<const char*>(params.received[rank]) + buffer, unit,
+                               number, rank, params);
+        }
+#pragma unroll
+        for (int w = 0; w < kUnitWords; ++w) {
+          sums[w].add(reinterpret_cast<const Access<T, kVector>&>(term.word[w]));
         }
       }
-      sum.add(reinterpret_cast<const Access<T, kVector>&>(term));
+#pragma unroll
+      for (int w = 0; w < kUnitWords; ++w) {
+        const int64_t word = unit * kUnitWords + w;
+        if (word < params.words) {
+          static_cast<Access<T, kVector>*>(params.output)[word] =
+              sums[w].rounded(params.bias, word, params.row_words);
+        }
+      }
     }
-    static_cast<Access<T, kVector>*>(params.output)[unit] =
-        sum.rounded(params.bias, unit, params.row_count);
-  }
+  });
   // All blocks together count the call once; none reads the count after its own share.
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -336,7 +388,7 @@ cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t str
 }
 
 cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream) {
-  const int blocks = blocks_for(params.count);
+  const int blocks = blocks_for((params.words + kUnitWords - 1) / kUnitWords);
   switch (params.dtype) {
     case plan::DType::kBFloat16:
       return launch(peer_low_latency_kernel<__nv_bfloat16>, blocks, params, stream);

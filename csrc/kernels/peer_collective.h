@@ -57,21 +57,26 @@ struct PeerCollectiveParams {
 // all ranks get the same bits; a bias is added behind the rounding. bf16, fp16, fp32.
 cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream);
 
-// An all-reduce whose data are their own signal: each 4 bytes travel with the call's number, so
-// that nothing is fenced or announced. Twice the bytes, and half the time where they are few.
+// What a low-latency message of so many bytes takes in memory: 12 of 16 bytes are data.
+constexpr int64_t low_latency_bytes(int64_t bytes) {
+  return (bytes + 11) / 12 * 16;
+}
+
+// An all-reduce whose data are their own signal: 12 bytes at a time travel with the call's number,
+// so that nothing is fenced or announced.
 struct PeerLowLatencyParams {
   plan::DType dtype = plan::DType::kBFloat16;
   int32_t rank = 0;
   int32_t ranks = 1;
-  int64_t count = 0;          // units of 8 bytes
+  int64_t words = 0;          // of 4 bytes
   const void* own = nullptr;  // this rank's term
   void* output = nullptr;     // may be `own`
   const void* bias = nullptr;
-  int64_t row_count = 0;                // units in a row
-  void* destination[kMaxPeers] = {};    // this rank's place in the peers' memory
+  int64_t row_words = 0;
+  void* destination[kMaxPeers] = {};     // this rank's place in the peers' memory
   const void* received[kMaxPeers] = {};  // the peers' places in own memory
-  int64_t buffer_bytes = 0;             // of a place's two buffers, used in turns: 16 for each unit
-  uint64_t* calls = nullptr;            // own memory: these calls, each counted kMaxPeerBlocks times
+  int64_t buffer_bytes = 0;              // of a place's two buffers, used in turns
+  uint64_t* calls = nullptr;  // own memory: these calls, each counted kMaxPeerBlocks times
   int64_t deadline_ns = 0;
   int32_t chunk = 0;
   WaitReport* report = nullptr;

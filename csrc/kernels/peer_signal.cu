@@ -5,22 +5,21 @@
 namespace overlap::kernels {
 namespace {
 
-// Each lane releases for itself, and the warp's fences are one instruction.
-__global__ void signal_peers_kernel(const __grid_constant__ PeerSignalParams params) {
+// By a whole warp. Each lane releases for itself, and the warp's fences are one instruction.
+__device__ __forceinline__ void signal_peers(const PeerSignalParams& params, uint64_t calls,
+                                             int32_t step) {
   const int lane = static_cast<int>(threadIdx.x);
-  const uint64_t calls = *params.calls;
   __threadfence_system();
   if (lane < params.count) {
     store_relaxed_sys(params.flags[lane],
-                      params.ends_call ? calls + 1 : peer_step_number(calls, params.step));  // [B]
+                      params.ends_call ? calls + 1 : peer_step_number(calls, step));  // [B]
   }
   __syncwarp();
   if (params.ends_call && lane == 0) *params.calls = calls + 1;
 }
 
-__global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params) {
-  if (threadIdx.x != 0) return;
-  const uint64_t calls = *params.calls;
+// By one lane: many pollers would slow the GEMM down.
+__device__ __forceinline__ void wait_peers(const PeerWaitParams& params, uint64_t calls) {
   const uint64_t value = params.slot_is_free ? calls : peer_step_number(calls, params.step);
   int32_t peer = 0;
   uint64_t seen = 0;
@@ -40,6 +39,42 @@ __global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params)
   }
 }
 
+__global__ void signal_peers_kernel(const __grid_constant__ PeerSignalParams params) {
+  signal_peers(params, *params.calls, params.step);
+}
+
+__global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params) {
+  if (threadIdx.x == 0) wait_peers(params, *params.calls);
+}
+
+__global__ void signal_then_wait_kernel(const __grid_constant__ PeerSignalParams signal,
+                                        const __grid_constant__ PeerWaitParams wait) {
+  const uint64_t calls = *signal.calls;
+  signal_peers(signal, calls, signal.step);
+  if (threadIdx.x == 0) wait_peers(wait, calls);
+}
+
+__global__ void relay_chunks_kernel(const __grid_constant__ PeerRelayParams params) {
+  const uint64_t calls = *params.signal.calls;
+  for (int32_t chunk = 0; chunk < params.chunks; ++chunk) {
+    bool reached = true;
+    if (threadIdx.x == 0) {
+      int32_t seen = 0;
+      const int32_t expected = params.expected[chunk];
+      reached = spin(
+          params.deadline_ns, params.report,
+          [&] {
+            seen = load_acquire_gpu(params.counters + chunk);  // [A]
+            return seen >= expected;
+          },
+          [&] { write_report(params.report, {chunk, kOwnGemm, expected, seen}); });
+      if (params.report != nullptr) store_relaxed_sys(&params.report->reached, chunk);
+    }
+    if (!__shfl_sync(0xffffffffu, reached, 0)) return;
+    signal_peers(params.signal, calls, params.signal.step + chunk);
+  }
+}
+
 }  // namespace
 
 cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_t stream) {
@@ -54,10 +89,29 @@ cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t st
   return cudaLaunchKernel(wait_peers_kernel, dim3(1), dim3(32), arguments, 0, stream);
 }
 
+cudaError_t signal_then_wait_peers(const PeerSignalParams& signal, const PeerWaitParams& wait,
+                                   cudaStream_t stream) {
+  PeerSignalParams signal_params = signal;
+  PeerWaitParams wait_params = wait;
+  void* arguments[] = {&signal_params, &wait_params};
+  return cudaLaunchKernel(signal_then_wait_kernel, dim3(1), dim3(32), arguments, 0, stream);
+}
+
+cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream) {
+  PeerRelayParams kernel_params = params;
+  void* arguments[] = {&kernel_params};
+  return cudaLaunchKernel(relay_chunks_kernel, dim3(1), dim3(32), arguments, 0, stream);
+}
+
 cudaError_t load_peer_signal_kernels() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, signal_peers_kernel);
-  return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, wait_peers_kernel);
+  for (const cudaError_t error : {cudaFuncGetAttributes(&attributes, signal_peers_kernel),
+                                  cudaFuncGetAttributes(&attributes, wait_peers_kernel),
+                                  cudaFuncGetAttributes(&attributes, signal_then_wait_kernel),
+                                  cudaFuncGetAttributes(&attributes, relay_chunks_kernel)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace overlap::kernels

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "kernels/signal.h"
+#include "plan/tile_order.h"
 
 namespace overlap::kernels {
 
@@ -51,7 +52,24 @@ struct PeerWaitParams {
 // report's counts are the low bits of the sequence numbers.
 cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream);
 
-// Loads both kernels on the current device.
+// One kernel for both, one after the other: saves the start of a kernel between them.
+cudaError_t signal_then_wait_peers(const PeerSignalParams& signal, const PeerWaitParams& wait,
+                                   cudaStream_t stream);
+
+struct PeerRelayParams {
+  PeerSignalParams signal;            // of the first chunk: chunk i's step is so many more
+  const int32_t* counters = nullptr;  // one for each chunk
+  int32_t chunks = 0;
+  int32_t expected[plan::kMaxChunks] = {};  // tiles of each
+  int64_t deadline_ns = 0;                  // for each chunk
+  WaitReport* report = nullptr;
+};
+
+// Enqueues a one-warp kernel that announces each chunk to the peers as soon as its counter says that
+// the GEMM has stored all its tiles [A] [B]. Ends at a deadline, with a report.
+cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream);
+
+// Loads all of these kernels on the current device.
 cudaError_t load_peer_signal_kernels();
 
 }  // namespace overlap::kernels

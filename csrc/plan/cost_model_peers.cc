@@ -18,9 +18,9 @@ constexpr double kIdleRounds = 0.5;    // of a launch's last round of tiles
 constexpr double kBeside = 1.02;       // the GEMM's time beside communication
 constexpr double kLocalGbps = 1500.0;  // copies on the own device
 
-constexpr double kCollectiveUs = 5.0;        // one kernel, beyond its bytes
-constexpr double kCollectiveRate = 0.85;     // of peer_gbps: its stores to peers
-constexpr double kCollectiveGbps = 2500.0;   // what it reads and writes on the own device
+constexpr double kCollectiveUs = 5.0;       // one kernel, beyond its bytes
+constexpr double kCollectiveRate = 0.85;    // of peer_gbps: its stores to peers
+constexpr double kCollectiveGbps = 2500.0;  // what it reads and writes on the own device
 
 // Adding up, or copying, what has come from all ranks.
 double take_us(const Plan& plan, double piece_bytes) {
@@ -32,10 +32,9 @@ double take_us(const Plan& plan, double piece_bytes) {
 double peer_collective_us(const Plan& plan, const Machine& machine) {
   const int32_t ranks = plan.problem.world_size;
   const bool gathers = plan.collective == Collective::kAllGather;
-  const double piece_bytes =
-      gathers ? static_cast<double>(part_rows(plan) * plan.problem.k *
-                                    element_bytes(plan.problem.dtype))
-              : static_cast<double>(direct_piece_bytes(plan));
+  const double piece_bytes = gathers ? static_cast<double>(part_rows(plan) * plan.problem.k *
+                                                           element_bytes(plan.problem.dtype))
+                                     : static_cast<double>(direct_piece_bytes(plan));
   const double once_us = kCollectiveUs +
                          (ranks - 1) * piece_bytes / (1e3 * kCollectiveRate * machine.peer_gbps) +
                          take_us(plan, piece_bytes);
@@ -61,8 +60,8 @@ Prediction predict_peers(const Plan& plan, const Machine& machine, double per_ti
   if (plan.collective == Collective::kDirect) {
     const auto piece_bytes = static_cast<double>(direct_piece_bytes(plan));
     prediction.gemm_us = gemm_us(tiles);
-    const double stored_us = (plan.problem.world_size - 1) * piece_bytes /
-                             (1e3 * kStoreRate * machine.peer_gbps);
+    const double stored_us =
+        (plan.problem.world_size - 1) * piece_bytes / (1e3 * kStoreRate * machine.peer_gbps);
     const bool gathers = plan.problem.op == Op::kGemmAllReduce && plan.problem.world_size > 2;
     const double gathered_us = gathers ? peer_collective_us(plan, machine) / 2.0 : 0.0;
     prediction.communication_us = stored_us + gathered_us;

@@ -48,7 +48,7 @@ constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
 constexpr int64_t kDirectAccess = 16;  // bytes
 
 // Higher bands finish later and share no more of the operands in L2.
-constexpr int32_t kMaxBandRows = 8;
+constexpr int32_t kMaxBandRows = 16;
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
 constexpr double kMinCpuChunkFlops = 1e6;  // less work than this hides no communication call
 
@@ -520,8 +520,9 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
                                      : kNeededShare;
     const double us = predict(plans[i], machine).total_us;
     // The first of equals stays: every rank goes through the same list in the same order.
-    const double margin_us =
-        machine.arch == 0 || !overlapped ? 0.0 : peers ? kNeededUsPeers : kNeededUs;
+    const double margin_us = machine.arch == 0 || !overlapped ? 0.0
+                             : peers                          ? kNeededUsPeers
+                                                              : kNeededUs;
     if (us + margin_us < share * sequential_us && us < best_us) {
       best = i;
       best_us = us;

@@ -137,7 +137,8 @@ struct RowMap {
     kSplit = 3,  // the input's rows are parts, one after the other; each has an output of its own
   };
   Mode mode = Mode::kPlain;
-  int32_t part_rows = 0;  // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
+  int32_t part_rows =
+      0;  // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
   int32_t chunk_rows = 0;    // kGather: rows of a part in the input
   int32_t first_row = 0;     // kGather: the tile row in its part that the chunk's first one is
   int32_t output_parts = 1;  // kGather: parts of the output

@@ -77,8 +77,9 @@ void check_collective_of_op(const Plan& plan) {
          ": take that");
   }
   if (of_peers && !plan.chunks.empty() && !over_peers(plan)) {
-    fail("collective is ", name(plan.collective), " with the transport ", name(plan.chunks[0].transport),
-         ", allowed is peer: take that, or the collective ", name(own));
+    fail("collective is ", name(plan.collective), " with the transport ",
+         name(plan.chunks[0].transport), ", allowed is peer: take that, or the collective ",
+         name(own));
   }
 }
 
@@ -253,8 +254,7 @@ void check_peers(const Plan& plan) {
   }
   // One kernel moves whole accesses.
   constexpr int64_t kAccess = 16;
-  const int64_t row_bytes =
-      (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
+  const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
   if ((direct || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
     fail("plan travels by peer with the collective ", name(plan.collective), " and rows of ",
          row_bytes, " bytes, allowed are multiples of ", kAccess,

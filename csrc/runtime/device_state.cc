@@ -101,7 +101,8 @@ DeviceState& DeviceState::current() {
 }
 
 void DeviceState::chain(cudaStream_t stream, std::optional<unsigned long long> capture) {
-  if (!has_last_ || last_capture_ != capture || last_stream_ == stream_id(stream, capture.has_value())) {
+  if (!has_last_ || last_capture_ != capture ||
+      last_stream_ == stream_id(stream, capture.has_value())) {
     return;
   }
   last_.block(stream);

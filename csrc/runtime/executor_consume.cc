@@ -22,7 +22,7 @@ class ConsumeLoop : ExecutorLoop {
     // The own rows' GEMM starts while the host enqueues the rest.
     compute_own();
     if (peers_ != nullptr) {
-      wait_for_slots(peers_->everyone_else(), side(0));
+      wait_for_slots(side(0));
       copy(gathered(group_.rank(), 0), call_.input, part_rows_ * row_bytes_, device_.copy.get());
     }
     for (int chunk = 0; chunk < chunks_; ++chunk) {

@@ -23,15 +23,15 @@ class DirectLoop : ExecutorLoop {
         piece_bytes_(plan::direct_piece_bytes(plan_)) {}
 
   void run() {
-    const bool low_latency = sequential_ && all_reduces_ &&
-                             bytes_ * (ranks_ - 1) <= Peers::kLowLatencyBytes;
-    prepare_peers(plan::peer_slot_bytes(plan_), !low_latency);
+    const bool low_latency =
+        sequential_ && all_reduces_ && bytes_ * (ranks_ - 1) <= Peers::kLowLatencyBytes;
+    prepare_peers(plan::peer_slot_bytes(plan_), true, !low_latency);
     // The framework's GEMM waits for no peer: it need not be chained, and starts while the host does
     // the rest.
     if (!call_.signals) product_ = static_cast<char*>(call_.library_product());
     begin(call_.trace, 1);
     if (!sequential_) {
-      wait_for_slots(peers_->everyone_else(), stream_);
+      wait_for_slots(stream_);
       if (call_.signals) {
         compute_and_send();
       } else {
@@ -56,9 +56,7 @@ class DirectLoop : ExecutorLoop {
 
  private:
   // The place of rank `from`'s partial sums in rank `to`'s slot.
-  char* place(int to, int from) const {
-    return peers_->slot(peer_call_, to) + from * piece_bytes_;
-  }
+  char* place(int to, int from) const { return peers_->slot(peer_call_, to) + from * piece_bytes_; }
 
   // Rank `part`'s sums in everybody's slot.
   char* final_place(int to, int part) const {
@@ -71,9 +69,7 @@ class DirectLoop : ExecutorLoop {
   }
 
   // This rank's piece of the output.
-  char* own_output() const {
-    return output() + (all_reduces_ ? piece_offset(rank_) : 0);
-  }
+  char* own_output() const { return output() + (all_reduces_ ? piece_offset(rank_) : 0); }
 
   int64_t accesses(int rank) const {
     const int64_t begin = pieces_ ? std::min(rank * piece_bytes_, bytes_) : 0;
@@ -157,14 +153,14 @@ class DirectLoop : ExecutorLoop {
   }
 
   void all_reduce_low_latency() {
-    constexpr int64_t kUnit = 8;
+    constexpr int64_t kWord = 4;
     kernels::PeerLowLatencyParams params = peers_->low_latency();
     params.dtype = plan_.problem.dtype;
-    params.count = bytes_ / kUnit;
+    params.words = bytes_ / kWord;
     params.own = product_;
     params.output = output();
     params.bias = call_.bias;
-    params.row_count = plan_.problem.n * element_bytes_ / kUnit;
+    params.row_words = plan_.problem.n * element_bytes_ / kWord;
     params.deadline_ns = deadline_ns();
     params.report = group_.report();
     check_cuda(kernels::peer_all_reduce_low_latency(params, stream_), "launching an all-reduce");

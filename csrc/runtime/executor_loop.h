@@ -18,7 +18,7 @@
 
 namespace overlap::runtime {
 
-inline constexpr int32_t kBandRows = 8;  // tile rows of a band: keeps a wave square
+inline constexpr int32_t kBandRows = 16;  // tile rows of a band: keeps a wave square
 
 // One run of a loop. Made while the device's mutex is held.
 class ExecutorLoop {
@@ -59,11 +59,11 @@ class ExecutorLoop {
                           capture_.has_value());
   }
 
-  // The ranks' memory of each other, in place of communicators.
-  void prepare_peers(int64_t slot_bytes, bool takes_slot = true) {
+  // The ranks' memory of each other, in place of communicators. `hears_all`: see Peers::next_call.
+  void prepare_peers(int64_t slot_bytes, bool hears_all = true, bool takes_slot = true) {
     group_.check();
     peers_ = &group_.peers(slot_bytes, capture_.has_value());
-    if (takes_slot) peer_call_ = peers_->next_call();
+    if (takes_slot) peer_call_ = peers_->next_call(hears_all, capture_);
   }
 
   // Chains this op to the device's last one; from here on it is enqueued.
@@ -132,11 +132,16 @@ class ExecutorLoop {
     check_cuda(kernels::wait_counter(wait, stream), "launching a wait");
   }
 
-  void enqueue_peer_wait(kernels::PeerWaitParams wait, int chunk, cudaStream_t stream) {
+  kernels::PeerWaitParams with_deadline(kernels::PeerWaitParams wait, int chunk) const {
     wait.deadline_ns = deadline_ns();
     wait.chunk = chunk;
     wait.report = group_.report();
-    check_cuda(kernels::wait_peers_acquire_sys(wait, stream), "launching a wait");
+    return wait;
+  }
+
+  void enqueue_peer_wait(const kernels::PeerWaitParams& wait, int chunk, cudaStream_t stream) {
+    check_cuda(kernels::wait_peers_acquire_sys(with_deadline(wait, chunk), stream),
+               "launching a wait");
   }
 
   // Until each of these peers has signalled this step, with the group's deadline. [B]
@@ -144,13 +149,21 @@ class ExecutorLoop {
     enqueue_peer_wait(peers_->wait_for(peer_call_, flag, ranks, step), chunk, stream);
   }
 
+  // Announces a step to some peers, and waits for the same step of others.
+  void signal_then_wait(Peers::Flag flag, uint32_t to, uint32_t from, int step, int chunk,
+                        cudaStream_t stream) {
+    const kernels::PeerWaitParams wait = peers_->wait_for(peer_call_, flag, from, step);
+    peers_->signal_then_wait(peer_call_, flag, to, step, with_deadline(wait, chunk), stream);
+  }
+
   void signal_peers(Peers::Flag flag, uint32_t ranks, int step, cudaStream_t stream) {
     peers_->signal(peer_call_, flag, ranks, step, stream);
   }
 
-  // These peers have read what the call before left in the slot that this one writes to.
-  void wait_for_slots(uint32_t ranks, cudaStream_t stream) {
-    enqueue_peer_wait(peers_->wait_for_slots(peer_call_, ranks), 0, stream);
+  // The peers have read what the call before left in the slot that this one writes to.
+  void wait_for_slots(cudaStream_t stream) {
+    if (!peer_call_.slot_may_be_busy) return;
+    enqueue_peer_wait(peers_->wait_for_slots(peer_call_, peers_->everyone_else()), 0, stream);
   }
 
   // Nothing of this call is left to read in this rank's slot.

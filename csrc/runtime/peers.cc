@@ -27,7 +27,11 @@ struct Flags {
 // The flags, and behind them for each writer the buffers of low-latency calls, whose data have
 // meaning only there.
 constexpr int64_t kFlagBytes = (sizeof(Flags) + 4095) / 4096 * 4096;
-constexpr int64_t kLowLatencyBufferBytes = 2 * Peers::kLowLatencyBytes;  // data and numbers
+// Of one writer and call; what is sent goes to all peers.
+int64_t low_latency_buffer(int world_size) {
+  return kernels::low_latency_bytes(Peers::kLowLatencyBytes / (world_size - 1));
+}
+
 constexpr int64_t kMinSlotBytes = int64_t{1} << 21;
 constexpr std::chrono::seconds kPatience{1};
 static_assert(plan::kMaxPeerRanks == kernels::kMaxPeers);
@@ -43,7 +47,7 @@ std::unique_ptr<Peers> Peers::make(Exchange exchange, int rank, int world_size,
   std::unique_ptr<Peers> peers(new Peers(std::move(exchange), rank, world_size, stream));
   peers->flags_ =
       PeerMemory::make(peers->exchange_, rank, world_size,
-                       kFlagBytes + world_size * 2 * kLowLatencyBufferBytes, stream);
+                       kFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream);
   return peers->flags_ != nullptr ? std::move(peers) : nullptr;
 }
 
@@ -63,8 +67,8 @@ Peers::~Peers() {
     bool all = true;
     for (const Flags::Slot& slot : flags.slots) {
       for (int peer = 0; peer < world_size_; ++peer) {
-        all = all && (peer == rank_ ||
-                      slot.flags[static_cast<int>(Flag::kEnded)][peer] >= slot.calls);
+        all = all &&
+              (peer == rank_ || slot.flags[static_cast<int>(Flag::kEnded)][peer] >= slot.calls);
       }
     }
     if (all) return;
@@ -113,8 +117,19 @@ uint64_t* Peers::calls_ended(int slot) const {
   return &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[slot].calls;
 }
 
-void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
-                   cudaStream_t stream) const {
+Peers::Call Peers::next_call(bool hears_all, std::optional<unsigned long long> capture) {
+  // A graph may be replayed between two calls outside of it, and uses whatever slots it captured.
+  const bool replays = captured_ && !capture.has_value();
+  Call call;
+  call.slot = static_cast<int>(calls_++ % kSlots);
+  call.slot_may_be_busy = !last_hears_all_ || last_capture_ != capture || replays;
+  last_hears_all_ = hears_all;
+  last_capture_ = capture;
+  return call;
+}
+
+kernels::PeerSignalParams Peers::signal_params(const Call& call, Flag flag, uint32_t ranks,
+                                               int step) const {
   kernels::PeerSignalParams params;
   for (int peer = 0; peer < world_size_; ++peer) {
     if ((ranks >> peer & 1) != 0) {
@@ -124,7 +139,25 @@ void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
   params.calls = calls_ended(call.slot);
   params.step = step;
   params.ends_call = flag == Flag::kEnded;
-  check_cuda(kernels::signal_peers_release_sys(params, stream), "launching a signal");
+  return params;
+}
+
+void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
+                   cudaStream_t stream) const {
+  check_cuda(kernels::signal_peers_release_sys(signal_params(call, flag, ranks, step), stream),
+             "launching a signal");
+}
+
+void Peers::signal_then_wait(const Call& call, Flag flag, uint32_t ranks, int step,
+                             const kernels::PeerWaitParams& wait, cudaStream_t stream) const {
+  check_cuda(kernels::signal_then_wait_peers(signal_params(call, flag, ranks, step), wait, stream),
+             "launching a signal and a wait");
+}
+
+kernels::PeerRelayParams Peers::relay(const Call& call, Flag flag, uint32_t ranks) const {
+  kernels::PeerRelayParams params;
+  params.signal = signal_params(call, flag, ranks, 0);
+  return params;
 }
 
 void Peers::end(const Call& call, cudaStream_t stream) const {
@@ -158,8 +191,7 @@ kernels::PeerCollectiveParams Peers::collective(const Call& call, int stage) con
   params.arrived = block_flags(call.slot, stage, rank_, 0);
   params.ended = flag(call.slot, Flag::kEnded, rank_, 0);
   params.calls = calls_ended(call.slot);
-  params.blocks_done =
-      &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].blocks_done;
+  params.blocks_done = &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].blocks_done;
   return params;
 }
 
@@ -167,10 +199,16 @@ kernels::PeerLowLatencyParams Peers::low_latency() const {
   kernels::PeerLowLatencyParams params;
   params.rank = rank_;
   params.ranks = world_size_;
-  params.buffer_bytes = kLowLatencyBufferBytes;
+  params.buffer_bytes = low_latency_buffer(world_size_);
+  // Each owner has a place for every other rank.
+  const auto place = [&](int owner, int writer) {
+    const int index = (writer - owner - 1 + world_size_) % world_size_;
+    return flags_->of(owner) + kFlagBytes + index * 2 * params.buffer_bytes;
+  };
   for (int peer = 0; peer < world_size_; ++peer) {
-    params.destination[peer] = flags_->of(peer) + kFlagBytes + rank_ * 2 * kLowLatencyBufferBytes;
-    params.received[peer] = flags_->of(rank_) + kFlagBytes + peer * 2 * kLowLatencyBufferBytes;
+    if (peer == rank_) continue;
+    params.destination[peer] = place(peer, rank_);
+    params.received[peer] = place(rank_, peer);
   }
   params.calls = &reinterpret_cast<Flags*>(flags_->of(rank_))->low_latency_calls;
   return params;

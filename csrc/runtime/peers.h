@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "kernels/peer_collective.h"
@@ -43,8 +44,12 @@ class Peers {
   // One call's slot. Every rank makes the same calls, and captures the same, in the same order.
   struct Call {
     int slot = 0;
+    bool slot_may_be_busy = true;  // the peers' slots have to be waited for
   };
-  Call next_call() { return {static_cast<int>(calls_++ % kSlots)}; }
+  // `hears_all`: this call, before it ends, waits for a signal of every peer. Then whoever has ended it
+  // knows that the peers have ended the call before it, which used the other slot: the one that the
+  // next call takes, unless a graph may have been replayed in between.
+  Call next_call(bool hears_all, std::optional<unsigned long long> capture);
 
   // The slot of a call in the memory of `rank`.
   char* slot(const Call& call, int rank) const {
@@ -60,13 +65,21 @@ class Peers {
   kernels::PeerWaitParams wait_for(const Call& call, Flag flag, uint32_t ranks, int step) const;
   kernels::PeerWaitParams wait_for_slots(const Call& call, uint32_t ranks) const;
 
+  // Both, in one kernel.
+  void signal_then_wait(const Call& call, Flag flag, uint32_t ranks, int step,
+                        const kernels::PeerWaitParams& wait, cudaStream_t stream) const;
+
+  // Announces chunk after chunk, as steps from 0 on; the caller adds what is waited for, deadline and
+  // report.
+  kernels::PeerRelayParams relay(const Call& call, Flag flag, uint32_t ranks) const;
+
   // Flags and counts of a collective in one kernel: the call's first (stage 0) or second. The caller
   // adds what is moved, deadline and report.
   kernels::PeerCollectiveParams collective(const Call& call, int stage) const;
 
-  // Buffers and count of an all-reduce of at most kLowLatencyBytes, which takes no slot.
+  // Buffers and count of an all-reduce that sends at most kLowLatencyBytes, which takes no slot.
   kernels::PeerLowLatencyParams low_latency() const;
-  static constexpr int64_t kLowLatencyBytes = int64_t{1} << 18;
+  static constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
 
   uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~(1u << rank_); }
 
@@ -80,6 +93,8 @@ class Peers {
 
   Peers(Exchange exchange, int rank, int world_size, cudaStream_t stream);
   uint64_t* flag(int slot, Flag flag, int owner, int writer) const;
+  kernels::PeerSignalParams signal_params(const Call& call, Flag flag, uint32_t ranks,
+                                          int step) const;
   uint64_t* block_flags(int slot, int stage, int owner, int writer) const;
   uint64_t* calls_ended(int slot) const;  // own memory, as all that follow
 
@@ -92,6 +107,8 @@ class Peers {
   std::vector<std::unique_ptr<PeerMemory>> outgrown_;
   int64_t slot_bytes_ = 0;
   uint64_t calls_ = 0;
+  bool last_hears_all_ = false;
+  std::optional<unsigned long long> last_capture_;
   bool leaked_ = false;
   bool captured_ = false;
 };
