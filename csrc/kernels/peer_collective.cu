@@ -10,9 +10,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kBatch = 4;      // loads of a thread that are in flight at a time
+constexpr int kMaxCollectiveBlocks = kMaxPeerBlocks / 2;  // about one on each SM
 constexpr int kHotPolls = 64;  // without a pause: what is waited for is on its way
-
-using Kind = PeerCollectiveParams::Kind;
 
 // Kernels here are launched before the one in front has ended, and wait for its end themselves.
 __device__ __forceinline__ void wait_for_previous_kernel() {
@@ -24,6 +23,15 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 // Past L1: another device wrote it.
 __device__ __forceinline__ uint4 load_access(const void* base, int64_t index) {
   return __ldcg(static_cast<const uint4*>(base) + index);
+}
+
+// The same bits as another type.
+template <class To, class From>
+__device__ __forceinline__ To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
 __device__ __forceinline__ void store_access(void* base, int64_t index, uint4 value) {
@@ -40,13 +48,8 @@ __device__ __forceinline__ void for_each_batch(int64_t count, Body body) {
   }
 }
 
-struct Unchanged {
-  __device__ __forceinline__ uint4 operator()(uint4 value, int64_t) const { return value; }
-};
-
-template <class Change = Unchanged>
-__device__ __forceinline__ void copy_accesses(void* destination, const void* source, int64_t count,
-                                              Change change = {}) {
+__device__ __forceinline__ void copy_accesses(void* destination, const void* source,
+                                              int64_t count) {
   for_each_batch(count, [&](int64_t first, int64_t step) {
     uint4 values[kBatch];
 #pragma unroll
@@ -55,8 +58,7 @@ __device__ __forceinline__ void copy_accesses(void* destination, const void* sou
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (first + i * step < count)
-        store_access(destination, first + i * step, change(values[i], first + i * step));
+      if (first + i * step < count) store_access(destination, first + i * step, values[i]);
     }
   });
 }
@@ -91,10 +93,13 @@ struct Sum {
   }
 };
 
-template <class T>
+// The own piece, into the output and, if it is gathered, into the peers' memory.
+template <class T, bool kForward>
 __device__ __forceinline__ void reduce(const PeerCollectiveParams& params) {
   constexpr int kVector = kPeerAccessBytes / sizeof(T);
   const int64_t count = params.count[params.rank];
+  void* const output =
+      static_cast<uint4*>(params.output) + (kForward ? params.rank * params.stride : 0);
   for_each_batch(count, [&](int64_t first, int64_t step) {
     Sum<T, kVector> sums[kBatch];
     for (int rank = 0; rank < params.ranks; ++rank) {
@@ -107,37 +112,37 @@ __device__ __forceinline__ void reduce(const PeerCollectiveParams& params) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (first + i * step < count) {
-          sums[i].add(reinterpret_cast<const Access<T, kVector>&>(terms[i]));
+          sums[i].add(bits_as<Access<T, kVector>>(terms[i]));
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int64_t index = first + i * step;
-      if (index < count) {
-        static_cast<Access<T, kVector>*>(params.output)[index] =
-            sums[i].rounded(params.bias, index, params.row_count);
+      if (index >= count) break;
+      const auto value =
+          bits_as<uint4>(sums[i].rounded(params.bias, params.first + index, params.row_count));
+      store_access(output, index, value);
+      if constexpr (kForward) {
+        for (int distance = 1; distance < params.ranks; ++distance) {
+          store_access(params.final_destination[(params.rank + distance) % params.ranks], index,
+                       value);
+        }
       }
     }
   });
 }
 
-template <class T>
+template <bool kReduced>
 __device__ __forceinline__ void gather(const PeerCollectiveParams& params) {
-  constexpr int kVector = kPeerAccessBytes / sizeof(T);
   for (int rank = 0; rank < params.ranks; ++rank) {
-    const void* source = rank == params.rank ? params.own : params.received[rank];
-    const int64_t offset = rank * params.stride;
-    void* destination = static_cast<uint4*>(params.output) + offset;
-    if (params.bias == nullptr) {
-      if (source != destination) copy_accesses(destination, source, params.count[rank]);
-    } else {
-      copy_accesses(destination, source, params.count[rank], [&](uint4 value, int64_t index) {
-        auto biased = add_bias(reinterpret_cast<Access<T, kVector>&>(value), params.bias,
-                               offset + index, params.row_count);
-        return reinterpret_cast<uint4&>(biased);
-      });
-    }
+    const bool own = rank == params.rank;
+    if (own && kReduced) continue;
+    const void* source = own        ? params.own
+                         : kReduced ? params.final_received[rank]
+                                    : params.received[rank];
+    void* destination = static_cast<uint4*>(params.output) + rank * params.stride;
+    if (source != destination) copy_accesses(destination, source, params.count[rank]);
   }
 }
 
@@ -156,15 +161,30 @@ __device__ __forceinline__ void wait_for_flag(const uint64_t* flag, uint64_t val
        [&] { write_report(params.report, missed_peer(params.chunk, peer, value, seen)); });
 }
 
-template <class T, Kind kKind>
-__global__ void __launch_bounds__(kThreads)
+// A step's flag: announced behind what the block has done, and waited for from all peers.
+__device__ __forceinline__ void meet(const PeerCollectiveParams& params, int step, int32_t flag,
+                                     uint64_t number) {
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  __syncthreads();
+  if (thread < params.ranks && thread != params.rank) {
+    if (static_cast<int32_t>(blockIdx.x) == flag) {
+      __threadfence_system();
+      store_relaxed_sys(params.announce[step][thread] + flag, number);  // [B]
+    }
+    wait_for_flag(params.arrived[step] + thread * kMaxPeerBlocks + flag, number, thread, params);
+  }
+  __syncthreads();
+}
+
+template <class T, bool kReduces, bool kGathers>
+__global__ void __launch_bounds__(kThreads, 1)
     peer_collective_kernel(const __grid_constant__ PeerCollectiveParams params) {
   wait_for_previous_kernel();
   const auto thread = static_cast<int32_t>(threadIdx.x);
+  const auto block = static_cast<int32_t>(blockIdx.x);
   const bool is_peer = thread < params.ranks && thread != params.rank;
   const uint64_t calls = *params.calls;
   const bool sends = params.send[(params.rank + 1) % params.ranks] != nullptr;
-  const auto block = static_cast<int32_t>(blockIdx.x);
   if (sends) {
     // The peers have read what the call before left where this one writes.
     if (is_peer) wait_for_flag(params.ended + thread, calls, thread, params);
@@ -172,26 +192,17 @@ __global__ void __launch_bounds__(kThreads)
     for (int distance = 1; distance < params.ranks; ++distance) {
       const int peer = (params.rank + distance) % params.ranks;
       copy_accesses(params.destination[peer], params.send[peer],
-                    params.count[kKind == Kind::kReduce ? peer : params.rank]);
+                    params.count[kReduces ? peer : params.rank]);
     }
-    __syncthreads();
   }
-  // Of this block; where the kernel before sent, one flag stands for all blocks.
-  const int32_t flag = sends ? block : 0;
-  if (is_peer) {
-    if (block == flag) {
-      __threadfence_system();
-      store_relaxed_sys(params.announce[thread] + flag, calls + 1);  // [B]
-    }
-    wait_for_flag(params.arrived + thread * kMaxPeerBlocks + flag, calls + 1, thread, params);
+  // Where the kernel before sent, one flag stands for all blocks.
+  meet(params, 0, sends ? block : 0, calls + 1);
+  if constexpr (kReduces) {
+    reduce<T, kGathers>(params);
+    if constexpr (kGathers) meet(params, 1, block, calls + 1);
   }
-  __syncthreads();
-  if constexpr (kKind == Kind::kReduce) {
-    reduce<T>(params);
-  } else {
-    gather<T>(params);
-  }
-  if (!params.ends_call) return;
+  if constexpr (kGathers) gather<kReduces>(params);
+
   __syncthreads();
   __shared__ bool last;
   if (thread == 0) {
@@ -266,8 +277,20 @@ __device__ __forceinline__ Unit wait_for_unit(const void* place, int64_t index, 
   return unit;
 }
 
+__device__ __forceinline__ Unit own_unit(const PeerLowLatencyParams& params, int64_t index,
+                                         uint32_t number) {
+  Unit unit = {};
+#pragma unroll
+  for (int w = 0; w < kUnitWords; ++w) {
+    const int64_t word = index * kUnitWords + w;
+    if (word < params.words) unit.word[w] = static_cast<const uint32_t*>(params.own)[word];
+  }
+  unit.number = number;
+  return unit;
+}
+
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     peer_low_latency_kernel(const __grid_constant__ PeerLowLatencyParams params) {
   constexpr int kVector = sizeof(uint32_t) / sizeof(T);
   wait_for_previous_kernel();
@@ -275,52 +298,38 @@ __global__ void __launch_bounds__(kThreads)
   const auto number = static_cast<uint32_t>(calls + 1);
   const int64_t buffer = calls % 2 == 0 ? 0 : params.buffer_bytes;
   const int64_t units = (params.words + kUnitWords - 1) / kUnitWords;
-  const auto* const own = static_cast<const uint32_t*>(params.own);
-  for_each_batch(units, [&](int64_t first, int64_t step) {
-    Unit terms[kBatch] = {};
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-      for (int w = 0; w < kUnitWords; ++w) {
-        const int64_t word = (first + i * step) * kUnitWords + w;
-        if (word < params.words) terms[i].word[w] = own[word];
-      }
-      terms[i].number = number;
-    }
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  // All is on its way before anything is waited for.
+#pragma unroll 2
+  for (int64_t unit = begin; unit < units; unit += step) {
+    const Unit own = own_unit(params, unit, number);
     for (int distance = 1; distance < params.ranks; ++distance) {
       const int peer = (params.rank + distance) % params.ranks;
-      char* const place = static_cast<char*>(params.destination[peer]) + buffer;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + i * step < units) store_unit(place, first + i * step, terms[i]);
+      store_unit(static_cast<char*>(params.destination[peer]) + buffer, unit, own);
+    }
+  }
+  for (int64_t unit = begin; unit < units; unit += step) {
+    const Unit own = own_unit(params, unit, number);
+    Sum<T, kVector> sums[kUnitWords];
+    for (int rank = 0; rank < params.ranks; ++rank) {
+      Unit term = own;
+      if (rank != params.rank) {
+        term = wait_for_unit(static_cast<const char*>(params.received[rank]) + buffer, unit, number,
+                             rank, params);
       }
+#pragma unroll
+      for (int w = 0; w < kUnitWords; ++w) sums[w].add(bits_as<Access<T, kVector>>(term.word[w]));
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int64_t unit = first + i * step;
-      if (unit >= units) break;
-      Sum<T, kVector> sums[kUnitWords];
-      for (int rank = 0; rank < params.ranks; ++rank) {
-        Unit term = terms[i];
-        if (rank != params.rank) {
-          term = wait_for_unit(static_cast<const char*>(params.received[rank]) + buffer, unit,
-                               number, rank, params);
-        }
-#pragma unroll
-        for (int w = 0; w < kUnitWords; ++w) {
-          sums[w].add(reinterpret_cast<const Access<T, kVector>&>(term.word[w]));
-        }
-      }
-#pragma unroll
-      for (int w = 0; w < kUnitWords; ++w) {
-        const int64_t word = unit * kUnitWords + w;
-        if (word < params.words) {
-          static_cast<Access<T, kVector>*>(params.output)[word] =
-              sums[w].rounded(params.bias, word, params.row_words);
-        }
+    for (int w = 0; w < kUnitWords; ++w) {
+      const int64_t word = unit * kUnitWords + w;
+      if (word < params.words) {
+        static_cast<Access<T, kVector>*>(params.output)[word] =
+            sums[w].rounded(params.bias, word, params.row_words);
       }
     }
-  });
+  }
   // All blocks together count the call once; none reads the count after its own share.
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -332,9 +341,9 @@ __global__ void __launch_bounds__(kThreads)
 // --- host ----------------------------------------------------------------------------------------
 
 // A power of two, so that blocks can count a call in equal shares.
-int blocks_for(int64_t threads_wanted) {
+int blocks_for(int64_t threads_wanted, int most) {
   int blocks = 1;
-  while (blocks < kMaxPeerBlocks && blocks * int64_t{kThreads} < threads_wanted) blocks *= 2;
+  while (blocks < most && blocks * int64_t{kThreads} < threads_wanted) blocks *= 2;
   return blocks;
 }
 
@@ -354,18 +363,21 @@ cudaError_t launch(void (*kernel)(Params), int blocks, const Params& params, cud
 
 template <class T>
 cudaError_t launch_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
-  const int blocks = blocks_for(*std::max_element(params.count, params.count + params.ranks));
-  return params.kind == Kind::kReduce
-             ? launch(peer_collective_kernel<T, Kind::kReduce>, blocks, params, stream)
-             : launch(peer_collective_kernel<T, Kind::kGather>, blocks, params, stream);
+  const int blocks = blocks_for(*std::max_element(params.count, params.count + params.ranks), kMaxCollectiveBlocks);
+  if (!params.reduces) {
+    return launch(peer_collective_kernel<T, false, true>, blocks, params, stream);
+  }
+  return params.gathers ? launch(peer_collective_kernel<T, true, true>, blocks, params, stream)
+                        : launch(peer_collective_kernel<T, true, false>, blocks, params, stream);
 }
 
 template <class T>
 cudaError_t load() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
   for (const cudaError_t error :
-       {cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, Kind::kReduce>),
-        cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, Kind::kGather>),
+       {cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, true, true>),
+        cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, true, false>),
+        cudaFuncGetAttributes(&attributes, peer_collective_kernel<T, false, true>),
         cudaFuncGetAttributes(&attributes, peer_low_latency_kernel<T>)}) {
     if (error != cudaSuccess) return error;
   }
@@ -388,7 +400,7 @@ cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t str
 }
 
 cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream) {
-  const int blocks = blocks_for((params.words + kUnitWords - 1) / kUnitWords);
+  const int blocks = blocks_for((params.words + kUnitWords - 1) / kUnitWords, kMaxPeerBlocks);
   switch (params.dtype) {
     case plan::DType::kBFloat16:
       return launch(peer_low_latency_kernel<__nv_bfloat16>, blocks, params, stream);

@@ -15,46 +15,54 @@ namespace overlap::kernels {
 inline constexpr int kPeerAccessBytes = 16;  // what is moved is counted in these
 inline constexpr int kMaxPeerBlocks = 256;   // CTAs of a collective, and flags of each rank for it
 
-// One collective of a call that has a slot. Each block of the kernel sends what it sends, announces
-// it by a flag of its own, waits for the same block of every peer, and takes what they sent.
+// A collective of a call that has a slot, in up to three steps:
+//   send     this rank's terms, or its piece, into the peers' memory, unless the kernel before did it
+//   reduce   own piece = the sum of all ranks' terms (+ bias)
+//   gather   output = the pieces of all ranks; a reduced one goes to the peers as it is made
+// Each block of the kernel does its share of a step, announces it by a flag of its own, and waits for
+// the same block of every peer.
 struct PeerCollectiveParams {
-  enum class Kind : int32_t {
-    kReduce = 0,  // output = the sum of what all ranks have for this one (+ bias)
-    kGather = 1,  // output = the pieces of all ranks
-  };
-  Kind kind = Kind::kReduce;
   plan::DType dtype = plan::DType::kBFloat16;
   int32_t rank = 0;
   int32_t ranks = 1;
+  bool reduces = false;
+  bool gathers = false;
 
-  // In accesses of 16 bytes: what rank p is sent (kReduce), or its piece (kGather).
+  // In accesses of 16 bytes: the piece of each rank, and the distance between pieces in the output.
   int64_t count[kMaxPeers] = {};
-  int64_t stride = 0;         // kGather: between pieces in the output
-  const void* own = nullptr;  // what this rank has for itself
+  int64_t stride = 0;
+  // Own terms for the own piece, or the own piece.
+  const void* own = nullptr;
+  void* output = nullptr;  // gathers: all pieces; else the own one; may be where `own` is
+  const void* bias = nullptr;  // added to what is reduced, in rows of row_count accesses; or null
+  int64_t row_count = 0;
+  int64_t first = 0;  // where the own piece begins in rows
+
   // What goes to each peer, and where in its memory. Null: it has been stored there before, on the
   // same stream.
   const void* send[kMaxPeers] = {};
   void* destination[kMaxPeers] = {};
-  const void* received[kMaxPeers] = {};  // where it arrives, in own memory
-  void* output = nullptr;                // may be `own`
-  const void* bias = nullptr;            // added to rows of row_count accesses, or null
-  int64_t row_count = 0;
+  const void* received[kMaxPeers] = {};  // where theirs arrives, in own memory
+  // Where reduced pieces that are gathered go in the peers' memory, and arrive in the own.
+  void* final_destination[kMaxPeers] = {};
+  const void* final_received[kMaxPeers] = {};
 
-  uint64_t* announce[kMaxPeers] = {};  // kMaxPeerBlocks flags of this rank, in the peers' memory
-  const uint64_t* arrived = nullptr;   // kMaxPeerBlocks flags of each rank, in own memory
-  const uint64_t* ended = nullptr;     // one of each rank: the calls that it has ended in this slot
+  // kMaxPeerBlocks flags of this rank in the peers' memory, and those of each rank in the own, for
+  // what is sent and for what is reduced.
+  uint64_t* announce[2][kMaxPeers] = {};
+  const uint64_t* arrived[2] = {};
+  const uint64_t* ended = nullptr;         // one of each rank: the calls that it has ended in this slot
   uint64_t* announce_end[kMaxPeers] = {};  // this rank's, in the peers' memory
   uint64_t* calls = nullptr;               // own memory: calls that have ended in this slot
   uint32_t* blocks_done = nullptr;         // own memory, zero before and after
-  bool ends_call = false;                  // nothing of the call is left to do
 
   int64_t deadline_ns = 0;
   int32_t chunk = 0;
   WaitReport* report = nullptr;
 };
 
-// Enqueues the collective. Sums are taken in fp32 in the ranks' order, and rounded once, so that
-// all ranks get the same bits; a bias is added behind the rounding. bf16, fp16, fp32.
+// Enqueues the collective, which ends the call. Sums are taken in fp32 in the ranks' order and rounded
+// once, so that all ranks get the same bits; a bias is added behind the rounding. bf16, fp16, fp32.
 cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream);
 
 // What a low-latency message of so many bytes takes in memory: 12 of 16 bytes are data.

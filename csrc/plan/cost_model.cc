@@ -361,9 +361,9 @@ Prediction predict(const Plan& plan, const Machine& machine) {
   }
   const double per_tile_us = tile_us(plan, machine);
   if (plan.schedule == Schedule::kSequential) {
+    if (over_peers(plan)) return predict_peers_sequential(plan, machine, per_tile_us);
     prediction.gemm_us = kGemmStartUs + full_machine_us(machine, tiles, per_tile_us);
-    prediction.communication_us =
-        over_peers(plan) ? peer_collective_us(plan, machine) : alone_us(plan, machine);
+    prediction.communication_us = alone_us(plan, machine);
     prediction.total_us = prediction.gemm_us + prediction.communication_us;
     return prediction;
   }

@@ -190,7 +190,7 @@ int32_t row_parts(const Problem& problem) {
 int32_t row_parts(const Plan& plan) {
   const bool owned = plan.collective == Collective::kRing ||
                      (plan.collective == Collective::kDirect &&
-                      plan.schedule == Schedule::kOverlapped && plan.problem.world_size > 2);
+                      plan.schedule == Schedule::kOverlapped && direct_in_pieces(plan));
   return owned ? plan.problem.world_size : row_parts(plan.problem);
 }
 
@@ -202,12 +202,16 @@ bool over_peers(const Plan& plan) {
   return !plan.chunks.empty() && plan.chunks[0].transport == Transport::kPeer;
 }
 
+bool direct_in_pieces(const Plan& plan) {
+  return plan.problem.op != Op::kGemmAllReduce || plan.problem.world_size > 2;
+}
+
 int64_t direct_piece_bytes(const Plan& plan) {
   constexpr int64_t kAccess = 16;
   const Problem& problem = plan.problem;
   const int64_t bytes = problem.m * problem.n * element_bytes(problem.dtype);
-  // Two ranks of an all-reduce send each other everything, as pieces would travel twice.
-  if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) return bytes;
+  // As many bytes for each of two ranks, in one step instead of two.
+  if (!direct_in_pieces(plan)) return bytes;
   return round_up_div(round_up_div(bytes, problem.world_size), kAccess) * kAccess;
 }
 
@@ -220,7 +224,7 @@ int64_t peer_slot_bytes(const Plan& plan) {
   }
   if (plan.collective == Collective::kDirect) {
     // A piece from each rank, and, for all to have the sums, the sums from each.
-    return (all_reduces && ranks > 2 ? 2 : 1) * ranks * direct_piece_bytes(plan);
+    return (all_reduces && direct_in_pieces(plan) ? 2 : 1) * ranks * direct_piece_bytes(plan);
   }
   // Partial sums of all phases but the last, and every rank's finished part.
   return (ranks - 1 + (all_reduces ? ranks : 0)) * part_rows(plan) * problem.n *

@@ -126,7 +126,7 @@ struct Plan {
 int32_t row_parts(const Problem& problem);
 
 // The same of a plan: a ring cuts the rows of an all-reduce, too, and so do direct ones between more
-// than two ranks; two send each other all rows.
+// than two ranks.
 int32_t row_parts(const Plan& plan);
 
 // Rows of one part.
@@ -138,8 +138,9 @@ bool over_peers(const Plan& plan);
 // Bytes of each rank's slot for what peers send it in one call, over peers.
 int64_t peer_slot_bytes(const Plan& plan);
 
-// Direct reductions, in bytes: what a rank is sent by each other one. The last ranks' pieces of an
-// all-reduce may be shorter.
+// Direct reductions: what each rank adds up, in bytes. The last ranks' pieces of an all-reduce may be
+// shorter. Two ranks of an all-reduce both add up everything: as many bytes, in one step.
+bool direct_in_pieces(const Plan& plan);
 int64_t direct_piece_bytes(const Plan& plan);
 
 // What the chunks of this op do, unless the plan says exchange.

@@ -32,15 +32,17 @@ constexpr Way kPlainWays[] = {{8, 2}, {16, 2}};
 constexpr Way kWindowWays[] = {{4, 2}, {6, 2}, {8, 2}, {6, 3}, {8, 3}};
 constexpr Way kExchangeWays[] = {{8, 1}, {6, 2}, {8, 2}};
 constexpr Way kSlowLinkWays[] = {{4, 1}, {4, 2}};
+constexpr Way kSlowLinkExchange = {2, 2};  // 1.55x where all-reduces reach 1.46x at best
 constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-gather
 
 // The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
 constexpr double kFastPeerGbps = 100.0;
 // SMs left to waits of one warp: each keeps the GEMM out of its SM and, as CTAs come in clusters of
-// two, out of that SM's neighbour. An all-reduce waits for the own chunks and for those of others, a
-// reduce-scatter for nobody while it computes.
-int32_t peer_sms(Op op) {
-  return op == Op::kGemmAllReduce ? 4 : op == Op::kAllGatherGemm ? 2 : 0;
+// two, out of that SM's neighbour. An all-reduce in chunks waits for the own ones and for those of
+// others, a reduction at once for nobody while it computes.
+int32_t peer_sms(const Plan& plan) {
+  if (plan.problem.op == Op::kAllGatherGemm) return 2;
+  return plan.chunks.size() > 1 ? 4 : 0;
 }
 
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
@@ -107,6 +109,7 @@ const std::vector<std::vector<int32_t>>& exchange_schedules() {
   static const std::vector<std::vector<int32_t>> schedules = {
       std::vector<int32_t>(4, 1),
       std::vector<int32_t>(8, 1),
+      std::vector<int32_t>(16, 1),
       {1, 2, 1},
       {1, 2, 4, 4, 4},
       {2, 4, 4, 3, 2, 1},
@@ -116,19 +119,15 @@ const std::vector<std::vector<int32_t>>& exchange_schedules() {
   return schedules;
 }
 
-// A ring's reduce-scatter has phases instead of chunks; an all-reduce sends its finished rows on in
-// chunks, an all-gather computes what has arrived.
+// A ring's reduce-scatter has phases instead of chunks; an all-reduce copies its finished rows in
+// chunks, where there are many, an all-gather computes what has arrived.
 const std::vector<std::vector<int32_t>>& peer_schedules(Op op) {
   static const std::vector<std::vector<int32_t>> one = {{1}};
   static const std::vector<std::vector<int32_t>> some = {
       std::vector<int32_t>(1, 1),
       std::vector<int32_t>(2, 1),
-      std::vector<int32_t>(4, 1),
-      std::vector<int32_t>(8, 1),
       {1, 3},
-      {1, 2, 4},
-      {4, 3, 1},
-      {4, 4, 4, 2, 1, 1},
+      std::vector<int32_t>(4, 1),
   };
   return op == Op::kGemmReduceScatter ? one : some;
 }
@@ -287,7 +286,12 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
                    way.ctas, Transport::kNccl);
   };
   if (slow_link(machine)) {
-    for (const Way& way : kSlowLinkWays) add_panels(way, false);
+    if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
+      const Way& way = kSlowLinkExchange;
+      if (fits(way)) add_exchanges(plans, problem, kernel, resources_of(way, false), way.ctas);
+    } else {
+      for (const Way& way : kSlowLinkWays) add_panels(way, false);
+    }
     return;
   }
   // An all-reduce between more than two ranks ends with a phase in which everything final goes to
@@ -296,10 +300,10 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   if (machine.peer_gbps >= kFastPeerGbps && problem.m % problem.world_size == 0 &&
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
       (two || problem.op != Op::kGemmAllReduce)) {
-    add_row_panels(plans, problem, kernel, peer_schedules(problem.op),
-                   {.comm_sms = peer_sms(problem.op)}, 0, Transport::kPeer);
-    // Measured better than anything through NCCL, but for some all-reduces, which the model weighs.
-    if (problem.op != Op::kGemmAllReduce) return;
+    const size_t first = plans.size();
+    add_row_panels(plans, problem, kernel, peer_schedules(problem.op), {}, 0, Transport::kPeer);
+    for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
+    return;  // measured better than anything through NCCL
   }
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet:
   // measured on the same shapes 1.28x, 1.26x and 1.22x. The model is not good enough to choose

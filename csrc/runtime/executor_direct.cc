@@ -18,7 +18,7 @@ class DirectLoop : ExecutorLoop {
         rank_(group.rank()),
         all_reduces_(plan_.problem.op == plan::Op::kGemmAllReduce),
         sequential_(plan_.schedule == plan::Schedule::kSequential),
-        pieces_(ranks_ > 2 || !all_reduces_),
+        pieces_(plan::direct_in_pieces(plan_)),
         bytes_(plan_.problem.m * plan_.problem.n * element_bytes_),
         piece_bytes_(plan::direct_piece_bytes(plan_)) {}
 
@@ -48,7 +48,6 @@ class DirectLoop : ExecutorLoop {
       all_reduce_low_latency();
     } else {
       reduce();
-      if (all_reduces_ && pieces_) gather();
     }
     if (trace_ != nullptr) trace_->finish[0]->record(stream_);
     end(1);
@@ -81,17 +80,18 @@ class DirectLoop : ExecutorLoop {
     kernels::GemmParams gemm = call_.gemm;
     gemm.order = *call_.order;
     gemm.num_more_outputs = ranks_ - 1;
-    if (pieces_) {
-      gemm.rows.mode = plan::RowMap::Mode::kSplit;
-      gemm.rows.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
-      gemm.rows.first_part = (rank_ + 1) % ranks_;  // the own part last
-      for (int part = 0; part < ranks_; ++part) {
-        void* output = part == rank_ ? own_output() : place(part, rank_);
-        (part == 0 ? gemm.output : gemm.more_outputs[part - 1]) = output;
-      }
-    } else {
+    if (!pieces_) {
       gemm.output = output();
       gemm.more_outputs[0] = place(1 - rank_, rank_);
+      check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+      return;
+    }
+    gemm.rows.mode = plan::RowMap::Mode::kSplit;
+    gemm.rows.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
+    gemm.rows.first_part = (rank_ + 1) % ranks_;  // the own part last
+    for (int part = 0; part < ranks_; ++part) {
+      void* output = part == rank_ ? own_output() : place(part, rank_);
+      (part == 0 ? gemm.output : gemm.more_outputs[part - 1]) = output;
     }
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
@@ -107,49 +107,28 @@ class DirectLoop : ExecutorLoop {
 
   int64_t piece_offset(int rank) const { return pieces_ ? rank * piece_bytes_ : 0; }
 
-  kernels::PeerCollectiveParams collective(int stage) const {
-    kernels::PeerCollectiveParams params = peers_->collective(peer_call_, stage);
-    params.dtype = plan_.problem.dtype;
-    for (int rank = 0; rank < ranks_; ++rank) params.count[rank] = accesses(rank);
-    params.row_count = plan_.problem.n * element_bytes_ / kernels::kPeerAccessBytes;
-    params.deadline_ns = deadline_ns();
-    params.report = group_.report();
-    return params;
-  }
-
   void reduce() {
-    kernels::PeerCollectiveParams params = collective(0);
-    params.kind = kernels::PeerCollectiveParams::Kind::kReduce;
+    kernels::PeerCollectiveParams params = collective();
+    params.reduces = true;
+    params.gathers = all_reduces_ && pieces_;
+    params.stride = piece_bytes_ / kernels::kPeerAccessBytes;
+    params.row_count = plan_.problem.n * element_bytes_ / kernels::kPeerAccessBytes;
+    params.first = params.gathers ? rank_ * params.stride : 0;
+    params.own = product_ == nullptr ? own_output() : product_ + piece_offset(rank_);
+    params.output = output();
+    params.bias = call_.bias;
     for (int rank = 0; rank < ranks_; ++rank) {
+      params.count[rank] = accesses(rank);
       params.received[rank] = place(rank_, rank);
+      if (params.gathers) {
+        params.final_destination[rank] = final_place(rank, rank_);
+        params.final_received[rank] = final_place(rank_, rank);
+      }
       if (rank == rank_ || !sequential_) continue;
       params.send[rank] = product_ + piece_offset(rank);
       params.destination[rank] = place(rank, rank_);
     }
-    params.own = product_ == nullptr ? own_output() : product_ + piece_offset(rank_);
-    params.output = own_output();
-    params.bias = call_.bias;
-    // Pieces of an all-reduce need not begin where rows do: there the bias comes with the sums.
-    if (all_reduces_ && pieces_) params.bias = nullptr;
-    params.ends_call = !(all_reduces_ && pieces_);
     check_cuda(kernels::peer_collective(params, stream_), "launching a reduction");
-  }
-
-  void gather() {
-    kernels::PeerCollectiveParams params = collective(1);
-    params.kind = kernels::PeerCollectiveParams::Kind::kGather;
-    params.own = own_output();
-    params.output = output();
-    params.stride = piece_bytes_ / kernels::kPeerAccessBytes;
-    params.bias = call_.bias;
-    for (int rank = 0; rank < ranks_; ++rank) {
-      params.received[rank] = final_place(rank_, rank);
-      if (rank == rank_) continue;
-      params.send[rank] = own_output();
-      params.destination[rank] = final_place(rank, rank_);
-    }
-    params.ends_call = true;
-    check_cuda(kernels::peer_collective(params, stream_), "launching an all-gather");
   }
 
   void all_reduce_low_latency() {

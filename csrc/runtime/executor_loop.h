@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "kernels/peer_collective.h"
 #include "kernels/signal.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
@@ -170,6 +171,15 @@ class ExecutorLoop {
   void release_slot() { peers_->end(peer_call_, stream_); }
 
   int64_t deadline_ns() const { return std::chrono::nanoseconds(group_.timeout()).count(); }
+
+  // A collective over peers in one kernel, which ends the call; the caller says what is moved.
+  kernels::PeerCollectiveParams collective() const {
+    kernels::PeerCollectiveParams params = peers_->collective(peer_call_);
+    params.dtype = plan_.problem.dtype;
+    params.deadline_ns = deadline_ns();
+    params.report = group_.report();
+    return params;
+  }
 
   void copy(void* destination, const void* source, int64_t bytes, cudaStream_t stream) {
     check_cuda(cudaMemcpyAsync(destination, source, static_cast<size_t>(bytes),

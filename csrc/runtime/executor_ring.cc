@@ -87,8 +87,7 @@ class RingLoop : ExecutorLoop {
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
       trace_->finish[chunk]->record(stream_);
     }
-    if (sends_on_) return;
-    release_slot();
+    if (!sends_on_) release_slot();
     if (call_.bias != nullptr) add_bias();
   }
 
@@ -215,21 +214,15 @@ class RingLoop : ExecutorLoop {
 
   // All finished parts of the others into the output, behind a signal of each.
   void gather() {
-    kernels::PeerCollectiveParams params = peers_->collective(peer_call_, 0);
-    params.kind = kernels::PeerCollectiveParams::Kind::kGather;
-    params.dtype = plan_.problem.dtype;
+    kernels::PeerCollectiveParams params = collective();
+    params.gathers = true;
     params.own = own_rows(0);
     params.output = call_.output;
     params.stride = part_bytes_ / kernels::kPeerAccessBytes;
-    params.bias = call_.bias;
-    params.row_count = row_bytes_ / kernels::kPeerAccessBytes;
     for (int rank = 0; rank < ranks_; ++rank) {
       params.count[rank] = params.stride;
       params.received[rank] = finished(rank_, rank);
     }
-    params.ends_call = true;
-    params.deadline_ns = deadline_ns();
-    params.report = group_.report();
     check_cuda(kernels::peer_collective(params, stream_), "launching an all-gather");
   }
 

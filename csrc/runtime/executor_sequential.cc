@@ -47,9 +47,8 @@ class GatherLoop : ExecutorLoop {
  private:
   void gather() {
     const int64_t bytes = plan::part_rows(plan_) * plan_.problem.k * element_bytes_;
-    kernels::PeerCollectiveParams params = peers_->collective(peer_call_, 0);
-    params.kind = kernels::PeerCollectiveParams::Kind::kGather;
-    params.dtype = plan_.problem.dtype;
+    kernels::PeerCollectiveParams params = collective();
+    params.gathers = true;
     params.own = call_.input;
     params.output = call_.output;
     params.stride = bytes / kernels::kPeerAccessBytes;
@@ -60,9 +59,6 @@ class GatherLoop : ExecutorLoop {
       params.send[rank] = call_.input;
       params.destination[rank] = peers_->slot(peer_call_, rank) + group_.rank() * bytes;
     }
-    params.ends_call = true;
-    params.deadline_ns = deadline_ns();
-    params.report = group_.report();
     check_cuda(kernels::peer_collective(params, stream_), "launching an all-gather");
   }
 

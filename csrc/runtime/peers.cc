@@ -13,10 +13,10 @@ namespace {
 // What each rank's flags lie in.
 struct Flags {
   static constexpr int kKinds = 3;
-  static constexpr int kStages = 2;
+  static constexpr int kSteps = 2;
   struct Slot {
     uint64_t flags[kKinds][kernels::kMaxPeers];
-    uint64_t blocks[kStages][kernels::kMaxPeers][kernels::kMaxPeerBlocks];
+    uint64_t blocks[kSteps][kernels::kMaxPeers][kernels::kMaxPeerBlocks];
     uint64_t calls;        // that have ended on the owner
     uint32_t blocks_done;  // of a collective in one kernel that is running
   };
@@ -109,8 +109,8 @@ uint64_t* Peers::flag(int slot, Flag flag, int owner, int writer) const {
               .flags[static_cast<int>(flag)][writer];
 }
 
-uint64_t* Peers::block_flags(int slot, int stage, int owner, int writer) const {
-  return reinterpret_cast<Flags*>(flags_->of(owner))->slots[slot].blocks[stage][writer];
+uint64_t* Peers::block_flags(int slot, int step, int owner, int writer) const {
+  return reinterpret_cast<Flags*>(flags_->of(owner))->slots[slot].blocks[step][writer];
 }
 
 uint64_t* Peers::calls_ended(int slot) const {
@@ -180,15 +180,19 @@ kernels::PeerWaitParams Peers::wait_for_slots(const Call& call, uint32_t ranks) 
   return params;
 }
 
-kernels::PeerCollectiveParams Peers::collective(const Call& call, int stage) const {
+kernels::PeerCollectiveParams Peers::collective(const Call& call) const {
   kernels::PeerCollectiveParams params;
   params.rank = rank_;
   params.ranks = world_size_;
+  for (int step = 0; step < Flags::kSteps; ++step) {
+    for (int peer = 0; peer < world_size_; ++peer) {
+      params.announce[step][peer] = block_flags(call.slot, step, peer, rank_);
+    }
+    params.arrived[step] = block_flags(call.slot, step, rank_, 0);
+  }
   for (int peer = 0; peer < world_size_; ++peer) {
-    params.announce[peer] = block_flags(call.slot, stage, peer, rank_);
     params.announce_end[peer] = flag(call.slot, Flag::kEnded, peer, rank_);
   }
-  params.arrived = block_flags(call.slot, stage, rank_, 0);
   params.ended = flag(call.slot, Flag::kEnded, rank_, 0);
   params.calls = calls_ended(call.slot);
   params.blocks_done = &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].blocks_done;

@@ -73,9 +73,9 @@ class Peers {
   // report.
   kernels::PeerRelayParams relay(const Call& call, Flag flag, uint32_t ranks) const;
 
-  // Flags and counts of a collective in one kernel: the call's first (stage 0) or second. The caller
-  // adds what is moved, deadline and report.
-  kernels::PeerCollectiveParams collective(const Call& call, int stage) const;
+  // Flags and counts of a collective in one kernel, which ends the call; the caller adds what is moved,
+  // deadline and report.
+  kernels::PeerCollectiveParams collective(const Call& call) const;
 
   // Buffers and count of an all-reduce that sends at most kLowLatencyBytes, which takes no slot.
   kernels::PeerLowLatencyParams low_latency() const;
@@ -95,7 +95,7 @@ class Peers {
   uint64_t* flag(int slot, Flag flag, int owner, int writer) const;
   kernels::PeerSignalParams signal_params(const Call& call, Flag flag, uint32_t ranks,
                                           int step) const;
-  uint64_t* block_flags(int slot, int stage, int owner, int writer) const;
+  uint64_t* block_flags(int slot, int step, int owner, int writer) const;
   uint64_t* calls_ended(int slot) const;  // own memory, as all that follow
 
   Exchange exchange_;
