@@ -19,6 +19,7 @@ constexpr double kDirectUs = 8.2;
 constexpr double kRingUs = 6.0;
 constexpr double kPhaseUs = 7.2;         // between two phases of a ring
 constexpr double kGatherUs = 9.7;        // between what has arrived and its GEMM
+constexpr double kChunkUs = 14.0;      // of an all-reduce's finished rows: host, wait, copy, SMs
 constexpr double kCopyUs = 6.6;          // wait, copy and signal of a chunk
 constexpr double kCollectiveRate = 1.3;  // of peer_gbps: sends of a collective in one kernel
 constexpr double kLocalGbps = 2550.0;    // what it reads and writes on the own device
@@ -93,7 +94,7 @@ class PeerModel {
     const double last_us = gemm_us(part_tiles, sms_) + last_round_us(part_tiles, sms_);
     const auto chunks = static_cast<double>(plan_.chunks.size());
     prediction.total_us = phases_us + std::max(last_us, (ranks_ - 1) * stored_us) +
-                          (chunks > 1 ? kCopyUs * chunks : 0.0) +
+                          (chunks > 1 ? kChunkUs * chunks : 0.0) +
                           local_us(2 * (ranks_ - 1) * part_bytes / chunks);
     return prediction;
   }
