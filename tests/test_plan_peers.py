@@ -193,7 +193,7 @@ def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
         ),
         (
             {"schedule": Schedule.SEQUENTIAL, "chunks": [Chunk(32, Transport.PEER)]},
-            "travels by peer .* the schedule sequential, .* allowed are .* overlapped",
+            "travels by peer .* the schedule sequential, .* allowed are ring .overlapped. or direct",
         ),
         (
             {"collective": Collective.ALL_REDUCE},
@@ -203,7 +203,8 @@ def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
         ({"collective": Collective.EXCHANGE}, "travels by peer with the collective exchange, "),
         (
             {"collective": Collective.ALL_GATHER},
-            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange or ring",
+            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange, ring or "
+            "direct: take that",
         ),
         (
             {"problem": Problem(1023, 512, 64, DType.BFLOAT16, 2)},
