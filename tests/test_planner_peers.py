@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machines import ada, big, hopper, slow, total
+from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import plan as plans
-from overlap_torch.plan import Collective, DType, Kernel, Machine, Op, Plan, Problem, Transport
+from overlap_torch.plan import (
+    Collective,
+    DType,
+    Kernel,
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Schedule,
+    Transport,
+)
 
 COLLECTIVES = {
     Op.GEMM_ALLREDUCE: Collective.RING,
@@ -38,22 +48,35 @@ def over_peers(plan: Plan) -> bool:
     return plan.chunks[0].transport == Transport.PEER
 
 
+def in_one_step(plan: Plan) -> bool:
+    """Over peers, with all partial sums sent at once, or all of the input."""
+    gathers = (plan.collective, plan.schedule) == (Collective.ALL_GATHER, Schedule.SEQUENTIAL)
+    return over_peers(plan) and (plan.collective == Collective.DIRECT or gathers)
+
+
+def in_phases(plan: Plan) -> bool:
+    """Over peers, as a ring, or chunk by chunk."""
+    return over_peers(plan) and not in_one_step(plan)
+
+
 @pytest.mark.parametrize(("op", "world", "m", "nk"), TRAIN, ids=str)
 def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world, op=op)
     plan = plans.make_plan(problem, fast())
     plan.validate()
     assert over_peers(plan)
-    assert (plan.kernel, plan.collective) == (Kernel.SM90_PINGPONG, COLLECTIVES[op])
+    assert (plan.kernel, plan.schedule) == (Kernel.SM90_PINGPONG, Schedule.OVERLAPPED)
+    assert plan.collective == COLLECTIVES[op] or in_one_step(plan)
     assert total(plan, fast()) < 0.97 * total(plans.make_sequential(problem, fast()), fast()) - 8
-    if op == Op.GEMM_REDUCESCATTER:  # which waits for nobody beside its GEMM, and sends no chunks
+    # These wait for nobody beside the GEMM, and send no chunks.
+    if op == Op.GEMM_REDUCESCATTER or in_one_step(plan):
         assert (len(plan.chunks), plan.resources.comm_sms) == (1, 0)
     else:
         assert plan.resources.comm_sms > 0
 
 
 @every_op
-def test_planner_tries_peers_with_a_fast_link_between_them_only(op: Op) -> None:
+def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> None:
     cases = [
         (big(op=op), fast(), True),
         (big(op=op), fast(windows=False), True),
@@ -71,14 +94,17 @@ def test_planner_tries_peers_with_a_fast_link_between_them_only(op: Op) -> None:
     ]
     for problem, machine, tries in cases:
         found = plans.candidates(problem, machine)
-        assert any(over_peers(plan) for plan in found) == tries, (problem, machine)
-        assert over_peers(plans.make_plan(problem, machine)) <= tries
+        assert any(in_phases(plan) for plan in found) == tries, (problem, machine)
+        assert in_phases(plans.make_plan(problem, machine)) <= tries
 
 
-def test_planner_takes_nccl_for_rows_that_are_no_equal_parts() -> None:
-    assert over_peers(plans.make_plan(big(m=8192), fast()))
-    for plan in (*plans.candidates(big(m=8193), fast()), plans.make_plan(big(m=8193), fast())):
-        assert not over_peers(plan)
+def test_planner_takes_no_phases_for_rows_that_are_no_equal_parts() -> None:
+    assert in_phases(plans.make_plan(big(m=8192), fast()))
+    for m in (4097, 8193):
+        for plan in (*plans.candidates(big(m=m), fast()), plans.make_plan(big(m=m), fast())):
+            assert not in_phases(plan)
+            # What the framework's GEMM makes is cut anywhere.
+            assert not over_peers(plan) or plan.kernel == Kernel.LIBRARY
 
 
 def test_planner_does_not_take_peers_for_an_all_to_all() -> None:
@@ -87,6 +113,15 @@ def test_planner_does_not_take_peers_for_an_all_to_all() -> None:
 
 
 sizes = st.one_of(st.integers(1, 3000), st.sampled_from([4096, 8192]))
+
+problems = st.builds(
+    lambda op, rows, n, k, world: Problem(rows * world, 8 * n, 8 * k, DType.BFLOAT16, world, op),
+    st.sampled_from([*COLLECTIVES]),
+    st.integers(1, 600),
+    st.integers(1, 1024),
+    st.integers(1, 1024),
+    st.integers(2, 8),
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -102,15 +137,16 @@ def test_planner_candidates_over_peers_are_valid_and_distinct(
         assert plan.problem == problem
         assert plans.decode(plans.encode(plan)) == plan
         if over_peers(plan):
-            assert plan.collective == COLLECTIVES[op]
+            assert plan.collective == COLLECTIVES[op] or in_one_step(plan)
             assert (plan.resources.lanes, plan.resources.window) == (1, False)
     assert len({tuple(plans.encode(plan)) for plan in found}) == len(found)
     chosen = plans.make_plan(problem, machine)
     assert chosen in found
     assert plans.make_plan(problem, plans._parse_machine(repr(machine))) == chosen
     if over_peers(chosen):
-        sequential_us = total(found[0], machine)
-        assert total(chosen, machine) + 8.0 < 0.97 * sequential_us
+        overlapped = chosen.schedule == Schedule.OVERLAPPED
+        share, margin_us = (0.97, 8.0) if overlapped else (1.0, 0.0)
+        assert total(chosen, machine) + margin_us < share * total(found[0], machine)
 
 
 def bytes_sent(plan: Plan) -> float:
@@ -152,6 +188,144 @@ def test_predict_over_peers_is_finite_and_falls_with_the_rate(
         more = Problem(**fields, dtype=DType.BFLOAT16, world_size=world, op=op)
         larger = plans.row_panels(more, chunks, kernel="sm90_pingpong", transport="peer")
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
+
+
+# --- in one step ------------------------------------------------------------------------------------
+
+MOST_BYTES = 128 * 2**20  # of the product, or of an all-gather's input: all of it lies in slots
+BYTES = {DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4, DType.FLOAT64: 8}
+DECODE_NK = [(4096, 3584), (8192, 2048), (8192, 7168)]
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("nk", DECODE_NK, ids=str)
+@pytest.mark.parametrize("m", [1, 2, 16, 17, 64, 128])
+def test_planner_reduces_few_rows_in_one_step(m: int, nk, world: int, windows: bool) -> None:
+    for dtype in (DType.BFLOAT16, DType.FLOAT16):
+        problem = big(m=m, n=nk[0], k=nk[1], world_size=world, dtype=dtype)
+        plan = plans.make_plan(problem, fast(windows=windows))
+        plan.validate()
+        assert over_peers(plan)
+        assert (plan.collective, plan.schedule) == (Collective.DIRECT, Schedule.SEQUENTIAL)
+        assert (plan.kernel, len(plan.chunks)) == (Kernel.LIBRARY, 1)
+        assert not over_peers(plans.make_plan(problem, fast(windows=windows, peer_gbps=0.0)))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("op", [Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+def test_planner_moves_parts_of_few_rows_in_one_step(op: Op, world: int) -> None:
+    for rows, (n, k) in itertools.product([1, 17], DECODE_NK):
+        plan = plans.make_plan(big(m=rows * world, n=n, k=k, world_size=world, op=op), fast())
+        assert in_one_step(plan)
+        assert (plan.kernel, plan.schedule) == (Kernel.LIBRARY, Schedule.SEQUENTIAL)
+
+
+some_machines = st.sampled_from(
+    [
+        fast(),
+        fast(windows=False),
+        fast(has_sm90_kernels=False),
+        fast(has_sm90_kernels=False, has_sm80_kernels=False),
+        fast(peer_gbps=100.0),
+        fast(peer_gbps=99.0),
+        fast(peer_gbps=0.0),
+        fast(link_gbps=0.0),
+        slow(peer_gbps=350.0),
+        ada(peer_gbps=350.0),
+        cpu(peer_gbps=350.0),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([*Op.__members__.values()]),
+    st.one_of(st.integers(0, 300), st.sampled_from([2048, 4096, 4097])),
+    st.one_of(st.integers(0, 64).map(lambda n: 8 * n), st.integers(0, 300), st.just(8192)),
+    st.one_of(st.integers(0, 64).map(lambda k: 8 * k), st.integers(0, 300), st.just(8192)),
+    st.sampled_from([*BYTES]),
+    st.integers(1, 10),
+    st.booleans(),
+    some_machines,
+)
+def test_planner_tries_one_step_only_where_it_is_allowed(
+    op, rows, n, k, dtype, world, equal, machine
+) -> None:
+    parts = world if equal or op != Op.GEMM_ALLREDUCE else 1
+    m = 0 if op == Op.GEMM_ALLTOALL else rows * parts
+    problem = Problem(m, n, k, dtype, world, op)
+    found = [plan for plan in plans.candidates(problem, machine) if in_one_step(plan)]
+    gathers = op == Op.ALLGATHER_GEMM
+    row_bytes = (k if gathers else n) * BYTES[dtype]
+    takes = (
+        op != Op.GEMM_ALLTOALL
+        and min(m, n, k) > 0
+        and 2 <= world <= 8
+        and machine.arch > 0
+        and machine.peer_gbps >= 100
+        and machine.link_gbps > 0
+        and dtype != DType.FLOAT64
+        and row_bytes % 16 == 0
+        and m * row_bytes <= MOST_BYTES
+    )
+    kernel = (
+        takes
+        and not gathers
+        and machine.has_sm90_kernels
+        and BYTES[dtype] == 2
+        and n % 8 == k % 8 == 0
+        and m % world == 0
+    )
+    kinds = [(Kernel.LIBRARY, Schedule.SEQUENTIAL)] * takes
+    kinds += [(Kernel.SM90_PINGPONG, Schedule.OVERLAPPED)] * kernel
+    assert [(plan.kernel, plan.schedule) for plan in found] == kinds
+    for plan in found:
+        plan.validate()
+        assert plan.collective == (Collective.ALL_GATHER if gathers else Collective.DIRECT)
+        assert plans.decode(plans.encode(plan)) == plan
+
+
+@every_op
+def test_planner_tries_one_step_up_to_a_size(op: Op) -> None:
+    # 16 KiB a row of the product and of the input.
+    for m, tries in ((8190, True), (8192, True), (8194, False), (16384, False)):
+        found = plans.candidates(big(m=m, n=8192, k=8192, op=op), fast())
+        assert any(in_one_step(plan) for plan in found) == tries
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems, st.floats(0.0, 99.9), st.booleans())
+def test_planner_takes_no_peers_over_a_slow_link_between_them(problem, gbps, windows) -> None:
+    machine = fast(windows=windows, peer_gbps=gbps)
+    for plan in (*plans.candidates(problem, machine), plans.make_plan(problem, machine)):
+        assert not over_peers(plan)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems, st.booleans(), st.floats(1.0, 900.0), st.floats(1.0, 4.0))
+def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
+    problem, by_kernel, gbps, faster
+) -> None:
+    kernel = Kernel.SM90_PINGPONG if by_kernel else Kernel.LIBRARY
+    plan = plans.direct(problem, kernel=kernel)
+    slower_link, faster_link = fast(peer_gbps=gbps), fast(peer_gbps=gbps * faster)
+    prediction = plans.predict(plan, slower_link)
+    times = (prediction.gemm_us, prediction.communication_us, prediction.total_us)
+    assert all(math.isfinite(time) and time > 0 for time in times)
+    assert prediction.total_us >= prediction.gemm_us * (1 - 1e-9)
+    assert prediction.total_us >= bytes_sent(plan) / (1e3 * gbps)
+    assert total(plan, faster_link) <= prediction.total_us * (1 + 1e-9)
+    for field in ("m", "n", "k"):  # more work takes no less time
+        more = Problem(
+            problem.m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op
+        )
+        setattr(more, field, 2 * getattr(problem, field))
+        larger = plans.direct(more, kernel=kernel)
+        assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
+
+
+# --- machines ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gbps", [0.0, 351.25, 1 / 3, 1e-7, 123456789.125])
