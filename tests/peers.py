@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from operands import Case
+from checks import Failures, check_plan
+from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case
 from ops import OPS
-from overlap_torch.plan import Kernel, Plan, Transport
+from overlap_torch.plan import Kernel, Plan, Transport, direct
 from plans import chunked_plan
 
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]
+DIRECT = "direct"
+
+Way = int | str  # over peers: in so many chunks, or "direct"
 
 
 def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: object) -> Case:
@@ -19,8 +23,10 @@ def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: ob
     return Case((parts * rows,), n, k, dtype, **rest)
 
 
-def peer_plan(case: Case, op: str, chunks: int, kernel: Kernel) -> Plan:
-    return chunked_plan(case, dist.get_world_size(), "cuda", "peers", chunks, kernel, op=op)
+def peer_plan(case: Case, op: str, way: Way, kernel: Kernel) -> Plan:
+    if way == DIRECT:
+        return direct(OPS[op].problem(case, dist.get_world_size()), kernel=kernel)
+    return chunked_plan(case, dist.get_world_size(), "cuda", "peers", way, kernel, op=op)
 
 
 def over_peers(plan: Plan) -> bool:
@@ -30,3 +36,26 @@ def over_peers(plan: Plan) -> bool:
 def skip_unless_it_runs(ranks, kernel: Kernel = Kernel.LIBRARY) -> None:
     ranks.skip_without_kernel(kernel)
     ranks.skip_without_peers()
+
+
+def check_other_layouts(op: str, kernel: Kernel, way: Way) -> tuple[int, list[str]]:
+    """Operands that the kernel cannot take, on one rank at a time, and on each rank others."""
+    failures = Failures()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case = peer_case(op, 260, 264, 64, torch.bfloat16)
+    inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
+    for bias in (False, True):
+        case = case.with_(bias=bias)
+        plan = peer_plan(case, op, way, kernel)
+        for other in range(world):
+            for field, layouts in (("input_layout", inputs), ("weight_layout", WEIGHT_LAYOUTS)):
+                for layout in layouts:
+                    mine = case.with_(**{field: layout}) if rank == other else case
+                    check_plan(failures, mine, plan, "rank", other, "has", layout, op=op)
+        for turn in range(len(WEIGHT_LAYOUTS)):
+            mine = case.with_(
+                input_layout=inputs[(turn + rank) % len(inputs)],
+                weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
+            )
+            check_plan(failures, mine, plan, "turn", turn, op=op)
+    return failures.result()

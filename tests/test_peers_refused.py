@@ -9,102 +9,11 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import Case, difference, rank_device, world_name
-from ops import OPS, tensors_of
+from operands import Case, rank_device, world_name
+from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Chunk, Kernel, Op, Plan, Problem, Resources, Transport
-from peers import PEER_OPS, over_peers, peer_case, peer_plan, skip_unless_it_runs
-
-# --- CUDA graphs ------------------------------------------------------------------------------------
-
-
-def planned_case(op: str) -> Case | None:
-    """A call that the planner sends over peers."""
-    world = dist.get_world_size()
-    for rows, n, k in ((2048, 4096, 4096), (4096, 8192, 7168)):
-        case = peer_case(op, rows, n, k, torch.bfloat16)
-        if over_peers(plan_module.make_plan(OPS[op].problem(case, world), plan_module.machine())):
-            return case
-    return None
-
-
-def check_capture(op: str, case: Case) -> tuple[int, list[str]]:
-    """Captured under another plan than plain calls have, which come between replays."""
-    failures = Failures()
-    place = (dist.get_rank(), dist.get_world_size(), rank_device())
-    arguments = OPS[op].arguments(case, *place)
-    problem = OPS[op].problem(case, dist.get_world_size())
-    planned = plan_module.plan_for(problem.m, problem.n, problem.k, problem.dtype, op=problem.op)
-    failures.expect(None if over_peers(planned) else f"plan_for says {planned}", op)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        OPS[op].wrapper(*arguments)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = tensors_of(OPS[op].wrapper(*arguments))
-    for seed in (4, 9):
-        expected = OPS[op].expected(case, *place, seed)
-        others = tensors_of(OPS[op].arguments(case, *place, seed))
-        for mine, other in zip(tensors_of(arguments), others, strict=True):
-            mine.copy_(other)
-        for output in captured:
-            output.fill_(float("nan"))
-        for _ in range(3):
-            graph.replay()
-            plain = tensors_of(OPS[op].wrapper(*arguments))
-        torch.cuda.synchronize()
-        for what, outputs in (("replay", captured), ("plain call", plain)):
-            for output, right in zip(outputs, expected, strict=True):
-                failures.expect(difference(output, right), op, what, seed)
-    overlap_torch.check()
-    return failures.result()
-
-
-@pytest.mark.parametrize("op", PEER_OPS[:3])
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_give_way_to_another_plan_in_a_capture(ranks, op):
-    skip_unless_it_runs(ranks)
-    case = ranks.run(planned_case, op)[0]
-    if case is None:
-        pytest.skip("the planner takes no peers on this machine")
-    ranks.expect_no_failures(check_capture, op, case)
-
-
-def capture_plan_set_by_hand(op: str) -> tuple[str, int, list[str]]:
-    """(message, checks, failures); afterwards the plan must still run, outside of captures."""
-    failures = Failures()
-    place = (dist.get_rank(), dist.get_world_size(), rank_device())
-    case = peer_case(op, 131, 264, 72, torch.bfloat16)
-    message = ""
-    with plan_module.use_plan(peer_plan(case, op, 1, Kernel.LIBRARY)):
-        arguments = OPS[op].arguments(case, *place)
-        check_call(failures, case, "before the capture", op=op)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                OPS[op].wrapper(*arguments)
-        except RuntimeError as error:
-            message = str(error)
-        del graph
-        for seed in range(3):
-            check_call(failures, case, "after the capture", seed=seed, op=op)
-    return message, *failures.result()
-
-
-@pytest.mark.parametrize("op", PEER_OPS)
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_set_by_hand_are_refused_in_a_capture(ranks, op):
-    skip_unless_it_runs(ranks)
-    for message, checks, failures in ranks.run(capture_plan_set_by_hand, op):
-        assert "captures a plan with the transport peer" in message, message
-        assert "nccl" in message, message
-        assert checks > 0 and not failures, failures
-
-
-# --- refusals ---------------------------------------------------------------------------------------
+from peers import PEER_OPS, over_peers, peer_case
 
 
 def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
@@ -116,19 +25,25 @@ def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     uneven.problem = Problem(511, 64, 32, *problem)
     over_nccl = good.copy()
     over_nccl.chunks = [Chunk(chunk.tiles) for chunk in good.chunks]
+    sent = plan_module.direct(Problem(512, 64, 32, *problem))
+    sent_over_nccl = sent.copy()
+    sent_over_nccl.chunks = [Chunk(chunk.tiles) for chunk in sent.chunks]
+    narrow = sent.copy()
+    narrow.problem = Problem(512, 63, 32, *problem)
     exchange = Problem(0, 64, 32, *problem, Op.GEMM_ALLTOALL)
     to_all = plan_module.make_all_to_all(exchange, Kernel.LIBRARY, Resources(), 0)
     to_all.chunks = [Chunk(0, Transport.PEER)]
     plans = {
         "rows that are no equal parts": (uneven, f"m = 511 on {world} ranks"),
         "a ring over NCCL": (over_nccl, "ring with the transport nccl, allowed is peer"),
+        "a direct reduction over NCCL": (sent_over_nccl, "direct with the transport nccl, allowed"),
+        "rows of no whole accesses": (narrow, "rows of 252 bytes, allowed are multiples of 16"),
         "an all-to-all": (to_all, "gemm_alltoall travels by peer"),
     }
     if not maps:
-        plans["no such memory"] = (
-            good,
-            "transport is peer, but the ranks of this group do not map",
-        )
+        missing = "transport is peer, but the ranks of this group do not map"
+        plans["no such memory"] = (good, missing)
+        plans["no such memory for a direct reduction"] = (sent, missing)
     return plans
 
 

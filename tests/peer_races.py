@@ -1,0 +1,125 @@
+"""Calls over peers, none of which waits for the one before."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from checks import Failures
+from operands import Case, poison, rank_device
+from ops import OPS, Arguments, tensors_of
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Plan
+
+DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
+KEPT = 5  # calls whose results are looked at again: more than there are slots
+
+
+@dataclass
+class Runner:
+    """What takes part in a race. Plans are set by problem: no two runners may have the same one."""
+
+    label: str
+    op: str
+    case: Case
+    plan: Plan | None  # None: the planner's
+
+
+@dataclass
+class _Prepared:
+    """This rank's arguments and right results, for several seeds."""
+
+    runner: Runner
+    arguments: list[Arguments]
+    expected: list[list[torch.Tensor]]
+
+
+def _prepare(runner: Runner, seeds: int, group: dist.ProcessGroup) -> _Prepared:
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+    op = OPS[runner.op]
+    if runner.plan is not None:
+        plan_module.set_plan(runner.plan, group=group)
+    return _Prepared(
+        runner,
+        [op.arguments(runner.case, *place, seed) for seed in range(seeds)],
+        [op.expected(runner.case, *place, seed) for seed in range(seeds)],
+    )
+
+
+def wrong_elements(outputs: list[torch.Tensor], rights: list[torch.Tensor]) -> torch.Tensor:
+    """How many there are; on the device."""
+    pairs = zip(outputs, rights, strict=True)
+    return torch.stack([(output != right).sum() for output, right in pairs]).sum()
+
+
+def race(runners: list[Runner], larger: Runner, calls: int, seed: int) -> tuple[int, list[str]]:
+    """Calls of the runners, each once and then in any order; in the middle `larger`, which outgrows the slots.
+
+    Wrong elements are counted on the device: right behind the call, and again when later calls have used the slots.
+    """
+    failures = Failures()
+    device = rank_device()
+    chance = random.Random(1000 * dist.get_rank() + seed)
+    order = random.Random(seed)  # the same on all ranks
+    group = dist.new_group()  # whose memory has not grown yet
+    name = group.group_name
+    prepared = [_prepare(runner, DISTINCT, group) for runner in runners]
+    outgrowing = _prepare(larger, 1, group)
+    wrong = torch.zeros(2, calls, dtype=torch.int64, device=device)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    kept: deque[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = deque()
+    held: list[list[int]] = []
+    labels: list[str] = []
+
+    def look_again() -> None:
+        turn, outputs, rights = kept.popleft()
+        for output in outputs:
+            output.record_stream(torch.cuda.current_stream())
+        wrong[1, turn] = wrong_elements(outputs, rights)
+
+    torch.cuda.synchronize()
+    for turn in range(calls):
+        grows = turn == calls // 2
+        drawn = order.randrange(len(prepared))
+        mine = prepared[turn if turn < len(prepared) else drawn]
+        which = order.randrange(DISTINCT)
+        if grows:
+            mine, which = outgrowing, 0
+            held.append(list(torch.ops.overlap.memory(name)))
+        labels.append(f"{mine.runner.op} {mine.runner.label}")
+        expected = mine.expected[which]
+        torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 20, 200)))
+        with torch.cuda.stream(streams[turn // 16 % len(streams)]):
+            if chance.random() < 0.1:
+                torch.cuda._sleep(chance.randrange(400_000))
+            poison(device, *(right.numel() * right.element_size() for right in expected), 512)
+            outputs = tensors_of(OPS[mine.runner.op].wrapper(*mine.arguments[which], group=group))
+            wrong[0, turn] = wrong_elements(outputs, expected)
+            kept.append((turn, outputs, expected))
+            del outputs
+            if len(kept) > KEPT:
+                look_again()
+        if grows:
+            held.append(list(torch.ops.overlap.memory(name)))
+        if chance.random() < 0.02:
+            time.sleep(chance.uniform(0, 0.01))
+    torch.cuda.synchronize()
+    while kept:
+        look_again()
+    torch.ops.overlap.delay_side_stream(0)
+    overlap_torch.check()
+    held.append(list(torch.ops.overlap.memory(name)))
+    failures.expect(None if held[1][1] > held[0][1] else f"memory did not grow: {held}")
+    failures.expect(None if held[2] == held[1] else f"memory grew without need: {held}")
+    for turn, counts in enumerate(wrong.t().tolist()):
+        for count, when in zip(counts, ("at once", "later"), strict=True):
+            problem = f"{count} elements wrong {when}" if count else None
+            failures.expect(problem, "call", turn, labels[turn])
+    dist.destroy_process_group(group)
+    return failures.result()

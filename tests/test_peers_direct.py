@@ -1,0 +1,316 @@
+"""Plans that go over peers in one step: right results, the same on all ranks and in every run, call after call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rank_pool
+from checks import Failures, check_call, check_plan
+from operands import Case, rank_device
+from ops import OPS
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Kernel
+from peer_races import Runner, race
+from peers import (
+    DIRECT,
+    PEER_OPS,
+    Way,
+    check_other_layouts,
+    peer_case,
+    peer_plan,
+    skip_unless_it_runs,
+)
+from plans import sequential_plan
+
+KERNELS = [Kernel.LIBRARY, Kernel.SM90_PINGPONG]
+every_op = pytest.mark.parametrize("op", PEER_OPS)
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+
+NCCL = "nccl"
+LOW_LATENCY_BYTES = 4 * 2**20  # that a rank sends; above, an all-reduce takes other kernels
+
+# (rows of one rank's part, n, k). Parts that end inside a tile and inside a cluster of two, odd numbers of tiles, more
+# rows than one round of a kernel's blocks takes.
+SHAPES = [
+    (1, 8, 8), (17, 264, 72), (131, 264, 72), (257, 1000, 136), (384, 384, 64), (3, 4096, 2048),
+    (1100, 1032, 264),
+]  # fmt: skip
+# (rows of all ranks, n, k) of an all-reduce behind the framework's GEMM: messages that are no whole numbers of
+# low-latency accesses, pieces that begin and end inside rows, pieces of different sizes.
+UNEVEN = [(1, 8, 8), (1, 4096, 72), (3, 8, 8), (17, 264, 136), (131, 1000, 72), (2101, 1000, 64),
+          (2102, 1000, 64), (5003, 1048, 64)]  # fmt: skip
+
+
+def check_both(failures: Failures, op: str, case: Case, kernel: Kernel) -> None:
+    """With a bias and without."""
+    for bias in (False, True):
+        case = case.with_(bias=bias)
+        check_plan(failures, case, peer_plan(case, op, DIRECT, kernel), kernel.name, op=op)
+
+
+# --- results ----------------------------------------------------------------------------------------
+
+
+def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
+    failures = Failures()
+    for rows, n, k in SHAPES:
+        for weight_layout in ("k_contiguous", "n_contiguous"):
+            case = peer_case(op, rows, n, k, dtype, weight_layout=weight_layout)
+            check_both(failures, op, case, kernel)
+    return failures.result()
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_op
+@of_some_ranks
+def test_direct_is_exact(ranks, op, dtype, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(check_shapes, op, dtype, kernel, timeout_s=300)
+
+
+@every_op
+@of_some_ranks
+def test_direct_is_exact_in_float32(ranks, op):
+    skip_unless_it_runs(ranks)
+    ranks.expect_no_failures(check_shapes, op, torch.float32, Kernel.LIBRARY, timeout_s=300)
+
+
+def check_uneven(dtype: torch.dtype) -> tuple[int, list[str]]:
+    failures = Failures()
+    for rows, n, k in UNEVEN:
+        check_both(failures, "gemm_allreduce", Case((rows,), n, k, dtype), Kernel.LIBRARY)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@of_some_ranks
+def test_direct_all_reduce_takes_any_number_of_rows(ranks, dtype):
+    skip_unless_it_runs(ranks)
+    ranks.expect_no_failures(check_uneven, dtype, timeout_s=300)
+
+
+def check_around_the_limit(dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Small and large calls by turns: they signal in different ways, and share no memory."""
+    failures = Failures()
+    for n in (8, 1000, 1024):
+        sent_bytes = (dist.get_world_size() - 1) * n * dtype.itemsize  # of a row
+        most = LOW_LATENCY_BYTES // sent_bytes
+        for rows in (most - 1, most, most + 1, most, 2 * most, 1):
+            case = Case((rows,), n, 64, dtype)
+            check_both(failures, "gemm_allreduce", case, Kernel.LIBRARY)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@of_some_ranks
+def test_direct_is_exact_around_the_low_latency_limit(ranks, dtype):
+    skip_unless_it_runs(ranks)
+    ranks.expect_no_failures(check_around_the_limit, dtype, timeout_s=300)
+
+
+def check_large(op: str, kernel: Kernel) -> tuple[int, list[str]]:
+    failures = Failures()
+    rows, n, k = (1024, 264, 8192) if op.startswith("allgather") else (2048, 8192, 136)
+    for rows_of_part in (rows, rows + 1):
+        check_both(failures, op, peer_case(op, rows_of_part, n, k, torch.bfloat16), kernel)
+    return failures.result()
+
+
+@every_kernel
+@every_op
+@of_some_ranks
+def test_direct_is_exact_where_much_is_sent(ranks, op, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(check_large, op, kernel, timeout_s=300)
+
+
+@every_kernel
+@every_op
+@of_some_ranks
+def test_direct_takes_layouts_that_differ_between_ranks(ranks, op, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(check_other_layouts, op, kernel, DIRECT, timeout_s=300)
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, contiguous, one element behind an aligned address."""
+    return torch.cat([tensor[:1], tensor])[1:]
+
+
+def check_misaligned_bias() -> tuple[int, list[str]]:
+    """A bias that no wide load may read; the ways of a small call and of a large one, and a ring's."""
+    failures = Failures()
+
+    for op in ("gemm_allreduce", "gemm_reducescatter"):
+
+        def call(input, weight, bias, group, op=op):
+            return OPS[op].operator(input, weight, misaligned(bias), group=group)
+
+        ways: list[tuple[Way, Kernel]] = [(DIRECT, kernel) for kernel in plan_kernels()]
+        for way, kernel in [*ways, (1, Kernel.LIBRARY), (3, Kernel.LIBRARY)]:
+            for rows in (17, 2100):
+                case = peer_case(op, rows, 1032, 64, torch.bfloat16, bias=True)
+                with plan_module.use_plan(peer_plan(case, op, way, kernel)):
+                    check_call(failures, case, way, kernel.name, op=op, call=call)
+                    torch.cuda.synchronize()
+    return failures.result()
+
+
+def plan_kernels() -> list[Kernel]:
+    has_kernel = plan_module.machine(rank_device()).has_sm90_kernels
+    return KERNELS if has_kernel else [Kernel.LIBRARY]
+
+
+@of_some_ranks
+def test_direct_takes_a_bias_at_any_address(ranks):
+    skip_unless_it_runs(ranks)
+    # A misaligned access ends the process's context: on ranks of its own.
+    outcomes = rank_pool.run_fresh(
+        ranks.world, "nccl", check_misaligned_bias, group_timeout_s=30.0, timeout_s=120.0
+    )
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome.detail
+        checks, failures = outcome.value
+        assert checks > 0 and not failures, "\n".join(failures)
+
+
+# --- the same bits everywhere -----------------------------------------------------------------------
+
+REDUCING = [
+    (DIRECT, Kernel.LIBRARY), (DIRECT, Kernel.SM90_PINGPONG), (1, Kernel.SM90_PINGPONG),
+    (3, Kernel.SM90_PINGPONG), (1, Kernel.LIBRARY), (3, Kernel.LIBRARY),
+]  # fmt: skip
+RUNS = 4
+
+
+def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+
+
+def check_bits(way: Way, kernel: Kernel, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Normal data, whose sums depend on the order: all ranks and runs must take the same."""
+    failures = Failures()
+    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for m, n, k in ((world, 256, 512), (16 * world, 1024, 512), (768 * world, 3072, 512)):
+        generators = [torch.Generator(device).manual_seed(seed) for seed in range(world)]
+        operands = [(normal(own, dtype, m, k), normal(own, dtype, n, k)) for own in generators]
+        bias = normal(torch.Generator(device).manual_seed(world), dtype, n)
+        case = Case((m,), n, k, dtype, bias=True)
+        terms = [input.double() @ weight.double().t() for input, weight in operands]
+        # Each rank's term, and each sum on the way, is rounded once.
+        magnitude = sum(term.abs() for term in terms) + bias.double().abs()
+        bound = magnitude * (2 + world) * torch.finfo(dtype).eps + 2**-12
+        plan = peer_plan(case, "gemm_allreduce", way, kernel)
+        if way != DIRECT and len(plan.chunks) != way:
+            continue
+        with plan_module.use_plan(plan):
+            outputs = [OPS["gemm_allreduce"].wrapper(*operands[rank], bias) for _ in range(RUNS)]
+        error = (outputs[0].double() - (sum(terms) + bias.double())).abs()
+        wrong = int((~(error <= bound)).sum())
+        failures.expect(f"{wrong} elements off" if wrong else None, case)
+        bits = [output.view(integer) for output in outputs]
+        for run in range(1, RUNS):
+            same = torch.equal(bits[0], bits[run])
+            failures.expect(None if same else f"run {run} has other bits than run 0", case)
+        everybody = [torch.empty_like(outputs[0]) for _ in range(world)]
+        dist.all_gather(everybody, outputs[0])
+        for other, output in enumerate(everybody):
+            same = torch.equal(bits[0], output.view(integer))
+            failures.expect(None if same else f"rank {other} has other bits", case)
+    return failures.result()
+
+
+@pytest.mark.parametrize(("way", "kernel"), REDUCING, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@of_some_ranks
+def test_direct_all_reduce_has_the_same_bits_everywhere(ranks, way, kernel, dtype):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(check_bits, way, kernel, dtype, timeout_s=120)
+
+
+# --- order ------------------------------------------------------------------------------------------
+
+
+def runners_of(kernel: Kernel) -> list[Runner]:
+    """Direct plans, rings and chunked gathers, and the sequence over NCCL, of every op; each of a K of its own."""
+    runners: list[Runner] = []
+    world = dist.get_world_size()
+
+    def add(op: str, way: Way, case: Case) -> None:
+        case = case.with_(k=136 + 8 * len(runners), bias=not op.startswith("allgather"))
+        if way == NCCL:
+            plan = sequential_plan(case, world, "cuda", op)
+        else:
+            plan = peer_plan(case, op, way, kernel)
+        runners.append(Runner(f"{kernel.name} {way}", op, case, plan))
+
+    for op in PEER_OPS:
+        for way in (DIRECT, 1, NCCL, DIRECT, 3):
+            add(op, way, peer_case(op, 643, 776, 8, torch.bfloat16))
+    # Of low latency, and far from it.
+    for rows in (1, 17, 2100):
+        add("gemm_allreduce", DIRECT, Case((rows * world,), 1032, 8, torch.bfloat16))
+    to_all = Case((643,), 776, 136, torch.bfloat16)
+    return [*runners, Runner("NCCL", "gemm_alltoall", to_all, None)]
+
+
+def race_of_ways(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+    case = Case((8192,), 4096, 1024, torch.bfloat16, bias=True)
+    larger = Runner("larger", "gemm_allreduce", case, peer_plan(case, "gemm_allreduce", 3, kernel))
+    return race(runners_of(kernel), larger, calls, calls)
+
+
+def race_of_direct(op: str, kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+    """Calls of one plan, small or large: nothing but their own signals keeps them apart."""
+    checks, lines = 0, []
+    # The first slots hold 32 MiB, the larger call takes more.
+    for rows in (2, 643):
+        first, larger = (
+            Runner(f"{kernel.name} {case.m} rows", op, case, peer_plan(case, op, DIRECT, kernel))
+            for size, n, k in ((rows, 776, 1032), (4200, 4096, 4096))
+            for case in [
+                peer_case(op, size, n, k, torch.bfloat16, bias=not op.startswith("allgather"))
+            ]
+        )
+        found = race([first], larger, calls, rows)
+        checks, lines = checks + found[0], lines + found[1]
+    return checks, lines
+
+
+@every_kernel
+@of_some_ranks
+def test_direct_beside_other_plans_back_to_back(ranks, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(race_of_ways, kernel, 150, timeout_s=300)
+
+
+@pytest.mark.long
+@pytest.mark.races
+@every_kernel
+@of_some_ranks
+def test_direct_beside_other_plans_back_to_back_long(ranks, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(race_of_ways, kernel, 1000, timeout_s=600)
+
+
+@every_kernel
+@every_op
+@of_some_ranks
+def test_direct_back_to_back(ranks, op, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(race_of_direct, op, kernel, 100, timeout_s=300)
+
+
+@pytest.mark.long
+@pytest.mark.races
+@every_kernel
+@every_op
+@of_some_ranks
+def test_direct_back_to_back_long(ranks, op, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(race_of_direct, op, kernel, 1000, timeout_s=600)
