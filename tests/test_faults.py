@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
+from overlap_torch.plan import Kernel
 from plans import chunked_plan, sequential_plan
 
 GROUP_TIMEOUT_S = 6.0
@@ -27,10 +29,16 @@ MARGIN_S = 7.0
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
 PLANS = ["default", "sequential", "row panels", "packed"]
 GPU_PLANS = [*PLANS, "exchange", "window"]
+# Over peers: in phases, and in one step, behind the framework's GEMM and in the kernel's stores.
+PEER_PLANS = ["peers", "direct", "direct stores"]
 BACKENDS = [
     pytest.param("gloo", id="gloo"),
     pytest.param("nccl", id="nccl", marks=[pytest.mark.gpu, pytest.mark.gpu2]),
 ]
+
+
+def case_of(plan: str) -> Case:
+    return CASE.with_(dtype=torch.bfloat16) if plan == "direct stores" else CASE
 
 
 def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
@@ -39,6 +47,9 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
         return
     if name == "sequential":
         plan = sequential_plan(CASE, world, device)
+    elif name.startswith("direct"):
+        kernel = Kernel.SM90_PINGPONG if name == "direct stores" else Kernel.LIBRARY
+        plan = plan_module.direct(OPS[op].problem(case_of(name), world), kernel=kernel)
     else:
         layout = "packed" if name == "window" else name
         resources = {"window": True, "max_ctas": 8} if name == "window" else {}
@@ -46,8 +57,8 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
     plan_module.set_plan(plan)
 
 
-def call(op: str = "gemm_allreduce") -> object:
-    arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
+def call(op: str = "gemm_allreduce", case: Case = CASE) -> object:
+    arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), rank_device())
     return OPS[op].wrapper(*arguments)
 
 
@@ -85,29 +96,30 @@ def synchronize() -> None:
 def die_in_mid_op(plan: str, use_check: bool) -> tuple[float, str] | None:
     """The last rank is killed while its op holds its chunks back; the others go on calling."""
     set_plan_named(plan)
-    call()
+    step = partial(call, case=case_of(plan))
+    step()
     synchronize()
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         torch.ops.overlap.delay_side_stream(400_000)
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:
-            call()
+            step()
             synchronize()
     start = time.monotonic()
     limit_s = GROUP_TIMEOUT_S + MARGIN_S + 5.0
     if use_check:  # calls until the rank is dead, then none
         while time.monotonic() - start < 2.0:
             try:
-                call()
+                step()
             except RuntimeError as error:
                 return time.monotonic() - start, str(error)
             time.sleep(0.25)
-    _, message = until_error(overlap_torch.check if use_check else call, limit_s)
+    _, message = until_error(overlap_torch.check if use_check else step, limit_s)
     seconds = time.monotonic() - start
     if rank_device().type == "cuda":  # what was found stays found
-        for step in (overlap_torch.check, call):
-            assert until_error(step, 1.0)[1] == message
+        for again in (overlap_torch.check, step):
+            assert until_error(again, 1.0)[1] == message
     return seconds, message
 
 
@@ -138,7 +150,7 @@ def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float
     """The last rank does not call the op; `warm`: it did so once, before."""
     if warm:
         set_plan_named(plan, op)
-        call(op)
+        call(op, case_of(plan))
         synchronize()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -149,7 +161,7 @@ def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float
         return None
     start = time.monotonic()
     try:
-        call(op)
+        call(op, case_of(plan))
         message = until_error(overlap_torch.check, GROUP_TIMEOUT_S + MARGIN_S + 5.0)[1]
     except RuntimeError as error:
         message = str(error)
@@ -182,28 +194,36 @@ def test_faults_rank_that_never_calls_is_reported_by_every_op(backend, op):
     expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
 
 
+def skip_unless_it_runs(ranks, plan: str) -> None:
+    ranks.skip_without_peers()
+    if plan == "direct stores":
+        ranks.skip_without_kernel(Kernel.SM90_PINGPONG)
+
+
+@pytest.mark.parametrize("plan", PEER_PLANS)
 @pytest.mark.parametrize("op", ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm"])
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op):
-    ranks.skip_without_peers()
+def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op, plan):
+    skip_unless_it_runs(ranks, plan)
     outcomes = rank_pool.run_fresh(
-        ranks.world, "nccl", never_call, "peers", True, op,
+        ranks.world, "nccl", never_call, plan, True, op,
         group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"},
     )  # fmt: skip
     missing = ranks.world - 1
     expect_reports(outcomes, list(range(missing)), 2.0 + MARGIN_S)
     for outcome in outcomes[:missing]:
         # Around a ring of more, a rank may wait for one that waits for the missing one.
-        if ranks.world == 2 or op == "allgather_gemm":
+        if ranks.world == 2 or op == "allgather_gemm" or plan != "peers":
             assert f"rank {missing}" in outcome.value[1], outcome.value[1]
 
 
+@pytest.mark.parametrize("plan", PEER_PLANS)
 @pytest.mark.parametrize("use_check", [False, True])
 @pytest.mark.ranks((2, "nccl"))
-def test_faults_killed_rank_is_reported_over_peers(ranks, use_check):
-    ranks.skip_without_peers()
+def test_faults_killed_rank_is_reported_over_peers(ranks, use_check, plan):
+    skip_unless_it_runs(ranks, plan)
     outcomes = rank_pool.run_fresh(
-        2, "nccl", die_in_mid_op, "peers", use_check, group_timeout_s=GROUP_TIMEOUT_S
+        2, "nccl", die_in_mid_op, plan, use_check, group_timeout_s=GROUP_TIMEOUT_S
     )
     assert outcomes[1].kind == "died", outcomes[1]
     expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
@@ -236,10 +256,11 @@ def come_late(plans: list[str]) -> tuple[int, list[str]]:
     failures = Failures()
     for seed, plan in enumerate(plans):
         set_plan_named(plan)
-        check_call(failures, CASE, plan, seed=seed)
+        case = case_of(plan)
+        check_call(failures, case, plan, seed=seed)
         if dist.get_rank() == seed % dist.get_world_size():
             time.sleep(2.0)
-        check_call(failures, CASE, plan, "late", seed=seed + 10)
+        check_call(failures, case, plan, "late", seed=seed + 10)
     overlap_torch.check()
     return failures.result()
 
@@ -249,10 +270,11 @@ def test_faults_late_rank_is_waited_for(backend):
     expect_patience(backend, GPU_PLANS if backend == "nccl" else ["sequential", "packed"])
 
 
+@pytest.mark.parametrize("plan", PEER_PLANS)
 @pytest.mark.ranks((2, "nccl"))
-def test_faults_late_rank_is_waited_for_over_peers(ranks):
-    ranks.skip_without_peers()
-    expect_patience("nccl", ["peers", "peers"])
+def test_faults_late_rank_is_waited_for_over_peers(ranks, plan):
+    skip_unless_it_runs(ranks, plan)
+    expect_patience("nccl", [plan, plan])
 
 
 def expect_patience(backend: str, plans: list[str]) -> None:
