@@ -50,6 +50,11 @@ def collective_of(op: Op) -> Collective:
     return Collective.ALL_GATHER if op == Op.ALLGATHER_GEMM else Collective.DIRECT
 
 
+def sums_everything(op: Op, world: int) -> bool:
+    """Two ranks of an all-reduce send each other everything, so that nobody owns a part."""
+    return op == Op.GEMM_ALLREDUCE and world == 2
+
+
 # --- form -------------------------------------------------------------------------------------------
 
 
@@ -60,7 +65,7 @@ def problems_and_kernels(draw: st.DrawFn) -> tuple[Problem, Kernel]:
     dtypes = list(BYTES) if kernel == Kernel.LIBRARY else [DType.BFLOAT16, DType.FLOAT16]
     dtype, world = draw(st.sampled_from(dtypes)), draw(st.integers(2, 8))
     rows = draw(st.integers(1, 700))
-    if op != Op.GEMM_ALLREDUCE or kernel != Kernel.LIBRARY:
+    if not sums_everything(op, world) and (op != Op.GEMM_ALLREDUCE or kernel != Kernel.LIBRARY):
         rows *= world
     elements = ACCESS // BYTES[dtype]
     whole, other = elements * draw(st.integers(1, 1500 // elements)), draw(st.integers(1, 3000))
@@ -95,6 +100,7 @@ def test_plan_direct_cuts_the_rows_where_ranks_own_parts(case: tuple[Problem, Ke
     tile_m, tile_n, cluster = TILES[kernel]
     # The framework's GEMM makes the whole output of an all-reduce, whose pieces need not be rows.
     whole = op == Op.GEMM_ALLREDUCE and kernel == Kernel.LIBRARY
+    whole = whole or sums_everything(op, world)
     parts = 1 if whole else world
     rows = problem.m // parts
     assert plan.tiles_n == -(-problem.n // tile_n)
@@ -239,7 +245,7 @@ def test_plan_direct_and_ring_are_told_apart(op: Op) -> None:
     assert ring != direct_plan(op, Kernel.SM90_PINGPONG)
 
 
-@pytest.mark.parametrize("world", range(2, 9))
+@pytest.mark.parametrize("world", range(3, 9))
 def test_plan_direct_with_a_kernel_wants_equal_parts_of_an_all_reduce(world: int) -> None:
     for m in (1, 128 * world - 1, 128 * world + 1):
         problem = Problem(m, 512, 64, DType.BFLOAT16, world)
@@ -247,6 +253,14 @@ def test_plan_direct_with_a_kernel_wants_equal_parts_of_an_all_reduce(world: int
         with pytest.raises(ValueError, match=expected):
             plans.direct(problem, kernel="sm90_pingpong")
         plans.direct(problem).validate()  # whose pieces need not be rows
+
+
+@every_kernel
+@pytest.mark.parametrize("m", [1, 17, 1023])
+def test_plan_direct_all_reduce_of_two_ranks_takes_any_rows(kernel: Kernel, m: int) -> None:
+    plan = plans.direct(Problem(m, 512, 64, DType.BFLOAT16, 2), kernel=kernel)
+    plan.validate()
+    assert plan.chunk_rows(0) == (0, m)
 
 
 @every_kernel

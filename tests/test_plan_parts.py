@@ -148,12 +148,12 @@ def test_plan_validate_takes_the_ops_own_collective(
         plan.validate()
         return
     op = plan.problem.op.name.lower()
-    ring = " or ring" if plan.problem.op == Op.GEMM_REDUCESCATTER else ""
-    expected = (
-        f"collective of {op} is {collective.name.lower()}, allowed is {own.name.lower()}{ring}: "
-    )
-    if ring and collective == Collective.RING:
-        expected = "collective is ring with the transport .*, allowed is peer"
+    reduces = plan.problem.op == Op.GEMM_REDUCESCATTER
+    others = ", ring or direct" if reduces else ""
+    name = collective.name.lower()
+    expected = f"collective of {op} is {name}, allowed is {own.name.lower()}{others}: "
+    if reduces and collective in (Collective.RING, Collective.DIRECT):
+        expected = f"collective is {name} with the transport .*, allowed is peer"
     with pytest.raises(ValueError, match=expected):
         plan.validate()
 
