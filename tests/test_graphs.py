@@ -20,7 +20,7 @@ from operands import (
 )
 from ops import expected_output
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel
+from overlap_torch.plan import Kernel, Transport
 from plans import GPU_KERNELS, chunked_plan, sequential_plan
 
 CASE = Case((1025,), 520, 136, torch.bfloat16, bias=True)
@@ -127,7 +127,10 @@ def test_graphs_hold_many_calls(ranks, name):
 
 
 def check_two_graphs(name: str) -> tuple[int, list[str]]:
-    """Graphs own their staging memory and counters: two of them and plain calls, on three streams, by turns."""
+    """Graphs own their staging memory and counters: two of them and plain calls, on three streams, by turns.
+
+    Over peers a group's calls share memory, so that the streams have to wait for each other.
+    """
     failures = Failures()
     set_plan_named(name, Kernel.LIBRARY)
     operands = [operands_of(seed) for seed in range(3)]
@@ -138,6 +141,8 @@ def check_two_graphs(name: str) -> tuple[int, list[str]]:
         with torch.cuda.graph(graph):
             outputs.append(call(mine))
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    plan = plan_module.plan_for(CASE.m, CASE.n, CASE.k, CASE.dtype)
+    shared = plan.chunks[0].transport == Transport.PEER
     for turn in range(10):
         torch.cuda.synchronize()
         for output in outputs:
@@ -147,7 +152,11 @@ def check_two_graphs(name: str) -> tuple[int, list[str]]:
         # The same order on every rank: communication is matched by it.
         with torch.cuda.stream(streams[0]):
             graphs[0].replay()
+        if shared:
+            torch.cuda.current_stream().wait_stream(streams[0])
         plain = call(operands[2])
+        if shared:
+            streams[1].wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(streams[1]):
             graphs[1].replay()
         torch.cuda.synchronize()

@@ -54,7 +54,7 @@ AllGatherGemmResult run_overlapped(const OpCall& call, const CudaCall& cuda) {
 
 AllGatherGemmResult run_sequential(const OpCall& call, const CudaCall& cuda) {
   const plan::Problem& problem = cuda.plan().problem;
-  const at::Tensor input = call.input.contiguous();
+  const at::Tensor input = aligned(call.input);
   AllGatherGemmResult result;
   result.gathered = at::empty({problem.m, problem.k}, input.options());
   runtime::SequentialCall sequential;

@@ -36,6 +36,9 @@ bool takes_composition(const OpCall& call);
 // Rows must be contiguous along K for the kernels; transposed or expanded inputs are copied once.
 at::Tensor k_contiguous(const at::Tensor& input);
 
+// Contiguous, and beginning where 16-byte accesses do: what a collective in one kernel reads.
+at::Tensor aligned(const at::Tensor& tensor);
+
 // A GEMM of input and weight; the output, which is not set yet, has the weight's N columns.
 kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
                                 const plan::Plan& plan);

@@ -44,6 +44,13 @@ bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,
   return (along_k || along_n) && kernels::gemm_supported(plan.kernel, params);
 }
 
+at::Tensor aligned(const at::Tensor& tensor) {
+  constexpr uintptr_t kAccess = 16;
+  const at::Tensor result = tensor.contiguous();
+  const bool begins_there = reinterpret_cast<uintptr_t>(result.const_data_ptr()) % kAccess == 0;
+  return begins_there ? result : result.clone();
+}
+
 void library_gemm(const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, void* destination) {
   if (input.size(0) == 0) return;

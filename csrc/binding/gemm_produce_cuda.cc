@@ -90,7 +90,7 @@ at::Tensor run_direct(const OpCall& call, const CudaCall& cuda) {
   direct.delay_us = side_delay_us();
   direct.trace = cuda.trace();
   if (call.bias().has_value()) {
-    bias = call.bias()->contiguous();
+    bias = aligned(*call.bias());
     direct.bias = bias.const_data_ptr();
   }
   if (plan.schedule == plan::Schedule::kOverlapped || !all_reduces) {

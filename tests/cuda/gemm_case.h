@@ -131,6 +131,47 @@ class GemmCase {
     fill_reference(nullptr);
   }
 
+  // The same with a second output, without and with a source.
+  void check_mirror(int32_t ctas) {
+    Buffer<T> mirror(output_.elements());
+    mirror_ = &mirror;
+    params_.num_more_outputs = 1;
+    params_.more_outputs[0] = mirror.data() + kGuard;
+    if (!supported()) fail("%s: not supported with a second output", name().c_str());
+    check(ctas, 0, true);
+    check_source(ctas);
+    params_.num_more_outputs = 0;
+    mirror_ = nullptr;
+  }
+
+  // The same in parts of the rows, each with an output of its own, here one behind the other.
+  void check_split(int32_t ctas, int32_t parts) {
+    if (params_.m % parts != 0) return;
+    const kernels::GemmParams whole = params_;
+    const int64_t part_rows = params_.m / parts;
+    const auto rows = static_cast<int32_t>((part_rows + plan_.tile_m - 1) / plan_.tile_m);
+    const int32_t height = (rows + plan_.cluster_m - 1) / plan_.cluster_m * plan_.cluster_m;
+    params_.rows.mode = plan::RowMap::Mode::kSplit;
+    params_.rows.part_rows = static_cast<int32_t>(part_rows);
+    params_.rows.first_part = parts - 1;
+    params_.order = {};
+    params_.order.tiles_m = height * parts;
+    params_.order.tiles_n = whole.order.tiles_n;
+    params_.order.parts = parts;
+    params_.order.num_runs = 1;
+    params_.order.runs[0] = {plan_.cluster_m, height * parts / plan_.cluster_m};
+    params_.order.num_chunks = 1;
+    params_.order.chunk_begin[1] = params_.order.num_tiles();
+    params_.num_more_outputs = parts - 1;
+    for (int32_t part = 1; part < parts; ++part) {
+      params_.more_outputs[part - 1] =
+          output_.data() + kGuard + part * part_rows * output_stride_;
+    }
+    if (!supported()) fail("%s: not supported in parts", name().c_str());
+    check(ctas, 0, true);
+    params_ = whole;
+  }
+
   // Result, untouched bytes and counters of one run.
   void check(int32_t ctas, int32_t smem_pad_bytes, bool signals) {
     kernels::GemmParams params = params_;
@@ -138,10 +179,12 @@ class GemmCase {
     params.smem_pad_bytes = smem_pad_bytes;
     params.counters = signals ? counters_.data() : nullptr;
     output_.poison(nullptr);
+    if (mirror_ != nullptr) mirror_->poison(nullptr);
     counters_.zero(nullptr);
     CUDA_CHECK(kernels::launch_gemm(kernel_, params, nullptr));
     CUDA_CHECK(cudaDeviceSynchronize());
     expect(output_, expectation_, name_ + ", " + std::to_string(ctas) + " CTAs");
+    if (mirror_ != nullptr) expect(*mirror_, expectation_, name_ + ", the second output");
     std::vector<int32_t> counters(plan::kMaxChunks);
     CUDA_CHECK(cudaMemcpy(counters.data(), counters_.data(), counters.size() * sizeof(int32_t),
                           cudaMemcpyDeviceToHost));
@@ -228,6 +271,7 @@ class GemmCase {
   int64_t input_stride_, weight_stride_, output_stride_;
   Buffer<T> input_, weight_, reference_, output_;
   Buffer<int32_t> counters_;
+  Buffer<T>* mirror_ = nullptr;
   Expectation<T> expectation_;
   kernels::GemmParams params_;
   std::string name_;

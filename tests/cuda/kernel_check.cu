@@ -14,6 +14,7 @@
 
 #include "checking.h"
 #include "gemm_case.h"
+#include "peer_case.h"
 #include "kernels/gemm.h"
 #include "kernels/peer_signal.h"
 #include "kernels/reorder.h"
@@ -64,6 +65,8 @@ void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
           if (kernel == Kernel::kSm90Pingpong && layout == Layout::kRowMajor) {
             gemm.check_source(gemm_ctas());
             gemm.check_source(4);
+            gemm.check_mirror(gemm_ctas());
+            for (const int32_t parts : {2, 3}) gemm.check_split(gemm_ctas(), parts);
           }
           ++cases;
         }
@@ -224,9 +227,37 @@ void check_signal() {
   Buffer<uint64_t> flags(kernels::kMaxPeers);
   CUDA_CHECK(cudaMemset(flags.data(), 0, kernels::kMaxPeers * sizeof(uint64_t)));
   *report = {};
-  const kernels::PeerSignalParams signal{2, {flags.data() + 1, flags.data() + 5}, 7};
-  kernels::PeerWaitParams peers{flags.data(), 1u << 1 | 1u << 5, 7, kWaitNs, 3, report};
+  Buffer<uint64_t> calls(1);
+  const uint64_t ended = 7;
+  CUDA_CHECK(cudaMemcpy(calls.data(), &ended, sizeof(ended), cudaMemcpyHostToDevice));
+  kernels::PeerSignalParams signal;
+  signal.count = 2;
+  signal.flags[0] = flags.data() + 1;
+  signal.flags[1] = flags.data() + 5;
+  signal.calls = calls.data();
+  signal.step = 2;
+  kernels::PeerWaitParams peers;
+  peers.flags = flags.data();
+  peers.ranks = 1u << 1 | 1u << 5;
+  peers.calls = calls.data();
+  peers.step = 2;
+  peers.deadline_ns = kWaitNs;
+  peers.chunk = 3;
+  peers.report = report;
   CUDA_CHECK(kernels::signal_peers_release_sys(signal, stream));
+  CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
+  signal.step = peers.step = 3;
+  CUDA_CHECK(kernels::signal_then_wait_peers(signal, peers, stream));
+  kernels::PeerRelayParams relay;  // its counter was reached long ago
+  relay.signal = signal;
+  relay.signal.step = 4;
+  relay.counters = counter.data();
+  relay.chunks = 1;
+  relay.expected[0] = 3;
+  relay.deadline_ns = kWaitNs;
+  relay.report = report;
+  peers.step = 4;
+  CUDA_CHECK(kernels::relay_chunks(relay, stream));
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
   if (report->failure != 0) fail("signal: a met wait for peers failed");
@@ -235,10 +266,23 @@ void check_signal() {
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
   const kernels::WaitFailure failure = kernels::unpack(report->failure);
-  if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 || failure.seen != 0) {
+  // The fifth step behind seven calls of 256 steps each.
+  if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 * 256 + 5 ||
+      failure.seen != 0) {
     fail(
-        "signal: the report says chunk %d, peer %d, expected %d, seen %d; it should say 3, 6, 7, 0",
+        "signal: the report says chunk %d, peer %d, expected %d, seen %d; it should say 3, 6, 1797, "
+        "0",
         failure.chunk, failure.peer, failure.expected, failure.seen);
+  }
+  signal.ends_call = true;
+  CUDA_CHECK(kernels::signal_peers_release_sys(signal, stream));
+  uint64_t counted[2] = {};
+  CUDA_CHECK(cudaStreamSynchronize(stream));
+  CUDA_CHECK(cudaMemcpy(&counted[0], calls.data(), sizeof(uint64_t), cudaMemcpyDeviceToHost));
+  CUDA_CHECK(cudaMemcpy(&counted[1], flags.data() + 5, sizeof(uint64_t), cudaMemcpyDeviceToHost));
+  if (counted[0] != 8 || counted[1] != 8) {
+    fail("signal: a call's end left %d and %d, expected 8", static_cast<int>(counted[0]),
+         static_cast<int>(counted[1]));
   }
 
   const double held = milliseconds(stream, [&] { CUDA_CHECK(kernels::delay(20'000, stream)); });
@@ -283,6 +327,10 @@ int main(int argc, char** argv) {
     known = true;
     check_signal();
   }
+  if (target == "all" || target == "peers") {
+    known = true;
+    check_peers();
+  }
   if (target == "all" || target == "reorder") {
     known = true;
     check_reorder_all(small);
@@ -301,7 +349,7 @@ int main(int argc, char** argv) {
     std::printf("%s: %d cases and %d race rounds good\n", name, cases, races);
   }
   if (!known)
-    fail("unknown target '%s': take sm80, sm90pp, sm90coop, reorder, signal or all",
+    fail("unknown target '%s': take sm80, sm90pp, sm90coop, peers, reorder, signal or all",
          target.c_str());
   return 0;
 }

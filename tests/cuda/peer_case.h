@@ -1,0 +1,233 @@
+// Collectives in one kernel, with all "ranks" on one device: each on a stream of its own, in memory
+// of its own.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checking.h"
+#include "kernels/peer_collective.h"
+#include "kernels/peer_signal.h"
+
+namespace overlap::check {
+
+// Ranks that reduce or gather small integers, call after call.
+class PeerCase {
+ public:
+  PeerCase(int ranks, int64_t elements)
+      : ranks_(ranks), elements_(elements), piece_((elements / 4 + ranks - 1) / ranks * 4) {
+    CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
+    *report_ = {};
+    for (int rank = 0; rank < ranks; ++rank) {
+      memory_.push_back(std::make_unique<Memory>(ranks, elements + 4 * ranks));
+      CUDA_CHECK(cudaStreamCreateWithFlags(&memory_.back()->stream, cudaStreamNonBlocking));
+    }
+  }
+  ~PeerCase() {
+    for (const auto& memory : memory_) cudaStreamDestroy(memory->stream);
+    cudaFreeHost(report_);
+  }
+  PeerCase(const PeerCase&) = delete;
+  PeerCase& operator=(const PeerCase&) = delete;
+
+  void check(int calls) {
+    for (int call = 0; call < calls; ++call) {
+      low_latency(call);
+      reduce(call, false);
+      reduce(call, true);
+      gather(call);
+    }
+  }
+
+ private:
+  struct Memory {
+    Memory(int ranks, int64_t elements)
+        : flags(kFlags),
+          slot(2 * ranks * elements),
+          low_latency(2 * ranks * kernels::low_latency_bytes(elements * 4) / 4),
+          own(elements),
+          output(elements * ranks) {
+      flags.zero(nullptr);
+      low_latency.zero(nullptr);
+      CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    // Blocks' flags of both steps, then the calls that each rank has ended, calls, blocks, calls.
+    static constexpr int64_t kBlocks = kernels::kMaxPeers * kernels::kMaxPeerBlocks;
+    static constexpr int64_t kFlags = 2 * kBlocks + kernels::kMaxPeers + 3;
+    uint64_t* blocks(int step, int writer) {
+      return flags.data() + step * kBlocks + writer * kernels::kMaxPeerBlocks;
+    }
+    uint64_t* ended(int writer) { return flags.data() + 2 * kBlocks + writer; }
+    uint64_t* counts(int index) { return ended(kernels::kMaxPeers) + index; }
+
+    Buffer<uint64_t> flags;
+    Buffer<float> slot, low_latency, own, output;
+    cudaStream_t stream = nullptr;
+  };
+
+  static float term(int call, int rank, int64_t index) {
+    return static_cast<float>((index * 7 + rank * 3 + call) % 11 - 5);
+  }
+  float sum(int call, int64_t index) const {
+    float total = 0;
+    for (int rank = 0; rank < ranks_; ++rank) total += term(call, rank, index);
+    return total;
+  }
+
+  void fill(int call) {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      std::vector<float> terms(static_cast<size_t>(elements_));
+      for (int64_t i = 0; i < elements_; ++i) terms[static_cast<size_t>(i)] = term(call, rank, i);
+      Memory& memory = *memory_[static_cast<size_t>(rank)];
+      CUDA_CHECK(cudaMemcpy(memory.own.data(), terms.data(), terms.size() * sizeof(float),
+                            cudaMemcpyHostToDevice));
+      memory.output.poison(nullptr);
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+  }
+
+  void expect(int rank, int64_t first, int64_t count, const std::string& what, auto right) {
+    CUDA_CHECK(cudaDeviceSynchronize());
+    if (report_->failure != 0) fail("%s: a wait passed its deadline", what.c_str());
+    std::vector<float> got(static_cast<size_t>(count));
+    CUDA_CHECK(cudaMemcpy(got.data(),
+                          memory_[static_cast<size_t>(rank)]->output.data() + first,
+                          got.size() * sizeof(float), cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < count; ++i) {
+      if (got[static_cast<size_t>(i)] != right(first + i)) {
+        fail("%s, %d ranks, rank %d: element %lld is %g, expected %g", what.c_str(), ranks_, rank,
+             static_cast<long long>(first + i), got[static_cast<size_t>(i)], right(first + i));
+      }
+    }
+  }
+
+  void low_latency(int call) {
+    fill(call);
+    const int64_t buffer = kernels::low_latency_bytes(elements_ * 4);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      Memory& memory = *memory_[static_cast<size_t>(rank)];
+      kernels::PeerLowLatencyParams params;
+      params.dtype = plan::DType::kFloat32;
+      params.rank = rank;
+      params.ranks = ranks_;
+      params.words = elements_;
+      params.own = memory.own.data();
+      params.output = memory.output.data();
+      for (int peer = 0; peer < ranks_; ++peer) {
+        params.destination[peer] =
+            reinterpret_cast<char*>(memory_[static_cast<size_t>(peer)]->low_latency.data()) +
+            2 * rank * buffer;
+        params.received[peer] =
+            reinterpret_cast<char*>(memory.low_latency.data()) + 2 * peer * buffer;
+      }
+      params.buffer_bytes = buffer;
+      params.calls = memory.counts(2);
+      params.deadline_ns = kWaitNs;
+      params.report = report_;
+      CUDA_CHECK(kernels::peer_all_reduce_low_latency(params, memory.stream));
+    }
+    for (int rank = 0; rank < ranks_; ++rank) {
+      expect(rank, 0, elements_, "low latency", [&](int64_t i) { return sum(call, i); });
+    }
+  }
+
+  kernels::PeerCollectiveParams params_of(int rank) {
+    Memory& memory = *memory_[static_cast<size_t>(rank)];
+    kernels::PeerCollectiveParams params;
+    params.dtype = plan::DType::kFloat32;
+    params.rank = rank;
+    params.ranks = ranks_;
+    params.stride = piece_ / 4;
+    params.own = memory.own.data();
+    params.output = memory.output.data();
+    for (int peer = 0; peer < ranks_; ++peer) {
+      Memory& theirs = *memory_[static_cast<size_t>(peer)];
+      params.count[peer] = (std::min((peer + 1) * piece_, elements_) -
+                            std::min(peer * piece_, elements_)) / 4;
+      params.received[peer] = memory.slot.data() + peer * piece_;
+      params.final_received[peer] = memory.slot.data() + (ranks_ + peer) * piece_;
+      params.final_destination[peer] = theirs.slot.data() + (ranks_ + rank) * piece_;
+      if (peer != rank) params.destination[peer] = theirs.slot.data() + rank * piece_;
+      for (int step = 0; step < 2; ++step) {
+        params.announce[step][peer] = theirs.blocks(step, rank);
+        params.arrived[step] = memory.blocks(step, 0);
+      }
+      params.announce_end[peer] = theirs.ended(rank);
+    }
+    params.ended = memory.ended(0);
+    params.calls = memory.counts(0);
+    params.blocks_done = reinterpret_cast<uint32_t*>(memory.counts(1));
+    params.deadline_ns = kWaitNs;
+    params.report = report_;
+    return params;
+  }
+
+  void reduce(int call, bool gathers) {
+    fill(call);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      Memory& memory = *memory_[static_cast<size_t>(rank)];
+      kernels::PeerCollectiveParams params = params_of(rank);
+      params.reduces = true;
+      params.gathers = gathers;
+      params.own = memory.own.data() + std::min(rank * piece_, elements_);
+      for (int peer = 0; peer < ranks_; ++peer) {
+        if (peer != rank) params.send[peer] = memory.own.data() + std::min(peer * piece_, elements_);
+      }
+      CUDA_CHECK(kernels::peer_collective(params, memory.stream));
+    }
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const int64_t first = std::min(rank * piece_, elements_);
+      const int64_t count = std::min(first + piece_, elements_) - first;
+      if (gathers) {
+        expect(rank, 0, elements_, "reduce and gather", [&](int64_t i) { return sum(call, i); });
+      } else {
+        expect(rank, 0, count, "reduce", [&](int64_t i) { return sum(call, first + i); });
+      }
+    }
+  }
+
+  void gather(int call) {
+    fill(call);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      Memory& memory = *memory_[static_cast<size_t>(rank)];
+      kernels::PeerCollectiveParams params = params_of(rank);
+      params.gathers = true;
+      for (int peer = 0; peer < ranks_; ++peer) {
+        params.count[peer] = params.stride;
+        if (peer != rank) params.send[peer] = memory.own.data();
+      }
+      CUDA_CHECK(kernels::peer_collective(params, memory.stream));
+    }
+    const int64_t count = std::min(piece_, elements_);
+    for (int rank = 0; rank < ranks_; ++rank) {
+      for (int peer = 0; peer < ranks_; ++peer) {
+        expect(rank, peer * piece_, count, "gather",
+               [&](int64_t i) { return term(call, peer, i - peer * piece_); });
+      }
+    }
+  }
+
+  const int ranks_;
+  const int64_t elements_;  // of a message: a multiple of 4
+  const int64_t piece_;
+  kernels::WaitReport* report_ = nullptr;
+  std::vector<std::unique_ptr<Memory>> memory_;
+};
+
+inline void check_peers() {
+  int cases = 0;
+  for (const int ranks : {2, 3, 4}) {
+    for (const int64_t elements : {4, 12, 400, 100'000}) {
+      PeerCase(ranks, elements).check(5);
+      ++cases;
+    }
+  }
+  std::printf("peers: %d cases good\n", cases);
+}
+
+}  // namespace overlap::check
