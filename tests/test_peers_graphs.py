@@ -243,7 +243,7 @@ def test_peers_graphs_hold_calls_of_all_kinds(ranks, kernel):
 # --- the planner ------------------------------------------------------------------------------------
 
 SMALL = [(1, 4096, 4096), (16, 4096, 4096), (2048, 4096, 4096)]
-LARGE = [(2048, 8192, 7168), (4096, 8192, 7168)]  # for more than the slots that a group begins with
+LARGE = [(3072, 8192, 7168), (4096, 8192, 7168)]  # for more than the slots that a group begins with
 
 
 def planned_runners(op: str, sizes: list[tuple[int, int, int]]) -> list[Runner]:

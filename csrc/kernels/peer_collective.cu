@@ -9,7 +9,7 @@ namespace overlap::kernels {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kBatch = 4;      // loads of a thread that are in flight at a time
+constexpr int kBatch = 4;  // loads of a thread that are in flight at a time
 constexpr int kMaxCollectiveBlocks = kMaxPeerBlocks / 2;  // about one on each SM
 constexpr int kHotPolls = 64;  // without a pause: what is waited for is on its way
 
@@ -363,7 +363,8 @@ cudaError_t launch(void (*kernel)(Params), int blocks, const Params& params, cud
 
 template <class T>
 cudaError_t launch_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
-  const int blocks = blocks_for(*std::max_element(params.count, params.count + params.ranks), kMaxCollectiveBlocks);
+  const int blocks = blocks_for(*std::max_element(params.count, params.count + params.ranks),
+                                kMaxCollectiveBlocks);
   if (!params.reduces) {
     return launch(peer_collective_kernel<T, false, true>, blocks, params, stream);
   }

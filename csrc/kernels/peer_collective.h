@@ -33,7 +33,7 @@ struct PeerCollectiveParams {
   int64_t stride = 0;
   // Own terms for the own piece, or the own piece.
   const void* own = nullptr;
-  void* output = nullptr;  // gathers: all pieces; else the own one; may be where `own` is
+  void* output = nullptr;      // gathers: all pieces; else the own one; may be where `own` is
   const void* bias = nullptr;  // added to what is reduced, in rows of row_count accesses; or null
   int64_t row_count = 0;
   int64_t first = 0;  // where the own piece begins in rows
@@ -51,7 +51,7 @@ struct PeerCollectiveParams {
   // what is sent and for what is reduced.
   uint64_t* announce[2][kMaxPeers] = {};
   const uint64_t* arrived[2] = {};
-  const uint64_t* ended = nullptr;         // one of each rank: the calls that it has ended in this slot
+  const uint64_t* ended = nullptr;  // one of each rank: the calls that it has ended in this slot
   uint64_t* announce_end[kMaxPeers] = {};  // this rank's, in the peers' memory
   uint64_t* calls = nullptr;               // own memory: calls that have ended in this slot
   uint32_t* blocks_done = nullptr;         // own memory, zero before and after

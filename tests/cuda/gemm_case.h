@@ -164,8 +164,7 @@ class GemmCase {
     params_.order.chunk_begin[1] = params_.order.num_tiles();
     params_.num_more_outputs = parts - 1;
     for (int32_t part = 1; part < parts; ++part) {
-      params_.more_outputs[part - 1] =
-          output_.data() + kGuard + part * part_rows * output_stride_;
+      params_.more_outputs[part - 1] = output_.data() + kGuard + part * part_rows * output_stride_;
     }
     if (!supported()) fail("%s: not supported in parts", name().c_str());
     check(ctas, 0, true);

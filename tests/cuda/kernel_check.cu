@@ -14,11 +14,11 @@
 
 #include "checking.h"
 #include "gemm_case.h"
-#include "peer_case.h"
 #include "kernels/gemm.h"
 #include "kernels/peer_signal.h"
 #include "kernels/reorder.h"
 #include "kernels/signal.h"
+#include "peer_case.h"
 #include "plan/planner.h"
 
 namespace {
@@ -270,7 +270,8 @@ void check_signal() {
   if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 * 256 + 5 ||
       failure.seen != 0) {
     fail(
-        "signal: the report says chunk %d, peer %d, expected %d, seen %d; it should say 3, 6, 1797, "
+        "signal: the report says chunk %d, peer %d, expected %d, seen %d; it should say 3, 6, "
+        "1797, "
         "0",
         failure.chunk, failure.peer, failure.expected, failure.seen);
   }

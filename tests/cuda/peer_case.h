@@ -95,8 +95,7 @@ class PeerCase {
     CUDA_CHECK(cudaDeviceSynchronize());
     if (report_->failure != 0) fail("%s: a wait passed its deadline", what.c_str());
     std::vector<float> got(static_cast<size_t>(count));
-    CUDA_CHECK(cudaMemcpy(got.data(),
-                          memory_[static_cast<size_t>(rank)]->output.data() + first,
+    CUDA_CHECK(cudaMemcpy(got.data(), memory_[static_cast<size_t>(rank)]->output.data() + first,
                           got.size() * sizeof(float), cudaMemcpyDeviceToHost));
     for (int64_t i = 0; i < count; ++i) {
       if (got[static_cast<size_t>(i)] != right(first + i)) {
@@ -147,8 +146,8 @@ class PeerCase {
     params.output = memory.output.data();
     for (int peer = 0; peer < ranks_; ++peer) {
       Memory& theirs = *memory_[static_cast<size_t>(peer)];
-      params.count[peer] = (std::min((peer + 1) * piece_, elements_) -
-                            std::min(peer * piece_, elements_)) / 4;
+      params.count[peer] =
+          (std::min((peer + 1) * piece_, elements_) - std::min(peer * piece_, elements_)) / 4;
       params.received[peer] = memory.slot.data() + peer * piece_;
       params.final_received[peer] = memory.slot.data() + (ranks_ + peer) * piece_;
       params.final_destination[peer] = theirs.slot.data() + (ranks_ + rank) * piece_;
@@ -176,7 +175,8 @@ class PeerCase {
       params.gathers = gathers;
       params.own = memory.own.data() + std::min(rank * piece_, elements_);
       for (int peer = 0; peer < ranks_; ++peer) {
-        if (peer != rank) params.send[peer] = memory.own.data() + std::min(peer * piece_, elements_);
+        if (peer != rank)
+          params.send[peer] = memory.own.data() + std::min(peer * piece_, elements_);
       }
       CUDA_CHECK(kernels::peer_collective(params, memory.stream));
     }
