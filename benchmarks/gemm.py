@@ -14,7 +14,7 @@ from .options import Options
 from .shapes import Shape
 
 _CHUNKS = 8
-_BAND_ROWS = 8  # lower bands share less of the operands in L2
+_BAND_ROWS = 16  # lower bands share less of the operands in L2
 _PLANNED_RANKS = 2  # that a plan is made for; its GEMM is the same for any
 
 
@@ -26,7 +26,7 @@ def available() -> bool:
 def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
     """Up to eight equal chunks in the device's best kernel, row-major and packed; all SMs are the GEMM's.
 
-    Row panels are eight tile rows high or higher, as the planner's are.
+    Row panels are as high as the planner's highest bands, 16 tile rows, or higher.
 
     Raises:
         ValueError: this build has no signalling kernel for the device.

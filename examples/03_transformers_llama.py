@@ -84,7 +84,10 @@ def work(options: argparse.Namespace) -> None:
     ]
 
     losses = []
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    # One by one: lists of tensors (foreach) may not mix DTensors with the norms' plain parameters.
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (model, reference)
+    ]
     for each, optimizer in zip((model, reference), optimizers, strict=True):
         each.train()
         loss = each(tokens, labels=tokens).loss

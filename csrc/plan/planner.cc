@@ -48,6 +48,8 @@ int32_t peer_sms(const Plan& plan) {
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
 constexpr int64_t kDirectAccess = 16;  // bytes
+// Smaller ones NCCL gathers and scatters in as little time; an all-reduce has the low-latency kernel.
+constexpr int64_t kMinDirectBytes = int64_t{1} << 17;
 
 // Higher bands finish later and share no more of the operands in L2.
 constexpr int32_t kMaxBandRows = 16;
@@ -346,8 +348,10 @@ Kernel best_kernel(const Problem& problem, const Machine& machine) {
 void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
   const bool gathers = problem.op == Op::kAllGatherGemm;
   const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
+  const int64_t bytes = problem.m * row_bytes;
   if (machine.peer_gbps < kFastPeerGbps || problem.world_size > kMaxPeerRanks ||
-      row_bytes % kDirectAccess != 0 || problem.m * row_bytes > kMaxDirectBytes ||
+      row_bytes % kDirectAccess != 0 || bytes > kMaxDirectBytes ||
+      (problem.op != Op::kGemmAllReduce && bytes < kMinDirectBytes) ||
       problem.dtype == DType::kFloat64) {
     return;
   }
