@@ -31,6 +31,11 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   // The kernels add no bias, the framework's GEMM does.
   all_to_all.fast =
       !call.bias().has_value() && input.size(0) > 0 && kernel_takes(probe, call.weight(), plan);
+  at::Tensor counters;
+  if (all_to_all.fast) {
+    counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
+    all_to_all.counters = counters.data_ptr<int32_t>();
+  }
   all_to_all.library_gemm = [&](plan::Rows range, void* destination) {
     library_gemm(input.narrow(0, range.begin, range.end - range.begin), call.weight(), call.bias(),
                  destination);

@@ -111,6 +111,7 @@ struct AllToAllCall {
 
   bool fast = false;  // whether the plan's kernel takes the operands
   kernels::GemmParams gemm;
+  int32_t* counters = nullptr;  // kMaxChunks of them, if fast
   // The framework's GEMM, plus bias: rows [begin, end) of the product into `destination`.
   std::function<void(plan::Rows rows, void* destination)> library_gemm;
 

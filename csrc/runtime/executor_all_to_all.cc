@@ -5,6 +5,9 @@
 //
 //   caller | fork | GEMM: pieces 0 | GEMM: pieces 1 | GEMM: rests | GEMM: own rows | join |
 //   side   |      |                | exchange 0     | exchange 1  | exchange rests | ^
+//
+// With rows for one peer only, as between two ranks, one GEMM computes them all and counts the tiles of
+// each piece: a launch per piece would cost each an idle last round.
 #include <algorithm>
 
 #include "runtime/executor.h"
@@ -35,8 +38,16 @@ class AllToAllLoop : ExecutorLoop {
       steps = std::max({steps, pieces(call_.send_rows[peer]), pieces(call_.receive_rows[peer])});
     }
     begin(call_.trace, steps);
+    if (steps > 1 && call_.fast) find_only_peer();
+    if (only_peer_ >= 0) {
+      check_cuda(cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * kMaxPieces, stream_),
+                 "cudaMemsetAsync");
+    }
     fork(false);
-    if (steps == 1) {
+    if (only_peer_ >= 0) {
+      compute_counting();
+      for (int step = 0; step + 1 < steps; ++step) exchange(step, false);
+    } else if (steps == 1) {
       compute({0, send_begin_.back()}, row(call_.product, 0));
     } else {
       for (int step = 0; step + 1 < steps; ++step) {
@@ -72,9 +83,9 @@ class AllToAllLoop : ExecutorLoop {
 
   plan::Rows piece(int64_t rows, int index) const {
     const int count = pieces(rows);
-    // Whole tiles, but for the last piece.
-    const int64_t tiles = (rows / count + plan_.tile_m / 2) / plan_.tile_m;
-    const int64_t each = std::max<int64_t>(1, tiles) * plan_.tile_m;
+    // Whole clusters of tiles, but for the last piece.
+    const int64_t grain = int64_t{plan_.tile_m} * plan_.cluster_m;
+    const int64_t each = std::max<int64_t>(1, (rows / count + grain / 2) / grain) * grain;
     const int64_t begin = std::min(rows, each * index);
     return {begin, index + 1 == count ? rows : std::min(rows, each * (index + 1))};
   }
@@ -82,6 +93,50 @@ class AllToAllLoop : ExecutorLoop {
   // A pair's piece `step`, or its last one, if it takes part in this step.
   bool takes_part(int64_t rows, int step, bool last) const {
     return rows > 0 && (last || step + 1 < pieces(rows));
+  }
+
+  void find_only_peer() {
+    int peers = 0;
+    for (int peer = 0; peer < ranks_; ++peer) {
+      if (peer == rank_ || call_.send_rows[peer] == 0) continue;
+      only_peer_ = peer;
+      ++peers;
+    }
+    if (peers != 1) only_peer_ = -1;
+  }
+
+  int32_t piece_tile_rows(int index) const {
+    const plan::Rows range = piece(call_.send_rows[only_peer_], index);
+    const int64_t grain = int64_t{plan_.tile_m} * plan_.cluster_m;
+    return static_cast<int32_t>((range.end - range.begin + grain - 1) / grain * plan_.cluster_m);
+  }
+
+  // All rows that travel, in one launch.
+  void compute_counting() {
+    const int64_t rows = call_.send_rows[only_peer_];
+    const int64_t begin = send_begin_[only_peer_];
+    std::vector<int32_t> heights;
+    for (int index = 0; index < pieces(rows); ++index) heights.push_back(piece_tile_rows(index));
+    kernels::GemmParams gemm = call_.gemm;
+    gemm.m = rows;
+    gemm.input = static_cast<const char*>(gemm.input) + begin * gemm.input_stride * element_bytes_;
+    gemm.output = row(call_.product, begin);
+    gemm.order = chunked_order(columns(), heights, plan_.cluster_m);
+    gemm.counters = call_.counters;
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
+  int32_t columns() const {
+    return static_cast<int32_t>((call_.gemm.n + plan_.tile_n - 1) / plan_.tile_n);
+  }
+
+  // Until what goes out in this step has been computed.
+  void wait_for_piece(int step, bool last, cudaStream_t side) {
+    const int64_t rows = call_.send_rows[only_peer_];
+    if (!takes_part(rows, step, last)) return;
+    const int index = last ? pieces(rows) - 1 : step;
+    const int32_t tiles = piece_tile_rows(index) * columns();
+    if (tiles > 0) enqueue_wait(call_.counters + index, tiles, step, side);  // [A]
   }
 
   void compute_piece(int peer, int index) {
@@ -116,11 +171,16 @@ class AllToAllLoop : ExecutorLoop {
       add(sends, to, call_.product, send_begin_[to], call_.send_rows[to], step, last);
       add(receives, from, call_.output, receive_begin_[from], call_.receive_rows[from], step, last);
     }
-    device_.produced[step].record(stream_);
-    hold_side(0);
-    device_.produced[step].block(side);
+    if (only_peer_ >= 0) {
+      hold_side(0);
+      wait_for_piece(step, last, side);
+    } else {
+      device_.produced[step].record(stream_);
+      hold_side(0);
+      device_.produced[step].block(side);
+    }
     if (trace_ != nullptr) {
-      trace_->ready[step]->record(stream_);
+      trace_->ready[step]->record(only_peer_ >= 0 ? side : stream_);
       trace_->begin[step]->record(side);
     }
     if (!sends.empty() || !receives.empty()) communicators_[0]->exchange(sends, receives, side);
@@ -159,6 +219,7 @@ class AllToAllLoop : ExecutorLoop {
   const int64_t row_bytes_;
   const std::vector<int64_t> send_begin_;
   const std::vector<int64_t> receive_begin_;
+  int only_peer_ = -1;  // whose rows one counting launch computes
 };
 
 }  // namespace

@@ -122,6 +122,35 @@ class ExecutorLoop {
     return order;
   }
 
+  // Tiles of a launch whose chunks have these heights in tile rows (0: an empty one), whole clusters;
+  // they begin and end where bands do.
+  static plan::TileOrder chunked_order(int32_t tiles_n, const std::vector<int32_t>& heights,
+                                       int32_t cluster_m) {
+    plan::TileOrder order;
+    order.tiles_n = tiles_n;
+    // A chunk takes up to two runs; where the tables do not hold as many, all bands are alike.
+    const bool fits = 2 * heights.size() <= static_cast<size_t>(plan::kMaxBandRuns);
+    const int32_t most = fits ? std::max(kBandRows, cluster_m) : cluster_m;
+    const auto add_run = [&](int32_t tile_rows, int32_t count) {
+      if (count == 0) return;
+      if (order.num_runs > 0 && order.runs[order.num_runs - 1].tile_rows == tile_rows) {
+        order.runs[order.num_runs - 1].count += count;
+      } else {
+        order.runs[order.num_runs++] = {tile_rows, count};
+      }
+    };
+    for (const int32_t height : heights) {
+      if (height > 0) {
+        const int32_t band = std::min(height, most);
+        add_run(band, height / band);
+        add_run(height % band, height % band == 0 ? 0 : 1);
+      }
+      order.tiles_m += height;
+      order.chunk_begin[++order.num_chunks] = order.num_tiles();
+    }
+    return order;
+  }
+
   // Until *counter >= expected, with the group's deadline.
   void enqueue_wait(const int32_t* counter, int32_t expected, int chunk, cudaStream_t stream) {
     kernels::WaitParams wait;

@@ -136,32 +136,16 @@ class RingLoop : ExecutorLoop {
   // One part's tiles; in the last phase cut into chunks, which begin and end where bands do.
   plan::TileOrder order(bool last) const {
     const int32_t rows = plan::tiles_m(plan_) / ranks_;
-    plan::TileOrder order;
-    order.tiles_n = plan::tiles_n(plan_);
-    // A chunk takes up to two runs; where the tables do not hold as many, all bands are alike.
-    const int32_t most = 2 * chunks_ <= plan::kMaxBandRuns ? kBandRows : plan_.cluster_m;
-    const auto add = [&](int32_t height) {
-      const int32_t band = std::min(height, most);
-      add_run(order, band, height / band);
-      add_run(order, height % band, height % band == 0 ? 0 : 1);
-      order.tiles_m += height;
-      order.chunk_begin[++order.num_chunks] = order.num_tiles();
-    };
+    const int32_t columns = plan::tiles_n(plan_);
+    std::vector<int32_t> heights;
     if (!last || !by_chunk_) {
-      add(rows);
+      heights.push_back(rows);
     } else {
-      for (const plan::Chunk& chunk : plan_.chunks) add(chunk.tiles / order.tiles_n / ranks_);
+      for (const plan::Chunk& chunk : plan_.chunks) {
+        heights.push_back(chunk.tiles / columns / ranks_);
+      }
     }
-    return order;
-  }
-
-  static void add_run(plan::TileOrder& order, int32_t tile_rows, int32_t count) {
-    if (count == 0) return;
-    if (order.num_runs > 0 && order.runs[order.num_runs - 1].tile_rows == tile_rows) {
-      order.runs[order.num_runs - 1].count += count;
-    } else {
-      order.runs[order.num_runs++] = {tile_rows, count};
-    }
+    return chunked_order(columns, heights, plan_.cluster_m);
   }
 
   // A finished chunk of the own part into every peer's memory.
