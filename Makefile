@@ -15,6 +15,8 @@ NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell comma
 NVCC := $(strip $(NVCC))
 # CUTLASS's headers, only where something is compiled with them.
 CUTLASS = $(if $(NVCC),$(if $(filter 0,$(OVERLAP_CUDA))$(CUTLASS_PATH),,$(VENV)/.cutlass))
+# GPU tests wait for their ranks most of the time: several files at a time, with ranks of their own.
+PARALLEL = $(if $(GPU),-n 4 --dist loadfile)
 # A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
 DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
@@ -25,10 +27,10 @@ demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	$(PY) -m overlap_torch demo $(ARGS)
 
 test: build  ## all tests but the long races; GPU tests are skipped where there are too few GPUs
-	$(PY) -m pytest --timeout=900 $(ARGS)
+	$(PY) -m pytest $(PARALLEL) --timeout=900 $(ARGS)
 
 test-gpu: build  ## the GPU tests alone
-	$(PY) -m pytest -m "gpu or gpu2" --timeout=900 $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "gpu or gpu2" --timeout=900 $(ARGS)
 
 test-races: build  ## thousands of calls with random delays; minutes long
 	$(PY) -m pytest -m long --timeout=1800 $(ARGS)

@@ -14,11 +14,11 @@
 //
 // ring: the rows are cut into the ranks' parts. In each phase a rank computes one part, adds the
 // partial sums that came from the rank before, and stores into the memory of the rank behind; in the
-// last phase it computes its own part, which an all-reduce sends on, chunk by chunk.
+// last phase it computes its own part, which an all-reduce passes on: at once, or in chunks.
 //
-//   caller | GEMM: part r - 1 -> rank r + 1 | wait [B] | GEMM: part r - 2, + partial | ... | GEMM: r
-//   side   |                                               chunks of part r: wait [A] | copy, signal [B]
-//   copy   |                                    chunks of the other parts: wait [B] | into the output
+//   caller | GEMM: part r - 1 -> rank r + 1 | signal, wait [B] | GEMM: part r - 2 ... r | gather |
+//   side   |                               in chunks: wait [A] for those of part r, signal [B] | ^
+//   copy   |                        chunks of the other parts: wait [B] | into the output | ^
 //
 // direct, for few rows: partial sums go to whoever adds them up; nothing is forked.
 //
