@@ -14,7 +14,6 @@ from .options import Options
 from .shapes import Shape
 
 _CHUNKS = 8
-_BAND_ROWS = 16  # lower bands share less of the operands in L2
 _PLANNED_RANKS = 2  # that a plan is made for; its GEMM is the same for any
 
 
@@ -26,7 +25,7 @@ def available() -> bool:
 def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
     """Up to eight equal chunks in the device's best kernel, row-major and packed; all SMs are the GEMM's.
 
-    Row panels are as high as the planner's highest bands, 16 tile rows, or higher.
+    Row panels are as high as the planner's highest bands, or higher: lower ones share less of the operands in L2.
 
     Raises:
         ValueError: this build has no signalling kernel for the device.
@@ -35,7 +34,7 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
         raise ValueError("gemm: this build has no signalling kernel for this device")
     kernel = Kernel.SM90_PINGPONG if machine.has_sm90_kernels else Kernel.SM80
     whole = plan_api.row_panels(problem, 1, kernel=kernel)
-    panels = max(1, min(_CHUNKS, whole.tiles_m // _BAND_ROWS))
+    panels = max(1, min(_CHUNKS, whole.tiles_m // plan_api.BAND_ROWS))
     return [
         plan_api.row_panels(problem, panels, kernel=kernel),
         plan_api.packed(problem, min(_CHUNKS, whole.tiles_m * whole.tiles_n), kernel=kernel),

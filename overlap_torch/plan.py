@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from overlap_torch import _plan
 from overlap_torch._plan import (
+    BAND_ROWS,
     MAX_BAND_RUNS,
     MAX_CHUNKS,
     BandRun,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     Device = str | torch.device | None
 
 __all__ = [
+    "BAND_ROWS",
     "MAX_BAND_RUNS",
     "MAX_CHUNKS",
     "BandRun",
@@ -134,7 +136,7 @@ def row_panels(
             Where the rows are parts of the ranks (``gemm_reducescatter``, ``allgather_gemm``) the
             heights are those of one part, and ``parts * height`` is the multiple.
         kernel: the GEMM; ``library`` takes every dtype, the others bfloat16 and float16.
-        band_rows: tile rows of a band, at most; None: 16, or the lowest chunk's height.
+        band_rows: tile rows of a band, at most; None: ``BAND_ROWS``, 16, or the lowest chunk's height.
         comm_sms: SMs that the GEMM leaves free.
         max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
         window: stage chunks in an NCCL symmetric window.
@@ -157,7 +159,7 @@ def row_panels(
     even = isinstance(chunks, int)
     heights = _split(rows, chunks, grain, "tile rows") if even else list(chunks)
     if band_rows is None:
-        band_rows = max(shape.cluster_m, min([16, *(parts * height for height in heights)]))
+        band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))
         band_rows -= band_rows % shape.cluster_m
     resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     return _plan.make_row_panels(
@@ -185,7 +187,7 @@ def packed(
 
     Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of
     chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
-    ``band_rows`` None: 16, or the tile grid's height where that is less. ``collective`` is
+    ``band_rows`` None: ``BAND_ROWS``, or the tile grid's height where that is less. ``collective`` is
     ``all_reduce`` or, between two ranks, ``exchange``: one all-gather, then a sum where the chunk
     is put in place. All else is as in :func:`row_panels`.
     """
@@ -195,7 +197,7 @@ def packed(
     tiles = rows * _tiles(problem.n, shape.tile_n)
     sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
     if band_rows is None:
-        band_rows = max(shape.cluster_m, min(16, rows))
+        band_rows = max(shape.cluster_m, min(BAND_ROWS, rows))
     resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     plan = _plan.make_packed(
         problem, kernel, sizes, band_rows, resources, max_ctas, transport, shape
@@ -210,8 +212,8 @@ def direct(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
 
     Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks
     that add them up: with ``sm90_pingpong`` from the GEMM's own stores, with ``library`` from the
-    kernel that adds, behind the framework's GEMM. ``allgather_gemm`` takes ``library``: one kernel
-    gathers, then the framework computes. Rows of the output, or of an all-gather's input, must
+    kernel that adds, behind the framework's GEMM. ``allgather_gemm`` with ``library``: one kernel
+    gathers, then the framework computes; with others it is the plan over peers in one chunk. Rows of the output, or of an all-gather's input, must
     be multiples of 16 bytes.
 
     Raises:

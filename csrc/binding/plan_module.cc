@@ -330,6 +330,7 @@ void bind_planner(py::module_& m) {
       .def_readonly("total_us", &Prediction::total_us);
 
   m.attr("MAX_CHUNKS") = plan::kMaxChunks;
+  m.attr("BAND_ROWS") = plan::kBandRows;
   m.attr("MAX_BAND_RUNS") = plan::kMaxBandRuns;
   m.def("kernel_shape", &plan::kernel_shape, py::arg("kernel"), py::arg("on_cpu") = false);
   m.def("validate", &plan::validate, py::arg("plan"));

@@ -360,15 +360,13 @@ Prediction predict(const Plan& plan, const Machine& machine) {
     return prediction;
   }
   const double per_tile_us = tile_us(plan, machine);
+  if (over_peers(plan)) return predict_peers(plan, machine, per_tile_us);
   if (plan.schedule == Schedule::kSequential) {
-    if (over_peers(plan)) return predict_peers_sequential(plan, machine, per_tile_us);
     prediction.gemm_us = kGemmStartUs + full_machine_us(machine, tiles, per_tile_us);
     prediction.communication_us = alone_us(plan, machine);
     prediction.total_us = prediction.gemm_us + prediction.communication_us;
     return prediction;
   }
-
-  if (over_peers(plan)) return predict_peers(plan, machine, per_tile_us);
   if (plan.collective == Collective::kAllGather) {
     return predict_consume(plan, machine, per_tile_us);
   }

@@ -13,9 +13,7 @@ inline bool slow_link(const Machine& machine) {
   return machine.arch == 0 || machine.link_gbps < kSlowLinkGbps;
 }
 
-// What a plan over the peers' memory is expected to cost, given the time of one tile: the framework's
-// GEMM and a collective in one kernel, or an overlapped plan.
-Prediction predict_peers_sequential(const Plan& plan, const Machine& machine, double per_tile_us);
+// What a plan over the peers' memory is expected to cost, given the time of one tile.
 Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us);
 
 }  // namespace overlap::plan

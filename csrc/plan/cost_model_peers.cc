@@ -35,6 +35,26 @@ class PeerModel {
         tiles_(static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan)),
         ranks_(plan.problem.world_size) {}
 
+  // The framework's GEMM, and a collective in one kernel.
+  Prediction sequential() const {
+    const Problem& problem = plan_.problem;
+    const bool gathers = plan_.collective == Collective::kAllGather;
+    const double piece = gathers ? bytes_of(part_rows(plan_), problem.k)
+                                 : static_cast<double>(direct_piece_bytes(plan_));
+    const double once_us =
+        sent_us((ranks_ - 1) * piece) / kCollectiveRate + local_us((ranks_ + 1) * piece);
+    // The sums of an all-reduce's pieces go to everyone.
+    const bool twice = problem.op == Op::kGemmAllReduce && direct_in_pieces(plan_);
+    // That GEMM knows no parts.
+    const int64_t tiles = (problem.m + plan_.tile_m - 1) / plan_.tile_m * tiles_n(plan_);
+    const double rounds = static_cast<double>(tiles) / all_sms_ + kLibraryIdleRounds;
+    Prediction prediction;
+    prediction.gemm_us = kLibraryRate * std::max(1.0, rounds) * per_tile_us_;
+    prediction.communication_us = kSequentialUs + (twice ? 2.0 : 1.0) * once_us;
+    prediction.total_us = prediction.gemm_us + prediction.communication_us;
+    return prediction;
+  }
+
   Prediction direct() const {
     const auto piece = static_cast<double>(direct_piece_bytes(plan_));
     const bool pieces = direct_in_pieces(plan_);
@@ -125,28 +145,9 @@ class PeerModel {
 
 }  // namespace
 
-Prediction predict_peers_sequential(const Plan& plan, const Machine& machine, double per_tile_us) {
-  const int32_t ranks = plan.problem.world_size;
-  const bool gathers = plan.collective == Collective::kAllGather;
-  const double piece_bytes = gathers ? static_cast<double>(part_rows(plan) * plan.problem.k *
-                                                           element_bytes(plan.problem.dtype))
-                                     : static_cast<double>(direct_piece_bytes(plan));
-  const double once_us = (ranks - 1) * piece_bytes / (1e3 * kCollectiveRate * machine.peer_gbps) +
-                         (ranks + 1) * piece_bytes / (1e3 * kLocalGbps);
-  // The sums of an all-reduce's pieces go to everyone.
-  const bool twice = plan.problem.op == Op::kGemmAllReduce && direct_in_pieces(plan);
-  // The framework's GEMM knows no parts.
-  const int64_t tiles = (plan.problem.m + plan.tile_m - 1) / plan.tile_m * tiles_n(plan);
-  const double rounds = static_cast<double>(tiles) / machine.sm_count + kLibraryIdleRounds;
-  Prediction prediction;
-  prediction.gemm_us = kLibraryRate * std::max(1.0, rounds) * per_tile_us;
-  prediction.communication_us = kSequentialUs + (twice ? 2.0 : 1.0) * once_us;
-  prediction.total_us = prediction.gemm_us + prediction.communication_us;
-  return prediction;
-}
-
 Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us) {
   const PeerModel model(plan, machine, per_tile_us);
+  if (plan.schedule == Schedule::kSequential) return model.sequential();
   if (plan.collective == Collective::kDirect) return model.direct();
   return plan.collective == Collective::kAllGather ? model.gather() : model.ring();
 }

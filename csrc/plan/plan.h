@@ -135,6 +135,10 @@ int64_t part_rows(const Plan& plan);
 // Whether chunks travel through the peers' memory.
 bool over_peers(const Plan& plan);
 
+// Tile rows of a band, at most: it keeps a wave of tiles square. Higher ones finish later and share no
+// more of the operands in L2.
+inline constexpr int32_t kBandRows = 16;
+
 // Bytes of each rank's slot for what peers send it in one call, over peers.
 int64_t peer_slot_bytes(const Plan& plan);
 

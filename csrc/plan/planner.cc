@@ -51,8 +51,6 @@ constexpr int64_t kDirectAccess = 16;  // bytes
 // Smaller ones NCCL gathers and scatters in as little time; an all-reduce has the low-latency kernel.
 constexpr int64_t kMinDirectBytes = int64_t{1} << 17;
 
-// Higher bands finish later and share no more of the operands in L2.
-constexpr int32_t kMaxBandRows = 16;
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
 constexpr double kMinCpuChunkFlops = 1e6;  // less work than this hides no communication call
 
@@ -235,7 +233,7 @@ std::vector<int32_t> apportion(int32_t total, int32_t grain, const std::vector<i
 int32_t band_height(int32_t rows, int32_t grain, const std::vector<int32_t>& weights) {
   const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
   const int64_t least = *std::min_element(weights.begin(), weights.end());
-  for (int32_t height = kMaxBandRows; height >= grain; height /= 2) {
+  for (int32_t height = kBandRows; height >= grain; height /= 2) {
     if (height % grain == 0 && least * rows >= height * sum) return height;
   }
   return 0;
@@ -254,7 +252,7 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
     const std::vector<int32_t> heights =
         apportion(rows, parts == 1 ? height : row_grain(base), weights);
     if (heights.empty()) continue;
-    const int32_t band_rows = parts == 1 ? height : std::max(kMaxBandRows, base.cluster_m);
+    const int32_t band_rows = parts == 1 ? height : std::max(kBandRows, base.cluster_m);
     plans.push_back(
         make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport));
   }
@@ -269,7 +267,7 @@ void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kern
     const std::vector<int32_t> chunks = apportion(rows * tiles_n(base), base.cluster_m, weights);
     if (chunks.empty()) continue;
     plans.push_back(
-        make_packed(problem, kernel, chunks, std::min(kMaxBandRows, rows), resources, max_ctas));
+        make_packed(problem, kernel, chunks, std::min(kBandRows, rows), resources, max_ctas));
     plans.back().collective = Collective::kExchange;
   }
 }
@@ -469,7 +467,7 @@ Plan make_direct(const Problem& problem, Kernel kernel) {
   plan.schedule = kernel == Kernel::kLibrary ? Schedule::kSequential : Schedule::kOverlapped;
   if (problem.op != Op::kAllGatherGemm) plan.collective = Collective::kDirect;
   const int32_t rows = tiles_m(plan);
-  const int32_t most = std::max(kMaxBandRows, plan.cluster_m);
+  const int32_t most = std::max(kBandRows, plan.cluster_m);
   cut_into_bands(plan, rows, std::max(1, std::min(most, rows)));
   plan.chunks.push_back({.tiles = rows * tiles_n(plan), .transport = Transport::kPeer});
   validate(plan);

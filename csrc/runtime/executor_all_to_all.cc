@@ -113,21 +113,12 @@ class AllToAllLoop : ExecutorLoop {
 
   // All rows that travel, in one launch.
   void compute_counting() {
-    const int64_t rows = call_.send_rows[only_peer_];
     const int64_t begin = send_begin_[only_peer_];
+    const int64_t rows = call_.send_rows[only_peer_];
     std::vector<int32_t> heights;
     for (int index = 0; index < pieces(rows); ++index) heights.push_back(piece_tile_rows(index));
-    kernels::GemmParams gemm = call_.gemm;
-    gemm.m = rows;
-    gemm.input = static_cast<const char*>(gemm.input) + begin * gemm.input_stride * element_bytes_;
-    gemm.output = row(call_.product, begin);
-    gemm.order = chunked_order(columns(), heights, plan_.cluster_m);
-    gemm.counters = call_.counters;
-    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
-  }
-
-  int32_t columns() const {
-    return static_cast<int32_t>((call_.gemm.n + plan_.tile_n - 1) / plan_.tile_n);
+    launch({begin, begin + rows}, row(call_.product, begin), chunked_order(call_.gemm.n, heights),
+           call_.counters);
   }
 
   // Until what goes out in this step has been computed.
@@ -135,7 +126,8 @@ class AllToAllLoop : ExecutorLoop {
     const int64_t rows = call_.send_rows[only_peer_];
     if (!takes_part(rows, step, last)) return;
     const int index = last ? pieces(rows) - 1 : step;
-    const int32_t tiles = piece_tile_rows(index) * columns();
+    const int64_t columns = (call_.gemm.n + plan_.tile_n - 1) / plan_.tile_n;
+    const auto tiles = static_cast<int32_t>(piece_tile_rows(index) * columns);
     if (tiles > 0) enqueue_wait(call_.counters + index, tiles, step, side);  // [A]
   }
 
@@ -151,12 +143,18 @@ class AllToAllLoop : ExecutorLoop {
       call_.library_gemm(rows, destination);
       return;
     }
+    const int64_t tile_rows = (rows.end - rows.begin + plan_.tile_m - 1) / plan_.tile_m;
+    launch(rows, destination, launch_order(call_.gemm.n, tile_rows, 1), nullptr);
+  }
+
+  void launch(plan::Rows rows, void* destination, const plan::TileOrder& order, int32_t* counters) {
     kernels::GemmParams gemm = call_.gemm;
     gemm.m = rows.end - rows.begin;
     gemm.input =
         static_cast<const char*>(gemm.input) + rows.begin * gemm.input_stride * element_bytes_;
     gemm.output = destination;
-    gemm.order = launch_order(gemm.n, (gemm.m + plan_.tile_m - 1) / plan_.tile_m, 1);
+    gemm.order = order;
+    gemm.counters = counters;
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 

@@ -19,8 +19,6 @@
 
 namespace overlap::runtime {
 
-inline constexpr int32_t kBandRows = 16;  // tile rows of a band: keeps a wave square
-
 // One run of a loop. Made while the device's mutex is held.
 class ExecutorLoop {
  protected:
@@ -110,27 +108,19 @@ class ExecutorLoop {
   plan::TileOrder launch_order(int64_t columns, int64_t tile_rows, int32_t parts) const {
     const int32_t cluster = plan_.cluster_m;
     const auto height = static_cast<int32_t>((tile_rows + cluster - 1) / cluster * cluster * parts);
-    const int32_t band = std::min(height, std::max(kBandRows, cluster));
-    plan::TileOrder order;
-    order.tiles_m = height;
-    order.tiles_n = static_cast<int32_t>((columns + plan_.tile_n - 1) / plan_.tile_n);
+    plan::TileOrder order = chunked_order(columns, {height});
     order.parts = parts;
-    order.runs[order.num_runs++] = {band, height / band};
-    if (height % band != 0) order.runs[order.num_runs++] = {height % band, 1};
-    order.num_chunks = 1;
-    order.chunk_begin[1] = order.num_tiles();
     return order;
   }
 
   // Tiles of a launch whose chunks have these heights in tile rows (0: an empty one), whole clusters;
   // they begin and end where bands do.
-  static plan::TileOrder chunked_order(int32_t tiles_n, const std::vector<int32_t>& heights,
-                                       int32_t cluster_m) {
+  plan::TileOrder chunked_order(int64_t columns, const std::vector<int32_t>& heights) const {
     plan::TileOrder order;
-    order.tiles_n = tiles_n;
+    order.tiles_n = static_cast<int32_t>((columns + plan_.tile_n - 1) / plan_.tile_n);
     // A chunk takes up to two runs; where the tables do not hold as many, all bands are alike.
     const bool fits = 2 * heights.size() <= static_cast<size_t>(plan::kMaxBandRuns);
-    const int32_t most = fits ? std::max(kBandRows, cluster_m) : cluster_m;
+    const int32_t most = fits ? std::max(plan::kBandRows, plan_.cluster_m) : plan_.cluster_m;
     const auto add_run = [&](int32_t tile_rows, int32_t count) {
       if (count == 0) return;
       if (order.num_runs > 0 && order.runs[order.num_runs - 1].tile_rows == tile_rows) {

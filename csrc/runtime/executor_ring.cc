@@ -145,7 +145,7 @@ class RingLoop : ExecutorLoop {
         heights.push_back(chunk.tiles / columns / ranks_);
       }
     }
-    return chunked_order(columns, heights, plan_.cluster_m);
+    return chunked_order(plan_.problem.n, heights);
   }
 
   // A finished chunk of the own part into every peer's memory.
