@@ -16,23 +16,25 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   if (plan.schedule != plan::Schedule::kOverlapped) return gemm_alltoall_composition(call);
   const at::TensorOptions options = call.input.options();
   const at::Tensor input = k_contiguous(call.input);
-  const at::Tensor product = at::empty({input.size(0), plan.problem.n}, options);
   const at::Tensor output = at::empty({c10::sum_integers(call.recv_rows), plan.problem.n}, options);
 
   runtime::AllToAllCall all_to_all;
   all_to_all.plan = &plan;
   all_to_all.send_rows = call.send_rows;
   all_to_all.receive_rows = call.recv_rows;
-  all_to_all.product = product.data_ptr();
+  at::Tensor product;
+  all_to_all.product = [&] {
+    product = at::empty({input.size(0), plan.problem.n}, options);
+    return product.data_ptr();
+  };
   all_to_all.output = output.data_ptr();
   all_to_all.gemm = gemm_params(input, call.weight(), cuda);
-  kernels::GemmParams probe = all_to_all.gemm;
-  probe.output = all_to_all.product;
   // The kernels add no bias, the framework's GEMM does.
-  all_to_all.fast =
-      !call.bias().has_value() && input.size(0) > 0 && kernel_takes(probe, call.weight(), plan);
+  all_to_all.fast = !call.bias().has_value() && input.size(0) > 0 &&
+                    kernel_takes(all_to_all.gemm, call.weight(), plan);
+  const bool over_peers = plan::over_peers(plan);
   at::Tensor counters;
-  if (all_to_all.fast) {
+  if (all_to_all.fast && !over_peers) {
     counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
     all_to_all.counters = counters.data_ptr<int32_t>();
   }
@@ -43,7 +45,11 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   all_to_all.stream = cuda.stream;
   all_to_all.delay_us = side_delay_us();
   all_to_all.trace = cuda.trace();
-  runtime::run_all_to_all(*cuda.group, all_to_all);
+  if (over_peers) {
+    runtime::run_exchange(*cuda.group, all_to_all);
+  } else {
+    runtime::run_all_to_all(*cuda.group, all_to_all);
+  }
   return output;
 }
 

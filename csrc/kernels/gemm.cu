@@ -2,6 +2,8 @@
 #include "kernels/gemm.h"
 
 #include "kernels/peer_collective.h"
+#include "kernels/peer_exchange.h"
+#include "kernels/peer_low_latency.h"
 #include "kernels/peer_signal.h"
 #include "kernels/reorder.h"
 #include "kernels/signal.h"
@@ -99,6 +101,8 @@ cudaError_t load_kernels() {
   if (error == cudaSuccess) error = load_reorder_kernels();
   if (error == cudaSuccess) error = load_peer_signal_kernels();
   if (error == cudaSuccess) error = load_peer_collective_kernels();
+  if (error == cudaSuccess) error = load_peer_low_latency_kernels();
+  if (error == cudaSuccess) error = load_peer_exchange_kernel();
 #if defined(OVERLAP_WITH_SM80)
   if (error == cudaSuccess) error = load_gemm_sm80();
 #endif

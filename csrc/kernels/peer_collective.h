@@ -15,16 +15,32 @@ namespace overlap::kernels {
 inline constexpr int kPeerAccessBytes = 16;  // what is moved is counted in these
 inline constexpr int kMaxPeerBlocks = 256;   // CTAs of a collective, and flags of each rank for it
 
+// Where the blocks of a kernel meet those of the peers', and what ends the call whose slot it uses.
+struct PeerMeeting {
+  int32_t rank = 0;
+  int32_t ranks = 1;
+  // kMaxPeerBlocks flags of this rank in the peers' memory, and those of each rank in the own, for
+  // each of two steps.
+  uint64_t* announce[2][kMaxPeers] = {};
+  const uint64_t* arrived[2] = {};
+  const uint64_t* ended = nullptr;  // one of each rank: the calls that it has ended in this slot
+  uint64_t* announce_end[kMaxPeers] = {};  // this rank's, in the peers' memory
+  uint64_t* calls = nullptr;               // own memory: calls that have ended in this slot
+  uint32_t* blocks_sent = nullptr;         // own memory, zero before and after, as the next
+  uint32_t* blocks_done = nullptr;
+  int64_t deadline_ns = 0;
+  int32_t chunk = 0;
+  WaitReport* report = nullptr;
+};
+
 // A collective of a call that has a slot, in up to three steps:
 //   send     this rank's terms, or its piece, into the peers' memory, unless the kernel before did it
 //   reduce   own piece = the sum of all ranks' terms (+ bias)
 //   gather   output = the pieces of all ranks; a reduced one goes to the peers as it is made
 // Each block of the kernel does its share of a step, announces it by a flag of its own, and waits for
 // the same block of every peer.
-struct PeerCollectiveParams {
+struct PeerCollectiveParams : PeerMeeting {
   plan::DType dtype = plan::DType::kBFloat16;
-  int32_t rank = 0;
-  int32_t ranks = 1;
   bool reduces = false;
   bool gathers = false;
 
@@ -46,53 +62,11 @@ struct PeerCollectiveParams {
   // Where reduced pieces that are gathered go in the peers' memory, and arrive in the own.
   void* final_destination[kMaxPeers] = {};
   const void* final_received[kMaxPeers] = {};
-
-  // kMaxPeerBlocks flags of this rank in the peers' memory, and those of each rank in the own, for
-  // what is sent and for what is reduced.
-  uint64_t* announce[2][kMaxPeers] = {};
-  const uint64_t* arrived[2] = {};
-  const uint64_t* ended = nullptr;  // one of each rank: the calls that it has ended in this slot
-  uint64_t* announce_end[kMaxPeers] = {};  // this rank's, in the peers' memory
-  uint64_t* calls = nullptr;               // own memory: calls that have ended in this slot
-  uint32_t* blocks_done = nullptr;         // own memory, zero before and after
-
-  int64_t deadline_ns = 0;
-  int32_t chunk = 0;
-  WaitReport* report = nullptr;
 };
 
 // Enqueues the collective, which ends the call. Sums are taken in fp32 in the ranks' order and rounded
 // once, so that all ranks get the same bits; a bias is added behind the rounding. bf16, fp16, fp32.
 cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream);
-
-// What a low-latency message of so many bytes takes in memory: 12 of 16 bytes are data.
-constexpr int64_t low_latency_bytes(int64_t bytes) {
-  return (bytes + 11) / 12 * 16;
-}
-
-// An all-reduce whose data are their own signal: 12 bytes at a time travel with the call's number,
-// so that nothing is fenced or announced.
-struct PeerLowLatencyParams {
-  plan::DType dtype = plan::DType::kBFloat16;
-  int32_t rank = 0;
-  int32_t ranks = 1;
-  int64_t words = 0;          // of 4 bytes
-  const void* own = nullptr;  // this rank's term
-  void* output = nullptr;     // may be `own`
-  const void* bias = nullptr;
-  int64_t row_words = 0;
-  void* destination[kMaxPeers] = {};     // this rank's place in the peers' memory
-  const void* received[kMaxPeers] = {};  // the peers' places in own memory
-  int64_t buffer_bytes = 0;              // of a place's two buffers, used in turns
-  uint64_t* calls = nullptr;  // own memory: these calls, each counted kMaxPeerBlocks times
-  int64_t deadline_ns = 0;
-  int32_t chunk = 0;
-  WaitReport* report = nullptr;
-};
-
-// Enqueues it. Two buffers are enough without any word on when one is free: whoever begins a call
-// has the data of the call before, so that its peers have ended the one before that.
-cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream);
 
 // Loads all of these kernels on the current device.
 cudaError_t load_peer_collective_kernels();

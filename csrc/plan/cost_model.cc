@@ -117,13 +117,6 @@ int32_t tiles_at_once(const Plan& plan, const Machine& machine) {
   return std::max(1, machine.sm_count - left);
 }
 
-double tile_us(const Plan& plan, const Machine& machine) {
-  const double flops = 2.0 * plan.tile_m * plan.tile_n * static_cast<double>(plan.problem.k);
-  const double units = on_cpu(machine) ? std::max(1, machine.sm_count) : 1;
-  return flops / (1e3 * machine.sm_gflops * units * kernel_rate(plan.kernel, machine) *
-                  dtype_rate(plan.problem.dtype, machine));
-}
-
 // Bytes of a chunk's message, over all ranks' parts.
 double message_bytes(const Plan& plan, int32_t chunk) {
   return static_cast<double>(chunk_extent(plan, chunk).count) * row_parts(plan.problem) *
@@ -346,6 +339,13 @@ double finish_us(const Plan& plan, const Machine& machine) {
 }
 
 }  // namespace
+
+double tile_us(const Plan& plan, const Machine& machine) {
+  const double flops = 2.0 * plan.tile_m * plan.tile_n * static_cast<double>(plan.problem.k);
+  const double units = on_cpu(machine) ? std::max(1, machine.sm_count) : 1;
+  return flops / (1e3 * machine.sm_gflops * units * kernel_rate(plan.kernel, machine) *
+                  dtype_rate(plan.problem.dtype, machine));
+}
 
 Prediction predict(const Plan& plan, const Machine& machine) {
   Prediction prediction;

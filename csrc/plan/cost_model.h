@@ -13,6 +13,9 @@ inline bool slow_link(const Machine& machine) {
   return machine.arch == 0 || machine.link_gbps < kSlowLinkGbps;
 }
 
+// Time of one tile on an SM; on CPU on all cores.
+double tile_us(const Plan& plan, const Machine& machine);
+
 // What a plan over the peers' memory is expected to cost, given the time of one tile.
 Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us);
 

@@ -22,7 +22,12 @@ constexpr double kGatherUs = 9.7;        // between what has arrived and its GEM
 constexpr double kChunkUs = 14.0;        // of an all-reduce's finished rows: host, wait, copy, SMs
 constexpr double kCopyUs = 6.6;          // wait, copy and signal of a chunk
 constexpr double kCollectiveRate = 1.3;  // of peer_gbps: sends of a collective in one kernel
+constexpr double kWeightGbps = 2500.0;   // at which a GEMM of few rows reads the weight, at most
 constexpr double kLocalGbps = 2550.0;    // what it reads and writes on the own device
+
+double rounds_of(int64_t tiles, int64_t sms) {
+  return static_cast<double>((tiles + sms - 1) / sms);
+}
 
 class PeerModel {
  public:
@@ -121,7 +126,7 @@ class PeerModel {
 
  private:
   double gemm_us(int64_t tiles, int32_t sms) const {
-    return kRoundRate * static_cast<double>((tiles + sms - 1) / sms) * per_tile_us_;
+    return kRoundRate * rounds_of(tiles, sms) * per_tile_us_;
   }
   // The stores of the last round of tiles, which nothing hides.
   double last_round_us(int64_t tiles, int32_t sms) const {
@@ -144,6 +149,36 @@ class PeerModel {
 };
 
 }  // namespace
+
+bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
+                     const std::vector<int64_t>& send_rows) {
+  const Problem& problem = plan.problem;
+  const double per_tile_us = tile_us(plan, machine);
+  const int64_t sms = std::max(1, machine.sm_count);
+  const int64_t columns = (problem.n + plan.tile_n - 1) / plan.tile_n;
+  const auto element = static_cast<double>(element_bytes(problem.dtype));
+  const double weight_us =
+      static_cast<double>(problem.n * problem.k) * element / (1e3 * kWeightGbps);
+  int64_t tiles = 0;
+  double stored_us = 0.0;
+  double sent_us = 0.0;
+  for (size_t to = 0; to < send_rows.size(); ++to) {
+    if (send_rows[to] == 0) continue;
+    const int64_t tile_rows = (send_rows[to] + plan.tile_m - 1) / plan.tile_m;
+    tiles += tile_rows * columns;
+    // A launch takes whole clusters, and reads the weight again.
+    const int64_t stored =
+        (tile_rows + plan.cluster_m - 1) / plan.cluster_m * plan.cluster_m * columns;
+    const double round_us = kRoundRate * rounds_of(stored, sms) * per_tile_us;
+    const double bytes_us =
+        static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
+    const bool own = static_cast<int32_t>(to) == rank;
+    stored_us += std::max({round_us, weight_us, own ? 0.0 : bytes_us});
+    if (!own) sent_us += bytes_us / kCollectiveRate;
+  }
+  const double rounds = static_cast<double>(tiles) / static_cast<double>(sms) + kLibraryIdleRounds;
+  return stored_us < kLibraryRate * std::max(1.0, rounds) * per_tile_us + sent_us;
+}
 
 Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us) {
   const PeerModel model(plan, machine, per_tile_us);

@@ -168,8 +168,9 @@ Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
   plan.tile_m = own.tile_m;
   plan.tile_n = own.tile_n;
   plan.cluster_m = own.cluster_m;
-  const bool ring = transport == Transport::kPeer && problem.op != Op::kAllGatherGemm;
-  plan.collective = ring ? Collective::kRing : collective_of(problem.op);
+  const bool reduces = problem.op == Op::kGemmAllReduce || problem.op == Op::kGemmReduceScatter;
+  plan.collective =
+      transport == Transport::kPeer && reduces ? Collective::kRing : collective_of(problem.op);
   return plan;
 }
 
@@ -384,8 +385,16 @@ void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Mach
   const bool cpu = machine.arch == 0;
   const int32_t ctas = cpu ? 0 : slow_link(machine) ? 4 : 16;
   if (2 * ctas > machine.sm_count) return;
-  plans.push_back(make_all_to_all(problem, best_kernel(problem, machine), {.comm_sms = ctas}, ctas,
-                                  cpu ? Transport::kGloo : Transport::kNccl));
+  const bool peers = machine.peer_gbps >= kFastPeerGbps && problem.world_size <= kMaxPeerRanks &&
+                     problem.n * element_bytes(problem.dtype) % kDirectAccess == 0 &&
+                     problem.dtype != DType::kFloat64;
+  // Over peers, between more than two ranks, long messages travel by NCCL.
+  const int32_t comm_sms = peers && problem.world_size == 2 ? 0 : ctas;
+  plans.push_back(make_all_to_all(problem, best_kernel(problem, machine), {.comm_sms = comm_sms},
+                                  ctas,
+                                  cpu     ? Transport::kGloo
+                                  : peers ? Transport::kPeer
+                                          : Transport::kNccl));
 }
 
 }  // namespace

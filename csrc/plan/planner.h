@@ -56,6 +56,11 @@ Plan make_direct(const Problem& problem, Kernel kernel);
 Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
                      int32_t max_ctas, Transport transport = Transport::kNccl);
 
+// gemm_alltoall over peers, on one rank: whether its GEMM is better launched once for each rank's rows,
+// storing them where they go, than the framework's once for all, with the rows sent after it.
+bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
+                     const std::vector<int64_t>& send_rows);
+
 // All candidates that the planner weighs, the sequential plan first.
 std::vector<Plan> candidates(const Problem& problem, const Machine& machine);
 

@@ -230,14 +230,15 @@ void check_peers(const Plan& plan) {
   const bool direct = plan.collective == Collective::kDirect;
   const bool gathers = plan.collective == Collective::kAllGather;
   const bool ring = plan.collective == Collective::kRing;
-  if (!(direct || gathers || (ring && overlapped)) || plan.layout != Layout::kRowMajor ||
-      plan.resources.window || plan.resources.lanes != 1) {
+  const bool exchanges = plan.collective == Collective::kAllToAll;
+  if (!(direct || gathers || ((ring || exchanges) && overlapped)) ||
+      plan.layout != Layout::kRowMajor || plan.resources.window || plan.resources.lanes != 1) {
     fail("plan of ", name(problem.op), " travels by peer with the collective ",
          name(plan.collective), ", the schedule ", name(plan.schedule), ", the layout ",
          name(plan.layout), ", window = ", plan.resources.window,
          ", lanes = ", plan.resources.lanes,
-         ", allowed are ring (overlapped) or direct (of a reduction) or all_gather, row_major, "
-         "no window and one lane: take those, or the transport nccl");
+         ", allowed are ring (overlapped) or direct (of a reduction) or all_gather or all_to_all "
+         "(overlapped), row_major, no window and one lane: take those, or the transport nccl");
   }
   if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
@@ -255,7 +256,7 @@ void check_peers(const Plan& plan) {
   // One kernel moves whole accesses.
   constexpr int64_t kAccess = 16;
   const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
-  if ((direct || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
+  if ((direct || exchanges || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
     fail("plan travels by peer with the collective ", name(plan.collective), " and rows of ",
          row_bytes, " bytes, allowed are multiples of ", kAccess,
          ", which is what one access moves: take the transport nccl");

@@ -24,7 +24,8 @@
 //
 //   caller | GEMM: every tile to the ranks that need it | one kernel: signal, wait [B], add |
 //
-// all to all: rows that go each their own way, in executor_all_to_all.cc. sequential: one call after
+// all to all: rows that go each their own way, in executor_all_to_all.cc; over peers in
+// executor_exchange.cc. sequential: one call after
 // the other.
 //
 // With several lanes the chunks take turns on as many side streams. finish: unpacking, adding parts
@@ -106,8 +107,9 @@ struct AllToAllCall {
 
   std::vector<int64_t> send_rows;  // one for each rank
   std::vector<int64_t> receive_rows;
-  void* product = nullptr;  // [sum of send_rows, n]: what is sent
-  void* output = nullptr;   // [sum of receive_rows, n]: the result
+  // Memory for what is sent, [sum of send_rows, n], made if it is needed.
+  std::function<void*()> product;
+  void* output = nullptr;  // [sum of receive_rows, n]: the result
 
   bool fast = false;  // whether the plan's kernel takes the operands
   kernels::GemmParams gemm;
@@ -142,6 +144,7 @@ void run_ring(Group& group, const ProduceCall& call);    // reductions over the 
 void run_direct(Group& group, const ProduceCall& call);  // the same in one step
 void run_consume(Group& group, const ConsumeCall& call);
 void run_all_to_all(Group& group, const AllToAllCall& call);
+void run_exchange(Group& group, const AllToAllCall& call);  // the same over the peers' memory
 void run_sequential(Group& group, const SequentialCall& call);
 
 }  // namespace overlap::runtime

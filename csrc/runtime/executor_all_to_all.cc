@@ -32,6 +32,7 @@ class AllToAllLoop : ExecutorLoop {
 
   void run() {
     prepare_communicators();
+    product_ = call_.product();
     int steps = 1;
     for (int peer = 0; peer < ranks_; ++peer) {
       if (peer == rank_) continue;
@@ -48,7 +49,7 @@ class AllToAllLoop : ExecutorLoop {
       compute_counting();
       for (int step = 0; step + 1 < steps; ++step) exchange(step, false);
     } else if (steps == 1) {
-      compute({0, send_begin_.back()}, row(call_.product, 0));
+      compute({0, send_begin_.back()}, row(product_, 0));
     } else {
       for (int step = 0; step + 1 < steps; ++step) {
         for (int peer = 0; peer < ranks_; ++peer) {
@@ -117,7 +118,7 @@ class AllToAllLoop : ExecutorLoop {
     const int64_t rows = call_.send_rows[only_peer_];
     std::vector<int32_t> heights;
     for (int index = 0; index < pieces(rows); ++index) heights.push_back(piece_tile_rows(index));
-    launch({begin, begin + rows}, row(call_.product, begin), chunked_order(call_.gemm.n, heights),
+    launch({begin, begin + rows}, row(product_, begin), chunked_order(call_.gemm.n, heights),
            call_.counters);
   }
 
@@ -134,7 +135,7 @@ class AllToAllLoop : ExecutorLoop {
   void compute_piece(int peer, int index) {
     const plan::Rows range = piece(call_.send_rows[peer], index);
     const int64_t begin = send_begin_[peer] + range.begin;
-    compute({begin, send_begin_[peer] + range.end}, row(call_.product, begin));
+    compute({begin, send_begin_[peer] + range.end}, row(product_, begin));
   }
 
   void compute(plan::Rows rows, void* destination) {
@@ -166,7 +167,7 @@ class AllToAllLoop : ExecutorLoop {
     for (int distance = 1; distance < ranks_; ++distance) {
       const int to = (rank_ + distance) % ranks_;
       const int from = (rank_ + ranks_ - distance) % ranks_;
-      add(sends, to, call_.product, send_begin_[to], call_.send_rows[to], step, last);
+      add(sends, to, product_, send_begin_[to], call_.send_rows[to], step, last);
       add(receives, from, call_.output, receive_begin_[from], call_.receive_rows[from], step, last);
     }
     if (only_peer_ >= 0) {
@@ -203,8 +204,7 @@ class AllToAllLoop : ExecutorLoop {
       compute(rows, destination);
       return;
     }
-    copy(destination, row(call_.product, rows.begin), (rows.end - rows.begin) * row_bytes_,
-         stream_);
+    copy(destination, row(product_, rows.begin), (rows.end - rows.begin) * row_bytes_, stream_);
   }
 
   void* row(void* matrix, int64_t index) const {
@@ -217,7 +217,8 @@ class AllToAllLoop : ExecutorLoop {
   const int64_t row_bytes_;
   const std::vector<int64_t> send_begin_;
   const std::vector<int64_t> receive_begin_;
-  int only_peer_ = -1;  // whose rows one counting launch computes
+  void* product_ = nullptr;  // what is sent
+  int only_peer_ = -1;       // whose rows one counting launch computes
 };
 
 }  // namespace

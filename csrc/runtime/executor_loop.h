@@ -193,8 +193,13 @@ class ExecutorLoop {
 
   // A collective over peers in one kernel, which ends the call; the caller says what is moved.
   kernels::PeerCollectiveParams collective() const {
-    kernels::PeerCollectiveParams params = peers_->collective(peer_call_);
+    kernels::PeerCollectiveParams params{meeting()};
     params.dtype = plan_.problem.dtype;
+    return params;
+  }
+
+  kernels::PeerMeeting meeting() const {
+    kernels::PeerMeeting params = peers_->meeting(peer_call_);
     params.deadline_ns = deadline_ns();
     params.report = group_.report();
     return params;

@@ -18,7 +18,8 @@ struct Flags {
     uint64_t flags[kKinds][kernels::kMaxPeers];
     uint64_t blocks[kSteps][kernels::kMaxPeers][kernels::kMaxPeerBlocks];
     uint64_t calls;        // that have ended on the owner
-    uint32_t blocks_done;  // of a collective in one kernel that is running
+    uint32_t blocks_sent;  // of a collective in one kernel that is running
+    uint32_t blocks_done;
   };
   Slot slots[2];
   uint64_t low_latency_calls;
@@ -180,8 +181,8 @@ kernels::PeerWaitParams Peers::wait_for_slots(const Call& call, uint32_t ranks) 
   return params;
 }
 
-kernels::PeerCollectiveParams Peers::collective(const Call& call) const {
-  kernels::PeerCollectiveParams params;
+kernels::PeerMeeting Peers::meeting(const Call& call) const {
+  kernels::PeerMeeting params;
   params.rank = rank_;
   params.ranks = world_size_;
   for (int step = 0; step < Flags::kSteps; ++step) {
@@ -195,7 +196,9 @@ kernels::PeerCollectiveParams Peers::collective(const Call& call) const {
   }
   params.ended = flag(call.slot, Flag::kEnded, rank_, 0);
   params.calls = calls_ended(call.slot);
-  params.blocks_done = &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].blocks_done;
+  Flags::Slot& own = reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot];
+  params.blocks_sent = &own.blocks_sent;
+  params.blocks_done = &own.blocks_done;
   return params;
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/peer_collective.h"
+#include "kernels/peer_low_latency.h"
 #include "kernels/peer_signal.h"
 #include "runtime/peer_memory.h"
 
@@ -73,9 +74,9 @@ class Peers {
   // report.
   kernels::PeerRelayParams relay(const Call& call, Flag flag, uint32_t ranks) const;
 
-  // Flags and counts of a collective in one kernel, which ends the call; the caller adds what is moved,
+  // Flags and counts of a collective or an exchange in one kernel, which ends the call; the caller adds
   // deadline and report.
-  kernels::PeerCollectiveParams collective(const Call& call) const;
+  kernels::PeerMeeting meeting(const Call& call) const;
 
   // Buffers and count of an all-reduce that sends at most kLowLatencyBytes, which takes no slot.
   kernels::PeerLowLatencyParams low_latency() const;

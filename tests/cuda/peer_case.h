@@ -12,6 +12,8 @@
 
 #include "checking.h"
 #include "kernels/peer_collective.h"
+#include "kernels/peer_exchange.h"
+#include "kernels/peer_low_latency.h"
 #include "kernels/peer_signal.h"
 
 namespace overlap::check {

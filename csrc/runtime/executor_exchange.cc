@@ -1,0 +1,195 @@
+// Rows that go to the ranks that own them, over memory that the ranks map into each other: the GEMM
+// stores them there, or, where the framework computes or there are few, the kernel that moves them into
+// the outputs.
+//
+//   caller | GEMM: rows of peer 1, 2 ... -> their slots | GEMM: own rows | signal, wait [B], copy |
+//
+// How rows are computed and stored is each rank's own choice: the peers see no difference.
+#include <algorithm>
+
+#include "kernels/peer_exchange.h"
+#include "plan/planner.h"
+#include "runtime/executor.h"
+#include "runtime/executor_loop.h"
+
+namespace overlap::runtime {
+namespace {
+
+constexpr int64_t kAlignment = 128;  // of messages in slots
+
+class ExchangeLoop : ExecutorLoop {
+ public:
+  ExchangeLoop(Group& group, const AllToAllCall& call)
+      : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
+        call_(call),
+        ranks_(group.world_size()),
+        rank_(group.rank()),
+        row_bytes_(plan_.problem.n * element_bytes_),
+        send_begin_(offsets(call.send_rows)),
+        receive_begin_(offsets(call.receive_rows)),
+        message_bytes_(longest_message()) {}
+
+  void run() {
+    const bool calls_nccl = any_too_long();
+    if (calls_nccl || ranks_ > 2) prepare_communicators();  // collective
+    prepare_peers(ranks_ * message_bytes_);
+    const bool stores =
+        call_.fast && plan::stores_messages(plan_, group_.machine(), rank_, call_.send_rows);
+    // The framework's GEMM waits for no peer: it need not be chained, and starts while the host does
+    // the rest.
+    if (!stores) {
+      product_ = static_cast<char*>(call_.product());
+      call_.library_gemm({0, send_begin_.back()}, product_);
+    }
+    begin(call_.trace, 1);
+    if (calls_nccl) fork(false);
+    if (stores) {
+      wait_for_slots(stream_);
+      compute_and_send();
+    }
+    if (trace_ != nullptr) {
+      trace_->ready[0]->record(stream_);
+      trace_->begin[0]->record(stream_);
+    }
+    if (calls_nccl) exchange_long_ones();
+    if (stores) compute_own(calls_nccl);
+    if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    if (calls_nccl) join();
+    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
+    exchange(!stores);
+    if (trace_ != nullptr) trace_->finish[0]->record(stream_);
+    end(1);
+  }
+
+ private:
+  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
+    std::vector<int64_t> result{0};
+    for (const int64_t count : rows) result.push_back(result.back() + count);
+    return result;
+  }
+
+  // Room for the message of each rank in everybody's slot, the same on all ranks. Two ranks know all
+  // messages; of more, no pair knows those of another. Longer ones travel by NCCL.
+  int64_t longest_message() const {
+    constexpr int64_t kMostOfTwo = int64_t{1} << 29;
+    constexpr int64_t kOfMany = int64_t{1} << 25;
+    if (ranks_ > 2) return kOfMany;
+    const int64_t rows = std::max(call_.send_rows[1 - rank_], call_.receive_rows[1 - rank_]);
+    const int64_t bytes = (rows * row_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+    return std::min(bytes, kMostOfTwo);
+  }
+
+  bool too_long(int64_t rows) const { return rows * row_bytes_ > message_bytes_; }
+
+  bool any_too_long() const {
+    bool any = false;
+    for (int peer = 0; peer < ranks_; ++peer) {
+      any = any || (peer != rank_ &&
+                    (too_long(call_.send_rows[peer]) || too_long(call_.receive_rows[peer])));
+    }
+    return any;
+  }
+
+  // The place of rank `from`'s message in rank `to`'s slot.
+  char* place(int to, int from) const {
+    return peers_->slot(peer_call_, to) + from * message_bytes_;
+  }
+
+  void compute_and_send() {
+    for (int distance = 1; distance < ranks_; ++distance) {
+      const int peer = (rank_ + distance) % ranks_;
+      char* destination = place(peer, rank_);
+      if (too_long(call_.send_rows[peer])) {
+        if (product_ == nullptr) product_ = static_cast<char*>(call_.product());
+        destination = product_row(send_begin_[peer]);
+      }
+      compute(peer, destination, device_.sm_count());
+    }
+  }
+
+  // Beside NCCL on the SMs that the plan leaves.
+  void compute_own(bool beside) {
+    compute(rank_, output_row(receive_begin_[rank_]),
+            beside ? call_.gemm.ctas : device_.sm_count());
+  }
+
+  void compute(int peer, char* destination, int ctas) {
+    const int64_t rows = call_.send_rows[peer];
+    if (rows == 0) return;
+    kernels::GemmParams gemm = call_.gemm;
+    gemm.m = rows;
+    gemm.input = static_cast<const char*>(gemm.input) +
+                 send_begin_[peer] * gemm.input_stride * element_bytes_;
+    gemm.output = destination;
+    gemm.order = launch_order(gemm.n, (rows + plan_.tile_m - 1) / plan_.tile_m, 1);
+    gemm.ctas = ctas;
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
+  void exchange_long_ones() {
+    const cudaStream_t side = device_.side[0].get();
+    std::vector<Communicator::Message> sends;
+    std::vector<Communicator::Message> receives;
+    for (int distance = 1; distance < ranks_; ++distance) {
+      const int to = (rank_ + distance) % ranks_;
+      const int from = (rank_ + ranks_ - distance) % ranks_;
+      if (too_long(call_.send_rows[to])) {
+        sends.push_back({to, product_row(send_begin_[to]),
+                         static_cast<size_t>(call_.send_rows[to] * row_bytes_)});
+      }
+      if (too_long(call_.receive_rows[from])) {
+        receives.push_back({from, output_row(receive_begin_[from]),
+                            static_cast<size_t>(call_.receive_rows[from] * row_bytes_)});
+      }
+    }
+    device_.produced[0].record(stream_);
+    hold_side(0);
+    device_.produced[0].block(side);
+    communicators_[0]->exchange(sends, receives, side);
+  }
+
+  // Messages into their places; before that, unless they have been stored there, into the slots.
+  void exchange(bool sends) {
+    kernels::PeerExchangeParams params{meeting()};
+    params.sends = sends;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const bool own = rank == rank_;
+      if (sends && (own || !too_long(call_.send_rows[rank]))) {
+        params.send[rank] = product_row(send_begin_[rank]);
+        params.send_count[rank] = accesses(call_.send_rows[rank]);
+      }
+      params.output[rank] = output_row(receive_begin_[rank]);
+      if (own) continue;
+      params.destination[rank] = place(rank, rank_);
+      params.received[rank] = place(rank_, rank);
+      const int64_t rows = call_.receive_rows[rank];
+      if (!too_long(rows)) params.receive_count[rank] = accesses(rows);
+    }
+    check_cuda(kernels::peer_exchange(params, stream_), "launching an exchange");
+  }
+
+  int64_t accesses(int64_t rows) const { return rows * row_bytes_ / kernels::kPeerAccessBytes; }
+
+  char* product_row(int64_t index) const { return product_ + index * row_bytes_; }
+  char* output_row(int64_t index) const {
+    return static_cast<char*>(call_.output) + index * row_bytes_;
+  }
+
+  const AllToAllCall& call_;
+  const int ranks_;
+  const int rank_;
+  const int64_t row_bytes_;
+  const std::vector<int64_t> send_begin_;
+  const std::vector<int64_t> receive_begin_;
+  const int64_t message_bytes_;  // at most, over peers
+  char* product_ = nullptr;      // what is not stored where it goes at once
+};
+
+}  // namespace
+
+void run_exchange(Group& group, const AllToAllCall& call) {
+  const std::lock_guard<std::mutex> lock(group.device().mutex);
+  ExchangeLoop(group, call).run();
+}
+
+}  // namespace overlap::runtime
