@@ -32,12 +32,6 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   // The kernels add no bias, the framework's GEMM does.
   all_to_all.fast = !call.bias().has_value() && input.size(0) > 0 &&
                     kernel_takes(all_to_all.gemm, call.weight(), plan);
-  const bool over_peers = plan::over_peers(plan);
-  at::Tensor counters;
-  if (all_to_all.fast && !over_peers) {
-    counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
-    all_to_all.counters = counters.data_ptr<int32_t>();
-  }
   all_to_all.library_gemm = [&](plan::Rows range, void* destination) {
     library_gemm(input.narrow(0, range.begin, range.end - range.begin), call.weight(), call.bias(),
                  destination);
@@ -45,7 +39,7 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   all_to_all.stream = cuda.stream;
   all_to_all.delay_us = side_delay_us();
   all_to_all.trace = cuda.trace();
-  if (over_peers) {
+  if (plan::over_peers(plan)) {
     runtime::run_exchange(*cuda.group, all_to_all);
   } else {
     runtime::run_all_to_all(*cuda.group, all_to_all);

@@ -349,7 +349,34 @@ void bind_planner(py::module_& m) {
   m.def("make_direct", &plan::make_direct, py::arg("problem"), py::arg("kernel"));
   m.def("make_all_to_all", &plan::make_all_to_all, py::arg("problem"), py::arg("kernel"),
         py::arg("resources") = Resources{}, py::arg("max_ctas") = 0,
-        py::arg("transport") = Transport::kNccl);
+        py::arg("transport") = Transport::kNccl,
+        "A plan of gemm_alltoall, for any numbers of rows. `transport`: nccl, peer (2 to 8 ranks, "
+        "rows "
+        "of whole 16-byte accesses; `max_ctas` is then that of long messages, which NCCL takes) or "
+        "gloo.");
+  m.def(
+      "stores_messages",
+      [](const Plan& plan, const Machine& machine, int32_t rank,
+         const std::vector<int64_t>& send_rows) {
+        plan::validate(plan);
+        const auto world = static_cast<size_t>(plan.problem.world_size);
+        if (plan.problem.op != Op::kGemmAllToAll || !plan::over_peers(plan)) {
+          throw py::value_error(
+              "stores_messages is for plans of gemm_alltoall over peers, not for " +
+              plan.to_string());
+        }
+        if (send_rows.size() != world || rank < 0 || static_cast<size_t>(rank) >= world) {
+          throw py::value_error("rank " + std::to_string(rank) + " with " +
+                                std::to_string(send_rows.size()) +
+                                " counts of rows, allowed are ranks below " +
+                                std::to_string(world) + " and one count for each");
+        }
+        return plan::stores_messages(plan, machine, rank, send_rows);
+      },
+      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
+      "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's rows "
+      "and "
+      "stores them where they go; else the framework's computes all and a kernel sends them.");
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
         py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,

@@ -383,7 +383,8 @@ void add_cpu(std::vector<Plan>& plans, const Problem& problem) {
 // Row counts differ by rank, so the plan says only how pieces are computed and how they travel.
 void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
   const bool cpu = machine.arch == 0;
-  const int32_t ctas = cpu ? 0 : slow_link(machine) ? 4 : 16;
+  const int32_t fast = problem.world_size == 2 ? 24 : 16;
+  const int32_t ctas = cpu ? 0 : slow_link(machine) ? 4 : fast;
   if (2 * ctas > machine.sm_count) return;
   const bool peers = machine.peer_gbps >= kFastPeerGbps && problem.world_size <= kMaxPeerRanks &&
                      problem.n * element_bytes(problem.dtype) % kDirectAccess == 0 &&

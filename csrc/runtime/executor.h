@@ -24,9 +24,8 @@
 //
 //   caller | GEMM: every tile to the ranks that need it | one kernel: signal, wait [B], add |
 //
-// all to all: rows that go each their own way, in executor_all_to_all.cc; over peers in
-// executor_exchange.cc. sequential: one call after
-// the other.
+// all to all: rows that go each their own way, by NCCL in executor_all_to_all.cc, over peers in
+// executor_exchange.cc. sequential: one call after the other.
 //
 // With several lanes the chunks take turns on as many side streams. finish: unpacking, adding parts
 // or copying out of the staging buffer, and the bias; present only if there is something to do.
@@ -113,7 +112,6 @@ struct AllToAllCall {
 
   bool fast = false;  // whether the plan's kernel takes the operands
   kernels::GemmParams gemm;
-  int32_t* counters = nullptr;  // kMaxChunks of them, if fast
   // The framework's GEMM, plus bias: rows [begin, end) of the product into `destination`.
   std::function<void(plan::Rows rows, void* destination)> library_gemm;
 

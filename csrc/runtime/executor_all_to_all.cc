@@ -1,13 +1,18 @@
-// Rows that go to the ranks that own them. Each pair of ranks cuts its rows into pieces by their
-// number, which both know; a rank computes and sends the first pieces for all peers, then the second
-// ones, and so on; what is left for all peers goes last, together. Its own rows, which do not travel,
-// are computed while that happens. Where there are few rows there is only the last step: the sequence.
+// Rows that go to the ranks that own them, by NCCL. Each pair of ranks cuts its rows into pieces by
+// their number, which both know; a rank computes and sends the first pieces for all peers, then the
+// second ones, and so on; what is left for all peers goes last, together. Its own rows, which do not
+// travel, are computed while that happens.
 //
 //   caller | fork | GEMM: pieces 0 | GEMM: pieces 1 | GEMM: rests | GEMM: own rows | join |
 //   side   |      |                | exchange 0     | exchange 1  | exchange rests | ^
 //
-// With rows for one peer only, as between two ranks, one GEMM computes them all and counts the tiles of
-// each piece: a launch per piece would cost each an idle last round.
+// Two ranks do not cut: each computes the other's rows on all SMs, as nothing is communicated yet, and
+// its own beside the one exchange. A launch per piece would have an idle last round each.
+//
+//   caller | fork | GEMM: the peer's rows | GEMM: own rows | join |
+//   side   |      |                       | exchange       | ^
+//
+// Where there are few rows there is only the last step, behind one GEMM for everything: the sequence.
 #include <algorithm>
 
 #include "runtime/executor.h"
@@ -18,6 +23,9 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{8} << 20;  // smaller messages do not fill the link
 constexpr int kMaxPieces = 4;                      // of a pair, the last one included
+// Two ranks' rows that are worth a launch of their own.
+constexpr int64_t kApartBytes = int64_t{1} << 20;
+constexpr int64_t kLibraryApartBytes = 2 * kPieceBytes;
 
 class AllToAllLoop : ExecutorLoop {
  public:
@@ -38,18 +46,11 @@ class AllToAllLoop : ExecutorLoop {
       if (peer == rank_) continue;
       steps = std::max({steps, pieces(call_.send_rows[peer]), pieces(call_.receive_rows[peer])});
     }
+    const bool apart = steps > 1 || peer_is_worth_a_launch();
     begin(call_.trace, steps);
-    if (steps > 1 && call_.fast) find_only_peer();
-    if (only_peer_ >= 0) {
-      check_cuda(cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * kMaxPieces, stream_),
-                 "cudaMemsetAsync");
-    }
     fork(false);
-    if (only_peer_ >= 0) {
-      compute_counting();
-      for (int step = 0; step + 1 < steps; ++step) exchange(step, false);
-    } else if (steps == 1) {
-      compute({0, send_begin_.back()}, row(product_, 0));
+    if (!apart) {
+      compute({0, send_begin_.back()}, row(product_, 0), call_.gemm.ctas);
     } else {
       for (int step = 0; step + 1 < steps; ++step) {
         for (int peer = 0; peer < ranks_; ++peer) {
@@ -64,21 +65,16 @@ class AllToAllLoop : ExecutorLoop {
       }
     }
     exchange(steps - 1, true);
-    keep_own(steps > 1);
+    keep_own(apart);
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     join();
     end(steps);
   }
 
  private:
-  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
-    std::vector<int64_t> result{0};
-    for (const int64_t count : rows) result.push_back(result.back() + count);
-    return result;
-  }
-
-  // Both ranks of a pair come to the same number.
+  // Both ranks of a pair come to the same number, whatever operands they have.
   int pieces(int64_t rows) const {
+    if (ranks_ == 2) return 1;
     return static_cast<int>(std::clamp<int64_t>(rows * row_bytes_ / kPieceBytes, 1, kMaxPieces));
   }
 
@@ -96,66 +92,34 @@ class AllToAllLoop : ExecutorLoop {
     return rows > 0 && (last || step + 1 < pieces(rows));
   }
 
-  void find_only_peer() {
-    int peers = 0;
-    for (int peer = 0; peer < ranks_; ++peer) {
-      if (peer == rank_ || call_.send_rows[peer] == 0) continue;
-      only_peer_ = peer;
-      ++peers;
-    }
-    if (peers != 1) only_peer_ = -1;
-  }
-
-  int32_t piece_tile_rows(int index) const {
-    const plan::Rows range = piece(call_.send_rows[only_peer_], index);
-    const int64_t grain = int64_t{plan_.tile_m} * plan_.cluster_m;
-    return static_cast<int32_t>((range.end - range.begin + grain - 1) / grain * plan_.cluster_m);
-  }
-
-  // All rows that travel, in one launch.
-  void compute_counting() {
-    const int64_t begin = send_begin_[only_peer_];
-    const int64_t rows = call_.send_rows[only_peer_];
-    std::vector<int32_t> heights;
-    for (int index = 0; index < pieces(rows); ++index) heights.push_back(piece_tile_rows(index));
-    launch({begin, begin + rows}, row(product_, begin), chunked_order(call_.gemm.n, heights),
-           call_.counters);
-  }
-
-  // Until what goes out in this step has been computed.
-  void wait_for_piece(int step, bool last, cudaStream_t side) {
-    const int64_t rows = call_.send_rows[only_peer_];
-    if (!takes_part(rows, step, last)) return;
-    const int index = last ? pieces(rows) - 1 : step;
-    const int64_t columns = (call_.gemm.n + plan_.tile_n - 1) / plan_.tile_n;
-    const auto tiles = static_cast<int32_t>(piece_tile_rows(index) * columns);
-    if (tiles > 0) enqueue_wait(call_.counters + index, tiles, step, side);  // [A]
+  // Of two ranks: whether the peer's rows are computed before the own ones, which is each rank's own
+  // choice, as they are exchanged in one call either way.
+  bool peer_is_worth_a_launch() const {
+    if (ranks_ != 2) return false;
+    const int64_t least = call_.fast ? kApartBytes : kLibraryApartBytes;
+    return call_.send_rows[1 - rank_] * row_bytes_ >= least;
   }
 
   void compute_piece(int peer, int index) {
     const plan::Rows range = piece(call_.send_rows[peer], index);
     const int64_t begin = send_begin_[peer] + range.begin;
-    compute({begin, send_begin_[peer] + range.end}, row(product_, begin));
+    compute({begin, send_begin_[peer] + range.end}, row(product_, begin),
+            ranks_ == 2 ? device_.sm_count() : call_.gemm.ctas);
   }
 
-  void compute(plan::Rows rows, void* destination) {
+  void compute(plan::Rows rows, void* destination, int ctas) {
     if (rows.begin == rows.end) return;
     if (!call_.fast) {
       call_.library_gemm(rows, destination);
       return;
     }
-    const int64_t tile_rows = (rows.end - rows.begin + plan_.tile_m - 1) / plan_.tile_m;
-    launch(rows, destination, launch_order(call_.gemm.n, tile_rows, 1), nullptr);
-  }
-
-  void launch(plan::Rows rows, void* destination, const plan::TileOrder& order, int32_t* counters) {
     kernels::GemmParams gemm = call_.gemm;
     gemm.m = rows.end - rows.begin;
     gemm.input =
         static_cast<const char*>(gemm.input) + rows.begin * gemm.input_stride * element_bytes_;
     gemm.output = destination;
-    gemm.order = order;
-    gemm.counters = counters;
+    gemm.order = launch_order(gemm.n, (gemm.m + plan_.tile_m - 1) / plan_.tile_m, 1);
+    gemm.ctas = ctas;
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 
@@ -170,16 +134,11 @@ class AllToAllLoop : ExecutorLoop {
       add(sends, to, product_, send_begin_[to], call_.send_rows[to], step, last);
       add(receives, from, call_.output, receive_begin_[from], call_.receive_rows[from], step, last);
     }
-    if (only_peer_ >= 0) {
-      hold_side(0);
-      wait_for_piece(step, last, side);
-    } else {
-      device_.produced[step].record(stream_);
-      hold_side(0);
-      device_.produced[step].block(side);
-    }
+    device_.produced[step].record(stream_);
+    hold_side(0);
+    device_.produced[step].block(side);
     if (trace_ != nullptr) {
-      trace_->ready[step]->record(only_peer_ >= 0 ? side : stream_);
+      trace_->ready[step]->record(stream_);
       trace_->begin[step]->record(side);
     }
     if (!sends.empty() || !receives.empty()) communicators_[0]->exchange(sends, receives, side);
@@ -201,7 +160,7 @@ class AllToAllLoop : ExecutorLoop {
     if (rows.begin == rows.end) return;
     void* destination = row(call_.output, receive_begin_[rank_]);
     if (compute_them) {
-      compute(rows, destination);
+      compute(rows, destination, call_.gemm.ctas);
       return;
     }
     copy(destination, row(product_, rows.begin), (rows.end - rows.begin) * row_bytes_, stream_);
@@ -218,7 +177,6 @@ class AllToAllLoop : ExecutorLoop {
   const std::vector<int64_t> send_begin_;
   const std::vector<int64_t> receive_begin_;
   void* product_ = nullptr;  // what is sent
-  int only_peer_ = -1;       // whose rows one counting launch computes
 };
 
 }  // namespace

@@ -62,12 +62,6 @@ class ExchangeLoop : ExecutorLoop {
   }
 
  private:
-  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
-    std::vector<int64_t> result{0};
-    for (const int64_t count : rows) result.push_back(result.back() + count);
-    return result;
-  }
-
   // Room for the message of each rank in everybody's slot, the same on all ranks. Two ranks know all
   // messages; of more, no pair knows those of another. Longer ones travel by NCCL.
   int64_t longest_message() const {
