@@ -144,7 +144,7 @@ def test_predict_sequence_one_way_moves_its_bytes_faster(op, width, machine) -> 
     assert prediction.total_us == pytest.approx(prediction.gemm_us + call)
 
 
-@pytest.mark.parametrize("machine", [hopper(), cpu()], ids=str)
+@pytest.mark.parametrize("machine", [hopper(), hopper(peer_gbps=350.0), cpu()], ids=str)
 def test_predict_all_to_all_knows_no_rows(machine: Machine) -> None:
     problem = big(m=0, op=Op.GEMM_ALLTOALL)
     assert [total(plan, machine) for plan in plans.candidates(problem, machine)] == [0.0, 0.0]

@@ -12,7 +12,7 @@ from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Chunk, Kernel, Op, Plan, Problem, Resources, Transport
+from overlap_torch.plan import Chunk, Kernel, Op, Plan, Problem, Resources, Schedule, Transport
 from peers import PEER_OPS, over_peers, peer_case
 
 
@@ -31,19 +31,24 @@ def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     narrow = sent.copy()
     narrow.problem = Problem(512, 63, 32, *problem)
     exchange = Problem(0, 64, 32, *problem, Op.GEMM_ALLTOALL)
-    to_all = plan_module.make_all_to_all(exchange, Kernel.LIBRARY, Resources(), 0)
-    to_all.chunks = [Chunk(0, Transport.PEER)]
+    to_all = plan_module.make_all_to_all(exchange, Kernel.LIBRARY, Resources(), 0, Transport.PEER)
+    narrow_to_all = to_all.copy()
+    narrow_to_all.problem = Problem(0, 63, 32, *problem, Op.GEMM_ALLTOALL)
+    to_all_in_turn = to_all.copy()
+    to_all_in_turn.schedule = Schedule.SEQUENTIAL
     plans = {
         "rows that are no equal parts": (uneven, f"m = 511 on {world} ranks"),
         "a ring over NCCL": (over_nccl, "ring with the transport nccl, allowed is peer"),
         "a direct reduction over NCCL": (sent_over_nccl, "direct with the transport nccl, allowed"),
         "rows of no whole accesses": (narrow, "rows of 252 bytes, allowed are multiples of 16"),
-        "an all-to-all": (to_all, "gemm_alltoall travels by peer"),
+        "an all-to-all of no whole accesses": (narrow_to_all, "rows of 252 bytes, allowed are"),
+        "a sequential all-to-all": (to_all_in_turn, "gemm_alltoall travels by peer with"),
     }
     if not maps:
         missing = "transport is peer, but the ranks of this group do not map"
         plans["no such memory"] = (good, missing)
         plans["no such memory for a direct reduction"] = (sent, missing)
+        plans["no such memory for an all-to-all"] = (to_all, missing)
     return plans
 
 
@@ -69,7 +74,7 @@ def without_peers() -> tuple[float, int, list[str]]:
     """(the machine's rate between peers, checks, failures)."""
     failures = Failures()
     machine = plan_module.machine()
-    for op in PEER_OPS[:3]:
+    for op in [*PEER_OPS[:3], "gemm_alltoall"]:
         problem = OPS[op].problem(peer_case(op, 8192, 8192, 7168, torch.bfloat16), 2)
         sizes = (problem.m, problem.n, problem.k)
         plan = plan_module.plan_for(*sizes, problem.dtype, op=problem.op)

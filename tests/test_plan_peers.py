@@ -254,15 +254,75 @@ def test_plan_of_a_scatter_over_nccl_is_no_ring() -> None:
         plan.validate()
 
 
-def test_plan_of_an_all_to_all_does_not_travel_by_peer() -> None:
-    problem = Problem(0, 512, 64, DType.BFLOAT16, 2, Op.GEMM_ALLTOALL)
-    with pytest.raises(ValueError, match="gemm_alltoall is ring, allowed is all_to_all"):
-        plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 0, Transport.PEER)
-    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 0)
-    plan.chunks = [Chunk(0, Transport.PEER)]
-    expected = "gemm_alltoall travels by peer with the collective all_to_all, .* transport nccl"
-    with pytest.raises(ValueError, match=expected):
+# --- all-to-all -------------------------------------------------------------------------------------
+
+
+def all_to_all(transport: Transport = Transport.PEER, **changes: object) -> Plan:
+    fields = {"m": 0, "n": 512, "k": 64, "dtype": DType.BFLOAT16, "world_size": 2, **changes}
+    problem = Problem(**fields, op=Op.GEMM_ALLTOALL)
+    return plans.make_all_to_all(problem, Kernel.LIBRARY, Resources(), 16, transport)
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(8, DType.FLOAT16), (520, DType.BFLOAT16), (4, DType.FLOAT32)], ids=str
+)
+def test_plan_of_an_all_to_all_travels_by_peer(n: int, dtype: DType, world: int) -> None:
+    plan = all_to_all(n=n, k=5, dtype=dtype, world_size=world)
+    plan.validate()
+    assert (plan.schedule, plan.collective) == (Schedule.OVERLAPPED, Collective.ALL_TO_ALL)
+    assert (plan.layout, plan.bands) == (Layout.ROW_MAJOR, ())
+    assert plan.chunks == (Chunk(0, Transport.PEER, 16),)
+    assert (plan.tiles_m, plan.buffer_elements()) == (0, 0)
+    assert plan != all_to_all(Transport.NCCL, n=n, k=5, dtype=dtype, world_size=world)
+    assert plans.decode(plans.encode(plan)) == plan
+    assert plans.from_json(plans.to_json(plan)) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert "peer" in repr(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"collective": Collective.RING}, "of gemm_alltoall is ring, allowed is all_to_all: take"),
+        ({"collective": Collective.DIRECT}, "of gemm_alltoall is direct, allowed is all_to_all"),
+        (
+            {"schedule": Schedule.SEQUENTIAL},
+            "gemm_alltoall travels by peer with the collective all_to_all, the schedule sequential,"
+            " .*allowed are .*all_to_all .overlapped., .*take those, or the transport nccl",
+        ),
+        (
+            {"layout": Layout.PACKED},
+            "by peer with .* the layout packed, .* allowed are .*row_major",
+        ),
+        ({"resources": Resources(lanes=2)}, "by peer with .* lanes = 2, allowed are .*one lane"),
+        ({"resources": Resources(window=True)}, "window = true with the transport peer"),
+        (
+            {"problem": Problem(0, 511, 64, DType.BFLOAT16, 2, Op.GEMM_ALLTOALL)},
+            "collective all_to_all and rows of 1022 bytes, allowed are multiples of 16",
+        ),
+        (
+            {"problem": Problem(0, 0, 64, DType.BFLOAT16, 2, Op.GEMM_ALLTOALL)},
+            "n = 0, k = 64 with 1 chunks, allowed are n and k of 1 or more",
+        ),
+    ],
+)
+def test_plan_validate_names_what_is_wrong_with_an_all_to_all_over_peers(changes, message) -> None:
+    plan = all_to_all()
+    for field, value in changes.items():
+        setattr(plan, field, value)
+    with pytest.raises(ValueError, match=message):
         plan.validate()
+
+
+@pytest.mark.parametrize("world", [1, 9])
+def test_plan_of_an_all_to_all_over_peers_is_for_the_ranks_of_one_host(world: int) -> None:
+    expected = f"by peer between {world} ranks, allowed are 2 to 8: take the transport nccl"
+    with pytest.raises(ValueError, match=expected):
+        all_to_all(world_size=world)
+
+
+# --- templates --------------------------------------------------------------------------------------
 
 
 @every_op

@@ -108,9 +108,118 @@ def test_planner_takes_no_phases_for_rows_that_are_no_equal_parts() -> None:
             assert not over_peers(plan) or plan.kernel == Kernel.LIBRARY
 
 
-def test_planner_does_not_take_peers_for_an_all_to_all() -> None:
-    for plan in plans.candidates(big(m=0, op=Op.GEMM_ALLTOALL), fast()):
-        assert not over_peers(plan)
+# --- all-to-all -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, Kernel.SM90_PINGPONG),
+        ({"dtype": DType.FLOAT16, "n": 8, "k": 8}, Kernel.SM90_PINGPONG),
+        ({"k": 7167}, Kernel.LIBRARY),
+        ({"dtype": DType.FLOAT32, "n": 4}, Kernel.LIBRARY),
+    ],
+    ids=str,
+)
+def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: int) -> None:
+    problem = big(m=0, op=Op.GEMM_ALLTOALL, world_size=world, **changes)
+    for windows in (False, True):
+        machine = fast(windows=windows)
+        plan = plans.make_plan(problem, machine)
+        plan.validate()
+        assert plans.candidates(problem, machine)[1:] == [plan]
+        assert over_peers(plan)
+        assert (plan.collective, plan.kernel) == (Collective.ALL_TO_ALL, kernel)
+        assert (plan.schedule, len(plan.chunks)) == (Schedule.OVERLAPPED, 1)
+        # Between more ranks, where long messages travel by NCCL, it gets its SMs.
+        assert plan.resources.comm_sms == (0 if world == 2 else 16)
+        assert plan.chunks[0].max_ctas > 0
+        assert (plan.resources.lanes, plan.resources.window) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "ctas"),
+    [
+        ({}, fast(peer_gbps=0.0), 24),
+        ({}, fast(peer_gbps=99.0), 24),
+        ({}, slow(), 4),
+        ({}, slow(peer_gbps=50.0), 4),
+        ({"dtype": DType.FLOAT64}, fast(), 24),
+        ({"n": 8190}, fast(), 24),
+        ({"n": 4095, "dtype": DType.FLOAT32}, fast(), 24),
+        ({"world_size": 4}, fast(peer_gbps=0.0), 16),
+        ({"world_size": 4}, slow(), 4),
+        ({"world_size": 9}, fast(), 16),
+    ],
+    ids=str,
+)
+def test_planner_leaves_other_all_to_alls_to_nccl(changes, machine: Machine, ctas: int) -> None:
+    plan = plans.make_plan(big(m=0, op=Op.GEMM_ALLTOALL, **changes), machine)
+    plan.validate()
+    assert [chunk.transport for chunk in plan.chunks] == [Transport.NCCL]
+    assert (plan.schedule, plan.collective) == (Schedule.OVERLAPPED, Collective.ALL_TO_ALL)
+    assert (plan.resources.comm_sms, plan.chunks[0].max_ctas) == (ctas, ctas)
+
+
+def stores(machine: Machine, rank: int, send_rows: list[int], **changes: object) -> bool:
+    problem = big(m=0, op=Op.GEMM_ALLTOALL, world_size=len(send_rows), **changes)
+    kernel, transport = Kernel.SM90_PINGPONG, Transport.PEER
+    plan = plans.make_all_to_all(problem, kernel, plans.Resources(), 0, transport)
+    return plans._plan.stores_messages(plan, machine, rank, send_rows)
+
+
+@pytest.mark.parametrize(
+    ("k", "send_rows", "expected"),
+    [
+        # 64 tiles a tile row, on 132 SMs. Two launches of 16 rounds where the framework's one takes 31, and 67 MB that
+        # are sent while tiles are computed rather than afterwards.
+        (7168, [4096, 4096], True),
+        (7168, [8192, 8192, 8192, 8192], True),
+        # The other rank's rows, or the own, are most of them.
+        (7168, [16384, 4096], True),
+        (7168, [4096, 16384], True),
+        # Sending takes longer than the launch that it hides behind: less is hidden, but nothing is lost.
+        (1024, [4096, 4096], True),
+        # Hardly anything is computed: stores of a GEMM carry less than the kernel that only sends.
+        (8, [4096, 4096], False),
+        # Everything fits into one round: two launches take twice as long, and hide a message of 256 KiB.
+        (7168, [16, 16], False),
+        (7168, [128, 128], False),
+        (7168, [1, 1, 1, 1], False),
+    ],
+    ids=str,
+)
+def test_all_to_all_stores_many_rows_where_they_go(k, send_rows, expected) -> None:
+    for rank in range(len(send_rows)):
+        assert stores(fast(), rank, send_rows, k=k) == expected
+
+
+def test_all_to_all_stores_what_a_slow_sender_would_add() -> None:
+    # The same rows, of which only those for others depend on the link.
+    keeps, sends = [8192, 0], [0, 8192]
+    assert len({stores(fast(peer_gbps=gbps), 0, keeps) for gbps in (100.0, 350.0, 900.0)}) == 1
+    assert stores(fast(), 0, sends) and stores(fast(), 1, keeps)
+    # Whatever a message of hundreds of rounds hides is worth more than the half round that whole launches waste.
+    for rows in range(20_000, 20_000 + 256, 37):
+        assert stores(fast(), 0, [rows, rows])
+
+
+def test_all_to_all_stores_are_for_its_plans_over_peers() -> None:
+    exchange = big(m=0, op=Op.GEMM_ALLTOALL)
+    made = (exchange, Kernel.SM90_PINGPONG, plans.Resources(), 0)
+    over_nccl = plans.make_all_to_all(*made)
+    reduction = plans.direct(big(m=64))
+    for plan in (over_nccl, reduction):
+        with pytest.raises(ValueError, match="stores_messages is for plans of gemm_alltoall over"):
+            plans._plan.stores_messages(plan, fast(), 0, [1, 1])
+    plan = plans.make_all_to_all(*made, Transport.PEER)
+    for rank, rows in ((2, [1, 1]), (-1, [1, 1]), (0, [1]), (0, [1, 1, 1])):
+        with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
+            plans._plan.stores_messages(plan, fast(), rank, rows)
+
+
+# --- what is expected -------------------------------------------------------------------------------
 
 
 sizes = st.one_of(st.integers(1, 3000), st.sampled_from([4096, 8192]))
