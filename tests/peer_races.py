@@ -61,6 +61,9 @@ def wrong_elements(outputs: list[torch.Tensor], rights: list[torch.Tensor]) -> t
 def race(runners: list[Runner], larger: Runner, calls: int, seed: int) -> tuple[int, list[str]]:
     """Calls of the runners, each once and then in any order; in the middle `larger`, which outgrows the slots.
 
+    It may not where more than two ranks have an all-to-all among the runners: no rank knows the longest message, and the
+    first call maps as much as any takes.
+
     Wrong elements are counted on the device: right behind the call, and again when later calls have used the slots.
     """
     failures = Failures()
@@ -115,7 +118,9 @@ def race(runners: list[Runner], larger: Runner, calls: int, seed: int) -> tuple[
     torch.ops.overlap.delay_side_stream(0)
     overlap_torch.check()
     held.append(list(torch.ops.overlap.memory(name)))
-    failures.expect(None if held[1][1] > held[0][1] else f"memory did not grow: {held}")
+    to_all = dist.get_world_size() > 2 and any(one.op == "gemm_alltoall" for one in runners)
+    grew = to_all or held[1][1] > held[0][1]
+    failures.expect(None if grew else f"memory did not grow: {held}")
     failures.expect(None if held[2] == held[1] else f"memory grew without need: {held}")
     for turn, counts in enumerate(wrong.t().tolist()):
         for count, when in zip(counts, ("at once", "later"), strict=True):

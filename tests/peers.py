@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -12,6 +15,7 @@ from overlap_torch.plan import Kernel, Plan, Transport, direct
 from plans import chunked_plan
 
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]
+ALL_TO_ALL = "gemm_alltoall"  # has one way only, whatever the number of chunks
 DIRECT = "direct"
 
 Way = int | str  # over peers: in so many chunks, or "direct"
@@ -27,6 +31,23 @@ def peer_plan(case: Case, op: str, way: Way, kernel: Kernel) -> Plan:
     if way == DIRECT:
         return direct(OPS[op].problem(case, dist.get_world_size()), kernel=kernel)
     return chunked_plan(case, dist.get_world_size(), "cuda", "peers", way, kernel, op=op)
+
+
+def has_bias(op: str) -> bool:
+    """Whether the op keeps its kernels where it adds a bias: gathers and all-to-alls leave them."""
+    return op in ("gemm_allreduce", "gemm_reducescatter")
+
+
+@contextmanager
+def fixed_counts(counts: list[list[int]] | None = None) -> Iterator[None]:
+    """All-to-alls of these numbers of rows, [sender][receiver]; None: of the case's, whatever the seed."""
+    op = OPS[ALL_TO_ALL]
+    drawn = type(op).counts
+    op.counts = lambda case, world, seed=0: counts or drawn(case, world, 2)
+    try:
+        yield
+    finally:
+        del op.counts
 
 
 def over_peers(plan: Plan) -> bool:

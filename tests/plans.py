@@ -113,14 +113,13 @@ def chunked_plan(
 
     `layout` is "row panels", "packed", "exchange" (packed, two GPUs; with other numbers of ranks it is "packed") or
     "peers" (row panels in the ranks' memory of each other); ops other than gemm_allreduce take the first and the last
-    one only, and gemm_alltoall's pieces are as many as they are.
+    one only. gemm_alltoall travels by NCCL or gloo, or with "peers" over peers, in as many pieces as it does.
     """
     problem = OPS[op].problem(case, world)
-    transport = "gloo" if device_type == "cpu" else "nccl"
+    peers = layout == "peers"
+    transport = "peer" if peers else "gloo" if device_type == "cpu" else "nccl"
     if problem.op == Op.GEMM_ALLTOALL:
         return _all_to_all(problem, kernel, transport, **resources)
-    peers = layout == "peers"
-    transport = "peer" if peers else transport
     options = {"kernel": kernel, "tile": tile, "transport": transport, **resources}
     whole = row_panels(problem, 1, **options)
     if layout in ("row panels", "peers"):

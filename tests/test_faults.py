@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -200,8 +201,13 @@ def skip_unless_it_runs(ranks, plan: str) -> None:
         ranks.skip_without_kernel(Kernel.SM90_PINGPONG)
 
 
-@pytest.mark.parametrize("plan", PEER_PLANS)
-@pytest.mark.parametrize("op", ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm"])
+OVER_PEERS = [
+    *itertools.product(["gemm_allreduce", "gemm_reducescatter", "allgather_gemm"], PEER_PLANS),
+    ("gemm_alltoall", "peers"),
+]
+
+
+@pytest.mark.parametrize(("op", "plan"), OVER_PEERS)
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op, plan):
     skip_unless_it_runs(ranks, plan)
@@ -213,7 +219,7 @@ def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op, plan):
     expect_reports(outcomes, list(range(missing)), 2.0 + MARGIN_S)
     for outcome in outcomes[:missing]:
         # Around a ring of more, a rank may wait for one that waits for the missing one.
-        if ranks.world == 2 or op == "allgather_gemm" or plan != "peers":
+        if ranks.world == 2 or op in ("allgather_gemm", "gemm_alltoall") or plan != "peers":
             assert f"rank {missing}" in outcome.value[1], outcome.value[1]
 
 

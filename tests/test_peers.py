@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from checks import Failures, check_plan
+from operands import Case
 from overlap_torch.plan import Kernel
 from peer_races import Runner, race
-from peers import PEER_OPS, check_other_layouts, peer_case, peer_plan, skip_unless_it_runs
+from peers import (
+    ALL_TO_ALL,
+    PEER_OPS,
+    check_other_layouts,
+    has_bias,
+    peer_case,
+    peer_plan,
+    skip_unless_it_runs,
+)
+from plans import chunked_plan
 
 KERNELS = [Kernel.SM90_PINGPONG, Kernel.LIBRARY]
 every_op = pytest.mark.parametrize("op", PEER_OPS)
@@ -66,19 +77,29 @@ def test_peers_take_layouts_that_differ_between_ranks(ranks, op, kernel):
 
 
 def runner(op: str, rows: int, n: int, k: int, way: int, kernel: Kernel) -> Runner:
-    """No bias in a gather: with one it leaves its kernels."""
-    case = peer_case(op, rows, n, k, torch.bfloat16, bias=not op.startswith("allgather"))
-    plan = peer_plan(case, op, way, kernel) if op in PEER_OPS else None
+    case = peer_case(op, rows, n, k, torch.bfloat16, bias=has_bias(op))
+    plan = peer_plan(case, op, way, kernel)
     return Runner(f"{kernel.name} in {way} chunks", op, case, plan)
+
+
+def over_nccl(rows: int, n: int, k: int, kernel: Kernel) -> Runner:
+    """An all-to-all that does not travel over peers."""
+    case = Case((rows,), n, k, torch.bfloat16)
+    plan = chunked_plan(
+        case, dist.get_world_size(), "cuda", "row panels", 1, kernel, op=ALL_TO_ALL, comm_sms=16
+    )
+    return Runner(f"{kernel.name} over NCCL", ALL_TO_ALL, case, plan)
 
 
 def race_of_ops(ops: list[str], calls: int, kernel: Kernel, chunks: int) -> tuple[int, list[str]]:
     runners = [runner(op, 643, 776, 136, chunks, kernel) for op in ops]
+    if ALL_TO_ALL in ops:
+        runners.append(over_nccl(643, 776, 144, kernel))
     return race(runners, runner(ops[0], 4200, 4096, 4096, chunks, kernel), calls, chunks)
 
 
 RACES = pytest.mark.parametrize(
-    "ops", [*([op] for op in PEER_OPS), [*PEER_OPS, "gemm_alltoall"]], ids="+".join
+    "ops", [*([op] for op in PEER_OPS), [*PEER_OPS, ALL_TO_ALL]], ids="+".join
 )
 
 

@@ -14,15 +14,17 @@ from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
 from peer_races import Runner, race
 from peers import (
+    ALL_TO_ALL,
     DIRECT,
     PEER_OPS,
     Way,
     check_other_layouts,
+    has_bias,
     peer_case,
     peer_plan,
     skip_unless_it_runs,
 )
-from plans import sequential_plan
+from plans import chunked_plan, sequential_plan
 
 KERNELS = [Kernel.LIBRARY, Kernel.SM90_PINGPONG]
 every_op = pytest.mark.parametrize("op", PEER_OPS)
@@ -240,12 +242,15 @@ def test_direct_all_reduce_has_the_same_bits_everywhere(ranks, way, kernel, dtyp
 
 
 def runners_of(kernel: Kernel) -> list[Runner]:
-    """Direct plans, rings and chunked gathers, and the sequence over NCCL, of every op; each of a K of its own."""
+    """Direct plans, rings and chunked gathers, and the sequence over NCCL, of every op; each of a K of its own.
+
+    All-to-alls over peers and over NCCL, too.
+    """
     runners: list[Runner] = []
     world = dist.get_world_size()
 
     def add(op: str, way: Way, case: Case) -> None:
-        case = case.with_(k=136 + 8 * len(runners), bias=not op.startswith("allgather"))
+        case = case.with_(k=136 + 8 * len(runners), bias=has_bias(op))
         if way == NCCL:
             plan = sequential_plan(case, world, "cuda", op)
         else:
@@ -258,8 +263,12 @@ def runners_of(kernel: Kernel) -> list[Runner]:
     # Of low latency, and far from it.
     for rows in (1, 17, 2100):
         add("gemm_allreduce", DIRECT, Case((rows * world,), 1032, 8, torch.bfloat16))
-    to_all = Case((643,), 776, 136, torch.bfloat16)
-    return [*runners, Runner("NCCL", "gemm_alltoall", to_all, None)]
+    to_all = Case((643,), 776, 8, torch.bfloat16)
+    add(ALL_TO_ALL, 1, to_all)
+    add(ALL_TO_ALL, 1, to_all.with_(leading=(2100,), n=4096))
+    case = to_all.with_(k=136 + 8 * len(runners))
+    over_nccl = chunked_plan(case, world, "cuda", "row panels", 1, kernel, op=ALL_TO_ALL)
+    return [*runners, Runner(f"{kernel.name} over NCCL", ALL_TO_ALL, case, over_nccl)]
 
 
 def race_of_ways(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
@@ -276,9 +285,7 @@ def race_of_direct(op: str, kernel: Kernel, calls: int) -> tuple[int, list[str]]
         first, larger = (
             Runner(f"{kernel.name} {case.m} rows", op, case, peer_plan(case, op, DIRECT, kernel))
             for size, n, k in ((rows, 776, 1032), (4200, 4096, 4096))
-            for case in [
-                peer_case(op, size, n, k, torch.bfloat16, bias=not op.startswith("allgather"))
-            ]
+            for case in [peer_case(op, size, n, k, torch.bfloat16, bias=has_bias(op))]
         )
         found = race([first], larger, calls, rows)
         checks, lines = checks + found[0], lines + found[1]

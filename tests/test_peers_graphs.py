@@ -18,11 +18,24 @@ from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
 from peer_races import Runner, wrong_elements
-from peers import DIRECT, PEER_OPS, Way, over_peers, peer_case, peer_plan, skip_unless_it_runs
+from peers import (
+    ALL_TO_ALL,
+    DIRECT,
+    PEER_OPS,
+    Way,
+    fixed_counts,
+    has_bias,
+    over_peers,
+    peer_case,
+    peer_plan,
+    skip_unless_it_runs,
+)
 
 KERNELS = [Kernel.LIBRARY, Kernel.SM90_PINGPONG]
 WAYS: list[Way] = [1, 3, DIRECT]
-every_op = pytest.mark.parametrize("op", PEER_OPS)
+OP_WAYS = [(op, way) for op in PEER_OPS for way in WAYS]
+every_op_and_way = pytest.mark.parametrize(("op", "way"), OP_WAYS)
+with_all_to_all = pytest.mark.parametrize(("op", "way"), [*OP_WAYS, (ALL_TO_ALL, 1)])
 every_way = pytest.mark.parametrize("way", WAYS)
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 pytestmark = [pytest.mark.ranks((2, "nccl"), (4, "nccl"))]
@@ -36,7 +49,7 @@ def place() -> tuple[int, int, torch.device]:
 
 
 def runner(op: str, rows: int, way: Way, kernel: Kernel, n: int = 1032, k: int = 136) -> Runner:
-    case = peer_case(op, rows, n, k, torch.bfloat16, bias=not op.startswith("allgather"))
+    case = peer_case(op, rows, n, k, torch.bfloat16, bias=has_bias(op))
     return Runner(f"{kernel.name} {way}", op, case, peer_plan(case, op, way, kernel))
 
 
@@ -134,6 +147,7 @@ def stagger(chance: random.Random) -> None:
         torch.cuda._sleep(chance.randrange(600_000))
 
 
+@fixed_counts()
 def check_turns(
     failures: Failures, graphs: list[list[Runner]], *, plain: int = 1, seed: int = 0
 ) -> None:
@@ -181,8 +195,7 @@ def check_replays(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]:
 
 
 @every_kernel
-@every_way
-@every_op
+@with_all_to_all
 def test_peers_graphs_replay_between_plain_calls(ranks, op, way, kernel):
     skip_unless_it_runs(ranks, kernel)
     ranks.expect_no_failures(check_replays, op, way, kernel, timeout_s=180)
@@ -197,8 +210,7 @@ def check_nothing_but_replays(op: str, way: Way, kernel: Kernel) -> tuple[int, l
 
 
 @every_kernel
-@every_way
-@every_op
+@with_all_to_all
 def test_peers_graphs_replay_back_to_back(ranks, op, way, kernel):
     skip_unless_it_runs(ranks, kernel)
     ranks.expect_no_failures(check_nothing_but_replays, op, way, kernel, timeout_s=180)
@@ -214,8 +226,7 @@ def check_two_graphs(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]
 
 
 @every_kernel
-@every_way
-@every_op
+@with_all_to_all
 def test_peers_graphs_replay_in_turns(ranks, op, way, kernel):
     skip_unless_it_runs(ranks, kernel)
     ranks.expect_no_failures(check_two_graphs, op, way, kernel, timeout_s=180)
@@ -225,10 +236,9 @@ def check_everything(kernel: Kernel) -> tuple[int, list[str]]:
     """Calls of all ops and ways in one graph, of some in others."""
     failures = Failures()
     runners = []
-    for op in PEER_OPS:
-        for way in WAYS:
-            for rows in sizes(way):
-                runners.append(runner(op, rows, way, kernel, k=136 + 8 * len(runners)))
+    for op, way in [*OP_WAYS, (ALL_TO_ALL, 1)]:
+        for rows in sizes(way):
+            runners.append(runner(op, rows, way, kernel, k=136 + 8 * len(runners)))
     check_turns(failures, [runners, runners[::3], runners[:1]], plain=3, seed=1)
     check_turns(failures, [runners[::-1]], seed=2)
     return failures.result()
@@ -263,7 +273,7 @@ def check_planned(runners: list[Runner]) -> tuple[int, list[str]]:
     return failures.result()
 
 
-@pytest.mark.parametrize("op", PEER_OPS[:3])
+@pytest.mark.parametrize("op", [*PEER_OPS[:3], ALL_TO_ALL])
 def test_peers_graphs_of_what_the_planner_takes(ranks, op):
     skip_unless_it_runs(ranks)
     runners = ranks.run(planned_runners, op, SMALL + LARGE)[0]
@@ -287,6 +297,7 @@ def message_of_capture(runner: Runner, group: dist.ProcessGroup) -> str:
     return ""
 
 
+@fixed_counts()
 def capture_too_early(large: Runner, small: Runner) -> tuple[str, int, list[str]]:
     """(message, checks, failures): `large` captured before it was called, then called, captured again and replayed."""
     failures = Failures()
@@ -333,8 +344,7 @@ def expect_refused(outcomes: list[tuple[str, int, list[str]]]) -> None:
         assert checks > 0 and not failures, "\n".join(failures)
 
 
-@every_way
-@every_op
+@every_op_and_way
 def test_peers_graphs_refuse_a_capture_before_memory_is_mapped(ranks, op, way):
     skip_unless_it_runs(ranks)
     expect_refused(ranks.run(capture_way_too_early, op, way))
@@ -349,6 +359,12 @@ def test_peers_graphs_capture_the_plan_of_plain_calls(ranks, op):
         pytest.skip("the planner takes no peers on this machine")
     for large in runners:
         expect_refused(ranks.run(capture_planned_too_early, large))
+
+
+@pytest.mark.ranks((2, "nccl"))  # of more the first call maps what any call takes
+def test_peers_graphs_refuse_an_alltoall_before_memory_is_mapped(ranks):
+    skip_unless_it_runs(ranks)
+    expect_refused(ranks.run(capture_way_too_early, ALL_TO_ALL, 1))
 
 
 def outlive_the_group(way: Way) -> tuple[int, list[str]]:

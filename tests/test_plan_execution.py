@@ -153,6 +153,31 @@ def test_plan_execution_cuts_many_rows_of_an_alltoall(ranks, dtype):
     ranks.expect_no_failures(check_pieces, Case((3000,), 1027, 16, dtype, bias=True))
 
 
+def check_many_rows_over_nccl(kernel: Kernel) -> tuple[int, list[str]]:
+    """Between two ranks one exchange beside the own rows, between more of them pieces; few rows one step of either."""
+    failures = Failures()
+    world = dist.get_world_size()
+    for rows in (9000, 640, 100):
+        for bias in (False, True):  # with one the framework computes
+            case = Case((rows,), 2056, 64, torch.bfloat16, bias=bias)
+            for label, plan in overlapped_plans(
+                case, world, "cuda", kernel, op="gemm_alltoall", comm_sms=24, max_ctas=24
+            ):
+                check_plan(failures, case, plan, label, kernel.name, op="gemm_alltoall")
+                # Ranks of which some have operands that the kernel cannot take make the same calls.
+                layout = "offset" if dist.get_rank() == 0 else "contiguous"
+                mine = case.with_(input_layout=layout)
+                check_plan(failures, mine, plan, label, kernel.name, op="gemm_alltoall")
+    return failures.result()
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_plan_execution_sends_many_rows_of_an_alltoall_over_nccl(ranks, kernel):
+    ranks.skip_without_kernel(kernel)
+    ranks.expect_no_failures(check_many_rows_over_nccl, kernel)
+
+
 def check_plans_of_groups() -> tuple[int, list[str]]:
     """A plan belongs to one group and one problem, and goes with the end of use_plan, or with clear_plans."""
     failures = Failures()

@@ -43,6 +43,7 @@ class PeerCase {
       reduce(call, false);
       reduce(call, true);
       gather(call);
+      exchange(call);
     }
   }
 
@@ -58,9 +59,10 @@ class PeerCase {
       low_latency.zero(nullptr);
       CUDA_CHECK(cudaDeviceSynchronize());
     }
-    // Blocks' flags of both steps, then the calls that each rank has ended, calls, blocks, calls.
+    // Blocks' flags of both steps, then the calls that each rank has ended, calls, blocks, calls, blocks
+    // that have sent.
     static constexpr int64_t kBlocks = kernels::kMaxPeers * kernels::kMaxPeerBlocks;
-    static constexpr int64_t kFlags = 2 * kBlocks + kernels::kMaxPeers + 3;
+    static constexpr int64_t kFlags = 2 * kBlocks + kernels::kMaxPeers + 4;
     uint64_t* blocks(int step, int writer) {
       return flags.data() + step * kBlocks + writer * kernels::kMaxPeerBlocks;
     }
@@ -211,6 +213,78 @@ class PeerCase {
         expect(rank, peer * piece_, count, "gather",
                [&](int64_t i) { return term(call, peer, i - peer * piece_); });
       }
+    }
+  }
+
+  // Elements of the message between two ranks, a multiple of 4: all, less, or none.
+  int64_t message(int call, int from, int to) const {
+    const int64_t share = (from * 5 + to * 3 + call) % 4;
+    return elements_ / 4 * share / 3 * 4;
+  }
+  static float letter(int call, int from, int to, int64_t index) {
+    return term(call, from, index + 2 * to);
+  }
+
+  // Every second rank has stored its messages before, the others send them; in the next call the other
+  // way about.
+  void exchange(int call) {
+    const int64_t room = elements_;  // of a message
+    for (int rank = 0; rank < ranks_; ++rank) {
+      memory_[static_cast<size_t>(rank)]->output.poison(nullptr);
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    std::vector<std::unique_ptr<Buffer<float>>> outgoing;
+    std::vector<std::vector<float>> expected(static_cast<size_t>(ranks_));
+    std::vector<kernels::PeerExchangeParams> all;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      Memory& memory = *memory_[static_cast<size_t>(rank)];
+      kernels::PeerExchangeParams params{params_of(rank)};
+      params.blocks_sent = reinterpret_cast<uint32_t*>(memory.counts(3));
+      params.sends = (rank + call) % 2 == 0;
+      outgoing.push_back(std::make_unique<Buffer<float>>(ranks_ * room));
+      int64_t place = 0;
+      for (int peer = 0; peer < ranks_; ++peer) {
+        const int64_t count = message(call, rank, peer);
+        const bool own = peer == rank;
+        std::vector<float> letters(static_cast<size_t>(count));
+        for (int64_t i = 0; i < count; ++i) {
+          letters[static_cast<size_t>(i)] = letter(call, rank, peer, i);
+        }
+        float* slot = memory_[static_cast<size_t>(peer)]->slot.data() + rank * room;
+        // What has been stored before: in the slot, and the own where it belongs.
+        float* from = params.sends ? outgoing.back()->data() + peer * room : slot;
+        const int64_t received = message(call, peer, rank);
+        params.output[peer] = memory.output.data() + place;
+        if (own && !params.sends) from = memory.output.data() + place;
+        if (count > 0) {
+          CUDA_CHECK(cudaMemcpy(from, letters.data(), letters.size() * sizeof(float),
+                                cudaMemcpyHostToDevice));
+        }
+        if (params.sends) {
+          params.send[peer] = from;
+          params.send_count[peer] = count / 4;
+        }
+        if (!own) {
+          params.destination[peer] = slot;
+          params.received[peer] = memory.slot.data() + peer * room;
+          params.receive_count[peer] = received / 4;
+        }
+        for (int64_t i = 0; i < received; ++i) {
+          expected[static_cast<size_t>(rank)].push_back(letter(call, peer, rank, i));
+        }
+        place += received;
+      }
+      all.push_back(params);
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    for (int rank = 0; rank < ranks_; ++rank) {
+      CUDA_CHECK(kernels::peer_exchange(all[static_cast<size_t>(rank)],
+                                        memory_[static_cast<size_t>(rank)]->stream));
+    }
+    for (int rank = 0; rank < ranks_; ++rank) {
+      const std::vector<float>& right = expected[static_cast<size_t>(rank)];
+      expect(rank, 0, static_cast<int64_t>(right.size()), "exchange",
+             [&](int64_t i) { return right[static_cast<size_t>(i)]; });
     }
   }
 

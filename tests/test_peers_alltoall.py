@@ -1,0 +1,261 @@
+"""All-to-alls over memory that the ranks map into each other: right for any numbers of rows, call after call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checks import Failures, check_plan
+from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, rank_device
+from ops import OPS
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Kernel
+from peer_races import Runner, race
+from peers import ALL_TO_ALL, check_other_layouts, fixed_counts, peer_plan, skip_unless_it_runs
+from plans import chunked_plan
+
+KERNELS = [Kernel.SM90_PINGPONG, Kernel.LIBRARY]
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+
+Counts = list[list[int]]  # [sender][receiver]
+
+# N and K that the kernels take, and others: rows are whole accesses of 16 bytes in every dtype.
+SIZES = [(264, 72), (8, 8), (1000, 136), (520, 33), (16, 1)]
+MANY = (4096, 2048)  # of which some thousand rows keep the device busy for longer than they travel
+
+
+def few_rows(world: int) -> dict[str, Counts]:
+    """Numbers of rows between two ranks: as many, none, one, odd, one way only, ..."""
+    ranks = range(world)
+    last = world - 1
+    return {
+        "even": [[128] * world] * world,
+        "none": [[0] * world] * world,
+        "one": [[1] * world] * world,
+        "odd": [[(97 * s + 61 * r) % 331 for r in ranks] for s in ranks],
+        "own": [[131 if s == r else 0 for r in ranks] for s in ranks],
+        "others'": [[0 if s == r else 130 + s for r in ranks] for s in ranks],
+        "one way": [[259 if (s, r) == (0, last) else 0 for r in ranks] for s in ranks],
+        "to one": [[140 + s if r == last else 0 for r in ranks] for s in ranks],
+        "from one": [[257 - r if s == last else 0 for r in ranks] for s in ranks],
+        "one among many": [[1 if s < r else 700 for r in ranks] for s in ranks],
+    }
+
+
+def many_rows(world: int) -> dict[str, Counts]:
+    ranks = range(world)
+    return {
+        "even": [[4096] * world] * world,
+        "uneven": [[4000 + 37 * s - 61 * r for r in ranks] for s in ranks],
+        "some none": [[0 if (s + 1) % world == r else 4100 + r for r in ranks] for s in ranks],
+        "few among many": [[3 if r > s else 6000 for r in ranks] for s in ranks],
+    }
+
+
+def stores(case: Case, kernel: Kernel, counts: Counts) -> bool:
+    """Whether this rank's GEMM stores rows where they go, if it takes the operands."""
+    plan = peer_plan(case, ALL_TO_ALL, 1, kernel)
+    rank = dist.get_rank()
+    machine = plan_module.machine(rank_device())
+    return plan_module._plan.stores_messages(plan, machine, rank, counts[rank])
+
+
+def check_both(
+    failures: Failures, case: Case, kernel: Kernel, counts: Counts, *where: object
+) -> None:
+    """With a bias and without."""
+    for bias in (False, True):
+        mine = case.with_(bias=bias)
+        with fixed_counts(counts):
+            plan = peer_plan(mine, ALL_TO_ALL, 1, kernel)
+            check_plan(failures, mine, plan, *where, kernel.name, op=ALL_TO_ALL)
+
+
+# --- results ----------------------------------------------------------------------------------------
+
+
+def check_few_rows(dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
+    failures = Failures()
+    for n, k in SIZES:
+        for weight_layout in ("k_contiguous", "n_contiguous"):
+            # What is checked of the leading dims is in the counts.
+            case = Case((0,), n, k, dtype, weight_layout=weight_layout)
+            for what, counts in few_rows(dist.get_world_size()).items():
+                check_both(failures, case, kernel, counts, what)
+    case = Case((3, 5), 264, 72, dtype)  # dims between the first and the last
+    check_both(failures, case, kernel, [[7] * dist.get_world_size()] * dist.get_world_size())
+    return failures.result()
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@of_some_ranks
+def test_peers_alltoall_is_exact(ranks, dtype, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(check_few_rows, dtype, kernel, timeout_s=300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@of_some_ranks
+def test_peers_alltoall_is_exact_in_dtypes_of_the_framework(ranks, dtype):
+    skip_unless_it_runs(ranks)
+    ranks.expect_no_failures(check_few_rows, dtype, Kernel.LIBRARY, timeout_s=300)
+
+
+def check_many_rows(dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Rows that the GEMM stores where they go, and, with a bias, that the framework computes."""
+    failures = Failures()
+    kernel = Kernel.SM90_PINGPONG
+    world = dist.get_world_size()
+    for weight_layout in ("k_contiguous", "n_contiguous"):
+        case = Case((0,), *MANY, dtype, weight_layout=weight_layout)
+        for what, counts in many_rows(world).items():
+            check_both(failures, case, kernel, counts, what)
+    case = Case((0,), *MANY, dtype)
+    stored = stores(case, kernel, many_rows(world)["even"])
+    failures.expect(None if stored else "many rows are not stored where they go")
+    stored = stores(case, kernel, few_rows(world)["one"])
+    failures.expect("few rows are stored where they go" if stored else None)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@of_some_ranks
+def test_peers_alltoall_is_exact_where_rows_are_stored_where_they_go(ranks, dtype):
+    skip_unless_it_runs(ranks, Kernel.SM90_PINGPONG)
+    ranks.expect_no_failures(check_many_rows, dtype, timeout_s=300)
+
+
+def check_ranks_that_differ(kernel: Kernel) -> tuple[int, list[str]]:
+    """Operands that the kernel cannot take, on one rank at a time: the others store what that one's kernel sends."""
+    failures = Failures()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    counts = many_rows(world)["uneven"]
+    for other in range(world):
+        for field, layouts in (("input_layout", INPUT_LAYOUTS), ("weight_layout", WEIGHT_LAYOUTS)):
+            for layout in layouts:
+                if layout == "expanded":
+                    continue
+                case = Case((0,), *MANY, torch.bfloat16)
+                mine = case.with_(**{field: layout}) if rank == other else case
+                with fixed_counts(counts):
+                    plan = peer_plan(mine, ALL_TO_ALL, 1, kernel)
+                    check_plan(failures, mine, plan, "rank", other, layout, op=ALL_TO_ALL)
+    # One rank has many rows to send, another few.
+    with fixed_counts([[4000 if s == 0 else 3 for _ in range(world)] for s in range(world)]):
+        case = Case((0,), *MANY, torch.bfloat16)
+        check_plan(failures, case, peer_plan(case, ALL_TO_ALL, 1, kernel), op=ALL_TO_ALL)
+    checks, lines = check_other_layouts(ALL_TO_ALL, kernel, 1)
+    return failures.checks + checks, failures.lines + lines
+
+
+@every_kernel
+@of_some_ranks
+def test_peers_alltoall_takes_layouts_that_differ_between_ranks(ranks, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(check_ranks_that_differ, kernel, timeout_s=300)
+
+
+# --- messages that NCCL takes -----------------------------------------------------------------------
+
+WIDE = 16384  # in bf16: 32 KiB a row
+
+
+def long_messages(world: int) -> list[Counts]:
+    """Messages of more than a slot takes, 512 MiB of two ranks and 32 MiB of more, and of just as much."""
+    most = 16384 if world == 2 else 1024
+    ranks = range(world)
+    one_way = [[most + 16 if (s, r) == (0, 1) else 5 + s + r for r in ranks] for s in ranks]
+    other_way = [list(column) for column in zip(*one_way, strict=True)]
+    both = [[9 if s == r else most + 16 for r in ranks] for s in ranks]
+    return [one_way, other_way, [[most if s != r else 7 for r in ranks] for s in ranks], both]
+
+
+def check_long_messages(k: int) -> tuple[int, list[str]]:
+    """Beside short ones, and between calls that have only those."""
+    failures = Failures()
+    world = dist.get_world_size()
+    group = dist.new_group()  # which takes its slots with it
+    case = Case((0,), WIDE, k, torch.bfloat16)
+    plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
+    short = [[3 + s for _ in range(world)] for s in range(world)]
+    for counts in long_messages(world):
+        for rows in (counts, short):
+            with fixed_counts(rows):
+                check_plan(failures, case, plan, rows[0], group=group, op=ALL_TO_ALL)
+            torch.cuda.empty_cache()
+    with fixed_counts(long_messages(world)[0]):
+        case = case.with_(bias=True)
+        plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
+        check_plan(failures, case, plan, "bias", group=group, op=ALL_TO_ALL)
+    dist.destroy_process_group(group)
+    return failures.result()
+
+
+@pytest.mark.parametrize(
+    "k", [8, 1024]
+)  # rows that the framework computes, and rows that the GEMM stores
+@of_some_ranks
+def test_peers_alltoall_sends_long_messages_by_nccl(ranks, k):
+    skip_unless_it_runs(ranks, Kernel.SM90_PINGPONG)
+    if min(ranks.run(memory_bytes)) < 60 * 2**30:
+        pytest.skip("half a gigabyte of rows, in float64 too, takes a GPU of 60 GiB")
+    ranks.expect_no_failures(check_long_messages, k, timeout_s=300)
+
+
+def memory_bytes() -> int:
+    return torch.cuda.get_device_properties(rank_device()).total_memory
+
+
+# --- order ------------------------------------------------------------------------------------------
+
+
+def all_to_alls(kernel: Kernel) -> list[Runner]:
+    """Of few and of many rows, with a bias and over NCCL; numbers of rows differ from call to call."""
+    world = dist.get_world_size()
+    cases = {
+        "few": Case((643,), 776, 136, torch.bfloat16),
+        "a row": Case((1,), 4096, 144, torch.bfloat16),
+        "many": Case((2100,), 4096, 1024, torch.bfloat16),
+        "bias": Case((643,), 776, 152, torch.bfloat16, bias=True),
+        "float32": Case((300,), 520, 160, torch.float32),
+    }
+    runners = []
+    for what, case in cases.items():
+        own = kernel if case.dtype == torch.bfloat16 else Kernel.LIBRARY
+        runners.append(Runner(what, ALL_TO_ALL, case, peer_plan(case, ALL_TO_ALL, 1, own)))
+    for rows, k in ((643, 168), (2100, 1032)):
+        case = Case((rows,), 4096, k, torch.bfloat16)
+        plan = chunked_plan(
+            case, world, "cuda", "row panels", 1, kernel, op=ALL_TO_ALL, comm_sms=16, max_ctas=16
+        )
+        runners.append(Runner(f"{rows} rows over NCCL", ALL_TO_ALL, case, plan))
+    # The planner's.
+    runners.append(Runner("planned", ALL_TO_ALL, Case((643,), 776, 176, torch.bfloat16), None))
+    return runners
+
+
+def race_of_all_to_alls(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+    case = Case((8400,), 8192, 1024, torch.bfloat16)
+    counts = OPS[ALL_TO_ALL].counts(case, dist.get_world_size())
+    assert max(map(max, counts)) > 2048, "for more than 32 MiB, with which groups begin"
+    larger = Runner("larger", ALL_TO_ALL, case, peer_plan(case, ALL_TO_ALL, 1, kernel))
+    return race(all_to_alls(kernel), larger, calls, calls)
+
+
+@every_kernel
+@of_some_ranks
+def test_peers_alltoall_back_to_back(ranks, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(race_of_all_to_alls, kernel, 100, timeout_s=300)
+
+
+@pytest.mark.long
+@pytest.mark.races
+@every_kernel
+@of_some_ranks
+def test_peers_alltoall_back_to_back_long(ranks, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(race_of_all_to_alls, kernel, 1000, timeout_s=600)
