@@ -36,7 +36,8 @@ enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
 // the ranks' parts; a part's partial sums go from rank to rank, each adding its own in the GEMM's
 // epilogue, and end at the part's owner, which for an all-reduce sends its finished chunks to all.
 // kDirect, for reductions over kPeer: partial sums go straight to the ranks that need them, which add
-// them up in one kernel; the fewest steps, for few rows. The other ops have one collective each.
+// them up in one kernel; the fewest steps, for few rows. The other ops have one collective each, over
+// any transport.
 enum class Collective : int32_t {
   kAllReduce = 0,
   kExchange = 1,

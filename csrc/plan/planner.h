@@ -51,8 +51,9 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
 // one kernel after its GEMM; an all-gather, with kLibrary, is one kernel before it.
 Plan make_direct(const Problem& problem, Kernel kernel);
 
-// gemm_alltoall: kernel, resources and transport of the pieces. How many there are follows, pair by
-// pair, from the rows that the two ranks exchange.
+// gemm_alltoall: kernel, resources and transport of what is sent. In how many pieces follows, pair by
+// pair, from the rows that the two ranks exchange. Over peers `max_ctas` is that of long messages, which
+// travel by NCCL.
 Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
                      int32_t max_ctas, Transport transport = Transport::kNccl);
 

@@ -24,8 +24,11 @@
 //
 //   caller | GEMM: every tile to the ranks that need it | one kernel: signal, wait [B], add |
 //
-// all to all: rows that go each their own way, by NCCL in executor_all_to_all.cc, over peers in
-// executor_exchange.cc. sequential: one call after the other.
+// all to all: rows that go each their own way; by NCCL as executor_all_to_all.cc has it, and over peers:
+//
+//   caller | GEMM: rows of each peer -> its slot | GEMM: own rows | one kernel: signal, wait [B], copy |
+//
+// sequential: one call after the other.
 //
 // With several lanes the chunks take turns on as many side streams. finish: unpacking, adding parts
 // or copying out of the staging buffer, and the bias; present only if there is something to do.
