@@ -41,8 +41,7 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   probe.output = produce.buffer != nullptr ? produce.buffer : produce.output;
   if (ring) {
     // From the second phase on: not every kernel adds a source.
-    probe.source = probe.output;
-    probe.source_stride = probe.output_stride;
+    probe.sources[0] = probe.output;
   }
   produce.signals = kernel_takes(probe, call.weight(), plan);
   const at::Tensor counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
@@ -102,8 +101,7 @@ at::Tensor run_direct(const OpCall& call, const CudaCall& cuda) {
     input = k_contiguous(call.input);
     direct.gemm = gemm_params(input, call.weight(), cuda);
     kernels::GemmParams probe = direct.gemm;
-    probe.output = probe.more_outputs[0] = direct.output;
-    probe.num_more_outputs = 1;
+    probe.output = probe.mirror = direct.output;
     direct.signals = kernel_takes(probe, call.weight(), plan);
   }
   direct.library_product = [&] {

@@ -20,7 +20,7 @@ namespace {
 
 // What only the instances for peers take.
 bool for_peers(const GemmParams& params) {
-  return params.source != nullptr || params.num_more_outputs > 0;
+  return params.sources[0] != nullptr || params.mirror != nullptr || params.num_more_outputs > 0;
 }
 
 #if defined(OVERLAP_WITH_SM90)
@@ -40,15 +40,18 @@ bool gemm_sm90_supported(const GemmParams& params) {
     return false;
   if (params.n % kTmaElements != 0 || params.k % kTmaElements != 0) return false;
   const bool row_major = params.layout == plan::Layout::kRowMajor;
-  if (params.rows.mode != plan::RowMap::Mode::kSplit && params.num_more_outputs > 1) return false;
+  if (for_peers(params) && !row_major) return false;
+  if (params.rows.mode != plan::RowMap::Mode::kSplit && params.num_more_outputs > 0) return false;
   for (int32_t output = 0; output < params.num_more_outputs; ++output) {
-    if (!row_major || !is_aligned(params.more_outputs[output])) return false;
+    if (!is_aligned(params.more_outputs[output])) return false;
+  }
+  for (const void* source : params.sources) {
+    if (!is_aligned(source)) return false;
   }
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
-         params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
-         (!row_major || params.output_stride % kTmaElements == 0) &&
-         (params.source == nullptr ||
-          (row_major && is_aligned(params.source) && params.source_stride % kTmaElements == 0));
+         is_aligned(params.mirror) && params.input_stride % kTmaElements == 0 &&
+         params.weight_stride % kTmaElements == 0 &&
+         (!row_major || params.output_stride % kTmaElements == 0);
 }
 
 GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {

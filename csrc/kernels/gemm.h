@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/peer_signal.h"
 #include "plan/gemm_types.h"
 #include "plan/tile_order.h"
 
@@ -27,13 +28,20 @@ struct GemmParams {
 
   void* output = nullptr;     // row-major, of m rows or as `rows` says, or the packed buffer
   int64_t output_stride = 0;  // elements between rows (row-major only)
-  // More outputs like the first, with its stride. One more, which gets every tile, too; or, with rows
-  // of mode kSplit, one for each part of the rows, the first for part 0.
+  // With rows of mode kSplit, the outputs of the parts behind the first one, with its stride.
   int32_t num_more_outputs = 0;
   void* more_outputs[kMaxMoreOutputs] = {};
-  // Row-major with the output's shape, or null: added to the product in fp32, before it is rounded.
-  const void* source = nullptr;
-  int64_t source_stride = 0;  // elements between rows
+  // Where every tile, or with kSplit each of the part that is computed last, is stored, too; or null.
+  void* mirror = nullptr;
+  // For each part of the rows (else the first alone): row-major with the output's shape and stride, or
+  // null: added to the product in fp32, before it is rounded.
+  const void* sources[1 + kMaxMoreOutputs] = {};
+  // What passes between the ranks' GEMMs: tiles of the first parts are announced to whoever adds them,
+  // those of the last parts are added to once they have been announced here.
+  PeerTiles peer_tiles;
+  // Sources, a mirror or more outputs: where tiles are counted as they are taken, in own memory. Two
+  // words, zero before and after.
+  uint32_t* tiles_taken = nullptr;
   plan::Layout layout = plan::Layout::kRowMajor;
   int32_t parts = 1;  // packed: copies of a chunk in its region of the buffer, and which of them
   int32_t part = 0;   // this GEMM writes

@@ -10,8 +10,10 @@
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
 //   team 1   |                 | mma 1  | store 1, signal | ...
 //
-// For peers (kPeers) there may be a source: a second producer warp loads its tiles, which the teams
-// add before they store. And each tile may be stored twice, or in the output of its rows' part.
+// For peers (kPeers) there may be sources: a second producer warp loads their tiles, once the rank that
+// makes them has announced them, and the teams add them before they store. Tiles may be stored twice,
+// or each in the output of its rows' part. And as these GEMMs wait for one another, a third warp hands
+// the tiles out, instead of every CTA owning a share.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,70 +31,12 @@
 
 #include "kernels/gemm.h"
 #include "kernels/gemm_sm90_instance.h"
+#include "kernels/gemm_sm90_peers.h"
+#include "kernels/peer_spin.cuh"
 #include "kernels/signal.h"
+#include "kernels/tile_feed.cuh"
 
 namespace overlap::kernels {
-
-// A tile's bulk store, from the same shared memory to two places.
-struct MirroredStore : cute::SM90_TMA_STORE {};
-
-}  // namespace overlap::kernels
-
-// The traits of SM90_TMA_STORE, with the mirror's tensor map beside the first one.
-template <class Bits, class Aux>
-struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
-  using Plain = Copy_Traits<SM90_TMA_STORE, Bits, Aux>;
-  using ThrID = typename Plain::ThrID;
-  using SrcLayout = typename Plain::SrcLayout;
-  using DstLayout = typename Plain::DstLayout;
-  using RefLayout = typename Plain::RefLayout;
-  using AuxParams = Aux;
-
-  TmaDescriptor tma_desc_;
-  AuxParams aux_params_;
-  TmaDescriptor mirror_ = {};
-  bool mirrored_ = false;
-
-  CUTE_HOST_DEVICE constexpr TmaDescriptor const* get_tma_descriptor() const { return &tma_desc_; }
-
-  template <class GShape>
-  CUTE_HOST_DEVICE constexpr auto get_tma_tensor(GShape const& shape) const {
-    return make_coord_tensor(make_layout(shape, aux_params_.g_stride_));
-  }
-
-  template <class TS, class SLayout, class TD, class DLayout>
-  CUTE_HOST_DEVICE friend constexpr void copy_unpack(Copy_Traits const& traits,
-                                                     Tensor<TS, SLayout> const& source,
-                                                     Tensor<TD, DLayout>& destination) {
-    const void* const memory = raw_pointer_cast(source.data());
-    const auto place = destination.data().coord_;
-    const auto store = [&](const TmaDescriptor& map) {
-      const void* const address = &map;
-      detail::explode_tuple(detail::CallCOPY<SM90_TMA_STORE>{}, make_tuple(address, memory),
-                            seq<0, 1>{}, place, tuple_seq<decltype(place)>{});
-    };
-    store(traits.tma_desc_);
-    if (traits.mirrored_) store(traits.mirror_);
-  }
-};
-
-namespace overlap::kernels {
-
-// An epilogue as the builder makes it, with another bulk store.
-template <class Epilogue, class Store>
-struct WithStore;
-template <class Policy, class Tile, class EpilogueTile, class C, class StrideC, class D,
-          class StrideD, class Fusion, class LoadC, class LayoutC, class ReadC, class StoreD,
-          class LayoutD, class WriteD, class AtomC, class RegisterD, class Store>
-struct WithStore<cutlass::epilogue::collective::CollectiveEpilogue<
-                     Policy, Tile, EpilogueTile, C, StrideC, D, StrideD, Fusion, LoadC, LayoutC,
-                     ReadC, StoreD, LayoutD, WriteD, AtomC, RegisterD>,
-                 Store> {
-  using type =
-      cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, EpilogueTile, C, StrideC, D,
-                                                        StrideD, Fusion, LoadC, LayoutC, ReadC,
-                                                        Store, LayoutD, WriteD, AtomC, RegisterD>;
-};
 
 template <bool kPingpong, class Element_, bool kWeightKContiguous_, bool kPeers>
 struct GemmSm90 {
@@ -140,6 +84,8 @@ struct GemmSm90 {
   static_assert(kThreads == 384);
   static constexpr int kLoadWarp = 0;  // of the producer's warp group
   static constexpr int kSourceWarp = 1;
+  static constexpr int kFeedWarp = 2;
+  static constexpr int kPlaceWarp = 3;
   // A consumer holds its accumulators in registers; the producer gives its registers away.
   static constexpr uint32_t kProducerRegisters = 40;
   static constexpr uint32_t kConsumerRegisters = 232;
@@ -158,15 +104,16 @@ struct GemmSm90 {
     alignas(16) typename Mainloop::PipelineStorage mainloop;
     alignas(16) typename Epilogue::PipelineStorage load;
     alignas(16) typename TeamOrder::SharedStorage order;
+    TileFeed::SharedStorage feed;
   };
 
   static constexpr int kMaxOutputs = kPeers ? 1 + kMaxMoreOutputs : 1;
 
   struct Params {
     typename Mainloop::Params mainloop;
-    typename Epilogue::Params epilogue[kMaxOutputs];
-    bool has_source;
-    ProblemShape gemm_shape;   // of the operands
+    typename Epilogue::Params epilogue[kMaxOutputs];  // of each output
+    uint32_t sources;                                 // bit mask of the outputs that have one
+    ProblemShape gemm_shape;                          // of the operands
     ProblemShape store_shape;  // of the output: (rows, N, K, parts), or (tile_m, tile_n, K, tiles)
                                // if packed
     bool packed;
@@ -175,28 +122,112 @@ struct GemmSm90 {
     plan::RowMap rows;
     plan::TileOrder order;
     int32_t* counters;
+    PeerTiles peer_tiles;
+    uint32_t* tiles_taken;
+
+    CUTLASS_DEVICE plan::TileRowPlace place(int32_t tile_row) const {
+      return plan::tile_row_place(order, rows, kTileM, tile_row);
+    }
+    CUTLASS_DEVICE bool split() const { return kPeers && rows.mode == plan::RowMap::Mode::kSplit; }
+    // Of a tile row: which output it goes to, and whether something is added there.
+    CUTLASS_DEVICE int32_t output(const plan::TileRowPlace& place) const {
+      return split() ? place.output_part : 0;
+    }
+    CUTLASS_DEVICE bool has_source(const plan::TileRowPlace& place) const {
+      return kPeers && (sources >> output(place) & 1) != 0;
+    }
+    // Tiles between a rank's and those of the next rank that are added to it.
+    CUTLASS_DEVICE int32_t part_tiles() const { return rows.part_tile_rows * order.tiles_n; }
+    // The number of a tile's flag: parts in the order in which they are computed.
+    CUTLASS_DEVICE int32_t flag(const plan::TileCoord& coord) const {
+      return coord.row * order.tiles_n + coord.column;
+    }
   };
 
   // A tile for the collectives: where its operands lie, and where its output goes.
   struct Step {
     int32_t index;
     plan::TileCoord coord;
+    int32_t sources = 0;  // tiles with a source that come before
   };
 
   // Tiles of one CTA: every grid-th cluster tile, this CTA's row of it.
-  class Tiles {
+  class OwnedTiles {
    public:
-    CUTLASS_DEVICE Tiles(const plan::TileOrder& order, int first_step)
-        : order_(order),
-          index_(static_cast<int32_t>(blockIdx.x) + first_step * static_cast<int32_t>(gridDim.x)) {}
-    CUTLASS_DEVICE bool valid() const { return index_ < order_.num_tiles(); }
-    CUTLASS_DEVICE Step step() const { return {index_, plan::tile_coord(order_, index_)}; }
-    CUTLASS_DEVICE void advance(int steps) { index_ += steps * static_cast<int32_t>(gridDim.x); }
+    CUTLASS_DEVICE OwnedTiles(const Params& params, SharedStorage&, int turn, int step,
+                              bool = false)
+        : order_(params.order),
+          index_(static_cast<int32_t>(blockIdx.x) + turn * static_cast<int32_t>(gridDim.x)),
+          step_(step * static_cast<int32_t>(gridDim.x)) {}
+    CUTLASS_DEVICE bool next(Step& step) {
+      if (index_ >= order_.num_tiles()) return false;
+      step = {index_, plan::tile_coord(order_, index_)};
+      index_ += step_;
+      return true;
+    }
 
    private:
     const plan::TileOrder& order_;
     int32_t index_;
+    const int32_t step_;
   };
+
+  // The same as they are handed out.
+  class FedTiles {
+   public:
+    CUTLASS_DEVICE FedTiles(const Params& params, SharedStorage& shared, int turn, int step,
+                            bool begins = false)
+        : order_(params.order), reader_(shared.feed, turn, step, begins) {}
+    CUTLASS_DEVICE bool next(Step& step) {
+      const TileFeed::Entry entry = reader_.next();
+      if (entry.index == TileFeed::kEnd) return false;
+      const int32_t index = entry.index + static_cast<int32_t>(cute::block_rank_in_cluster());
+      step = {index, plan::tile_coord(order_, index), entry.sources};
+      return true;
+    }
+
+   private:
+    const plan::TileOrder& order_;
+    TileFeed::Reader reader_;
+  };
+
+  using Tiles = std::conditional_t<kPeers, FedTiles, OwnedTiles>;
+
+  // Where the operands of this CTA's tiles begin.
+  static CUTLASS_DEVICE TileFeed::Place load_place(const Params& params, const Step& step) {
+    return {params.place(step.coord.row).input_row, step.coord.column};
+  }
+
+  class OwnedPlaces {
+   public:
+    CUTLASS_DEVICE OwnedPlaces(const Params& params, SharedStorage& shared)
+        : params_(params), tiles_(params, shared, 0, 1) {}
+    CUTLASS_DEVICE bool next(TileFeed::Place& place) {
+      Step step;
+      if (!tiles_.next(step)) return false;
+      place = load_place(params_, step);
+      return true;
+    }
+
+   private:
+    const Params& params_;
+    OwnedTiles tiles_;
+  };
+
+  class FedPlaces {
+   public:
+    CUTLASS_DEVICE FedPlaces(const Params&, SharedStorage& shared) : shared_(shared) {}
+    CUTLASS_DEVICE bool next(TileFeed::Place& place) {
+      place = TileFeed::take_ahead(shared_.feed, turn_++);
+      return place.row != TileFeed::kEnd;
+    }
+
+   private:
+    SharedStorage& shared_;
+    uint32_t turn_ = 0;
+  };
+
+  using LoadPlaces = std::conditional_t<kPeers, FedPlaces, OwnedPlaces>;
 
   // Of a row-major output.
   static ProblemShape store_shape(const GemmParams& gemm) {
@@ -212,6 +243,13 @@ struct GemmSm90 {
       default:
         return cute::make_shape(static_cast<int>(gemm.m), n, k, 1);
     }
+  }
+
+  // The output of the part that is computed last.
+  static int last_output(const GemmParams& gemm) {
+    if (gemm.rows.mode != plan::RowMap::Mode::kSplit) return 0;
+    const int parts = gemm.order.parts;
+    return (gemm.rows.first_part + (parts - 1) * gemm.rows.part_step) % parts;
   }
 
   static Params make_params(const GemmParams& gemm) {
@@ -254,23 +292,28 @@ struct GemmSm90 {
     epilogue.thread.alpha = 1.0f;
     epilogue.ptr_D = static_cast<Element*>(gemm.output);
     epilogue.dD = stride_d;
-    params.has_source = gemm.source != nullptr;
-    if constexpr (kPeers) {
-      epilogue.thread.beta = params.has_source ? 1.0f : 0.0f;
-      // Its tensor map is made in any case, and wants an address.
-      epilogue.ptr_C = static_cast<const Element*>(params.has_source ? gemm.source : gemm.output);
-      epilogue.dC = stride_d;
-      if (params.has_source) cute::get<0>(epilogue.dC) = gemm.source_stride;
-    }
+    epilogue.dC = stride_d;
     for (int output = 0; output < 1 + gemm.num_more_outputs; ++output) {
       if (output > 0) epilogue.ptr_D = static_cast<Element*>(gemm.more_outputs[output - 1]);
+      if constexpr (kPeers) {
+        const void* const source = gemm.sources[output];
+        if (source != nullptr) params.sources |= 1u << output;
+        epilogue.thread.beta = source != nullptr ? 1.0f : 0.0f;
+        // Its tensor map is made in any case, and wants an address.
+        epilogue.ptr_C = source != nullptr ? static_cast<const Element*>(source) : epilogue.ptr_D;
+      }
       params.epilogue[output] =
           Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
     }
     if constexpr (kPeers) {
-      if (gemm.num_more_outputs > 0 && gemm.rows.mode != plan::RowMap::Mode::kSplit) {
-        auto& store = params.epilogue[0].tma_store_d;
-        store.mirror_ = *params.epilogue[1].tma_store_d.get_tma_descriptor();
+      params.peer_tiles = gemm.peer_tiles;
+      params.tiles_taken = gemm.tiles_taken;
+      if (gemm.mirror != nullptr) {
+        epilogue.ptr_D = static_cast<Element*>(gemm.mirror);
+        const auto mirror =
+            Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
+        auto& store = params.epilogue[last_output(gemm)].tma_store_d;
+        store.mirror_ = *mirror.tma_store_d.get_tma_descriptor();
         store.mirrored_ = true;
       }
     }
@@ -285,16 +328,14 @@ struct GemmSm90 {
     const auto [m, n, k, l] = params.gemm_shape;
     const auto rows = params.mainloop.tma_load_a.get_tma_tensor(cute::make_shape(m, k, l));
     auto state = cutlass::make_producer_start_state<MainloopPipeline>();
-    for (Tiles tiles(params.order, 0); tiles.valid(); tiles.advance(1)) {
-      const Step step = tiles.step();
+    LoadPlaces places(params, shared);
+    for (TileFeed::Place place; places.next(place);) {
       // The tile's input rows may begin anywhere: tiles are cut from there on.
-      const int first_row =
-          plan::tile_row_place(params.order, params.rows, kTileM, step.coord.row).input_row;
       const auto input = cute::local_tile(
-          cute::domain_offset(cute::make_coord(first_row, 0, 0), rows), TileShape{},
+          cute::domain_offset(cute::make_coord(place.row, 0, 0), rows), TileShape{},
           cute::make_coord(cute::_, cute::_, cute::_), cute::Step<cute::_1, cute::X, cute::_1>{});
       mainloop.load(params.mainloop, pipeline, state, cute::make_tuple(input, cute::get<1>(inputs)),
-                    cute::make_coord(0, step.coord.column, cute::_, 0),
+                    cute::make_coord(0, place.column, cute::_, 0),
                     cute::make_coord_iterator(k_tiles), k_tiles, cutlass::canonical_lane_idx(),
                     cute::block_rank_in_cluster(), shared.tensors.mainloop);
       state.advance(k_tiles);
@@ -304,19 +345,50 @@ struct GemmSm90 {
     mainloop.load_tail(pipeline, state);
   }
 
-  // The source's tiles, in the order in which the teams store theirs.
-  CUTLASS_DEVICE static void produce_source(const Params& params, SharedStorage& shared,
-                                            LoadPipeline& pipeline) {
-    Epilogue epilogue(params.epilogue[0], shared.tensors.epilogue);
+  // The sources' tiles, in the order in which the teams store theirs.
+  CUTLASS_DEVICE static void produce_sources(const Params& params, SharedStorage& shared,
+                                             LoadPipeline& pipeline) {
     TiledMma tiled_mma;
+    const int lane = cutlass::canonical_lane_idx();
+    const PeerTiles& peer_tiles = params.peer_tiles;
+    const uint64_t number = peer_tiles.announce != nullptr ? *peer_tiles.calls + 1 : 0;
     auto state = cutlass::make_producer_start_state<LoadPipeline>();
-    for (Tiles tiles(params.order, 0); tiles.valid(); tiles.advance(1)) {
-      const Step step = tiles.step();
+    Tiles tiles(params, shared, 0, 1);
+    for (Step step; tiles.next(step);) {
+      const plan::TileRowPlace place = params.place(step.coord.row);
+      if (!params.has_source(place)) continue;
+      if (peer_tiles.announce != nullptr) {
+        if (lane == 0) {
+          wait_for_tile(peer_tiles, params.flag(step.coord) - params.part_tiles(), number);
+        }
+        __syncwarp();
+        // What the flag acquired, bulk loads see, too.
+        asm volatile("fence.proxy.async;" ::: "memory");
+      }
+      Epilogue epilogue(params.epilogue[params.output(place)], shared.tensors.epilogue);
       state = epilogue.load(pipeline, state, params.store_shape, TileShape{},
-                            cute::make_coord(step.coord.row, step.coord.column, cute::_, 0),
-                            tiled_mma, cutlass::canonical_lane_idx(), shared.tensors.epilogue);
+                            cute::make_coord(place.output_row, step.coord.column, cute::_, 0),
+                            tiled_mma, lane, shared.tensors.epilogue);
     }
-    epilogue.load_tail(pipeline, state);
+    Epilogue(params.epilogue[0], shared.tensors.epilogue).load_tail(pipeline, state);
+  }
+
+  CUTLASS_DEVICE static void feed(const Params& params, SharedStorage& shared, int32_t first) {
+    TileFeed::feed(
+        shared.feed, first, params.tiles_taken, kClusterM, params.order.num_tiles(), kTeams,
+        [&](int32_t index) {
+          return params.has_source(params.place(plan::tile_coord(params.order, index).row));
+        });
+  }
+
+  // Reads what is fed for the warp that loads.
+  CUTLASS_DEVICE static void place_ahead(const Params& params, SharedStorage& shared) {
+    Tiles tiles(params, shared, 0, 1, true);
+    uint32_t turn = 0;
+    for (Step step; tiles.next(step); ++turn) {
+      TileFeed::put_ahead(shared.feed, turn, load_place(params, step));
+    }
+    TileFeed::put_ahead(shared.feed, turn, {TileFeed::kEnd, 0});
   }
 
   CUTLASS_DEVICE static void consume(const Params& params, SharedStorage& shared,
@@ -340,11 +412,11 @@ struct GemmSm90 {
     typename Epilogue::LoadPipelineState load_state;
     auto store_state = cutlass::make_producer_start_state<StorePipeline>();
     mainloop_state.advance(team * k_tiles);
-    load_state.advance(team * kLoads);
     store_state.advance(team * kStores);
+    int32_t sources = 0;  // tiles of sources that this team read or skipped
 
-    for (Tiles tiles(params.order, team); tiles.valid(); tiles.advance(kTeams)) {
-      const Step step = tiles.step();
+    Tiles tiles(params, shared, team, kTeams);
+    for (Step step; tiles.next(step);) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
 
       if constexpr (kTeams > 1) order.wait();
@@ -354,17 +426,17 @@ struct GemmSm90 {
       mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
       mainloop_state.advance(k_tiles * kTeams);
 
-      const plan::TileRowPlace rows =
-          plan::tile_row_place(params.order, params.rows, kTileM, step.coord.row);
-      const bool split = kPeers && params.rows.mode == plan::RowMap::Mode::kSplit;
+      const plan::TileRowPlace rows = params.place(step.coord.row);
+      const bool has_source = params.has_source(rows);
+      if (has_source) load_state.advance((step.sources - sources) * kLoads);
       const auto place = params.packed
                              ? cute::make_coord(0, 0, cute::_,
                                                 plan::packed_slot(params.order, step.index,
                                                                   params.parts, params.part))
                              : cute::make_coord(rows.output_row, step.coord.column, cute::_,
-                                                split ? 0 : rows.output_part);
+                                                params.split() ? 0 : rows.output_part);
       if constexpr (kTeams > 1) order.wait();
-      Epilogue epilogue(params.epilogue[split ? rows.output_part : 0], shared.tensors.epilogue);
+      Epilogue epilogue(params.epilogue[params.output(rows)], shared.tensors.epilogue);
       auto [load_next, store_next] = epilogue.store(
           load_pipeline, load_state, store_pipeline, store_state, params.store_shape, TileShape{},
           place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
@@ -374,13 +446,13 @@ struct GemmSm90 {
             epilogue.store_tail(load_pipeline, load_next, store_pipeline, store_next);
         load_state = load_end;
         store_state = store_end;
-        load_state.advance(kLoads);
         store_state.advance(kStores);
         order.arrive();
       } else {
         load_state = load_next;
         store_state = store_next;
       }
+      if (has_source) sources = step.sources + 1;
 
       // The team's first warp issued all its bulk stores, so this warp alone must see them
       // complete; it is idle until its next tile anyway. Signal [A]: wait_counter acquires what is
@@ -392,7 +464,25 @@ struct GemmSm90 {
         }
         __syncwarp();
       }
+      if constexpr (kPeers) {
+        if (params.peer_tiles.announce != nullptr && thread < cutlass::NumThreadsPerWarp &&
+            step.coord.row < params.order.tiles_m - params.rows.part_tile_rows) {
+          announce(params, step);
+        }
+      }
     }
+  }
+
+  // To the rank that adds to this tile. By the warp that issued its bulk stores.
+  CUTLASS_DEVICE static void announce(const Params& params, const Step& step) {
+    wait_bulk_stores_complete();
+    __syncwarp();
+    if (cutlass::canonical_lane_idx() == 0) {
+      __threadfence_system();
+      store_relaxed_sys(params.peer_tiles.announce + params.flag(step.coord),
+                        *params.peer_tiles.calls + 1);  // [B]
+    }
+    __syncwarp();
   }
 
   CUTLASS_DEVICE static void run(const Params& params, char* memory) {
@@ -401,6 +491,11 @@ struct GemmSm90 {
     const bool producer = warp_group == 0;
     const int warp_in_group = cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup;
     const int team = kPingpong ? warp_group - 1 : 0;
+
+    // On its way while everything else is set up.
+    const bool feeds = kPeers && producer && warp_in_group == kFeedWarp &&
+                       cute::block_rank_in_cluster() == 0 && cutlass::canonical_lane_idx() == 0;
+    const int32_t first_tile = feeds ? TileFeed::draw(params.tiles_taken, kClusterM) : 0;
 
     if (cutlass::canonical_warp_idx_sync() == 0 && cute::elect_one_sync()) {
       Mainloop::prefetch_tma_descriptors(params.mainloop);
@@ -434,6 +529,13 @@ struct GemmSm90 {
     order_params.group_size = kTeamThreads;
     TeamOrder order(shared.order, order_params);
 
+    if constexpr (kPeers) {
+      // The warps of the teams, the one that reads for loads, and the one that loads sources.
+      constexpr int kTeamWarps = kTeams * kTeamThreads / cutlass::NumThreadsPerWarp;
+      const int readers = kTeamWarps + 1 + (params.sources != 0 ? 1 : 0);
+      if (threadIdx.x == 0) TileFeed::init(shared.feed, kClusterM, readers);
+    }
+
     // Barriers of both CTAs are initialised before either uses the other's.
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
@@ -442,12 +544,21 @@ struct GemmSm90 {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp_in_group == kLoadWarp) produce(params, shared, pipeline);
       if constexpr (kPeers) {
-        if (warp_in_group == kSourceWarp && params.has_source)
-          produce_source(params, shared, load_pipeline);
+        if (feeds) feed(params, shared, first_tile);
+        if (warp_in_group == kPlaceWarp) place_ahead(params, shared);
+        if (warp_in_group == kSourceWarp && params.sources != 0) {
+          produce_sources(params, shared, load_pipeline);
+        }
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       consume(params, shared, pipeline, load_pipeline, order, team);
+    }
+    if constexpr (kPeers) {
+      // The other CTA still tells the feeding one what it has read.
+      __syncwarp();
+      cute::cluster_arrive();
+      cute::cluster_wait();
     }
   }
 };

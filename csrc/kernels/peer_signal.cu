@@ -5,6 +5,8 @@
 namespace overlap::kernels {
 namespace {
 
+constexpr int kTileThreads = 256;
+
 // By a whole warp. Each lane releases for itself, and the warp's fences are one instruction.
 __device__ __forceinline__ void signal_peers(const PeerSignalParams& params, uint64_t calls,
                                              int32_t step) {
@@ -47,11 +49,16 @@ __global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params)
   if (threadIdx.x == 0) wait_peers(params, *params.calls);
 }
 
-__global__ void signal_then_wait_kernel(const __grid_constant__ PeerSignalParams signal,
-                                        const __grid_constant__ PeerWaitParams wait) {
-  const uint64_t calls = *signal.calls;
-  signal_peers(signal, calls, signal.step);
-  if (threadIdx.x == 0) wait_peers(wait, calls);
+__global__ void meet_tiles_kernel(const __grid_constant__ PeerTiles tiles, int64_t first_announced,
+                                  int64_t announced, int64_t first_awaited, int64_t awaited) {
+  const uint64_t number = *tiles.calls + 1;
+  __threadfence_system();
+  for (int64_t i = threadIdx.x; i < announced; i += blockDim.x) {
+    store_relaxed_sys(tiles.announce + first_announced + i, number);  // [B]
+  }
+  for (int64_t i = threadIdx.x; i < awaited; i += blockDim.x) {
+    wait_for_tile(tiles, first_awaited + i, number);
+  }
 }
 
 __global__ void relay_chunks_kernel(const __grid_constant__ PeerRelayParams params) {
@@ -89,12 +96,11 @@ cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t st
   return cudaLaunchKernel(wait_peers_kernel, dim3(1), dim3(32), arguments, 0, stream);
 }
 
-cudaError_t signal_then_wait_peers(const PeerSignalParams& signal, const PeerWaitParams& wait,
-                                   cudaStream_t stream) {
-  PeerSignalParams signal_params = signal;
-  PeerWaitParams wait_params = wait;
-  void* arguments[] = {&signal_params, &wait_params};
-  return cudaLaunchKernel(signal_then_wait_kernel, dim3(1), dim3(32), arguments, 0, stream);
+cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,
+                       int64_t first_awaited, int64_t awaited, cudaStream_t stream) {
+  PeerTiles params = tiles;
+  void* arguments[] = {&params, &first_announced, &announced, &first_awaited, &awaited};
+  return cudaLaunchKernel(meet_tiles_kernel, dim3(1), dim3(kTileThreads), arguments, 0, stream);
 }
 
 cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream) {
@@ -107,7 +113,7 @@ cudaError_t load_peer_signal_kernels() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
   for (const cudaError_t error : {cudaFuncGetAttributes(&attributes, signal_peers_kernel),
                                   cudaFuncGetAttributes(&attributes, wait_peers_kernel),
-                                  cudaFuncGetAttributes(&attributes, signal_then_wait_kernel),
+                                  cudaFuncGetAttributes(&attributes, meet_tiles_kernel),
                                   cudaFuncGetAttributes(&attributes, relay_chunks_kernel)}) {
     if (error != cudaSuccess) return error;
   }

@@ -52,10 +52,6 @@ struct PeerWaitParams {
 // report's counts are the low bits of the sequence numbers.
 cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream);
 
-// One kernel for both, one after the other: saves the start of a kernel between them.
-cudaError_t signal_then_wait_peers(const PeerSignalParams& signal, const PeerWaitParams& wait,
-                                   cudaStream_t stream);
-
 struct PeerRelayParams {
   PeerSignalParams signal;            // of the first chunk: chunk i's step is so many more
   const int32_t* counters = nullptr;  // one for each chunk
@@ -68,6 +64,23 @@ struct PeerRelayParams {
 // Enqueues a one-warp kernel that announces each chunk to the peers as soon as its counter says that
 // the GEMM has stored all its tiles [A] [B]. Ends at a deadline, with a report.
 cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream);
+
+// Flags of single tiles, of those that one rank's GEMM stores into the next rank's memory: the call's
+// number (calls that have ended, plus one).
+struct PeerTiles {
+  uint64_t* announce = nullptr;       // in the next rank's memory; or null: nothing is announced
+  const uint64_t* arrived = nullptr;  // own memory
+  const uint64_t* calls = nullptr;    // own memory: calls that have ended in this slot
+  int64_t deadline_ns = 0;
+  int32_t peer = 0;  // the rank before, for the report
+  WaitReport* report = nullptr;
+};
+
+// Enqueues a kernel that does for GEMMs that know no flags what they would do: announces `announced`
+// tiles from the `first_announced`-th on [B], behind what the stream did before, and then waits for as
+// many from the `first_awaited`-th on, or until the deadline, with a report.
+cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,
+                       int64_t first_awaited, int64_t awaited, cudaStream_t stream);
 
 // Loads all of these kernels on the current device.
 cudaError_t load_peer_signal_kernels();

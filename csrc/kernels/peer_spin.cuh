@@ -26,4 +26,17 @@ __device__ __forceinline__ WaitFailure missed_peer(int32_t chunk, int32_t peer, 
           static_cast<int32_t>(seen & kLowBits)};
 }
 
+// Until this tile has been announced; or the deadline, with a report.
+__device__ __forceinline__ void wait_for_tile(const PeerTiles& tiles, int64_t tile,
+                                              uint64_t number) {
+  uint64_t seen = 0;
+  spin(
+      tiles.deadline_ns, tiles.report,
+      [&] {
+        seen = load_acquire_sys(tiles.arrived + tile);  // [B]
+        return seen >= number;
+      },
+      [&] { write_report(tiles.report, missed_peer(0, tiles.peer, number, seen)); });
+}
+
 }  // namespace overlap::kernels

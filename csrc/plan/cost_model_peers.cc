@@ -17,7 +17,6 @@ constexpr double kLibraryIdleRounds = 0.3;  // which takes smaller tiles at the 
 constexpr double kSequentialUs = 5.2;       // starts and signals, beyond what follows
 constexpr double kDirectUs = 8.2;
 constexpr double kRingUs = 6.0;
-constexpr double kPhaseUs = 7.2;         // between two phases of a ring
 constexpr double kGatherUs = 9.7;        // between what has arrived and its GEMM
 constexpr double kChunkUs = 14.0;        // of an all-reduce's finished rows: host, wait, copy, SMs
 constexpr double kCopyUs = 6.6;          // wait, copy and signal of a chunk
@@ -99,26 +98,26 @@ class PeerModel {
     return prediction;
   }
 
-  // Phases, each of which computes a part and stores it into the next rank's memory.
+  // One launch for all phases; each stores a part into the next rank's memory.
   Prediction ring() const {
-    const int64_t part_tiles = tiles_ / ranks_;
+    const bool all_reduces = plan_.problem.op == Op::kGemmAllReduce;
     const double part_bytes = bytes_of(part_rows(plan_), plan_.problem.n);
     const double stored_us = sent_us(part_bytes);
-    const double phase_us =
-        std::max(gemm_us(part_tiles, all_sms_) + last_round_us(part_tiles, all_sms_), stored_us);
     Prediction prediction;
-    prediction.gemm_us = (ranks_ - 1) * gemm_us(part_tiles, all_sms_) + gemm_us(part_tiles, sms_);
+    prediction.gemm_us = gemm_us(tiles_, sms_);
+    // Where the link is the longer part, the GEMM waits for it phase by phase.
+    const double part_us = prediction.gemm_us / ranks_;
+    const double phases_us = (ranks_ - 1) * std::max(part_us, stored_us);
     prediction.communication_us = (ranks_ - 1) * stored_us;
-    const double phases_us = kRingUs + (ranks_ - 1) * (phase_us + kPhaseUs);
-    if (plan_.problem.op == Op::kGemmReduceScatter) {
-      prediction.total_us = phases_us + gemm_us(part_tiles, sms_);
+    if (!all_reduces) {
+      prediction.total_us = kRingUs + phases_us + part_us;
       return prediction;
     }
     // What is final goes to all peers as it is stored, and from their slots into their outputs.
     prediction.communication_us += (ranks_ - 1) * stored_us;
-    const double last_us = gemm_us(part_tiles, sms_) + last_round_us(part_tiles, sms_);
     const auto chunks = static_cast<double>(plan_.chunks.size());
-    prediction.total_us = phases_us + std::max(last_us, (ranks_ - 1) * stored_us) +
+    prediction.total_us = kRingUs + phases_us + std::max(part_us, (ranks_ - 1) * stored_us) +
+                          last_round_us(tiles_, sms_) + kSequentialUs +
                           (chunks > 1 ? kChunkUs * chunks : 0.0) +
                           local_us(2 * (ranks_ - 1) * part_bytes / chunks);
     return prediction;

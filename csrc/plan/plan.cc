@@ -215,6 +215,11 @@ int64_t direct_piece_bytes(const Plan& plan) {
   return round_up_div(round_up_div(bytes, problem.world_size), kAccess) * kAccess;
 }
 
+int64_t ring_tiles(const Plan& plan) {
+  const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
+  return tiles - tiles / row_parts(plan);
+}
+
 int64_t peer_slot_bytes(const Plan& plan) {
   const Problem& problem = plan.problem;
   const int64_t ranks = problem.world_size;

@@ -140,6 +140,10 @@ bool over_peers(const Plan& plan);
 // more of the operands in L2.
 inline constexpr int32_t kBandRows = 16;
 
+// Tiles that a ring passes on, at most: each has a flag.
+inline constexpr int64_t kMaxRingTiles = int64_t{1} << 16;
+int64_t ring_tiles(const Plan& plan);
+
 // Bytes of each rank's slot for what peers send it in one call, over peers.
 int64_t peer_slot_bytes(const Plan& plan);
 

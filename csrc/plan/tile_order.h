@@ -134,16 +134,19 @@ struct RowMap {
     kGather =
         2,  // the input is one chunk of parts, of chunk_rows each; the output's rows are parts,
             // one after the other
-    kSplit = 3,  // the input's rows are parts, one after the other; each has an output of its own
+    kSplit = 3,  // the input's rows are parts, one after the other; each has an output of its own.
+                 // The tile rows are theirs in turns, part_tile_rows each
   };
   Mode mode = Mode::kPlain;
   int32_t part_rows =
       0;  // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
-  int32_t chunk_rows = 0;    // kGather: rows of a part in the input
-  int32_t first_row = 0;     // kGather: the tile row in its part that the chunk's first one is
-  int32_t output_parts = 1;  // kGather: parts of the output
-  int32_t skip = -1;         // kGather: this part is left out
-  int32_t first_part = 0;    // kSplit: the part that is computed first
+  int32_t chunk_rows = 0;      // kGather: rows of a part in the input
+  int32_t first_row = 0;       // kGather: the tile row in its part that the chunk's first one is
+  int32_t output_parts = 1;    // kGather: parts of the output
+  int32_t skip = -1;           // kGather: this part is left out
+  int32_t part_tile_rows = 0;  // kSplit: tile rows of a part
+  int32_t first_part = 0;      // kSplit: the part that is computed first ...
+  int32_t part_step = 1;       // ... and what to add, modulo the number of parts, for the next one
 };
 
 // Where one tile row begins: `input_row` counts rows, `output_row` tile rows of part `output_part`,
@@ -157,13 +160,15 @@ struct TileRowPlace {
 OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order, const RowMap& map,
                                                           int32_t tile_m, int32_t tile_row) {
   if (map.mode == RowMap::Mode::kPlain) return {tile_row * tile_m, tile_row, 0};
+  if (map.mode == RowMap::Mode::kSplit) {
+    const int32_t turn = tile_row / map.part_tile_rows;
+    const int32_t row = tile_row - turn * map.part_tile_rows;
+    const int32_t part = (map.first_part + turn * map.part_step) % order.parts;
+    return {part * map.part_rows + row * tile_m, row, part};
+  }
   PartRow place = part_row(order, tile_row);
   if (map.mode == RowMap::Mode::kScatter) {
     return {place.part * map.part_rows + place.row * tile_m, tile_row, 0};
-  }
-  if (map.mode == RowMap::Mode::kSplit) {
-    const int32_t part = (map.first_part + place.part) % order.parts;
-    return {part * map.part_rows + place.row * tile_m, place.row, part};
   }
   if (map.skip >= 0 && place.part >= map.skip) ++place.part;
   return {place.part * map.chunk_rows + place.row * tile_m, map.first_row + place.row, place.part};

@@ -249,6 +249,10 @@ void check_peers(const Plan& plan) {
          " ranks, allowed are multiples of the number of ranks, as each owns an equal part: take "
          "the transport nccl");
   }
+  if (ring && ring_tiles(plan) > kMaxRingTiles) {
+    fail("plan with the collective ring passes on ", ring_tiles(plan), " tiles, allowed are ",
+         kMaxRingTiles, ", as each has a flag: take the transport nccl");
+  }
   if (direct && plan.chunks.size() != 1) {
     fail("plan with the collective direct has ", plan.chunks.size(),
          " chunks, allowed is one of all tiles: join them, or take the collective ring");

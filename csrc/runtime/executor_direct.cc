@@ -79,14 +79,16 @@ class DirectLoop : ExecutorLoop {
   void compute_and_send() {
     kernels::GemmParams gemm = call_.gemm;
     gemm.order = *call_.order;
-    gemm.num_more_outputs = ranks_ - 1;
+    gemm.tiles_taken = peers_->tiles_taken(peer_call_);
     if (!pieces_) {
       gemm.output = output();
-      gemm.more_outputs[0] = place(1 - rank_, rank_);
+      gemm.mirror = place(1 - rank_, rank_);
       check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
       return;
     }
+    gemm.num_more_outputs = ranks_ - 1;
     gemm.rows.mode = plan::RowMap::Mode::kSplit;
+    gemm.rows.part_tile_rows = plan::tiles_m(plan_) / ranks_;
     gemm.rows.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
     gemm.rows.first_part = (rank_ + 1) % ranks_;  // the own part last
     for (int part = 0; part < ranks_; ++part) {

@@ -121,8 +121,9 @@ class ExecutorLoop {
   }
 
   // Tiles of a launch whose chunks have these heights in tile rows (0: an empty one), whole clusters;
-  // they begin and end where bands do.
-  plan::TileOrder chunked_order(int64_t columns, const std::vector<int32_t>& heights) const {
+  // they begin and end where bands do. The first `joined` heights belong to the chunk behind them.
+  plan::TileOrder chunked_order(int64_t columns, const std::vector<int32_t>& heights,
+                                size_t joined = 0) const {
     plan::TileOrder order;
     order.tiles_n = static_cast<int32_t>((columns + plan_.tile_n - 1) / plan_.tile_n);
     // A chunk takes up to two runs; where the tables do not hold as many, all bands are alike.
@@ -136,14 +137,15 @@ class ExecutorLoop {
         order.runs[order.num_runs++] = {tile_rows, count};
       }
     };
-    for (const int32_t height : heights) {
+    for (size_t i = 0; i < heights.size(); ++i) {
+      const int32_t height = heights[i];
       if (height > 0) {
         const int32_t band = std::min(height, most);
         add_run(band, height / band);
         add_run(height % band, height % band == 0 ? 0 : 1);
       }
       order.tiles_m += height;
-      order.chunk_begin[++order.num_chunks] = order.num_tiles();
+      if (i >= joined) order.chunk_begin[++order.num_chunks] = order.num_tiles();
     }
     return order;
   }
@@ -174,13 +176,6 @@ class ExecutorLoop {
   // Until each of these peers has signalled this step, with the group's deadline. [B]
   void wait_peers(Peers::Flag flag, uint32_t ranks, int step, int chunk, cudaStream_t stream) {
     enqueue_peer_wait(peers_->wait_for(peer_call_, flag, ranks, step), chunk, stream);
-  }
-
-  // Announces a step to some peers, and waits for the same step of others.
-  void signal_then_wait(Peers::Flag flag, uint32_t to, uint32_t from, int step, int chunk,
-                        cudaStream_t stream) {
-    const kernels::PeerWaitParams wait = peers_->wait_for(peer_call_, flag, from, step);
-    peers_->signal_then_wait(peer_call_, flag, to, step, with_deadline(wait, chunk), stream);
   }
 
   void signal_peers(Peers::Flag flag, uint32_t ranks, int step, cudaStream_t stream) {

@@ -37,7 +37,6 @@ class RingLoop : ExecutorLoop {
                  "cudaMemsetAsync");
     }
     wait_for_slots(stream_);
-    for (int phase = 0; phase + 1 < ranks_; ++phase) compute(phase);
     if (by_chunk_) {
       finish_by_chunk();
     } else {
@@ -51,14 +50,11 @@ class RingLoop : ExecutorLoop {
   bool mirrors() const { return sends_on_ && call_.signals && ranks_ == 2; }
   bool counts() const { return by_chunk_ && call_.signals; }
 
-  // The last phase, and the finished parts in chunks beside it.
+  // The finished parts in chunks beside the last phase, which leaves SMs to the waits.
   void finish_by_chunk() {
-    // Not earlier: a wait that holds an SM keeps a CTA of the GEMM out, and with it, as tiles are
-    // dealt out in advance, a share of the tiles until all others are done. The last phase leaves
-    // SMs to the waits.
     lanes_ = kSendLanes;
     fork(true);
-    compute(ranks_ - 1);
+    compute();
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     const bool relays = mirrors() && trace_ == nullptr && delay_us_ == 0;
     if (relays) relay();
@@ -71,9 +67,9 @@ class RingLoop : ExecutorLoop {
     if (call_.bias != nullptr) add_bias();
   }
 
-  // The last phase, and then, in an all-reduce, all finished parts.
+  // In an all-reduce, all finished parts after the last phase.
   void finish_at_once() {
-    compute(ranks_ - 1);
+    compute();
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
       trace_->ready[chunk]->record(stream_);
@@ -91,73 +87,112 @@ class RingLoop : ExecutorLoop {
     if (call_.bias != nullptr) add_bias();
   }
 
-  // One part: this rank's product, plus what came from the rank before, to the rank behind.
-  void compute(int phase) {
-    const int part = (rank_ + 2 * ranks_ - 1 - phase) % ranks_;
-    const int previous = (rank_ + ranks_ - 1) % ranks_;
-    const int next = (rank_ + 1) % ranks_;
-    const bool last = phase + 1 == ranks_;
-    const void* source =
-        phase == 0 ? nullptr : peers_->slot(peer_call_, rank_) + (phase - 1) * part_bytes_;
-    char* destination = last ? own_rows(0) : peers_->slot(peer_call_, next) + phase * part_bytes_;
+  void compute() {
     if (call_.signals) {
-      launch(part, source, destination, last);
+      launch();
     } else {
-      void* place = last ? destination : call_.library_rows;
-      call_.library_phase({part * part_rows_, (part + 1) * part_rows_}, source, place);
-      if (!last) copy(destination, place, part_bytes_, stream_);
-      if (last) device_.computed.record(stream_);
-    }
-    if (!last) {
-      // What comes from the rank before is the next phase's source.
-      signal_then_wait(Peers::Flag::kPartial, 1u << next, 1u << previous, phase, phase + 1,
-                       stream_);
+      for (int phase = 0; phase < ranks_; ++phase) compute_by_library(phase);
+      device_.computed.record(stream_);
     }
   }
 
-  void launch(int part, const void* source, void* destination, bool last) {
+  // The part that this rank computes in a phase. In each it adds what came from the rank before, and
+  // passes the sum on to the next one, but for the last: its own.
+  int part_of(int phase) const { return (rank_ + 2 * ranks_ - 1 - phase) % ranks_; }
+
+  // What came from the rank before; of the first phase nothing.
+  const char* source(int phase) const {
+    return phase == 0 ? nullptr : peers_->slot(peer_call_, rank_) + (phase - 1) * part_bytes_;
+  }
+
+  char* destination(int phase) const {
+    if (phase + 1 == ranks_) return own_rows(0);
+    return peers_->slot(peer_call_, (rank_ + 1) % ranks_) + phase * part_bytes_;
+  }
+
+  kernels::PeerTiles peer_tiles() const {
+    kernels::PeerTiles tiles = peers_->tiles(peer_call_);
+    tiles.deadline_ns = deadline_ns();
+    tiles.report = group_.report();
+    return tiles;
+  }
+
+  int64_t part_tiles() const {
+    return static_cast<int64_t>(plan::tiles_m(plan_)) / ranks_ * plan::tiles_n(plan_);
+  }
+
+  void compute_by_library(int phase) {
+    const int part = part_of(phase);
+    const bool last = phase + 1 == ranks_;
+    void* place = last ? destination(phase) : call_.library_rows;
+    call_.library_phase({part * part_rows_, (part + 1) * part_rows_}, source(phase), place);
+    if (last) return;
+    copy(destination(phase), place, part_bytes_, stream_);
+    const int64_t first = phase * part_tiles();
+    check_cuda(kernels::meet_tiles(peer_tiles(), first, part_tiles(), first, part_tiles(), stream_),
+               "launching a signal and a wait");
+  }
+
+  // All phases in one launch, which announces and awaits single tiles.
+  void launch() {
     kernels::GemmParams gemm = call_.gemm;
-    gemm.m = part_rows_;
-    gemm.input = static_cast<const char*>(gemm.input) +
-                 part * part_rows_ * gemm.input_stride * element_bytes_;
-    gemm.output = destination;
-    gemm.source = source;
-    gemm.source_stride = gemm.output_stride;
-    gemm.order = order(last);
-    gemm.counters = last && counts() ? call_.counters : nullptr;
-    if (last && mirrors()) {
-      gemm.num_more_outputs = 1;
-      gemm.more_outputs[0] = finished(1 - rank_, rank_);
+    gemm.rows.mode = plan::RowMap::Mode::kSplit;
+    gemm.rows.part_rows = static_cast<int32_t>(part_rows_);
+    gemm.rows.part_tile_rows = plan::tiles_m(plan_) / ranks_;
+    gemm.rows.first_part = part_of(0);
+    gemm.rows.part_step = ranks_ - 1;
+    gemm.num_more_outputs = ranks_ - 1;
+    for (int phase = 0; phase < ranks_; ++phase) {
+      const int part = part_of(phase);
+      (part == 0 ? gemm.output : gemm.more_outputs[part - 1]) = destination(phase);
+      gemm.sources[part] = source(phase);
     }
-    if (!last) gemm.ctas = device_.sm_count();
+    gemm.order = order();
+    gemm.counters = counts() ? call_.counters : nullptr;
+    if (mirrors()) gemm.mirror = finished(1 - rank_, rank_);
+    gemm.peer_tiles = peer_tiles();
+    gemm.tiles_taken = peers_->tiles_taken(peer_call_);
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 
-  // One part's tiles; in the last phase cut into chunks, which begin and end where bands do.
-  plan::TileOrder order(bool last) const {
+  // The parts, one phase after the other, and the last one's chunks. The tiles of the phases before
+  // count as the first chunk's.
+  plan::TileOrder order() const {
     const int32_t rows = plan::tiles_m(plan_) / ranks_;
-    const int32_t columns = plan::tiles_n(plan_);
-    std::vector<int32_t> heights;
-    if (!last || !by_chunk_) {
+    std::vector<int32_t> heights(static_cast<size_t>(ranks_ - 1), rows);
+    if (!by_chunk_) {
       heights.push_back(rows);
     } else {
-      for (const plan::Chunk& chunk : plan_.chunks) {
-        heights.push_back(chunk.tiles / columns / ranks_);
+      for (int chunk = 0; chunk < chunks_; ++chunk) {
+        heights.push_back(own_tiles(chunk) / plan::tiles_n(plan_));
       }
     }
-    return chunked_order(plan_.problem.n, heights);
+    plan::TileOrder order =
+        chunked_order(plan_.problem.n, heights, static_cast<size_t>(ranks_ - 1));
+    order.parts = ranks_;
+    return order;
+  }
+
+  // Of a chunk, in the own part.
+  int32_t own_tiles(int chunk) const {
+    return plan_.chunks[static_cast<size_t>(chunk)].tiles / ranks_;
+  }
+
+  // What a chunk's counter shows when it is finished.
+  int32_t counted_tiles(int chunk) const {
+    const int64_t before = chunk == 0 ? (ranks_ - 1) * part_tiles() : 0;
+    return static_cast<int32_t>(own_tiles(chunk) + before);
   }
 
   // A finished chunk of the own part into every peer's memory.
   void send(int chunk) {
     const cudaStream_t side = device_.side[chunk % kSendLanes].get();
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-    const int32_t expected = plan_.chunks[static_cast<size_t>(chunk)].tiles / ranks_;
     if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, side), "launching a delay");
     // One wait at a time: each keeps two SMs from the GEMM, its own and the other of a cluster.
     if (chunk > 0) device_.produced[chunk - 1].block(side);
     if (call_.signals) {
-      enqueue_wait(call_.counters + chunk, expected, chunk, side);  // [A]
+      enqueue_wait(call_.counters + chunk, counted_tiles(chunk), chunk, side);  // [A]
     } else {
       device_.computed.block(side);
     }
@@ -189,7 +224,7 @@ class RingLoop : ExecutorLoop {
     params.counters = call_.counters;
     params.chunks = chunks_;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
-      params.expected[chunk] = plan_.chunks[static_cast<size_t>(chunk)].tiles / ranks_;
+      params.expected[chunk] = counted_tiles(chunk);
     }
     params.deadline_ns = deadline_ns();
     params.report = group_.report();

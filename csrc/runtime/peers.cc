@@ -12,7 +12,7 @@ namespace {
 
 // What each rank's flags lie in.
 struct Flags {
-  static constexpr int kKinds = 3;
+  static constexpr int kKinds = 2;
   static constexpr int kSteps = 2;
   struct Slot {
     uint64_t flags[kKinds][kernels::kMaxPeers];
@@ -20,14 +20,16 @@ struct Flags {
     uint64_t calls;        // that have ended on the owner
     uint32_t blocks_sent;  // of a collective in one kernel that is running
     uint32_t blocks_done;
+    uint32_t tiles_taken[2];  // of a GEMM that is running
   };
   Slot slots[2];
   uint64_t low_latency_calls;
 };
 
-// The flags, and behind them for each writer the buffers of low-latency calls, whose data have
-// meaning only there.
+// The flags, behind them each slot's of tiles, and behind those for each writer the buffers of
+// low-latency calls, whose data have meaning only there.
 constexpr int64_t kFlagBytes = (sizeof(Flags) + 4095) / 4096 * 4096;
+constexpr int64_t kTileFlagBytes = 2 * plan::kMaxRingTiles * sizeof(uint64_t);
 // Of one writer and call; what is sent goes to all peers.
 int64_t low_latency_buffer(int world_size) {
   return kernels::low_latency_bytes(Peers::kLowLatencyBytes / (world_size - 1));
@@ -46,9 +48,9 @@ std::unique_ptr<Peers> Peers::make(Exchange exchange, int rank, int world_size,
                                    cudaStream_t stream) {
   if (world_size < 2 || world_size > kernels::kMaxPeers) return nullptr;
   std::unique_ptr<Peers> peers(new Peers(std::move(exchange), rank, world_size, stream));
-  peers->flags_ =
-      PeerMemory::make(peers->exchange_, rank, world_size,
-                       kFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream);
+  peers->flags_ = PeerMemory::make(
+      peers->exchange_, rank, world_size,
+      kFlagBytes + kTileFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream);
   return peers->flags_ != nullptr ? std::move(peers) : nullptr;
 }
 
@@ -149,10 +151,21 @@ void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
              "launching a signal");
 }
 
-void Peers::signal_then_wait(const Call& call, Flag flag, uint32_t ranks, int step,
-                             const kernels::PeerWaitParams& wait, cudaStream_t stream) const {
-  check_cuda(kernels::signal_then_wait_peers(signal_params(call, flag, ranks, step), wait, stream),
-             "launching a signal and a wait");
+kernels::PeerTiles Peers::tiles(const Call& call) const {
+  const auto flags = [&](int owner) {
+    return reinterpret_cast<uint64_t*>(flags_->of(owner) + kFlagBytes) +
+           call.slot * plan::kMaxRingTiles;
+  };
+  kernels::PeerTiles tiles;
+  tiles.announce = flags((rank_ + 1) % world_size_);
+  tiles.arrived = flags(rank_);
+  tiles.calls = calls_ended(call.slot);
+  tiles.peer = (rank_ + world_size_ - 1) % world_size_;
+  return tiles;
+}
+
+uint32_t* Peers::tiles_taken(const Call& call) const {
+  return reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].tiles_taken;
 }
 
 kernels::PeerRelayParams Peers::relay(const Call& call, Flag flag, uint32_t ranks) const {
@@ -210,7 +223,7 @@ kernels::PeerLowLatencyParams Peers::low_latency() const {
   // Each owner has a place for every other rank.
   const auto place = [&](int owner, int writer) {
     const int index = (writer - owner - 1 + world_size_) % world_size_;
-    return flags_->of(owner) + kFlagBytes + index * 2 * params.buffer_bytes;
+    return flags_->of(owner) + kFlagBytes + kTileFlagBytes + index * 2 * params.buffer_bytes;
   };
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;

@@ -22,13 +22,13 @@ namespace overlap::runtime {
 // flags exist once for each slot.
 //
 //   flags of rank r, one of each kind for every rank, written by that rank:
-//     partial    the ring's previous rank has stored the partial sums of a phase
 //     arrived    rows that are final have been copied here
 //     ended      that rank has read all that was written to its slot for a call
-//   and, for collectives in one kernel, one for each of its blocks
+//   and, for collectives in one kernel, one for each of its blocks; for a ring, one for each tile of
+//   partial sums that the previous rank has stored
 class Peers {
  public:
-  enum class Flag : int { kPartial = 0, kArrived = 1, kEnded = 2 };
+  enum class Flag : int { kArrived = 0, kEnded = 1 };
 
   // Collective. Null on all ranks where memory cannot be mapped. The stream is used, and
   // synchronised, whenever memory is made.
@@ -66,9 +66,11 @@ class Peers {
   kernels::PeerWaitParams wait_for(const Call& call, Flag flag, uint32_t ranks, int step) const;
   kernels::PeerWaitParams wait_for_slots(const Call& call, uint32_t ranks) const;
 
-  // Both, in one kernel.
-  void signal_then_wait(const Call& call, Flag flag, uint32_t ranks, int step,
-                        const kernels::PeerWaitParams& wait, cudaStream_t stream) const;
+  // Flags of a ring's tiles: to the next rank, and from the one before. The caller adds deadline and
+  // report.
+  kernels::PeerTiles tiles(const Call& call) const;
+  // Where a GEMM of the call counts the tiles that it takes.
+  uint32_t* tiles_taken(const Call& call) const;
 
   // Announces chunk after chunk, as steps from 0 on; the caller adds what is waited for, deadline and
   // report.

@@ -80,6 +80,7 @@ class GemmCase {
         output_(2 * kGuard + (layout == plan::Layout::kPacked ? plan::buffer_elements(plan_)
                                                               : m * output_stride_)),
         counters_(plan::kMaxChunks),
+        tiles_taken_(2),
         expectation_{reference_.data(),
                      m,
                      n,
@@ -102,6 +103,8 @@ class GemmCase {
     params_.layout = layout;
     params_.order = expectation_.order;
     params_.counters = counters_.data();
+    tiles_taken_.zero(nullptr);
+    params_.tiles_taken = tiles_taken_.data();
     params_.ctas = gemm_ctas();
     name_ = plan_.to_string() + (k_contiguous ? ", weight along k" : ", weight along n") +
             ", gap " + std::to_string(gap);
@@ -123,11 +126,10 @@ class GemmCase {
     Buffer<T> source(params_.m * output_stride_);
     fill(source.data(), params_.m, params_.n, output_stride_, 3);
     fill_reference(source.data());
-    params_.source = source.data();
-    params_.source_stride = output_stride_;
+    params_.sources[0] = source.data();
     if (!supported()) fail("%s: not supported with a source", name().c_str());
     check(ctas, 0, true);
-    params_.source = nullptr;
+    params_.sources[0] = nullptr;
     fill_reference(nullptr);
   }
 
@@ -135,12 +137,11 @@ class GemmCase {
   void check_mirror(int32_t ctas) {
     Buffer<T> mirror(output_.elements());
     mirror_ = &mirror;
-    params_.num_more_outputs = 1;
-    params_.more_outputs[0] = mirror.data() + kGuard;
+    params_.mirror = mirror.data() + kGuard;
     if (!supported()) fail("%s: not supported with a second output", name().c_str());
     check(ctas, 0, true);
     check_source(ctas);
-    params_.num_more_outputs = 0;
+    params_.mirror = nullptr;
     mirror_ = nullptr;
   }
 
@@ -153,6 +154,7 @@ class GemmCase {
     const int32_t height = (rows + plan_.cluster_m - 1) / plan_.cluster_m * plan_.cluster_m;
     params_.rows.mode = plan::RowMap::Mode::kSplit;
     params_.rows.part_rows = static_cast<int32_t>(part_rows);
+    params_.rows.part_tile_rows = height;
     params_.rows.first_part = parts - 1;
     params_.order = {};
     params_.order.tiles_m = height * parts;
@@ -270,6 +272,7 @@ class GemmCase {
   int64_t input_stride_, weight_stride_, output_stride_;
   Buffer<T> input_, weight_, reference_, output_;
   Buffer<int32_t> counters_;
+  Buffer<uint32_t> tiles_taken_;  // stays zero between launches
   Buffer<T>* mirror_ = nullptr;
   Expectation<T> expectation_;
   kernels::GemmParams params_;
