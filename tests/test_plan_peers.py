@@ -234,6 +234,39 @@ def test_plan_over_peers_is_for_the_ranks_of_one_host(op: Op, world: int) -> Non
         plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
 
 
+@pytest.mark.parametrize(
+    ("op", "world", "tile_rows", "tiles"),
+    [
+        (Op.GEMM_ALLREDUCE, 2, 258, 66048),
+        (Op.GEMM_REDUCESCATTER, 2, 258, 66048),
+        (Op.GEMM_ALLREDUCE, 4, 86, 66048),
+        (Op.GEMM_REDUCESCATTER, 8, 38, 68096),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["library", "sm90_pingpong"])
+def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
+    op: Op, world: int, tile_rows: int, tiles: int, kernel: str
+) -> None:
+    def ring(tile_rows: int) -> Plan:
+        # Tiles of 128 x 128: 256 columns, and as many rows in each part.
+        problem = Problem(world * tile_rows * 128, 32768, 64, DType.BFLOAT16, world, op)
+        return plans.row_panels(problem, 1, kernel=kernel, transport="peer")
+
+    expected = (
+        f"plan with the collective ring passes on {tiles} tiles, allowed are 65536, as each has a "
+        "flag: take the transport nccl"
+    )
+    with pytest.raises(ValueError, match=expected):
+        ring(tile_rows)
+    ring(tile_rows - 2).validate()  # whole clusters of two
+
+
+def test_plan_of_a_gather_over_peers_passes_on_no_tiles() -> None:
+    problem = Problem(2 * 258 * 128, 32768, 64, DType.BFLOAT16, 2, Op.ALLGATHER_GEMM)
+    plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer").validate()
+
+
 def test_plan_of_a_gather_is_no_ring() -> None:
     plan = peer_plan(Op.ALLGATHER_GEMM)
     plan.collective = Collective.RING

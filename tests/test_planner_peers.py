@@ -108,6 +108,26 @@ def test_planner_takes_no_phases_for_rows_that_are_no_equal_parts() -> None:
             assert not over_peers(plan) or plan.kernel == Kernel.LIBRARY
 
 
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+def test_planner_takes_no_ring_with_more_tiles_than_flags(op: Op) -> None:
+    # 256 columns of tiles, and in half of the rows 256 rows of them: a flag for each; or two rows more.
+    for m, tries in ((65536, True), (65536 + 512, op == Op.ALLGATHER_GEMM)):
+        problem = big(m=m, n=32768, op=op)
+        found = plans.candidates(problem, fast())
+        assert any(over_peers(plan) for plan in found) == tries
+        if op != Op.ALLGATHER_GEMM:
+            assert over_peers(plans.make_plan(problem, fast())) == tries
+        # NCCL overlaps what peers do not.
+        assert tries or {plan.schedule for plan in found[1:]} == {Schedule.OVERLAPPED}
+
+
+@pytest.mark.parametrize(("tile_rows", "tries"), [(84, True), (86, False)])
+def test_planner_counts_the_tiles_of_all_phases_but_the_last(tile_rows: int, tries: bool) -> None:
+    # Of four ranks' parts three are passed on, in 256 columns: 64512 tiles, or 66048.
+    problem = big(m=4 * tile_rows * 128, n=32768, op=Op.GEMM_REDUCESCATTER, world_size=4)
+    assert any(over_peers(plan) for plan in plans.candidates(problem, fast())) == tries
+
+
 # --- all-to-all -------------------------------------------------------------------------------------
 
 
@@ -298,6 +318,29 @@ def test_predict_over_peers_is_finite_and_falls_with_the_rate(
         more = Problem(**fields, dtype=DType.BFLOAT16, world_size=world, op=op)
         larger = plans.row_panels(more, chunks, kernel="sm90_pingpong", transport="peer")
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_predict_of_a_ring_costs_nothing_between_phases(world: int) -> None:
+    def beyond_the_gemm(m: int, world: int) -> float:
+        problem = big(m=m, world_size=world, op=Op.GEMM_REDUCESCATTER)
+        plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+        prediction = plans.predict(plan, fast(peer_gbps=1e9))
+        return prediction.total_us - prediction.gemm_us
+
+    # One launch, whatever its length and its phases.
+    assert beyond_the_gemm(16384, world) == pytest.approx(beyond_the_gemm(4096, 2), abs=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_predict_of_a_ring_waits_for_a_slow_link_in_all_phases_but_the_last(world: int) -> None:
+    problem = big(world_size=world, op=Op.GEMM_REDUCESCATTER)
+    plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+    sent_us = bytes_sent(plan) / 1e3  # at 1 GB/s
+    halves = [total(plan, fast(peer_gbps=gbps)) for gbps in (1.0, 2.0)]
+    assert halves[0] - halves[1] == pytest.approx(sent_us / 2)
+    gemm_us = plans.predict(plan, fast()).gemm_us
+    assert halves[0] - sent_us < gemm_us / world * (1 + 1e-9) + 50
 
 
 # --- in one step ------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ int32_t peer_sms(const Plan& plan) {
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
 constexpr int64_t kDirectAccess = 16;  // bytes
 // Smaller ones NCCL gathers and scatters in as little time; an all-reduce has the low-latency kernel.
-constexpr int64_t kMinDirectBytes = int64_t{1} << 17;
+constexpr int64_t kMinPeerBytes = int64_t{1} << 17;
 
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
 constexpr double kMinCpuChunkFlops = 1e6;  // less work than this hides no communication call
@@ -273,6 +273,22 @@ void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kern
   }
 }
 
+// Of the product, or of an all-gather's input.
+int64_t peer_bytes(const Problem& problem) {
+  const int64_t columns = problem.op == Op::kAllGatherGemm ? problem.k : problem.n;
+  return problem.m * columns * element_bytes(problem.dtype);
+}
+
+bool too_small_for_peers(const Problem& problem) {
+  return problem.op != Op::kGemmAllReduce && peer_bytes(problem) < kMinPeerBytes;
+}
+
+// Whether there is a flag for each tile that a ring would pass on. Other ops' plans pass on none.
+bool has_ring_flags(const Problem& problem, Kernel kernel) {
+  const Plan base = base_plan(problem, kernel, Transport::kPeer, {});
+  return base.collective != Collective::kRing || ring_tiles(base) <= kMaxRingTiles;
+}
+
 void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
                     Kernel kernel) {
   const auto resources_of = [&](const Way& way, bool window) {
@@ -300,7 +316,8 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   const bool two = problem.world_size == 2;
   if (machine.peer_gbps >= kFastPeerGbps && problem.m % problem.world_size == 0 &&
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
-      (two || problem.op != Op::kGemmAllReduce)) {
+      (two || problem.op != Op::kGemmAllReduce) && !too_small_for_peers(problem) &&
+      has_ring_flags(problem, kernel)) {
     const size_t first = plans.size();
     add_row_panels(plans, problem, kernel, peer_schedules(problem.op), {}, 0, Transport::kPeer);
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
@@ -347,11 +364,9 @@ Kernel best_kernel(const Problem& problem, const Machine& machine) {
 void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
   const bool gathers = problem.op == Op::kAllGatherGemm;
   const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
-  const int64_t bytes = problem.m * row_bytes;
   if (machine.peer_gbps < kFastPeerGbps || problem.world_size > kMaxPeerRanks ||
-      row_bytes % kDirectAccess != 0 || bytes > kMaxDirectBytes ||
-      (problem.op != Op::kGemmAllReduce && bytes < kMinDirectBytes) ||
-      problem.dtype == DType::kFloat64) {
+      row_bytes % kDirectAccess != 0 || peer_bytes(problem) > kMaxDirectBytes ||
+      too_small_for_peers(problem) || problem.dtype == DType::kFloat64) {
     return;
   }
   plans.push_back(make_direct(problem, Kernel::kLibrary));
