@@ -2,7 +2,7 @@
 // counters, and whether a chunk is complete at the moment it is signalled. The operands are small
 // integers, so every sum is exact in fp32.
 //
-//   kernel_check [sm80|sm90pp|sm90coop|reorder|signal|all] [--repeat N] [--small]
+//   kernel_check [sm80|sm90pp|sm90coop|ring|peers|reorder|signal|all] [--repeat N] [--small]
 //
 // --repeat: rounds of the race check (0: none). --small: small shapes only, for compute-sanitizer.
 // Ends with 1 and a message at the first mismatch. `all` leaves out the kernels that this build or
@@ -20,6 +20,7 @@
 #include "kernels/signal.h"
 #include "peer_case.h"
 #include "plan/planner.h"
+#include "ring_case.h"
 
 namespace {
 
@@ -334,21 +335,27 @@ int main(int argc, char** argv) {
     known = true;
     check_reorder_all(small);
   }
+  const auto skipped = [&](const char* name, Kernel kernel) {
+    if (available(kernel, major)) return false;
+    if (target != "all") fail("%s: this build or this device does not have the kernel", name);
+    std::printf("%s: skipped, this build or this device does not have the kernel\n", name);
+    return true;
+  };
+  if (target == "all" || target == "ring") {
+    known = true;
+    if (!skipped("ring", Kernel::kSm90Pingpong)) check_ring(small);
+  }
   for (const auto& [name, kernel] : gemms) {
     if (target != "all" && target != name) continue;
     known = true;
-    if (!available(kernel, major)) {
-      if (target != "all") fail("%s: this build or this device does not have the kernel", name);
-      std::printf("%s: skipped, this build or this device does not have the kernel\n", name);
-      continue;
-    }
+    if (skipped(name, kernel)) continue;
     int cases = 0, races = 0;
     check_gemm<__nv_bfloat16>(kernel, small, rounds, cases, races);
     check_gemm<__half>(kernel, small, rounds, cases, races);
     std::printf("%s: %d cases and %d race rounds good\n", name, cases, races);
   }
   if (!known)
-    fail("unknown target '%s': take sm80, sm90pp, sm90coop, peers, reorder, signal or all",
+    fail("unknown target '%s': take sm80, sm90pp, sm90coop, ring, peers, reorder, signal or all",
          target.c_str());
   return 0;
 }

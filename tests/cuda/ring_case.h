@@ -1,0 +1,361 @@
+// A ring's GEMMs, which announce tiles to each other and wait for them, with all "ranks" on one device:
+// each on a stream of its own, in memory of its own, with a share of the SMs, so that all of them run at
+// the same time.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checking.h"
+#include "gemm_case.h"
+#include "kernels/gemm.h"
+#include "kernels/peer_signal.h"
+#include "kernels/signal.h"
+#include "plan/planner.h"
+
+namespace overlap::check {
+
+// Three parts of 300 rows, four tile rows of 128 each as clusters have two: the tile rows of the ring's
+// rank 2 begin here.
+constexpr bool split_begins_at(int32_t tile_row, int32_t input_row, int32_t output_row,
+                               int32_t part) {
+  plan::TileOrder order;
+  order.parts = 3;
+  plan::RowMap map;
+  map.mode = plan::RowMap::Mode::kSplit;
+  map.part_rows = 300;
+  map.part_tile_rows = 4;
+  map.first_part = 1;
+  map.part_step = 2;
+  const plan::TileRowPlace place = plan::tile_row_place(order, map, 128, tile_row);
+  return place.input_row == input_row && place.output_row == output_row &&
+         place.output_part == part;
+}
+static_assert(split_begins_at(0, 300, 0, 1) && split_begins_at(2, 556, 2, 1));
+static_assert(split_begins_at(4, 0, 0, 0) && split_begins_at(7, 384, 3, 0));
+static_assert(split_begins_at(8, 600, 0, 2) && split_begins_at(10, 856, 2, 2));
+
+struct RingShape {
+  int64_t part_rows, n, k;
+};
+
+template <class T>
+class RingCase {
+ public:
+  RingCase(int ranks, const RingShape& shape, bool k_contiguous, bool mirrors, int chunks)
+      : ranks_(ranks),
+        shape_(shape),
+        k_contiguous_(k_contiguous),
+        mirrors_(mirrors),
+        input_stride_(shape.k + 8),
+        weight_stride_((k_contiguous ? shape.k : shape.n) + 8),
+        output_stride_(shape.n + 16),
+        name_("ring of " + std::to_string(ranks) + " ranks, parts of " +
+              std::to_string(shape.part_rows) + " x " + std::to_string(shape.n) +
+              ", k = " + std::to_string(shape.k) + (k_contiguous ? "" : ", weight along n") +
+              (mirrors ? ", mirrored" : "") + ", " + std::to_string(chunks) + " chunks") {
+    make_order(chunks);
+    CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
+    *report_ = {};
+    for (int rank = 0; rank < ranks; ++rank) memory_.push_back(std::make_unique<Memory>(*this));
+    fill_operands();
+  }
+  ~RingCase() { cudaFreeHost(report_); }
+  RingCase(const RingCase&) = delete;
+  RingCase& operator=(const RingCase&) = delete;
+
+  void check() {
+    const int share = std::max(2, sm_count() / ranks_ / 2 * 2);
+    const std::vector<int> shares(static_cast<size_t>(ranks_), share);
+    run(shares, -1);
+    // Whoever is late is waited for, by one rank after the other.
+    for (int late = 0; late < ranks_; ++late) run(shares, late);
+    run(std::vector<int>(static_cast<size_t>(ranks_), 2), -1);  // one cluster for all tiles
+    std::vector<int> unequal = shares;
+    unequal[0] = 4;
+    run(unequal, ranks_ - 1);
+    // More clusters than get SMs: the others hold theirs, and wait for this rank's tiles.
+    std::vector<int> crowded = shares;
+    crowded.back() = 2 * sm_count();
+    run(crowded, ranks_ - 1);
+  }
+
+  // A rank alone: its GEMM ends at the deadline, and says for whom it waited.
+  void check_deadline() {
+    prepare();
+    kernels::GemmParams gemm = params(0);
+    gemm.ctas = 4;
+    gemm.peer_tiles.deadline_ns = 20'000'000;
+    CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, memory_[0]->stream));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    const kernels::WaitFailure failure = kernels::unpack(report_->failure);
+    const auto low = [](uint64_t count) { return static_cast<int32_t>(count & 0xffffff); };
+    if (failure.chunk != 0 || failure.peer != ranks_ - 1 || failure.expected != low(calls_ + 1) ||
+        failure.seen != low(calls_)) {
+      fail("%s, alone: the report says chunk %d, peer %d, expected %d, seen %d", name_.c_str(),
+           failure.chunk, failure.peer, failure.expected, failure.seen);
+    }
+    expect_words(memory_[0]->tiles_taken, 2, uint32_t{0}, name_ + ", alone: tiles taken");
+    *report_ = {};
+  }
+
+ private:
+  static constexpr plan::Kernel kKernel = plan::Kernel::kSm90Pingpong;
+  static constexpr uint64_t kFirstCalls = (uint64_t{1} << 32) - 4;  // numbers grow past 32 bits
+  static constexpr int64_t kSpareFlags = 64;                        // that nobody may write
+  static constexpr int64_t kLateUs = 2000;
+
+  struct Memory {
+    explicit Memory(const RingCase& ring)
+        : input(ring.ranks_ * ring.shape_.part_rows * ring.input_stride_),
+          weight((ring.k_contiguous_ ? ring.shape_.n : ring.shape_.k) * ring.weight_stride_),
+          output(ring.part_elements()),
+          mirrored(ring.part_elements()),
+          flags(ring.passed_tiles() + kSpareFlags),
+          calls(1),
+          tiles_taken(2),
+          counters(plan::kMaxChunks) {
+      for (int phase = 0; phase + 1 < ring.ranks_; ++phase) {
+        partial.push_back(std::make_unique<Buffer<T>>(ring.part_elements()));
+      }
+      // As the calls before have left them.
+      set(flags, kFirstCalls);
+      set(calls, kFirstCalls);
+      tiles_taken.zero(nullptr);
+      CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    }
+    ~Memory() { cudaStreamDestroy(stream); }
+
+    Buffer<T> input, weight, output;
+    Buffer<T> mirrored;                               // where the peer stores its own part, too
+    std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
+    Buffer<uint64_t> flags, calls;
+    Buffer<uint32_t> tiles_taken;
+    Buffer<int32_t> counters;
+    cudaStream_t stream = nullptr;
+  };
+
+  static void set(const Buffer<uint64_t>& words, uint64_t value) {
+    const std::vector<uint64_t> values(static_cast<size_t>(words.elements()), value);
+    CUDA_CHECK(cudaMemcpy(words.data(), values.data(), values.size() * sizeof(uint64_t),
+                          cudaMemcpyHostToDevice));
+  }
+
+  template <class Word>
+  void expect_words(const Buffer<Word>& words, int64_t count, Word want, const std::string& what,
+                    int64_t first = 0) {
+    std::vector<Word> got(static_cast<size_t>(count));
+    CUDA_CHECK(cudaMemcpy(got.data(), words.data() + first, got.size() * sizeof(Word),
+                          cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < count; ++i) {
+      if (got[static_cast<size_t>(i)] != want) {
+        fail("%s: number %lld is %llu, expected %llu", what.c_str(),
+             static_cast<long long>(first + i),
+             static_cast<unsigned long long>(got[static_cast<size_t>(i)]),
+             static_cast<unsigned long long>(want));
+      }
+    }
+  }
+
+  // One chunk, and each part a band; or two, of which the first has all tiles of the phases before and
+  // some of the last one's, and bands of one cluster.
+  void make_order(int chunks) {
+    const plan::KernelShape tile = plan::kernel_shape(kKernel, false);
+    part_tile_rows_ = static_cast<int32_t>(
+        round_up(round_up(shape_.part_rows, tile.tile_m) / tile.tile_m, tile.cluster_m));
+    order_.tiles_m = part_tile_rows_ * ranks_;
+    order_.tiles_n = static_cast<int32_t>(round_up(shape_.n, tile.tile_n) / tile.tile_n);
+    order_.parts = ranks_;
+    order_.num_runs = 1;
+    order_.runs[0] = chunks == 1 ? plan::BandRun{part_tile_rows_, ranks_}
+                                 : plan::BandRun{tile.cluster_m, order_.tiles_m / tile.cluster_m};
+    order_.num_chunks = chunks;
+    order_.chunk_begin[1] =
+        (order_.tiles_m - part_tile_rows_ + tile.cluster_m) * order_.tiles_n;  // of two
+    order_.chunk_begin[chunks] = order_.num_tiles();
+  }
+
+  int64_t part_elements() const { return 2 * kGuard + shape_.part_rows * output_stride_; }
+  int64_t passed_tiles() const { return int64_t{ranks_ - 1} * part_tile_rows_ * order_.tiles_n; }
+  Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
+  // What the part is after `hop` more ranks have added to it, the first of them the one behind its owner.
+  const T* reference(int part, int hop) const {
+    return references_[static_cast<size_t>(part * ranks_ + hop)]->data();
+  }
+  // The part that a rank computes in a phase.
+  int part_of(int rank, int phase) const { return (rank + 2 * ranks_ - 1 - phase) % ranks_; }
+
+  void fill_operands() {
+    const auto [part_rows, n, k] = shape_;
+    for (int rank = 0; rank < ranks_; ++rank) {
+      fill(memory(rank).input.data(), ranks_ * part_rows, k, input_stride_, 10u + rank);
+      fill(memory(rank).weight.data(), k_contiguous_ ? n : k, k_contiguous_ ? k : n, weight_stride_,
+           20u + rank);
+    }
+    for (int part = 0; part < ranks_; ++part) {
+      for (int hop = 0; hop < ranks_; ++hop) {
+        references_.push_back(std::make_unique<Buffer<T>>(part_rows * n));
+        const Memory& from = memory(part + 1 + hop);
+        reference_gemm_kernel<<<2048, 256>>>(
+            from.input.data() + part * part_rows * input_stride_, input_stride_, from.weight.data(),
+            k_contiguous_ ? weight_stride_ : 1, k_contiguous_ ? 1 : weight_stride_,
+            hop == 0 ? nullptr : reference(part, hop - 1), n, references_.back()->data(), part_rows,
+            n, k);
+        CUDA_CHECK(cudaGetLastError());
+      }
+    }
+  }
+
+  kernels::GemmParams params(int rank) const {
+    Memory& own = memory(rank);
+    Memory& next = memory(rank + 1);
+    kernels::GemmParams gemm;
+    gemm.m = ranks_ * shape_.part_rows;
+    gemm.n = shape_.n;
+    gemm.k = shape_.k;
+    gemm.dtype = dtype_of<T>();
+    gemm.input = own.input.data();
+    gemm.input_stride = input_stride_;
+    gemm.weight = own.weight.data();
+    gemm.weight_stride = weight_stride_;
+    gemm.weight_k_contiguous = k_contiguous_;
+    gemm.output_stride = output_stride_;
+    gemm.rows.mode = plan::RowMap::Mode::kSplit;
+    gemm.rows.part_rows = static_cast<int32_t>(shape_.part_rows);
+    gemm.rows.part_tile_rows = part_tile_rows_;
+    gemm.rows.first_part = part_of(rank, 0);
+    gemm.rows.part_step = ranks_ - 1;
+    gemm.num_more_outputs = ranks_ - 1;
+    for (int phase = 0; phase < ranks_; ++phase) {
+      const int part = part_of(rank, phase);
+      const auto place = static_cast<size_t>(phase);
+      (part == 0 ? gemm.output : gemm.more_outputs[part - 1]) =
+          (phase + 1 == ranks_ ? own.output : *next.partial[place]).data() + kGuard;
+      if (phase > 0) gemm.sources[part] = own.partial[place - 1]->data() + kGuard;
+    }
+    if (mirrors_) gemm.mirror = next.mirrored.data() + kGuard;
+    gemm.peer_tiles.announce = next.flags.data();
+    gemm.peer_tiles.arrived = own.flags.data();
+    gemm.peer_tiles.calls = own.calls.data();
+    gemm.peer_tiles.deadline_ns = kWaitNs;
+    gemm.peer_tiles.peer = (rank + ranks_ - 1) % ranks_;
+    gemm.peer_tiles.report = report_;
+    gemm.tiles_taken = own.tiles_taken.data();
+    gemm.order = order_;
+    gemm.counters = own.counters.data();
+    if (!kernels::gemm_supported(kKernel, gemm)) fail("%s: not supported", name_.c_str());
+    return gemm;
+  }
+
+  void prepare() {
+    for (const auto& memory : memory_) {
+      memory->output.poison(nullptr);
+      memory->mirrored.poison(nullptr);
+      for (const auto& partial : memory->partial) partial->poison(nullptr);
+      memory->counters.zero(nullptr);
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+  }
+
+  // One call, of which a rank (-1: none) comes late. It is launched last: whatever SMs it asks for, the
+  // others have theirs.
+  void run(const std::vector<int>& ctas, int late) {
+    prepare();
+    for (int turn = 1; turn <= ranks_; ++turn) {
+      const int rank = (std::max(late, 0) + turn) % ranks_;
+      Memory& own = memory(rank);
+      kernels::GemmParams gemm = params(rank);
+      gemm.ctas = ctas[static_cast<size_t>(rank)];
+      if (rank == late) CUDA_CHECK(kernels::delay(kLateUs, own.stream));
+      CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, own.stream));
+      // Counts the call as ended, and tells nobody.
+      kernels::PeerSignalParams end;
+      end.calls = own.calls.data();
+      end.ends_call = true;
+      CUDA_CHECK(kernels::signal_peers_release_sys(end, own.stream));
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    ++calls_;
+    const std::string what = name_ + ", call " + std::to_string(calls_ - kFirstCalls) +
+                             (late < 0 ? "" : ", rank " + std::to_string(late) + " late");
+    if (report_->failure != 0) {
+      const kernels::WaitFailure failure = kernels::unpack(report_->failure);
+      fail("%s: a wait for rank %d passed its deadline: expected %d, seen %d", what.c_str(),
+           failure.peer, failure.expected, failure.seen);
+    }
+    for (int rank = 0; rank < ranks_; ++rank) {
+      expect_rank(rank, what + ", rank " + std::to_string(rank));
+    }
+  }
+
+  void expect_part(const Buffer<T>& part, const T* reference, const std::string& what) {
+    expect(part, {reference, shape_.part_rows, shape_.n, output_stride_, false, 1, 1, {}}, what);
+  }
+
+  void expect_rank(int rank, const std::string& what) {
+    Memory& own = memory(rank);
+    expect_part(own.output, reference(rank, ranks_ - 1), what + ", the own part");
+    for (int phase = 0; phase + 1 < ranks_; ++phase) {
+      const int part = part_of(rank + ranks_ - 1, phase);
+      expect_part(*own.partial[static_cast<size_t>(phase)], reference(part, phase),
+                  what + ", what came in phase " + std::to_string(phase));
+    }
+    if (mirrors_) {
+      expect_part(own.mirrored, reference(1 - rank, ranks_ - 1), what + ", the peer's part");
+    }
+    expect_words(own.flags, passed_tiles(), calls_, what + ": flags");
+    expect_words(own.flags, kSpareFlags, kFirstCalls, what + ": flags", passed_tiles());
+    expect_words(own.tiles_taken, 2, uint32_t{0}, what + ": tiles taken");
+    for (int32_t chunk = 0; chunk < plan::kMaxChunks; ++chunk) {
+      const int32_t tiles = chunk < order_.num_chunks ? plan::chunk_tiles(order_, chunk) : 0;
+      expect_words(own.counters, 1, tiles, what + ": counters", chunk);
+    }
+  }
+
+  const int ranks_;
+  const RingShape shape_;
+  const bool k_contiguous_;
+  const bool mirrors_;
+  const int64_t input_stride_, weight_stride_, output_stride_;
+  const std::string name_;
+  int32_t part_tile_rows_ = 0;
+  plan::TileOrder order_;
+  kernels::WaitReport* report_ = nullptr;
+  uint64_t calls_ = kFirstCalls;  // that have ended
+  std::vector<std::unique_ptr<Memory>> memory_;
+  std::vector<std::unique_ptr<Buffer<T>>> references_;
+};
+
+// The products are integers, exact in fp32; what a hop rounds, the references round alike.
+inline void check_ring(bool small) {
+  // Whole tiles; one element; parts that end inside a tile, in a cluster's first and second one; many
+  // steps along k, and one; several tiles for each cluster; more clusters than SMs.
+  std::vector<RingShape> shapes = {
+      {256, 256, 64}, {1, 8, 8}, {131, 136, 24}, {300, 264, 520}, {513, 520, 40}};
+  if (!small) shapes.insert(shapes.end(), {{1100, 4104, 320}, {2048, 2048, 1024}});
+  int cases = 0;
+  for (const int ranks : {2, 3}) {
+    for (const RingShape& shape : shapes) {
+      for (const bool k_contiguous : {true, false}) {
+        for (const bool mirrors : {false, true}) {
+          if (mirrors && ranks != 2) continue;
+          const bool chunked = shape.part_rows > 256 && k_contiguous;
+          RingCase<__nv_bfloat16>(ranks, shape, k_contiguous, mirrors, chunked ? 2 : 1).check();
+          ++cases;
+        }
+      }
+    }
+    RingCase<__half>(ranks, shapes[3], true, ranks == 2, 2).check();
+    RingCase<__nv_bfloat16>(ranks, shapes[0], true, false, 1).check_deadline();
+    cases += 2;
+  }
+  std::printf("ring: %d cases good\n", cases);
+}
+
+}  // namespace overlap::check
