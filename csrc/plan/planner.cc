@@ -39,7 +39,7 @@ constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-ga
 constexpr double kFastPeerGbps = 100.0;
 // SMs left to waits of one warp: each keeps the GEMM out of its SM and, as CTAs come in clusters of
 // two, out of that SM's neighbour. An all-reduce in chunks waits for the own ones and for those of
-// others, a reduction at once for nobody while it computes.
+// others. What a ring's GEMM waits for takes no SM.
 int32_t peer_sms(const Plan& plan) {
   if (plan.problem.op == Op::kAllGatherGemm) return 2;
   return plan.chunks.size() > 1 ? 4 : 0;

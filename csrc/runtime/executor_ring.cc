@@ -1,6 +1,7 @@
-// Reductions over memory that the ranks map into each other: no SM is given up to communication, the
-// GEMM's epilogue sends partial sums (as its stores are on their way, it goes on), copy engines what
-// is final.
+// Reductions over memory that the ranks map into each other: no SM is given up to communication. The
+// GEMM, one launch for all phases, sends partial sums by its epilogue's stores (as they are on their
+// way, it goes on), announces each tile, and waits for each tile that it adds; an all-reduce's final
+// rows are sent by the epilogue between two ranks, and by copy engines between more.
 #include <algorithm>
 
 #include "kernels/peer_collective.h"
@@ -50,7 +51,7 @@ class RingLoop : ExecutorLoop {
   bool mirrors() const { return sends_on_ && call_.signals && ranks_ == 2; }
   bool counts() const { return by_chunk_ && call_.signals; }
 
-  // The finished parts in chunks beside the last phase, which leaves SMs to the waits.
+  // The finished parts in chunks beside the GEMM, which leaves SMs to their waits.
   void finish_by_chunk() {
     lanes_ = kSendLanes;
     fork(true);
@@ -67,7 +68,7 @@ class RingLoop : ExecutorLoop {
     if (call_.bias != nullptr) add_bias();
   }
 
-  // In an all-reduce, all finished parts after the last phase.
+  // In an all-reduce, all finished parts after the GEMM.
   void finish_at_once() {
     compute();
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
