@@ -37,12 +37,13 @@ constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-ga
 
 // The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
 constexpr double kFastPeerGbps = 100.0;
-// SMs left to waits of one warp: each keeps the GEMM out of its SM and, as CTAs come in clusters of
-// two, out of that SM's neighbour. An all-reduce in chunks waits for the own ones and for those of
-// others. What a ring's GEMM waits for takes no SM.
+// SMs left to waits of one warp: an all-gather's keeps the GEMM out of its SM and, as CTAs come in
+// clusters of two, out of that SM's neighbour. What a ring's GEMM waits for takes no SM.
 int32_t peer_sms(const Plan& plan) {
-  if (plan.problem.op == Op::kAllGatherGemm) return 2;
-  return plan.chunks.size() > 1 ? 4 : 0;
+  return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
+}
+int32_t peer_sms(const Plan& plan) {
+  return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
 
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
@@ -119,8 +120,8 @@ const std::vector<std::vector<int32_t>>& exchange_schedules() {
   return schedules;
 }
 
-// A ring's reduce-scatter has phases instead of chunks; an all-reduce copies its finished rows in
-// chunks, where there are many, an all-gather computes what has arrived.
+// A ring passes on single tiles, and what an all-reduce copies at its end takes less time than chunks
+// would cost the GEMM; an all-gather computes what has arrived.
 const std::vector<std::vector<int32_t>>& peer_schedules(Op op) {
   static const std::vector<std::vector<int32_t>> one = {{1}};
   static const std::vector<std::vector<int32_t>> some = {
@@ -129,7 +130,7 @@ const std::vector<std::vector<int32_t>>& peer_schedules(Op op) {
       {1, 3},
       std::vector<int32_t>(4, 1),
   };
-  return op == Op::kGemmReduceScatter ? one : some;
+  return op == Op::kAllGatherGemm ? some : one;
 }
 
 const std::vector<std::vector<int32_t>>& library_schedules() {
