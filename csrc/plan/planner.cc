@@ -42,9 +42,6 @@ constexpr double kFastPeerGbps = 100.0;
 int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
-int32_t peer_sms(const Plan& plan) {
-  return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
-}
 
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
