@@ -66,7 +66,7 @@ build() {
     object=$build_dir/$(basename "$source").o
     [[ " ${objects[*]-} " == *" $object "* ]] && continue
     objects+=("$object")
-    if [[ -e $object && -z $(find csrc/kernels csrc/plan tests/cuda -newer "$object" \( -name '*.h' -o -path "$source" \)) ]]; then
+    if [[ -e $object && -z $(find csrc/kernels csrc/plan tests/cuda -newer "$object" \( -name '*.h' -o -name '*.cuh' -o -path "$source" \)) ]]; then
       continue
     fi
     echo "$cuda_home/bin/nvcc $common $flags -c $source -o $object" >>"$list"
@@ -86,9 +86,9 @@ run() {
     return 1
   fi
   if [[ -z $targets ]]; then
-    targets="signal reorder"
+    targets="signal reorder peers"
     if has_arch 80; then targets+=" sm80"; fi
-    if has_arch 90a; then targets+=" sm90pp sm90coop"; fi
+    if has_arch 90a; then targets+=" sm90pp sm90coop ring"; fi
   fi
   for target in $targets; do
     for tool in ${TOOLS:-memcheck racecheck}; do
