@@ -270,7 +270,7 @@ void check_signal() {
       failure.seen != 0) {
     fail(
         "signal: the report says chunk %d, peer %d, expected %d, seen %d; it should say 3, 6, "
-        "1797, "
+        "1796, "
         "0",
         failure.chunk, failure.peer, failure.expected, failure.seen);
   }
