@@ -87,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the planner's candidates for each shape, or those of a JSON file, and print the best (for "
         f"{', '.join(plans.OPS)})",
     )
+    add(
+        "--timeline",
+        action="store_true",
+        help="trace some calls of each shape and say where the time goes: the GEMM alone, SMs given up, waiting, the tail "
+        f"(for {', '.join(plans.OPS)}; not in a sweep)",
+    )
     add("--no-check", action="store_true", help="do not compare with the sequence's results first")
     add("--json", metavar="FILE", help="write JSON lines here ('-': to stdout)")
     add("--plot", metavar="FILE", help="draw the speed-ups into this PNG")
@@ -145,6 +151,8 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
                 f"--sweep is for {', '.join(plans.OPS)}: there are no plans to choose from for "
                 f"{', '.join(unplanned)}"
             )
+        if args.timeline and args.sweep:
+            raise ValueError("--timeline is for one plan a shape, not for a sweep: leave one out")
         default_shapes = (
             "slow_link" if args.slow_link else ("1024x1024x1024" if on_cpu else "m_train")
         )
@@ -170,6 +178,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
             plans=_json_text(args.plan),
             sweep=args.sweep if args.sweep in (None, "candidates") else _json_text(args.sweep),
             check=not args.no_check,
+            timeline=args.timeline,
             json_path=args.json,
             plot_path=args.plot,
         )

@@ -23,6 +23,7 @@ class Options:
     plans: str | None  # JSON: one plan or a list, each for the problem that it names
     sweep: str | None  # "candidates": those of the planner; else JSON as in `plans`
     check: bool
+    timeline: bool  # say where the op's time goes
     json_path: str | None
     plot_path: str | None
 

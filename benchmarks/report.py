@@ -14,6 +14,7 @@ from typing import TextIO
 import torch
 
 from . import plans, plot, tables
+from .losses import Losses
 from .measure import Times
 from .options import Options
 
@@ -90,6 +91,7 @@ class Writer:
         self._rows: list[tables.Row] = []
         self._best: list[tables.Row] = []
         self._gemms: list[tables.Row] = []
+        self._losses: list[tables.Row] = []
         self._title = ""
         self._file: TextIO | None = None
         if writes and options.json_path:
@@ -179,6 +181,11 @@ class Writer:
             subject, f"{mode}: {ratio:.3f} of cuBLAS's time  {plans.summary(plan)}{note}"
         )
 
+    def losses(self, subject: Subject, lost: Losses, plan: plans.Plan) -> None:
+        """Where the time of an op's calls went."""
+        row = self._row("timeline", subject, "call") | lost.as_dict()
+        self._keep(self._losses, row | {"op_us": round(lost.op_us, 2)}, subject, plan)
+
     def wrong_plan(self, subject: Subject, plan: plans.Plan) -> None:
         """A plan of a sweep whose result differs from the sequence's; it is not timed."""
         self._emit(
@@ -200,6 +207,8 @@ class Writer:
             rows = [row for row in compared if row["op"] == op]
             lines = tables.best_plans(rows) if self._options.sweep else tables.measurements(rows)
             print(f"\n### {op}\n\n{lines}\n\n{tables.means(rows)}", flush=True)
+            if lost := [row for row in self._losses if row["op"] == op]:
+                print(f"\n{tables.losses(lost)}", flush=True)
         if self._gemms:
             print(f"\n### gemm\n\n{tables.gemms(self._gemms)}", flush=True)
         if not compared and not self._gemms:

@@ -107,6 +107,20 @@ def best_plans(rows: Sequence[Row]) -> str:
     return table([_first_title(rows), "mode", "speed-up", "best plan"], lines)
 
 
+def losses(rows: Sequence[Row]) -> str:
+    """Where an op's time goes, a line for each shape."""
+    titles = ["M x N x K", "GEMM alone µs", "+ fewer SMs", "+ waiting", "+ tail", "= op µs"]
+    keys = ["gemm_us", "fewer_sms_us", "waiting_us", "tail_us", "op_us"]
+    lines = [
+        [row["label"], *(f"{row[key]:.1f}" for key in keys), f"{row['hidden']:.0%}"] for row in rows
+    ]
+    note = (
+        "One call on the slowest rank, by its timeline. Fewer SMs: their share, computed. Waiting: the rest until the "
+        "GEMM's last tile; below 0 where the op's GEMM is faster than the sequence's alone."
+    )
+    return f"{table([*titles, 'hidden'], lines)}\n\n{note}"
+
+
 def gemms(rows: Sequence[Row]) -> str:
     """The signalling GEMM beside cuBLAS, a line for each shape, mode and plan, and their geometric means."""
     lines = []

@@ -14,7 +14,7 @@ import overlap_torch
 from overlap_torch._launch import current_device
 from overlap_torch._ops import group_name
 
-from . import block, gemm, measure, plans, report
+from . import block, gemm, losses, measure, plans, report
 from .computations import Case, Computations, cases
 from .options import Options
 
@@ -109,7 +109,15 @@ class _CaseRun:
         bounds = self._bounds()
         for mode in options.modes:
             self._measure(mode, bounds, problem.current() if problem else None, checked)
+        if options.timeline and problem is not None:
+            self._trace(problem.current(), bounds)
         return int(checked is False)
+
+    def _trace(self, plan: plans.Plan, bounds: report.Bounds) -> None:
+        op = self._computations.variants()[1]
+        lost = losses.record(op, plan, bounds.compute_us, self._stopwatch.device)
+        if lost is not None:
+            self._writer.losses(self._subject, lost, plan)
 
     def _checked(self) -> bool | None:
         return self._computations.exact_op() if self._options.check else None
