@@ -2,7 +2,7 @@
 // what others compute, no cluster may own tiles before it runs: something else may hold its SMs, and
 // wait for a kernel that waits for those tiles.
 //
-// One thread of a cluster draws tiles from a counter in memory, one ahead, and passes them to all
+// One thread of a cluster draws tiles from a counter in memory, a few ahead, and passes them to all
 // readers of both CTAs through a ring of entries in shared memory. The warp that loads operands has no
 // time to lose between two tiles, so another warp reads the ring for it, and leaves it where to load
 // from, one tile ahead.
@@ -62,8 +62,8 @@ struct TileFeed {
   }
 
   // By the same thread: passes on the tile that it has drawn and all others, then `ends` entries that
-  // say that there are no more. A tile is drawn when the one before is begun: drawn earlier, it would
-  // be kept from clusters that are free.
+  // say that there are no more. A tile is drawn when the one before has been read, three tiles before its
+  // operands are loaded: drawn earlier, it would be kept from clusters that are free.
   template <class HasSource>
   __device__ __forceinline__ static void feed(SharedStorage& shared, int32_t first, uint32_t* taken,
                                               int cluster_size, int num_tiles, int ends,
