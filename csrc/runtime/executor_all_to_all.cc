@@ -15,8 +15,7 @@
 // Where there are few rows there is only the last step, behind one GEMM for everything: the sequence.
 #include <algorithm>
 
-#include "runtime/executor.h"
-#include "runtime/executor_loop.h"
+#include "runtime/executor_all_to_all.h"
 
 namespace overlap::runtime {
 namespace {
@@ -27,20 +26,13 @@ constexpr int kMaxPieces = 4;                      // of a pair, the last one in
 constexpr int64_t kApartBytes = int64_t{1} << 20;
 constexpr int64_t kLibraryApartBytes = 2 * kPieceBytes;
 
-class AllToAllLoop : ExecutorLoop {
+class AllToAllLoop : AllToAllRows {
  public:
-  AllToAllLoop(Group& group, const AllToAllCall& call)
-      : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
-        call_(call),
-        ranks_(group.world_size()),
-        rank_(group.rank()),
-        row_bytes_(plan_.problem.n * element_bytes_),
-        send_begin_(offsets(call.send_rows)),
-        receive_begin_(offsets(call.receive_rows)) {}
+  AllToAllLoop(Group& group, const AllToAllCall& call) : AllToAllRows(group, call) {}
 
   void run() {
     prepare_communicators();
-    product_ = call_.product();
+    product_ = static_cast<char*>(call_.product());
     int steps = 1;
     for (int peer = 0; peer < ranks_; ++peer) {
       if (peer == rank_) continue;
@@ -50,7 +42,7 @@ class AllToAllLoop : ExecutorLoop {
     begin(call_.trace, steps);
     fork(false);
     if (!apart) {
-      compute({0, send_begin_.back()}, row(product_, 0), call_.gemm.ctas);
+      compute({0, send_begin_.back()}, product_row(0), call_.gemm.ctas);
     } else {
       for (int step = 0; step + 1 < steps; ++step) {
         for (int peer = 0; peer < ranks_; ++peer) {
@@ -103,7 +95,7 @@ class AllToAllLoop : ExecutorLoop {
   void compute_piece(int peer, int index) {
     const plan::Rows range = piece(call_.send_rows[peer], index);
     const int64_t begin = send_begin_[peer] + range.begin;
-    compute({begin, send_begin_[peer] + range.end}, row(product_, begin),
+    compute({begin, send_begin_[peer] + range.end}, product_row(begin),
             ranks_ == 2 ? device_.sm_count() : call_.gemm.ctas);
   }
 
@@ -113,14 +105,7 @@ class AllToAllLoop : ExecutorLoop {
       call_.library_gemm(rows, destination);
       return;
     }
-    kernels::GemmParams gemm = call_.gemm;
-    gemm.m = rows.end - rows.begin;
-    gemm.input =
-        static_cast<const char*>(gemm.input) + rows.begin * gemm.input_stride * element_bytes_;
-    gemm.output = destination;
-    gemm.order = launch_order(gemm.n, (gemm.m + plan_.tile_m - 1) / plan_.tile_m, 1);
-    gemm.ctas = ctas;
-    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+    launch(rows, destination, ctas);
   }
 
   // Sends what has been computed on the caller's stream so far.
@@ -131,8 +116,8 @@ class AllToAllLoop : ExecutorLoop {
     for (int distance = 1; distance < ranks_; ++distance) {
       const int to = (rank_ + distance) % ranks_;
       const int from = (rank_ + ranks_ - distance) % ranks_;
-      add(sends, to, product_, send_begin_[to], call_.send_rows[to], step, last);
-      add(receives, from, call_.output, receive_begin_[from], call_.receive_rows[from], step, last);
+      add(sends, to, product_row(send_begin_[to]), call_.send_rows[to], step, last);
+      add(receives, from, output_row(receive_begin_[from]), call_.receive_rows[from], step, last);
     }
     device_.produced[step].record(stream_);
     hold_side(0);
@@ -145,38 +130,27 @@ class AllToAllLoop : ExecutorLoop {
     if (trace_ != nullptr) trace_->finish[step]->record(side);
   }
 
-  void add(std::vector<Communicator::Message>& messages, int peer, void* matrix, int64_t first,
-           int64_t rows, int step, bool last) const {
+  // `first`: where the peer's rows begin.
+  void add(std::vector<Communicator::Message>& messages, int peer, char* first, int64_t rows,
+           int step, bool last) const {
     if (!takes_part(rows, step, last)) return;
     const plan::Rows range = piece(rows, last ? pieces(rows) - 1 : step);
     if (range.begin == range.end) return;
-    messages.push_back({peer, row(matrix, first + range.begin),
+    messages.push_back({peer, first + range.begin * row_bytes_,
                         static_cast<size_t>((range.end - range.begin) * row_bytes_)});
   }
 
   // The rows that stay: computed where they belong, or copied there.
   void keep_own(bool compute_them) {
-    const plan::Rows rows{send_begin_[rank_], send_begin_[rank_ + 1]};
+    const plan::Rows rows = rows_for(rank_);
     if (rows.begin == rows.end) return;
-    void* destination = row(call_.output, receive_begin_[rank_]);
+    void* destination = output_row(receive_begin_[rank_]);
     if (compute_them) {
       compute(rows, destination, call_.gemm.ctas);
       return;
     }
-    copy(destination, row(product_, rows.begin), (rows.end - rows.begin) * row_bytes_, stream_);
+    copy(destination, product_row(rows.begin), (rows.end - rows.begin) * row_bytes_, stream_);
   }
-
-  void* row(void* matrix, int64_t index) const {
-    return static_cast<char*>(matrix) + index * row_bytes_;
-  }
-
-  const AllToAllCall& call_;
-  const int ranks_;
-  const int rank_;
-  const int64_t row_bytes_;
-  const std::vector<int64_t> send_begin_;
-  const std::vector<int64_t> receive_begin_;
-  void* product_ = nullptr;  // what is sent
 };
 
 }  // namespace

@@ -9,25 +9,17 @@
 
 #include "kernels/peer_exchange.h"
 #include "plan/planner.h"
-#include "runtime/executor.h"
-#include "runtime/executor_loop.h"
+#include "runtime/executor_all_to_all.h"
 
 namespace overlap::runtime {
 namespace {
 
 constexpr int64_t kAlignment = 128;  // of messages in slots
 
-class ExchangeLoop : ExecutorLoop {
+class ExchangeLoop : AllToAllRows {
  public:
   ExchangeLoop(Group& group, const AllToAllCall& call)
-      : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
-        call_(call),
-        ranks_(group.world_size()),
-        rank_(group.rank()),
-        row_bytes_(plan_.problem.n * element_bytes_),
-        send_begin_(offsets(call.send_rows)),
-        receive_begin_(offsets(call.receive_rows)),
-        message_bytes_(longest_message()) {}
+      : AllToAllRows(group, call), message_bytes_(longest_message()) {}
 
   void run() {
     const bool calls_nccl = any_too_long();
@@ -108,16 +100,7 @@ class ExchangeLoop : ExecutorLoop {
   }
 
   void compute(int peer, char* destination, int ctas) {
-    const int64_t rows = call_.send_rows[peer];
-    if (rows == 0) return;
-    kernels::GemmParams gemm = call_.gemm;
-    gemm.m = rows;
-    gemm.input = static_cast<const char*>(gemm.input) +
-                 send_begin_[peer] * gemm.input_stride * element_bytes_;
-    gemm.output = destination;
-    gemm.order = launch_order(gemm.n, (rows + plan_.tile_m - 1) / plan_.tile_m, 1);
-    gemm.ctas = ctas;
-    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+    if (call_.send_rows[peer] > 0) launch(rows_for(peer), destination, ctas);
   }
 
   void exchange_long_ones() {
@@ -164,19 +147,7 @@ class ExchangeLoop : ExecutorLoop {
 
   int64_t accesses(int64_t rows) const { return rows * row_bytes_ / kernels::kPeerAccessBytes; }
 
-  char* product_row(int64_t index) const { return product_ + index * row_bytes_; }
-  char* output_row(int64_t index) const {
-    return static_cast<char*>(call_.output) + index * row_bytes_;
-  }
-
-  const AllToAllCall& call_;
-  const int ranks_;
-  const int rank_;
-  const int64_t row_bytes_;
-  const std::vector<int64_t> send_begin_;
-  const std::vector<int64_t> receive_begin_;
   const int64_t message_bytes_;  // at most, over peers
-  char* product_ = nullptr;      // what is not stored where it goes at once
 };
 
 }  // namespace

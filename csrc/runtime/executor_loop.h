@@ -104,13 +104,6 @@ class ExecutorLoop {
     }
   }
 
-  // Where each rank's rows begin, and where the last ones end.
-  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
-    std::vector<int64_t> result{0};
-    for (const int64_t count : rows) result.push_back(result.back() + count);
-    return result;
-  }
-
   // Tiles of a launch without chunks: `tile_rows` of each of `parts` parts, rounded up to clusters.
   plan::TileOrder launch_order(int64_t columns, int64_t tile_rows, int32_t parts) const {
     const int32_t cluster = plan_.cluster_m;

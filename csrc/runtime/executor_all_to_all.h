@@ -1,0 +1,61 @@
+// What all-to-alls over NCCL and over peers share: whose rows lie where, and the GEMM of some of them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/gemm.h"
+#include "runtime/executor.h"
+#include "runtime/executor_loop.h"
+
+namespace overlap::runtime {
+
+class AllToAllRows : protected ExecutorLoop {
+ protected:
+  AllToAllRows(Group& group, const AllToAllCall& call)
+      : ExecutorLoop(group, *call.plan, call.stream, call.delay_us),
+        call_(call),
+        ranks_(group.world_size()),
+        rank_(group.rank()),
+        row_bytes_(plan_.problem.n * element_bytes_),
+        send_begin_(offsets(call.send_rows)),
+        receive_begin_(offsets(call.receive_rows)) {}
+
+  // The rows for `peer` in the product.
+  plan::Rows rows_for(int peer) const { return {send_begin_[peer], send_begin_[peer + 1]}; }
+
+  // Product rows by the plan's kernel, on so many SMs.
+  void launch(plan::Rows rows, void* destination, int ctas) {
+    kernels::GemmParams gemm = call_.gemm;
+    gemm.m = rows.end - rows.begin;
+    gemm.input =
+        static_cast<const char*>(gemm.input) + rows.begin * gemm.input_stride * element_bytes_;
+    gemm.output = destination;
+    gemm.order = launch_order(gemm.n, (gemm.m + plan_.tile_m - 1) / plan_.tile_m, 1);
+    gemm.ctas = ctas;
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
+  char* product_row(int64_t index) const { return product_ + index * row_bytes_; }
+  char* output_row(int64_t index) const {
+    return static_cast<char*>(call_.output) + index * row_bytes_;
+  }
+
+  const AllToAllCall& call_;
+  const int ranks_;
+  const int rank_;
+  const int64_t row_bytes_;
+  const std::vector<int64_t> send_begin_;  // one more than ranks
+  const std::vector<int64_t> receive_begin_;
+  char* product_ = nullptr;  // what is not stored where it goes at once
+
+ private:
+  // Where each rank's rows begin, and where the last ones end.
+  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
+    std::vector<int64_t> result{0};
+    for (const int64_t count : rows) result.push_back(result.back() + count);
+    return result;
+  }
+};
+
+}  // namespace overlap::runtime
