@@ -123,10 +123,6 @@ double message_bytes(const Plan& plan, int32_t chunk) {
          static_cast<double>(element_bytes(plan.problem.dtype));
 }
 
-double rounds_of(int64_t tiles, int32_t at_once) {
-  return static_cast<double>((tiles + at_once - 1) / at_once);
-}
-
 // All tiles on all SMs, at least one round; on CPU one by one, by all cores together.
 double full_machine_us(const Machine& machine, int64_t tiles, double per_tile_us) {
   const double rounds = on_cpu(machine)

@@ -13,6 +13,11 @@ inline bool slow_link(const Machine& machine) {
   return machine.arch == 0 || machine.link_gbps < kSlowLinkGbps;
 }
 
+// Rounds of tiles, the last one whether full or not.
+inline double rounds_of(int64_t tiles, int32_t at_once) {
+  return static_cast<double>((tiles + at_once - 1) / at_once);
+}
+
 // Time of one tile on an SM; on CPU on all cores.
 double tile_us(const Plan& plan, const Machine& machine);
 

@@ -25,8 +25,10 @@ constexpr double kCollectiveRate = 1.3;  // of peer_gbps: sends of a collective 
 constexpr double kWeightGbps = 2500.0;   // at which a GEMM of few rows reads the weight, at most
 constexpr double kLocalGbps = 2550.0;    // what it reads and writes on the own device
 
-double rounds_of(int64_t tiles, int64_t sms) {
-  return static_cast<double>((tiles + sms - 1) / sms);
+// All tiles of the framework's GEMM.
+double library_us(int64_t tiles, int32_t sms, double per_tile_us) {
+  const double rounds = static_cast<double>(tiles) / sms + kLibraryIdleRounds;
+  return kLibraryRate * std::max(1.0, rounds) * per_tile_us;
 }
 
 class PeerModel {
@@ -52,9 +54,8 @@ class PeerModel {
     const bool twice = problem.op == Op::kGemmAllReduce && direct_in_pieces(plan_);
     // That GEMM knows no parts.
     const int64_t tiles = (problem.m + plan_.tile_m - 1) / plan_.tile_m * tiles_n(plan_);
-    const double rounds = static_cast<double>(tiles) / all_sms_ + kLibraryIdleRounds;
     Prediction prediction;
-    prediction.gemm_us = kLibraryRate * std::max(1.0, rounds) * per_tile_us_;
+    prediction.gemm_us = library_us(tiles, all_sms_, per_tile_us_);
     prediction.communication_us = kSequentialUs + (twice ? 2.0 : 1.0) * once_us;
     prediction.total_us = prediction.gemm_us + prediction.communication_us;
     return prediction;
@@ -154,7 +155,7 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows) {
   const Problem& problem = plan.problem;
   const double per_tile_us = tile_us(plan, machine);
-  const int64_t sms = std::max(1, machine.sm_count);
+  const int32_t sms = std::max(1, machine.sm_count);
   const int64_t columns = (problem.n + plan.tile_n - 1) / plan.tile_n;
   const auto element = static_cast<double>(element_bytes(problem.dtype));
   const double weight_us =
@@ -176,8 +177,7 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
     stored_us += std::max({round_us, weight_us, own ? 0.0 : bytes_us});
     if (!own) sent_us += bytes_us / kCollectiveRate;
   }
-  const double rounds = static_cast<double>(tiles) / static_cast<double>(sms) + kLibraryIdleRounds;
-  return stored_us < kLibraryRate * std::max(1.0, rounds) * per_tile_us + sent_us;
+  return stored_us < library_us(tiles, sms, per_tile_us) + sent_us;
 }
 
 Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us) {
