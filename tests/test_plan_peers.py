@@ -264,7 +264,9 @@ def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
 
 def test_plan_of_a_gather_over_peers_passes_on_no_tiles() -> None:
     problem = Problem(2 * 258 * 128, 32768, 64, DType.BFLOAT16, 2, Op.ALLGATHER_GEMM)
-    plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer").validate()
+    plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+    plan.validate()
+    assert plan.tiles_m * plan.tiles_n == 2 * 258 * 256  # a ring would pass half of them on
 
 
 def test_plan_of_a_gather_is_no_ring() -> None:

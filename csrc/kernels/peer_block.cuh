@@ -43,7 +43,8 @@ __device__ __forceinline__ void store_access(void* base, int64_t index, uint4 va
   static_cast<uint4*>(base)[index] = value;
 }
 
-// Calls `body(index, valid)` for kBatch indices at a time of those that this thread has of `count`.
+// Calls `body(first, step)` for kBatch indices at a time, `step` apart, of those that this thread has
+// of `count`.
 template <class Body>
 __device__ __forceinline__ void for_each_batch(int64_t count, Body body) {
   const int64_t step = int64_t{gridDim.x} * kThreads;
