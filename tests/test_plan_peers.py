@@ -237,10 +237,10 @@ def test_plan_over_peers_is_for_the_ranks_of_one_host(op: Op, world: int) -> Non
 @pytest.mark.parametrize(
     ("op", "world", "tile_rows", "tiles"),
     [
-        (Op.GEMM_ALLREDUCE, 2, 258, 66048),
-        (Op.GEMM_REDUCESCATTER, 2, 258, 66048),
-        (Op.GEMM_ALLREDUCE, 4, 86, 66048),
-        (Op.GEMM_REDUCESCATTER, 8, 38, 68096),
+        (Op.GEMM_ALLREDUCE, 2, 258, 132096),  # the other rank's finished ones, too
+        (Op.GEMM_REDUCESCATTER, 2, 514, 131584),
+        (Op.GEMM_ALLREDUCE, 4, 172, 132096),
+        (Op.GEMM_REDUCESCATTER, 8, 74, 132608),
     ],
     ids=str,
 )
@@ -254,7 +254,7 @@ def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
         return plans.row_panels(problem, 1, kernel=kernel, transport="peer")
 
     expected = (
-        f"plan with the collective ring passes on {tiles} tiles, allowed are 65536, as each has a "
+        f"plan with the collective ring passes on {tiles} tiles, allowed are 131072, as each has a "
         "flag: take the transport nccl"
     )
     with pytest.raises(ValueError, match=expected):

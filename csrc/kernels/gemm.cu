@@ -49,8 +49,8 @@ bool gemm_sm90_supported(const GemmParams& params) {
     if (!is_aligned(source)) return false;
   }
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
-         is_aligned(params.mirror) && params.input_stride % kTmaElements == 0 &&
-         params.weight_stride % kTmaElements == 0 &&
+         is_aligned(params.mirror) && is_aligned(params.arriving) && is_aligned(params.collected) &&
+         params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
          (!row_major || params.output_stride % kTmaElements == 0);
 }
 

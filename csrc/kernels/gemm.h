@@ -33,11 +33,16 @@ struct GemmParams {
   void* more_outputs[kMaxMoreOutputs] = {};
   // Where every tile, or with kSplit each of the part that is computed last, is stored, too; or null.
   void* mirror = nullptr;
+  // Of two ranks that mirror to each other, or null: where the peer's mirror arrives, in own memory, and
+  // where the GEMM copies each of its tiles, once it has been announced. Of the same shape and stride.
+  const void* arriving = nullptr;
+  void* collected = nullptr;
   // For each part of the rows (else the first alone): row-major with the output's shape and stride, or
   // null: added to the product in fp32, before it is rounded.
   const void* sources[1 + kMaxMoreOutputs] = {};
   // What passes between the ranks' GEMMs: tiles of the first parts are announced to whoever adds them,
-  // those of the last parts are added to once they have been announced here.
+  // those of the last parts are added to once they have been announced here. Where something is
+  // collected, mirrored tiles are announced, too.
   PeerTiles peer_tiles;
   // Sources, a mirror or more outputs: where tiles are counted as they are taken, in own memory. Two
   // words, zero before and after.

@@ -12,8 +12,8 @@
 //
 // For peers (kPeers) there may be sources: a second producer warp loads their tiles, once the rank that
 // makes them has announced them, and the teams add them before they store. Tiles may be stored twice,
-// or each in the output of its rows' part. And as these GEMMs wait for one another, a third warp hands
-// the tiles out, instead of every CTA owning a share.
+// or each in the output of its rows' part; what a peer has stored here may be collected. And as these
+// GEMMs wait for one another, a third warp hands the tiles out, instead of every CTA owning a share.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,6 +34,7 @@
 #include "kernels/gemm_sm90_peers.h"
 #include "kernels/peer_spin.cuh"
 #include "kernels/signal.h"
+#include "kernels/tile_collector.cuh"
 #include "kernels/tile_feed.cuh"
 
 namespace overlap::kernels {
@@ -96,6 +97,9 @@ struct GemmSm90 {
   using LoadPipeline = typename Epilogue::LoadPipeline;  // of the source
   using StorePipeline = typename Epilogue::StorePipeline;
 
+  using Collector = TileCollector<Element, kTileN>;
+  struct NoCollector {};
+
   struct SharedStorage {
     struct Tensors {
       typename Epilogue::TensorStorage epilogue;
@@ -105,6 +109,7 @@ struct GemmSm90 {
     alignas(16) typename Epilogue::PipelineStorage load;
     alignas(16) typename TeamOrder::SharedStorage order;
     TileFeed::SharedStorage feed;
+    std::conditional_t<kPeers, typename Collector::SharedStorage, NoCollector> collector;
   };
 
   static constexpr int kMaxOutputs = kPeers ? 1 + kMaxMoreOutputs : 1;
@@ -124,6 +129,7 @@ struct GemmSm90 {
     int32_t* counters;
     PeerTiles peer_tiles;
     uint32_t* tiles_taken;
+    typename Collector::Params collector;
 
     CUTLASS_DEVICE plan::TileRowPlace place(int32_t tile_row) const {
       return plan::tile_row_place(order, rows, kTileM, tile_row);
@@ -138,6 +144,12 @@ struct GemmSm90 {
     }
     // Tiles between a rank's and those of the next rank that are added to it.
     CUTLASS_DEVICE int32_t part_tiles() const { return rows.part_tile_rows * order.tiles_n; }
+    CUTLASS_DEVICE bool collects() const { return kPeers && collector.rows != 0; }
+    // Whether another rank waits for a tile of this row.
+    CUTLASS_DEVICE bool is_announced(int32_t tile_row) const {
+      return peer_tiles.announce != nullptr &&
+             (collects() || tile_row < order.tiles_m - rows.part_tile_rows);
+    }
     // The number of a tile's flag: parts in the order in which they are computed.
     CUTLASS_DEVICE int32_t flag(const plan::TileCoord& coord) const {
       return coord.row * order.tiles_n + coord.column;
@@ -316,6 +328,10 @@ struct GemmSm90 {
         store.mirror_ = *mirror.tma_store_d.get_tma_descriptor();
         store.mirrored_ = true;
       }
+      if (gemm.collected != nullptr) {
+        params.collector = Collector::make_params(gemm.arriving, gemm.collected,
+                                                  gemm.rows.part_rows, n, gemm.output_stride);
+      }
     }
     return params;
   }
@@ -371,6 +387,30 @@ struct GemmSm90 {
                             tiled_mma, lane, shared.tensors.epilogue);
     }
     Epilogue(params.epilogue[0], shared.tensors.epilogue).load_tail(pipeline, state);
+  }
+
+  // The peer's tiles, in the order in which it makes them: of those, every grid-th cluster tile is this
+  // cluster's. One thread of its second CTA takes them all but, so that the last ones are not waited for
+  // twice as long, one of the last two: that is the first CTA's, whose thread has loaded sources until then.
+  // No GEMM waits for this.
+  CUTLASS_DEVICE static void collect(const Params& params, SharedStorage& shared) {
+    static_assert(kClusterM == 2);
+    const auto cta = static_cast<int32_t>(cute::block_rank_in_cluster());
+    const auto grid = static_cast<int32_t>(gridDim.x);
+    const int32_t end = params.order.num_tiles();
+    const uint64_t number = *params.peer_tiles.calls + 1;
+    typename Collector::Copier copier(params.collector, shared.collector);
+    for (int32_t first = end - params.part_tiles() + static_cast<int32_t>(blockIdx.x) - cta;
+         first < end; first += grid) {
+      const bool last = first + grid >= end;
+      if (cta == 0 && !last) continue;
+      for (int32_t row = last ? cta : 0; row <= cta; ++row) {
+        const plan::TileCoord coord = plan::tile_coord(params.order, first + row);
+        wait_for_tile(params.peer_tiles, params.flag(coord), number);
+        copier.copy(params.place(coord.row).output_row * kTileM, kTileM, coord.column * kTileN);
+      }
+    }
+    copier.finish();
   }
 
   CUTLASS_DEVICE static void feed(const Params& params, SharedStorage& shared, int32_t first) {
@@ -465,8 +505,7 @@ struct GemmSm90 {
         __syncwarp();
       }
       if constexpr (kPeers) {
-        if (params.peer_tiles.announce != nullptr && thread < cutlass::NumThreadsPerWarp &&
-            step.coord.row < params.order.tiles_m - params.rows.part_tile_rows) {
+        if (thread < cutlass::NumThreadsPerWarp && params.is_announced(step.coord.row)) {
           announce(params, step);
         }
       }
@@ -533,7 +572,10 @@ struct GemmSm90 {
       // The warps of the teams, the one that reads for loads, and the one that loads sources.
       constexpr int kTeamWarps = kTeams * kTeamThreads / cutlass::NumThreadsPerWarp;
       const int readers = kTeamWarps + 1 + (params.sources != 0 ? 1 : 0);
-      if (threadIdx.x == 0) TileFeed::init(shared.feed, kClusterM, readers);
+      if (threadIdx.x == 0) {
+        Collector::init(shared.collector);
+        TileFeed::init(shared.feed, kClusterM, readers);
+      }
     }
 
     // Barriers of both CTAs are initialised before either uses the other's.
@@ -548,6 +590,11 @@ struct GemmSm90 {
         if (warp_in_group == kPlaceWarp) place_ahead(params, shared);
         if (warp_in_group == kSourceWarp && params.sources != 0) {
           produce_sources(params, shared, load_pipeline);
+        }
+        // Of each CTA the warp that has time.
+        const int collects = cute::block_rank_in_cluster() == 0 ? kSourceWarp : kFeedWarp;
+        if (params.collects() && warp_in_group == collects && cutlass::canonical_lane_idx() == 0) {
+          collect(params, shared);
         }
       }
     } else {

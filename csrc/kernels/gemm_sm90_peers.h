@@ -54,7 +54,9 @@ struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
 namespace overlap::kernels {
 
 // An epilogue as the builder makes it, but with another bulk store, and with memory for the source of its
-// own: so that only tiles that have one take part in its pipeline.
+// own: so that only tiles that have one take part in its pipeline. Of two stages: fewer leave memory to the
+// collector.
+inline constexpr int kSourceStages = 2;
 template <class Epilogue, class Store>
 struct WithStore;
 template <int kStagesC, int kStagesD, int kFragment, bool kReuse, bool kDelay, class Tile,
@@ -68,7 +70,7 @@ struct WithStore<
         WriteD, AtomC, RegisterD>,
     Store> {
   using Policy =
-      cutlass::epilogue::Sm90TmaWarpSpecialized<kStagesC, kStagesD, kFragment, false, kDelay>;
+      cutlass::epilogue::Sm90TmaWarpSpecialized<kSourceStages, kStagesD, kFragment, false, kDelay>;
   using type =
       cutlass::epilogue::collective::CollectiveEpilogue<Policy, Tile, EpilogueTile, C, StrideC, D,
                                                         StrideD, Fusion, LoadC, LayoutC, ReadC,

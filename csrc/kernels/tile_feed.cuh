@@ -18,6 +18,7 @@ struct TileFeed {
   static constexpr uint32_t kHalf = 8;  // entries; a half of the ring is given back at a time
   static constexpr uint32_t kSlots = 2 * kHalf;
   static constexpr int32_t kEnd = -1;
+  static constexpr int kWarpThreads = 32;
 
   struct alignas(8) Entry {
     int32_t index = kEnd;  // of the cluster's first tile
@@ -50,7 +51,7 @@ struct TileFeed {
     init_barrier(&shared.read[1], cluster_size * readers);
     init_barrier(&shared.begun, cluster_size);
     init_barrier(&shared.ahead_full, 1);
-    init_barrier(&shared.ahead_empty, 1);
+    init_barrier(&shared.ahead_empty, kWarpThreads);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     expect_entry(shared, 0);
   }
@@ -99,7 +100,7 @@ struct TileFeed {
   __device__ __forceinline__ static void put_ahead(SharedStorage& shared, uint32_t turn,
                                                    Place place) {
     wait(&shared.ahead_empty, turn % 2 ^ 1);
-    if (threadIdx.x % 32 == 0) {
+    if (threadIdx.x % kWarpThreads == 0) {
       shared.ahead = place;
       arrive(&shared.ahead_full);
     }
@@ -110,8 +111,7 @@ struct TileFeed {
   __device__ __forceinline__ static Place take_ahead(SharedStorage& shared, uint32_t turn) {
     wait(&shared.ahead_full, turn % 2);
     const Place place = shared.ahead;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&shared.ahead_empty);
+    arrive(&shared.ahead_empty);
     return place;
   }
 
@@ -127,7 +127,7 @@ struct TileFeed {
       wait(&shared_.full[turn_ % kSlots], turn_ / kSlots % 2);
       const Entry entry = shared_.entries[turn_ % kSlots];
       __syncwarp();
-      if (threadIdx.x % 32 == 0) {
+      if (threadIdx.x % kWarpThreads == 0) {
         if (begins_) {
           expect_entry(shared_, (turn_ + 1) % kSlots);
           if (entry.index != kEnd) arrive_at_first_cta(&shared_.begun);

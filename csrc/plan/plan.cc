@@ -215,9 +215,16 @@ int64_t direct_piece_bytes(const Plan& plan) {
   return round_up_div(round_up_div(bytes, problem.world_size), kAccess) * kAccess;
 }
 
+bool ring_collects(const Plan& plan) {
+  constexpr int64_t kAccess = 16;
+  const Problem& problem = plan.problem;
+  return problem.op == Op::kGemmAllReduce && problem.world_size == 2 && plan.chunks.size() == 1 &&
+         problem.n * element_bytes(problem.dtype) % kAccess == 0;
+}
+
 int64_t ring_tiles(const Plan& plan) {
   const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
-  return tiles - tiles / row_parts(plan);
+  return ring_collects(plan) ? tiles : tiles - tiles / row_parts(plan);
 }
 
 int64_t peer_slot_bytes(const Plan& plan) {

@@ -140,8 +140,12 @@ bool over_peers(const Plan& plan);
 // more of the operands in L2.
 inline constexpr int32_t kBandRows = 16;
 
+// Whether the GEMMs of a ring's two ranks collect each other's finished tiles, too; else what is
+// finished travels in chunks, or behind the GEMM.
+bool ring_collects(const Plan& plan);
+
 // Tiles that a ring passes on, at most: each has a flag.
-inline constexpr int64_t kMaxRingTiles = int64_t{1} << 16;
+inline constexpr int64_t kMaxRingTiles = int64_t{1} << 17;
 int64_t ring_tiles(const Plan& plan);
 
 // Bytes of each rank's slot for what peers send it in one call, over peers.

@@ -14,8 +14,8 @@
 //
 // ring: the rows are cut into the ranks' parts. In each phase a rank computes one part, adds the
 // partial sums that came from the rank before, and stores into the memory of the rank behind; in the
-// last phase it computes its own part, which an all-reduce passes on: at once, or in chunks. All phases
-// are one launch, which announces each tile and waits for each [B].
+// last phase it computes its own part, which an all-reduce passes on: tile by tile between two ranks, else
+// at once, or in chunks. All phases are one launch, which announces each tile and waits for each [B].
 //
 //   caller | GEMM: part r - 1 -> rank r + 1, then r - 2 + what came ..., then r + what came | gather |
 //   side   |                              in chunks: wait [A] for those of part r, signal [B] | ^

@@ -1,7 +1,7 @@
 // Reductions over memory that the ranks map into each other: no SM is given up to communication. The
 // GEMM, one launch for all phases, sends partial sums by its epilogue's stores (as they are on their
-// way, it goes on), announces each tile, and waits for each tile that it adds; an all-reduce's final
-// rows are sent by the epilogue between two ranks, and by copy engines between more.
+// way, it goes on), announces each tile, and waits for each tile that it adds. Between two ranks it also
+// sends and collects an all-reduce's final rows; between more, copy engines send them.
 #include <algorithm>
 
 #include "kernels/peer_collective.h"
@@ -26,7 +26,9 @@ class RingLoop : ExecutorLoop {
         part_rows_(plan::part_rows(plan_)),
         row_bytes_(plan_.problem.n * element_bytes_),
         part_bytes_(part_rows_ * row_bytes_),
-        by_chunk_(sends_on_ && (chunks_ > 1 || row_bytes_ % kernels::kPeerAccessBytes != 0)) {}
+        collects_(plan::ring_collects(plan_)),
+        by_chunk_(sends_on_ && !collects_ &&
+                  (chunks_ > 1 || row_bytes_ % kernels::kPeerAccessBytes != 0)) {}
 
   void run() {
     const bool hears_all = sends_on_ || ranks_ == 2;
@@ -68,7 +70,7 @@ class RingLoop : ExecutorLoop {
     if (call_.bias != nullptr) add_bias();
   }
 
-  // In an all-reduce, all finished parts after the GEMM.
+  // In an all-reduce between more than two ranks, all finished parts after the GEMM.
   void finish_at_once() {
     compute();
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
@@ -76,15 +78,19 @@ class RingLoop : ExecutorLoop {
       trace_->ready[chunk]->record(stream_);
       trace_->begin[chunk]->record(stream_);
     }
-    if (sends_on_) {
-      if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
-      if (!mirrors()) push({0, part_rows_}, stream_);
+    if (sends_on_ && delay_us_ > 0) {
+      check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
+    }
+    if (collects_) {
+      if (!call_.signals) collect();
+    } else if (sends_on_) {
+      push({0, part_rows_}, stream_);
       gather();
     }
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
       trace_->finish[chunk]->record(stream_);
     }
-    if (!sends_on_) release_slot();
+    if (collects_ || !sends_on_) release_slot();
     if (call_.bias != nullptr) add_bias();
   }
 
@@ -129,9 +135,21 @@ class RingLoop : ExecutorLoop {
     call_.library_phase({part * part_rows_, (part + 1) * part_rows_}, source(phase), place);
     if (last) return;
     copy(destination(phase), place, part_bytes_, stream_);
+    meet(phase);
+  }
+
+  // Announces and awaits all tiles of a phase.
+  void meet(int phase) {
     const int64_t first = phase * part_tiles();
     check_cuda(kernels::meet_tiles(peer_tiles(), first, part_tiles(), first, part_tiles(), stream_),
                "launching a signal and a wait");
+  }
+
+  // What the GEMM does with finished parts where it signals.
+  void collect() {
+    push({0, part_rows_}, stream_);
+    meet(ranks_ - 1);
+    copy(other_rows(), finished(rank_, 1 - rank_), part_bytes_, stream_);
   }
 
   // All phases in one launch, which announces and awaits single tiles.
@@ -151,6 +169,10 @@ class RingLoop : ExecutorLoop {
     gemm.order = order();
     gemm.counters = counts() ? call_.counters : nullptr;
     if (mirrors()) gemm.mirror = finished(1 - rank_, rank_);
+    if (collects_) {
+      gemm.arriving = finished(rank_, 1 - rank_);
+      gemm.collected = other_rows();
+    }
     gemm.peer_tiles = peer_tiles();
     gemm.tiles_taken = peers_->tiles_taken(peer_call_);
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
@@ -277,6 +299,9 @@ class RingLoop : ExecutorLoop {
            row * row_bytes_;
   }
 
+  // Of two ranks, the other one's part in the output.
+  char* other_rows() const { return static_cast<char*>(call_.output) + (1 - rank_) * part_bytes_; }
+
   // Where `part`, finished, arrives in the memory of `rank`.
   char* finished(int rank, int part) const {
     return peers_->slot(peer_call_, rank) + (ranks_ - 1 + part) * part_bytes_;
@@ -290,7 +315,8 @@ class RingLoop : ExecutorLoop {
   const int64_t part_rows_;
   const int64_t row_bytes_;
   const int64_t part_bytes_;
-  const bool by_chunk_;  // finished rows travel in chunks, else in one kernel after the GEMM
+  const bool collects_;  // finished rows travel tile by tile
+  const bool by_chunk_;  // or in chunks; else in one kernel after the GEMM
 };
 
 }  // namespace

@@ -24,8 +24,8 @@ namespace overlap::runtime {
 //   flags of rank r, one of each kind for every rank, written by that rank:
 //     arrived    rows that are final have been copied here
 //     ended      that rank has read all that was written to its slot for a call
-//   and, for collectives in one kernel, one for each of its blocks; for a ring, one for each tile of
-//   partial sums that the previous rank has stored
+//   and, for collectives in one kernel, one for each of its blocks; for a ring, one for each tile
+//   that the previous rank has stored
 class Peers {
  public:
   enum class Flag : int { kArrived = 0, kEnded = 1 };

@@ -53,13 +53,15 @@ class RingCase {
         shape_(shape),
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
+        collects_(mirrors && chunks == 1),
         input_stride_(shape.k + 8),
         weight_stride_((k_contiguous ? shape.k : shape.n) + 8),
         output_stride_(shape.n + 16),
         name_("ring of " + std::to_string(ranks) + " ranks, parts of " +
               std::to_string(shape.part_rows) + " x " + std::to_string(shape.n) +
               ", k = " + std::to_string(shape.k) + (k_contiguous ? "" : ", weight along n") +
-              (mirrors ? ", mirrored" : "") + ", " + std::to_string(chunks) + " chunks") {
+              (mirrors ? ", mirrored" : "") + (collects_ ? " and collected, " : ", ") +
+              std::to_string(chunks) + " chunks") {
     make_order(chunks);
     CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
     *report_ = {};
@@ -117,6 +119,7 @@ class RingCase {
           weight((ring.k_contiguous_ ? ring.shape_.n : ring.shape_.k) * ring.weight_stride_),
           output(ring.part_elements()),
           mirrored(ring.part_elements()),
+          collected(ring.part_elements()),
           flags(ring.passed_tiles() + kSpareFlags),
           calls(1),
           tiles_taken(2),
@@ -134,6 +137,7 @@ class RingCase {
 
     Buffer<T> input, weight, output;
     Buffer<T> mirrored;                               // where the peer stores its own part, too
+    Buffer<T> collected;                              // and where it is copied
     std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
     Buffer<uint64_t> flags, calls;
     Buffer<uint32_t> tiles_taken;
@@ -182,7 +186,9 @@ class RingCase {
   }
 
   int64_t part_elements() const { return 2 * kGuard + shape_.part_rows * output_stride_; }
-  int64_t passed_tiles() const { return int64_t{ranks_ - 1} * part_tile_rows_ * order_.tiles_n; }
+  int64_t passed_tiles() const {
+    return int64_t{ranks_ - (collects_ ? 0 : 1)} * part_tile_rows_ * order_.tiles_n;
+  }
   Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
   // What the part is after `hop` more ranks have added to it, the first of them the one behind its owner.
   const T* reference(int part, int hop) const {
@@ -240,6 +246,10 @@ class RingCase {
       if (phase > 0) gemm.sources[part] = own.partial[place - 1]->data() + kGuard;
     }
     if (mirrors_) gemm.mirror = next.mirrored.data() + kGuard;
+    if (collects_) {
+      gemm.arriving = own.mirrored.data() + kGuard;
+      gemm.collected = own.collected.data() + kGuard;
+    }
     gemm.peer_tiles.announce = next.flags.data();
     gemm.peer_tiles.arrived = own.flags.data();
     gemm.peer_tiles.calls = own.calls.data();
@@ -257,6 +267,7 @@ class RingCase {
     for (const auto& memory : memory_) {
       memory->output.poison(nullptr);
       memory->mirrored.poison(nullptr);
+      memory->collected.poison(nullptr);
       for (const auto& partial : memory->partial) partial->poison(nullptr);
       memory->counters.zero(nullptr);
     }
@@ -309,6 +320,9 @@ class RingCase {
     if (mirrors_) {
       expect_part(own.mirrored, reference(1 - rank, ranks_ - 1), what + ", the peer's part");
     }
+    if (collects_) {
+      expect_part(own.collected, reference(1 - rank, ranks_ - 1), what + ", the collected part");
+    }
     expect_words(own.flags, passed_tiles(), calls_, what + ": flags");
     expect_words(own.flags, kSpareFlags, kFirstCalls, what + ": flags", passed_tiles());
     expect_words(own.tiles_taken, 2, uint32_t{0}, what + ": tiles taken");
@@ -322,6 +336,7 @@ class RingCase {
   const RingShape shape_;
   const bool k_contiguous_;
   const bool mirrors_;
+  const bool collects_;
   const int64_t input_stride_, weight_stride_, output_stride_;
   const std::string name_;
   int32_t part_tile_rows_ = 0;
