@@ -234,12 +234,22 @@ def test_predict_slow_link_hides_latency_and_dislikes_many_ctas(kind, ctas, lane
     assert prediction.total_us == pytest.approx(gemm + WAIT + call + FORK_JOIN)
 
 
-def gather_launch_us(machine: Machine, k: int, tiles: int, left: int = 16) -> float:
-    """One launch of an all-gather's GEMM: whole rounds of tiles on the SMs that are left."""
-    at_once = machine.sm_count - left
+def gather_launches_us(
+    machine: Machine, k: int, arriving: list[int], left: int = 16
+) -> list[float]:
+    """Each launch of an all-gather's GEMM: whole rounds of the tiles that are there, on the SMs that are left; and
+    the last one, of all that remain, on all SMs."""
     tile_us = 2 * 128 * 128 * k / (machine.sm_gflops * 1e3)
-    slower = BESIDE_GATHER * (at_once / machine.sm_count) ** (1 - FEWER_SMS_EXPONENT)
-    return GEMM_START + math.ceil(tiles / at_once) * tile_us * slower
+    times, there = [], 0
+    for i, count in enumerate(arriving):
+        last = i == len(arriving) - 1
+        at_once = machine.sm_count - (0 if last else left)
+        there += count
+        rounds = math.ceil(there / at_once) if last else max(1, there // at_once)
+        slower = BESIDE_GATHER * (at_once / machine.sm_count) ** (1 - FEWER_SMS_EXPONENT)
+        times.append(GEMM_START + rounds * tile_us * slower if there > 0 else 0.0)
+        there = max(0, there - rounds * at_once)
+    return times
 
 
 @pytest.mark.parametrize("kind", GATHERS)
@@ -249,7 +259,8 @@ def gather_launch_us(machine: Machine, k: int, tiles: int, left: int = 16) -> fl
 def test_predict_gather_computes_own_rows_then_what_arrives(kind, ctas, heights, k) -> None:
     machine = hopper(windows=True)
     plan = make(kind, heights, problem=big(k=k), max_ctas=ctas)
-    own = gather_launch_us(machine, k, 64 * 64 // 2)
+    tiles = [height * 64 // 2 for height in heights]
+    own, *launches = gather_launches_us(machine, k, [64 * 64 // 2, *tiles])
     now = max(FORK_JOIN + own, FIRST_ISSUE + ISSUE * len(heights))
     gemm, busy, arrived = own, 0.0, 0.0
     for i, height in enumerate(heights):
@@ -258,9 +269,8 @@ def test_predict_gather_computes_own_rows_then_what_arrives(kind, ctas, heights,
         call = call_us(kind, machine, bytes_, ctas)
         busy += call
         arrived = max(FORK_JOIN, arrived, FIRST_ISSUE + ISSUE * i) + copied + call
-        launch = gather_launch_us(machine, k, height * 64 // 2)
-        gemm += launch
-        now = max(now, arrived + FORK_JOIN) + launch
+        gemm += launches[i]
+        now = max(now, arrived + FORK_JOIN) + launches[i]
     prediction = plans.predict(plan, machine)
     assert prediction.gemm_us == pytest.approx(gemm)
     assert prediction.communication_us == pytest.approx(busy)
@@ -272,7 +282,7 @@ def test_predict_gather_leaves_out_this_ranks_rows(world: int) -> None:
     machine = hopper(windows=True)
     plan = make("window gather", 1, problem=big(world_size=world))
     tiles = 64 * 64 // world
-    launches = [gather_launch_us(machine, 7168, count) for count in (tiles, 64 * 64 - tiles)]
+    launches = gather_launches_us(machine, 7168, [tiles, 64 * 64 - tiles])
     assert plans.predict(plan, machine).gemm_us == pytest.approx(sum(launches))
 
 

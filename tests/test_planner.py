@@ -131,7 +131,8 @@ def test_planner_sends_parts_one_way_in_windows_where_they_work(op, world, machi
     kinds = {(p.resources.window, p.collective, p.layout) for p in found}
     assert kinds == {(window, COLLECTIVES[op], Layout.ROW_MAJOR)}
     assert {p.resources.lanes for p in found} == {1, 2} or not window
-    assert min(len(p.chunks) for p in found) >= 2
+    # The own rows' tiles may hide all of a gather; nothing hides a reduction of one chunk.
+    assert min(len(p.chunks) for p in found) >= (1 if op == Op.ALLGATHER_GEMM else 2)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
@@ -313,7 +314,7 @@ def test_planner_overlaps_training_shapes_one_way(op, m, nk, latency, gbps) -> N
     plan = plans.make_plan(problem, machine)
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.resources.window
-    chunks = (2, 4) if op == Op.ALLGATHER_GEMM else (6, 16)
+    chunks = (1, 4) if op == Op.ALLGATHER_GEMM else (6, 16)
     assert chunks[0] <= len(plan.chunks) <= chunks[1]
 
 

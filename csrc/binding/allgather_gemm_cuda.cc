@@ -35,6 +35,7 @@ AllGatherGemmResult run_overlapped(const OpCall& call, const CudaCall& cuda) {
     result.outputs.push_back(at::empty({problem.m, weight.size(0)}, options));
     runtime::ConsumeCall::Gemm gemm;
     gemm.params = gemm_params(input, weight, cuda);
+    gemm.params.m = problem.m;
     gemm.params.output = result.outputs.back().data_ptr();
     // The kernels add no bias, the framework's GEMM does.
     gemm.fast = !call.biases[i].has_value() && weight.size(0) > 0 &&

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/gather_rounds.h"
 #include "plan/plan.h"
 #include "plan/planner.h"
 
@@ -315,6 +316,62 @@ void bind_plan(py::module_& m) {
                       }));
 }
 
+py::list launch_tuples(const std::vector<plan::GatherLaunch>& launches) {
+  py::list result;
+  for (const plan::GatherLaunch& launch : launches) {
+    result.append(py::make_tuple(launch.first_tile, launch.end_tile, launch.at_once));
+  }
+  return result;
+}
+
+void check_gather(const Plan& plan) {
+  plan::validate(plan);
+  if (plan.problem.op != Op::kAllGatherGemm || plan.schedule != Schedule::kOverlapped) {
+    throw py::value_error("the launches are those of overlapped plans of allgather_gemm, not of " +
+                          plan.to_string());
+  }
+}
+
+void bind_gather(py::module_& m) {
+  m.def(
+      "gather_launches",
+      [](const std::vector<int32_t>& arriving, int32_t cluster_m, int32_t beside, int32_t alone) {
+        return launch_tuples(plan::gather_launches(arriving, cluster_m, beside, alone));
+      },
+      py::arg("arriving"), py::arg("cluster_m"), py::arg("beside"), py::arg("alone"),
+      "(first tile, end tile, tiles at a time) of each launch of an all-gather's GEMM; `arriving`: "
+      "the tiles that can be computed before each, beyond those before.");
+  m.def(
+      "plan_gather_launches",
+      [](const Plan& plan, int32_t sm_count) {
+        check_gather(plan);
+        return launch_tuples(plan::gather_launches(plan, sm_count));
+      },
+      py::arg("plan"), py::arg("sm_count"), "The same of a plan.");
+  m.def(
+      "gather_rows",
+      [](const Plan& plan, int64_t columns, int32_t rank) {
+        check_gather(plan);
+        check_index("rank", rank, plan.problem.world_size);
+        const TileOrder order = plan::gather_order(plan, columns);
+        plan::RowMap map;
+        map.mode = plan::RowMap::Mode::kGather;
+        map.part_rows = static_cast<int32_t>(plan::part_rows(plan));
+        map.own_part = rank;
+        py::list rows;
+        for (int32_t index = 0; index < order.num_tiles(); ++index) {
+          const TileCoord coord = plan::tile_coord(order, index);
+          const plan::TileRowPlace place = plan::tile_row_place(order, map, plan.tile_m, coord.row);
+          rows.append(py::make_tuple(plan::tile_chunk(order, index), coord.column, place.own_input,
+                                     place.input_row, place.output_part, place.output_row));
+        }
+        return rows;
+      },
+      py::arg("plan"), py::arg("columns"), py::arg("rank"),
+      "(arrival, column, whether of the own input, input row, output part, tile row in it) of each "
+      "tile of a weight of so many columns, in the order of the rank's GEMM.");
+}
+
 void bind_planner(py::module_& m) {
   py::class_<KernelShape>(m, "KernelShape", "Tile shape and cluster of a kernel.")
       .def(py::init([](int32_t tile_m, int32_t tile_n, int32_t cluster_m) {
@@ -377,6 +434,7 @@ void bind_planner(py::module_& m) {
       "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's rows "
       "and "
       "stores them where they go; else the framework's computes all and a kernel sends them.");
+  bind_gather(m);
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
         py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,

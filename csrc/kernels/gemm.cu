@@ -48,9 +48,10 @@ bool gemm_sm90_supported(const GemmParams& params) {
   for (const void* source : params.sources) {
     if (!is_aligned(source)) return false;
   }
-  return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
-         is_aligned(params.mirror) && is_aligned(params.arriving) && is_aligned(params.collected) &&
-         params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
+  return is_aligned(params.input) && is_aligned(params.own_input) && is_aligned(params.weight) &&
+         is_aligned(params.output) && is_aligned(params.mirror) && is_aligned(params.arriving) &&
+         is_aligned(params.collected) && params.input_stride % kTmaElements == 0 &&
+         params.weight_stride % kTmaElements == 0 &&
          (!row_major || params.output_stride % kTmaElements == 0);
 }
 
@@ -64,9 +65,18 @@ GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peer
 }
 #endif
 
+// The instances for peers hand out all tiles, of one input.
+bool input_supported(const GemmParams& params) {
+  const bool gathers = params.rows.mode == plan::RowMap::Mode::kGather;
+  if (gathers != (params.own_input != nullptr)) return false;
+  const bool whole = params.first_tile == 0 && params.tiles_end() == params.order.num_tiles();
+  return !for_peers(params) || (!gathers && whole);
+}
+
 }  // namespace
 
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
+  if (!input_supported(params)) return false;
   switch (kernel) {
 #if defined(OVERLAP_WITH_SM80)
     case plan::Kernel::kSm80:

@@ -20,8 +20,10 @@ struct GemmParams {
   int64_t k = 0;
   plan::DType dtype = plan::DType::kBFloat16;
 
-  const void* input = nullptr;   // [m, k], contiguous along k
-  int64_t input_stride = 0;      // elements between rows
+  const void* input = nullptr;  // [m, k], contiguous along k
+  int64_t input_stride = 0;     // elements between rows
+  // With rows of mode kGather, the own part's: [part_rows, k], of the same stride.
+  const void* own_input = nullptr;
   const void* weight = nullptr;  // [n, k]
   int64_t weight_stride = 0;  // elements between the vectors along the dim that is not contiguous
   bool weight_k_contiguous = true;  // false: contiguous along n
@@ -53,14 +55,20 @@ struct GemmParams {
   plan::RowMap rows;  // row-major: where tile rows lie in input and output
 
   plan::TileOrder order;
+  // The tiles that this launch computes, one or more of whole clusters: [first_tile, end_tile) in the
+  // order's index, by default all. Part of them only without sources, mirror and more outputs.
+  int32_t first_tile = 0;
+  int32_t end_tile = -1;  // -1: the order's end
   int32_t* counters =
       nullptr;                 // one per chunk, zeroed earlier on the same stream; null: no signals
   int32_t ctas = 0;            // size of the persistent grid
   int32_t smem_pad_bytes = 0;  // shared memory added to each CTA
+
+  int32_t tiles_end() const { return end_tile < 0 ? order.num_tiles() : end_tile; }
 };
 
 // Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned
-// pointers and strides; a source or more outputs only with kSm90Pingpong.
+// pointers and strides; a source or more outputs only with kSm90Pingpong, and without own_input.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
 // Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.

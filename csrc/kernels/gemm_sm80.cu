@@ -49,9 +49,11 @@ struct Instance {
   static constexpr int kThreads = 32 * Mma::WarpCount::kCount;
 
   struct Params {
-    int32_t m;
+    int32_t m;  // rows of the input
     int32_t n;
     int32_t k;
+    int32_t first_tile;
+    int32_t end_tile;
     bool packed;
     int32_t parts;
     int32_t part;
@@ -59,6 +61,7 @@ struct Instance {
     int64_t part_elements;  // of the output, from one part to the next
     int32_t output_rows;    // of a part
     Element* input;
+    Element* own_input;
     Element* weight;
     Element* output;
     int32_t* counters;
@@ -84,17 +87,18 @@ __global__ void __launch_bounds__(Instance<Element, LayoutB>::kThreads, 2)
   const int warp = cutlass::canonical_warp_idx_sync();
   const int lane = thread % 32;
   const int k_steps = (params.k + Mma::Shape::kK - 1) / Mma::Shape::kK;
-  const int32_t num_tiles = params.order.num_tiles();
 
-  for (int32_t index = static_cast<int32_t>(blockIdx.x); index < num_tiles;
-       index += static_cast<int32_t>(gridDim.x)) {
+  for (int32_t index = params.first_tile + static_cast<int32_t>(blockIdx.x);
+       index < params.end_tile; index += static_cast<int32_t>(gridDim.x)) {
     const plan::TileCoord tile = plan::tile_coord(params.order, index);
     const plan::TileRowPlace place =
         plan::tile_row_place(params.order, params.rows, kGemmSm80TileM, tile.row);
     const int column = tile.column * kGemmSm80TileN;
 
-    typename Mma::IteratorA input(params.input_access, params.input, {params.m, params.k}, thread,
-                                  {place.input_row, 0});
+    typename Mma::IteratorA input(params.input_access,
+                                  place.own_input ? params.own_input : params.input,
+                                  {place.own_input ? params.rows.part_rows : params.m, params.k},
+                                  thread, {place.input_row, 0});
     typename Mma::IteratorB weight(params.weight_access, params.weight, {params.k, params.n},
                                    thread, {0, column});
     typename Mma::FragmentC accumulators;
@@ -198,6 +202,8 @@ cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
       .m = static_cast<int32_t>(params.m),
       .n = static_cast<int32_t>(params.n),
       .k = static_cast<int32_t>(params.k),
+      .first_tile = params.first_tile,
+      .end_tile = params.tiles_end(),
       .packed = packed,
       .parts = params.parts,
       .part = params.part,
@@ -206,6 +212,7 @@ cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
       .output_rows = output_rows(params),
       // CUTLASS's input iterators take pointers to non-const and only read.
       .input = static_cast<Element*>(const_cast<void*>(params.input)),
+      .own_input = static_cast<Element*>(const_cast<void*>(params.own_input)),
       .weight = static_cast<Element*>(const_cast<void*>(params.weight)),
       .output = static_cast<Element*>(params.output),
       .counters = params.counters,
@@ -215,7 +222,7 @@ cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
       .order = params.order,
   };
   void* arguments[] = {&kernel_params};
-  const int grid = std::min(params.ctas, params.order.num_tiles());
+  const int grid = std::min(params.ctas, params.tiles_end() - params.first_tile);
   return cudaLaunchKernel(gemm_sm80_kernel<Element, LayoutB>, dim3(grid), dim3(I::kThreads),
                           arguments, static_cast<size_t>(bytes), stream);
 }
@@ -269,9 +276,9 @@ bool gemm_sm80_supported(const GemmParams& params) {
   const bool packed = params.layout == plan::Layout::kPacked;
   return (params.dtype == plan::DType::kBFloat16 || params.dtype == plan::DType::kFloat16) &&
          fits(params.m) && fits(params.n) && fits(params.k) && aligned_pointer(params.input) &&
-         aligned_pointer(params.weight) && aligned_pointer(params.output) &&
-         aligned_count(params.k) && aligned_count(params.input_stride) &&
-         aligned_count(params.weight_stride) &&
+         aligned_pointer(params.own_input) && aligned_pointer(params.weight) &&
+         aligned_pointer(params.output) && aligned_count(params.k) &&
+         aligned_count(params.input_stride) && aligned_count(params.weight_stride) &&
          (params.weight_k_contiguous || aligned_count(params.n)) &&
          (packed || (aligned_count(params.n) && aligned_count(params.output_stride)));
 }

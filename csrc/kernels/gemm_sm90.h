@@ -98,7 +98,7 @@ struct GemmSm90 {
   using StorePipeline = typename Epilogue::StorePipeline;
 
   using Collector = TileCollector<Element, kTileN>;
-  struct NoCollector {};
+  struct Nothing {};
 
   struct SharedStorage {
     struct Tensors {
@@ -109,13 +109,15 @@ struct GemmSm90 {
     alignas(16) typename Epilogue::PipelineStorage load;
     alignas(16) typename TeamOrder::SharedStorage order;
     TileFeed::SharedStorage feed;
-    std::conditional_t<kPeers, typename Collector::SharedStorage, NoCollector> collector;
+    std::conditional_t<kPeers, typename Collector::SharedStorage, Nothing> collector;
   };
 
   static constexpr int kMaxOutputs = kPeers ? 1 + kMaxMoreOutputs : 1;
 
   struct Params {
     typename Mainloop::Params mainloop;
+    // The same with the input of the own part's rows.
+    std::conditional_t<kPeers, Nothing, typename Mainloop::Params> own_mainloop;
     typename Epilogue::Params epilogue[kMaxOutputs];  // of each output
     uint32_t sources;                                 // bit mask of the outputs that have one
     ProblemShape gemm_shape;                          // of the operands
@@ -126,6 +128,8 @@ struct GemmSm90 {
     int32_t part;
     plan::RowMap rows;
     plan::TileOrder order;
+    int32_t first_tile;
+    int32_t end_tile;
     int32_t* counters;
     PeerTiles peer_tiles;
     uint32_t* tiles_taken;
@@ -163,23 +167,24 @@ struct GemmSm90 {
     int32_t sources = 0;  // tiles with a source that come before
   };
 
-  // Tiles of one CTA: every grid-th cluster tile, this CTA's row of it.
+  // Tiles of one CTA: every grid-th cluster tile of the launch's, this CTA's row of it.
   class OwnedTiles {
    public:
     CUTLASS_DEVICE OwnedTiles(const Params& params, SharedStorage&, int turn, int step,
                               bool = false)
-        : order_(params.order),
-          index_(static_cast<int32_t>(blockIdx.x) + turn * static_cast<int32_t>(gridDim.x)),
+        : params_(params),
+          index_(params.first_tile + static_cast<int32_t>(blockIdx.x) +
+                 turn * static_cast<int32_t>(gridDim.x)),
           step_(step * static_cast<int32_t>(gridDim.x)) {}
     CUTLASS_DEVICE bool next(Step& step) {
-      if (index_ >= order_.num_tiles()) return false;
-      step = {index_, plan::tile_coord(order_, index_)};
+      if (index_ >= params_.end_tile) return false;
+      step = {index_, plan::tile_coord(params_.order, index_)};
       index_ += step_;
       return true;
     }
 
    private:
-    const plan::TileOrder& order_;
+    const Params& params_;
     int32_t index_;
     const int32_t step_;
   };
@@ -206,18 +211,18 @@ struct GemmSm90 {
   using Tiles = std::conditional_t<kPeers, FedTiles, OwnedTiles>;
 
   // Where the operands of this CTA's tiles begin.
-  static CUTLASS_DEVICE TileFeed::Place load_place(const Params& params, const Step& step) {
-    return {params.place(step.coord.row).input_row, step.coord.column};
-  }
-
   class OwnedPlaces {
    public:
+    struct Place : TileFeed::Place {
+      bool own_input = false;
+    };
     CUTLASS_DEVICE OwnedPlaces(const Params& params, SharedStorage& shared)
         : params_(params), tiles_(params, shared, 0, 1) {}
-    CUTLASS_DEVICE bool next(TileFeed::Place& place) {
+    CUTLASS_DEVICE bool next(Place& place) {
       Step step;
       if (!tiles_.next(step)) return false;
-      place = load_place(params_, step);
+      const plan::TileRowPlace row = params_.place(step.coord.row);
+      place = {{row.input_row, step.coord.column}, row.own_input};
       return true;
     }
 
@@ -228,8 +233,9 @@ struct GemmSm90 {
 
   class FedPlaces {
    public:
+    using Place = TileFeed::Place;
     CUTLASS_DEVICE FedPlaces(const Params&, SharedStorage& shared) : shared_(shared) {}
-    CUTLASS_DEVICE bool next(TileFeed::Place& place) {
+    CUTLASS_DEVICE bool next(Place& place) {
       place = TileFeed::take_ahead(shared_.feed, turn_++);
       return place.row != TileFeed::kEnd;
     }
@@ -241,6 +247,15 @@ struct GemmSm90 {
 
   using LoadPlaces = std::conditional_t<kPeers, FedPlaces, OwnedPlaces>;
 
+  // What loads the operands that begin there.
+  static CUTLASS_DEVICE const typename Mainloop::Params& mainloop_of(
+      const Params& params, const typename LoadPlaces::Place& place) {
+    if constexpr (!kPeers) {
+      if (place.own_input) return params.own_mainloop;
+    }
+    return params.mainloop;
+  }
+
   // Of a row-major output.
   static ProblemShape store_shape(const GemmParams& gemm) {
     const int n = static_cast<int>(gemm.n);
@@ -249,7 +264,7 @@ struct GemmSm90 {
       case plan::RowMap::Mode::kScatter:
         return cute::make_shape(gemm.order.tiles_m * kTileM, n, k, 1);
       case plan::RowMap::Mode::kGather:
-        return cute::make_shape(gemm.rows.part_rows, n, k, gemm.rows.output_parts);
+        return cute::make_shape(gemm.rows.part_rows, n, k, gemm.order.parts);
       case plan::RowMap::Mode::kSplit:
         return cute::make_shape(gemm.rows.part_rows, n, k, 1);
       default:
@@ -293,6 +308,8 @@ struct GemmSm90 {
     params.part = gemm.part;
     params.rows = gemm.rows;
     params.order = gemm.order;
+    params.first_tile = gemm.first_tile;
+    params.end_tile = gemm.tiles_end();
     params.counters = gemm.counters;
     typename Mainloop::Arguments mainloop{};
     mainloop.ptr_A = static_cast<const Element*>(gemm.input);
@@ -300,6 +317,14 @@ struct GemmSm90 {
     mainloop.ptr_B = static_cast<const Element*>(gemm.weight);
     mainloop.dB = stride_b;
     params.mainloop = Mainloop::to_underlying_arguments(params.gemm_shape, mainloop, nullptr);
+    if constexpr (!kPeers) {
+      params.own_mainloop = params.mainloop;
+      if (gemm.own_input != nullptr) {
+        mainloop.ptr_A = static_cast<const Element*>(gemm.own_input);
+        params.own_mainloop = Mainloop::to_underlying_arguments(
+            cute::make_shape(gemm.rows.part_rows, n, k, 1), mainloop, nullptr);
+      }
+    }
     typename Epilogue::Arguments epilogue{};
     epilogue.thread.alpha = 1.0f;
     epilogue.ptr_D = static_cast<Element*>(gemm.output);
@@ -345,12 +370,13 @@ struct GemmSm90 {
     const auto rows = params.mainloop.tma_load_a.get_tma_tensor(cute::make_shape(m, k, l));
     auto state = cutlass::make_producer_start_state<MainloopPipeline>();
     LoadPlaces places(params, shared);
-    for (TileFeed::Place place; places.next(place);) {
+    for (typename LoadPlaces::Place place; places.next(place);) {
       // The tile's input rows may begin anywhere: tiles are cut from there on.
       const auto input = cute::local_tile(
           cute::domain_offset(cute::make_coord(place.row, 0, 0), rows), TileShape{},
           cute::make_coord(cute::_, cute::_, cute::_), cute::Step<cute::_1, cute::X, cute::_1>{});
-      mainloop.load(params.mainloop, pipeline, state, cute::make_tuple(input, cute::get<1>(inputs)),
+      mainloop.load(mainloop_of(params, place), pipeline, state,
+                    cute::make_tuple(input, cute::get<1>(inputs)),
                     cute::make_coord(0, place.column, cute::_, 0),
                     cute::make_coord_iterator(k_tiles), k_tiles, cutlass::canonical_lane_idx(),
                     cute::block_rank_in_cluster(), shared.tensors.mainloop);
@@ -426,7 +452,8 @@ struct GemmSm90 {
     Tiles tiles(params, shared, 0, 1, true);
     uint32_t turn = 0;
     for (Step step; tiles.next(step); ++turn) {
-      TileFeed::put_ahead(shared.feed, turn, load_place(params, step));
+      TileFeed::put_ahead(shared.feed, turn,
+                          {params.place(step.coord.row).input_row, step.coord.column});
     }
     TileFeed::put_ahead(shared.feed, turn, {TileFeed::kEnd, 0});
   }
@@ -538,6 +565,7 @@ struct GemmSm90 {
 
     if (cutlass::canonical_warp_idx_sync() == 0 && cute::elect_one_sync()) {
       Mainloop::prefetch_tma_descriptors(params.mainloop);
+      if constexpr (!kPeers) Mainloop::prefetch_tma_descriptors(params.own_mainloop);
       Epilogue::prefetch_tma_descriptors(params.epilogue[0]);
     }
 
@@ -634,7 +662,7 @@ struct GemmSm90Launcher {
   static cudaError_t launch(const GemmParams& gemm, cudaStream_t stream) {
     const typename Gemm::Params params = Gemm::make_params(gemm);
     const int clusters = std::min(std::max(gemm.ctas / Gemm::kClusterM, 1),
-                                  gemm.order.num_tiles() / Gemm::kClusterM);
+                                  (gemm.tiles_end() - gemm.first_tile) / Gemm::kClusterM);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = Gemm::kClusterM;

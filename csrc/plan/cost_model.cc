@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "plan/gather_rounds.h"
 #include "plan/planner.h"
 
 namespace overlap::plan {
@@ -291,16 +292,13 @@ std::vector<double> communicate_cpu_us(const Plan& plan, const Machine& machine,
 // arrive.
 Prediction predict_consume(const Plan& plan, const Machine& machine, double per_tile_us) {
   const bool cpu = on_cpu(machine);
-  const int32_t parts = row_parts(plan.problem);
-  const int32_t at_once = tiles_at_once(plan, machine);
-  const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
-  const double round_us =
-      per_tile_us * kBesideGather *
-      std::pow(static_cast<double>(at_once) / machine.sm_count, 1.0 - kFewerSmsExponent);
-  // Each launch has a last round of its own that is not full.
-  const auto launch_us = [&](int64_t count) {
-    return cpu ? static_cast<double>(count) * per_tile_us
-               : kGemmStartUs + rounds_of(count, at_once) * round_us;
+  const std::vector<GatherLaunch> launches = gather_launches(plan, machine.sm_count);
+  const auto launch_us = [&](const GatherLaunch& launch) {
+    if (cpu) return static_cast<double>(launch.tiles()) * per_tile_us;
+    if (launch.tiles() == 0) return 0.0;
+    const double share = static_cast<double>(launch.at_once) / machine.sm_count;
+    return kGemmStartUs + rounds_of(launch.tiles(), launch.at_once) * per_tile_us * kBesideGather *
+                              std::pow(share, 1.0 - kFewerSmsExponent);
   };
   const double event_us = cpu ? 0.0 : kForkJoinUs;
   Prediction prediction;
@@ -308,13 +306,13 @@ Prediction predict_consume(const Plan& plan, const Machine& machine, double per_
   const std::vector<double> arrived_us =
       cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
           : communicate_us(plan, machine, ready_us, &prediction.communication_us);
-  prediction.gemm_us = launch_us(tiles / parts);
+  prediction.gemm_us = launch_us(launches[0]);
   // The host enqueues all communication between the first launch and the others.
   const double issued_us =
       cpu ? 0.0 : kFirstIssueUs + kIssueUs * static_cast<double>(plan.chunks.size());
   double now_us = std::max(event_us + prediction.gemm_us, issued_us);
   for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
-    const double chunk_us = launch_us(plan.chunks[chunk].tiles / parts * (parts - 1));
+    const double chunk_us = launch_us(launches[chunk + 1]);
     prediction.gemm_us += chunk_us;
     now_us = std::max(now_us, arrived_us[chunk] + event_us) + chunk_us;
   }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plan/cost_model.h"
+#include "plan/gather_rounds.h"
 
 namespace overlap::plan {
 namespace {
@@ -81,8 +82,9 @@ class PeerModel {
   }
 
   Prediction gather() const {
+    const std::vector<GatherLaunch> launches = gather_launches(plan_, all_sms_);
     Prediction prediction;
-    prediction.gemm_us = gemm_us(tiles_ / ranks_, sms_);
+    prediction.gemm_us = gemm_us(launches[0].tiles(), launches[0].at_once);
     double now_us = kGatherUs + prediction.gemm_us;
     double arrived_us = 0.0;
     for (size_t chunk = 0; chunk < plan_.chunks.size(); ++chunk) {
@@ -91,8 +93,8 @@ class PeerModel {
           kCopyUs + sent_us((ranks_ - 1) * bytes_of(rows.end - rows.begin, plan_.problem.k));
       prediction.communication_us += copied_us;
       arrived_us += copied_us;
-      const double chunk_us =
-          gemm_us(plan_.chunks[chunk].tiles / ranks_ * (ranks_ - 1), sms_) + kCopyUs / 2.0;
+      const GatherLaunch& launch = launches[chunk + 1];
+      const double chunk_us = gemm_us(launch.tiles(), launch.at_once) + kCopyUs / 2.0;
       prediction.gemm_us += chunk_us;
       now_us = std::max(now_us, arrived_us + kGatherUs) + chunk_us;
     }

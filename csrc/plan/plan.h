@@ -174,6 +174,12 @@ void validate(const Plan& plan);
 // The plan's tables in the form that kernels take. The plan must be valid.
 TileOrder tile_order(const Plan& plan);
 
+// Tiles of a launch with the plan's kernel whose chunks have these heights in tile rows (0: an empty
+// one), whole clusters; they begin and end where bands do. The first `joined` heights belong to the
+// chunk behind them.
+TileOrder chunked_order(const Plan& plan, int64_t columns, const std::vector<int32_t>& heights,
+                        size_t joined = 0);
+
 // Pieces of a chunk in its region of the staging buffer: the ranks' copies of an exchange, the
 // ranks' parts of a reduce-scatter or an all-gather, else 1.
 int32_t buffer_parts(const Plan& plan);

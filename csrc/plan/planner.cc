@@ -91,10 +91,13 @@ const std::vector<std::vector<int32_t>>& scatter_schedules() {
   return schedules;
 }
 
-// Each chunk is a launch, whose last round of tiles is not full: few chunks, of which the first is
-// small, as the others arrive beside the own rows' tiles and its own.
+// Launches end with whole rounds of tiles, but each call has a start: few chunks, of which the first
+// is small, as the others arrive beside the own rows' tiles and its own; or one, where the own rows'
+// tiles hide it.
 const std::vector<std::vector<int32_t>>& gather_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {{1, 3}, {1, 3, 4}, {1, 2, 4, 8}};
+  static const std::vector<std::vector<int32_t>> schedules = {
+      std::vector<int32_t>(1, 1), std::vector<int32_t>(2, 1), {1, 3}, {1, 3, 4}, {1, 2, 4, 8},
+  };
   return schedules;
 }
 

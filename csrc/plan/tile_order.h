@@ -52,7 +52,8 @@ struct TileOrder {
   int32_t num_chunks = 0;  // used chunks
   int32_t parts = 1;       // of the rows; more than one only with chunks of whole tile rows
   BandRun runs[kMaxBandRuns] = {};
-  int32_t chunk_begin[kMaxChunks + 1] = {};
+  // An all-gather's GEMM has this rank's rows as one more chunk in front of the plan's.
+  int32_t chunk_begin[kMaxChunks + 2] = {};
 
   OVERLAP_HOST_DEVICE constexpr int32_t num_tiles() const { return tiles_m * tiles_n; }
 };
@@ -131,19 +132,17 @@ struct RowMap {
     kPlain = 0,    // as they are
     kScatter = 1,  // the input's rows are parts, one after the other; the output holds whole tiles,
                    // in tile order
-    kGather =
-        2,  // the input is one chunk of parts, of chunk_rows each; the output's rows are parts,
-            // one after the other
+    kGather = 2,   // the output's rows are parts, one after the other. The tile rows of chunk 0 are
+                   // the own part's; those of each chunk behind it are the other parts', as many of
+                   // each, in order. The own rows are an input of their own; the others' lie in the
+                   // input chunk by chunk, which has room for all parts in each
     kSplit = 3,  // the input's rows are parts, one after the other; each has an output of its own.
                  // The tile rows are theirs in turns, part_tile_rows each
   };
   Mode mode = Mode::kPlain;
   int32_t part_rows =
-      0;  // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
-  int32_t chunk_rows = 0;      // kGather: rows of a part in the input
-  int32_t first_row = 0;       // kGather: the tile row in its part that the chunk's first one is
-  int32_t output_parts = 1;    // kGather: parts of the output
-  int32_t skip = -1;           // kGather: this part is left out
+      0;                 // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
+  int32_t own_part = 0;  // kGather: this rank's
   int32_t part_tile_rows = 0;  // kSplit: tile rows of a part
   int32_t first_part = 0;      // kSplit: the part that is computed first ...
   int32_t part_step = 1;       // ... and what to add, modulo the number of parts, for the next one
@@ -155,7 +154,30 @@ struct TileRowPlace {
   int32_t input_row = 0;
   int32_t output_row = 0;
   int32_t output_part = 0;
+  bool own_input = false;  // kGather: the row lies in the input that holds the own part
 };
+
+// The same with rows of mode kGather.
+OVERLAP_HOST_DEVICE constexpr TileRowPlace gathered_row_place(const TileOrder& order,
+                                                              const RowMap& map, int32_t tile_m,
+                                                              int32_t tile_row) {
+  const int32_t chunk = tile_chunk(order, tile_row * order.tiles_n);
+  if (chunk == 0) return {tile_row * tile_m, tile_row, map.own_part, true};
+  const int32_t others = order.parts - 1;
+  const int32_t own_height = order.chunk_begin[1] / order.tiles_n;
+  const int32_t first = order.chunk_begin[chunk] / order.tiles_n;
+  const int32_t height = (order.chunk_begin[chunk + 1] / order.tiles_n - first) / others;
+  const int32_t turn = (tile_row - first) / height;
+  const int32_t row = tile_row - first - turn * height;
+  const int32_t part = turn < map.own_part ? turn : turn + 1;
+  // In each part the chunk begins at this tile row, and has so many rows: the last chunk may end
+  // before its tiles do.
+  const int32_t chunk_row = (first - own_height) / others;
+  const int32_t left = map.part_rows - chunk_row * tile_m;
+  const int32_t rows = left < height * tile_m ? left : height * tile_m;
+  return {order.parts * chunk_row * tile_m + part * rows + row * tile_m, chunk_row + row, part,
+          false};
+}
 
 OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order, const RowMap& map,
                                                           int32_t tile_m, int32_t tile_row) {
@@ -166,12 +188,9 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order
     const int32_t part = (map.first_part + turn * map.part_step) % order.parts;
     return {part * map.part_rows + row * tile_m, row, part};
   }
-  PartRow place = part_row(order, tile_row);
-  if (map.mode == RowMap::Mode::kScatter) {
-    return {place.part * map.part_rows + place.row * tile_m, tile_row, 0};
-  }
-  if (map.skip >= 0 && place.part >= map.skip) ++place.part;
-  return {place.part * map.chunk_rows + place.row * tile_m, map.first_row + place.row, place.part};
+  if (map.mode == RowMap::Mode::kGather) return gathered_row_place(order, map, tile_m, tile_row);
+  const PartRow place = part_row(order, tile_row);
+  return {place.part * map.part_rows + place.row * tile_m, tile_row, 0};
 }
 
 // The chunk's tiles: what its counter shows when it is finished.

@@ -6,11 +6,13 @@
 //   side   |                      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
 //   copy   |                                            | finish 0 |          | finish 1 | ^
 //
-// consume: a collective per chunk, and behind each a GEMM over the rows that it brought.
+// consume: a collective per chunk, and behind each a launch of one GEMM over the own rows and then the
+// others', chunk by chunk: each launch takes whole rounds of tiles of what is there, the last all the
+// rest, on all SMs.
 //
-//   caller | fork | GEMM: own rows ... | GEMM: rows of chunk 0 | GEMM: rows of chunk 1 | join |
-//   side   |      | NCCL 0 | NCCL 1 |    ^                       ^                       ^
-//   copy   | own 0, 1 | gathered 0 | gathered 1 |                                        ^
+//   caller | fork | GEMM: own rows ... | GEMM: on into chunk 0 ... | GEMM: on to the end | join |
+//   side   |      | NCCL 0 | NCCL 1 |    ^                           ^                     ^
+//   copy   | own 0, 1 | gathered 0 | gathered 1 |                                          ^
 //
 // ring: the rows are cut into the ranks' parts. In each phase a rank computes one part, adds the
 // partial sums that came from the rank before, and stores into the memory of the rank behind; in the
@@ -88,8 +90,8 @@ struct ConsumeCall {
   void* gathered = nullptr;     // all ranks' rows: [m, k], a result
   void* buffer = nullptr;  // staging memory of plan::buffer_elements; null: the registered window
 
-  // For each weight: the whole GEMM (m and output are those of all ranks' rows) and whether the
-  // plan's kernel takes it ...
+  // For each weight: the whole GEMM (m and output are those of all ranks' rows, input is this rank's,
+  // ctas those beside communication) and whether the plan's kernel takes it ...
   struct Gemm {
     bool fast = false;
     kernels::GemmParams params;

@@ -31,7 +31,10 @@ class AllToAllRows : protected ExecutorLoop {
     gemm.input =
         static_cast<const char*>(gemm.input) + rows.begin * gemm.input_stride * element_bytes_;
     gemm.output = destination;
-    gemm.order = launch_order(gemm.n, (gemm.m + plan_.tile_m - 1) / plan_.tile_m, 1);
+    const int64_t cluster_rows = int64_t{plan_.tile_m} * plan_.cluster_m;
+    const int64_t clusters = (gemm.m + cluster_rows - 1) / cluster_rows;
+    gemm.order =
+        plan::chunked_order(plan_, gemm.n, {static_cast<int32_t>(clusters * plan_.cluster_m)});
     gemm.ctas = ctas;
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }

@@ -1,4 +1,7 @@
 // Communication before computation.
+#include <vector>
+
+#include "plan/gather_rounds.h"
 #include "runtime/executor.h"
 #include "runtime/executor_loop.h"
 
@@ -17,10 +20,11 @@ class ConsumeLoop : ExecutorLoop {
 
   void run() {
     prepare();
+    prepare_gemms();
     begin(call_.trace, chunks_);
     fork(true);
     // The own rows' GEMM starts while the host enqueues the rest.
-    compute_own();
+    compute(0);
     if (peers_ != nullptr) {
       wait_for_slots(side(0));
       copy(gathered(group_.rank(), 0), call_.input, part_rows_ * row_bytes_, device_.copy.get());
@@ -35,7 +39,7 @@ class ConsumeLoop : ExecutorLoop {
     for (int chunk = 0; chunk < chunks_; ++chunk) {
       device_.communicated[chunk].block(stream_);
       if (trace_ != nullptr) trace_->ready[chunk]->record(stream_);
-      compute(chunk);
+      compute(chunk + 1);
     }
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     join();
@@ -109,52 +113,58 @@ class ConsumeLoop : ExecutorLoop {
         "copying rows");
   }
 
-  void compute_own() {
-    const int64_t first = group_.rank() * part_rows_;
+  // What is launched when the own rows are there (0), and behind chunk `arrival` - 1.
+  void compute(int arrival) {
     for (size_t weight = 0; weight < call_.gemms.size(); ++weight) {
-      if (!call_.gemms[weight].fast) {
+      if (call_.gemms[weight].fast) {
+        launch(gemms_[weight], launches_[weight][static_cast<size_t>(arrival)]);
+      } else if (arrival == 0) {
+        const int64_t first = group_.rank() * part_rows_;
         call_.library_gemm(weight, call_.input, {first, first + part_rows_});
-        continue;
+      } else {
+        compute_library(weight, arrival - 1);
       }
-      kernels::GemmParams gemm = call_.gemms[weight].params;
-      gemm.m = part_rows_;
-      gemm.input = call_.input;
-      gemm.output = static_cast<char*>(gemm.output) + first * gemm.output_stride * element_bytes_;
-      gemm.order = launch_order(gemm.n, plan::tiles_m(plan_) / parts_, 1);
-      launch(gemm);
     }
   }
 
   // The rows that the chunk brought from the peers.
-  void compute(int chunk) {
+  void compute_library(size_t weight, int chunk) {
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-    const int64_t chunk_rows = rows.end - rows.begin;
-    for (size_t weight = 0; weight < call_.gemms.size(); ++weight) {
-      if (!call_.gemms[weight].fast) {
-        for (int part = 0; part < parts_; ++part) {
-          if (part == group_.rank()) continue;
-          call_.library_gemm(weight, place(chunk) + part * chunk_rows * row_bytes_,
-                             {part * part_rows_ + rows.begin, part * part_rows_ + rows.end});
-        }
-        continue;
-      }
-      const int64_t tile_rows = (chunk_rows + plan_.tile_m - 1) / plan_.tile_m;
-      kernels::GemmParams gemm = call_.gemms[weight].params;
-      gemm.m = parts_ * chunk_rows;
-      gemm.input = place(chunk);
-      gemm.rows.mode = plan::RowMap::Mode::kGather;
-      gemm.rows.part_rows = static_cast<int32_t>(part_rows_);
-      gemm.rows.chunk_rows = static_cast<int32_t>(chunk_rows);
-      gemm.rows.first_row = static_cast<int32_t>(rows.begin / plan_.tile_m);
-      gemm.rows.output_parts = parts_;
-      gemm.rows.skip = group_.rank();
-      gemm.order = launch_order(gemm.n, tile_rows, parts_ - 1);
-      launch(gemm);
+    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+    for (int part = 0; part < parts_; ++part) {
+      if (part == group_.rank()) continue;
+      call_.library_gemm(weight, place(chunk) + part * bytes,
+                         {part * part_rows_ + rows.begin, part * part_rows_ + rows.end});
     }
   }
 
-  void launch(const kernels::GemmParams& gemm) {
+  void launch(kernels::GemmParams& gemm, const plan::GatherLaunch& range) {
+    if (range.tiles() == 0) return;
+    gemm.first_tile = range.first_tile;
+    gemm.end_tile = range.end_tile;
+    gemm.ctas = range.at_once;
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
+  // Each weight's GEMM over all rows, and what each launch takes of it.
+  void prepare_gemms() {
+    const int sms = device_.sm_count();
+    const std::vector<int32_t> heights = plan::gather_heights(plan_);
+    for (const ConsumeCall::Gemm& gemm : call_.gemms) {
+      gemms_.push_back(gemm.params);
+      launches_.emplace_back();
+      if (!gemm.fast) continue;
+      kernels::GemmParams& params = gemms_.back();
+      params.input = buffer_;
+      params.own_input = call_.input;
+      params.rows.mode = plan::RowMap::Mode::kGather;
+      params.rows.part_rows = static_cast<int32_t>(part_rows_);
+      params.rows.own_part = group_.rank();
+      params.order = plan::gather_order(plan_, params.n);
+      std::vector<int32_t> arriving = heights;
+      for (int32_t& count : arriving) count *= params.order.tiles_n;
+      launches_.back() = plan::gather_launches(arriving, plan_.cluster_m, params.ctas, sms);
+    }
   }
 
   char* place(int chunk) const {
@@ -167,6 +177,8 @@ class ConsumeLoop : ExecutorLoop {
   const int64_t part_rows_;
   const int64_t row_bytes_;
   char* buffer_ = nullptr;
+  std::vector<kernels::GemmParams> gemms_;
+  std::vector<std::vector<plan::GatherLaunch>> launches_;  // of each: own rows, then chunk by chunk
 };
 
 }  // namespace

@@ -104,45 +104,6 @@ class ExecutorLoop {
     }
   }
 
-  // Tiles of a launch without chunks: `tile_rows` of each of `parts` parts, rounded up to clusters.
-  plan::TileOrder launch_order(int64_t columns, int64_t tile_rows, int32_t parts) const {
-    const int32_t cluster = plan_.cluster_m;
-    const auto height = static_cast<int32_t>((tile_rows + cluster - 1) / cluster * cluster * parts);
-    plan::TileOrder order = chunked_order(columns, {height});
-    order.parts = parts;
-    return order;
-  }
-
-  // Tiles of a launch whose chunks have these heights in tile rows (0: an empty one), whole clusters;
-  // they begin and end where bands do. The first `joined` heights belong to the chunk behind them.
-  plan::TileOrder chunked_order(int64_t columns, const std::vector<int32_t>& heights,
-                                size_t joined = 0) const {
-    plan::TileOrder order;
-    order.tiles_n = static_cast<int32_t>((columns + plan_.tile_n - 1) / plan_.tile_n);
-    // A chunk takes up to two runs; where the tables do not hold as many, all bands are alike.
-    const bool fits = 2 * heights.size() <= static_cast<size_t>(plan::kMaxBandRuns);
-    const int32_t most = fits ? std::max(plan::kBandRows, plan_.cluster_m) : plan_.cluster_m;
-    const auto add_run = [&](int32_t tile_rows, int32_t count) {
-      if (count == 0) return;
-      if (order.num_runs > 0 && order.runs[order.num_runs - 1].tile_rows == tile_rows) {
-        order.runs[order.num_runs - 1].count += count;
-      } else {
-        order.runs[order.num_runs++] = {tile_rows, count};
-      }
-    };
-    for (size_t i = 0; i < heights.size(); ++i) {
-      const int32_t height = heights[i];
-      if (height > 0) {
-        const int32_t band = std::min(height, most);
-        add_run(band, height / band);
-        add_run(height % band, height % band == 0 ? 0 : 1);
-      }
-      order.tiles_m += height;
-      if (i >= joined) order.chunk_begin[++order.num_chunks] = order.num_tiles();
-    }
-    return order;
-  }
-
   // Until *counter >= expected, with the group's deadline.
   void enqueue_wait(const int32_t* counter, int32_t expected, int chunk, cudaStream_t stream) {
     kernels::WaitParams wait;

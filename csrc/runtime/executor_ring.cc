@@ -191,7 +191,7 @@ class RingLoop : ExecutorLoop {
       }
     }
     plan::TileOrder order =
-        chunked_order(plan_.problem.n, heights, static_cast<size_t>(ranks_ - 1));
+        plan::chunked_order(plan_, plan_.problem.n, heights, static_cast<size_t>(ranks_ - 1));
     order.parts = ranks_;
     return order;
   }

@@ -11,6 +11,7 @@
 #include "checking.h"
 #include "kernels/gemm.h"
 #include "kernels/signal.h"
+#include "plan/gather_rounds.h"
 #include "plan/planner.h"
 
 namespace overlap::check {
@@ -170,6 +171,60 @@ class GemmCase {
     }
     if (!supported()) fail("%s: not supported in parts", name().c_str());
     check(ctas, 0, true);
+    params_ = whole;
+  }
+
+  // The same of rows that arrive in chunks, beside this rank's own: the launches of an all-gather's
+  // GEMM, behind each of which the rows of the next chunk come. Until then they are poison, and so is
+  // the room for the own rows, as over peers.
+  void check_gather(int32_t ctas, int32_t parts, int32_t own, const std::vector<int32_t>& heights) {
+    const kernels::GemmParams whole = params_;
+    const plan::Problem problem{
+        plan::Op::kAllGatherGemm, params_.m, params_.n, params_.k, params_.dtype, parts};
+    const plan::Plan plan = plan::make_row_panels(
+        problem, kernel_, heights, std::max(plan::kBandRows, plan_.cluster_m), {}, 0);
+    const int64_t part_rows = plan::part_rows(plan);
+    Buffer<T> own_input(part_rows * input_stride_), staged(params_.m * input_stride_);
+    const auto copy_rows = [&](T* to, int64_t from_row, int64_t rows) {
+      const size_t bytes = static_cast<size_t>(rows * input_stride_) * sizeof(T);
+      CUDA_CHECK(cudaMemcpyAsync(to, input_.data() + from_row * input_stride_, bytes,
+                                 cudaMemcpyDeviceToDevice, nullptr));
+    };
+    copy_rows(own_input.data(), own * part_rows, part_rows);
+    const auto arrive = [&](int32_t chunk) {
+      const plan::Rows rows = plan::chunk_rows(plan, chunk);
+      const int64_t count = rows.end - rows.begin;
+      for (int32_t part = 0; part < parts; ++part) {
+        if (part == own) continue;
+        copy_rows(staged.data() + (parts * rows.begin + part * count) * input_stride_,
+                  part * part_rows + rows.begin, count);
+      }
+    };
+
+    params_.input = staged.data();
+    params_.own_input = own_input.data();
+    params_.rows.mode = plan::RowMap::Mode::kGather;
+    params_.rows.part_rows = static_cast<int32_t>(part_rows);
+    params_.rows.own_part = own;
+    params_.order = plan::gather_order(plan, params_.n);
+    params_.counters = nullptr;
+    if (!supported()) fail("%s: not supported as rows arrive", name().c_str());
+    std::vector<int32_t> arriving = plan::gather_heights(plan);
+    for (int32_t& count : arriving) count *= params_.order.tiles_n;
+    const auto launches = plan::gather_launches(arriving, plan.cluster_m, ctas, ctas + 4);
+    output_.poison(nullptr);
+    for (size_t i = 0; i < launches.size(); ++i) {
+      if (i > 0) arrive(static_cast<int32_t>(i) - 1);
+      if (launches[i].tiles() == 0) continue;
+      params_.first_tile = launches[i].first_tile;
+      params_.end_tile = launches[i].end_tile;
+      params_.ctas = launches[i].at_once;
+      CUDA_CHECK(kernels::launch_gemm(kernel_, params_, nullptr));
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    expect(output_, expectation_,
+           plan.to_string() + ", rank " + std::to_string(own) + ", " + std::to_string(ctas) +
+               " CTAs, gap " + std::to_string(input_stride_ - params_.k));
     params_ = whole;
   }
 

@@ -89,6 +89,49 @@ void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
   }
 }
 
+// Rows of which one part is there and the others arrive in chunks: whole tiles and ragged ends, more
+// chunks and fewer, own parts in front, in between and behind; on a few CTAs, so that launches take
+// some rounds, and on most, where they take what is there.
+template <class T>
+void check_gathers(Kernel kernel, bool small, int& cases) {
+  struct Gather {
+    int32_t parts;
+    int64_t part_rows, n, k;
+    int64_t chunks;
+  };
+  std::vector<Gather> gathers = {
+      {2, 512, 256, 64, 2}, {2, 40, 136, 24, 1}, {3, 300, 264, 72, 2}, {3, 1157, 520, 40, 3}};
+  if (!small) {
+    gathers.insert(gathers.end(), {{4, 1024, 1032, 328, 4},
+                                   {2, 4000, 2048, 512, 3},
+                                   {5, 700, 3000, 200, 3},
+                                   {2, 2 * plan::kMaxChunks * 128, 264, 16, plan::kMaxChunks}});
+  }
+  const plan::KernelShape shape = plan::kernel_shape(kernel, false);
+  for (const Gather& gather : gathers) {
+    const int64_t tile_rows =
+        round_up(round_up(gather.part_rows, shape.tile_m) / shape.tile_m, shape.cluster_m);
+    const bool many = gather.chunks == plan::kMaxChunks;
+    const std::vector<int32_t> heights =
+        many ? std::vector<int32_t>(plan::kMaxChunks,
+                                    static_cast<int32_t>(tile_rows / gather.chunks))
+             : unequal_parts(tile_rows, gather.chunks, shape.cluster_m);
+    for (const bool k_contiguous : {true, false}) {
+      for (const int64_t gap : {0, 16}) {
+        GemmCase<T> gemm(kernel, gather.parts * gather.part_rows, gather.n, gather.k, k_contiguous,
+                         Layout::kRowMajor, 1, 8, gap);
+        gemm.fill_operands();
+        for (const int32_t own : {0, 1, gather.parts - 1}) {
+          for (const int32_t ctas : {4, 15, gemm_ctas()}) {
+            gemm.check_gather(ctas, gather.parts, own, heights);
+            ++cases;
+          }
+        }
+      }
+    }
+  }
+}
+
 // pack, unpack with and without bias, add_bias; 16-byte and element paths (odd n, pointers off by
 // one element).
 template <class T>
@@ -351,6 +394,8 @@ int main(int argc, char** argv) {
     int cases = 0, races = 0;
     check_gemm<__nv_bfloat16>(kernel, small, rounds, cases, races);
     check_gemm<__half>(kernel, small, rounds, cases, races);
+    check_gathers<__nv_bfloat16>(kernel, small, cases);
+    check_gathers<__half>(kernel, small, cases);
     std::printf("%s: %d cases and %d race rounds good\n", name, cases, races);
   }
   if (!known)

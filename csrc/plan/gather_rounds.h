@@ -1,0 +1,43 @@
+// Which tiles each launch of an all-gather's GEMM computes.
+//
+// The rows arrive chunk by chunk, and each arrival starts a launch. All launches walk one tile order:
+//
+//   own rows | the other ranks' rows of chunk 0 | of chunk 1 | ...
+//
+// A launch takes whole rounds of tiles out of what is there and not computed yet, and leaves the rest to
+// the one behind it. So, instead of ending each with a round that is not full, all of them together take
+// no more rounds than one launch would on the SMs beside communication, and one more for each launch that
+// finds less than a round. The last launch has nothing beside it, and takes all SMs.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace overlap::plan {
+
+// Tiles [first_tile, end_tile), `at_once` at a time. Nothing is launched for none.
+struct GatherLaunch {
+  int32_t first_tile = 0;
+  int32_t end_tile = 0;
+  int32_t at_once = 0;
+
+  int32_t tiles() const { return end_tile - first_tile; }
+};
+
+// One launch for each count of `arriving`, behind which so many more tiles can be computed (whole
+// clusters). `beside`, `alone`: CTAs of a launch beside communication, and of the last one.
+std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, int32_t cluster_m,
+                                          int32_t beside, int32_t alone);
+
+// The same of a plan's GEMM. The framework's computes what has arrived, chunk by chunk.
+std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count);
+
+// Tile rows that can be computed at once, this rank's, and behind each chunk, the other ranks'.
+std::vector<int32_t> gather_heights(const Plan& plan);
+
+// Their tiles, for a weight of so many columns; the chunks are those arrivals. See RowMap::Mode::kGather.
+TileOrder gather_order(const Plan& plan, int64_t columns);
+
+}  // namespace overlap::plan

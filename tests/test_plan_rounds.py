@@ -1,0 +1,158 @@
+"""Which tiles each launch of an all-gather's GEMM takes, and where their rows lie."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap_torch import _plan
+from overlap_torch import plan as plans
+from overlap_torch.plan import MAX_CHUNKS, DType, Kernel, Op, Plan, Problem
+from plan_grids import Grid, parted_plans_and_grids
+
+settings.register_profile("plan", deadline=None)
+settings.load_profile("plan")
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
+    """Tiles that arrive for each launch, a cluster's, and the CTAs of launches beside communication and of the last."""
+    cluster = draw(st.integers(1, 3))
+    counts = draw(st.lists(st.integers(0, 600), min_size=1, max_size=12))
+    alone = draw(st.integers(1, 150))
+    return [cluster * count for count in counts], cluster, draw(st.integers(1, alone)), alone
+
+
+@given(arrivals())
+def test_gather_launches_take_every_tile_once_and_none_too_early(case) -> None:
+    arriving, cluster, _, _ = case
+    launches = _plan.gather_launches(*case)
+    assert len(launches) == len(arriving)
+    there = end_before = 0
+    for count, (begin, end, _) in zip(arriving, launches, strict=True):
+        there += count
+        assert begin == end_before <= end <= there
+        assert begin % cluster == 0
+        end_before = end
+    assert end_before == there
+
+
+@given(arrivals())
+def test_gather_launches_leave_less_than_a_round_of_what_is_there(case) -> None:
+    arriving, cluster, beside, alone = case
+    grid = max(beside // cluster, 1) * cluster
+    *launches, last = _plan.gather_launches(*case)
+    there = 0
+    for count, (begin, end, at_once) in zip(arriving, launches, strict=False):
+        there += count
+        assert at_once == grid
+        left = there - begin
+        assert end - begin == (left if left < grid else left // grid * grid)
+    assert last[1:] == (sum(arriving), max(alone // cluster, 1) * cluster)
+
+
+@given(arrivals())
+def test_gather_launches_take_no_more_rounds_than_one_launch(case) -> None:
+    """But for those that find less than a round: one more for each. Rounds of one launch: beside communication."""
+    arriving, cluster, beside, _ = case
+    launches = _plan.gather_launches(*case)
+    rounds = [math.ceil((end - begin) / at_once) for begin, end, at_once in launches]
+    grid = max(beside // cluster, 1) * cluster
+    short = sum(0 < end - begin < grid for begin, end, _ in launches[:-1])
+    assert sum(rounds) <= math.ceil(sum(arriving) / grid) + short
+
+
+def test_gather_launches_of_two_ranks() -> None:
+    # 32 x 32 tiles on 132 SMs, of which communication takes 8: four rounds of own rows, then all the rest in four more.
+    assert _plan.gather_launches([512, 512], 2, 124, 132) == [(0, 496, 124), (496, 1024, 132)]
+    # In chunks {1, 3} one round of the first fits in; what is left of it goes into the last launch.
+    chunks = _plan.gather_launches([512, 128, 384], 2, 124, 132)
+    assert chunks == [(0, 496, 124), (496, 620, 124), (620, 1024, 132)]
+    # An odd grid is of whole clusters; less than a round is taken whole, and nothing is left.
+    few = _plan.gather_launches([6, 0, 2, 2], 2, 7, 9)
+    assert few == [(0, 6, 6), (6, 6, 6), (6, 8, 6), (8, 10, 8)]
+
+
+@given(parted_plans_and_grids(Op.ALLGATHER_GEMM), st.integers(1, 200))
+def test_plan_gather_launches_cover_the_grid(case: tuple[Plan, Grid], sms: int) -> None:
+    plan, grid = case
+    per_part = [tiles // grid.parts for tiles in grid.chunks]
+    arriving = [sum(per_part), *(tiles * (grid.parts - 1) for tiles in per_part)]
+    beside = max(1, sms - plan.resources.comm_sms)
+    launches = _plan.plan_gather_launches(plan, sms)
+    if plan.kernel != Kernel.LIBRARY:
+        assert launches == _plan.gather_launches(arriving, plan.cluster_m, beside, sms)
+        return
+    # The framework's GEMM computes what has arrived.
+    assert [end - begin for begin, end, _ in launches] == arriving
+    assert {at_once for _, _, at_once in launches} == {beside}
+
+
+def check_rows(plan: Plan, columns: int, rank: int) -> None:
+    """Each tile of each part is there once; it reads the rows that it stores, once they have arrived."""
+    world = plan.problem.world_size
+    part_rows = plan.problem.m // world
+    height = plan.tiles_m // world
+    # What a row of the staging buffer holds: chunk by chunk all parts' rows.
+    staged: list[tuple[int, int, int]] = []
+    for chunk in range(len(plan.chunks)):
+        begin, end = plan.chunk_rows(chunk)
+        assert plan.chunk_extent(chunk)[0] == len(staged) * plan.problem.k
+        staged += [(chunk, part, row) for part in range(world) for row in range(begin, end)]
+    assert len(staged) == plan.problem.m
+    seen = set()
+    arrivals = []
+    for arrival, column, own, input_row, part, tile_row in _plan.gather_rows(plan, columns, rank):
+        arrivals.append(arrival)
+        seen.add((part, tile_row, column))
+        assert own == (part == rank) == (arrival == 0)
+        rows = range(tile_row * plan.tile_m, min((tile_row + 1) * plan.tile_m, part_rows))
+        if own:
+            assert input_row == tile_row * plan.tile_m
+        elif rows:
+            expected = [(arrival - 1, part, row) for row in rows]
+            assert staged[input_row : input_row + len(rows)] == expected
+    assert arrivals == sorted(arrivals)
+    tile_columns = -(-columns // plan.tile_n)
+    assert len(arrivals) == world * height * tile_columns
+    assert seen == {
+        (part, row, column)
+        for part in range(world)
+        for row in range(height)
+        for column in range(tile_columns)
+    }
+
+
+@given(parted_plans_and_grids(Op.ALLGATHER_GEMM), st.data())
+def test_plan_gather_rows_are_those_that_have_arrived(
+    case: tuple[Plan, Grid], data: st.DataObject
+) -> None:
+    plan, grid = case
+    rank = data.draw(st.integers(0, grid.parts - 1))
+    check_rows(plan, data.draw(st.integers(1, 3 * plan.tile_n)), rank)
+
+
+@pytest.mark.parametrize(("kernel", "tile_rows"), [("sm80", 1), ("sm90_pingpong", 2)])
+def test_plan_gather_rows_of_as_many_chunks_as_a_plan_may_have(kernel: str, tile_rows: int) -> None:
+    # The own rows come before all of them.
+    rows = (MAX_CHUNKS * tile_rows - 1) * 128 + 40
+    problem = Problem(3 * rows, 256, 64, DType.BFLOAT16, 3, Op.ALLGATHER_GEMM)
+    plan = plans.row_panels(problem, [tile_rows] * MAX_CHUNKS, kernel=kernel)
+    assert len(plan.chunks) == MAX_CHUNKS
+    for rank in range(3):
+        check_rows(plan, 256, rank)
+
+
+def test_plan_gather_rows_are_of_overlapped_all_gathers() -> None:
+    problem = Problem(512, 256, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
+    scatter = plans.row_panels(problem, 1)
+    for call in (_plan.plan_gather_launches, lambda plan, n: _plan.gather_rows(plan, n, 0)):
+        with pytest.raises(ValueError, match="overlapped plans of allgather_gemm, not of gemm_red"):
+            call(scatter, 132)
+    problem.op = Op.ALLGATHER_GEMM
+    plan = plans.row_panels(problem, 1, comm_sms=8)
+    with pytest.raises(IndexError, match="rank 2 is out of range"):
+        _plan.gather_rows(plan, 256, 2)
