@@ -261,14 +261,15 @@ def test_predict_gather_computes_own_rows_then_what_arrives(kind, ctas, heights,
     plan = make(kind, heights, problem=big(k=k), max_ctas=ctas)
     tiles = [height * 64 // 2 for height in heights]
     own, *launches = gather_launches_us(machine, k, [64 * 64 // 2, *tiles])
-    now = max(FORK_JOIN + own, FIRST_ISSUE + ISSUE * len(heights))
+    # Before anything else this rank's rows are copied.
+    start = FORK_JOIN + sum(COPY_START + h * 64 * k * 2 / 1e3 / COPY_GBPS for h in heights)
+    now = max(start + own, FIRST_ISSUE + ISSUE * len(heights))
     gemm, busy, arrived = own, 0.0, 0.0
     for i, height in enumerate(heights):
         bytes_ = height * 128 * k * 2  # of both ranks' input rows
-        copied = COPY_START + bytes_ / 2 / 1e3 / COPY_GBPS
         call = call_us(kind, machine, bytes_, ctas)
         busy += call
-        arrived = max(FORK_JOIN, arrived, FIRST_ISSUE + ISSUE * i) + copied + call
+        arrived = max(start, arrived, FIRST_ISSUE + ISSUE * i) + call
         gemm += launches[i]
         now = max(now, arrived + FORK_JOIN) + launches[i]
     prediction = plans.predict(plan, machine)

@@ -70,7 +70,7 @@ bool input_supported(const GemmParams& params) {
   const bool gathers = params.rows.mode == plan::RowMap::Mode::kGather;
   if (gathers != (params.own_input != nullptr)) return false;
   const bool whole = params.first_tile == 0 && params.tiles_end() == params.order.num_tiles();
-  return !for_peers(params) || (!gathers && whole);
+  return !for_peers(params) || (!gathers && whole && params.num_copies == 0);
 }
 
 }  // namespace
@@ -91,6 +91,10 @@ bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
     default:
       return false;
   }
+}
+
+bool copies_beside(plan::Kernel kernel) {
+  return kernel == plan::Kernel::kSm90Pingpong || kernel == plan::Kernel::kSm90Cooperative;
 }
 
 cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream) {

@@ -13,6 +13,14 @@
 namespace overlap::kernels {
 
 inline constexpr int kMaxMoreOutputs = 7;
+inline constexpr int kMaxCopyRuns = 8;
+
+// Bytes to copy within the device: 16-byte aligned, and as many of them.
+struct CopyRun {
+  const void* from = nullptr;
+  void* to = nullptr;
+  int64_t bytes = 0;
+};
 
 struct GemmParams {
   int64_t m = 0;  // rows of the input
@@ -59,6 +67,9 @@ struct GemmParams {
   // order's index, by default all. Part of them only without sources, mirror and more outputs.
   int32_t first_tile = 0;
   int32_t end_tile = -1;  // -1: the order's end
+  // What an idle warp of each CTA copies meanwhile. Only the kernels of copies_beside.
+  int32_t num_copies = 0;
+  CopyRun copies[kMaxCopyRuns] = {};
   int32_t* counters =
       nullptr;                 // one per chunk, zeroed earlier on the same stream; null: no signals
   int32_t ctas = 0;            // size of the persistent grid
@@ -70,6 +81,9 @@ struct GemmParams {
 // Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned
 // pointers and strides; a source or more outputs only with kSm90Pingpong, and without own_input.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
+
+// Whether a GEMM of this kernel copies what GemmParams::copies says.
+bool copies_beside(plan::Kernel kernel);
 
 // Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.
 cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream);

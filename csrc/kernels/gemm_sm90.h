@@ -29,12 +29,12 @@
 #include <cutlass/gemm/collective/collective_builder.hpp>
 #include <cutlass/pipeline/pipeline.hpp>
 
+#include "kernels/bulk_copier.cuh"
 #include "kernels/gemm.h"
 #include "kernels/gemm_sm90_instance.h"
 #include "kernels/gemm_sm90_peers.h"
 #include "kernels/peer_spin.cuh"
 #include "kernels/signal.h"
-#include "kernels/tile_collector.cuh"
 #include "kernels/tile_feed.cuh"
 
 namespace overlap::kernels {
@@ -97,7 +97,9 @@ struct GemmSm90 {
   using LoadPipeline = typename Epilogue::LoadPipeline;  // of the source
   using StorePipeline = typename Epilogue::StorePipeline;
 
-  using Collector = TileCollector<Element, kTileN>;
+  // What idle warps copy: tiles that a peer has finished, or whatever the caller says.
+  using Collected = TileRoute<Element, kTileN>;
+  using Copier = BulkCopier<std::conditional_t<kPeers, Collected, RunRoute>>;
   struct Nothing {};
 
   struct SharedStorage {
@@ -109,7 +111,7 @@ struct GemmSm90 {
     alignas(16) typename Epilogue::PipelineStorage load;
     alignas(16) typename TeamOrder::SharedStorage order;
     TileFeed::SharedStorage feed;
-    std::conditional_t<kPeers, typename Collector::SharedStorage, Nothing> collector;
+    typename Copier::SharedStorage copier;
   };
 
   static constexpr int kMaxOutputs = kPeers ? 1 + kMaxMoreOutputs : 1;
@@ -133,7 +135,9 @@ struct GemmSm90 {
     int32_t* counters;
     PeerTiles peer_tiles;
     uint32_t* tiles_taken;
-    typename Collector::Params collector;
+    std::conditional_t<kPeers, Collected, Nothing> collected;
+    int32_t num_copies;
+    CopyRun copies[kMaxCopyRuns];
 
     CUTLASS_DEVICE plan::TileRowPlace place(int32_t tile_row) const {
       return plan::tile_row_place(order, rows, kTileM, tile_row);
@@ -148,7 +152,10 @@ struct GemmSm90 {
     }
     // Tiles between a rank's and those of the next rank that are added to it.
     CUTLASS_DEVICE int32_t part_tiles() const { return rows.part_tile_rows * order.tiles_n; }
-    CUTLASS_DEVICE bool collects() const { return kPeers && collector.rows != 0; }
+    CUTLASS_DEVICE bool collects() const {
+      if constexpr (kPeers) return collected.rows != 0;
+      return false;
+    }
     // Whether another rank waits for a tile of this row.
     CUTLASS_DEVICE bool is_announced(int32_t tile_row) const {
       return peer_tiles.announce != nullptr &&
@@ -311,6 +318,8 @@ struct GemmSm90 {
     params.first_tile = gemm.first_tile;
     params.end_tile = gemm.tiles_end();
     params.counters = gemm.counters;
+    params.num_copies = gemm.num_copies;
+    std::copy(std::begin(gemm.copies), std::end(gemm.copies), params.copies);
     typename Mainloop::Arguments mainloop{};
     mainloop.ptr_A = static_cast<const Element*>(gemm.input);
     mainloop.dA = stride_a;
@@ -354,8 +363,8 @@ struct GemmSm90 {
         store.mirrored_ = true;
       }
       if (gemm.collected != nullptr) {
-        params.collector = Collector::make_params(gemm.arriving, gemm.collected,
-                                                  gemm.rows.part_rows, n, gemm.output_stride);
+        params.collected = Collected::make(gemm.arriving, gemm.collected, gemm.rows.part_rows, n,
+                                           gemm.output_stride);
       }
     }
     return params;
@@ -425,7 +434,7 @@ struct GemmSm90 {
     const auto grid = static_cast<int32_t>(gridDim.x);
     const int32_t end = params.order.num_tiles();
     const uint64_t number = *params.peer_tiles.calls + 1;
-    typename Collector::Copier copier(params.collector, shared.collector);
+    Copier copier(params.collected, shared.copier);
     for (int32_t first = end - params.part_tiles() + static_cast<int32_t>(blockIdx.x) - cta;
          first < end; first += grid) {
       const bool last = first + grid >= end;
@@ -433,7 +442,13 @@ struct GemmSm90 {
       for (int32_t row = last ? cta : 0; row <= cta; ++row) {
         const plan::TileCoord coord = plan::tile_coord(params.order, first + row);
         wait_for_tile(params.peer_tiles, params.flag(coord), number);
-        copier.copy(params.place(coord.row).output_row * kTileM, kTileM, coord.column * kTileN);
+        // What was acquired, bulk loads see, too.
+        asm volatile("fence.proxy.async;" ::: "memory");
+        const int32_t begin = params.place(coord.row).output_row * kTileM;
+        const int32_t rows_end = min(begin + kTileM, params.collected.rows);
+        for (int32_t at = begin; at < rows_end; at += Collected::kRows) {
+          copier.copy({at, coord.column * kTileN});
+        }
       }
     }
     copier.finish();
@@ -544,8 +559,8 @@ struct GemmSm90 {
     wait_bulk_stores_complete();
     __syncwarp();
     if (cutlass::canonical_lane_idx() == 0) {
-      __threadfence_system();
-      store_relaxed_sys(params.peer_tiles.announce + params.flag(step.coord),
+      // Releases what the other lanes saw complete, too. A fence and a plain store take longer.
+      store_release_sys(params.peer_tiles.announce + params.flag(step.coord),
                         *params.peer_tiles.calls + 1);  // [B]
     }
     __syncwarp();
@@ -596,14 +611,12 @@ struct GemmSm90 {
     order_params.group_size = kTeamThreads;
     TeamOrder order(shared.order, order_params);
 
+    if (threadIdx.x == 0) Copier::init(shared.copier);
     if constexpr (kPeers) {
       // The warps of the teams, the one that reads for loads, and the one that loads sources.
       constexpr int kTeamWarps = kTeams * kTeamThreads / cutlass::NumThreadsPerWarp;
       const int readers = kTeamWarps + 1 + (params.sources != 0 ? 1 : 0);
-      if (threadIdx.x == 0) {
-        Collector::init(shared.collector);
-        TileFeed::init(shared.feed, kClusterM, readers);
-      }
+      if (threadIdx.x == 0) TileFeed::init(shared.feed, kClusterM, readers);
     }
 
     // Barriers of both CTAs are initialised before either uses the other's.
@@ -624,6 +637,12 @@ struct GemmSm90 {
         if (params.collects() && warp_in_group == collects && cutlass::canonical_lane_idx() == 0) {
           collect(params, shared);
         }
+      } else if (warp_in_group == kSourceWarp && cutlass::canonical_lane_idx() == 0 &&
+                 params.num_copies > 0) {
+        const RunRoute route;
+        Copier copier(route, shared.copier);
+        copy_runs(params.copies, params.num_copies, blockIdx.x, gridDim.x, copier);
+        copier.finish();
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
@@ -653,6 +672,7 @@ template <class Gemm>
 struct GemmSm90Launcher {
   static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Gemm::SharedStorage));
   static constexpr int kMaxSharedBytes = 227 * 1024;
+  static_assert(kSharedBytes <= kMaxSharedBytes);
 
   static cudaError_t load() {
     return cudaFuncSetAttribute(gemm_sm90_kernel<Gemm>, cudaFuncAttributeMaxDynamicSharedMemorySize,

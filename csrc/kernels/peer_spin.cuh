@@ -14,6 +14,10 @@ __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
   return value;
 }
 
+__device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 // Behind a fence.
 __device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");

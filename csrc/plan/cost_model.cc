@@ -61,7 +61,7 @@ constexpr CallModel kExchangeCall = {2.0, 1.03, 32.0};
 constexpr CallModel kPlainReduceScatter = {6.0, 1.70, 31.0};
 constexpr CallModel kWindowReduceScatter = {2.0, 1.30, 40.0};
 constexpr CallModel kPlainAllGather = {24.0, 1.25, 30.0};
-constexpr CallModel kWindowAllGather = {3.0, 1.35, 44.0};
+constexpr CallModel kWindowAllGather = {3.0, 2.2, 72.0};
 // Bytes of a reduce-scatter or an all-gather that has the GPU to itself, of those of an all-reduce
 // in the same time: 32 to 512 MiB alone went at 450 GB/s, beside start and latency.
 constexpr double kOneWayRate = 1.45;
@@ -225,8 +225,7 @@ std::vector<double> communicate_us(const Plan& plan, const Machine& machine,
     if (chunk >= ready_us.size()) return call;
     const double issued_us = kFirstIssueUs + kIssueUs * static_cast<double>(chunk);
     call.chunk = chunk;
-    call.began_us = std::max({ready_us[chunk], lane_free_us, issued_us}) +
-                    own_rows_us(plan, machine, static_cast<int32_t>(chunk));
+    call.began_us = std::max({ready_us[chunk], lane_free_us, issued_us});
     call.flows_at_us = call.began_us + start_us;
     call.bytes = message_bytes(plan, static_cast<int32_t>(chunk));
     call.active = true;
@@ -302,7 +301,12 @@ Prediction predict_consume(const Plan& plan, const Machine& machine, double per_
   };
   const double event_us = cpu ? 0.0 : kForkJoinUs;
   Prediction prediction;
-  const std::vector<double> ready_us(plan.chunks.size(), cpu ? kWaitCpuUs : kForkJoinUs);
+  // On GPUs all of this rank's rows are copied before anything else.
+  double start_us = event_us;
+  for (size_t chunk = 0; chunk < plan.chunks.size() && !cpu; ++chunk) {
+    start_us += own_rows_us(plan, machine, static_cast<int32_t>(chunk));
+  }
+  const std::vector<double> ready_us(plan.chunks.size(), cpu ? kWaitCpuUs : start_us);
   const std::vector<double> arrived_us =
       cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
           : communicate_us(plan, machine, ready_us, &prediction.communication_us);
@@ -310,7 +314,7 @@ Prediction predict_consume(const Plan& plan, const Machine& machine, double per_
   // The host enqueues all communication between the first launch and the others.
   const double issued_us =
       cpu ? 0.0 : kFirstIssueUs + kIssueUs * static_cast<double>(plan.chunks.size());
-  double now_us = std::max(event_us + prediction.gemm_us, issued_us);
+  double now_us = std::max(start_us + prediction.gemm_us, issued_us);
   for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
     const double chunk_us = launch_us(launches[chunk + 1]);
     prediction.gemm_us += chunk_us;

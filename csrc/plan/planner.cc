@@ -95,9 +95,7 @@ const std::vector<std::vector<int32_t>>& scatter_schedules() {
 // is small, as the others arrive beside the own rows' tiles and its own; or one, where the own rows'
 // tiles hide it.
 const std::vector<std::vector<int32_t>>& gather_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(1, 1), std::vector<int32_t>(2, 1), {1, 3}, {1, 3, 4}, {1, 2, 4, 8},
-  };
+  static const std::vector<std::vector<int32_t>> schedules = {{1}, {1, 3}, {1, 3, 4}, {1, 2, 4, 8}};
   return schedules;
 }
 
@@ -286,7 +284,8 @@ bool too_small_for_peers(const Problem& problem) {
 
 // Whether there is a flag for each tile that a ring would pass on. Other ops' plans pass on none.
 bool has_ring_flags(const Problem& problem, Kernel kernel) {
-  const Plan base = base_plan(problem, kernel, Transport::kPeer, {});
+  Plan base = base_plan(problem, kernel, Transport::kPeer, {});
+  base.chunks.resize(1);  // as peer_schedules has it
   return base.collective != Collective::kRing || ring_tiles(base) <= kMaxRingTiles;
 }
 

@@ -6,13 +6,12 @@
 //   side   |                      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
 //   copy   |                                            | finish 0 |          | finish 1 | ^
 //
-// consume: a collective per chunk, and behind each a launch of one GEMM over the own rows and then the
-// others', chunk by chunk: each launch takes whole rounds of tiles of what is there, the last all the
-// rest, on all SMs.
+// consume: a collective per chunk, and behind each a launch of the GEMM. All launches together compute
+// the own rows and then what has arrived, each in whole rounds of tiles; beside that each copies the new
+// rows into the gathered input (or, where the kernel cannot, the copy stream does).
 //
-//   caller | fork | GEMM: own rows ... | GEMM: on into chunk 0 ... | GEMM: on to the end | join |
-//   side   |      | NCCL 0 | NCCL 1 |    ^                           ^                     ^
-//   copy   | own 0, 1 | gathered 0 | gathered 1 |                                          ^
+//   caller | copy: own rows | fork | GEMM: own rows ... | GEMM: ..., chunk 0 | GEMM: ..., chunk 1 | join |
+//   side   |                       | NCCL 0 | NCCL 1 |    ^                    ^
 //
 // ring: the rows are cut into the ranks' parts. In each phase a rank computes one part, adds the
 // partial sums that came from the rank before, and stores into the memory of the rank behind; in the

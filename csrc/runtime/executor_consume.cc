@@ -1,4 +1,5 @@
 // Communication before computation.
+#include <algorithm>
 #include <vector>
 
 #include "plan/gather_rounds.h"
@@ -22,13 +23,11 @@ class ConsumeLoop : ExecutorLoop {
     prepare();
     prepare_gemms();
     begin(call_.trace, chunks_);
-    fork(true);
+    if (peers_ == nullptr) stage();
+    fork(carrier_ < 0);
     // The own rows' GEMM starts while the host enqueues the rest.
     compute(0);
-    if (peers_ != nullptr) {
-      wait_for_slots(side(0));
-      copy(gathered(group_.rank(), 0), call_.input, part_rows_ * row_bytes_, device_.copy.get());
-    }
+    if (peers_ != nullptr) wait_for_slots(side(0));
     for (int chunk = 0; chunk < chunks_; ++chunk) {
       if (peers_ != nullptr) {
         push(chunk);
@@ -42,6 +41,7 @@ class ConsumeLoop : ExecutorLoop {
       compute(chunk + 1);
     }
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    if (carrier_ < 0) copy_gathered();
     join();
     if (peers_ != nullptr) release_slot();
     end(chunks_);
@@ -59,8 +59,7 @@ class ConsumeLoop : ExecutorLoop {
     buffer_ = static_cast<char*>(call_.buffer != nullptr ? call_.buffer : window());
   }
 
-  // Own rows of the chunk into every peer's memory, by the copy engine; and, once the peers' are
-  // here, on into the gathered input.
+  // Own rows of the chunk into every peer's memory, by the copy engine.
   void push(int chunk) {
     const cudaStream_t send = device_.side[0].get();
     const cudaStream_t arrive = device_.side[1].get();
@@ -78,46 +77,66 @@ class ConsumeLoop : ExecutorLoop {
     wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, chunk, arrive);
     if (trace_ != nullptr) trace_->finish[chunk]->record(arrive);
     device_.communicated[chunk].record(arrive);
-    device_.communicated[chunk].block(device_.copy.get());
-    for (int part = 0; part < parts_; ++part) {
-      if (part == group_.rank()) continue;
-      copy(gathered(part, rows.begin), place(chunk) + part * bytes, bytes, device_.copy.get());
-    }
   }
 
   char* gathered(int part, int64_t row) const {
     return static_cast<char*>(call_.gathered) + (part * part_rows_ + row) * row_bytes_;
   }
 
-  // Own rows of the chunk into the staging buffer, everybody's rows there, and all of them on into
-  // the gathered input. All copies are the copy engine's, which takes no SM.
+  // Own rows into the staging buffer, before anything else: copies within a device are kernels, which
+  // take all SMs for a moment, but beside a GEMM those that it leaves, and keep the next launch waiting.
+  void stage() {
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+      const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+      const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+      copy(place(chunk) + group_.rank() * bytes,
+           static_cast<const char*>(call_.input) + rows.begin * row_bytes_, bytes, stream_);
+    }
+  }
+
+  // Everybody's rows of the chunk into the staging buffer.
   void gather(int chunk) {
-    const cudaStream_t copies = device_.copy.get();
     const cudaStream_t side = this->side(chunk);
-    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
     hold_side(chunk);
-    copy(place(chunk) + group_.rank() * bytes,
-         static_cast<const char*>(call_.input) + rows.begin * row_bytes_, bytes, side);
     if (trace_ != nullptr) trace_->begin[chunk]->record(side);
     communicators_[chunk]->all_gather_in_place(
         place(chunk), static_cast<size_t>(plan::chunk_extent(plan_, chunk).count),
         plan_.problem.dtype, side);
     if (trace_ != nullptr) trace_->finish[chunk]->record(side);
     device_.communicated[chunk].record(side);
-    device_.communicated[chunk].block(copies);
-    check_cuda(
-        cudaMemcpy2DAsync(gathered(0, rows.begin), static_cast<size_t>(part_rows_ * row_bytes_),
-                          place(chunk), static_cast<size_t>(bytes), static_cast<size_t>(bytes),
-                          static_cast<size_t>(parts_), cudaMemcpyDeviceToDevice, copies),
-        "copying rows");
+  }
+
+  // What has to be copied into the gathered input when the own rows are there (0), and behind chunk
+  // `arrival` - 1: whole rows of each part.
+  std::vector<kernels::CopyRun> runs(int arrival) const {
+    if (arrival == 0) {
+      return {{call_.input, gathered(group_.rank(), 0), part_rows_ * row_bytes_}};
+    }
+    std::vector<kernels::CopyRun> runs;
+    const plan::Rows rows = plan::chunk_rows(plan_, arrival - 1);
+    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+    for (int part = 0; part < parts_; ++part) {
+      if (part == group_.rank()) continue;
+      runs.push_back({place(arrival - 1) + part * bytes, gathered(part, rows.begin), bytes});
+    }
+    return runs;
+  }
+
+  // Where no GEMM does that.
+  void copy_gathered() {
+    for (int arrival = 0; arrival <= chunks_; ++arrival) {
+      if (arrival > 0) device_.communicated[arrival - 1].block(device_.copy.get());
+      for (const kernels::CopyRun& run : runs(arrival)) {
+        copy(run.to, run.from, run.bytes, device_.copy.get());
+      }
+    }
   }
 
   // What is launched when the own rows are there (0), and behind chunk `arrival` - 1.
   void compute(int arrival) {
     for (size_t weight = 0; weight < call_.gemms.size(); ++weight) {
       if (call_.gemms[weight].fast) {
-        launch(gemms_[weight], launches_[weight][static_cast<size_t>(arrival)]);
+        launch(weight, arrival);
       } else if (arrival == 0) {
         const int64_t first = group_.rank() * part_rows_;
         call_.library_gemm(weight, call_.input, {first, first + part_rows_});
@@ -138,11 +157,17 @@ class ConsumeLoop : ExecutorLoop {
     }
   }
 
-  void launch(kernels::GemmParams& gemm, const plan::GatherLaunch& range) {
-    if (range.tiles() == 0) return;
+  void launch(size_t weight, int arrival) {
+    const plan::GatherLaunch& range = launches_[weight][static_cast<size_t>(arrival)];
+    kernels::GemmParams& gemm = gemms_[weight];
     gemm.first_tile = range.first_tile;
     gemm.end_tile = range.end_tile;
     gemm.ctas = range.at_once;
+    if (static_cast<int>(weight) == carrier_) {
+      const std::vector<kernels::CopyRun> runs = this->runs(arrival);
+      std::copy(runs.begin(), runs.end(), gemm.copies);
+      gemm.num_copies = static_cast<int32_t>(runs.size());
+    }
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 
@@ -154,6 +179,11 @@ class ConsumeLoop : ExecutorLoop {
       gemms_.push_back(gemm.params);
       launches_.emplace_back();
       if (!gemm.fast) continue;
+      // Something arrives before each launch, so none is empty.
+      if (carrier_ < 0 && kernels::copies_beside(plan_.kernel) &&
+          parts_ - 1 <= kernels::kMaxCopyRuns) {
+        carrier_ = static_cast<int>(gemms_.size()) - 1;
+      }
       kernels::GemmParams& params = gemms_.back();
       params.input = buffer_;
       params.own_input = call_.input;
@@ -177,6 +207,7 @@ class ConsumeLoop : ExecutorLoop {
   const int64_t part_rows_;
   const int64_t row_bytes_;
   char* buffer_ = nullptr;
+  int carrier_ = -1;  // the weight whose GEMM copies rows into the gathered input, or none
   std::vector<kernels::GemmParams> gemms_;
   std::vector<std::vector<plan::GatherLaunch>> launches_;  // of each: own rows, then chunk by chunk
 };

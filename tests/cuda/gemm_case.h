@@ -174,9 +174,30 @@ class GemmCase {
     params_ = whole;
   }
 
+  // All rows as they are in the input, and nothing around them.
+  void expect_copy(const Buffer<T>& gathered) const {
+    const auto words = [](const Buffer<T>& buffer) {
+      std::vector<uint16_t> host(static_cast<size_t>(buffer.elements()));
+      CUDA_CHECK(cudaMemcpy(host.data(), buffer.data(), host.size() * sizeof(uint16_t),
+                            cudaMemcpyDeviceToHost));
+      return host;
+    };
+    const Buffer<T> poisoned(kGuard);
+    std::vector<uint16_t> want = words(poisoned);
+    const std::vector<uint16_t> guard = want, rows = words(input_);
+    want.insert(want.end(), rows.begin(), rows.end());
+    want.insert(want.end(), guard.begin(), guard.end());
+    const std::vector<uint16_t> got = words(gathered);
+    const auto [at, where] = std::mismatch(got.begin(), got.end(), want.begin(), want.end());
+    if (at != got.end() || where != want.end()) {
+      fail("%s: element %lld of what was copied is %04x, expected %04x", name().c_str(),
+           static_cast<long long>(at - got.begin()), *at, *where);
+    }
+  }
+
   // The same of rows that arrive in chunks, beside this rank's own: the launches of an all-gather's
   // GEMM, behind each of which the rows of the next chunk come. Until then they are poison, and so is
-  // the room for the own rows, as over peers.
+  // the room for the own rows, as over peers. Kernels that copy collect all rows meanwhile.
   void check_gather(int32_t ctas, int32_t parts, int32_t own, const std::vector<int32_t>& heights) {
     const kernels::GemmParams whole = params_;
     const plan::Problem problem{
@@ -185,6 +206,13 @@ class GemmCase {
         problem, kernel_, heights, std::max(plan::kBandRows, plan_.cluster_m), {}, 0);
     const int64_t part_rows = plan::part_rows(plan);
     Buffer<T> own_input(part_rows * input_stride_), staged(params_.m * input_stride_);
+    Buffer<T> gathered(kGuard + params_.m * input_stride_ + kGuard);
+    const bool copies = kernels::copies_beside(kernel_);
+    const auto copy_beside = [&](const T* from, int64_t to_row, int64_t rows) {
+      params_.copies[params_.num_copies++] = {
+          from, gathered.data() + kGuard + to_row * input_stride_,
+          rows * input_stride_ * static_cast<int64_t>(sizeof(T))};
+    };
     const auto copy_rows = [&](T* to, int64_t from_row, int64_t rows) {
       const size_t bytes = static_cast<size_t>(rows * input_stride_) * sizeof(T);
       CUDA_CHECK(cudaMemcpyAsync(to, input_.data() + from_row * input_stride_, bytes,
@@ -196,8 +224,9 @@ class GemmCase {
       const int64_t count = rows.end - rows.begin;
       for (int32_t part = 0; part < parts; ++part) {
         if (part == own) continue;
-        copy_rows(staged.data() + (parts * rows.begin + part * count) * input_stride_,
-                  part * part_rows + rows.begin, count);
+        T* const to = staged.data() + (parts * rows.begin + part * count) * input_stride_;
+        copy_rows(to, part * part_rows + rows.begin, count);
+        if (copies) copy_beside(to, part * part_rows + rows.begin, count);
       }
     };
 
@@ -213,9 +242,15 @@ class GemmCase {
     for (int32_t& count : arriving) count *= params_.order.tiles_n;
     const auto launches = plan::gather_launches(arriving, plan.cluster_m, ctas, ctas + 4);
     output_.poison(nullptr);
+    gathered.poison(nullptr);
     for (size_t i = 0; i < launches.size(); ++i) {
-      if (i > 0) arrive(static_cast<int32_t>(i) - 1);
-      if (launches[i].tiles() == 0) continue;
+      params_.num_copies = 0;
+      if (i > 0) {
+        arrive(static_cast<int32_t>(i) - 1);
+      } else if (copies) {
+        copy_beside(own_input.data(), own * part_rows, part_rows);
+      }
+      if (launches[i].tiles() == 0) fail("%s: an empty launch", name().c_str());
       params_.first_tile = launches[i].first_tile;
       params_.end_tile = launches[i].end_tile;
       params_.ctas = launches[i].at_once;
@@ -225,6 +260,7 @@ class GemmCase {
     expect(output_, expectation_,
            plan.to_string() + ", rank " + std::to_string(own) + ", " + std::to_string(ctas) +
                " CTAs, gap " + std::to_string(input_stride_ - params_.k));
+    if (copies) expect_copy(gathered);
     params_ = whole;
   }
 
