@@ -117,13 +117,15 @@ class PeerModel {
       prediction.total_us = kRingUs + phases_us + part_us;
       return prediction;
     }
-    // What is final goes to all peers as it is stored, and from their slots into their outputs.
+    // What is final goes to all peers as it is stored, and from their slots into their outputs: beside
+    // the GEMM, or behind it.
     prediction.communication_us += (ranks_ - 1) * stored_us;
-    const auto chunks = static_cast<double>(plan_.chunks.size());
     prediction.total_us = kRingUs + phases_us + std::max(part_us, (ranks_ - 1) * stored_us) +
-                          last_round_us(tiles_, sms_) + kSequentialUs +
-                          (chunks > 1 ? kChunkUs * chunks : 0.0) +
-                          local_us(2 * (ranks_ - 1) * part_bytes / chunks);
+                          last_round_us(tiles_, sms_);
+    if (ring_collects(plan_)) return prediction;
+    const auto chunks = static_cast<double>(plan_.chunks.size());
+    prediction.total_us += kSequentialUs + (chunks > 1 ? kChunkUs * chunks : 0.0) +
+                           local_us(2 * (ranks_ - 1) * part_bytes / chunks);
     return prediction;
   }
 
