@@ -2,7 +2,8 @@
 
 A trace is the tensor that ``torch.ops.overlap.trace_stop`` returns on one rank: float64 [rows, 5] with the columns
 call, chunk, ready_us, begin_us, end_us, times from the call's start. Rows with chunk >= 0 say when a chunk's tiles were
-finished and its communication ran; the row with chunk -1 says when the GEMM (ready_us) and the op (end_us) ended.
+finished and its communication ran; the row with chunk -1 says when the GEMM (ready_us) and the op (end_us) ended. What a
+GEMM communicates itself, tile by tile, over peers, begins with it.
 """
 
 from __future__ import annotations

@@ -72,12 +72,15 @@ class RingLoop : ExecutorLoop {
 
   // In an all-reduce between more than two ranks, all finished parts after the GEMM.
   void finish_at_once() {
+    // What the GEMM's own stores communicate begins with it.
+    const bool inside = call_.signals && (collects_ || !sends_on_);
+    if (inside) record_begins();
     compute();
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
       trace_->ready[chunk]->record(stream_);
-      trace_->begin[chunk]->record(stream_);
     }
+    if (!inside) record_begins();
     if (sends_on_ && delay_us_ > 0) {
       check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
     }
@@ -92,6 +95,12 @@ class RingLoop : ExecutorLoop {
     }
     if (collects_ || !sends_on_) release_slot();
     if (call_.bias != nullptr) add_bias();
+  }
+
+  void record_begins() {
+    for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
+      trace_->begin[chunk]->record(stream_);
+    }
   }
 
   void compute() {
