@@ -26,8 +26,7 @@ std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, 
 
 std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count) {
   const int32_t beside = std::max(1, sm_count - plan.resources.comm_sms);
-  std::vector<int32_t> arriving = gather_heights(plan);
-  for (int32_t& count : arriving) count *= tiles_n(plan);
+  const std::vector<int32_t> arriving = gather_arrivals(plan, tiles_n(plan));
   if (plan.kernel != Kernel::kLibrary) {
     return gather_launches(arriving, plan.cluster_m, beside, sm_count);
   }
@@ -40,17 +39,17 @@ std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count) {
   return launches;
 }
 
-std::vector<int32_t> gather_heights(const Plan& plan) {
+std::vector<int32_t> gather_arrivals(const Plan& plan, int32_t tile_columns) {
   const int32_t parts = row_parts(plan);
-  std::vector<int32_t> heights{tiles_m(plan) / parts};
+  std::vector<int32_t> tiles{tiles_m(plan) / parts * tile_columns};
   for (const Chunk& chunk : plan.chunks) {
-    heights.push_back(chunk.tiles / tiles_n(plan) / parts * (parts - 1));
+    tiles.push_back(chunk.tiles / tiles_n(plan) / parts * (parts - 1) * tile_columns);
   }
-  return heights;
+  return tiles;
 }
 
 TileOrder gather_order(const Plan& plan, int64_t columns) {
-  TileOrder order = chunked_order(plan, columns, gather_heights(plan));
+  TileOrder order = chunked_order(plan, columns, gather_arrivals(plan, 1));
   order.parts = row_parts(plan);
   return order;
 }

@@ -34,10 +34,12 @@ std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, 
 // The same of a plan's GEMM. The framework's computes what has arrived, chunk by chunk.
 std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count);
 
-// Tile rows that can be computed at once, this rank's, and behind each chunk, the other ranks'.
-std::vector<int32_t> gather_heights(const Plan& plan);
+// Tiles that can be computed at once, of this rank's rows, and behind each chunk, of the other ranks', for
+// a weight of so many tile columns.
+std::vector<int32_t> gather_arrivals(const Plan& plan, int32_t tile_columns);
 
-// Their tiles, for a weight of so many columns; the chunks are those arrivals. See RowMap::Mode::kGather.
+// The order of them all, for a weight of so many columns; the chunks are those arrivals. See
+// RowMap::Mode::kGather.
 TileOrder gather_order(const Plan& plan, int64_t columns);
 
 }  // namespace overlap::plan

@@ -9,6 +9,8 @@
 namespace overlap::plan {
 namespace {
 
+constexpr int64_t kPeerAccessBytes = 16;  // what kernels move over peers
+
 constexpr int64_t round_up_div(int64_t value, int64_t by) {
   return value / by + (value % by != 0 ? 1 : 0);
 }
@@ -208,19 +210,17 @@ bool direct_in_pieces(const Plan& plan) {
 }
 
 int64_t direct_piece_bytes(const Plan& plan) {
-  constexpr int64_t kAccess = 16;
   const Problem& problem = plan.problem;
   const int64_t bytes = problem.m * problem.n * element_bytes(problem.dtype);
   // As many bytes for each of two ranks, in one step instead of two.
   if (!direct_in_pieces(plan)) return bytes;
-  return round_up_div(round_up_div(bytes, problem.world_size), kAccess) * kAccess;
+  return round_up_div(round_up_div(bytes, problem.world_size), kPeerAccessBytes) * kPeerAccessBytes;
 }
 
 bool ring_collects(const Plan& plan) {
-  constexpr int64_t kAccess = 16;
   const Problem& problem = plan.problem;
   return problem.op == Op::kGemmAllReduce && problem.world_size == 2 && plan.chunks.size() == 1 &&
-         problem.n * element_bytes(problem.dtype) % kAccess == 0;
+         problem.n * element_bytes(problem.dtype) % kPeerAccessBytes == 0;
 }
 
 int64_t ring_tiles(const Plan& plan) {

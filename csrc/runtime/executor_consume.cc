@@ -174,7 +174,6 @@ class ConsumeLoop : ExecutorLoop {
   // Each weight's GEMM over all rows, and what each launch takes of it.
   void prepare_gemms() {
     const int sms = device_.sm_count();
-    const std::vector<int32_t> heights = plan::gather_heights(plan_);
     for (const ConsumeCall::Gemm& gemm : call_.gemms) {
       gemms_.push_back(gemm.params);
       launches_.emplace_back();
@@ -191,9 +190,8 @@ class ConsumeLoop : ExecutorLoop {
       params.rows.part_rows = static_cast<int32_t>(part_rows_);
       params.rows.own_part = group_.rank();
       params.order = plan::gather_order(plan_, params.n);
-      std::vector<int32_t> arriving = heights;
-      for (int32_t& count : arriving) count *= params.order.tiles_n;
-      launches_.back() = plan::gather_launches(arriving, plan_.cluster_m, params.ctas, sms);
+      launches_.back() = plan::gather_launches(plan::gather_arrivals(plan_, params.order.tiles_n),
+                                               plan_.cluster_m, params.ctas, sms);
     }
   }
 

@@ -238,8 +238,7 @@ class GemmCase {
     params_.order = plan::gather_order(plan, params_.n);
     params_.counters = nullptr;
     if (!supported()) fail("%s: not supported as rows arrive", name().c_str());
-    std::vector<int32_t> arriving = plan::gather_heights(plan);
-    for (int32_t& count : arriving) count *= params_.order.tiles_n;
+    const auto arriving = plan::gather_arrivals(plan, params_.order.tiles_n);
     const auto launches = plan::gather_launches(arriving, plan.cluster_m, ctas, ctas + 4);
     output_.poison(nullptr);
     gathered.poison(nullptr);
