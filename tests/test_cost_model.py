@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import ada, big, cpu, hopper, slow, total
+from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.plan import Collective, DType, Kernel, Machine, Op, Plan, Problem
 
@@ -237,18 +238,14 @@ def test_predict_slow_link_hides_latency_and_dislikes_many_ctas(kind, ctas, lane
 def gather_launches_us(
     machine: Machine, k: int, arriving: list[int], left: int = 16
 ) -> list[float]:
-    """Each launch of an all-gather's GEMM: whole rounds of the tiles that are there, on the SMs that are left; and
-    the last one, of all that remain, on all SMs."""
+    """Each launch of an all-gather's GEMM: on the SMs that are left, and the last one on all SMs."""
     tile_us = 2 * 128 * 128 * k / (machine.sm_gflops * 1e3)
-    times, there = [], 0
-    for i, count in enumerate(arriving):
-        last = i == len(arriving) - 1
-        at_once = machine.sm_count - (0 if last else left)
-        there += count
-        rounds = math.ceil(there / at_once) if last else max(1, there // at_once)
+    times = []
+    # Which tiles a launch takes: test_plan_rounds.
+    launches = _plan.gather_launches(arriving, 2, machine.sm_count - left, machine.sm_count)
+    for begin, end, at_once in launches:
         slower = BESIDE_GATHER * (at_once / machine.sm_count) ** (1 - FEWER_SMS_EXPONENT)
-        times.append(GEMM_START + rounds * tile_us * slower if there > 0 else 0.0)
-        there = max(0, there - rounds * at_once)
+        times.append(GEMM_START + math.ceil((end - begin) / at_once) * tile_us * slower)
     return times
 
 

@@ -40,8 +40,12 @@ def test_gather_launches_take_every_tile_once_and_none_too_early(case) -> None:
     assert end_before == there
 
 
+def rounds_of(launches: list[tuple[int, int, int]]) -> int:
+    return sum(math.ceil((end - begin) / at_once) for begin, end, at_once in launches)
+
+
 @given(arrivals())
-def test_gather_launches_leave_less_than_a_round_of_what_is_there(case) -> None:
+def test_gather_launches_take_all_that_is_there_or_leave_less_than_a_round(case) -> None:
     arriving, cluster, beside, alone = case
     grid = max(beside // cluster, 1) * cluster
     *launches, last = _plan.gather_launches(*case)
@@ -50,8 +54,28 @@ def test_gather_launches_leave_less_than_a_round_of_what_is_there(case) -> None:
         there += count
         assert at_once == grid
         left = there - begin
-        assert end - begin == (left if left < grid else left // grid * grid)
+        assert end - begin in (left, left // grid * grid)
+        assert end > begin or left == 0
     assert last[1:] == (sum(arriving), max(alone // cluster, 1) * cluster)
+
+
+@given(arrivals())
+def test_gather_launches_leave_tiles_only_to_save_a_round(case) -> None:
+    arriving, cluster, beside, _ = case
+    launches = _plan.gather_launches(*case)
+    grid = max(beside // cluster, 1) * cluster
+    # Each computing all that has arrived.
+    apart = sum(math.ceil(count / grid) for count in arriving[:-1])
+    apart += math.ceil(arriving[-1] / launches[-1][2])
+    assert rounds_of(launches) <= apart
+    there = 0
+    for i, (_, end, _) in enumerate(launches[:-1]):
+        there += arriving[i]
+        if end < there:  # taking them now, and all behind as before, is a round more
+            taken, *behind = [there - end + arriving[i + 1], *arriving[i + 2 :]]
+            rest = _plan.gather_launches([taken, *behind], *case[1:])
+            without = _plan.gather_launches(arriving[i + 1 :], *case[1:])
+            assert rounds_of(rest) < 1 + rounds_of(without)
 
 
 @given(arrivals())
@@ -59,18 +83,20 @@ def test_gather_launches_take_no_more_rounds_than_one_launch(case) -> None:
     """But for those that find less than a round: one more for each. Rounds of one launch: beside communication."""
     arriving, cluster, beside, _ = case
     launches = _plan.gather_launches(*case)
-    rounds = [math.ceil((end - begin) / at_once) for begin, end, at_once in launches]
     grid = max(beside // cluster, 1) * cluster
-    short = sum(0 < end - begin < grid for begin, end, _ in launches[:-1])
-    assert sum(rounds) <= math.ceil(sum(arriving) / grid) + short
+    short = sum((end - begin) % grid != 0 for begin, end, _ in launches[:-1])
+    assert rounds_of(launches) <= math.ceil(sum(arriving) / grid) + short
 
 
 def test_gather_launches_of_two_ranks() -> None:
     # 32 x 32 tiles on 132 SMs, of which communication takes 8: four rounds of own rows, then all the rest in four more.
     assert _plan.gather_launches([512, 512], 2, 124, 132) == [(0, 496, 124), (496, 1024, 132)]
-    # In chunks {1, 3} one round of the first fits in; what is left of it goes into the last launch.
+    # In chunks {1, 3} the own rows' fifth round costs nothing, but what is left of the first chunk's goes into the last
+    # launch: four rounds, or one and three.
     chunks = _plan.gather_launches([512, 128, 384], 2, 124, 132)
-    assert chunks == [(0, 496, 124), (496, 620, 124), (620, 1024, 132)]
+    assert chunks == [(0, 512, 124), (512, 636, 124), (636, 1024, 132)]
+    # 16 x 64 tiles, of which communication takes 2 SMs: two rounds now and two later, or one now and three later.
+    assert _plan.gather_launches([256, 256], 2, 130, 132) == [(0, 256, 130), (256, 512, 132)]
     # An odd grid is of whole clusters; less than a round is taken whole, and nothing is left.
     few = _plan.gather_launches([6, 0, 2, 2], 2, 7, 9)
     assert few == [(0, 6, 6), (6, 6, 6), (6, 8, 6), (8, 10, 8)]

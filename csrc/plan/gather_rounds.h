@@ -5,9 +5,10 @@
 //   own rows | the other ranks' rows of chunk 0 | of chunk 1 | ...
 //
 // A launch takes whole rounds of tiles out of what is there and not computed yet, and leaves the rest to
-// the one behind it. So, instead of ending each with a round that is not full, all of them together take
-// no more rounds than one launch would on the SMs beside communication, and one more for each launch that
-// finds less than a round. The last launch has nothing beside it, and takes all SMs.
+// the one behind it, if that saves a round: else the rest hides more of what is still to arrive. So,
+// instead of ending each with a round that is not full, all of them together take no more rounds than one
+// launch would on the SMs beside communication, and one more for each launch that finds less than a round.
+// The last launch has nothing beside it, and takes all SMs.
 #pragma once
 
 #include <cstdint>
