@@ -44,8 +44,11 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
     probe.sources[0] = probe.output;
   }
   produce.signals = kernel_takes(probe, call.weight(), plan);
-  const at::Tensor counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
-  produce.counters = counters.data_ptr<int32_t>();
+  at::Tensor counters;
+  if (!ring || plan.chunks.size() > 1) {
+    counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
+    produce.counters = counters.data_ptr<int32_t>();
+  }
   at::Tensor rows;
   if (ring && !produce.signals) {
     rows = at::empty({plan::part_rows(plan), plan.problem.n}, options);

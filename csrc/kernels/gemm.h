@@ -57,6 +57,8 @@ struct GemmParams {
   // Sources, a mirror or more outputs: where tiles are counted as they are taken, in own memory. Two
   // words, zero before and after.
   uint32_t* tiles_taken = nullptr;
+  // What then says, when all tiles are done, that the call has ended; or nobody is told.
+  PeerSignalParams ending;
   plan::Layout layout = plan::Layout::kRowMajor;
   int32_t parts = 1;  // packed: copies of a chunk in its region of the buffer, and which of them
   int32_t part = 0;   // this GEMM writes

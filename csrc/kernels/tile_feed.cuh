@@ -57,7 +57,7 @@ struct TileFeed {
   }
 
   // The next tile that nobody has taken, by one thread of the cluster's first CTA. `taken`: a counter,
-  // and how many clusters are done with it, both zero before and after the kernel.
+  // and how many clusters have left, both zero before and after the kernel.
   __device__ __forceinline__ static int32_t draw(uint32_t* taken, int cluster_size) {
     return static_cast<int32_t>(atomicAdd(taken, 1)) * cluster_size;
   }
@@ -92,8 +92,17 @@ struct TileFeed {
         --ends;
       }
     }
+  }
+
+  // By one thread of each cluster, behind all that both CTAs do: whether it is the last one to leave.
+  // Then the counter is given back.
+  __device__ __forceinline__ static bool last_to_leave(uint32_t* taken, int cluster_size) {
     const uint32_t clusters = gridDim.x / cluster_size;
-    if (atomicAdd(taken + 1, 1) + 1 == clusters) taken[0] = taken[1] = 0;
+    __threadfence();
+    if (atomicAdd(taken + 1, 1) + 1 != clusters) return false;
+    __threadfence();
+    taken[0] = taken[1] = 0;
+    return true;
   }
 
   // By one warp: leaves a place for the warp that loads, once that has taken the one before.

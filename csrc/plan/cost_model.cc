@@ -59,7 +59,7 @@ constexpr CallModel kPlainCallOfMany = {23.0, 1.04, 15.0};
 constexpr CallModel kWindowCallOfMany = {17.0, 0.80, 20.0};
 constexpr CallModel kExchangeCall = {2.0, 1.03, 32.0};
 constexpr CallModel kPlainReduceScatter = {6.0, 1.70, 31.0};
-constexpr CallModel kWindowReduceScatter = {2.0, 1.30, 40.0};
+constexpr CallModel kWindowReduceScatter = {12.0, 1.30, 27.0};
 constexpr CallModel kPlainAllGather = {24.0, 1.25, 30.0};
 // Since own rows are staged first: what 15, 29 and 59 MB took beside a GEMM, 51, 99 and 206 us.
 constexpr CallModel kWindowAllGather = {3.0, 2.2, 72.0};

@@ -61,7 +61,7 @@ struct ProduceCall {
   const void* bias = nullptr;  // [n] or null
 
   // The GEMM. Either `signals`: `gemm` is launched once and counts tiles in `counters` (kMaxChunks
-  // of them) ...
+  // of them; null: a ring of one chunk, whose tiles nobody counts) ...
   bool signals = false;
   kernels::GemmParams gemm;
   int32_t* counters = nullptr;

@@ -51,6 +51,8 @@ class RingLoop : ExecutorLoop {
   // Of two ranks, each stores what is final into the other's memory, too.
   bool mirrors() const { return sends_on_ && call_.signals && ranks_ == 2; }
   bool counts() const { return by_chunk_ && call_.signals; }
+  // Nothing is communicated after the GEMM, which then ends the call.
+  bool ends_in_gemm() const { return !by_chunk_ && call_.signals && (collects_ || !sends_on_); }
 
   // The finished parts in chunks beside the GEMM, which leaves SMs to their waits.
   void finish_by_chunk() {
@@ -72,7 +74,7 @@ class RingLoop : ExecutorLoop {
   // In an all-reduce between more than two ranks, all finished parts after the GEMM.
   void finish_at_once() {
     // What the GEMM's own stores communicate begins with it.
-    const bool inside = call_.signals && (collects_ || !sends_on_);
+    const bool inside = ends_in_gemm();
     if (inside) record_begins();
     compute();
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
@@ -92,7 +94,7 @@ class RingLoop : ExecutorLoop {
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
       trace_->finish[chunk]->record(stream_);
     }
-    if (collects_ || !sends_on_) release_slot();
+    if (!inside && (collects_ || !sends_on_)) release_slot();
     if (call_.bias != nullptr) add_bias();
   }
 
@@ -183,6 +185,7 @@ class RingLoop : ExecutorLoop {
     }
     gemm.peer_tiles = peer_tiles();
     gemm.tiles_taken = peers_->tiles_taken(peer_call_);
+    if (ends_in_gemm()) gemm.ending = peers_->ending(peer_call_);
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 

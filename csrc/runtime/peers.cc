@@ -174,8 +174,12 @@ kernels::PeerRelayParams Peers::relay(const Call& call, Flag flag, uint32_t rank
   return params;
 }
 
+kernels::PeerSignalParams Peers::ending(const Call& call) const {
+  return signal_params(call, Flag::kEnded, everyone_else(), 0);
+}
+
 void Peers::end(const Call& call, cudaStream_t stream) const {
-  signal(call, Flag::kEnded, everyone_else(), 0, stream);
+  check_cuda(kernels::signal_peers_release_sys(ending(call), stream), "launching a signal");
 }
 
 kernels::PeerWaitParams Peers::wait_for(const Call& call, Flag flag, uint32_t ranks,

@@ -61,6 +61,8 @@ class Peers {
   void signal(const Call& call, Flag flag, uint32_t ranks, int step, cudaStream_t stream) const;
   // Announces to all peers that the call has ended here. Comes last.
   void end(const Call& call, cudaStream_t stream) const;
+  // The same for a kernel that does it.
+  kernels::PeerSignalParams ending(const Call& call) const;
 
   // The wait for these ranks' step, or for their slots; the caller adds deadline and report.
   kernels::PeerWaitParams wait_for(const Call& call, Flag flag, uint32_t ranks, int step) const;

@@ -93,6 +93,7 @@ class RingCase {
     prepare();
     kernels::GemmParams gemm = params(0);
     gemm.ctas = 4;
+    gemm.ending = {};
     gemm.peer_tiles.deadline_ns = 20'000'000;
     CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, memory_[0]->stream));
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -122,6 +123,7 @@ class RingCase {
           collected(ring.part_elements()),
           flags(ring.passed_tiles() + kSpareFlags),
           calls(1),
+          ended(ring.ranks_),
           tiles_taken(2),
           counters(plan::kMaxChunks) {
       for (int phase = 0; phase + 1 < ring.ranks_; ++phase) {
@@ -130,6 +132,7 @@ class RingCase {
       // As the calls before have left them.
       set(flags, kFirstCalls);
       set(calls, kFirstCalls);
+      set(ended, kFirstCalls);
       tiles_taken.zero(nullptr);
       CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     }
@@ -140,6 +143,7 @@ class RingCase {
     Buffer<T> collected;                              // and where it is copied
     std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
     Buffer<uint64_t> flags, calls;
+    Buffer<uint64_t> ended;  // as the peers say, by rank
     Buffer<uint32_t> tiles_taken;
     Buffer<int32_t> counters;
     cudaStream_t stream = nullptr;
@@ -257,6 +261,11 @@ class RingCase {
     gemm.peer_tiles.peer = (rank + ranks_ - 1) % ranks_;
     gemm.peer_tiles.report = report_;
     gemm.tiles_taken = own.tiles_taken.data();
+    gemm.ending.calls = own.calls.data();
+    gemm.ending.count = ranks_ - 1;
+    for (int distance = 1; distance < ranks_; ++distance) {
+      gemm.ending.flags[distance - 1] = memory(rank + distance).ended.data() + rank;
+    }
     gemm.order = order_;
     gemm.counters = own.counters.data();
     if (!kernels::gemm_supported(kKernel, gemm)) fail("%s: not supported", name_.c_str());
@@ -285,11 +294,6 @@ class RingCase {
       gemm.ctas = ctas[static_cast<size_t>(rank)];
       if (rank == late) CUDA_CHECK(kernels::delay(kLateUs, own.stream));
       CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, own.stream));
-      // Counts the call as ended, and tells nobody.
-      kernels::PeerSignalParams end;
-      end.calls = own.calls.data();
-      end.ends_call = true;
-      CUDA_CHECK(kernels::signal_peers_release_sys(end, own.stream));
     }
     CUDA_CHECK(cudaDeviceSynchronize());
     ++calls_;
@@ -326,6 +330,11 @@ class RingCase {
     expect_words(own.flags, passed_tiles(), calls_, what + ": flags");
     expect_words(own.flags, kSpareFlags, kFirstCalls, what + ": flags", passed_tiles());
     expect_words(own.tiles_taken, 2, uint32_t{0}, what + ": tiles taken");
+    expect_words(own.calls, 1, calls_, what + ": calls");
+    for (int peer = 0; peer < ranks_; ++peer) {
+      expect_words(own.ended, 1, peer == rank ? kFirstCalls : calls_, what + ": calls of peers",
+                   peer);
+    }
     for (int32_t chunk = 0; chunk < plan::kMaxChunks; ++chunk) {
       const int32_t tiles = chunk < order_.num_chunks ? plan::chunk_tiles(order_, chunk) : 0;
       expect_words(own.counters, 1, tiles, what + ": counters", chunk);
