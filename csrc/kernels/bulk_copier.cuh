@@ -128,14 +128,15 @@ struct RunRoute {
   }
 };
 
-// Every `step`-th piece of all runs, from the `first`-th on.
-template <class Copier>
+// Every `step`-th piece of all runs, from the `first`-th on; those of a chunk once it has been awaited.
+template <class Copier, class Await>
 __device__ __forceinline__ void copy_runs(const CopyRun* runs, int32_t count, int64_t first,
-                                          int64_t step, Copier& copier) {
+                                          int64_t step, Copier& copier, Await await) {
   constexpr int64_t kBytes = RunRoute::kPieceBytes;
   int64_t at = first * kBytes;
   for (int32_t i = 0; i < count; ++i) {
     const CopyRun& run = runs[i];
+    if (at < run.bytes) await(run.chunk);
     for (; at < run.bytes; at += step * kBytes) {
       const int64_t left = run.bytes - at;
       copier.copy({static_cast<const char*>(run.from) + at, static_cast<char*>(run.to) + at,

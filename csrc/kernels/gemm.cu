@@ -69,6 +69,7 @@ GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peer
 bool input_supported(const GemmParams& params) {
   const bool gathers = params.rows.mode == plan::RowMap::Mode::kGather;
   if (gathers != (params.own_input != nullptr)) return false;
+  if (params.arrivals.flags != nullptr && !gathers) return false;
   const bool whole = params.first_tile == 0 && params.tiles_end() == params.order.num_tiles();
   return !for_peers(params) || (!gathers && whole && params.num_copies == 0);
 }
@@ -77,6 +78,8 @@ bool input_supported(const GemmParams& params) {
 
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
   if (!input_supported(params)) return false;
+  const bool awaits_or_ends = params.arrivals.flags != nullptr || params.ending.count > 0;
+  if (awaits_or_ends && !copies_beside(kernel)) return false;
   switch (kernel) {
 #if defined(OVERLAP_WITH_SM80)
     case plan::Kernel::kSm80:

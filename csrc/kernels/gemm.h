@@ -13,13 +13,13 @@
 namespace overlap::kernels {
 
 inline constexpr int kMaxMoreOutputs = 7;
-inline constexpr int kMaxCopyRuns = 8;
 
 // Bytes to copy within the device: 16-byte aligned, and as many of them.
 struct CopyRun {
   const void* from = nullptr;
   void* to = nullptr;
   int64_t bytes = 0;
+  int32_t chunk = 0;  // which GemmParams::arrivals announces; 0: the bytes are there
 };
 
 struct GemmParams {
@@ -57,7 +57,8 @@ struct GemmParams {
   // Sources, a mirror or more outputs: where tiles are counted as they are taken, in own memory. Two
   // words, zero before and after.
   uint32_t* tiles_taken = nullptr;
-  // What then says, when all tiles are done, that the call has ended; or nobody is told.
+  // What says, when everything is done, that the call has ended; of no peers: nobody is told. Wants
+  // tiles_taken, too. Only kernels that copies_beside names.
   PeerSignalParams ending;
   plan::Layout layout = plan::Layout::kRowMajor;
   int32_t parts = 1;  // packed: copies of a chunk in its region of the buffer, and which of them
@@ -71,7 +72,10 @@ struct GemmParams {
   int32_t end_tile = -1;  // -1: the order's end
   // What an idle warp of each CTA copies meanwhile. Only the kernels of copies_beside.
   int32_t num_copies = 0;
-  CopyRun copies[kMaxCopyRuns] = {};
+  CopyRun copies[plan::kMaxCopyRuns] = {};
+  // With rows of mode kGather: what chunk 1's tiles and copies wait for; those of the chunks behind it for
+  // a step more each. Or no flags: all rows are there. Only the kernels of copies_beside.
+  PeerWaitParams arrivals;
   int32_t* counters =
       nullptr;                 // one per chunk, zeroed earlier on the same stream; null: no signals
   int32_t ctas = 0;            // size of the persistent grid

@@ -144,7 +144,8 @@ struct GemmSm90 {
     PeerSignalParams ending;
     std::conditional_t<kPeers, Collected, Nothing> collected;
     int32_t num_copies;
-    CopyRun copies[kMaxCopyRuns];
+    CopyRun copies[plan::kMaxCopyRuns];
+    PeerWaitParams arrivals;
 
     CUTLASS_DEVICE plan::TileRowPlace place(int32_t tile_row) const {
       return plan::tile_row_place(order, rows, kTileM, tile_row);
@@ -224,11 +225,45 @@ struct GemmSm90 {
 
   using Tiles = std::conditional_t<kPeers, FedTiles, OwnedTiles>;
 
+  // Chunks of rows that peers send, awaited in order. All that was acquired, bulk loads see, too.
+  class Arrivals {
+   public:
+    CUTLASS_DEVICE explicit Arrivals(const PeerWaitParams& params) : params_(params) {}
+    // By one thread.
+    CUTLASS_DEVICE void await(int32_t chunk) {
+      if (is_there(chunk)) return;
+      wait(chunk);
+      asm volatile("fence.proxy.async;" ::: "memory");
+    }
+    // By a whole warp.
+    CUTLASS_DEVICE void await_by_warp(int32_t chunk) {
+      if (is_there(chunk)) return;
+      if (cutlass::canonical_lane_idx() == 0) wait(chunk);
+      __syncwarp();
+      asm volatile("fence.proxy.async;" ::: "memory");
+    }
+
+   private:
+    CUTLASS_DEVICE bool is_there(int32_t chunk) {
+      if (params_.flags == nullptr || chunk <= there_) return true;
+      there_ = chunk;
+      return false;
+    }
+    CUTLASS_DEVICE void wait(int32_t chunk) const {
+      wait_for_peers(params_, peer_step_number(*params_.calls, params_.step + chunk - 1),
+                     chunk - 1);
+    }
+
+    const PeerWaitParams& params_;
+    int32_t there_ = 0;
+  };
+
   // Where the operands of this CTA's tiles begin.
   class OwnedPlaces {
    public:
     struct Place : TileFeed::Place {
       bool own_input = false;
+      int32_t chunk = 0;
     };
     CUTLASS_DEVICE OwnedPlaces(const Params& params, SharedStorage& shared)
         : params_(params), tiles_(params, shared, 0, 1) {}
@@ -236,7 +271,10 @@ struct GemmSm90 {
       Step step;
       if (!tiles_.next(step)) return false;
       const plan::TileRowPlace row = params_.place(step.coord.row);
-      place = {{row.input_row, step.coord.column}, row.own_input};
+      place = {{row.input_row, step.coord.column}, row.own_input, 0};
+      if (params_.arrivals.flags != nullptr) {
+        place.chunk = plan::tile_chunk(params_.order, step.index);
+      }
       return true;
     }
 
@@ -327,6 +365,9 @@ struct GemmSm90 {
     params.counters = gemm.counters;
     params.num_copies = gemm.num_copies;
     std::copy(std::begin(gemm.copies), std::end(gemm.copies), params.copies);
+    params.arrivals = gemm.arrivals;
+    params.tiles_taken = gemm.tiles_taken;
+    params.ending = gemm.ending;
     typename Mainloop::Arguments mainloop{};
     mainloop.ptr_A = static_cast<const Element*>(gemm.input);
     mainloop.dA = stride_a;
@@ -360,8 +401,6 @@ struct GemmSm90 {
     }
     if constexpr (kPeers) {
       params.peer_tiles = gemm.peer_tiles;
-      params.tiles_taken = gemm.tiles_taken;
-      params.ending = gemm.ending;
       if (gemm.mirror != nullptr) {
         epilogue.ptr_D = static_cast<Element*>(gemm.mirror);
         const auto mirror =
@@ -387,7 +426,9 @@ struct GemmSm90 {
     const auto rows = params.mainloop.tma_load_a.get_tma_tensor(cute::make_shape(m, k, l));
     auto state = cutlass::make_producer_start_state<MainloopPipeline>();
     LoadPlaces places(params, shared);
+    Arrivals arrivals(params.arrivals);
     for (typename LoadPlaces::Place place; places.next(place);) {
+      if constexpr (!kPeers) arrivals.await_by_warp(place.chunk);
       // The tile's input rows may begin anywhere: tiles are cut from there on.
       const auto input = cute::local_tile(
           cute::domain_offset(cute::make_coord(place.row, 0, 0), rows), TileShape{},
@@ -649,15 +690,17 @@ struct GemmSm90 {
                  params.num_copies > 0) {
         const RunRoute route;
         Copier copier(route, shared.copier);
-        copy_runs(params.copies, params.num_copies, blockIdx.x, gridDim.x, copier);
+        Arrivals arrivals(params.arrivals);
+        copy_runs(params.copies, params.num_copies, blockIdx.x, gridDim.x, copier,
+                  [&](int32_t chunk) { arrivals.await(chunk); });
         copier.finish();
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       consume(params, shared, pipeline, load_pipeline, order, team);
     }
-    if constexpr (kPeers) {
-      // The other CTA still tells the feeding one what it has read.
+    // For peers, the other CTA still tells the feeding one what it has read.
+    if (kPeers || params.ending.count > 0) {
       __syncwarp();
       cute::cluster_arrive();
       cute::cluster_wait();

@@ -23,19 +23,7 @@ __device__ __forceinline__ void signal_peers(const PeerSignalParams& params, uin
 // By one lane: many pollers would slow the GEMM down.
 __device__ __forceinline__ void wait_peers(const PeerWaitParams& params, uint64_t calls) {
   const uint64_t value = params.slot_is_free ? calls : peer_step_number(calls, params.step);
-  int32_t peer = 0;
-  uint64_t seen = 0;
-  spin(
-      params.deadline_ns, params.report,
-      [&] {
-        for (; peer < kMaxPeers; ++peer) {
-          if ((params.ranks >> peer & 1) == 0) continue;
-          seen = load_acquire_sys(params.flags + peer);  // [B]
-          if (seen < value) return false;
-        }
-        return true;
-      },
-      [&] { write_report(params.report, missed_peer(params.chunk, peer, value, seen)); });
+  wait_for_peers(params, value, params.chunk);
   if (params.report != nullptr) {
     store_relaxed_sys(&params.report->reached, params.chunk);
   }

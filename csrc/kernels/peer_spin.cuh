@@ -30,6 +30,24 @@ __device__ __forceinline__ WaitFailure missed_peer(int32_t chunk, int32_t peer, 
           static_cast<int32_t>(seen & kLowBits)};
 }
 
+// Until the flags of all these ranks are at least `value`; or the deadline, with a report on `chunk`.
+__device__ __forceinline__ void wait_for_peers(const PeerWaitParams& params, uint64_t value,
+                                               int32_t chunk) {
+  int32_t peer = 0;
+  uint64_t seen = 0;
+  spin(
+      params.deadline_ns, params.report,
+      [&] {
+        for (; peer < kMaxPeers; ++peer) {
+          if ((params.ranks >> peer & 1) == 0) continue;
+          seen = load_acquire_sys(params.flags + peer);  // [B]
+          if (seen < value) return false;
+        }
+        return true;
+      },
+      [&] { write_report(params.report, missed_peer(chunk, peer, value, seen)); });
+}
+
 // Until this tile has been announced; or the deadline, with a report.
 __device__ __forceinline__ void wait_for_tile(const PeerTiles& tiles, int64_t tile,
                                               uint64_t number) {

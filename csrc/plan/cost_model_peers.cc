@@ -82,15 +82,37 @@ class PeerModel {
   }
 
   Prediction gather() const {
+    return gathers_in_one_launch(plan_) ? gather_in_one_launch() : gather_in_launches();
+  }
+
+  // Each chunk's tiles as it arrives.
+  Prediction gather_in_one_launch() const {
+    Prediction prediction;
+    const std::vector<int32_t> arriving = gather_arrivals(plan_, tiles_n(plan_));
+    const auto flow_us = [&](int64_t tiles) {
+      return kRoundRate * static_cast<double>(tiles) / sms_ * per_tile_us_;
+    };
+    double now_us = kGatherUs + flow_us(arriving[0]);
+    double arrived_us = kGatherUs;
+    for (size_t chunk = 0; chunk < plan_.chunks.size(); ++chunk) {
+      const double copied_us = chunk_copy_us(static_cast<int32_t>(chunk));
+      prediction.communication_us += copied_us;
+      arrived_us += copied_us;
+      now_us = std::max(now_us, arrived_us) + flow_us(arriving[chunk + 1]);
+    }
+    prediction.gemm_us = gemm_us(tiles_, sms_);
+    prediction.total_us = std::max(now_us, kGatherUs + prediction.gemm_us);
+    return prediction;
+  }
+
+  Prediction gather_in_launches() const {
     const std::vector<GatherLaunch> launches = gather_launches(plan_, all_sms_);
     Prediction prediction;
     prediction.gemm_us = gemm_us(launches[0].tiles(), launches[0].at_once);
     double now_us = kGatherUs + prediction.gemm_us;
     double arrived_us = 0.0;
     for (size_t chunk = 0; chunk < plan_.chunks.size(); ++chunk) {
-      const Rows rows = chunk_rows(plan_, static_cast<int32_t>(chunk));
-      const double copied_us =
-          kCopyUs + sent_us((ranks_ - 1) * bytes_of(rows.end - rows.begin, plan_.problem.k));
+      const double copied_us = chunk_copy_us(static_cast<int32_t>(chunk));
       prediction.communication_us += copied_us;
       arrived_us += copied_us;
       const GatherLaunch& launch = launches[chunk + 1];
@@ -137,6 +159,11 @@ class PeerModel {
   double last_round_us(int64_t tiles, int32_t sms) const {
     return static_cast<double>(std::min<int64_t>(tiles, sms)) *
            sent_us(bytes_of(plan_.tile_m, plan_.tile_n));
+  }
+  // An all-gather's chunk to every peer.
+  double chunk_copy_us(int32_t chunk) const {
+    const Rows rows = chunk_rows(plan_, chunk);
+    return kCopyUs + sent_us((ranks_ - 1) * bytes_of(rows.end - rows.begin, plan_.problem.k));
   }
   double sent_us(double bytes) const { return bytes / bytes_per_us_; }
   static double local_us(double bytes) { return bytes / (1e3 * kLocalGbps); }

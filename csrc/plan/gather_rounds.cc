@@ -56,6 +56,14 @@ std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, 
   return launches;
 }
 
+bool gathers_in_one_launch(const Plan& plan) {
+  const bool waits =
+      plan.kernel == Kernel::kSm90Pingpong || plan.kernel == Kernel::kSm90Cooperative;
+  const int64_t runs = 1 + static_cast<int64_t>(plan.chunks.size()) * (plan.problem.world_size - 1);
+  return over_peers(plan) && waits && plan.resources.comm_sms >= plan.cluster_m &&
+         runs <= kMaxCopyRuns;
+}
+
 std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count) {
   const int32_t beside = std::max(1, sm_count - plan.resources.comm_sms);
   const std::vector<int32_t> arriving = gather_arrivals(plan, tiles_n(plan));

@@ -1,9 +1,11 @@
 // Which tiles each launch of an all-gather's GEMM computes.
 //
-// The rows arrive chunk by chunk, and each arrival starts a launch. All launches walk one tile order:
+// The rows arrive chunk by chunk, and all launches walk one tile order:
 //
 //   own rows | the other ranks' rows of chunk 0 | of chunk 1 | ...
 //
+// Where copy engines bring the rows, one launch computes all tiles, and waits for each chunk inside. Where
+// what brings them needs SMs, as NCCL does, no GEMM may hold its SMs and wait: each arrival starts a launch.
 // A launch takes whole rounds of tiles out of what is there and not computed yet, and leaves the rest to
 // the one behind it, if that saves a round: else the rest hides more of what is still to arrive. So,
 // instead of ending each with a round that is not full, all of them together take no more rounds than one
@@ -32,7 +34,12 @@ struct GatherLaunch {
 std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, int32_t cluster_m,
                                           int32_t beside, int32_t alone);
 
-// The same of a plan's GEMM. The framework's computes what has arrived, chunk by chunk.
+// Whether a plan's GEMM is one launch that waits for rows itself: over peers, by a kernel that can, which
+// leaves a cluster's SMs to the signals behind the copies, and copies all runs of rows that arrive.
+bool gathers_in_one_launch(const Plan& plan);
+
+// The launches of a plan's GEMM, if there are several. The framework's computes what has arrived, chunk by
+// chunk.
 std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count);
 
 // Tiles that can be computed at once, of this rank's rows, and behind each chunk, of the other ranks', for

@@ -37,8 +37,8 @@ constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-ga
 
 // The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
 constexpr double kFastPeerGbps = 100.0;
-// SMs left to waits of one warp: an all-gather's keeps the GEMM out of its SM and, as CTAs come in
-// clusters of two, out of that SM's neighbour. What a ring's GEMM waits for takes no SM.
+// SMs left to kernels of one warp: an all-gather's signals keep the GEMM out of their SM and, as CTAs come
+// in clusters of two, out of that SM's neighbour. What a ring's GEMM waits for takes no SM.
 int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }

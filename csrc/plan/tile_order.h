@@ -29,6 +29,7 @@ namespace overlap::plan {
 inline constexpr int kMaxBandRuns = 16;
 inline constexpr int kMaxChunks = 64;
 inline constexpr int kMaxLanes = 4;
+inline constexpr int kMaxCopyRuns = 16;  // that a GEMM copies meanwhile
 
 // `count` consecutive bands of `tile_rows` tile rows each.
 struct BandRun {

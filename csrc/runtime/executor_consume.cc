@@ -24,9 +24,15 @@ class ConsumeLoop : ExecutorLoop {
     prepare_gemms();
     begin(call_.trace, chunks_);
     if (peers_ == nullptr) stage();
-    fork(carrier_ < 0);
+    // Over peers one lane sends, and one waits for what arrives, unless the GEMM does.
+    if (peers_ != nullptr) lanes_ = awaits_ && trace_ == nullptr ? 1 : 2;
+    fork(!carries());
     // The own rows' GEMM starts while the host enqueues the rest.
-    compute(0);
+    if (awaits_) {
+      launch_at_once();
+    } else {
+      compute(0);
+    }
     if (peers_ != nullptr) wait_for_slots(side(0));
     for (int chunk = 0; chunk < chunks_; ++chunk) {
       if (peers_ != nullptr) {
@@ -35,15 +41,15 @@ class ConsumeLoop : ExecutorLoop {
         gather(chunk);
       }
     }
-    for (int chunk = 0; chunk < chunks_; ++chunk) {
+    for (int chunk = 0; chunk < chunks_ && !awaits_; ++chunk) {
       device_.communicated[chunk].block(stream_);
       if (trace_ != nullptr) trace_->ready[chunk]->record(stream_);
       compute(chunk + 1);
     }
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
-    if (carrier_ < 0) copy_gathered();
+    if (!carries()) copy_gathered();
     join();
-    if (peers_ != nullptr) release_slot();
+    if (peers_ != nullptr && !awaits_) release_slot();
     end(chunks_);
   }
 
@@ -52,7 +58,6 @@ class ConsumeLoop : ExecutorLoop {
     if (plan::over_peers(plan_)) {
       prepare_peers(plan::peer_slot_bytes(plan_));
       buffer_ = peers_->slot(peer_call_, group_.rank());
-      lanes_ = 2;  // one sends, one waits for what arrives
       return;
     }
     prepare_communicators();
@@ -74,8 +79,12 @@ class ConsumeLoop : ExecutorLoop {
            static_cast<const char*>(call_.input) + rows.begin * row_bytes_, bytes, send);
     }
     signal_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, send);
+    if (lanes_ == 1) return;
     wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, chunk, arrive);
-    if (trace_ != nullptr) trace_->finish[chunk]->record(arrive);
+    if (trace_ != nullptr) {
+      trace_->finish[chunk]->record(arrive);
+      if (awaits_) trace_->ready[chunk]->record(arrive);
+    }
     device_.communicated[chunk].record(arrive);
   }
 
@@ -110,19 +119,23 @@ class ConsumeLoop : ExecutorLoop {
   // `arrival` - 1: whole rows of each part.
   std::vector<kernels::CopyRun> runs(int arrival) const {
     if (arrival == 0) {
-      return {{call_.input, gathered(group_.rank(), 0), part_rows_ * row_bytes_}};
+      return {{call_.input, gathered(group_.rank(), 0), part_rows_ * row_bytes_, 0}};
     }
     std::vector<kernels::CopyRun> runs;
     const plan::Rows rows = plan::chunk_rows(plan_, arrival - 1);
     const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
     for (int part = 0; part < parts_; ++part) {
       if (part == group_.rank()) continue;
-      runs.push_back({place(arrival - 1) + part * bytes, gathered(part, rows.begin), bytes});
+      runs.push_back(
+          {place(arrival - 1) + part * bytes, gathered(part, rows.begin), bytes, arrival});
     }
     return runs;
   }
 
-  // Where no GEMM does that.
+  // Whether a GEMM does that ...
+  bool carries() const { return awaits_ || carrier_ >= 0; }
+
+  // ... and where none does.
   void copy_gathered() {
     for (int arrival = 0; arrival <= chunks_; ++arrival) {
       if (arrival > 0) device_.communicated[arrival - 1].block(device_.copy.get());
@@ -171,16 +184,50 @@ class ConsumeLoop : ExecutorLoop {
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 
+  // GEMMs that wait for rows themselves: all own rows' tiles first, those of the last weight in one launch
+  // with the others' rows. The last launch ends the call.
+  void launch_at_once() {
+    const size_t last = gemms_.size() - 1;
+    for (size_t weight = 0; weight < last; ++weight) {
+      launch_tiles(weight, 0, gemms_[weight].order.chunk_begin[1], false);
+    }
+    kernels::GemmParams& carrier = gemms_[last];
+    for (int arrival = 0; arrival <= chunks_; ++arrival) {
+      for (const kernels::CopyRun& run : runs(arrival)) carrier.copies[carrier.num_copies++] = run;
+    }
+    launch_tiles(last, 0, carrier.order.num_tiles(), last == 0);
+    for (size_t weight = 0; weight < last; ++weight) {
+      const plan::TileOrder& order = gemms_[weight].order;
+      launch_tiles(weight, order.chunk_begin[1], order.num_tiles(), weight + 1 == last);
+    }
+  }
+
+  void launch_tiles(size_t weight, int32_t first_tile, int32_t end_tile, bool ends_call) {
+    kernels::GemmParams& gemm = gemms_[weight];
+    gemm.first_tile = first_tile;
+    gemm.end_tile = end_tile;
+    gemm.arrivals = with_deadline(
+        peers_->wait_for(peer_call_, Peers::Flag::kArrived, peers_->everyone_else(), 0), 0);
+    if (ends_call) {
+      gemm.tiles_taken = peers_->tiles_taken(peer_call_);
+      gemm.ending = peers_->ending(peer_call_);
+    }
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
+  }
+
   // Each weight's GEMM over all rows, and what each launch takes of it.
   void prepare_gemms() {
     const int sms = device_.sm_count();
+    awaits_ = plan::gathers_in_one_launch(plan_) &&
+              std::all_of(call_.gemms.begin(), call_.gemms.end(),
+                          [](const ConsumeCall::Gemm& gemm) { return gemm.fast; });
     for (const ConsumeCall::Gemm& gemm : call_.gemms) {
       gemms_.push_back(gemm.params);
       launches_.emplace_back();
       if (!gemm.fast) continue;
       // Something arrives before each launch, so none is empty.
-      if (carrier_ < 0 && kernels::copies_beside(plan_.kernel) &&
-          parts_ - 1 <= kernels::kMaxCopyRuns) {
+      if (!awaits_ && carrier_ < 0 && kernels::copies_beside(plan_.kernel) &&
+          parts_ - 1 <= plan::kMaxCopyRuns) {
         carrier_ = static_cast<int>(gemms_.size()) - 1;
       }
       kernels::GemmParams& params = gemms_.back();
@@ -205,7 +252,8 @@ class ConsumeLoop : ExecutorLoop {
   const int64_t part_rows_;
   const int64_t row_bytes_;
   char* buffer_ = nullptr;
-  int carrier_ = -1;  // the weight whose GEMM copies rows into the gathered input, or none
+  bool awaits_ = false;  // the GEMMs wait for what arrives, one launch each
+  int carrier_ = -1;     // else the weight whose GEMM copies rows into the gathered input, or none
   std::vector<kernels::GemmParams> gemms_;
   std::vector<std::vector<plan::GatherLaunch>> launches_;  // of each: own rows, then chunk by chunk
 };

@@ -197,8 +197,10 @@ class GemmCase {
 
   // The same of rows that arrive in chunks, beside this rank's own: the launches of an all-gather's
   // GEMM, behind each of which the rows of the next chunk come. Until then they are poison, and so is
-  // the room for the own rows, as over peers. Kernels that copy collect all rows meanwhile.
-  void check_gather(int32_t ctas, int32_t parts, int32_t own, const std::vector<int32_t>& heights) {
+  // the room for the own rows, as over peers. Kernels that copy collect all rows meanwhile. Or one launch,
+  // which `awaits` the rows itself, and ends the call.
+  void check_gather(int32_t ctas, int32_t parts, int32_t own, const std::vector<int32_t>& heights,
+                    bool awaits = false) {
     const kernels::GemmParams whole = params_;
     const plan::Problem problem{
         plan::Op::kAllGatherGemm, params_.m, params_.n, params_.k, params_.dtype, parts};
@@ -208,26 +210,36 @@ class GemmCase {
     Buffer<T> own_input(part_rows * input_stride_), staged(params_.m * input_stride_);
     Buffer<T> gathered(kGuard + params_.m * input_stride_ + kGuard);
     const bool copies = kernels::copies_beside(kernel_);
-    const auto copy_beside = [&](const T* from, int64_t to_row, int64_t rows) {
+    const auto copy_beside = [&](const T* from, int64_t to_row, int64_t rows, int32_t chunk) {
+      if (!copies) return;
       params_.copies[params_.num_copies++] = {
           from, gathered.data() + kGuard + to_row * input_stride_,
-          rows * input_stride_ * static_cast<int64_t>(sizeof(T))};
+          rows * input_stride_ * static_cast<int64_t>(sizeof(T)), chunk};
     };
-    const auto copy_rows = [&](T* to, int64_t from_row, int64_t rows) {
+    const auto copy_rows = [&](T* to, int64_t from_row, int64_t rows, cudaStream_t stream) {
       const size_t bytes = static_cast<size_t>(rows * input_stride_) * sizeof(T);
       CUDA_CHECK(cudaMemcpyAsync(to, input_.data() + from_row * input_stride_, bytes,
-                                 cudaMemcpyDeviceToDevice, nullptr));
+                                 cudaMemcpyDeviceToDevice, stream));
     };
-    copy_rows(own_input.data(), own * part_rows, part_rows);
-    const auto arrive = [&](int32_t chunk) {
+    copy_rows(own_input.data(), own * part_rows, part_rows, nullptr);
+    // The rows of a chunk: where they are staged, where they belong, how many.
+    const auto for_each_part = [&](int32_t chunk, auto use) {
       const plan::Rows rows = plan::chunk_rows(plan, chunk);
       const int64_t count = rows.end - rows.begin;
       for (int32_t part = 0; part < parts; ++part) {
         if (part == own) continue;
-        T* const to = staged.data() + (parts * rows.begin + part * count) * input_stride_;
-        copy_rows(to, part * part_rows + rows.begin, count);
-        if (copies) copy_beside(to, part * part_rows + rows.begin, count);
+        use(staged.data() + (parts * rows.begin + part * count) * input_stride_,
+            part * part_rows + rows.begin, count);
       }
+    };
+    const auto arrive = [&](int32_t chunk, cudaStream_t stream) {
+      for_each_part(chunk,
+                    [&](T* to, int64_t row, int64_t count) { copy_rows(to, row, count, stream); });
+    };
+    const auto copy_arrived = [&](int32_t chunk, int32_t awaited) {
+      for_each_part(chunk, [&](T* from, int64_t row, int64_t count) {
+        copy_beside(from, row, count, awaited);
+      });
     };
 
     params_.input = staged.data();
@@ -242,12 +254,20 @@ class GemmCase {
     const auto launches = plan::gather_launches(arriving, plan.cluster_m, ctas, ctas + 4);
     output_.poison(nullptr);
     gathered.poison(nullptr);
-    for (size_t i = 0; i < launches.size(); ++i) {
+    const int32_t chunks = static_cast<int32_t>(heights.size());
+    if (awaits) {
+      copy_beside(own_input.data(), own * part_rows, part_rows, 0);
+      for (int32_t chunk = 0; chunk < chunks; ++chunk) copy_arrived(chunk, chunk + 1);
+      params_.ctas = std::min(ctas, gemm_ctas());
+      launch_awaiting(parts, own, chunks, arrive);
+    }
+    for (size_t i = 0; i < launches.size() && !awaits; ++i) {
       params_.num_copies = 0;
       if (i > 0) {
-        arrive(static_cast<int32_t>(i) - 1);
-      } else if (copies) {
-        copy_beside(own_input.data(), own * part_rows, part_rows);
+        arrive(static_cast<int32_t>(i) - 1, nullptr);
+        copy_arrived(static_cast<int32_t>(i) - 1, 0);
+      } else {
+        copy_beside(own_input.data(), own * part_rows, part_rows, 0);
       }
       if (launches[i].tiles() == 0) fail("%s: an empty launch", name().c_str());
       params_.first_tile = launches[i].first_tile;
@@ -258,9 +278,60 @@ class GemmCase {
     CUDA_CHECK(cudaDeviceSynchronize());
     expect(output_, expectation_,
            plan.to_string() + ", rank " + std::to_string(own) + ", " + std::to_string(ctas) +
-               " CTAs, gap " + std::to_string(input_stride_ - params_.k));
+               " CTAs, gap " + std::to_string(input_stride_ - params_.k) +
+               (awaits ? ", awaited inside" : ""));
     if (copies) expect_copy(gathered);
     params_ = whole;
+  }
+
+  // The GEMM first, then chunk after chunk with its signals. `arrive` enqueues a chunk's rows.
+  template <class Arrive>
+  void launch_awaiting(int32_t parts, int32_t own, int32_t chunks, Arrive arrive) {
+    constexpr uint64_t kCalls = 7;
+    constexpr int32_t kStep = 2;
+    constexpr int64_t kPauseUs = 50;
+    Buffer<uint64_t> flags(parts), ended(1), calls(1);
+    for (Buffer<uint64_t>* words : {&flags, &ended}) words->zero(nullptr);
+    CUDA_CHECK(cudaMemcpy(calls.data(), &kCalls, sizeof(kCalls), cudaMemcpyHostToDevice));
+    params_.arrivals.flags = flags.data();
+    params_.arrivals.ranks = ((1u << parts) - 1) & ~(1u << own);
+    params_.arrivals.calls = calls.data();
+    params_.arrivals.step = kStep;
+    params_.arrivals.deadline_ns = kWaitNs;
+    params_.ending.calls = calls.data();
+    params_.ending.count = 1;
+    params_.ending.flags[0] = ended.data();
+    cudaStream_t main_stream, side_stream;
+    for (cudaStream_t* stream : {&main_stream, &side_stream}) {
+      CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(kernels::launch_gemm(kernel_, params_, main_stream));
+    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
+      CUDA_CHECK(kernels::delay(kPauseUs, side_stream));
+      arrive(chunk, side_stream);
+      kernels::PeerSignalParams signal;
+      for (int32_t part = 0; part < parts; ++part) {
+        if (part != own) signal.flags[signal.count++] = flags.data() + part;
+      }
+      signal.calls = calls.data();
+      signal.step = kStep + chunk;
+      CUDA_CHECK(kernels::signal_peers_release_sys(signal, side_stream));
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+    uint64_t counts[2] = {};
+    uint32_t taken[2] = {};
+    CUDA_CHECK(cudaMemcpy(&counts[0], ended.data(), sizeof(uint64_t), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(&counts[1], calls.data(), sizeof(uint64_t), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(taken, tiles_taken_.data(), sizeof(taken), cudaMemcpyDeviceToHost));
+    if (counts[0] != kCalls + 1 || counts[1] != kCalls + 1 || taken[0] != 0 || taken[1] != 0) {
+      fail("%s, awaiting: ended %llu, calls %llu, tiles taken %u, %u", name_.c_str(),
+           static_cast<unsigned long long>(counts[0]), static_cast<unsigned long long>(counts[1]),
+           taken[0], taken[1]);
+    }
+    for (const cudaStream_t stream : {main_stream, side_stream}) {
+      CUDA_CHECK(cudaStreamDestroy(stream));
+    }
   }
 
   // Result, untouched bytes and counters of one run.

@@ -125,6 +125,10 @@ void check_gathers(Kernel kernel, bool small, int& cases) {
           for (const int32_t ctas : {4, 15, gemm_ctas()}) {
             gemm.check_gather(ctas, gather.parts, own, heights);
             ++cases;
+            const size_t runs = 1 + heights.size() * static_cast<size_t>(gather.parts - 1);
+            if (!kernels::copies_beside(kernel) || runs > plan::kMaxCopyRuns) continue;
+            gemm.check_gather(ctas, gather.parts, own, heights, true);
+            ++cases;
           }
         }
       }
