@@ -74,7 +74,8 @@ struct GemmParams {
   int32_t num_copies = 0;
   CopyRun copies[plan::kMaxCopyRuns] = {};
   // With rows of mode kGather: what chunk 1's tiles and copies wait for; those of the chunks behind it for
-  // a step more each. Or no flags: all rows are there. Only the kernels of copies_beside.
+  // a step more each. Or no flags: all rows are there. Only the kernels of copies_beside. With `ending`, this
+  // rank announces its rows to itself, too.
   PeerWaitParams arrivals;
   int32_t* counters =
       nullptr;                 // one per chunk, zeroed earlier on the same stream; null: no signals

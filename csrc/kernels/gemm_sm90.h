@@ -706,9 +706,20 @@ struct GemmSm90 {
       cute::cluster_wait();
       if (cute::block_rank_in_cluster() == 0 && threadIdx.x == 0 &&
           TileFeed::last_to_leave(params.tiles_taken, kClusterM)) {
+        if constexpr (!kPeers) await_own(params);
         end_call(params.ending);
       }
     }
+  }
+
+  // Until what this rank sends has been announced, to itself, too: by the number of a call that has not
+  // ended yet.
+  CUTLASS_DEVICE static void await_own(const Params& params) {
+    if (params.arrivals.flags == nullptr) return;
+    PeerWaitParams own = params.arrivals;
+    own.ranks = 1u << params.rows.own_part;
+    const int32_t last_chunk = params.order.num_chunks - 2;
+    wait_for_peers(own, peer_step_number(*own.calls, own.step + last_chunk), last_chunk);
   }
 
   // No cluster reads anything that peers have stored any more.

@@ -20,6 +20,7 @@ constexpr double kSequentialUs = 5.2;       // starts and signals, beyond what f
 constexpr double kDirectUs = 13.5;
 constexpr double kRingUs = 18.0;
 constexpr double kGatherUs = 9.7;        // between what has arrived and its GEMM
+constexpr double kFirstCopyUs = 9.0;     // before the copies that one launch waits for: host, fork
 constexpr double kChunkUs = 14.0;        // of an all-reduce's finished rows: host, wait, copy, SMs
 constexpr double kCopyUs = 6.6;          // wait, copy and signal of a chunk
 constexpr double kCollectiveRate = 1.3;  // of peer_gbps: sends of a collective in one kernel
@@ -93,7 +94,7 @@ class PeerModel {
       return kRoundRate * static_cast<double>(tiles) / sms_ * per_tile_us_;
     };
     double now_us = kGatherUs + flow_us(arriving[0]);
-    double arrived_us = kGatherUs;
+    double arrived_us = kGatherUs + kFirstCopyUs;
     for (size_t chunk = 0; chunk < plan_.chunks.size(); ++chunk) {
       const double copied_us = chunk_copy_us(static_cast<int32_t>(chunk));
       prediction.communication_us += copied_us;

@@ -25,7 +25,7 @@ class ConsumeLoop : ExecutorLoop {
     begin(call_.trace, chunks_);
     if (peers_ == nullptr) stage();
     // Over peers one lane sends, and one waits for what arrives, unless the GEMM does.
-    if (peers_ != nullptr) lanes_ = awaits_ && trace_ == nullptr ? 1 : 2;
+    if (peers_ != nullptr) lanes_ = ends_in_gemm() ? 1 : 2;
     fork(!carries());
     // The own rows' GEMM starts while the host enqueues the rest.
     if (awaits_) {
@@ -49,7 +49,7 @@ class ConsumeLoop : ExecutorLoop {
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     if (!carries()) copy_gathered();
     join();
-    if (peers_ != nullptr && !awaits_) release_slot();
+    if (peers_ != nullptr && !ends_in_gemm()) release_slot();
     end(chunks_);
   }
 
@@ -78,7 +78,9 @@ class ConsumeLoop : ExecutorLoop {
       copy(peers_->slot(peer_call_, peer) + offset + group_.rank() * bytes,
            static_cast<const char*>(call_.input) + rows.begin * row_bytes_, bytes, send);
     }
-    signal_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, send);
+    // Also to the own GEMM, which else could end the call before.
+    const uint32_t self = 1u << group_.rank();
+    signal_peers(Peers::Flag::kArrived, peers_->everyone_else() | self, chunk, send);
     if (lanes_ == 1) return;
     wait_peers(Peers::Flag::kArrived, peers_->everyone_else(), chunk, chunk, arrive);
     if (trace_ != nullptr) {
@@ -202,13 +204,16 @@ class ConsumeLoop : ExecutorLoop {
     }
   }
 
+  // While a timeline is recorded a kernel waits for what arrives, too, and the call ends behind it.
+  bool ends_in_gemm() const { return awaits_ && trace_ == nullptr; }
+
   void launch_tiles(size_t weight, int32_t first_tile, int32_t end_tile, bool ends_call) {
     kernels::GemmParams& gemm = gemms_[weight];
     gemm.first_tile = first_tile;
     gemm.end_tile = end_tile;
     gemm.arrivals = with_deadline(
         peers_->wait_for(peer_call_, Peers::Flag::kArrived, peers_->everyone_else(), 0), 0);
-    if (ends_call) {
+    if (ends_call && ends_in_gemm()) {
       gemm.tiles_taken = peers_->tiles_taken(peer_call_);
       gemm.ending = peers_->ending(peer_call_);
     }

@@ -290,6 +290,7 @@ class GemmCase {
     constexpr uint64_t kCalls = 7;
     constexpr int32_t kStep = 2;
     constexpr int64_t kPauseUs = 50;
+    constexpr int64_t kLateUs = 1000;
     Buffer<uint64_t> flags(parts), ended(1), calls(1);
     for (Buffer<uint64_t>* words : {&flags, &ended}) words->zero(nullptr);
     CUDA_CHECK(cudaMemcpy(calls.data(), &kCalls, sizeof(kCalls), cudaMemcpyHostToDevice));
@@ -317,8 +318,15 @@ class GemmCase {
       signal.calls = calls.data();
       signal.step = kStep + chunk;
       CUDA_CHECK(kernels::signal_peers_release_sys(signal, side_stream));
+      // This rank's own rows are on their way when all others are there.
+      if (chunk + 1 < chunks) continue;
+      signal.count = 1;
+      signal.flags[0] = flags.data() + own;
+      CUDA_CHECK(kernels::delay(kLateUs, side_stream));
+      CUDA_CHECK(kernels::signal_peers_release_sys(signal, side_stream));
     }
     CUDA_CHECK(cudaDeviceSynchronize());
+    expect_numbers(flags, parts, kCalls, kStep + chunks - 1);
     uint64_t counts[2] = {};
     uint32_t taken[2] = {};
     CUDA_CHECK(cudaMemcpy(&counts[0], ended.data(), sizeof(uint64_t), cudaMemcpyDeviceToHost));
@@ -331,6 +339,19 @@ class GemmCase {
     }
     for (const cudaStream_t stream : {main_stream, side_stream}) {
       CUDA_CHECK(cudaStreamDestroy(stream));
+    }
+  }
+
+  // All ranks have announced this step, before the call was counted as ended.
+  void expect_numbers(const Buffer<uint64_t>& flags, int32_t ranks, uint64_t calls, int32_t step) {
+    std::vector<uint64_t> numbers(static_cast<size_t>(ranks));
+    CUDA_CHECK(cudaMemcpy(numbers.data(), flags.data(), numbers.size() * sizeof(uint64_t),
+                          cudaMemcpyDeviceToHost));
+    for (const uint64_t number : numbers) {
+      if (number != kernels::peer_step_number(calls, step)) {
+        fail("%s, awaiting: a flag is %llu", name_.c_str(),
+             static_cast<unsigned long long>(number));
+      }
     }
   }
 
