@@ -141,9 +141,12 @@ def root_mean_square_errors(op: str, case: Case) -> tuple[float, float]:
 
     def drawn(r: int) -> Arguments:
         generator = torch.Generator(device).manual_seed(r)
+        # A reduction's bias is the same on every rank: any of them may add it.
+        shared = torch.Generator(device).manual_seed(world)
 
         def draw(like: torch.Tensor) -> torch.Tensor:
-            return torch.randn(like.shape, generator=generator, device=device).to(like.dtype)
+            source = shared if like.dim() == 1 else generator
+            return torch.randn(like.shape, generator=source, device=device).to(like.dtype)
 
         return map_tensors(draw, OPS[op].arguments(case, r, world, device))
 
