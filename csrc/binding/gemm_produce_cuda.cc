@@ -104,7 +104,8 @@ at::Tensor run_direct(const OpCall& call, const CudaCall& cuda) {
     input = k_contiguous(call.input);
     direct.gemm = gemm_params(input, call.weight(), cuda);
     kernels::GemmParams probe = direct.gemm;
-    probe.output = probe.mirror = direct.output;
+    probe.output = direct.output;
+    probe.mirrors[probe.num_mirrors++] = direct.output;
     direct.signals = kernel_takes(probe, call.weight(), plan);
   }
   direct.library_product = [&] {

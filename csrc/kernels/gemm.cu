@@ -20,7 +20,7 @@ namespace {
 
 // What only the instances for peers take.
 bool for_peers(const GemmParams& params) {
-  return params.sources[0] != nullptr || params.mirror != nullptr || params.num_more_outputs > 0;
+  return params.sources[0] != nullptr || params.num_mirrors > 0 || params.num_more_outputs > 0;
 }
 
 #if defined(OVERLAP_WITH_SM90)
@@ -45,13 +45,15 @@ bool gemm_sm90_supported(const GemmParams& params) {
   for (int32_t output = 0; output < params.num_more_outputs; ++output) {
     if (!is_aligned(params.more_outputs[output])) return false;
   }
+  for (int32_t mirror = 0; mirror < params.num_mirrors; ++mirror) {
+    if (!is_aligned(params.mirrors[mirror])) return false;
+  }
   for (const void* source : params.sources) {
     if (!is_aligned(source)) return false;
   }
   return is_aligned(params.input) && is_aligned(params.own_input) && is_aligned(params.weight) &&
-         is_aligned(params.output) && is_aligned(params.mirror) && is_aligned(params.arriving) &&
-         is_aligned(params.collected) && params.input_stride % kTmaElements == 0 &&
-         params.weight_stride % kTmaElements == 0 &&
+         is_aligned(params.output) && is_aligned(params.arriving) && is_aligned(params.collected) &&
+         params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
          (!row_major || params.output_stride % kTmaElements == 0);
 }
 

@@ -41,8 +41,9 @@ struct GemmParams {
   // With rows of mode kSplit, the outputs of the parts behind the first one, with its stride.
   int32_t num_more_outputs = 0;
   void* more_outputs[kMaxMoreOutputs] = {};
-  // Where every tile, or with kSplit each of the part that is computed last, is stored, too; or null.
-  void* mirror = nullptr;
+  // Where every tile, or with kSplit each of the part that is computed last, is stored, too.
+  int32_t num_mirrors = 0;
+  void* mirrors[kMaxMoreOutputs] = {};
   // Of two ranks that mirror to each other, or null: where the peer's mirror arrives, in own memory, and
   // where the GEMM copies each of its tiles, once it has been announced. Of the same shape and stride.
   const void* arriving = nullptr;

@@ -167,11 +167,12 @@ struct GemmSm90 {
     // Whether another rank waits for a tile of this row.
     CUTLASS_DEVICE bool is_announced(int32_t tile_row) const {
       return peer_tiles.announce != nullptr &&
-             (collects() || tile_row < order.tiles_m - rows.part_tile_rows);
+             (collects() || plan::split_row(order, rows, tile_row).turn + 1 < order.parts);
     }
     // The number of a tile's flag: parts in the order in which they are computed.
     CUTLASS_DEVICE int32_t flag(const plan::TileCoord& coord) const {
-      return coord.row * order.tiles_n + coord.column;
+      const plan::SplitRow split = plan::split_row(order, rows, coord.row);
+      return (split.turn * rows.part_tile_rows + split.row) * order.tiles_n + coord.column;
     }
   };
 
@@ -401,13 +402,11 @@ struct GemmSm90 {
     }
     if constexpr (kPeers) {
       params.peer_tiles = gemm.peer_tiles;
-      if (gemm.mirror != nullptr) {
-        epilogue.ptr_D = static_cast<Element*>(gemm.mirror);
-        const auto mirror =
-            Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
+      for (int mirror = 0; mirror < gemm.num_mirrors; ++mirror) {
+        epilogue.ptr_D = static_cast<Element*>(gemm.mirrors[mirror]);
+        const auto place = Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
         auto& store = params.epilogue[last_output(gemm)].tma_store_d;
-        store.mirror_ = *mirror.tma_store_d.get_tma_descriptor();
-        store.mirrored_ = true;
+        store.mirrors_[store.num_mirrors_++] = *place.tma_store_d.get_tma_descriptor();
       }
       if (gemm.collected != nullptr) {
         params.collected = Collected::make(gemm.arriving, gemm.collected, gemm.rows.part_rows, n,

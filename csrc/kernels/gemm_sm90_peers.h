@@ -6,14 +6,16 @@
 #include <cute/tensor.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 
+#include "kernels/gemm.h"
+
 namespace overlap::kernels {
 
-// A tile's bulk store, from the same shared memory to two places.
+// A tile's bulk store, from the same shared memory to several places.
 struct MirroredStore : cute::SM90_TMA_STORE {};
 
 }  // namespace overlap::kernels
 
-// The traits of SM90_TMA_STORE, with the mirror's tensor map beside the first one.
+// The traits of SM90_TMA_STORE, with the mirrors' tensor maps beside the first one.
 template <class Bits, class Aux>
 struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
   using Plain = Copy_Traits<SM90_TMA_STORE, Bits, Aux>;
@@ -25,8 +27,8 @@ struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
 
   TmaDescriptor tma_desc_;
   AuxParams aux_params_;
-  TmaDescriptor mirror_ = {};
-  bool mirrored_ = false;
+  TmaDescriptor mirrors_[overlap::kernels::kMaxMoreOutputs] = {};
+  int32_t num_mirrors_ = 0;
 
   CUTE_HOST_DEVICE constexpr TmaDescriptor const* get_tma_descriptor() const { return &tma_desc_; }
 
@@ -47,7 +49,9 @@ struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
                             seq<0, 1>{}, place, tuple_seq<decltype(place)>{});
     };
     store(traits.tma_desc_);
-    if (traits.mirrored_) store(traits.mirror_);
+    for (int32_t mirror = 0; mirror < traits.num_mirrors_; ++mirror) {
+      store(traits.mirrors_[mirror]);
+    }
   }
 };
 

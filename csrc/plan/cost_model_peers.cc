@@ -146,6 +146,14 @@ class PeerModel {
     prediction.total_us = kRingUs + phases_us + std::max(part_us, (ranks_ - 1) * stored_us) +
                           last_round_us(tiles_, sms_);
     if (ring_collects(plan_)) return prediction;
+    const int32_t rounds = ring_rounds(plan_);
+    if (rounds > 1) {
+      // All rounds but the last send their final rows while the next one computes.
+      const double last_us = phases_us + std::max(part_us, (ranks_ - 1) * stored_us);
+      const double others_us = std::max(prediction.gemm_us, prediction.communication_us);
+      prediction.total_us =
+          kRingUs + ((rounds - 1) * others_us + last_us) / rounds + last_round_us(tiles_, sms_);
+    }
     const auto chunks = static_cast<double>(plan_.chunks.size());
     prediction.total_us += kSequentialUs + (chunks > 1 ? kChunkUs * chunks : 0.0) +
                            local_us(2 * (ranks_ - 1) * part_bytes / chunks);

@@ -144,6 +144,10 @@ inline constexpr int32_t kBandRows = 16;
 // finished travels in chunks, or behind the GEMM.
 bool ring_collects(const Plan& plan);
 
+// Rounds of a ring in one launch, each with some rows of every part: of an all-reduce between more than two ranks,
+// so that final rows travel while others are still summed up.
+int32_t ring_rounds(const Plan& plan);
+
 // Tiles that a ring passes on, at most: each has a flag.
 inline constexpr int64_t kMaxRingTiles = int64_t{1} << 17;
 int64_t ring_tiles(const Plan& plan);

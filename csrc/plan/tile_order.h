@@ -144,9 +144,11 @@ struct RowMap {
   int32_t part_rows =
       0;                 // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
   int32_t own_part = 0;  // kGather: this rank's
-  int32_t part_tile_rows = 0;  // kSplit: tile rows of a part
-  int32_t first_part = 0;      // kSplit: the part that is computed first ...
-  int32_t part_step = 1;       // ... and what to add, modulo the number of parts, for the next one
+  int32_t part_tile_rows = 0;  // kSplit: tile rows of a part ...
+  // ... and how many of them come before the next part's, in rounds over all parts: a divisor, or 0 for all.
+  int32_t round_tile_rows = 0;
+  int32_t first_part = 0;  // kSplit: the part that is computed first ...
+  int32_t part_step = 1;   // ... and what to add, modulo the number of parts, for the next one
 };
 
 // Where one tile row begins: `input_row` counts rows, `output_row` tile rows of part `output_part`,
@@ -157,6 +159,21 @@ struct TileRowPlace {
   int32_t output_part = 0;
   bool own_input = false;  // kGather: the row lies in the input that holds the own part
 };
+
+// With rows of mode kSplit: which part in turn a tile row is of, and which of its tile rows.
+struct SplitRow {
+  int32_t turn = 0;
+  int32_t row = 0;
+};
+
+OVERLAP_HOST_DEVICE constexpr SplitRow split_row(const TileOrder& order, const RowMap& map,
+                                                 int32_t tile_row) {
+  const int32_t height = map.round_tile_rows != 0 ? map.round_tile_rows : map.part_tile_rows;
+  const int32_t round = tile_row / (order.parts * height);
+  const int32_t in_round = tile_row - round * order.parts * height;
+  const int32_t turn = in_round / height;
+  return {turn, round * height + in_round - turn * height};
+}
 
 // The same with rows of mode kGather.
 OVERLAP_HOST_DEVICE constexpr TileRowPlace gathered_row_place(const TileOrder& order,
@@ -184,8 +201,7 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order
                                                           int32_t tile_m, int32_t tile_row) {
   if (map.mode == RowMap::Mode::kPlain) return {tile_row * tile_m, tile_row, 0};
   if (map.mode == RowMap::Mode::kSplit) {
-    const int32_t turn = tile_row / map.part_tile_rows;
-    const int32_t row = tile_row - turn * map.part_tile_rows;
+    const auto [turn, row] = split_row(order, map, tile_row);
     const int32_t part = (map.first_part + turn * map.part_step) % order.parts;
     return {part * map.part_rows + row * tile_m, row, part};
   }

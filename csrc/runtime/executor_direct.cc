@@ -82,7 +82,7 @@ class DirectLoop : ExecutorLoop {
     gemm.tiles_taken = peers_->tiles_taken(peer_call_);
     if (!pieces_) {
       gemm.output = output();
-      gemm.mirror = place(1 - rank_, rank_);
+      gemm.mirrors[gemm.num_mirrors++] = place(1 - rank_, rank_);
       check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
       return;
     }

@@ -48,8 +48,8 @@ class RingLoop : ExecutorLoop {
   }
 
  private:
-  // Of two ranks, each stores what is final into the other's memory, too.
-  bool mirrors() const { return sends_on_ && call_.signals && ranks_ == 2; }
+  // What is final is stored into the others' memory, too; in chunks between two ranks only.
+  bool mirrors() const { return sends_on_ && call_.signals && (ranks_ == 2 || !by_chunk_); }
   bool counts() const { return by_chunk_ && call_.signals; }
   // Nothing is communicated after the GEMM, which then ends the call.
   bool ends_in_gemm() const { return !by_chunk_ && call_.signals && (collects_ || !sends_on_); }
@@ -88,7 +88,7 @@ class RingLoop : ExecutorLoop {
     if (collects_) {
       if (!call_.signals) collect();
     } else if (sends_on_) {
-      push({0, part_rows_}, stream_);
+      if (!mirrors()) push({0, part_rows_}, stream_);
       gather();
     }
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
@@ -178,7 +178,10 @@ class RingLoop : ExecutorLoop {
     }
     gemm.order = order();
     gemm.counters = counts() ? call_.counters : nullptr;
-    if (mirrors()) gemm.mirror = finished(1 - rank_, rank_);
+    gemm.rows.round_tile_rows = gemm.rows.part_tile_rows / plan::ring_rounds(plan_);
+    for (int distance = 1; distance < ranks_ && mirrors(); ++distance) {
+      gemm.mirrors[gemm.num_mirrors++] = finished((rank_ + distance) % ranks_, rank_);
+    }
     if (collects_) {
       gemm.arriving = finished(rank_, 1 - rank_);
       gemm.collected = other_rows();
@@ -193,6 +196,7 @@ class RingLoop : ExecutorLoop {
   // count as the first chunk's.
   plan::TileOrder order() const {
     const int32_t rows = plan::tiles_m(plan_) / ranks_;
+    if (plan::ring_rounds(plan_) > 1) return order_in_rounds(rows / plan::ring_rounds(plan_));
     std::vector<int32_t> heights(static_cast<size_t>(ranks_ - 1), rows);
     if (!by_chunk_) {
       heights.push_back(rows);
@@ -204,6 +208,21 @@ class RingLoop : ExecutorLoop {
     plan::TileOrder order =
         plan::chunked_order(plan_, plan_.problem.n, heights, static_cast<size_t>(ranks_ - 1));
     order.parts = ranks_;
+    return order;
+  }
+
+  // One chunk, in bands that end where a round's rows of a part do.
+  plan::TileOrder order_in_rounds(int32_t height) const {
+    int32_t band = std::min(height, plan::kBandRows);
+    while (height % band != 0 || band % plan_.cluster_m != 0) --band;
+    plan::TileOrder order;
+    order.tiles_m = plan::tiles_m(plan_);
+    order.tiles_n = plan::tiles_n(plan_);
+    order.parts = ranks_;
+    order.num_runs = 1;
+    order.runs[0] = {band, order.tiles_m / band};
+    order.num_chunks = 1;
+    order.chunk_begin[1] = order.num_tiles();
     return order;
   }
 

@@ -138,11 +138,12 @@ class GemmCase {
   void check_mirror(int32_t ctas) {
     Buffer<T> mirror(output_.elements());
     mirror_ = &mirror;
-    params_.mirror = mirror.data() + kGuard;
+    params_.num_mirrors = 1;
+    params_.mirrors[0] = mirror.data() + kGuard;
     if (!supported()) fail("%s: not supported with a second output", name().c_str());
     check(ctas, 0, true);
     check_source(ctas);
-    params_.mirror = nullptr;
+    params_.num_mirrors = 0;
     mirror_ = nullptr;
   }
 

@@ -24,13 +24,14 @@ namespace overlap::check {
 // Three parts of 300 rows, four tile rows of 128 each as clusters have two: the tile rows of the ring's
 // rank 2 begin here.
 constexpr bool split_begins_at(int32_t tile_row, int32_t input_row, int32_t output_row,
-                               int32_t part) {
+                               int32_t part, int32_t round_tile_rows = 0) {
   plan::TileOrder order;
   order.parts = 3;
   plan::RowMap map;
   map.mode = plan::RowMap::Mode::kSplit;
   map.part_rows = 300;
   map.part_tile_rows = 4;
+  map.round_tile_rows = round_tile_rows;
   map.first_part = 1;
   map.part_step = 2;
   const plan::TileRowPlace place = plan::tile_row_place(order, map, 128, tile_row);
@@ -40,6 +41,9 @@ constexpr bool split_begins_at(int32_t tile_row, int32_t input_row, int32_t outp
 static_assert(split_begins_at(0, 300, 0, 1) && split_begins_at(2, 556, 2, 1));
 static_assert(split_begins_at(4, 0, 0, 0) && split_begins_at(7, 384, 3, 0));
 static_assert(split_begins_at(8, 600, 0, 2) && split_begins_at(10, 856, 2, 2));
+// In rounds of two tile rows of each part.
+static_assert(split_begins_at(1, 428, 1, 1, 2) && split_begins_at(2, 0, 0, 0, 2));
+static_assert(split_begins_at(6, 556, 2, 1, 2) && split_begins_at(11, 984, 3, 2, 2));
 
 struct RingShape {
   int64_t part_rows, n, k;
@@ -53,7 +57,7 @@ class RingCase {
         shape_(shape),
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
-        collects_(mirrors && chunks == 1),
+        collects_(mirrors && chunks == 1 && ranks == 2),
         input_stride_(shape.k + 8),
         weight_stride_((k_contiguous ? shape.k : shape.n) + 8),
         output_stride_(shape.n + 16),
@@ -119,7 +123,6 @@ class RingCase {
         : input(ring.ranks_ * ring.shape_.part_rows * ring.input_stride_),
           weight((ring.k_contiguous_ ? ring.shape_.n : ring.shape_.k) * ring.weight_stride_),
           output(ring.part_elements()),
-          mirrored(ring.part_elements()),
           collected(ring.part_elements()),
           flags(ring.passed_tiles() + kSpareFlags),
           calls(1),
@@ -128,6 +131,9 @@ class RingCase {
           counters(plan::kMaxChunks) {
       for (int phase = 0; phase + 1 < ring.ranks_; ++phase) {
         partial.push_back(std::make_unique<Buffer<T>>(ring.part_elements()));
+      }
+      for (int distance = 1; distance < ring.ranks_; ++distance) {
+        mirrored.push_back(std::make_unique<Buffer<T>>(ring.part_elements()));
       }
       // As the calls before have left them.
       set(flags, kFirstCalls);
@@ -139,9 +145,10 @@ class RingCase {
     ~Memory() { cudaStreamDestroy(stream); }
 
     Buffer<T> input, weight, output;
-    Buffer<T> mirrored;                               // where the peer stores its own part, too
     Buffer<T> collected;                              // and where it is copied
     std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
+    // Where the peers store their own parts, too, nearest behind first.
+    std::vector<std::unique_ptr<Buffer<T>>> mirrored;
     Buffer<uint64_t> flags, calls;
     Buffer<uint64_t> ended;  // as the peers say, by rank
     Buffer<uint32_t> tiles_taken;
@@ -172,7 +179,7 @@ class RingCase {
   }
 
   // One chunk, and each part a band; or two, of which the first has all tiles of the phases before and
-  // some of the last one's, and bands of one cluster.
+  // some of the last one's, and bands of one cluster; or rounds of one cluster of each part.
   void make_order(int chunks) {
     const plan::KernelShape tile = plan::kernel_shape(kKernel, false);
     part_tile_rows_ = static_cast<int32_t>(
@@ -181,8 +188,11 @@ class RingCase {
     order_.tiles_n = static_cast<int32_t>(round_up(shape_.n, tile.tile_n) / tile.tile_n);
     order_.parts = ranks_;
     order_.num_runs = 1;
-    order_.runs[0] = chunks == 1 ? plan::BandRun{part_tile_rows_, ranks_}
-                                 : plan::BandRun{tile.cluster_m, order_.tiles_m / tile.cluster_m};
+    const bool rounds = mirrors_ && ranks_ > 2;
+    if (rounds) round_tile_rows_ = tile.cluster_m;
+    order_.runs[0] = chunks == 1 && !rounds
+                         ? plan::BandRun{part_tile_rows_, ranks_}
+                         : plan::BandRun{tile.cluster_m, order_.tiles_m / tile.cluster_m};
     order_.num_chunks = chunks;
     order_.chunk_begin[1] =
         (order_.tiles_m - part_tile_rows_ + tile.cluster_m) * order_.tiles_n;  // of two
@@ -249,9 +259,13 @@ class RingCase {
           (phase + 1 == ranks_ ? own.output : *next.partial[place]).data() + kGuard;
       if (phase > 0) gemm.sources[part] = own.partial[place - 1]->data() + kGuard;
     }
-    if (mirrors_) gemm.mirror = next.mirrored.data() + kGuard;
+    gemm.rows.round_tile_rows = round_tile_rows_;
+    for (int distance = 1; distance < ranks_ && mirrors_; ++distance) {
+      gemm.mirrors[gemm.num_mirrors++] =
+          memory(rank + distance).mirrored[static_cast<size_t>(distance - 1)]->data() + kGuard;
+    }
     if (collects_) {
-      gemm.arriving = own.mirrored.data() + kGuard;
+      gemm.arriving = own.mirrored[0]->data() + kGuard;
       gemm.collected = own.collected.data() + kGuard;
     }
     gemm.peer_tiles.announce = next.flags.data();
@@ -275,7 +289,7 @@ class RingCase {
   void prepare() {
     for (const auto& memory : memory_) {
       memory->output.poison(nullptr);
-      memory->mirrored.poison(nullptr);
+      for (const auto& mirrored : memory->mirrored) mirrored->poison(nullptr);
       memory->collected.poison(nullptr);
       for (const auto& partial : memory->partial) partial->poison(nullptr);
       memory->counters.zero(nullptr);
@@ -321,8 +335,10 @@ class RingCase {
       expect_part(*own.partial[static_cast<size_t>(phase)], reference(part, phase),
                   what + ", what came in phase " + std::to_string(phase));
     }
-    if (mirrors_) {
-      expect_part(own.mirrored, reference(1 - rank, ranks_ - 1), what + ", the peer's part");
+    for (int distance = 1; distance < ranks_ && mirrors_; ++distance) {
+      const int peer = (rank + ranks_ - distance) % ranks_;
+      expect_part(*own.mirrored[static_cast<size_t>(distance - 1)], reference(peer, ranks_ - 1),
+                  what + ", the part of rank " + std::to_string(peer));
     }
     if (collects_) {
       expect_part(own.collected, reference(1 - rank, ranks_ - 1), what + ", the collected part");
@@ -349,6 +365,7 @@ class RingCase {
   const int64_t input_stride_, weight_stride_, output_stride_;
   const std::string name_;
   int32_t part_tile_rows_ = 0;
+  int32_t round_tile_rows_ = 0;  // 0: one round
   plan::TileOrder order_;
   kernels::WaitReport* report_ = nullptr;
   uint64_t calls_ = kFirstCalls;  // that have ended
@@ -368,8 +385,8 @@ inline void check_ring(bool small) {
     for (const RingShape& shape : shapes) {
       for (const bool k_contiguous : {true, false}) {
         for (const bool mirrors : {false, true}) {
-          if (mirrors && ranks != 2) continue;
-          const bool chunked = shape.part_rows > 256 && k_contiguous;
+          // Between more than two ranks final rows travel in rounds, or behind the GEMM.
+          const bool chunked = shape.part_rows > 256 && k_contiguous && !(mirrors && ranks > 2);
           RingCase<__nv_bfloat16>(ranks, shape, k_contiguous, mirrors, chunked ? 2 : 1).check();
           ++cases;
         }
