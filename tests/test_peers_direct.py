@@ -33,6 +33,9 @@ of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 NCCL = "nccl"
 LOW_LATENCY_BYTES = 4 * 2**20  # that a rank sends; above, an all-reduce takes other kernels
+ONE_STEP_BYTES = (
+    5 * 2**18
+)  # that it sends of all its terms; above, more than two ranks add up a piece each
 
 # (rows of one rank's part, n, k). Parts that end inside a tile and inside a cluster of two, odd numbers of tiles, more
 # rows than one round of a kernel's blocks takes.
@@ -101,12 +104,17 @@ def test_direct_all_reduce_takes_any_number_of_rows(ranks, dtype):
 def check_around_the_limit(dtype: torch.dtype) -> tuple[int, list[str]]:
     """Small and large calls by turns: they signal in different ways, and share no memory."""
     failures = Failures()
+    peers = dist.get_world_size() - 1
     for n in (8, 1000, 1024):
-        sent_bytes = (dist.get_world_size() - 1) * n * dtype.itemsize  # of a row
-        most = LOW_LATENCY_BYTES // sent_bytes
-        for rows in (most - 1, most, most + 1, most, 2 * most, 1):
-            case = Case((rows,), n, 64, dtype)
-            check_both(failures, "gemm_allreduce", case, Kernel.LIBRARY)
+        row_bytes = n * dtype.itemsize
+        limits = [LOW_LATENCY_BYTES // (peers * row_bytes)]
+        if peers > 1:
+            in_pieces = LOW_LATENCY_BYTES * (peers + 1) // (2 * peers * row_bytes)
+            limits = [ONE_STEP_BYTES // (peers * row_bytes), in_pieces]
+        for most in limits:
+            for rows in (most - 1, most, most + 1, most, 2 * most, 1):
+                case = Case((rows,), n, 64, dtype)
+                check_both(failures, "gemm_allreduce", case, Kernel.LIBRARY)
     return failures.result()
 
 

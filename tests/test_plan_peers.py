@@ -239,7 +239,7 @@ def test_plan_over_peers_is_for_the_ranks_of_one_host(op: Op, world: int) -> Non
     [
         (Op.GEMM_ALLREDUCE, 2, 258, 132096),  # the other rank's finished ones, too
         (Op.GEMM_REDUCESCATTER, 2, 514, 131584),
-        (Op.GEMM_ALLREDUCE, 4, 172, 132096),
+        (Op.GEMM_ALLREDUCE, 4, 86, 132096),
         (Op.GEMM_REDUCESCATTER, 8, 74, 132608),
     ],
     ids=str,

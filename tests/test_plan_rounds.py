@@ -1,7 +1,8 @@
-"""Which tiles each launch of an all-gather's GEMM takes, and where their rows lie."""
+"""Which tiles each launch of an all-gather's GEMM takes, and where their rows lie; in which order a ring's takes them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -182,3 +183,69 @@ def test_plan_gather_rows_are_of_overlapped_all_gathers() -> None:
     plan = plans.row_panels(problem, 1, comm_sms=8)
     with pytest.raises(IndexError, match="rank 2 is out of range"):
         _plan.gather_rows(plan, 256, 2)
+
+
+@st.composite
+def rings(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """Parts, tile rows of each, tile columns and tile rows of a round."""
+    round_rows = draw(st.integers(1, 8))
+    rounds = draw(st.integers(1, 12))
+    return draw(st.integers(2, 8)), rounds * round_rows, draw(st.integers(1, 9)), round_rows
+
+
+@given(rings())
+def test_rings_take_each_tile_once_in_every_turn(ring) -> None:
+    parts, part_tile_rows, tiles_n, _ = ring
+    every = itertools.product(range(parts), range(part_tile_rows), range(tiles_n))
+    assert sorted(_plan.ring_tiles(*ring)) == list(every)
+
+
+@given(rings())
+def test_rings_take_a_tile_only_behind_a_whole_round_of_the_turn_before(ring) -> None:
+    """So that what it adds to has been on its way for a while."""
+    round_rows = ring[3]
+    tiles = _plan.ring_tiles(*ring)
+    place = {tile: index for index, tile in enumerate(tiles)}
+    for (turn, row, _), index in place.items():
+        if turn > 0:
+            first_row = row - row % round_rows
+            assert all(
+                place[turn - 1, first_row + other, last] < index
+                for other in range(round_rows)
+                for last in range(ring[2])
+            )
+
+
+@given(rings())
+def test_rings_keep_the_rows_of_a_round_together(ring) -> None:
+    """A cluster's tiles are those of consecutive rows, whatever divisor of a round it has."""
+    round_rows = ring[3]
+    tiles = _plan.ring_tiles(*ring)
+    for index in range(0, len(tiles), round_rows):
+        turn, row, column = tiles[index]
+        assert row % round_rows == 0
+        assert tiles[index : index + round_rows] == [
+            (turn, row + further, column) for further in range(round_rows)
+        ]
+
+
+@given(rings())
+def test_rings_have_last_turns_from_early_on(ring) -> None:
+    """Once all turns have begun and while none has ended, every band holds a round of each."""
+    parts, part_tile_rows, tiles_n, round_rows = ring
+    rounds = part_tile_rows // round_rows
+    tiles = _plan.ring_tiles(*ring)
+    round_tiles = round_rows * tiles_n
+    rising = sum(range(1, parts)) * round_tiles
+    for band in range(rounds - parts + 1):
+        begin = rising + band * parts * round_tiles
+        turns = [turn for turn, _, _ in tiles[begin : begin + parts * round_tiles]]
+        assert all(turns.count(turn) == round_tiles for turn in range(parts))
+
+
+@pytest.mark.parametrize(
+    "ring", [(1, 4, 4, 2), (9, 4, 4, 2), (2, 5, 4, 2), (2, 4, 0, 2), (2, 4, 4, 0)]
+)
+def test_rings_that_cannot_be_are_refused(ring) -> None:
+    with pytest.raises(ValueError, match=f"a ring of {ring[0]} parts of {ring[1]} x"):
+        _plan.ring_tiles(*ring)

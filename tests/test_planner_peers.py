@@ -30,13 +30,8 @@ COLLECTIVES = {
 }
 every_op = pytest.mark.parametrize("op", [*COLLECTIVES], ids=lambda op: op.name.lower())
 
-# Between more than two ranks an all-reduce is left to NCCL.
 TRAIN_NK = [(8192, 7168), (8192, 2048), (16384, 4096)]
-TRAIN = [
-    (op, world, m, nk)
-    for op, world, m, nk in itertools.product(COLLECTIVES, [2, 4], [8192, 16384], TRAIN_NK)
-    if (op, world) != (Op.GEMM_ALLREDUCE, 4)
-]
+TRAIN = list(itertools.product(COLLECTIVES, [2, 4], [8192, 16384], TRAIN_NK))
 
 
 def fast(**changes: object) -> Machine:
@@ -80,7 +75,7 @@ def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> Non
     cases = [
         (big(op=op), fast(), True),
         (big(op=op), fast(windows=False), True),
-        (big(op=op, world_size=8), fast(), op != Op.GEMM_ALLREDUCE),
+        (big(op=op, world_size=8), fast(), True),
         (big(op=op, dtype=DType.FLOAT16), fast(), True),
         (big(op=op), fast(peer_gbps=0.0), False),
         (big(op=op), fast(peer_gbps=50.0), False),
@@ -239,6 +234,53 @@ def test_all_to_all_stores_are_for_its_plans_over_peers() -> None:
     for rank, rows in ((2, [1, 1]), (-1, [1, 1]), (0, [1]), (0, [1, 1, 1])):
         with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
             plans._plan.stores_messages(plan, fast(), rank, rows)
+
+
+def rows_beside(rank: int, send_rows: list[int], receive_rows: list[int], sms: int = 108) -> int:
+    plan = plans.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
+    machine = hopper(windows=True)
+    counts = (send_rows, receive_rows)
+    return plans._plan.rows_beside_exchange(plan, machine, rank, *counts, sms)
+
+
+@given(st.integers(0, 1), *[st.integers(0, 40_000)] * 3, st.integers(54, 132))
+def test_rows_beside_an_exchange_are_all_own_ones_or_whole_clusters(
+    rank: int, own: int, sent: int, received: int, sms: int
+) -> None:
+    send, receive = [own, sent], [own, received]
+    if rank == 1:
+        send.reverse(), receive.reverse()
+    beside = rows_beside(rank, send, receive, sms)
+    assert beside == own or (0 < beside < own and beside % 256 == 0)
+    # What goes on for longer has more beside it.
+    longer = [count + (20_000 if index != rank else 0) for index, count in enumerate(receive)]
+    assert rows_beside(rank, send, longer, sms) >= beside
+
+
+def test_rows_behind_an_exchange_save_rounds_or_there_are_none() -> None:
+    # 64 tiles of 42 us a tile row. 16 MB are exchanged in less than three rounds, on 108 SMs of five tile rows.
+    assert rows_beside(0, [16384, 1024], [16384, 1024]) <= 6 * 128
+    # The peer computes 128 tile rows before its message of 268 MB is sent: longer than the own rows take.
+    assert rows_beside(0, [8192, 128], [8192, 16384]) == 8192
+    # The same number of rounds either way; and all SMs beside.
+    assert rows_beside(0, [256, 1024], [256, 1024]) == 256
+    assert rows_beside(0, [16384, 1024], [16384, 1024], 132) == 16384
+
+
+def test_rows_beside_an_exchange_are_those_of_two_ranks_over_nccl() -> None:
+    made = (Kernel.SM90_PINGPONG, plans.Resources(), 0)
+    for problem, transport in (
+        (big(m=0, op=Op.GEMM_ALLTOALL), Transport.PEER),
+        (big(m=0, op=Op.GEMM_ALLTOALL, world_size=4), Transport.NCCL),
+    ):
+        plan = plans.make_all_to_all(problem, *made, transport)
+        with pytest.raises(ValueError, match="rows_beside_exchange is for plans of gemm_alltoall"):
+            plans._plan.rows_beside_exchange(plan, fast(), 0, [1, 1], [1, 1], 108)
+    for rank, rows in ((2, [1, 1]), (0, [1])):
+        with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
+            rows_beside(rank, rows, rows)
+    with pytest.raises(ValueError, match="sms_beside is 0, allowed are 1 and more"):
+        rows_beside(0, [1, 1], [1, 1], 0)
 
 
 # --- what is expected -------------------------------------------------------------------------------

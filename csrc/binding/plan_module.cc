@@ -8,6 +8,7 @@
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
 #include "plan/planner.h"
+#include "plan/ring_order.h"
 
 namespace py = pybind11;
 
@@ -372,6 +373,47 @@ void bind_gather(py::module_& m) {
       "tile of a weight of so many columns, in the order of the rank's GEMM.");
 }
 
+void bind_ring(py::module_& m) {
+  m.def("ring_round_rows", &plan::ring_round_rows, py::arg("plan"),
+        "Tile rows of each part in a round of an overlapped plan with the collective ring.");
+  m.def(
+      "ring_tiles",
+      [](int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {
+        if (parts < 2 || parts > plan::kMaxPeerRanks || tiles_n < 1 || round_rows < 1 ||
+            part_tile_rows < 1 || part_tile_rows % round_rows != 0) {
+          throw py::value_error("a ring of " + std::to_string(parts) + " parts of " +
+                                std::to_string(part_tile_rows) + " x " + std::to_string(tiles_n) +
+                                " tiles in rounds of " + std::to_string(round_rows) +
+                                " tile rows: allowed are 2 to " +
+                                std::to_string(plan::kMaxPeerRanks) +
+                                " parts, of one tile or more and of whole rounds");
+        }
+        const TileOrder order = plan::ring_order(parts, part_tile_rows, tiles_n, round_rows);
+        plan::RowMap map;
+        map.mode = plan::RowMap::Mode::kSplit;
+        map.part_tile_rows = part_tile_rows;
+        map.round_tile_rows = round_rows;
+        py::list tiles;
+        for (int32_t index = 0; index < order.num_tiles(); ++index) {
+          const TileCoord coord = plan::tile_coord(order, index);
+          const plan::SplitRow row = plan::split_row(order, map, coord.row);
+          tiles.append(py::make_tuple(row.turn, row.row, coord.column));
+        }
+        return tiles;
+      },
+      py::arg("parts"), py::arg("part_tile_rows"), py::arg("tiles_n"), py::arg("round_rows"),
+      "(turn, tile row of its part, column) of each tile, in the order of a ring's GEMM.");
+}
+
+void check_counts(const Plan& plan, int32_t rank, const std::vector<int64_t>& rows) {
+  const auto world = static_cast<size_t>(plan.problem.world_size);
+  if (rows.size() != world || rank < 0 || static_cast<size_t>(rank) >= world) {
+    throw py::value_error("rank " + std::to_string(rank) + " with " + std::to_string(rows.size()) +
+                          " counts of rows, allowed are ranks below " + std::to_string(world) +
+                          " and one count for each");
+  }
+}
+
 void bind_planner(py::module_& m) {
   py::class_<KernelShape>(m, "KernelShape", "Tile shape and cluster of a kernel.")
       .def(py::init([](int32_t tile_m, int32_t tile_n, int32_t cluster_m) {
@@ -416,25 +458,45 @@ void bind_planner(py::module_& m) {
       [](const Plan& plan, const Machine& machine, int32_t rank,
          const std::vector<int64_t>& send_rows) {
         plan::validate(plan);
-        const auto world = static_cast<size_t>(plan.problem.world_size);
         if (plan.problem.op != Op::kGemmAllToAll || !plan::over_peers(plan)) {
           throw py::value_error(
               "stores_messages is for plans of gemm_alltoall over peers, not for " +
               plan.to_string());
         }
-        if (send_rows.size() != world || rank < 0 || static_cast<size_t>(rank) >= world) {
-          throw py::value_error("rank " + std::to_string(rank) + " with " +
-                                std::to_string(send_rows.size()) +
-                                " counts of rows, allowed are ranks below " +
-                                std::to_string(world) + " and one count for each");
-        }
+        check_counts(plan, rank, send_rows);
         return plan::stores_messages(plan, machine, rank, send_rows);
       },
       py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
       "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's rows "
       "and "
       "stores them where they go; else the framework's computes all and a kernel sends them.");
+  m.def(
+      "rows_beside_exchange",
+      [](const Plan& plan, const Machine& machine, int32_t rank,
+         const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+         int32_t sms_beside) {
+        plan::validate(plan);
+        if (plan.problem.op != Op::kGemmAllToAll || plan.problem.world_size != 2 ||
+            plan::over_peers(plan)) {
+          throw py::value_error(
+              "rows_beside_exchange is for plans of gemm_alltoall between two ranks over nccl, not "
+              "for " +
+              plan.to_string());
+        }
+        check_counts(plan, rank, send_rows);
+        check_counts(plan, rank, receive_rows);
+        if (sms_beside < 1) {
+          throw py::value_error("sms_beside is " + std::to_string(sms_beside) +
+                                ", allowed are 1 and more");
+        }
+        return plan::rows_beside_exchange(plan, machine, rank, send_rows, receive_rows, sms_beside);
+      },
+      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
+      py::arg("receive_rows"), py::arg("sms_beside"),
+      "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "
+      "SMs; the others come behind it, on all.");
   bind_gather(m);
+  bind_ring(m);
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
         py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,

@@ -71,7 +71,8 @@ class BulkCopier {
   uint32_t stored_ = 0;
 };
 
-// Parts of tiles: some rows of kColumns elements of a matrix, to the same place of another of its shape.
+// Parts of tiles: some rows of kColumns elements of one of several matrices, to the same place of another
+// one's of its shape.
 template <class Element, int kColumns>
 struct TileRoute {
   static constexpr int kRows = 16;
@@ -79,33 +80,39 @@ struct TileRoute {
   struct Piece {
     int32_t row;
     int32_t column;
+    int32_t matrix;
   };
 
   cute::TmaDescriptor from = {};
   cute::TmaDescriptor to = {};
   int32_t rows = 0;  // 0: nothing is copied
 
-  static TileRoute make(const void* from, void* to, int rows, int columns, int64_t stride) {
-    return {tensor_map(from, rows, columns, stride), tensor_map(to, rows, columns, stride), rows};
+  // `count` matrices, one after the other.
+  static TileRoute make(const void* from, void* to, int rows, int columns, int count,
+                        int64_t stride) {
+    return {tensor_map(from, rows, columns, count, stride),
+            tensor_map(to, rows, columns, count, stride), rows};
   }
 
   __device__ __forceinline__ static uint32_t bytes(const Piece&) { return kPieceBytes; }
   __device__ __forceinline__ void load(const Piece& piece, void* memory, uint64_t* full) const {
-    cute::SM90_TMA_LOAD_2D::copy(&from, full,
+    cute::SM90_TMA_LOAD_3D::copy(&from, full,
                                  static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                 memory, piece.column, piece.row);
+                                 memory, piece.column, piece.row, piece.matrix);
   }
   __device__ __forceinline__ void store(const Piece& piece, const void* memory) const {
-    cute::SM90_TMA_STORE_2D::copy(&to, memory, piece.column, piece.row);
+    cute::SM90_TMA_STORE_3D::copy(&to, memory, piece.column, piece.row, piece.matrix);
   }
 
  private:
-  static cute::TmaDescriptor tensor_map(const void* base, int rows, int columns, int64_t stride) {
+  static cute::TmaDescriptor tensor_map(const void* base, int rows, int columns, int count,
+                                        int64_t stride) {
     using Layout = cute::Layout<cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>,
                                 cute::Stride<cute::Int<kColumns>, cute::_1>>;
-    const auto tensor = cute::make_tensor(
-        cute::make_gmem_ptr(static_cast<const Element*>(base)),
-        cute::make_layout(cute::make_shape(rows, columns), cute::make_stride(stride, cute::_1{})));
+    const auto tensor =
+        cute::make_tensor(cute::make_gmem_ptr(static_cast<const Element*>(base)),
+                          cute::make_layout(cute::make_shape(rows, columns, count),
+                                            cute::make_stride(stride, cute::_1{}, rows * stride)));
     return *cute::make_tma_copy(cute::SM90_TMA_LOAD{}, tensor, Layout{}).get_tma_descriptor();
   }
 };

@@ -44,8 +44,9 @@ struct GemmParams {
   // Where every tile, or with kSplit each of the part that is computed last, is stored, too.
   int32_t num_mirrors = 0;
   void* mirrors[kMaxMoreOutputs] = {};
-  // Of two ranks that mirror to each other, or null: where the peer's mirror arrives, in own memory, and
-  // where the GEMM copies each of its tiles, once it has been announced. Of the same shape and stride.
+  // With kSplit, of ranks that mirror to each other, or null: where the peers' mirrors arrive, in own memory,
+  // and where the GEMM copies each of their tiles, once it has been announced. Both hold all parts, one after
+  // the other, the own one untouched, with the output's stride.
   const void* arriving = nullptr;
   void* collected = nullptr;
   // For each part of the rows (else the first alone): row-major with the output's shape and stride, or
@@ -53,7 +54,7 @@ struct GemmParams {
   const void* sources[1 + kMaxMoreOutputs] = {};
   // What passes between the ranks' GEMMs: tiles of the first parts are announced to whoever adds them,
   // those of the last parts are added to once they have been announced here. Where something is
-  // collected, mirrored tiles are announced, too.
+  // collected, mirrored tiles are announced to all peers, too.
   PeerTiles peer_tiles;
   // Sources, a mirror or more outputs: where tiles are counted as they are taken, in own memory. Two
   // words, zero before and after.

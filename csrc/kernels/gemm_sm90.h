@@ -143,6 +143,7 @@ struct GemmSm90 {
     uint32_t* tiles_taken;
     PeerSignalParams ending;
     std::conditional_t<kPeers, Collected, Nothing> collected;
+    cute::TmaDescriptor mirrors[kPeers ? kMaxMoreOutputs : 1];
     int32_t num_copies;
     CopyRun copies[plan::kMaxCopyRuns];
     PeerWaitParams arrivals;
@@ -164,15 +165,33 @@ struct GemmSm90 {
       if constexpr (kPeers) return collected.rows != 0;
       return false;
     }
-    // Whether another rank waits for a tile of this row.
+    // Whether a tile of this row is final: it is the own part's.
+    CUTLASS_DEVICE bool is_final(int32_t tile_row) const {
+      return plan::split_row(order, rows, tile_row).turn + 1 == order.parts;
+    }
+    // Whether another rank waits for it.
     CUTLASS_DEVICE bool is_announced(int32_t tile_row) const {
-      return peer_tiles.announce != nullptr &&
-             (collects() || plan::split_row(order, rows, tile_row).turn + 1 < order.parts);
+      return peer_tiles.announce != nullptr && (collects() || !is_final(tile_row));
     }
     // The number of a tile's flag: parts in the order in which they are computed.
+    CUTLASS_DEVICE int32_t flag(const plan::SplitRow& row, int32_t column) const {
+      return (row.turn * rows.part_tile_rows + row.row) * order.tiles_n + column;
+    }
     CUTLASS_DEVICE int32_t flag(const plan::TileCoord& coord) const {
-      const plan::SplitRow split = plan::split_row(order, rows, coord.row);
-      return (split.turn * rows.part_tile_rows + split.row) * order.tiles_n + coord.column;
+      return flag(plan::split_row(order, rows, coord.row), coord.column);
+    }
+    // The `index`-th of the tiles that are final, in the own part.
+    CUTLASS_DEVICE plan::TileCoord final_tile(int32_t index) const {
+      const int32_t height = rows.round_tile_rows;
+      if (height == 0) {
+        const int32_t first = order.num_tiles() - part_tiles();
+        const plan::TileCoord coord = plan::tile_coord(order, first + index);
+        return {plan::split_row(order, rows, coord.row).row, coord.column};
+      }
+      const int32_t round_tiles = height * order.tiles_n;
+      const int32_t round = index / round_tiles;
+      const int32_t in_round = index - round * round_tiles;
+      return {round * height + in_round % height, in_round / height};
     }
   };
 
@@ -309,6 +328,18 @@ struct GemmSm90 {
     return params.mainloop;
   }
 
+  // Where its rows begin; of a tile that has none, some others, if nothing of it is stored: zeros that TMA
+  // fills in come slower than they are multiplied, and with one such tile in twelve a GEMM took 1.3 times
+  // as long.
+  static CUTLASS_DEVICE int32_t loaded_row(const Params& params,
+                                           const typename LoadPlaces::Place& place) {
+    int32_t rows = cute::get<0>(params.gemm_shape);
+    if constexpr (!kPeers) {
+      if (place.own_input) rows = params.rows.part_rows;
+    }
+    return place.row < rows || params.packed ? place.row : 0;
+  }
+
   // Of a row-major output.
   static ProblemShape store_shape(const GemmParams& gemm) {
     const int n = static_cast<int>(gemm.n);
@@ -405,12 +436,15 @@ struct GemmSm90 {
       for (int mirror = 0; mirror < gemm.num_mirrors; ++mirror) {
         epilogue.ptr_D = static_cast<Element*>(gemm.mirrors[mirror]);
         const auto place = Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);
-        auto& store = params.epilogue[last_output(gemm)].tma_store_d;
-        store.mirrors_[store.num_mirrors_++] = *place.tma_store_d.get_tma_descriptor();
+        params.mirrors[mirror] = *place.tma_store_d.get_tma_descriptor();
       }
+      auto& store = params.epilogue[last_output(gemm)].tma_store_d;
+      store.num_mirrors_ = gemm.num_mirrors;
+      store.mirrors_at_ = static_cast<int32_t>(reinterpret_cast<const char*>(params.mirrors) -
+                                               reinterpret_cast<const char*>(&store));
       if (gemm.collected != nullptr) {
         params.collected = Collected::make(gemm.arriving, gemm.collected, gemm.rows.part_rows, n,
-                                           gemm.output_stride);
+                                           gemm.order.parts, gemm.output_stride);
       }
     }
     return params;
@@ -430,7 +464,7 @@ struct GemmSm90 {
       if constexpr (!kPeers) arrivals.await_by_warp(place.chunk);
       // The tile's input rows may begin anywhere: tiles are cut from there on.
       const auto input = cute::local_tile(
-          cute::domain_offset(cute::make_coord(place.row, 0, 0), rows), TileShape{},
+          cute::domain_offset(cute::make_coord(loaded_row(params, place), 0, 0), rows), TileShape{},
           cute::make_coord(cute::_, cute::_, cute::_), cute::Step<cute::_1, cute::X, cute::_1>{});
       mainloop.load(mainloop_of(params, place), pipeline, state,
                     cute::make_tuple(input, cute::get<1>(inputs)),
@@ -472,34 +506,44 @@ struct GemmSm90 {
     Epilogue(params.epilogue[0], shared.tensors.epilogue).load_tail(pipeline, state);
   }
 
-  // The peer's tiles, in the order in which it makes them: of those, every grid-th cluster tile is this
-  // cluster's. One thread of its second CTA takes them all but, so that the last ones are not waited for
+  // The peers' final tiles, in the order in which all make theirs: of those, every grid-th cluster tile is
+  // this cluster's. One thread of its second CTA takes them all but, so that the last ones are not waited for
   // twice as long, one of the last two: that is the first CTA's, whose thread has loaded sources until then.
   // No GEMM waits for this.
   CUTLASS_DEVICE static void collect(const Params& params, SharedStorage& shared) {
     static_assert(kClusterM == 2);
     const auto cta = static_cast<int32_t>(cute::block_rank_in_cluster());
     const auto grid = static_cast<int32_t>(gridDim.x);
-    const int32_t end = params.order.num_tiles();
-    const uint64_t number = *params.peer_tiles.calls + 1;
+    const int32_t end = params.part_tiles();
+    const int32_t parts = params.order.parts;
     Copier copier(params.collected, shared.copier);
-    for (int32_t first = end - params.part_tiles() + static_cast<int32_t>(blockIdx.x) - cta;
-         first < end; first += grid) {
+    for (int32_t first = static_cast<int32_t>(blockIdx.x) - cta; first < end; first += grid) {
       const bool last = first + grid >= end;
       if (cta == 0 && !last) continue;
       for (int32_t row = last ? cta : 0; row <= cta; ++row) {
-        const plan::TileCoord coord = plan::tile_coord(params.order, first + row);
-        wait_for_tile(params.peer_tiles, params.flag(coord), number);
-        // What was acquired, bulk loads see, too.
-        asm volatile("fence.proxy.async;" ::: "memory");
-        const int32_t begin = params.place(coord.row).output_row * kTileM;
-        const int32_t rows_end = min(begin + kTileM, params.collected.rows);
-        for (int32_t at = begin; at < rows_end; at += Collected::kRows) {
-          copier.copy({at, coord.column * kTileN});
+        const plan::TileCoord tile = params.final_tile(first + row);
+        for (int32_t distance = 1; distance < parts; ++distance) {
+          collect_tile(params, tile, distance, copier);
         }
       }
     }
     copier.finish();
+  }
+
+  // Of the rank that is `distance` before.
+  CUTLASS_DEVICE static void collect_tile(const Params& params, const plan::TileCoord& tile,
+                                          int32_t distance, Copier& copier) {
+    const int32_t turn = params.order.parts - 1;
+    wait_for_tile(params.peer_tiles,
+                  params.flag({turn, tile.row}, tile.column) + (distance - 1) * params.part_tiles(),
+                  *params.peer_tiles.calls + 1, distance);
+    // What was acquired, bulk loads see, too.
+    asm volatile("fence.proxy.async;" ::: "memory");
+    const int32_t begin = tile.row * kTileM;
+    const int32_t end = min(begin + kTileM, params.collected.rows);
+    for (int32_t at = begin; at < end; at += Collected::kRows) {
+      copier.copy({at, tile.column * kTileN, params.peer_tiles.before(distance)});
+    }
   }
 
   CUTLASS_DEVICE static void feed(const Params& params, SharedStorage& shared, int32_t first) {
@@ -602,14 +646,18 @@ struct GemmSm90 {
     }
   }
 
-  // To the rank that adds to this tile. By the warp that issued its bulk stores.
+  // To the rank that adds to this tile, or, of a final one, to all peers. By the warp that issued its
+  // bulk stores.
   CUTLASS_DEVICE static void announce(const Params& params, const Step& step) {
     wait_bulk_stores_complete();
     __syncwarp();
-    if (cutlass::canonical_lane_idx() == 0) {
+    const PeerTiles& tiles = params.peer_tiles;
+    const bool is_final = params.is_final(step.coord.row);
+    const int lane = cutlass::canonical_lane_idx();
+    if (lane < (is_final ? params.order.parts - 1 : 1)) {
       // Releases what the other lanes saw complete, too. A fence and a plain store take longer.
-      store_release_sys(params.peer_tiles.announce + params.flag(step.coord),
-                        *params.peer_tiles.calls + 1);  // [B]
+      uint64_t* const flags = is_final ? tiles.announce_final[lane] : tiles.announce;
+      store_release_sys(flags + params.flag(step.coord), *tiles.calls + 1);  // [B]
     }
     __syncwarp();
   }

@@ -6,8 +6,6 @@
 #include <cute/tensor.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 
-#include "kernels/gemm.h"
-
 namespace overlap::kernels {
 
 // A tile's bulk store, from the same shared memory to several places.
@@ -15,7 +13,7 @@ struct MirroredStore : cute::SM90_TMA_STORE {};
 
 }  // namespace overlap::kernels
 
-// The traits of SM90_TMA_STORE, with the mirrors' tensor maps beside the first one.
+// The traits of SM90_TMA_STORE, and where in the kernel's parameters the mirrors' tensor maps lie.
 template <class Bits, class Aux>
 struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
   using Plain = Copy_Traits<SM90_TMA_STORE, Bits, Aux>;
@@ -27,7 +25,7 @@ struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
 
   TmaDescriptor tma_desc_;
   AuxParams aux_params_;
-  TmaDescriptor mirrors_[overlap::kernels::kMaxMoreOutputs] = {};
+  int32_t mirrors_at_ = 0;  // bytes behind this object
   int32_t num_mirrors_ = 0;
 
   CUTE_HOST_DEVICE constexpr TmaDescriptor const* get_tma_descriptor() const { return &tma_desc_; }
@@ -43,14 +41,14 @@ struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
                                                      Tensor<TD, DLayout>& destination) {
     const void* const memory = raw_pointer_cast(source.data());
     const auto place = destination.data().coord_;
-    const auto store = [&](const TmaDescriptor& map) {
-      const void* const address = &map;
+    const auto store = [&](const void* address) {
       detail::explode_tuple(detail::CallCOPY<SM90_TMA_STORE>{}, make_tuple(address, memory),
                             seq<0, 1>{}, place, tuple_seq<decltype(place)>{});
     };
-    store(traits.tma_desc_);
+    store(&traits.tma_desc_);
+    const char* const mirrors = reinterpret_cast<const char*>(&traits) + traits.mirrors_at_;
     for (int32_t mirror = 0; mirror < traits.num_mirrors_; ++mirror) {
-      store(traits.mirrors_[mirror]);
+      store(mirrors + mirror * sizeof(TmaDescriptor));
     }
   }
 };

@@ -6,7 +6,7 @@
 namespace overlap::kernels {
 namespace {
 
-constexpr int kUnitWords = 3;
+constexpr int kUnitWords = kUnitBytes / sizeof(uint32_t);
 
 // What travels as one access, which is stored and loaded at once.
 struct Unit {
@@ -72,46 +72,120 @@ __device__ __forceinline__ Unit own_unit(const PeerLowLatencyParams& params, int
   return unit;
 }
 
+__device__ __forceinline__ void write_unit(const PeerLowLatencyParams& params, int64_t index,
+                                           const Unit& unit) {
+#pragma unroll
+  for (int w = 0; w < kUnitWords; ++w) {
+    const int64_t word = index * kUnitWords + w;
+    if (word < params.words) static_cast<uint32_t*>(params.output)[word] = unit.word[w];
+  }
+}
+
+// This call's buffers, and the units of it that this thread has.
+struct Share {
+  uint32_t number;
+  int64_t buffer;
+  int64_t units;
+  int64_t begin;
+  int64_t step;
+
+  __device__ __forceinline__ char* to(const PeerLowLatencyParams& params, int rank) const {
+    return static_cast<char*>(params.destination[rank]) + buffer;
+  }
+  __device__ __forceinline__ const char* from(const PeerLowLatencyParams& params, int rank) const {
+    return static_cast<const char*>(params.received[rank]) + buffer;
+  }
+};
+
+// All ranks' terms of a unit, whose place in the buffers is `place`.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
-    peer_low_latency_kernel(const __grid_constant__ PeerLowLatencyParams params) {
+__device__ __forceinline__ Unit sum_unit(const PeerLowLatencyParams& params, const Share& share,
+                                         int64_t unit, int64_t place) {
   constexpr int kVector = sizeof(uint32_t) / sizeof(T);
-  wait_for_previous_kernel();
-  const uint64_t calls = *params.calls / kMaxPeerBlocks;
-  const auto number = static_cast<uint32_t>(calls + 1);
-  const int64_t buffer = calls % 2 == 0 ? 0 : params.buffer_bytes;
-  const int64_t units = (params.words + kUnitWords - 1) / kUnitWords;
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  const int64_t begin = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  // All is on its way before anything is waited for.
-#pragma unroll 2
-  for (int64_t unit = begin; unit < units; unit += step) {
-    const Unit own = own_unit(params, unit, number);
-    for (int distance = 1; distance < params.ranks; ++distance) {
-      const int peer = (params.rank + distance) % params.ranks;
-      store_unit(static_cast<char*>(params.destination[peer]) + buffer, unit, own);
+  const Unit own = own_unit(params, unit, share.number);
+  Sum<T, kVector> sums[kUnitWords];
+  for (int rank = 0; rank < params.ranks; ++rank) {
+    Unit term = own;
+    if (rank != params.rank) {
+      term = wait_for_unit(share.from(params, rank), place, share.number, rank, params);
+    }
+#pragma unroll
+    for (int w = 0; w < kUnitWords; ++w) sums[w].add(bits_as<Access<T, kVector>>(term.word[w]));
+  }
+  Unit result = {};
+#pragma unroll
+  for (int w = 0; w < kUnitWords; ++w) {
+    const int64_t word = unit * kUnitWords + w;
+    if (word < params.words) {
+      result.word[w] = bits_as<uint32_t>(sums[w].rounded(params.bias, word, params.row_words));
     }
   }
-  for (int64_t unit = begin; unit < units; unit += step) {
-    const Unit own = own_unit(params, unit, number);
-    Sum<T, kVector> sums[kUnitWords];
-    for (int rank = 0; rank < params.ranks; ++rank) {
-      Unit term = own;
-      if (rank != params.rank) {
-        term = wait_for_unit(static_cast<const char*>(params.received[rank]) + buffer, unit, number,
-                             rank, params);
-      }
-#pragma unroll
-      for (int w = 0; w < kUnitWords; ++w) sums[w].add(bits_as<Access<T, kVector>>(term.word[w]));
+  result.number = share.number;
+  return result;
+}
+
+template <class T>
+__device__ __forceinline__ void in_one_step(const PeerLowLatencyParams& params,
+                                            const Share& share) {
+  // All is on its way before anything is waited for.
+#pragma unroll 2
+  for (int64_t unit = share.begin; unit < share.units; unit += share.step) {
+    const Unit own = own_unit(params, unit, share.number);
+    for (int distance = 1; distance < params.ranks; ++distance) {
+      store_unit(share.to(params, (params.rank + distance) % params.ranks), unit, own);
     }
-#pragma unroll
-    for (int w = 0; w < kUnitWords; ++w) {
-      const int64_t word = unit * kUnitWords + w;
-      if (word < params.words) {
-        static_cast<Access<T, kVector>*>(params.output)[word] =
-            sums[w].rounded(params.bias, word, params.row_words);
-      }
+  }
+  for (int64_t unit = share.begin; unit < share.units; unit += share.step) {
+    write_unit(params, unit, sum_unit<T>(params, share, unit, unit));
+  }
+}
+
+// A buffer holds the writer's terms of the owner's piece, and behind them the sums of the writer's piece.
+template <class T>
+__device__ __forceinline__ void in_pieces(const PeerLowLatencyParams& params, const Share& share) {
+  const int64_t piece = (share.units + params.ranks - 1) / params.ranks;
+  const auto each_of = [&](int rank, auto body) {
+    const int64_t first = rank * piece;
+    const int64_t count = share.units - first < piece ? share.units - first : piece;
+    for (int64_t place = share.begin; place < count; place += share.step) {
+      body(first + place, place);
     }
+  };
+  for (int distance = 1; distance < params.ranks; ++distance) {
+    const int peer = (params.rank + distance) % params.ranks;
+    each_of(peer, [&](int64_t unit, int64_t place) {
+      store_unit(share.to(params, peer), place, own_unit(params, unit, share.number));
+    });
+  }
+  each_of(params.rank, [&](int64_t unit, int64_t place) {
+    const Unit sums = sum_unit<T>(params, share, unit, place);
+    for (int distance = 1; distance < params.ranks; ++distance) {
+      store_unit(share.to(params, (params.rank + distance) % params.ranks), piece + place, sums);
+    }
+    write_unit(params, unit, sums);
+  });
+  for (int distance = 1; distance < params.ranks; ++distance) {
+    const int peer = (params.rank + params.ranks - distance) % params.ranks;
+    each_of(peer, [&](int64_t unit, int64_t place) {
+      write_unit(
+          params, unit,
+          wait_for_unit(share.from(params, peer), piece + place, share.number, peer, params));
+    });
+  }
+}
+
+template <class T, bool kInPieces>
+__global__ void __launch_bounds__(kThreads, 2)
+    peer_low_latency_kernel(const __grid_constant__ PeerLowLatencyParams params) {
+  wait_for_previous_kernel();
+  const uint64_t calls = *params.calls / kMaxPeerBlocks;
+  const Share share{static_cast<uint32_t>(calls + 1), calls % 2 == 0 ? 0 : params.buffer_bytes,
+                    (params.words + kUnitWords - 1) / kUnitWords,
+                    int64_t{blockIdx.x} * kThreads + threadIdx.x, int64_t{gridDim.x} * kThreads};
+  if constexpr (kInPieces) {
+    in_pieces<T>(params, share);
+  } else {
+    in_one_step<T>(params, share);
   }
   // All blocks together count the call once; none reads the count after its own share.
   __syncthreads();
@@ -122,22 +196,35 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class T>
+cudaError_t launch_all_reduce(const PeerLowLatencyParams& params, cudaStream_t stream) {
+  const int64_t bytes = params.words * static_cast<int64_t>(sizeof(uint32_t));
+  if (params.in_pieces) {
+    return launch(peer_low_latency_kernel<T, true>,
+                  blocks_for(low_latency_piece(bytes, params.ranks), kMaxPeerBlocks), params,
+                  stream);
+  }
+  return launch(peer_low_latency_kernel<T, false>,
+                blocks_for(low_latency_units(bytes), kMaxPeerBlocks), params, stream);
+}
+
+template <class T>
 cudaError_t load() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
-  return cudaFuncGetAttributes(&attributes, peer_low_latency_kernel<T>);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, peer_low_latency_kernel<T, false>);
+  if (error != cudaSuccess) return error;
+  return cudaFuncGetAttributes(&attributes, peer_low_latency_kernel<T, true>);
 }
 
 }  // namespace
 
 cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream) {
-  const int blocks = blocks_for((params.words + kUnitWords - 1) / kUnitWords, kMaxPeerBlocks);
   switch (params.dtype) {
     case plan::DType::kBFloat16:
-      return launch(peer_low_latency_kernel<__nv_bfloat16>, blocks, params, stream);
+      return launch_all_reduce<__nv_bfloat16>(params, stream);
     case plan::DType::kFloat16:
-      return launch(peer_low_latency_kernel<__half>, blocks, params, stream);
+      return launch_all_reduce<__half>(params, stream);
     case plan::DType::kFloat32:
-      return launch(peer_low_latency_kernel<float>, blocks, params, stream);
+      return launch_all_reduce<float>(params, stream);
     default:
       return cudaErrorInvalidValue;
   }

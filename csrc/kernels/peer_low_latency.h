@@ -11,17 +11,36 @@
 
 namespace overlap::kernels {
 
-// What a low-latency message of so many bytes takes in memory: 12 of 16 bytes are data.
+inline constexpr int64_t kUnitBytes = 12;  // of the 16 that travel at a time: the data
+
+constexpr int64_t low_latency_units(int64_t bytes) {
+  return (bytes + kUnitBytes - 1) / kUnitBytes;
+}
+
+// What a low-latency message of so many bytes takes in memory.
 constexpr int64_t low_latency_bytes(int64_t bytes) {
-  return (bytes + 11) / 12 * 16;
+  return low_latency_units(bytes) * 16;
+}
+
+// Units of each rank's piece.
+constexpr int64_t low_latency_piece(int64_t bytes, int32_t ranks) {
+  return (low_latency_units(bytes) + ranks - 1) / ranks;
+}
+
+// Bytes of data that a rank sends to each peer in an all-reduce of so many: all of them, or its terms of
+// the peer's piece and the sums of its own.
+constexpr int64_t low_latency_message(int64_t bytes, int32_t ranks, bool in_pieces) {
+  return in_pieces ? 2 * low_latency_piece(bytes, ranks) * kUnitBytes : bytes;
 }
 
 // An all-reduce whose data are their own signal: 12 bytes at a time travel with the call's number,
-// so that nothing is fenced or announced.
+// so that nothing is fenced or announced. In one step, all to all, or in pieces: each rank adds up one
+// of them and sends the sums to all.
 struct PeerLowLatencyParams {
   plan::DType dtype = plan::DType::kBFloat16;
   int32_t rank = 0;
   int32_t ranks = 1;
+  bool in_pieces = false;
   int64_t words = 0;          // of 4 bytes
   const void* own = nullptr;  // this rank's term
   void* output = nullptr;     // may be `own`
@@ -29,7 +48,7 @@ struct PeerLowLatencyParams {
   int64_t row_words = 0;
   void* destination[kMaxPeers] = {};     // this rank's place in the peers' memory
   const void* received[kMaxPeers] = {};  // the peers' places in own memory
-  int64_t buffer_bytes = 0;              // of a place's two buffers, used in turns
+  int64_t buffer_bytes = 0;  // of a place's two buffers, used in turns: each holds a peer's message
   uint64_t* calls = nullptr;  // own memory: these calls, each counted kMaxPeerBlocks times
   int64_t deadline_ns = 0;
   int32_t chunk = 0;

@@ -38,14 +38,15 @@ __global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params)
 }
 
 __global__ void meet_tiles_kernel(const __grid_constant__ PeerTiles tiles, int64_t first_announced,
-                                  int64_t announced, int64_t first_awaited, int64_t awaited) {
+                                  int64_t announced, int64_t first_awaited, int64_t awaited,
+                                  int32_t distance) {
   const uint64_t number = *tiles.calls + 1;
   __threadfence_system();
   for (int64_t i = threadIdx.x; i < announced; i += blockDim.x) {
     store_relaxed_sys(tiles.announce + first_announced + i, number);  // [B]
   }
   for (int64_t i = threadIdx.x; i < awaited; i += blockDim.x) {
-    wait_for_tile(tiles, first_awaited + i, number);
+    wait_for_tile(tiles, first_awaited + i, number, distance);
   }
 }
 
@@ -85,9 +86,10 @@ cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t st
 }
 
 cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,
-                       int64_t first_awaited, int64_t awaited, cudaStream_t stream) {
+                       int64_t first_awaited, int64_t awaited, int32_t distance,
+                       cudaStream_t stream) {
   PeerTiles params = tiles;
-  void* arguments[] = {&params, &first_announced, &announced, &first_awaited, &awaited};
+  void* arguments[] = {&params, &first_announced, &announced, &first_awaited, &awaited, &distance};
   return cudaLaunchKernel(meet_tiles_kernel, dim3(1), dim3(kTileThreads), arguments, 0, stream);
 }
 

@@ -48,9 +48,9 @@ __device__ __forceinline__ void wait_for_peers(const PeerWaitParams& params, uin
       [&] { write_report(params.report, missed_peer(chunk, peer, value, seen)); });
 }
 
-// Until this tile has been announced; or the deadline, with a report.
-__device__ __forceinline__ void wait_for_tile(const PeerTiles& tiles, int64_t tile,
-                                              uint64_t number) {
+// Until this tile has been announced, by the rank that is `distance` before; or the deadline, with a report.
+__device__ __forceinline__ void wait_for_tile(const PeerTiles& tiles, int64_t tile, uint64_t number,
+                                              int32_t distance = 1) {
   uint64_t seen = 0;
   spin(
       tiles.deadline_ns, tiles.report,
@@ -58,7 +58,7 @@ __device__ __forceinline__ void wait_for_tile(const PeerTiles& tiles, int64_t ti
         seen = load_acquire_sys(tiles.arrived + tile);  // [B]
         return seen >= number;
       },
-      [&] { write_report(tiles.report, missed_peer(0, tiles.peer, number, seen)); });
+      [&] { write_report(tiles.report, missed_peer(0, tiles.before(distance), number, seen)); });
 }
 
 }  // namespace overlap::kernels

@@ -78,7 +78,8 @@ struct WaitParams {
 // with a report.
 cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream);
 
-// Enqueues a kernel that holds its stream for `microseconds`: random delays in the race tests.
+// Enqueues a kernel that holds its stream for `microseconds`: until something else has started, and at
+// random in the race tests.
 cudaError_t delay(int64_t microseconds, cudaStream_t stream);
 
 // Loads both kernels on the current device, so that neither is loaded while something waits.

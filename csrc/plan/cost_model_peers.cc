@@ -6,6 +6,7 @@
 
 #include "plan/cost_model.h"
 #include "plan/gather_rounds.h"
+#include "plan/ring_order.h"
 
 namespace overlap::plan {
 namespace {
@@ -19,13 +20,21 @@ constexpr double kSequentialUs = 5.2;       // starts and signals, beyond what f
 // Of 72 times of rings and direct plans on the same GPUs (5 %; the plan that they pick needs 0.2 % more).
 constexpr double kDirectUs = 13.5;
 constexpr double kRingUs = 18.0;
+constexpr double kFinalUs =
+    12.0;  // of an all-reduce's final tiles, for each peer: tail of stores and copies
+constexpr double kOverlapPower = 4.0;    // of the sum of powers of what takes place at a time
 constexpr double kGatherUs = 9.7;        // between what has arrived and its GEMM
 constexpr double kFirstCopyUs = 9.0;     // before the copies that one launch waits for: host, fork
 constexpr double kChunkUs = 14.0;        // of an all-reduce's finished rows: host, wait, copy, SMs
 constexpr double kCopyUs = 6.6;          // wait, copy and signal of a chunk
 constexpr double kCollectiveRate = 1.3;  // of peer_gbps: sends of a collective in one kernel
 constexpr double kWeightGbps = 2500.0;   // at which a GEMM of few rows reads the weight, at most
-constexpr double kLocalGbps = 2550.0;    // what it reads and writes on the own device
+// Of the link's rate: an exchange of two ranks over NCCL beside a GEMM, of 45 to 360 MB; the slower end, as what
+// is launched on all SMs before its end waits for it.
+constexpr double kExchangeRate = 0.7;
+constexpr double kExchangeStartUs = 30.0;
+constexpr double kLaunchUs = 10.0;     // of one more GEMM
+constexpr double kLocalGbps = 2550.0;  // what it reads and writes on the own device
 
 // All tiles of the framework's GEMM.
 double library_us(int64_t tiles, int32_t sms, double per_tile_us) {
@@ -125,34 +134,21 @@ class PeerModel {
     return prediction;
   }
 
-  // One launch for all phases; each stores a part into the next rank's memory.
+  // One launch, which stores tiles into the next rank's memory, and an all-reduce's final ones into
+  // everyone's; there they are collected beside the GEMM, or copied behind it in chunks.
   Prediction ring() const {
     const bool all_reduces = plan_.problem.op == Op::kGemmAllReduce;
     const double part_bytes = bytes_of(part_rows(plan_), plan_.problem.n);
-    const double stored_us = sent_us(part_bytes);
+    const bool collects = ring_collects(plan_);
     Prediction prediction;
     prediction.gemm_us = gemm_us(tiles_, sms_);
-    // Where the link is the longer part, the GEMM waits for it phase by phase.
-    const double part_us = prediction.gemm_us / ranks_;
-    const double phases_us = (ranks_ - 1) * std::max(part_us, stored_us);
-    prediction.communication_us = (ranks_ - 1) * stored_us;
-    if (!all_reduces) {
-      prediction.total_us = kRingUs + phases_us + part_us;
+    prediction.communication_us = (ranks_ - 1) * (all_reduces ? 2 : 1) * sent_us(part_bytes);
+    prediction.total_us = kRingUs + bands_us(prediction.gemm_us / ranks_, sent_us(part_bytes),
+                                             all_reduces ? ranks_ - 1 : 0);
+    if (!all_reduces) return prediction;
+    if (collects) {
+      prediction.total_us += kFinalUs * (ranks_ - 1);
       return prediction;
-    }
-    // What is final goes to all peers as it is stored, and from their slots into their outputs: beside
-    // the GEMM, or behind it.
-    prediction.communication_us += (ranks_ - 1) * stored_us;
-    prediction.total_us = kRingUs + phases_us + std::max(part_us, (ranks_ - 1) * stored_us) +
-                          last_round_us(tiles_, sms_);
-    if (ring_collects(plan_)) return prediction;
-    const int32_t rounds = ring_rounds(plan_);
-    if (rounds > 1) {
-      // All rounds but the last send their final rows while the next one computes.
-      const double last_us = phases_us + std::max(part_us, (ranks_ - 1) * stored_us);
-      const double others_us = std::max(prediction.gemm_us, prediction.communication_us);
-      prediction.total_us =
-          kRingUs + ((rounds - 1) * others_us + last_us) / rounds + last_round_us(tiles_, sms_);
     }
     const auto chunks = static_cast<double>(plan_.chunks.size());
     prediction.total_us += kSequentialUs + (chunks > 1 ? kChunkUs * chunks : 0.0) +
@@ -163,6 +159,23 @@ class PeerModel {
  private:
   double gemm_us(int64_t tiles, int32_t sms) const {
     return kRoundRate * rounds_of(tiles, sms) * per_tile_us_;
+  }
+  // A ring's bands, one after the other: what the GEMM computes in each, and what it stores into peers'
+  // memory, once for each part but those in their last turn. The two hold each other up.
+  double bands_us(double part_us, double sent_part_us, int32_t sent_finals) const {
+    const int32_t rounds = tiles_m(plan_) / ranks_ / ring_round_rows(plan_);
+    const int32_t last_turn = ranks_ - 1;
+    double total_us = 0.0;
+    for (int32_t band = 0; band < rounds + last_turn; ++band) {
+      const int32_t first = std::max(0, band - rounds + 1);
+      const int32_t end = std::min(ranks_, band + 1);
+      const bool finals = end == ranks_;
+      const int32_t sent = end - first - (finals ? 1 : 0) + (finals ? sent_finals : 0);
+      total_us += std::pow(std::pow((end - first) * part_us / rounds, kOverlapPower) +
+                               std::pow(sent * sent_part_us / rounds, kOverlapPower),
+                           1.0 / kOverlapPower);
+    }
+    return total_us;
   }
   // The stores of the last round of tiles, which nothing hides.
   double last_round_us(int64_t tiles, int32_t sms) const {
@@ -218,6 +231,37 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
     if (!own) sent_us += bytes_us / kCollectiveRate;
   }
   return stored_us < library_us(tiles, sms, per_tile_us) + sent_us;
+}
+
+int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,
+                             const std::vector<int64_t>& send_rows,
+                             const std::vector<int64_t>& receive_rows, int32_t sms_beside) {
+  const Problem& problem = plan.problem;
+  const double per_tile_us = tile_us(plan, machine);
+  const int64_t columns = (problem.n + plan.tile_n - 1) / plan.tile_n;
+  const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
+  const auto tiles_of = [&](int64_t rows) {
+    return (rows + grain - 1) / grain * plan.cluster_m * columns;
+  };
+  const auto rounds_us = [&](int64_t rows, int32_t sms) {
+    return kRoundRate * rounds_of(tiles_of(rows), sms) * per_tile_us;
+  };
+  const auto peer = static_cast<size_t>(1 - rank);
+  const int64_t own = send_rows[static_cast<size_t>(rank)];
+  const int32_t sms = std::max(1, machine.sm_count);
+  // The exchange begins when both ranks have computed what they send.
+  const double begun_us = rounds_us(send_rows[peer], sms);
+  const double both_us = std::max(begun_us, rounds_us(receive_rows[peer], sms));
+  const double bytes = static_cast<double>(std::max(send_rows[peer], receive_rows[peer]) *
+                                           problem.n * element_bytes(problem.dtype));
+  const double beside_us =
+      both_us - begun_us + kExchangeStartUs + bytes / (1e3 * kExchangeRate * machine.link_gbps);
+  const double rounds = std::ceil(beside_us / (kRoundRate * per_tile_us));
+  const auto tile_rows = static_cast<int64_t>(std::ceil(rounds * sms_beside / columns));
+  const int64_t rows = std::min(own, (tile_rows + plan.cluster_m - 1) / plan.cluster_m * grain);
+  const bool saves = rounds_us(rows, sms_beside) + rounds_us(own - rows, sms) <
+                     rounds_us(own, sms_beside) - kLaunchUs;
+  return saves ? rows : own;
 }
 
 Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us) {

@@ -219,28 +219,14 @@ int64_t direct_piece_bytes(const Plan& plan) {
 
 bool ring_collects(const Plan& plan) {
   const Problem& problem = plan.problem;
-  return problem.op == Op::kGemmAllReduce && problem.world_size == 2 && plan.chunks.size() == 1 &&
+  return problem.op == Op::kGemmAllReduce && plan.chunks.size() == 1 &&
          problem.n * element_bytes(problem.dtype) % kPeerAccessBytes == 0;
 }
 
-int32_t ring_rounds(const Plan& plan) {
-  constexpr int32_t kMostRounds = 4;
-  constexpr int32_t kLowestBand = 4;  // tile rows that share enough of the operands in L2
-  const Problem& problem = plan.problem;
-  if (problem.op != Op::kGemmAllReduce || problem.world_size == 2 || plan.chunks.size() > 1) {
-    return 1;
-  }
-  const int32_t rows = tiles_m(plan) / problem.world_size;
-  for (int32_t rounds = kMostRounds; rounds > 1; --rounds) {
-    const int32_t height = rows / rounds;
-    if (rows % rounds == 0 && height % plan.cluster_m == 0 && height >= kLowestBand) return rounds;
-  }
-  return 1;
-}
-
 int64_t ring_tiles(const Plan& plan) {
-  const int64_t tiles = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan);
-  return ring_collects(plan) ? tiles : tiles - tiles / row_parts(plan);
+  const int32_t parts = row_parts(plan);
+  const int64_t part = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan) / parts;
+  return (ring_collects(plan) ? 2 : 1) * (parts - 1) * part;
 }
 
 int64_t peer_slot_bytes(const Plan& plan) {

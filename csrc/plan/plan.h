@@ -140,13 +140,9 @@ bool over_peers(const Plan& plan);
 // more of the operands in L2.
 inline constexpr int32_t kBandRows = 16;
 
-// Whether the GEMMs of a ring's two ranks collect each other's finished tiles, too; else what is
-// finished travels in chunks, or behind the GEMM.
+// Whether the GEMMs of a ring's ranks collect each other's final tiles, too; else what is final travels
+// in chunks.
 bool ring_collects(const Plan& plan);
-
-// Rounds of a ring in one launch, each with some rows of every part: of an all-reduce between more than two ranks,
-// so that final rows travel while others are still summed up.
-int32_t ring_rounds(const Plan& plan);
 
 // Tiles that a ring passes on, at most: each has a flag.
 inline constexpr int64_t kMaxRingTiles = int64_t{1} << 17;

@@ -311,13 +311,9 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     }
     return;
   }
-  // An all-reduce between more than two ranks ends with a phase in which everything final goes to
-  // everyone: measured on four H200s 1.0 to 1.2x where NCCL's windows reach 1.2 to 1.3x.
-  const bool two = problem.world_size == 2;
   if (machine.peer_gbps >= kFastPeerGbps && problem.m % problem.world_size == 0 &&
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
-      (two || problem.op != Op::kGemmAllReduce) && !too_small_for_peers(problem) &&
-      has_ring_flags(problem, kernel)) {
+      !too_small_for_peers(problem) && has_ring_flags(problem, kernel)) {
     const size_t first = plans.size();
     add_row_panels(plans, problem, kernel, peer_schedules(problem.op), {}, 0, Transport::kPeer);
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);

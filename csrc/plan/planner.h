@@ -62,6 +62,12 @@ Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& res
 bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows);
 
+// Of an all-to-all of two ranks over NCCL: how many of the own rows to compute beside the exchange, on
+// `sms_beside`; the others come behind its expected end, on all SMs. All of them if that saves nothing.
+int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,
+                             const std::vector<int64_t>& send_rows,
+                             const std::vector<int64_t>& receive_rows, int32_t sms_beside);
+
 // All candidates that the planner weighs, the sequential plan first.
 std::vector<Plan> candidates(const Problem& problem, const Machine& machine);
 

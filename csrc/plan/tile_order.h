@@ -138,14 +138,14 @@ struct RowMap {
                    // each, in order. The own rows are an input of their own; the others' lie in the
                    // input chunk by chunk, which has room for all parts in each
     kSplit = 3,  // the input's rows are parts, one after the other; each has an output of its own.
-                 // The tile rows are theirs in turns, part_tile_rows each
+                 // Each is taken in a turn, part_tile_rows after part_tile_rows; or in rounds
   };
   Mode mode = Mode::kPlain;
   int32_t part_rows =
       0;                 // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
   int32_t own_part = 0;  // kGather: this rank's
   int32_t part_tile_rows = 0;  // kSplit: tile rows of a part ...
-  // ... and how many of them come before the next part's, in rounds over all parts: a divisor, or 0 for all.
+  // ... and of a round, a divisor: rounds are mixed as ring_order.h has it. 0: turn after turn.
   int32_t round_tile_rows = 0;
   int32_t first_part = 0;  // kSplit: the part that is computed first ...
   int32_t part_step = 1;   // ... and what to add, modulo the number of parts, for the next one
@@ -160,19 +160,43 @@ struct TileRowPlace {
   bool own_input = false;  // kGather: the row lies in the input that holds the own part
 };
 
-// With rows of mode kSplit: which part in turn a tile row is of, and which of its tile rows.
+// With rows of mode kSplit: in which turn a tile row is taken, and which of that part's tile rows it is.
 struct SplitRow {
   int32_t turn = 0;
   int32_t row = 0;
 };
 
+// Which round of which turn is the `index`-th of ring_order.h's.
+OVERLAP_HOST_DEVICE constexpr SplitRow ring_round(int32_t parts, int32_t rounds, int32_t index) {
+  const int32_t most = parts < rounds ? parts : rounds;  // in a band
+  const int32_t rising = most * (most - 1) / 2;
+  const int32_t level = parts * rounds - 2 * rising;
+  int32_t band = 0;
+  int32_t place = index;
+  if (index < rising) {
+    while (place > band) place -= ++band;
+  } else if (index < rising + level) {
+    band = most - 1 + (index - rising) / most;
+    place = (index - rising) % most;
+  } else {
+    band = most - 1 + level / most;
+    place = index - rising - level;
+    for (int32_t turns = most - 1; place >= turns; ++band) place -= turns--;
+  }
+  const int32_t first = band >= rounds ? band - rounds + 1 : 0;
+  return {first + place, band - first - place};
+}
+
 OVERLAP_HOST_DEVICE constexpr SplitRow split_row(const TileOrder& order, const RowMap& map,
                                                  int32_t tile_row) {
-  const int32_t height = map.round_tile_rows != 0 ? map.round_tile_rows : map.part_tile_rows;
-  const int32_t round = tile_row / (order.parts * height);
-  const int32_t in_round = tile_row - round * order.parts * height;
-  const int32_t turn = in_round / height;
-  return {turn, round * height + in_round - turn * height};
+  const int32_t height = map.round_tile_rows;
+  if (height == 0) {
+    const int32_t turn = tile_row / map.part_tile_rows;
+    return {turn, tile_row - turn * map.part_tile_rows};
+  }
+  const int32_t index = tile_row / height;
+  const SplitRow round = ring_round(order.parts, map.part_tile_rows / height, index);
+  return {round.turn, round.row * height + tile_row - index * height};
 }
 
 // The same with rows of mode kGather.

@@ -23,8 +23,8 @@ class DirectLoop : ExecutorLoop {
         piece_bytes_(plan::direct_piece_bytes(plan_)) {}
 
   void run() {
-    const bool low_latency =
-        sequential_ && all_reduces_ && bytes_ * (ranks_ - 1) <= Peers::kLowLatencyBytes;
+    const bool low_latency = sequential_ && all_reduces_ &&
+                             low_latency_sent(low_latency_pieces()) <= Peers::kLowLatencyBytes;
     prepare_peers(plan::peer_slot_bytes(plan_), true, !low_latency);
     // The framework's GEMM waits for no peer: it need not be chained, and starts while the host does
     // the rest.
@@ -133,10 +133,21 @@ class DirectLoop : ExecutorLoop {
     check_cuda(kernels::peer_collective(params, stream_), "launching a reduction");
   }
 
+  int64_t low_latency_sent(bool in_pieces) const {
+    return (ranks_ - 1) * kernels::low_latency_message(bytes_, ranks_, in_pieces);
+  }
+
+  // Sums that are sent on come a step later; between two ranks nothing is saved.
+  bool low_latency_pieces() const {
+    constexpr int64_t kOneStepBytes = int64_t{5} << 18;
+    return ranks_ > 2 && low_latency_sent(false) > kOneStepBytes;
+  }
+
   void all_reduce_low_latency() {
     constexpr int64_t kWord = 4;
     kernels::PeerLowLatencyParams params = peers_->low_latency();
     params.dtype = plan_.problem.dtype;
+    params.in_pieces = low_latency_pieces();
     params.words = bytes_ / kWord;
     params.own = product_;
     params.output = output();

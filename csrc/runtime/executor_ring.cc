@@ -1,11 +1,12 @@
 // Reductions over memory that the ranks map into each other: no SM is given up to communication. The
 // GEMM, one launch for all phases, sends partial sums by its epilogue's stores (as they are on their
-// way, it goes on), announces each tile, and waits for each tile that it adds. Between two ranks it also
-// sends and collects an all-reduce's final rows; between more, copy engines send them.
+// way, it goes on), announces each tile, and waits for each tile that it adds. It also sends and collects
+// an all-reduce's final tiles; or, in chunks, copy engines do.
 #include <algorithm>
 
 #include "kernels/peer_collective.h"
 #include "kernels/reorder.h"
+#include "plan/ring_order.h"
 #include "runtime/executor.h"
 #include "runtime/executor_loop.h"
 
@@ -49,10 +50,10 @@ class RingLoop : ExecutorLoop {
 
  private:
   // What is final is stored into the others' memory, too; in chunks between two ranks only.
-  bool mirrors() const { return sends_on_ && call_.signals && (ranks_ == 2 || !by_chunk_); }
+  bool mirrors() const { return call_.signals && (collects_ || (sends_on_ && ranks_ == 2)); }
   bool counts() const { return by_chunk_ && call_.signals; }
   // Nothing is communicated after the GEMM, which then ends the call.
-  bool ends_in_gemm() const { return !by_chunk_ && call_.signals && (collects_ || !sends_on_); }
+  bool ends_in_gemm() const { return !by_chunk_ && call_.signals; }
 
   // The finished parts in chunks beside the GEMM, which leaves SMs to their waits.
   void finish_by_chunk() {
@@ -71,9 +72,8 @@ class RingLoop : ExecutorLoop {
     if (call_.bias != nullptr) add_bias();
   }
 
-  // In an all-reduce between more than two ranks, all finished parts after the GEMM.
+  // All inside the GEMM, or, where it knows no peers, after it.
   void finish_at_once() {
-    // What the GEMM's own stores communicate begins with it.
     const bool inside = ends_in_gemm();
     if (inside) record_begins();
     compute();
@@ -85,16 +85,11 @@ class RingLoop : ExecutorLoop {
     if (sends_on_ && delay_us_ > 0) {
       check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
     }
-    if (collects_) {
-      if (!call_.signals) collect();
-    } else if (sends_on_) {
-      if (!mirrors()) push({0, part_rows_}, stream_);
-      gather();
-    }
+    if (collects_ && !inside) collect();
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
       trace_->finish[chunk]->record(stream_);
     }
-    if (!inside && (collects_ || !sends_on_)) release_slot();
+    if (!inside) release_slot();
     if (call_.bias != nullptr) add_bias();
   }
 
@@ -128,7 +123,7 @@ class RingLoop : ExecutorLoop {
   }
 
   kernels::PeerTiles peer_tiles() const {
-    kernels::PeerTiles tiles = peers_->tiles(peer_call_);
+    kernels::PeerTiles tiles = peers_->tiles(peer_call_, part_tiles());
     tiles.deadline_ns = deadline_ns();
     tiles.report = group_.report();
     return tiles;
@@ -145,21 +140,28 @@ class RingLoop : ExecutorLoop {
     call_.library_phase({part * part_rows_, (part + 1) * part_rows_}, source(phase), place);
     if (last) return;
     copy(destination(phase), place, part_bytes_, stream_);
-    meet(phase);
+    meet(peer_tiles(), phase * part_tiles(), phase * part_tiles(), 1);
   }
 
   // Announces and awaits all tiles of a phase.
-  void meet(int phase) {
-    const int64_t first = phase * part_tiles();
-    check_cuda(kernels::meet_tiles(peer_tiles(), first, part_tiles(), first, part_tiles(), stream_),
+  void meet(const kernels::PeerTiles& tiles, int64_t announced, int64_t awaited, int distance) {
+    check_cuda(kernels::meet_tiles(tiles, announced, part_tiles(), awaited, part_tiles(), distance,
+                                   stream_),
                "launching a signal and a wait");
   }
 
-  // What the GEMM does with finished parts where it signals.
+  // What the GEMM does with final tiles where it signals.
   void collect() {
     push({0, part_rows_}, stream_);
-    meet(ranks_ - 1);
-    copy(other_rows(), finished(rank_, 1 - rank_), part_bytes_, stream_);
+    const int64_t first = (ranks_ - 1) * part_tiles();
+    for (int distance = 1; distance < ranks_; ++distance) {
+      kernels::PeerTiles tiles = peer_tiles();
+      tiles.announce = tiles.announce_final[distance - 1];
+      meet(tiles, first, first + (distance - 1) * part_tiles(), distance);
+      const int part = tiles.before(distance);
+      copy(static_cast<char*>(call_.output) + part * part_bytes_, finished(rank_, part),
+           part_bytes_, stream_);
+    }
   }
 
   // All phases in one launch, which announces and awaits single tiles.
@@ -178,13 +180,13 @@ class RingLoop : ExecutorLoop {
     }
     gemm.order = order();
     gemm.counters = counts() ? call_.counters : nullptr;
-    gemm.rows.round_tile_rows = gemm.rows.part_tile_rows / plan::ring_rounds(plan_);
+    if (!by_chunk_) gemm.rows.round_tile_rows = plan::ring_round_rows(plan_);
     for (int distance = 1; distance < ranks_ && mirrors(); ++distance) {
       gemm.mirrors[gemm.num_mirrors++] = finished((rank_ + distance) % ranks_, rank_);
     }
     if (collects_) {
-      gemm.arriving = finished(rank_, 1 - rank_);
-      gemm.collected = other_rows();
+      gemm.arriving = finished(rank_, 0);
+      gemm.collected = call_.output;
     }
     gemm.peer_tiles = peer_tiles();
     gemm.tiles_taken = peers_->tiles_taken(peer_call_);
@@ -192,37 +194,19 @@ class RingLoop : ExecutorLoop {
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
   }
 
-  // The parts, one phase after the other, and the last one's chunks. The tiles of the phases before
-  // count as the first chunk's.
+  // Rounds of all parts; or the parts, one phase after the other, and the last one's chunks. The tiles of
+  // the phases before count as the first chunk's.
   plan::TileOrder order() const {
     const int32_t rows = plan::tiles_m(plan_) / ranks_;
-    if (plan::ring_rounds(plan_) > 1) return order_in_rounds(rows / plan::ring_rounds(plan_));
+    const int32_t columns = plan::tiles_n(plan_);
+    if (!by_chunk_) return plan::ring_order(ranks_, rows, columns, plan::ring_round_rows(plan_));
     std::vector<int32_t> heights(static_cast<size_t>(ranks_ - 1), rows);
-    if (!by_chunk_) {
-      heights.push_back(rows);
-    } else {
-      for (int chunk = 0; chunk < chunks_; ++chunk) {
-        heights.push_back(own_tiles(chunk) / plan::tiles_n(plan_));
-      }
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+      heights.push_back(own_tiles(chunk) / columns);
     }
     plan::TileOrder order =
         plan::chunked_order(plan_, plan_.problem.n, heights, static_cast<size_t>(ranks_ - 1));
     order.parts = ranks_;
-    return order;
-  }
-
-  // One chunk, in bands that end where a round's rows of a part do.
-  plan::TileOrder order_in_rounds(int32_t height) const {
-    int32_t band = std::min(height, plan::kBandRows);
-    while (height % band != 0 || band % plan_.cluster_m != 0) --band;
-    plan::TileOrder order;
-    order.tiles_m = plan::tiles_m(plan_);
-    order.tiles_n = plan::tiles_n(plan_);
-    order.parts = ranks_;
-    order.num_runs = 1;
-    order.runs[0] = {band, order.tiles_m / band};
-    order.num_chunks = 1;
-    order.chunk_begin[1] = order.num_tiles();
     return order;
   }
 
@@ -284,20 +268,6 @@ class RingLoop : ExecutorLoop {
     check_cuda(kernels::relay_chunks(params, device_.side[0].get()), "launching the signals");
   }
 
-  // All finished parts of the others into the output, behind a signal of each.
-  void gather() {
-    kernels::PeerCollectiveParams params = collective();
-    params.gathers = true;
-    params.own = own_rows(0);
-    params.output = call_.output;
-    params.stride = part_bytes_ / kernels::kPeerAccessBytes;
-    for (int rank = 0; rank < ranks_; ++rank) {
-      params.count[rank] = params.stride;
-      params.received[rank] = finished(rank_, rank);
-    }
-    check_cuda(kernels::peer_collective(params, stream_), "launching an all-gather");
-  }
-
   // The same chunk of the other parts into the output.
   void receive(int chunk) {
     const cudaStream_t copies = device_.copy.get();
@@ -329,9 +299,6 @@ class RingLoop : ExecutorLoop {
            row * row_bytes_;
   }
 
-  // Of two ranks, the other one's part in the output.
-  char* other_rows() const { return static_cast<char*>(call_.output) + (1 - rank_) * part_bytes_; }
-
   // Where `part`, finished, arrives in the memory of `rank`.
   char* finished(int rank, int part) const {
     return peers_->slot(peer_call_, rank) + (ranks_ - 1 + part) * part_bytes_;
@@ -345,8 +312,8 @@ class RingLoop : ExecutorLoop {
   const int64_t part_rows_;
   const int64_t row_bytes_;
   const int64_t part_bytes_;
-  const bool collects_;  // finished rows travel tile by tile
-  const bool by_chunk_;  // or in chunks; else in one kernel after the GEMM
+  const bool collects_;  // an all-reduce's final rows travel tile by tile
+  const bool by_chunk_;  // or in chunks
 };
 
 }  // namespace

@@ -151,7 +151,7 @@ void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
              "launching a signal");
 }
 
-kernels::PeerTiles Peers::tiles(const Call& call) const {
+kernels::PeerTiles Peers::tiles(const Call& call, int64_t part_tiles) const {
   const auto flags = [&](int owner) {
     return reinterpret_cast<uint64_t*>(flags_->of(owner) + kFlagBytes) +
            call.slot * plan::kMaxRingTiles;
@@ -160,7 +160,12 @@ kernels::PeerTiles Peers::tiles(const Call& call) const {
   tiles.announce = flags((rank_ + 1) % world_size_);
   tiles.arrived = flags(rank_);
   tiles.calls = calls_ended(call.slot);
-  tiles.peer = (rank_ + world_size_ - 1) % world_size_;
+  tiles.rank = rank_;
+  tiles.ranks = world_size_;
+  for (int distance = 1; distance < world_size_; ++distance) {
+    tiles.announce_final[distance - 1] =
+        flags((rank_ + distance) % world_size_) + (distance - 1) * part_tiles;
+  }
   return tiles;
 }
 

@@ -25,7 +25,7 @@ namespace overlap::runtime {
 //     arrived    rows that are final have been copied here
 //     ended      that rank has read all that was written to its slot for a call
 //   and, for collectives in one kernel, one for each of its blocks; for a ring, one for each tile
-//   that the previous rank has stored
+//   that the previous rank has stored, and for each final one of every rank
 class Peers {
  public:
   enum class Flag : int { kArrived = 0, kEnded = 1 };
@@ -68,9 +68,9 @@ class Peers {
   kernels::PeerWaitParams wait_for(const Call& call, Flag flag, uint32_t ranks, int step) const;
   kernels::PeerWaitParams wait_for_slots(const Call& call, uint32_t ranks) const;
 
-  // Flags of a ring's tiles: to the next rank, and from the one before. The caller adds deadline and
-  // report.
-  kernels::PeerTiles tiles(const Call& call) const;
+  // Flags of a ring's tiles: to the next rank, and from the one before, and behind those of its first
+  // parts the final ones of all. The caller adds deadline and report.
+  kernels::PeerTiles tiles(const Call& call, int64_t part_tiles) const;
   // Where a GEMM of the call counts the tiles that it takes.
   uint32_t* tiles_taken(const Call& call) const;
 

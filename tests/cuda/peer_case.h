@@ -39,7 +39,7 @@ class PeerCase {
 
   void check(int calls) {
     for (int call = 0; call < calls; ++call) {
-      low_latency(call);
+      low_latency(call, call % 3 != 0);
       reduce(call, false);
       reduce(call, true);
       gather(call);
@@ -52,7 +52,7 @@ class PeerCase {
     Memory(int ranks, int64_t elements)
         : flags(kFlags),
           slot(2 * ranks * elements),
-          low_latency(2 * ranks * kernels::low_latency_bytes(elements * 4) / 4),
+          low_latency(2 * ranks * low_latency_room(elements, ranks) / 4),
           own(elements),
           output(elements * ranks) {
       flags.zero(nullptr);
@@ -73,6 +73,13 @@ class PeerCase {
     Buffer<float> slot, low_latency, own, output;
     cudaStream_t stream = nullptr;
   };
+
+  // Of one writer's message.
+  static int64_t low_latency_room(int64_t elements, int ranks) {
+    return kernels::low_latency_bytes(
+        std::max(kernels::low_latency_message(elements * 4, ranks, false),
+                 kernels::low_latency_message(elements * 4, ranks, true)));
+  }
 
   static float term(int call, int rank, int64_t index) {
     return static_cast<float>((index * 7 + rank * 3 + call) % 11 - 5);
@@ -109,15 +116,16 @@ class PeerCase {
     }
   }
 
-  void low_latency(int call) {
+  void low_latency(int call, bool in_pieces) {
     fill(call);
-    const int64_t buffer = kernels::low_latency_bytes(elements_ * 4);
+    const int64_t buffer = low_latency_room(elements_, ranks_);
     for (int rank = 0; rank < ranks_; ++rank) {
       Memory& memory = *memory_[static_cast<size_t>(rank)];
       kernels::PeerLowLatencyParams params;
       params.dtype = plan::DType::kFloat32;
       params.rank = rank;
       params.ranks = ranks_;
+      params.in_pieces = in_pieces;
       params.words = elements_;
       params.own = memory.own.data();
       params.output = memory.output.data();
@@ -135,7 +143,8 @@ class PeerCase {
       CUDA_CHECK(kernels::peer_all_reduce_low_latency(params, memory.stream));
     }
     for (int rank = 0; rank < ranks_; ++rank) {
-      expect(rank, 0, elements_, "low latency", [&](int64_t i) { return sum(call, i); });
+      expect(rank, 0, elements_, in_pieces ? "low latency, in pieces" : "low latency",
+             [&](int64_t i) { return sum(call, i); });
     }
   }
 

@@ -18,11 +18,12 @@
 #include "kernels/peer_signal.h"
 #include "kernels/signal.h"
 #include "plan/planner.h"
+#include "plan/ring_order.h"
 
 namespace overlap::check {
 
-// Three parts of 300 rows, four tile rows of 128 each as clusters have two: the tile rows of the ring's
-// rank 2 begin here.
+// Three parts of 300 rows, six tile rows of 128 each, of which only some hold rows: the tile rows of the
+// ring's rank 2 begin here.
 constexpr bool split_begins_at(int32_t tile_row, int32_t input_row, int32_t output_row,
                                int32_t part, int32_t round_tile_rows = 0) {
   plan::TileOrder order;
@@ -30,7 +31,7 @@ constexpr bool split_begins_at(int32_t tile_row, int32_t input_row, int32_t outp
   plan::RowMap map;
   map.mode = plan::RowMap::Mode::kSplit;
   map.part_rows = 300;
-  map.part_tile_rows = 4;
+  map.part_tile_rows = 6;
   map.round_tile_rows = round_tile_rows;
   map.first_part = 1;
   map.part_step = 2;
@@ -39,11 +40,14 @@ constexpr bool split_begins_at(int32_t tile_row, int32_t input_row, int32_t outp
          place.output_part == part;
 }
 static_assert(split_begins_at(0, 300, 0, 1) && split_begins_at(2, 556, 2, 1));
-static_assert(split_begins_at(4, 0, 0, 0) && split_begins_at(7, 384, 3, 0));
-static_assert(split_begins_at(8, 600, 0, 2) && split_begins_at(10, 856, 2, 2));
-// In rounds of two tile rows of each part.
-static_assert(split_begins_at(1, 428, 1, 1, 2) && split_begins_at(2, 0, 0, 0, 2));
-static_assert(split_begins_at(6, 556, 2, 1, 2) && split_begins_at(11, 984, 3, 2, 2));
+static_assert(split_begins_at(6, 0, 0, 0) && split_begins_at(9, 384, 3, 0));
+static_assert(split_begins_at(12, 600, 0, 2) && split_begins_at(14, 856, 2, 2));
+// In rounds of two tile rows of each part: bands of 2, 4, 6, 4, 2.
+static_assert(split_begins_at(1, 428, 1, 1, 2) && split_begins_at(3, 684, 3, 1, 2));
+static_assert(split_begins_at(4, 0, 0, 0, 2) && split_begins_at(6, 812, 4, 1, 2));
+static_assert(split_begins_at(9, 384, 3, 0, 2) && split_begins_at(11, 728, 1, 2, 2));
+static_assert(split_begins_at(12, 512, 4, 0, 2) && split_begins_at(14, 856, 2, 2, 2));
+static_assert(split_begins_at(17, 1240, 5, 2, 2));
 
 struct RingShape {
   int64_t part_rows, n, k;
@@ -57,7 +61,7 @@ class RingCase {
         shape_(shape),
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
-        collects_(mirrors && chunks == 1 && ranks == 2),
+        collects_(mirrors && chunks == 1),
         input_stride_(shape.k + 8),
         weight_stride_((k_contiguous ? shape.k : shape.n) + 8),
         output_stride_(shape.n + 16),
@@ -123,7 +127,8 @@ class RingCase {
         : input(ring.ranks_ * ring.shape_.part_rows * ring.input_stride_),
           weight((ring.k_contiguous_ ? ring.shape_.n : ring.shape_.k) * ring.weight_stride_),
           output(ring.part_elements()),
-          collected(ring.part_elements()),
+          mirrored(ring.all_elements()),
+          collected(ring.all_elements()),
           flags(ring.passed_tiles() + kSpareFlags),
           calls(1),
           ended(ring.ranks_),
@@ -131,9 +136,6 @@ class RingCase {
           counters(plan::kMaxChunks) {
       for (int phase = 0; phase + 1 < ring.ranks_; ++phase) {
         partial.push_back(std::make_unique<Buffer<T>>(ring.part_elements()));
-      }
-      for (int distance = 1; distance < ring.ranks_; ++distance) {
-        mirrored.push_back(std::make_unique<Buffer<T>>(ring.part_elements()));
       }
       // As the calls before have left them.
       set(flags, kFirstCalls);
@@ -145,10 +147,9 @@ class RingCase {
     ~Memory() { cudaStreamDestroy(stream); }
 
     Buffer<T> input, weight, output;
-    Buffer<T> collected;                              // and where it is copied
+    Buffer<T> mirrored;   // of all parts: where the peers store their own ones, too
+    Buffer<T> collected;  // and where those are copied
     std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
-    // Where the peers store their own parts, too, nearest behind first.
-    std::vector<std::unique_ptr<Buffer<T>>> mirrored;
     Buffer<uint64_t> flags, calls;
     Buffer<uint64_t> ended;  // as the peers say, by rank
     Buffer<uint32_t> tiles_taken;
@@ -178,31 +179,38 @@ class RingCase {
     }
   }
 
-  // One chunk, and each part a band; or two, of which the first has all tiles of the phases before and
-  // some of the last one's, and bands of one cluster; or rounds of one cluster of each part.
+  // One chunk, in rounds of one cluster or two of each part, or all of it; or two, of which the first has
+  // all tiles of the phases before and some of the last one's, and bands of one cluster.
   void make_order(int chunks) {
     const plan::KernelShape tile = plan::kernel_shape(kKernel, false);
     part_tile_rows_ = static_cast<int32_t>(
         round_up(round_up(shape_.part_rows, tile.tile_m) / tile.tile_m, tile.cluster_m));
+    const auto tiles_n = static_cast<int32_t>(round_up(shape_.n, tile.tile_n) / tile.tile_n);
+    if (chunks == 1) {
+      const int32_t clusters = part_tile_rows_ / tile.cluster_m;
+      round_tile_rows_ = !mirrors_           ? part_tile_rows_
+                         : clusters % 2 == 0 ? 2 * tile.cluster_m
+                                             : tile.cluster_m;
+      order_ = plan::ring_order(ranks_, part_tile_rows_, tiles_n, round_tile_rows_);
+      return;
+    }
     order_.tiles_m = part_tile_rows_ * ranks_;
-    order_.tiles_n = static_cast<int32_t>(round_up(shape_.n, tile.tile_n) / tile.tile_n);
+    order_.tiles_n = tiles_n;
     order_.parts = ranks_;
     order_.num_runs = 1;
-    const bool rounds = mirrors_ && ranks_ > 2;
-    if (rounds) round_tile_rows_ = tile.cluster_m;
-    order_.runs[0] = chunks == 1 && !rounds
-                         ? plan::BandRun{part_tile_rows_, ranks_}
-                         : plan::BandRun{tile.cluster_m, order_.tiles_m / tile.cluster_m};
+    order_.runs[0] = {tile.cluster_m, order_.tiles_m / tile.cluster_m};
     order_.num_chunks = chunks;
     order_.chunk_begin[1] =
         (order_.tiles_m - part_tile_rows_ + tile.cluster_m) * order_.tiles_n;  // of two
     order_.chunk_begin[chunks] = order_.num_tiles();
   }
 
-  int64_t part_elements() const { return 2 * kGuard + shape_.part_rows * output_stride_; }
-  int64_t passed_tiles() const {
-    return int64_t{ranks_ - (collects_ ? 0 : 1)} * part_tile_rows_ * order_.tiles_n;
-  }
+  int64_t part_stride() const { return shape_.part_rows * output_stride_; }
+  int64_t part_elements() const { return 2 * kGuard + part_stride(); }
+  int64_t all_elements() const { return 2 * kGuard + ranks_ * part_stride(); }
+  int64_t part_tiles() const { return int64_t{part_tile_rows_} * order_.tiles_n; }
+  // From the rank before, and, of final tiles, from each.
+  int64_t passed_tiles() const { return (ranks_ - 1) * part_tiles() * (collects_ ? 2 : 1); }
   Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
   // What the part is after `hop` more ranks have added to it, the first of them the one behind its owner.
   const T* reference(int part, int hop) const {
@@ -262,17 +270,20 @@ class RingCase {
     gemm.rows.round_tile_rows = round_tile_rows_;
     for (int distance = 1; distance < ranks_ && mirrors_; ++distance) {
       gemm.mirrors[gemm.num_mirrors++] =
-          memory(rank + distance).mirrored[static_cast<size_t>(distance - 1)]->data() + kGuard;
+          memory(rank + distance).mirrored.data() + kGuard + rank * part_stride();
+      gemm.peer_tiles.announce_final[distance - 1] =
+          memory(rank + distance).flags.data() + (distance - 1) * part_tiles();
     }
     if (collects_) {
-      gemm.arriving = own.mirrored[0]->data() + kGuard;
+      gemm.arriving = own.mirrored.data() + kGuard;
       gemm.collected = own.collected.data() + kGuard;
     }
     gemm.peer_tiles.announce = next.flags.data();
     gemm.peer_tiles.arrived = own.flags.data();
     gemm.peer_tiles.calls = own.calls.data();
     gemm.peer_tiles.deadline_ns = kWaitNs;
-    gemm.peer_tiles.peer = (rank + ranks_ - 1) % ranks_;
+    gemm.peer_tiles.rank = rank;
+    gemm.peer_tiles.ranks = ranks_;
     gemm.peer_tiles.report = report_;
     gemm.tiles_taken = own.tiles_taken.data();
     gemm.ending.calls = own.calls.data();
@@ -289,7 +300,7 @@ class RingCase {
   void prepare() {
     for (const auto& memory : memory_) {
       memory->output.poison(nullptr);
-      for (const auto& mirrored : memory->mirrored) mirrored->poison(nullptr);
+      memory->mirrored.poison(nullptr);
       memory->collected.poison(nullptr);
       for (const auto& partial : memory->partial) partial->poison(nullptr);
       memory->counters.zero(nullptr);
@@ -327,6 +338,24 @@ class RingCase {
     expect(part, {reference, shape_.part_rows, shape_.n, output_stride_, false, 1, 1, {}}, what);
   }
 
+  // One of several parts in a buffer: with its final sums, or as it was.
+  void expect_part_of_all(const Buffer<T>& all, int part, bool untouched, const std::string& what) {
+    const T* from = all.data() + kGuard + part * part_stride();
+    if (untouched) {
+      std::vector<unsigned char> bytes(static_cast<size_t>(part_stride()) * sizeof(T));
+      CUDA_CHECK(cudaMemcpy(bytes.data(), from, bytes.size(), cudaMemcpyDeviceToHost));
+      if (std::any_of(bytes.begin(), bytes.end(),
+                      [](unsigned char byte) { return byte != 0xff; })) {
+        fail("%s: was written", what.c_str());
+      }
+      return;
+    }
+    Buffer<T> alone(part_elements());
+    CUDA_CHECK(cudaMemcpy(alone.data() + kGuard, from, part_stride() * sizeof(T),
+                          cudaMemcpyDeviceToDevice));
+    expect_part(alone, reference(part, ranks_ - 1), what);
+  }
+
   void expect_rank(int rank, const std::string& what) {
     Memory& own = memory(rank);
     expect_part(own.output, reference(rank, ranks_ - 1), what + ", the own part");
@@ -335,13 +364,12 @@ class RingCase {
       expect_part(*own.partial[static_cast<size_t>(phase)], reference(part, phase),
                   what + ", what came in phase " + std::to_string(phase));
     }
-    for (int distance = 1; distance < ranks_ && mirrors_; ++distance) {
-      const int peer = (rank + ranks_ - distance) % ranks_;
-      expect_part(*own.mirrored[static_cast<size_t>(distance - 1)], reference(peer, ranks_ - 1),
-                  what + ", the part of rank " + std::to_string(peer));
-    }
-    if (collects_) {
-      expect_part(own.collected, reference(1 - rank, ranks_ - 1), what + ", the collected part");
+    for (int part = 0; part < ranks_; ++part) {
+      const std::string whose = ", the part of rank " + std::to_string(part);
+      const bool untouched = part == rank;
+      expect_part_of_all(own.mirrored, part, untouched || !mirrors_, what + whose);
+      expect_part_of_all(own.collected, part, untouched || !collects_,
+                         what + whose + ", collected");
     }
     expect_words(own.flags, passed_tiles(), calls_, what + ": flags");
     expect_words(own.flags, kSpareFlags, kFirstCalls, what + ": flags", passed_tiles());
@@ -365,7 +393,7 @@ class RingCase {
   const int64_t input_stride_, weight_stride_, output_stride_;
   const std::string name_;
   int32_t part_tile_rows_ = 0;
-  int32_t round_tile_rows_ = 0;  // 0: one round
+  int32_t round_tile_rows_ = 0;  // 0: turn after turn
   plan::TileOrder order_;
   kernels::WaitReport* report_ = nullptr;
   uint64_t calls_ = kFirstCalls;  // that have ended
@@ -385,7 +413,7 @@ inline void check_ring(bool small) {
     for (const RingShape& shape : shapes) {
       for (const bool k_contiguous : {true, false}) {
         for (const bool mirrors : {false, true}) {
-          // Between more than two ranks final rows travel in rounds, or behind the GEMM.
+          // Between more than two ranks final rows travel tile by tile only.
           const bool chunked = shape.part_rows > 256 && k_contiguous && !(mirrors && ranks > 2);
           RingCase<__nv_bfloat16>(ranks, shape, k_contiguous, mirrors, chunked ? 2 : 1).check();
           ++cases;
@@ -395,6 +423,12 @@ inline void check_ring(bool small) {
     RingCase<__half>(ranks, shapes[3], true, ranks == 2, 2).check();
     RingCase<__nv_bfloat16>(ranks, shapes[0], true, false, 1).check_deadline();
     cases += 2;
+  }
+  // As many ranks as there can be, each with a few SMs.
+  constexpr size_t kShapesOfMany = 4;
+  for (size_t shape = 0; shape < kShapesOfMany; ++shape) {
+    RingCase<__nv_bfloat16>(kernels::kMaxPeers, shapes[shape], true, true, 1).check();
+    ++cases;
   }
   std::printf("ring: %d cases good\n", cases);
 }

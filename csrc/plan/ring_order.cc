@@ -1,0 +1,36 @@
+#include "plan/ring_order.h"
+
+#include <algorithm>
+
+namespace overlap::plan {
+
+int32_t ring_round_rows(const Plan& plan) {
+  const int32_t parts = plan.problem.world_size;
+  const int32_t part_tile_rows = tiles_m(plan) / parts;
+  const bool few = plan.problem.op == Op::kGemmAllReduce && parts > 2;
+  int32_t clusters = few ? 1 : std::max(kBandRows / parts / plan.cluster_m, 1);
+  while (part_tile_rows % (clusters * plan.cluster_m) != 0) --clusters;
+  return clusters * plan.cluster_m;
+}
+
+TileOrder ring_order(int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {
+  TileOrder order;
+  order.tiles_m = parts * part_tile_rows;
+  order.tiles_n = tiles_n;
+  order.parts = parts;
+  const int32_t rounds = part_tile_rows / round_rows;
+  for (int32_t band = 0; band < rounds + parts - 1; ++band) {
+    const int32_t turns = std::min({band + 1, rounds, parts, rounds + parts - 1 - band});
+    BandRun* const last = order.num_runs > 0 ? &order.runs[order.num_runs - 1] : nullptr;
+    if (last != nullptr && last->tile_rows == turns * round_rows) {
+      ++last->count;
+    } else {
+      order.runs[order.num_runs++] = {turns * round_rows, 1};
+    }
+  }
+  order.num_chunks = 1;
+  order.chunk_begin[1] = order.num_tiles();
+  return order;
+}
+
+}  // namespace overlap::plan
