@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--slow-link",
         action="store_true",
-        help="NCCL_P2P_DISABLE=1: NCCL goes through host memory; the default shapes are slow_link",
+        help="NCCL_P2P_DISABLE=1, OVERLAP_PEERS=0: all goes through host memory; the default shapes are "
+        "slow_link",
     )
     add(
         "--plan",
@@ -185,7 +186,8 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.slow_link:
-        os.environ["NCCL_P2P_DISABLE"] = "1"
+        # Peers' memory is not behind that link.
+        os.environ.update(NCCL_P2P_DISABLE="1", OVERLAP_PEERS="0")
     if options.baselines:
         pytorch_ops.prepare_environment()
     return ranks, options

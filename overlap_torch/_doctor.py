@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,10 @@ ENVIRONMENT = (
     Variable("OVERLAP_DEBUG", "0, 1", "0", "ranks compare problem and plan at every call"),
     Variable("OVERLAP_TIMEOUT_S", "seconds", "the group's", "deadline of every wait"),
     Variable(
-        "OVERLAP_PEERS", "0, 1", "1", "0: nothing travels through peers' memory, NCCL does it"
+        "OVERLAP_PEERS",
+        "0, 1",
+        "1; 0 if NCCL_P2P_DISABLE=1",
+        "0: nothing travels through peers' memory, NCCL does it",
     ),
     Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
     Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
@@ -67,6 +70,7 @@ class Findings:
     nccl: tuple[int, ...] | None = None  # of this torch
     gloo: bool = True
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)
+    why_no_peers: str = ""  # the setting that forbids what they could
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ def fast_paths(found: Findings) -> list[FastPath]:
         reason = f"{len(found.gpus)} GPUs, it is for 2 to {_MAX_PEERS} of one host"
     if not reason and not all(found.peers.values()):
         reason = "not every GPU reaches every other's memory: NCCL communicates"
+    if not reason and found.why_no_peers:
+        reason = f"{found.why_no_peers} is set: NCCL communicates"
     detail = (
         reason or "partial sums stored into peers' memory by the GEMM, rows copied by copy engines"
     )
@@ -214,7 +220,16 @@ def find() -> Findings:
             for j in range(count)
             if i != j
         },
+        why_no_peers=_forbids_peers(os.environ),
     )
+
+
+def _forbids_peers(environment: Mapping[str, str]) -> str:
+    wanted = environment.get("OVERLAP_PEERS")
+    if wanted == "0":
+        return "OVERLAP_PEERS=0"
+    disabled = wanted is None and environment.get("NCCL_P2P_DISABLE") == "1"
+    return "NCCL_P2P_DISABLE=1" if disabled else ""
 
 
 def _software_lines(found: Findings) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -38,6 +40,14 @@ def test_bench_all_names_every_op_once():
     _, options = bench("cli").options_of(argv)
     assert options.ops == ("gemm_alltoall", *SEQUENCES[:3], "block")
     assert options.modes == ("call", "row"), "graphs need a GPU"
+
+
+def test_bench_of_a_slow_link_leaves_faster_ways_alone(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    monkeypatch.setenv("OVERLAP_PEERS", "1")
+    _, options = bench("cli").options_of(["--device", "cpu", "--slow-link"])
+    assert {(shape.m, shape.k) for shape in options.shapes} == {(4096, 32768), (8192, 32768)}
+    assert (os.environ["NCCL_P2P_DISABLE"], os.environ["OVERLAP_PEERS"]) == ("1", "0")
 
 
 def test_bench_prints_tables_and_draws(tmp_path):

@@ -143,6 +143,22 @@ def paths_of(**findings) -> dict[str, tuple[bool, str]]:
     return {path.name: (path.on, path.detail) for path in _doctor.fast_paths(Findings(**findings))}
 
 
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({}, ""),
+        ({"NCCL_P2P_DISABLE": "0"}, ""),
+        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE=1"),
+        ({"NCCL_P2P_DISABLE": "1", "OVERLAP_PEERS": "1"}, ""),
+        ({"NCCL_P2P_DISABLE": "1", "OVERLAP_PEERS": "0"}, "OVERLAP_PEERS=0"),
+        ({"OVERLAP_PEERS": "0"}, "OVERLAP_PEERS=0"),
+    ],
+    ids=str,
+)
+def test_doctor_knows_what_forbids_peers(environment, reason):
+    assert _doctor._forbids_peers(environment) == reason
+
+
 def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
     paths = paths_of(
         cuda="13.0",
@@ -195,6 +211,18 @@ def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
             },
             "NCCL symmetric windows",
             "reaches",
+        ),
+        (
+            {
+                "cuda": "13.0",
+                "archs": ("sm_90a",),
+                "gpus": (HOPPER,) * 2,
+                "nccl": (2, 28, 9),
+                "peers": {(0, 1): True, (1, 0): True},
+                "why_no_peers": "NCCL_P2P_DISABLE=1",
+            },
+            "Peer memory",
+            "NCCL_P2P_DISABLE=1 is set: NCCL communicates",
         ),
         (
             {"cuda": "13.0", "archs": ("sm_80",), "gpus": (AMPERE,) * 2, "nccl": (2, 28, 9)},

@@ -101,6 +101,30 @@ def test_peers_are_not_used_if_one_rank_forbids_it(ranks):
         assert checks > 0 and not failures, "\n".join(failures)
 
 
+def transports_used() -> tuple[float, list[str]]:
+    """The rate between peers, and how a large all-reduce would travel."""
+    plan = plan_module.plan_for(8192, 8192, 2048, torch.bfloat16)
+    return plan_module.machine().peer_gbps, [chunk.transport.name for chunk in plan.chunks[:1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [({"NCCL_P2P_DISABLE": "1"}, False), ({"NCCL_P2P_DISABLE": "1", "OVERLAP_PEERS": "1"}, True)],
+    ids=str,
+)
+@pytest.mark.ranks((2, "nccl"))
+def test_peers_are_not_used_where_nccl_must_not_use_them(ranks, settings, used):
+    ranks.skip_without_peers()
+    for outcome in rank_pool.run_fresh(
+        2, "nccl", transports_used, environment=settings, timeout_s=120.0
+    ):
+        assert outcome.kind == "returned", outcome.detail
+        gbps, transports = outcome.value
+        assert (gbps > 0) == used
+        if not used:
+            assert transports == ["NCCL"]
+
+
 def machine_message() -> str:
     return message_of(plan_module.machine)
 

@@ -55,7 +55,10 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   const char* peers = std::getenv("OVERLAP_PEERS");
   TORCH_CHECK_VALUE(peers == nullptr || std::string(peers) == "0" || std::string(peers) == "1",
                     "overlap_torch: OVERLAP_PEERS is '", peers, "'; it must be 0 or 1");
-  options.peers = peers == nullptr || std::string(peers) == "1";
+  // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
+  const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");
+  const bool wanted = p2p_disabled == nullptr || std::string(p2p_disabled) != "1";
+  options.peers = peers == nullptr ? wanted : std::string(peers) == "1";
   auto group = std::make_shared<runtime::Group>(std::move(options));
   runtime::watch_group(group);
   slot = group;

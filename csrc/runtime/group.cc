@@ -251,7 +251,8 @@ Peers& Group::peers(int64_t slot_bytes, bool capturing) {
         "overlap_torch: group '" + options_.name +
         "' runs a plan with the transport peer, but its ranks cannot map each other's memory "
         "(CUDA IPC): they are on different hosts, share a process, their devices have no peer "
-        "access, or OVERLAP_PEERS=0 is set on one of them. Set a plan with the transport nccl.");
+        "access, or one of them has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1. Set a plan with the "
+        "transport nccl.");
   }
   if (capturing && !peers_->fits(slot_bytes)) {
     throw Error("overlap_torch: group '" + options_.name + "' has not mapped slots of " +
