@@ -1,4 +1,4 @@
-#include "kernels/gemm_sm90.h"
+#include "kernels/gemm_sm90_launcher.h"
 
 namespace overlap::kernels {
 
