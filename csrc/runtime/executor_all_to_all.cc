@@ -15,7 +15,6 @@
 // Where there are few rows there is only the last step, behind one GEMM for everything: the sequence.
 #include <algorithm>
 
-#include "kernels/signal.h"
 #include "plan/planner.h"
 #include "runtime/executor_all_to_all.h"
 
@@ -27,7 +26,6 @@ constexpr int kMaxPieces = 4;                      // of a pair, the last one in
 // Two ranks' rows that are worth a launch of their own.
 constexpr int64_t kApartBytes = int64_t{1} << 20;
 constexpr int64_t kLibraryApartBytes = 2 * kPieceBytes;
-constexpr int64_t kGemmStartsUs = 4;  // until a GEMM has its SMs
 
 class AllToAllLoop : AllToAllRows {
  public:
@@ -125,9 +123,7 @@ class AllToAllLoop : AllToAllRows {
     device_.produced[step].record(stream_);
     hold_side(0);
     device_.produced[step].block(side);
-    // The GEMM that goes on beside it comes first: where NCCL's CTAs came first, each on an SM of another
-    // pair, clusters of the GEMM had to wait for them, and it took 1.7 times as long.
-    if (call_.fast) check_cuda(kernels::delay(kGemmStartsUs, side), "launching a delay");
+    if (call_.fast) let_gemm_start(side);
     if (trace_ != nullptr) {
       trace_->ready[step]->record(stream_);
       trace_->begin[step]->record(side);

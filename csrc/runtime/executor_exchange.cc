@@ -43,7 +43,7 @@ class ExchangeLoop : AllToAllRows {
       trace_->ready[0]->record(stream_);
       trace_->begin[0]->record(stream_);
     }
-    if (calls_nccl) exchange_long_ones();
+    if (calls_nccl) exchange_long_ones(stores);
     if (stores) compute_own(calls_nccl);
     if (trace_ != nullptr) trace_->gemm_end.record(stream_);
     if (calls_nccl) join();
@@ -103,7 +103,7 @@ class ExchangeLoop : AllToAllRows {
     if (call_.send_rows[peer] > 0) launch(rows_for(peer), destination, ctas);
   }
 
-  void exchange_long_ones() {
+  void exchange_long_ones(bool beside_gemm) {
     const cudaStream_t side = device_.side[0].get();
     std::vector<Communicator::Message> sends;
     std::vector<Communicator::Message> receives;
@@ -122,6 +122,7 @@ class ExchangeLoop : AllToAllRows {
     device_.produced[0].record(stream_);
     hold_side(0);
     device_.produced[0].block(side);
+    if (beside_gemm) let_gemm_start(side);
     communicators_[0]->exchange(sends, receives, side);
   }
 
