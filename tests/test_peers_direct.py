@@ -33,9 +33,8 @@ of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 NCCL = "nccl"
 LOW_LATENCY_BYTES = 4 * 2**20  # that a rank sends; above, an all-reduce takes other kernels
-ONE_STEP_BYTES = (
-    5 * 2**18
-)  # that it sends of all its terms; above, more than two ranks add up a piece each
+# That it sends of all its terms; above, more than two ranks add up a piece each.
+ONE_STEP_BYTES = 5 * 2**18
 
 # (rows of one rank's part, n, k). Parts that end inside a tile and inside a cluster of two, odd numbers of tiles, more
 # rows than one round of a kernel's blocks takes.

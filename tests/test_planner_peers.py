@@ -249,7 +249,7 @@ def test_rows_beside_an_exchange_are_all_own_ones_or_whole_clusters(
 ) -> None:
     send, receive = [own, sent], [own, received]
     if rank == 1:
-        send.reverse(), receive.reverse()
+        send, receive = send[::-1], receive[::-1]
     beside = rows_beside(rank, send, receive, sms)
     assert beside == own or (0 < beside < own and beside % 256 == 0)
     # What goes on for longer has more beside it.

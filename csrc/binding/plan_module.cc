@@ -374,8 +374,6 @@ void bind_gather(py::module_& m) {
 }
 
 void bind_ring(py::module_& m) {
-  m.def("ring_round_rows", &plan::ring_round_rows, py::arg("plan"),
-        "Tile rows of each part in a round of an overlapped plan with the collective ring.");
   m.def(
       "ring_tiles",
       [](int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {

@@ -42,6 +42,13 @@ double library_us(int64_t tiles, int32_t sms, double per_tile_us) {
   return kLibraryRate * std::max(1.0, rounds) * per_tile_us;
 }
 
+// Rows of a GEMM of their own, which takes whole clusters of tiles.
+double launch_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us) {
+  const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
+  const int64_t tiles = (rows + grain - 1) / grain * plan.cluster_m * tiles_n(plan);
+  return kRoundRate * rounds_of(tiles, sms) * per_tile_us;
+}
+
 class PeerModel {
  public:
   PeerModel(const Plan& plan, const Machine& machine, double per_tile_us)
@@ -139,14 +146,13 @@ class PeerModel {
   Prediction ring() const {
     const bool all_reduces = plan_.problem.op == Op::kGemmAllReduce;
     const double part_bytes = bytes_of(part_rows(plan_), plan_.problem.n);
-    const bool collects = ring_collects(plan_);
     Prediction prediction;
     prediction.gemm_us = gemm_us(tiles_, sms_);
     prediction.communication_us = (ranks_ - 1) * (all_reduces ? 2 : 1) * sent_us(part_bytes);
     prediction.total_us = kRingUs + bands_us(prediction.gemm_us / ranks_, sent_us(part_bytes),
                                              all_reduces ? ranks_ - 1 : 0);
     if (!all_reduces) return prediction;
-    if (collects) {
+    if (ring_collects(plan_)) {
       prediction.total_us += kFinalUs * (ranks_ - 1);
       return prediction;
     }
@@ -167,11 +173,10 @@ class PeerModel {
     const int32_t last_turn = ranks_ - 1;
     double total_us = 0.0;
     for (int32_t band = 0; band < rounds + last_turn; ++band) {
-      const int32_t first = std::max(0, band - rounds + 1);
-      const int32_t end = std::min(ranks_, band + 1);
-      const bool finals = end == ranks_;
-      const int32_t sent = end - first - (finals ? 1 : 0) + (finals ? sent_finals : 0);
-      total_us += std::pow(std::pow((end - first) * part_us / rounds, kOverlapPower) +
+      const RingBand turns = ring_band(ranks_, rounds, band);
+      const int32_t count = turns.end_turn - turns.first_turn;
+      const int32_t sent = turns.end_turn == ranks_ ? count - 1 + sent_finals : count;
+      total_us += std::pow(std::pow(count * part_us / rounds, kOverlapPower) +
                                std::pow(sent * sent_part_us / rounds, kOverlapPower),
                            1.0 / kOverlapPower);
     }
@@ -209,7 +214,6 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
   const Problem& problem = plan.problem;
   const double per_tile_us = tile_us(plan, machine);
   const int32_t sms = std::max(1, machine.sm_count);
-  const int64_t columns = (problem.n + plan.tile_n - 1) / plan.tile_n;
   const auto element = static_cast<double>(element_bytes(problem.dtype));
   const double weight_us =
       static_cast<double>(problem.n * problem.k) * element / (1e3 * kWeightGbps);
@@ -218,16 +222,13 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
   double sent_us = 0.0;
   for (size_t to = 0; to < send_rows.size(); ++to) {
     if (send_rows[to] == 0) continue;
-    const int64_t tile_rows = (send_rows[to] + plan.tile_m - 1) / plan.tile_m;
-    tiles += tile_rows * columns;
-    // A launch takes whole clusters, and reads the weight again.
-    const int64_t stored =
-        (tile_rows + plan.cluster_m - 1) / plan.cluster_m * plan.cluster_m * columns;
-    const double round_us = kRoundRate * rounds_of(stored, sms) * per_tile_us;
+    tiles += (send_rows[to] + plan.tile_m - 1) / plan.tile_m * tiles_n(plan);
     const double bytes_us =
         static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
     const bool own = static_cast<int32_t>(to) == rank;
-    stored_us += std::max({round_us, weight_us, own ? 0.0 : bytes_us});
+    // Each launch reads the weight again.
+    stored_us += std::max(
+        {launch_us(plan, send_rows[to], sms, per_tile_us), weight_us, own ? 0.0 : bytes_us});
     if (!own) sent_us += bytes_us / kCollectiveRate;
   }
   return stored_us < library_us(tiles, sms, per_tile_us) + sent_us;
@@ -238,13 +239,9 @@ int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t r
                              const std::vector<int64_t>& receive_rows, int32_t sms_beside) {
   const Problem& problem = plan.problem;
   const double per_tile_us = tile_us(plan, machine);
-  const int64_t columns = (problem.n + plan.tile_n - 1) / plan.tile_n;
   const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
-  const auto tiles_of = [&](int64_t rows) {
-    return (rows + grain - 1) / grain * plan.cluster_m * columns;
-  };
   const auto rounds_us = [&](int64_t rows, int32_t sms) {
-    return kRoundRate * rounds_of(tiles_of(rows), sms) * per_tile_us;
+    return launch_us(plan, rows, sms, per_tile_us);
   };
   const auto peer = static_cast<size_t>(1 - rank);
   const int64_t own = send_rows[static_cast<size_t>(rank)];
@@ -257,7 +254,7 @@ int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t r
   const double beside_us =
       both_us - begun_us + kExchangeStartUs + bytes / (1e3 * kExchangeRate * machine.link_gbps);
   const double rounds = std::ceil(beside_us / (kRoundRate * per_tile_us));
-  const auto tile_rows = static_cast<int64_t>(std::ceil(rounds * sms_beside / columns));
+  const auto tile_rows = static_cast<int64_t>(std::ceil(rounds * sms_beside / tiles_n(plan)));
   const int64_t rows = std::min(own, (tile_rows + plan.cluster_m - 1) / plan.cluster_m * grain);
   const bool saves = rounds_us(rows, sms_beside) + rounds_us(own - rows, sms) <
                      rounds_us(own, sms_beside) - kLaunchUs;

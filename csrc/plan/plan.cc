@@ -295,6 +295,15 @@ TileOrder tile_order(const Plan& plan) {
   return order;
 }
 
+void add_bands(TileOrder& order, int32_t tile_rows, int32_t count) {
+  if (count == 0) return;
+  if (order.num_runs > 0 && order.runs[order.num_runs - 1].tile_rows == tile_rows) {
+    order.runs[order.num_runs - 1].count += count;
+  } else {
+    order.runs[order.num_runs++] = {tile_rows, count};
+  }
+}
+
 TileOrder chunked_order(const Plan& plan, int64_t columns, const std::vector<int32_t>& heights,
                         size_t joined) {
   TileOrder order;
@@ -302,20 +311,12 @@ TileOrder chunked_order(const Plan& plan, int64_t columns, const std::vector<int
   // A chunk takes up to two runs; where the tables do not hold as many, all bands are alike.
   const bool fits = 2 * heights.size() <= static_cast<size_t>(kMaxBandRuns);
   const int32_t most = fits ? std::max(kBandRows, plan.cluster_m) : plan.cluster_m;
-  const auto add_run = [&](int32_t tile_rows, int32_t count) {
-    if (count == 0) return;
-    if (order.num_runs > 0 && order.runs[order.num_runs - 1].tile_rows == tile_rows) {
-      order.runs[order.num_runs - 1].count += count;
-    } else {
-      order.runs[order.num_runs++] = {tile_rows, count};
-    }
-  };
   for (size_t i = 0; i < heights.size(); ++i) {
     const int32_t height = heights[i];
     if (height > 0) {
       const int32_t band = std::min(height, most);
-      add_run(band, height / band);
-      add_run(height % band, height % band == 0 ? 0 : 1);
+      add_bands(order, band, height / band);
+      add_bands(order, height % band, height % band == 0 ? 0 : 1);
     }
     order.tiles_m += height;
     if (i >= joined) order.chunk_begin[++order.num_chunks] = order.num_tiles();

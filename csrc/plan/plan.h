@@ -174,6 +174,9 @@ void validate(const Plan& plan);
 // The plan's tables in the form that kernels take. The plan must be valid.
 TileOrder tile_order(const Plan& plan);
 
+// Appends bands to the order's runs.
+void add_bands(TileOrder& order, int32_t tile_rows, int32_t count);
+
 // Tiles of a launch with the plan's kernel whose chunks have these heights in tile rows (0: an empty
 // one), whole clusters; they begin and end where bands do. The first `joined` heights belong to the
 // chunk behind them.

@@ -13,6 +13,10 @@ int32_t ring_round_rows(const Plan& plan) {
   return clusters * plan.cluster_m;
 }
 
+RingBand ring_band(int32_t parts, int32_t rounds, int32_t band) {
+  return {std::max(0, band - rounds + 1), std::min(parts, band + 1)};
+}
+
 TileOrder ring_order(int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows) {
   TileOrder order;
   order.tiles_m = parts * part_tile_rows;
@@ -20,13 +24,8 @@ TileOrder ring_order(int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int
   order.parts = parts;
   const int32_t rounds = part_tile_rows / round_rows;
   for (int32_t band = 0; band < rounds + parts - 1; ++band) {
-    const int32_t turns = std::min({band + 1, rounds, parts, rounds + parts - 1 - band});
-    BandRun* const last = order.num_runs > 0 ? &order.runs[order.num_runs - 1] : nullptr;
-    if (last != nullptr && last->tile_rows == turns * round_rows) {
-      ++last->count;
-    } else {
-      order.runs[order.num_runs++] = {turns * round_rows, 1};
-    }
+    const RingBand turns = ring_band(parts, rounds, band);
+    add_bands(order, (turns.end_turn - turns.first_turn) * round_rows, 1);
   }
   order.num_chunks = 1;
   order.chunk_begin[1] = order.num_tiles();

@@ -19,6 +19,13 @@ namespace overlap::plan {
 // Tile rows of each part in a round of such a plan.
 int32_t ring_round_rows(const Plan& plan);
 
+// The turns of which a band, of rounds + parts - 1, holds a round each.
+struct RingBand {
+  int32_t first_turn = 0;
+  int32_t end_turn = 0;
+};
+RingBand ring_band(int32_t parts, int32_t rounds, int32_t band);
+
 // For parts of `part_tile_rows`, a multiple of `round_rows`, which are whole clusters. One chunk.
 TileOrder ring_order(int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int32_t round_rows);
 

@@ -28,7 +28,7 @@ class RingLoop : ExecutorLoop {
         row_bytes_(plan_.problem.n * element_bytes_),
         part_bytes_(part_rows_ * row_bytes_),
         collects_(plan::ring_collects(plan_)),
-        by_chunk_(sends_on_ && (chunks_ > 1 || row_bytes_ % kernels::kPeerAccessBytes != 0)) {}
+        by_chunk_(sends_on_ && !collects_) {}
 
   void run() {
     const bool hears_all = sends_on_ || ranks_ == 2;
