@@ -23,7 +23,7 @@ def available() -> bool:
 
 
 def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
-    """Up to eight equal chunks in the device's best kernel, row-major and packed; all SMs are the GEMM's.
+    """Up to eight equal chunks in each of the device's own kernels, row-major and packed; all SMs are the GEMM's.
 
     Row panels are as high as the planner's highest bands, or higher: lower ones share less of the operands in L2.
 
@@ -32,13 +32,15 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
     """
     if not (machine.has_sm90_kernels or machine.has_sm80_kernels):
         raise ValueError("gemm: this build has no signalling kernel for this device")
-    kernel = Kernel.SM90_PINGPONG if machine.has_sm90_kernels else Kernel.SM80
-    whole = plan_api.row_panels(problem, 1, kernel=kernel)
-    panels = max(1, min(_CHUNKS, whole.tiles_m // plan_api.BAND_ROWS))
-    return [
-        plan_api.row_panels(problem, panels, kernel=kernel),
-        plan_api.packed(problem, min(_CHUNKS, whole.tiles_m * whole.tiles_n), kernel=kernel),
-    ]
+    hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+    chosen = []
+    for kernel in hopper if machine.has_sm90_kernels else [Kernel.SM80]:
+        whole = plan_api.row_panels(problem, 1, kernel=kernel)
+        panels = max(1, min(_CHUNKS, whole.tiles_m // plan_api.BAND_ROWS))
+        chunks = min(_CHUNKS, whole.tiles_m * whole.tiles_n)
+        chosen.append(plan_api.row_panels(problem, panels, kernel=kernel))
+        chosen.append(plan_api.packed(problem, chunks, kernel=kernel))
+    return chosen
 
 
 def given_plans(text: str | None, problem: Problem) -> list[Plan]:

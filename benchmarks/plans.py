@@ -49,6 +49,11 @@ def as_dict(plan: Plan) -> dict:
     return plan_api.to_dict(plan)
 
 
+def kernel(plan: Plan) -> str:
+    """The name of the plan's kernel."""
+    return plan_api.enum_name(plan.kernel)
+
+
 def layout(plan: Plan) -> str:
     """The name of the plan's layout."""
     return plan_api.enum_name(plan.layout)

@@ -169,6 +169,7 @@ class Writer:
     ) -> None:
         """A plan's GEMM alone beside cuBLAS; `ratio` is the time over cuBLAS's."""
         row = self._row("gemm", subject, mode) | {
+            "kernel": plans.kernel(plan),
             "layout": plans.layout(plan),
             "library_us": library.as_dict(),
             "kernel_us": kernel.as_dict(),

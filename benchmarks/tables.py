@@ -130,11 +130,12 @@ def gemms(rows: Sequence[Row]) -> str:
         lines.append([row["label"], row["mode"], *times, ratio, row["summary"]])
     titles = ["M x N x K", "mode", "cuBLAS µs", "signalling µs", "signalling / cuBLAS", "plan"]
     summary = []
-    for (group, mode, layout), chosen in _by_group(rows, "group", "mode", "layout"):
+    names = ("group", "mode", "kernel", "layout")
+    for name, chosen in _by_group(rows, *names):
         highest = max(chosen, key=lambda row: row["ratio"])
         mean = geometric_mean(row["ratio"] for row in chosen)
         worst = f"{highest['ratio']:.3f} ({highest['label']})"
-        summary.append([group, mode, layout, str(len(chosen)), f"{mean:.3f}", worst])
-    mean_titles = ["shapes", "mode", "layout", "count", "geometric mean", "highest"]
+        summary.append([*name, str(len(chosen)), f"{mean:.3f}", worst])
+    mean_titles = ["shapes", *names[1:], "count", "geometric mean", "highest"]
     note = "Medians (10th to 90th percentile); the ratio is the median of each turn's."
     return f"{table(titles, lines)}\n\n{note}\n\n{table(mean_titles, summary)}"

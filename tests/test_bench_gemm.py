@@ -55,9 +55,13 @@ def test_bench_gemm_plans_fit_the_device(m, arch):
     machine.arch, machine.has_sm80_kernels, machine.has_sm90_kernels = arch, True, arch == 90
     problem = Problem(m, 8192, 2048, DType.BFLOAT16, 2)
     plans = bench("gemm").default_plans(problem, machine)
-    assert [plan.layout for plan in plans] == [Layout.ROW_MAJOR, Layout.PACKED]
-    kernel = Kernel.SM90_PINGPONG if arch == 90 else Kernel.SM80
-    assert all(plan.kernel == kernel and plan.problem == problem for plan in plans)
+    hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+    assert [(plan.kernel, plan.layout) for plan in plans] == [
+        (kernel, layout)
+        for kernel in (hopper if arch == 90 else [Kernel.SM80])
+        for layout in (Layout.ROW_MAJOR, Layout.PACKED)
+    ]
+    assert all(plan.problem == problem for plan in plans)
     assert all(plan.resources.comm_sms == 0 for plan in plans)
     with pytest.raises(ValueError, match="no signalling kernel"):
         bench("gemm").default_plans(problem, Machine())
@@ -98,8 +102,8 @@ def test_bench_measures_a_gemm(ranks, tmp_path, off_by):
     argv += ["--plan", str(given), "--json", str(path)]
     assert ranks.run(measure_with_gemm, argv, off_by) == [1 if off_by else 0]
     _, *rows = lines_of(path)
-    assert [(row["mode"], row["layout"]) for row in rows] == [
-        (mode, layout) for mode in ("call", "row") for layout in ("row_major", "packed")
+    assert [(row["mode"], row["kernel"], row["layout"]) for row in rows] == [
+        (mode, "library", layout) for mode in ("call", "row") for layout in ("row_major", "packed")
     ]
     for row in rows:
         assert (row["kind"], row["op"], row["m"], row["n"], row["k"]) == (
@@ -123,7 +127,12 @@ def test_bench_measures_the_gemm_alone(ranks, tmp_path):
     argv = ["--op", "gemm", "--shapes", "512x256x256,16x512x64", "--repeats", "2"]
     ranks.run(measure, [*argv, "--json", str(path)])
     _, *rows = lines_of(path)
-    assert {row["layout"] for row in rows} == {"row_major", "packed"}
+    kernels = {row["kernel"] for row in rows}
+    assert kernels in ({"sm80"}, {"sm90_pingpong", "sm90_cooperative"})
+    measured = {(row["kernel"], row["layout"]) for row in rows}
+    assert measured == {
+        (kernel, layout) for kernel in kernels for layout in ("row_major", "packed")
+    }
     for row in rows:
         assert (row["kind"], row["checked"]) == ("gemm", True)
         assert row["ratio"] > 0

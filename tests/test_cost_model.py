@@ -32,6 +32,7 @@ def constant(name: str) -> tuple[float, ...]:
 (WAIT,) = constant("kWaitUs")
 (FIRST_ISSUE,) = constant("kFirstIssueUs")
 (ISSUE,) = constant("kIssueUs")
+(ISSUE_EXCHANGE,) = constant("kIssueExchangeUs")
 (BESIDE,) = constant("kBesideCommunication")
 (FEWER_SMS_EXPONENT,) = constant("kFewerSmsExponent")
 (LOW_BANDS,) = constant("kLowBandRate")
@@ -41,6 +42,7 @@ def constant(name: str) -> tuple[float, ...]:
 (COPY_GBPS,) = constant("kCopyGbps")
 (FINISH_START,) = constant("kFinishStartUs")
 (FINISH_GBPS,) = constant("kFinishGbps")
+(SUM_SM_GBPS,) = constant("kSumSmGbps")
 (WAIT_CPU,) = constant("kWaitCpuUs")
 (FORK_JOIN_CPU,) = constant("kForkJoinCpuUs")
 (COPY_CPU_GBPS,) = constant("kCopyCpuGbps")
@@ -173,12 +175,31 @@ def test_predict_chunks_follow_their_last_tile_and_the_call_before(kind, ctas, h
         computed = gemm_us(machine, k, sum(heights[: i + 1]) / 64) + WAIT
         call = call_us(kind, machine, bytes_, ctas)
         busy += call
-        end = max(computed, end, FIRST_ISSUE + ISSUE * i) + call
+        issue = ISSUE_EXCHANGE if kind == "exchange" else ISSUE
+        end = max(computed, end, FIRST_ISSUE + issue * i) + call
     prediction = plans.predict(plan, machine)
     assert prediction.gemm_us == pytest.approx(gemm_us(machine, k))
     assert prediction.communication_us == pytest.approx(busy)
     expected = end + finish_us(kind, bytes_) + FORK_JOIN
     assert prediction.total_us == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("comm_sms", [8, 9, 10])
+def test_predict_sums_that_find_no_sm_wait_for_the_gemm(comm_sms) -> None:
+    """Small chunks, more of them than can be summed on the SMs that their exchange leaves."""
+    machine, k, ctas = hopper(windows=True), 7168, 8
+    plan = make("exchange", [2] * 32, problem=big(k=k), max_ctas=ctas, comm_sms=comm_sms)
+    gemm = gemm_us(machine, k, left=comm_sms)
+    chunk, all_bytes = 4 * MIB, 128 * MIB
+    busy = all_bytes / 1e3 / CALLS["exchange"][2] / gemm  # CTAs, on average
+    rate = SUM_SM_GBPS * (comm_sms - busy) * 1e3
+    first_end = gemm_us(machine, k, 1 / 32, left=comm_sms) + WAIT
+    first_end += call_us("exchange", machine, chunk, ctas)
+    left_over = all_bytes - rate * (gemm - first_end)
+    last_call = WAIT + call_us("exchange", machine, chunk, ctas)
+    assert left_over / 1e3 / FINISH_GBPS > last_call, "or the last chunk comes too late"
+    expected = gemm + left_over / 1e3 / FINISH_GBPS + FINISH_START + FORK_JOIN
+    assert total(plan, machine) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +410,9 @@ def test_predict_lanes_lie_between_one_lane_and_the_link(
         make(kind, heights, problem=big(k=k), max_ctas=ctas, comm_sms=ctas * lanes, lanes=count)
         for count in (1, lanes)
     )
-    assert total(more, machine) <= total(one, machine) * (1 + 1e-9)
+    # Chunks that share the link may all end late, and are summed then.
+    sums = 128 * MIB / 1e3 / FINISH_GBPS if kind == "exchange" else 0.0
+    assert total(more, machine) <= total(one, machine) * (1 + 1e-9) + sums
     rate = gbps * CALLS[kind][1] * 1e3
     assert total(more, machine) >= FIRST_ISSUE + start_us(kind, machine) + 64 * 2 * MIB / rate
     last_us = call_us(kind, machine, 0, ctas)

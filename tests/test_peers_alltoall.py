@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from checks import Failures, check_plan
+from checks import Failures, check_call, check_plan
 from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, rank_device
 from ops import OPS
 from overlap_torch import plan as plan_module
@@ -164,8 +166,8 @@ WIDE = 16384  # in bf16: 32 KiB a row
 
 
 def long_messages(world: int) -> list[Counts]:
-    """Messages of more than a slot takes, 512 MiB of two ranks and 32 MiB of more, and of just as much."""
-    most = 16384 if world == 2 else 1024
+    """Messages of more than a slot of 1 GiB takes of each rank, and of just as much."""
+    most = 2**30 // world // (2 * WIDE)
     ranks = range(world)
     one_way = [[most + 16 if (s, r) == (0, 1) else 5 + s + r for r in ranks] for s in ranks]
     other_way = [list(column) for column in zip(*one_way, strict=True)]
@@ -203,6 +205,38 @@ def test_peers_alltoall_sends_long_messages_by_nccl(ranks, k):
     if min(ranks.run(memory_bytes)) < 60 * 2**30:
         pytest.skip("half a gigabyte of rows, in float64 too, takes a GPU of 60 GiB")
     ranks.expect_no_failures(check_long_messages, k, timeout_s=300)
+
+
+def check_that_room_grows(k: int) -> tuple[int, list[str]]:
+    """With a message that one pair of ranks alone knows: once all have heard of it, in the fourth call."""
+    failures = Failures()
+    world = dist.get_world_size()
+    group = dist.new_group()
+    case = Case((0,), WIDE, k, torch.bfloat16)
+    plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
+    short = [[3 + s for _ in range(world)] for s in range(world)]
+    most = 2**25 // (2 * WIDE)  # with which groups begin
+    longer = [
+        [most + 1 if (s, r) == (0, 1) else 5 + s + r for r in range(world)] for s in range(world)
+    ]
+    held = []
+    with plan_module.use_plan(plan, group=group):
+        for call, counts in enumerate((short, short, longer, longer, short, longer), 1):
+            with fixed_counts(counts):
+                check_call(failures, case, f"call {call}", seed=call, group=group, op=ALL_TO_ALL)
+            held.append(torch.ops.overlap.memory(group.group_name)[1])
+    room = 2 * world * 2**26  # two slots of a message of 64 MiB from each rank
+    more = [after - before for before, after in pairwise(held)]
+    failures.expect("" if more == [0, 0, room, 0, 0] else f"{more} bytes more, call by call")
+    dist.destroy_process_group(group)
+    return failures.result()
+
+
+@pytest.mark.parametrize("k", [8, 1024])
+@pytest.mark.ranks((4, "nccl"))
+def test_peers_alltoall_makes_room_for_long_messages(ranks, k):
+    skip_unless_it_runs(ranks, Kernel.SM90_PINGPONG)
+    ranks.expect_no_failures(check_that_room_grows, k)
 
 
 def memory_bytes() -> int:

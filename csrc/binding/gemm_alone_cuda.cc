@@ -39,7 +39,7 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
       kernel_takes(params, weight, plan), "gemm_alone: kernel ", plan::name(plan.kernel),
       " does not take these operands: K contiguous, 16-byte aligned rows, a device and "
       "a build that have the kernel");
-  C10_CUDA_CHECK(cudaMemsetAsync(params.counters, 0, sizeof(int32_t) * plan::kMaxChunks, stream));
+  C10_CUDA_CHECK(kernels::zero_counters(params.counters, params.order.num_chunks, stream));
   C10_CUDA_CHECK(kernels::launch_gemm(plan.kernel, params, stream));
   return output;
 }

@@ -16,14 +16,14 @@ class Arrivals {
   __device__ __forceinline__ void await(int32_t chunk) {
     if (is_there(chunk)) return;
     wait(chunk);
-    asm volatile("fence.proxy.async;" ::: "memory");
+    fence_bulk_copies();
   }
   // By a whole warp.
   __device__ __forceinline__ void await_by_warp(int32_t chunk) {
     if (is_there(chunk)) return;
     if (threadIdx.x % kWarpThreads == 0) wait(chunk);
     __syncwarp();
-    asm volatile("fence.proxy.async;" ::: "memory");
+    fence_bulk_copies();
   }
 
  private:

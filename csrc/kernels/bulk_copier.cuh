@@ -20,8 +20,9 @@ template <class Route>
 class BulkCopier {
  public:
   using Piece = typename Route::Piece;
-  static constexpr int kPieces = 4;  // on their way at a time ...
-  static constexpr int kLoads = 2;   // ... as many of them into shared memory, the others out of it
+  static constexpr int kPieces = Route::kPieces;  // on their way at a time ...
+  static constexpr int kLoads =
+      Route::kLoads;  // ... so many into shared memory, the others out of it
 
   struct SharedStorage {
     alignas(128) char memory[kPieces][Route::kPieceBytes];
@@ -75,6 +76,10 @@ class BulkCopier {
 // one's of its shape.
 template <class Element, int kColumns>
 struct TileRoute {
+  // As many as fit beside five stages of operands: between four ranks a cluster collects three tiles for each
+  // that it computes last, and two loads at a time are 420 GB/s on all SMs.
+  static constexpr int kPieces = 8;
+  static constexpr int kLoads = 5;
   static constexpr int kRows = 16;
   static constexpr uint32_t kPieceBytes = kRows * kColumns * sizeof(Element);
   struct Piece {
@@ -119,6 +124,8 @@ struct TileRoute {
 
 // Runs of bytes.
 struct RunRoute {
+  static constexpr int kPieces = 4;
+  static constexpr int kLoads = 2;
   static constexpr uint32_t kPieceBytes = 4096;
   struct Piece {
     const char* from;

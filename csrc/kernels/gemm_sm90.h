@@ -18,7 +18,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <type_traits>
 
 #include "kernels/tensor_map_encoder.h"
@@ -33,6 +32,7 @@
 
 #include "kernels/arrivals.cuh"
 #include "kernels/bulk_copier.cuh"
+#include "kernels/early_launch.cuh"
 #include "kernels/gemm.h"
 #include "kernels/gemm_sm90_peers.h"
 #include "kernels/peer_spin.cuh"
@@ -173,7 +173,7 @@ struct GemmSm90 {
     }
     // Whether another rank waits for it.
     CUTLASS_DEVICE bool is_announced(int32_t tile_row) const {
-      return peer_tiles.announce != nullptr && (collects() || !is_final(tile_row));
+      return peer_tiles.announce[0] != nullptr && (collects() || !is_final(tile_row));
     }
     // The number of a tile's flag: parts in the order in which they are computed.
     CUTLASS_DEVICE int32_t flag(const plan::SplitRow& row, int32_t column) const {
@@ -182,14 +182,9 @@ struct GemmSm90 {
     CUTLASS_DEVICE int32_t flag(const plan::TileCoord& coord) const {
       return flag(plan::split_row(order, rows, coord.row), coord.column);
     }
-    // The `index`-th of the tiles that are final, in the own part.
+    // The `index`-th of the tiles that are final, in the own part; of rounds, as all that is collected.
     CUTLASS_DEVICE plan::TileCoord final_tile(int32_t index) const {
       const int32_t height = rows.round_tile_rows;
-      if (height == 0) {
-        const int32_t first = order.num_tiles() - part_tiles();
-        const plan::TileCoord coord = plan::tile_coord(order, first + index);
-        return {plan::split_row(order, rows, coord.row).row, coord.column};
-      }
       const int32_t round_tiles = height * order.tiles_n;
       const int32_t round = index / round_tiles;
       const int32_t in_round = index - round * round_tiles;
@@ -343,19 +338,19 @@ struct GemmSm90 {
     TiledMma tiled_mma;
     const int lane = cutlass::canonical_lane_idx();
     const PeerTiles& peer_tiles = params.peer_tiles;
-    const uint64_t number = peer_tiles.announce != nullptr ? *peer_tiles.calls + 1 : 0;
+    const bool awaits = peer_tiles.announce[0] != nullptr;
+    const uint64_t number = awaits ? *peer_tiles.calls + 1 : 0;
     auto state = cutlass::make_producer_start_state<LoadPipeline>();
     Tiles tiles(params, shared, 0, 1);
     for (Step step; tiles.next(step);) {
       const plan::TileRowPlace place = params.place(step.coord.row);
       if (!params.has_source(place)) continue;
-      if (peer_tiles.announce != nullptr) {
+      if (awaits) {
         if (lane == 0) {
           wait_for_tile(peer_tiles, params.flag(step.coord) - params.part_tiles(), number);
         }
         __syncwarp();
-        // What the flag acquired, bulk loads see, too.
-        asm volatile("fence.proxy.async;" ::: "memory");
+        fence_bulk_copies();  // which see what the flag acquired, too
       }
       Epilogue epilogue(params.epilogue[params.output(place)], shared.tensors.epilogue);
       state = epilogue.load(pipeline, state, params.store_shape, TileShape{},
@@ -396,8 +391,7 @@ struct GemmSm90 {
     wait_for_tile(params.peer_tiles,
                   params.flag({turn, tile.row}, tile.column) + (distance - 1) * params.part_tiles(),
                   *params.peer_tiles.calls + 1, distance);
-    // What was acquired, bulk loads see, too.
-    asm volatile("fence.proxy.async;" ::: "memory");
+    fence_bulk_copies();  // which see what the flag acquired, too
     const int32_t begin = tile.row * kTileM;
     const int32_t end = min(begin + kTileM, params.collected.rows);
     for (int32_t at = begin; at < end; at += Collected::kRows) {
@@ -515,8 +509,7 @@ struct GemmSm90 {
     const int lane = cutlass::canonical_lane_idx();
     if (lane < (is_final ? params.order.parts - 1 : 1)) {
       // Releases what the other lanes saw complete, too. A fence and a plain store take longer.
-      uint64_t* const flags = is_final ? tiles.announce_final[lane] : tiles.announce;
-      store_release_sys(flags + params.flag(step.coord), *tiles.calls + 1);  // [B]
+      store_release_sys(tiles.announce[lane] + params.flag(step.coord), *tiles.calls + 1);  // [B]
     }
     __syncwarp();
   }
@@ -529,6 +522,7 @@ struct GemmSm90 {
     const int team = kPingpong ? warp_group - 1 : 0;
 
     // On its way while everything else is set up.
+    if constexpr (kPeers) wait_for_previous_kernel();
     const bool feeds = kPeers && producer && warp_in_group == kFeedWarp &&
                        cute::block_rank_in_cluster() == 0 && cutlass::canonical_lane_idx() == 0;
     const int32_t first_tile = feeds ? TileFeed::draw(params.tiles_taken, kClusterM) : 0;
@@ -577,6 +571,7 @@ struct GemmSm90 {
     // Barriers of both CTAs are initialised before either uses the other's.
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
+    if constexpr (!kPeers) wait_for_previous_kernel();
 
     if (producer) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();

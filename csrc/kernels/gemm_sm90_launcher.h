@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "kernels/early_launch.cuh"
 #include "kernels/gemm_sm90.h"
 #include "kernels/gemm_sm90_instance.h"
 
@@ -160,7 +161,8 @@ struct GemmSm90Launcher {
     const typename Gemm::Params params = GemmSm90ParamsOf<Gemm>::make(gemm);
     const int clusters = std::min(std::max(gemm.ctas / Gemm::kClusterM, 1),
                                   (gemm.tiles_end() - gemm.first_tile) / Gemm::kClusterM);
-    cudaLaunchAttribute cluster;
+    cudaLaunchAttribute attributes[] = {early_launch(), {}};
+    cudaLaunchAttribute& cluster = attributes[1];
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = Gemm::kClusterM;
     cluster.val.clusterDim.y = 1;
@@ -170,8 +172,8 @@ struct GemmSm90Launcher {
     config.blockDim = dim3(Gemm::kThreads);
     config.dynamicSmemBytes = std::min(kSharedBytes + gemm.smem_pad_bytes, kMaxSharedBytes);
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = 2;
     return cudaLaunchKernelEx(&config, gemm_sm90_kernel<Gemm>, params);
   }
 };

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/early_launch.cuh"
 #include "kernels/peer_collective.h"
 #include "kernels/peer_spin.cuh"
 
@@ -17,13 +18,6 @@ inline constexpr int kBatch = 4;  // loads of a thread that are in flight at a t
 // About one on each SM: blocks that wait for each other have to be there together.
 inline constexpr int kMaxCollectiveBlocks = kMaxPeerBlocks / 2;
 inline constexpr int kHotPolls = 64;  // without a pause: what is waited for is on its way
-
-// Kernels here are launched before the one in front has ended, and wait for its end themselves.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // Past L1: another device wrote it.
 __device__ __forceinline__ uint4 load_access(const void* base, int64_t index) {
@@ -120,9 +114,7 @@ inline int blocks_for(int64_t threads_wanted, int most) {
 
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), int blocks, const Params& params, cudaStream_t stream) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute early = early_launch();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned int>(blocks));
   config.blockDim = dim3(kThreads);

@@ -42,8 +42,9 @@ __global__ void meet_tiles_kernel(const __grid_constant__ PeerTiles tiles, int64
                                   int32_t distance) {
   const uint64_t number = *tiles.calls + 1;
   __threadfence_system();
+  uint64_t* const flags = tiles.announce[distance - 1];
   for (int64_t i = threadIdx.x; i < announced; i += blockDim.x) {
-    store_relaxed_sys(tiles.announce + first_announced + i, number);  // [B]
+    store_relaxed_sys(flags + first_announced + i, number);  // [B]
   }
   for (int64_t i = threadIdx.x; i < awaited; i += blockDim.x) {
     wait_for_tile(tiles, first_awaited + i, number, distance);

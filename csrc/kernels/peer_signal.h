@@ -68,11 +68,10 @@ cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream);
 // Flags of single tiles, of those that one rank's GEMM stores into the next rank's memory, and of final
 // ones that it stores into everyone's: the call's number (calls that have ended, plus one).
 struct PeerTiles {
-  uint64_t* announce = nullptr;  // in the next rank's memory; or null: nothing is announced
-  // Of final tiles, in the memory of each peer, the next rank's first: with the numbers that they have
-  // on this rank. What peers announce here has the numbers of the peer `distance` ranks before
-  // `distance - 1` times a part's tiles behind.
-  uint64_t* announce_final[kMaxPeers - 1] = {};
+  // In the memory of each peer, the next rank's first: with the numbers that tiles have on this rank; or
+  // null: nothing is announced. What peers announce here has the numbers of the peer `distance` ranks
+  // before `distance - 1` times a part's tiles behind.
+  uint64_t* announce[kMaxPeers - 1] = {};
   const uint64_t* arrived = nullptr;  // own memory
   const uint64_t* calls = nullptr;    // own memory: calls that have ended in this slot
   int64_t deadline_ns = 0;
@@ -86,9 +85,9 @@ struct PeerTiles {
 };
 
 // Enqueues a kernel that does for GEMMs that know no flags what they would do: announces `announced`
-// tiles from the `first_announced`-th on [B], behind what the stream did before, and then waits for as
-// many from the `first_awaited`-th on, of the rank that is `distance` before, or until the deadline, with
-// a report.
+// tiles from the `first_announced`-th on to the rank that is `distance` behind [B], after what the stream
+// did before, and then waits for as many from the `first_awaited`-th on, of the rank that is `distance`
+// before, or until the deadline, with a report.
 cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,
                        int64_t first_awaited, int64_t awaited, int32_t distance,
                        cudaStream_t stream);

@@ -1,6 +1,7 @@
 // The waiting side of the counters, with a deadline, and the delay that the race tests use.
 #include "kernels/signal.h"
 
+#include "kernels/early_launch.cuh"
 #include "kernels/spin.cuh"
 
 namespace overlap::kernels {
@@ -24,6 +25,12 @@ __global__ void wait_counter_kernel(const WaitParams params) {
   }
 }
 
+__global__ void zero_counters_kernel(int32_t* counters, int32_t count) {
+  let_next_kernel_in();
+  wait_for_previous_kernel();
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count; i += blockDim.x) counters[i] = 0;
+}
+
 __global__ void delay_kernel(const int64_t duration_ns) {
   const int64_t start = global_time_ns();
   while (global_time_ns() - start < duration_ns) {
@@ -39,6 +46,17 @@ cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream) {
   return cudaLaunchKernel(wait_counter_kernel, dim3(1), dim3(32), arguments, 0, stream);
 }
 
+cudaError_t zero_counters(int32_t* counters, int32_t count, cudaStream_t stream) {
+  cudaLaunchAttribute early = early_launch();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(64);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, zero_counters_kernel, counters, count);
+}
+
 cudaError_t delay(int64_t microseconds, cudaStream_t stream) {
   if (microseconds <= 0) {
     return cudaSuccess;
@@ -50,8 +68,12 @@ cudaError_t delay(int64_t microseconds, cudaStream_t stream) {
 
 cudaError_t load_signal_kernels() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, wait_counter_kernel);
-  return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, delay_kernel);
+  for (const cudaError_t error : {cudaFuncGetAttributes(&attributes, wait_counter_kernel),
+                                  cudaFuncGetAttributes(&attributes, zero_counters_kernel),
+                                  cudaFuncGetAttributes(&attributes, delay_kernel)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace overlap::kernels

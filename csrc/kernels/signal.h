@@ -17,10 +17,15 @@ __device__ __forceinline__ void signal_release_gpu(int32_t* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+// Orders bulk copies and plain accesses of the same memory.
+__device__ __forceinline__ void fence_bulk_copies() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // Bulk stores (cp.async.bulk.tensor) that this thread issued are complete and visible to it.
 __device__ __forceinline__ void wait_bulk_stores_complete() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_bulk_copies();
 }
 
 __device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* counter) {
@@ -77,6 +82,10 @@ struct WaitParams {
 // Enqueues a one-warp kernel that ends once *counter >= expected (acquire), or at the deadline,
 // with a report.
 cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream);
+
+// Enqueues a kernel that zeroes counters, in front of the GEMM that counts: a memset would not let that in
+// before its end.
+cudaError_t zero_counters(int32_t* counters, int32_t count, cudaStream_t stream);
 
 // Enqueues a kernel that holds its stream for `microseconds`: until something else has started, and at
 // random in the race tests.

@@ -33,10 +33,11 @@ constexpr double kFloat64RateOnCpu = 0.5;  // Machine::sm_gflops counts fp32 the
 // All-reduce: fitted to 3,000 plans measured on two H200s (7 % root mean square). Reduce-scatter and
 // all-gather: to 1,330 and 1,090 (6 % and 4.5 % beside a shape's mean), which set their calls' own
 // constants and kBesideGather alone.
-constexpr double kWaitUs = 7.0;         // from a chunk's last signal to the start of its call
-constexpr double kForkJoinUs = 3.0;     // events that fork and join the side streams
-constexpr double kFirstIssueUs = 30.0;  // host: until the first chunk's call is enqueued
-constexpr double kIssueUs = 16.0;       // host: per chunk
+constexpr double kWaitUs = 7.0;            // from a chunk's last signal to the start of its call
+constexpr double kForkJoinUs = 3.0;        // events that fork and join the side streams
+constexpr double kFirstIssueUs = 30.0;     // host: until the first chunk's call is enqueued
+constexpr double kIssueUs = 16.0;          // host: per chunk ...
+constexpr double kIssueExchangeUs = 22.0;  // ... and with its sum
 // A GEMM that leaves SMs loses less than their share: the chip is warm, not the SMs scarce.
 constexpr double kFewerSmsExponent = 0.85;
 // Bands of less than 4 tile rows share less of the operands in L2.
@@ -79,6 +80,9 @@ constexpr double kCopyStartUs = 4.0;
 constexpr double kCopyGbps = 2200.0;
 constexpr double kFinishStartUs = 19.0;
 constexpr double kFinishGbps = 950.0;
+// Sums of an exchange on one of the SMs that GEMM and communication leave; its CTAs find no other before
+// the GEMM's end.
+constexpr double kSumSmGbps = 10.0;
 constexpr int32_t kDefaultCtas = 24;     // what NCCL takes without a limit on a fast link
 constexpr int32_t kDefaultCtasSlow = 4;  // and what it needs on a slow one
 constexpr double kNeverUs = 1e18;
@@ -221,10 +225,12 @@ std::vector<double> communicate_us(const Plan& plan, const Machine& machine,
   const double cta = (slow ? kSlowLinkCtaGbps * one_way_rate(plan) : model.cta_gbps) * 1e3;
   const double start_us = slow ? kSlowLinkLatencies * machine.link_latency_us
                                : model.start_us + machine.link_latency_us;
+  const double chunk_issue_us =
+      plan.collective == Collective::kExchange ? kIssueExchangeUs : kIssueUs;
   const auto begin = [&](size_t chunk, double lane_free_us) {
     Call call;
     if (chunk >= ready_us.size()) return call;
-    const double issued_us = kFirstIssueUs + kIssueUs * static_cast<double>(chunk);
+    const double issued_us = kFirstIssueUs + chunk_issue_us * static_cast<double>(chunk);
     call.chunk = chunk;
     call.began_us = std::max({ready_us[chunk], lane_free_us, issued_us});
     call.flows_at_us = call.began_us + start_us;
@@ -337,6 +343,32 @@ double finish_us(const Plan& plan, const Machine& machine) {
   return plan.resources.window ? kCopyStartUs + bytes / (1e3 * kCopyGbps) : 0.0;
 }
 
+// When the sums of chunks that have been exchanged at `ends_us` are done: chunk after chunk, on what SMs the
+// GEMM and communication leave, and after the GEMM on all.
+double summed_us(const Plan& plan, const Machine& machine, const std::vector<double>& ends_us,
+                 double gemm_us) {
+  std::vector<double> bytes;
+  double all_bytes = 0.0;
+  for (size_t chunk = 0; chunk < ends_us.size(); ++chunk) {
+    bytes.push_back(message_bytes(plan, static_cast<int32_t>(chunk)));
+    all_bytes += bytes.back();
+  }
+  const double busy = all_bytes / (1e3 * kExchangeCall.cta_gbps * gemm_us);
+  const double left = std::max(0.0, plan.resources.comm_sms - busy);
+  const double beside = 1e3 * kSumSmGbps * left;  // bytes per us
+  double now_us = 0.0;
+  for (size_t chunk = 0; chunk < ends_us.size(); ++chunk) {
+    now_us = std::max(now_us, ends_us[chunk]);
+    const double until_us = std::max(now_us, gemm_us);
+    if (bytes[chunk] <= (until_us - now_us) * beside) {
+      now_us += bytes[chunk] / beside;
+    } else {
+      now_us = until_us + (bytes[chunk] - (until_us - now_us) * beside) / (1e3 * kFinishGbps);
+    }
+  }
+  return now_us + kFinishStartUs;
+}
+
 }  // namespace
 
 double tile_us(const Plan& plan, const Machine& machine) {
@@ -392,15 +424,16 @@ Prediction predict(const Plan& plan, const Machine& machine) {
     const bool late = !cpu && waits_for_gemm_end(plan, machine, plan.chunks[chunk]);
     ready_us.push_back((late ? gemm_us : computed_us[chunk]) + (cpu ? kWaitCpuUs : kWaitUs));
   }
-  double communicated_us = 0.0;
+  double finished_us = 0.0;
   if (communicates) {
     const std::vector<double> ends =
         cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
             : communicate_us(plan, machine, ready_us, &prediction.communication_us);
-    communicated_us = *std::max_element(ends.begin(), ends.end());
+    finished_us = plan.collective == Collective::kExchange && !cpu && !slow_link(machine)
+                      ? summed_us(plan, machine, ends, gemm_us)
+                      : *std::max_element(ends.begin(), ends.end()) + finish_us(plan, machine);
   }
-  prediction.total_us = std::max(communicated_us + finish_us(plan, machine), gemm_us) +
-                        (cpu ? kForkJoinCpuUs : kForkJoinUs);
+  prediction.total_us = std::max(finished_us, gemm_us) + (cpu ? kForkJoinCpuUs : kForkJoinUs);
   return prediction;
 }
 

@@ -30,7 +30,8 @@ struct Way {
 };
 constexpr Way kPlainWays[] = {{8, 2}, {16, 2}};
 constexpr Way kWindowWays[] = {{4, 2}, {6, 2}, {8, 2}, {6, 3}, {8, 3}};
-constexpr Way kExchangeWays[] = {{8, 1}, {6, 2}, {8, 2}};
+// Of exchanges on fast links, on 12 shapes: 1.28x, where {8, 1} reached 1.15x in the best chunks.
+constexpr Way kExchange = {8, 2};
 constexpr Way kSlowLinkWays[] = {{4, 1}, {4, 2}};
 constexpr Way kSlowLinkExchange = {2, 2};  // 1.55x where all-reduces reach 1.46x at best
 constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-gather
@@ -104,16 +105,24 @@ const std::vector<std::vector<int32_t>>& schedules_of(Op op) {
   return op == Op::kAllGatherGemm ? gather_schedules() : gpu_schedules();
 }
 
+// Few first, as the link is idle until then, and few last, which nothing hides. In 8 chunks within 2 % of the
+// best of 4 to 16, equal or not, on each of 12 shapes.
 const std::vector<std::vector<int32_t>>& exchange_schedules() {
+  static const std::vector<std::vector<int32_t>> schedules = {
+      std::vector<int32_t>(4, 1),
+      {1, 2, 1},
+      {2, 4, 4, 3, 2, 1},
+      {1, 2, 3, 4, 4, 4, 3, 1},
+  };
+  return schedules;
+}
+
+// Where the link is the slower part, and what a chunk costs is hidden.
+const std::vector<std::vector<int32_t>>& slow_exchange_schedules() {
   static const std::vector<std::vector<int32_t>> schedules = {
       std::vector<int32_t>(4, 1),
       std::vector<int32_t>(8, 1),
       std::vector<int32_t>(16, 1),
-      {1, 2, 1},
-      {1, 2, 4, 4, 4},
-      {2, 4, 4, 3, 2, 1},
-      {1, 2, 3, 4, 4, 4, 3, 1},
-      {4, 4, 4, 4, 4, 4, 3, 2, 1, 1},
   };
   return schedules;
 }
@@ -260,10 +269,11 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
 
 // Chunks of tiles that are exchanged between two ranks.
 void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
-                   const Resources& resources, int32_t max_ctas) {
+                   const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
+                   int32_t max_ctas) {
   const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
   const int32_t rows = tiles_m(base);
-  for (const std::vector<int32_t>& weights : exchange_schedules()) {
+  for (const std::vector<int32_t>& weights : schedules) {
     const std::vector<int32_t> chunks = apportion(rows * tiles_n(base), base.cluster_m, weights);
     if (chunks.empty()) continue;
     plans.push_back(
@@ -302,10 +312,15 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     add_row_panels(plans, problem, kernel, schedules_of(problem.op), resources_of(way, window),
                    way.ctas, Transport::kNccl);
   };
+  const auto add_exchanges_in = [&](const Way& way, bool window) {
+    if (!fits(way)) return;
+    add_exchanges(plans, problem, kernel,
+                  slow_link(machine) ? slow_exchange_schedules() : exchange_schedules(),
+                  resources_of(way, window), way.ctas);
+  };
   if (slow_link(machine)) {
     if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
-      const Way& way = kSlowLinkExchange;
-      if (fits(way)) add_exchanges(plans, problem, kernel, resources_of(way, false), way.ctas);
+      add_exchanges_in(kSlowLinkExchange, false);
     } else {
       for (const Way& way : kSlowLinkWays) add_panels(way, false);
     }
@@ -331,9 +346,7 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
       for (const Way& way : kPlainWays) add_panels(way, false);
     }
   } else if (machine.windows && problem.world_size == 2) {
-    for (const Way& way : kExchangeWays) {
-      if (fits(way)) add_exchanges(plans, problem, kernel, resources_of(way, true), way.ctas);
-    }
+    add_exchanges_in(kExchange, true);
   } else if (machine.windows) {
     for (const Way& way : kWindowWays) add_panels(way, true);
     // Windows suit a reduction that is the shorter part; the other way about plain calls carry

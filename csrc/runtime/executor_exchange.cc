@@ -6,6 +6,7 @@
 //
 // How rows are computed and stored is each rank's own choice: the peers see no difference.
 #include <algorithm>
+#include <bit>
 
 #include "kernels/peer_exchange.h"
 #include "plan/planner.h"
@@ -19,7 +20,7 @@ constexpr int64_t kAlignment = 128;  // of messages in slots
 class ExchangeLoop : AllToAllRows {
  public:
   ExchangeLoop(Group& group, const AllToAllCall& call)
-      : AllToAllRows(group, call), message_bytes_(longest_message()) {}
+      : AllToAllRows(group, call), message_bytes_(message_room()) {}
 
   void run() {
     const bool calls_nccl = any_too_long();
@@ -55,14 +56,22 @@ class ExchangeLoop : AllToAllRows {
 
  private:
   // Room for the message of each rank in everybody's slot, the same on all ranks. Two ranks know all
-  // messages; of more, no pair knows those of another. Longer ones travel by NCCL.
-  int64_t longest_message() const {
-    constexpr int64_t kMostOfTwo = int64_t{1} << 29;
-    constexpr int64_t kOfMany = int64_t{1} << 25;
-    if (ranks_ > 2) return kOfMany;
-    const int64_t rows = std::max(call_.send_rows[1 - rank_], call_.receive_rows[1 - rank_]);
+  // messages; of more, no pair knows those of another, but what the ranks have told each other. Longer ones
+  // travel by NCCL.
+  int64_t message_room() const {
+    constexpr int64_t kMostOfSlot = int64_t{1} << 30;
+    constexpr int64_t kLeastOfMany = int64_t{1} << 25;
+    int64_t rows = 0;
+    for (int peer = 0; peer < ranks_; ++peer) {
+      if (peer == rank_) continue;
+      rows = std::max({rows, call_.send_rows[peer], call_.receive_rows[peer]});
+    }
+    const int64_t most = kMostOfSlot / ranks_ / kAlignment * kAlignment;
     const int64_t bytes = (rows * row_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
-    return std::min(bytes, kMostOfTwo);
+    if (ranks_ == 2) return std::min(bytes, most);
+    // With some to spare: numbers of rows change from call to call.
+    const auto longest = static_cast<uint64_t>(group_.longest_message(bytes, capture_.has_value()));
+    return std::clamp(static_cast<int64_t>(std::bit_ceil(longest)), kLeastOfMany, most);
   }
 
   bool too_long(int64_t rows) const { return rows * row_bytes_ > message_bytes_; }

@@ -44,9 +44,7 @@ class ProduceLoop : ExecutorLoop {
   }
 
   void produce_with_signals() {
-    check_cuda(
-        cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * static_cast<size_t>(chunks_), stream_),
-        "cudaMemsetAsync");
+    check_cuda(kernels::zero_counters(call_.counters, chunks_, stream_), "zeroing counters");
     fork(finishes_);
     kernels::GemmParams gemm = call_.gemm;
     gemm.output = buffer_;

@@ -35,9 +35,7 @@ class RingLoop : ExecutorLoop {
     prepare_peers(plan::peer_slot_bytes(plan_), hears_all);
     begin(call_.trace, chunks_);
     if (counts()) {
-      check_cuda(cudaMemsetAsync(call_.counters, 0, sizeof(int32_t) * static_cast<size_t>(chunks_),
-                                 stream_),
-                 "cudaMemsetAsync");
+      check_cuda(kernels::zero_counters(call_.counters, chunks_, stream_), "zeroing counters");
     }
     wait_for_slots(stream_);
     if (by_chunk_) {
@@ -155,8 +153,7 @@ class RingLoop : ExecutorLoop {
     push({0, part_rows_}, stream_);
     const int64_t first = (ranks_ - 1) * part_tiles();
     for (int distance = 1; distance < ranks_; ++distance) {
-      kernels::PeerTiles tiles = peer_tiles();
-      tiles.announce = tiles.announce_final[distance - 1];
+      const kernels::PeerTiles tiles = peer_tiles();
       meet(tiles, first, first + (distance - 1) * part_tiles(), distance);
       const int part = tiles.before(distance);
       copy(static_cast<char*>(call_.output) + part * part_bytes_, finished(rank_, part),

@@ -1,6 +1,7 @@
 #include "runtime/group.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <future>
 #include <thread>
@@ -262,6 +263,21 @@ Peers& Group::peers(int64_t slot_bytes, bool capturing) {
   }
   peers_->reserve(slot_bytes);
   return *peers_;
+}
+
+int64_t Group::longest_message(int64_t own_bytes, bool capturing) {
+  check();
+  own_longest_message_ = std::max(own_longest_message_, own_bytes);
+  if (capturing || !std::has_single_bit(++told_messages_)) return longest_message_;
+  std::vector<uint8_t> own(sizeof(int64_t));
+  std::memcpy(own.data(), &own_longest_message_, own.size());
+  const std::vector<uint8_t> all = all_gather_bytes(own);
+  for (size_t at = 0; at < all.size(); at += own.size()) {
+    int64_t theirs = 0;
+    std::memcpy(&theirs, all.data() + at, sizeof(theirs));
+    longest_message_ = std::max(longest_message_, theirs);
+  }
+  return longest_message_;
 }
 
 void Group::measure_link() {

@@ -111,6 +111,11 @@ class Group {
   // capture.
   Peers& peers(int64_t slot_bytes, bool capturing);
 
+  // The longest message of any rank's all-to-alls, in bytes, as far as the ranks have told each other: in the
+  // first call, the second, the fourth, the eighth and so on. Those are collective and block; none is inside
+  // a capture, which learns and tells nothing.
+  int64_t longest_message(int64_t own_bytes, bool capturing);
+
   // Throws what went wrong since the last call; afterwards every call throws it again.
   void check();
 
@@ -164,6 +169,10 @@ class Group {
   std::vector<std::unique_ptr<Staging>> outgrown_;
   std::unique_ptr<Peers> peers_;  // null: the ranks do not map each other's memory
   int exchanges_ = 0;
+
+  uint64_t told_messages_ = 0;
+  int64_t own_longest_message_ = 0;
+  int64_t longest_message_ = 0;
 
   std::mutex watch_mutex_;  // guards what follows
   std::deque<std::unique_ptr<Pending>> pending_;

@@ -157,13 +157,12 @@ kernels::PeerTiles Peers::tiles(const Call& call, int64_t part_tiles) const {
            call.slot * plan::kMaxRingTiles;
   };
   kernels::PeerTiles tiles;
-  tiles.announce = flags((rank_ + 1) % world_size_);
   tiles.arrived = flags(rank_);
   tiles.calls = calls_ended(call.slot);
   tiles.rank = rank_;
   tiles.ranks = world_size_;
   for (int distance = 1; distance < world_size_; ++distance) {
-    tiles.announce_final[distance - 1] =
+    tiles.announce[distance - 1] =
         flags((rank_ + distance) % world_size_) + (distance - 1) * part_tiles;
   }
   return tiles;

@@ -401,7 +401,7 @@ class GemmCase {
 
     for (int round = 0; round < rounds; ++round) {
       output_.poison(main_stream);
-      counters_.zero(main_stream);
+      CUDA_CHECK(kernels::zero_counters(counters_.data(), plan::kMaxChunks, main_stream));
       CUDA_CHECK(cudaEventRecord(fork, main_stream));
       CUDA_CHECK(cudaStreamWaitEvent(side_stream, fork));
       CUDA_CHECK(kernels::launch_gemm(kernel_, params_, main_stream));

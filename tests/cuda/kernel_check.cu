@@ -271,6 +271,19 @@ void check_signal() {
   expect_report();
   if (later > 1000) fail("signal: a wait after a failed one took %g ms", later);
 
+  // Zeroes what the kernel in front has left, and no more.
+  Buffer<int32_t> counters(100);
+  CUDA_CHECK(kernels::delay(500, stream));
+  counters.poison(stream);
+  CUDA_CHECK(kernels::zero_counters(counters.data(), 70, stream));
+  CUDA_CHECK(cudaStreamSynchronize(stream));
+  std::vector<int32_t> zeroed(100);
+  CUDA_CHECK(cudaMemcpy(zeroed.data(), counters.data(), zeroed.size() * sizeof(int32_t),
+                        cudaMemcpyDeviceToHost));
+  for (int i = 0; i < 100; ++i) {
+    if (zeroed[i] != (i < 70 ? 0 : -1)) fail("signal: counter %d is %d", i, zeroed[i]);
+  }
+
   // The same with flags that peers would write: here, this device's own.
   Buffer<uint64_t> flags(kernels::kMaxPeers);
   CUDA_CHECK(cudaMemset(flags.data(), 0, kernels::kMaxPeers * sizeof(uint64_t)));

@@ -268,17 +268,17 @@ class RingCase {
       if (phase > 0) gemm.sources[part] = own.partial[place - 1]->data() + kGuard;
     }
     gemm.rows.round_tile_rows = round_tile_rows_;
-    for (int distance = 1; distance < ranks_ && mirrors_; ++distance) {
-      gemm.mirrors[gemm.num_mirrors++] =
-          memory(rank + distance).mirrored.data() + kGuard + rank * part_stride();
-      gemm.peer_tiles.announce_final[distance - 1] =
-          memory(rank + distance).flags.data() + (distance - 1) * part_tiles();
+    for (int distance = 1; distance < ranks_; ++distance) {
+      Memory& other = memory(rank + distance);
+      if (mirrors_) {
+        gemm.mirrors[gemm.num_mirrors++] = other.mirrored.data() + kGuard + rank * part_stride();
+      }
+      gemm.peer_tiles.announce[distance - 1] = other.flags.data() + (distance - 1) * part_tiles();
     }
     if (collects_) {
       gemm.arriving = own.mirrored.data() + kGuard;
       gemm.collected = own.collected.data() + kGuard;
     }
-    gemm.peer_tiles.announce = next.flags.data();
     gemm.peer_tiles.arrived = own.flags.data();
     gemm.peer_tiles.calls = own.calls.data();
     gemm.peer_tiles.deadline_ns = kWaitNs;
