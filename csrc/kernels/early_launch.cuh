@@ -2,7 +2,9 @@
 // do before that, and their launch, takes no time of its own.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
 
 namespace overlap::kernels {
 
@@ -26,6 +28,35 @@ inline cudaLaunchAttribute early_launch() {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   return attribute;
+}
+
+// Whether this build's code for the current device waits as above. That for older devices, which newer ones
+// run as well, does not.
+inline bool waits_for_previous_kernel() {
+#if defined(OVERLAP_WITH_SM90)
+  int device = 0;
+  int major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major == 9;
+#else
+  return false;
+#endif
+}
+
+// A kernel that waits for the one in front itself, where it can.
+template <class... Parameters>
+cudaError_t launch_early(void (*kernel)(Parameters...), int blocks, int threads,
+                         cudaStream_t stream,
+                         const std::type_identity_t<Parameters>&... arguments) {
+  cudaLaunchAttribute early = early_launch();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned int>(blocks));
+  config.blockDim = dim3(static_cast<unsigned int>(threads));
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = waits_for_previous_kernel() ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 }  // namespace overlap::kernels

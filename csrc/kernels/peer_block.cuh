@@ -114,14 +114,7 @@ inline int blocks_for(int64_t threads_wanted, int most) {
 
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), int blocks, const Params& params, cudaStream_t stream) {
-  cudaLaunchAttribute early = early_launch();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned int>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return launch_early(kernel, blocks, kThreads, stream, params);
 }
 
 }  // namespace overlap::kernels

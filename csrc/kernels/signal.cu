@@ -25,6 +25,8 @@ __global__ void wait_counter_kernel(const WaitParams params) {
   }
 }
 
+constexpr int kZeroingThreads = 64;
+
 __global__ void zero_counters_kernel(int32_t* counters, int32_t count) {
   let_next_kernel_in();
   wait_for_previous_kernel();
@@ -47,14 +49,7 @@ cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream) {
 }
 
 cudaError_t zero_counters(int32_t* counters, int32_t count, cudaStream_t stream) {
-  cudaLaunchAttribute early = early_launch();
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(64);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, zero_counters_kernel, counters, count);
+  return launch_early(zero_counters_kernel, 1, kZeroingThreads, stream, counters, count);
 }
 
 cudaError_t delay(int64_t microseconds, cudaStream_t stream) {
