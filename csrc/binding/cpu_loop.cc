@@ -28,6 +28,7 @@ void CpuLoop::run(const std::function<void()>& compute, const std::function<void
       work();
     } catch (...) {
       stop_ = true;
+      wake();
       return std::current_exception();
     }
     return nullptr;
@@ -45,18 +46,29 @@ void CpuLoop::run(const std::function<void()>& compute, const std::function<void
   if (TraceSwitch::on()) trace(gemm_us);
 }
 
+int32_t CpuLoop::signal(int chunk) {
+  const int32_t count = counters_[chunk].fetch_add(1, std::memory_order_release) + 1;
+  wake();
+  return count;
+}
+
+void CpuLoop::wake() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+  }
+  changed_.notify_all();
+}
+
 bool CpuLoop::wait(int chunk, int32_t expected, const char* what,
                    std::chrono::milliseconds deadline) {
-  const auto end = std::chrono::steady_clock::now() + deadline;
-  while (counters_[chunk].load(std::memory_order_acquire) < expected) {
-    if (stop_) return false;
-    TORCH_CHECK(std::chrono::steady_clock::now() < end, "overlap_torch: group '",
-                call_.group->name(), "', rank ", call_.group->rank(), ": the wait for chunk ",
-                chunk, " of ", what, " passed its deadline of ", deadline.count() / 1000.0,
-                " s: expected a count of ", expected, ", saw ", counters_[chunk].load());
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
-  return true;
+  const auto reached = [&] { return counters_[chunk].load(std::memory_order_acquire) >= expected; };
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool ended = changed_.wait_for(lock, deadline, [&] { return reached() || stop_; });
+  TORCH_CHECK(ended, "overlap_torch: group '", call_.group->name(), "', rank ", call_.group->rank(),
+              ": the wait for chunk ", chunk, " of ", what, " passed its deadline of ",
+              deadline.count() / 1000.0, " s: expected a count of ", expected, ", saw ",
+              counters_[chunk].load());
+  return reached();
 }
 
 void CpuLoop::hold() const {

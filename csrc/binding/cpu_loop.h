@@ -4,7 +4,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
+#include <mutex>
 #include <vector>
 
 #include "binding/op_call.h"
@@ -25,7 +27,7 @@ class CpuLoop {
   void run(const std::function<void()>& compute, const std::function<void()>& communicate);
 
   // [A] What has been stored for the chunk is seen by whoever waits for this count.
-  int32_t signal(int chunk) { return counters_[chunk].fetch_add(1, std::memory_order_release) + 1; }
+  int32_t signal(int chunk);
 
   // [A] Until the chunk's count is `expected`; `what` says of what it is a chunk. False if the other
   // thread has failed.
@@ -45,11 +47,14 @@ class CpuLoop {
   std::vector<double> end_us_;
 
  private:
+  void wake();
   void trace(double gemm_us) const;
 
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::vector<std::atomic<int32_t>> counters_;
   std::atomic<bool> stop_{false};
+  std::mutex mutex_;  // between a look at counters or stop_ and the wait for changed_
+  std::condition_variable changed_;
 };
 
 }  // namespace overlap::binding
