@@ -161,8 +161,8 @@ struct GemmSm90Launcher {
     const typename Gemm::Params params = GemmSm90ParamsOf<Gemm>::make(gemm);
     const int clusters = std::min(std::max(gemm.ctas / Gemm::kClusterM, 1),
                                   (gemm.tiles_end() - gemm.first_tile) / Gemm::kClusterM);
-    cudaLaunchAttribute attributes[] = {early_launch(), {}};
-    cudaLaunchAttribute& cluster = attributes[1];
+    cudaLaunchAttribute attributes[] = {{}, early_launch()};
+    cudaLaunchAttribute& cluster = attributes[0];
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = Gemm::kClusterM;
     cluster.val.clusterDim.y = 1;
@@ -173,7 +173,8 @@ struct GemmSm90Launcher {
     config.dynamicSmemBytes = std::min(kSharedBytes + gemm.smem_pad_bytes, kMaxSharedBytes);
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = 2;
+    // Nothing that comes in front of a gather lets it in; it waits for copies, not for a kernel.
+    config.numAttrs = gemm.arrivals.flags == nullptr ? 2 : 1;
     return cudaLaunchKernelEx(&config, gemm_sm90_kernel<Gemm>, params);
   }
 };
