@@ -165,11 +165,21 @@ def test_peers_alltoall_takes_layouts_that_differ_between_ranks(ranks, kernel):
 WIDE = 16384  # in bf16: 32 KiB a row
 
 
+def short_messages(world: int) -> Counts:
+    return [[3 + sender] * world for sender in range(world)]
+
+
+def one_long_message(world: int, rows: int) -> Counts:
+    """So many from rank 0 to rank 1, and a few everywhere else."""
+    ranks = range(world)
+    return [[rows if (s, r) == (0, 1) else 5 + s + r for r in ranks] for s in ranks]
+
+
 def long_messages(world: int) -> list[Counts]:
     """Messages of more than a slot of 1 GiB takes of each rank, and of just as much."""
     most = 2**30 // world // (2 * WIDE)
     ranks = range(world)
-    one_way = [[most + 16 if (s, r) == (0, 1) else 5 + s + r for r in ranks] for s in ranks]
+    one_way = one_long_message(world, most + 16)
     other_way = [list(column) for column in zip(*one_way, strict=True)]
     both = [[9 if s == r else most + 16 for r in ranks] for s in ranks]
     return [one_way, other_way, [[most if s != r else 7 for r in ranks] for s in ranks], both]
@@ -182,7 +192,7 @@ def check_long_messages(k: int) -> tuple[int, list[str]]:
     group = dist.new_group()  # which takes its slots with it
     case = Case((0,), WIDE, k, torch.bfloat16)
     plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
-    short = [[3 + s for _ in range(world)] for s in range(world)]
+    short = short_messages(world)
     for counts in long_messages(world):
         for rows in (counts, short):
             with fixed_counts(rows):
@@ -214,11 +224,9 @@ def check_that_room_grows(k: int) -> tuple[int, list[str]]:
     group = dist.new_group()
     case = Case((0,), WIDE, k, torch.bfloat16)
     plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
-    short = [[3 + s for _ in range(world)] for s in range(world)]
+    short = short_messages(world)
     most = 2**25 // (2 * WIDE)  # with which groups begin
-    longer = [
-        [most + 1 if (s, r) == (0, 1) else 5 + s + r for r in range(world)] for s in range(world)
-    ]
+    longer = one_long_message(world, most + 1)
     held = []
     with plan_module.use_plan(plan, group=group):
         for call, counts in enumerate((short, short, longer, longer, short, longer), 1):

@@ -1,4 +1,4 @@
-// The waiting side of the counters, with a deadline, and the delay that the race tests use.
+// The counters' zeroing, the waiting side of them, with a deadline, and the delay that race tests use.
 #include "kernels/signal.h"
 
 #include "kernels/early_launch.cuh"

@@ -266,9 +266,9 @@ Peers& Group::peers(int64_t slot_bytes, bool capturing) {
 }
 
 int64_t Group::longest_message(int64_t own_bytes, bool capturing) {
-  check();
   own_longest_message_ = std::max(own_longest_message_, own_bytes);
-  if (capturing || !std::has_single_bit(++told_messages_)) return longest_message_;
+  if (capturing || !std::has_single_bit(++message_calls_)) return longest_message_;
+  check();
   std::vector<uint8_t> own(sizeof(int64_t));
   std::memcpy(own.data(), &own_longest_message_, own.size());
   const std::vector<uint8_t> all = all_gather_bytes(own);

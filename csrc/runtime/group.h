@@ -170,9 +170,9 @@ class Group {
   std::unique_ptr<Peers> peers_;  // null: the ranks do not map each other's memory
   int exchanges_ = 0;
 
-  uint64_t told_messages_ = 0;
-  int64_t own_longest_message_ = 0;
-  int64_t longest_message_ = 0;
+  uint64_t message_calls_ = 0;       // of longest_message, but for captures
+  int64_t own_longest_message_ = 0;  // not all of it told yet
+  int64_t longest_message_ = 0;      // the same on all ranks
 
   std::mutex watch_mutex_;  // guards what follows
   std::deque<std::unique_ptr<Pending>> pending_;
