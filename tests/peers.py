@@ -21,6 +21,17 @@ DIRECT = "direct"
 Way = int | str  # over peers: in so many chunks, or "direct"
 
 
+def peer_kernels(op: str) -> list[Kernel]:
+    """Those that plans over peers take for an op: a ring's sources only ping-pong adds."""
+    gathers = [Kernel.SM90_COOPERATIVE] if op.startswith("allgather_gemm") else []
+    return [Kernel.SM90_PINGPONG, *gathers, Kernel.LIBRARY]
+
+
+def kernel_id(value: object) -> str | None:
+    """For pytest's parameters."""
+    return value.name if isinstance(value, Kernel) else None
+
+
 def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: object) -> Case:
     """A call of which every rank's part is `rows` high."""
     parts = 1 if OPS[op].cuts_rows else dist.get_world_size()

@@ -15,15 +15,20 @@ from peers import (
     PEER_OPS,
     check_other_layouts,
     has_bias,
+    kernel_id,
     peer_case,
+    peer_kernels,
     peer_plan,
     skip_unless_it_runs,
 )
 from plans import chunked_plan
 
-KERNELS = [Kernel.SM90_PINGPONG, Kernel.LIBRARY]
 every_op = pytest.mark.parametrize("op", PEER_OPS)
-every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+every_op_and_kernel = pytest.mark.parametrize(
+    ("op", "kernel"),
+    [(op, kernel) for op in PEER_OPS for kernel in peer_kernels(op)],
+    ids=kernel_id,
+)
 
 # (rows of one rank's part, n, k), around tiles of 128 x 128 in clusters of two. Parts that end inside a tile and inside a
 # cluster, odd numbers of tiles, eight chunks, and sizes that the kernels do not take.
@@ -49,9 +54,8 @@ def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list
     return failures.result()
 
 
-@every_kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_op
+@every_op_and_kernel
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_peers_are_exact(ranks, op, dtype, kernel):
     skip_unless_it_runs(ranks, kernel)
@@ -65,8 +69,7 @@ def test_peers_are_exact_in_float32(ranks, op):
     ranks.expect_no_failures(check_shapes, op, torch.float32, Kernel.LIBRARY, timeout_s=300)
 
 
-@every_kernel
-@every_op
+@every_op_and_kernel
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_peers_take_layouts_that_differ_between_ranks(ranks, op, kernel):
     skip_unless_it_runs(ranks, kernel)
@@ -99,7 +102,12 @@ def race_of_ops(ops: list[str], calls: int, kernel: Kernel, chunks: int) -> tupl
 
 
 RACES = pytest.mark.parametrize(
-    "ops", [*([op] for op in PEER_OPS), [*PEER_OPS, ALL_TO_ALL]], ids="+".join
+    ("ops", "kernel"),
+    [
+        *(([op], kernel) for op in PEER_OPS for kernel in peer_kernels(op)),
+        *(([*PEER_OPS, ALL_TO_ALL], kernel) for kernel in (Kernel.SM90_PINGPONG, Kernel.LIBRARY)),
+    ],
+    ids=lambda value: kernel_id(value) or "+".join(value),
 )
 
 
@@ -109,7 +117,6 @@ def race_peers(ranks, ops: list[str], kernel: Kernel, calls: int) -> None:
         ranks.expect_no_failures(race_of_ops, ops, calls, kernel, chunks, timeout_s=300)
 
 
-@every_kernel
 @RACES
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_peers_back_to_back(ranks, ops, kernel):
@@ -118,7 +125,6 @@ def test_peers_back_to_back(ranks, ops, kernel):
 
 @pytest.mark.long
 @pytest.mark.races
-@every_kernel
 @RACES
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 def test_peers_back_to_back_long(ranks, ops, kernel):

@@ -25,19 +25,29 @@ from peers import (
     Way,
     fixed_counts,
     has_bias,
+    kernel_id,
     over_peers,
     peer_case,
+    peer_kernels,
     peer_plan,
     skip_unless_it_runs,
 )
 
-KERNELS = [Kernel.LIBRARY, Kernel.SM90_PINGPONG]
 WAYS: list[Way] = [1, 3, DIRECT]
 OP_WAYS = [(op, way) for op in PEER_OPS for way in WAYS]
 every_op_and_way = pytest.mark.parametrize(("op", "way"), OP_WAYS)
-with_all_to_all = pytest.mark.parametrize(("op", "way"), [*OP_WAYS, (ALL_TO_ALL, 1)])
+with_all_to_all = pytest.mark.parametrize(
+    ("op", "way", "kernel"),
+    [
+        *((op, way, kernel) for op, way in OP_WAYS for kernel in peer_kernels(op)),
+        *((ALL_TO_ALL, 1, kernel) for kernel in (Kernel.LIBRARY, Kernel.SM90_PINGPONG)),
+    ],
+    ids=kernel_id,
+)
 every_way = pytest.mark.parametrize("way", WAYS)
-every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+every_kernel = pytest.mark.parametrize(
+    "kernel", [Kernel.LIBRARY, Kernel.SM90_PINGPONG], ids=kernel_id
+)
 pytestmark = [pytest.mark.ranks((2, "nccl"), (4, "nccl"))]
 
 TURNS = 12
@@ -194,7 +204,6 @@ def check_replays(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]:
     return failures.result()
 
 
-@every_kernel
 @with_all_to_all
 def test_peers_graphs_replay_between_plain_calls(ranks, op, way, kernel):
     skip_unless_it_runs(ranks, kernel)
@@ -209,7 +218,6 @@ def check_nothing_but_replays(op: str, way: Way, kernel: Kernel) -> tuple[int, l
     return failures.result()
 
 
-@every_kernel
 @with_all_to_all
 def test_peers_graphs_replay_back_to_back(ranks, op, way, kernel):
     skip_unless_it_runs(ranks, kernel)
@@ -225,7 +233,6 @@ def check_two_graphs(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]
     return failures.result()
 
 
-@every_kernel
 @with_all_to_all
 def test_peers_graphs_replay_in_turns(ranks, op, way, kernel):
     skip_unless_it_runs(ranks, kernel)

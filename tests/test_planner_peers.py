@@ -60,7 +60,11 @@ def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -
     plan = plans.make_plan(problem, fast())
     plan.validate()
     assert over_peers(plan)
-    assert (plan.kernel, plan.schedule) == (Kernel.SM90_PINGPONG, Schedule.OVERLAPPED)
+    assert plan.schedule == Schedule.OVERLAPPED
+    kernels = {Kernel.SM90_PINGPONG}
+    if op == Op.ALLGATHER_GEMM:
+        kernels.add(Kernel.SM90_COOPERATIVE)
+    assert plan.kernel in kernels
     assert plan.collective == COLLECTIVES[op] or in_one_step(plan)
     assert total(plan, fast()) < 0.97 * total(plans.make_sequential(problem, fast()), fast()) - 8
     if op == Op.GEMM_REDUCESCATTER or in_one_step(plan):

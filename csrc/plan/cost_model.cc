@@ -40,6 +40,8 @@ constexpr double kIssueUs = 16.0;          // host: per chunk ...
 constexpr double kIssueExchangeUs = 22.0;  // ... and with its sum
 // A GEMM that leaves SMs loses less than their share: the chip is warm, not the SMs scarce.
 constexpr double kFewerSmsExponent = 0.85;
+constexpr double kFewerSmsExponentCooperative =
+    1.1;  // reduce-scatters over NCCL beside 8 and 16 CTAs
 // Bands of less than 4 tile rows share less of the operands in L2.
 constexpr double kLowBandRate = 0.95;
 constexpr double kBesideCommunication = 1.02;  // the GEMM's time beside communication
@@ -154,9 +156,11 @@ double beside_communication_us(const Plan& plan, const Machine& machine, int64_t
   const int32_t ctas = plan.resources.lanes * ctas_of(plan.chunks[0], machine);
   const bool many_ctas =
       slow_link(machine) && plan.problem.world_size == 2 && ctas > kDefaultCtasSlow;
+  const double exponent =
+      plan.kernel == Kernel::kSm90Cooperative ? kFewerSmsExponentCooperative : kFewerSmsExponent;
   return full_us * kBesideCommunication * (many_ctas ? kBesideManyCtas : 1.0) /
          (low ? kLowBandRate : 1.0) *
-         std::pow(static_cast<double>(machine.sm_count) / at_once, kFewerSmsExponent);
+         std::pow(static_cast<double>(machine.sm_count) / at_once, exponent);
 }
 
 // Rate of the collective's bytes, of that of an all-reduce's.
@@ -345,8 +349,7 @@ double finish_us(const Plan& plan, const Machine& machine) {
 
 // When the sums of chunks that have been exchanged at `ends_us` are done: chunk after chunk, on what SMs the
 // GEMM and communication leave, and after the GEMM on all.
-double summed_us(const Plan& plan, const Machine& machine, const std::vector<double>& ends_us,
-                 double gemm_us) {
+double summed_us(const Plan& plan, const std::vector<double>& ends_us, double gemm_us) {
   std::vector<double> bytes;
   double all_bytes = 0.0;
   for (size_t chunk = 0; chunk < ends_us.size(); ++chunk) {
@@ -430,7 +433,7 @@ Prediction predict(const Plan& plan, const Machine& machine) {
         cpu ? communicate_cpu_us(plan, machine, ready_us, &prediction.communication_us)
             : communicate_us(plan, machine, ready_us, &prediction.communication_us);
     finished_us = plan.collective == Collective::kExchange && !cpu && !slow_link(machine)
-                      ? summed_us(plan, machine, ends, gemm_us)
+                      ? summed_us(plan, ends, gemm_us)
                       : *std::max_element(ends.begin(), ends.end()) + finish_us(plan, machine);
   }
   prediction.total_us = std::max(finished_us, gemm_us) + (cpu ? kForkJoinCpuUs : kForkJoinUs);

@@ -20,10 +20,13 @@ constexpr double kSequentialUs = 5.2;       // starts and signals, beyond what f
 // Of 72 times of rings and direct plans on the same GPUs (5 %; the plan that they pick needs 0.2 % more).
 constexpr double kDirectUs = 13.5;
 constexpr double kRingUs = 18.0;
+// Of parts of one cluster's tile rows, whose phases are computed at the same time.
+constexpr double kLowPartUs = 11.0;
 constexpr double kFinalUs =
     12.0;  // of an all-reduce's final tiles, for each peer: tail of stores and copies
 constexpr double kOverlapPower = 4.0;    // of the sum of powers of what takes place at a time
 constexpr double kGatherUs = 9.7;        // between what has arrived and its GEMM
+constexpr double kGatherChunkUs = 6.0;   // of more than one chunk in one launch, each
 constexpr double kFirstCopyUs = 9.0;     // before the copies that one launch waits for: host, fork
 constexpr double kChunkUs = 14.0;        // of an all-reduce's finished rows: host, wait, copy, SMs
 constexpr double kCopyUs = 6.6;          // wait, copy and signal of a chunk
@@ -35,6 +38,7 @@ constexpr double kExchangeRate = 0.7;
 constexpr double kExchangeStartUs = 30.0;
 constexpr double kLaunchUs = 10.0;     // of one more GEMM
 constexpr double kLocalGbps = 2550.0;  // what it reads and writes on the own device
+constexpr double kSlotsGbps = 3300.0;  // the same of what has just been written to a slot
 
 // All tiles of the framework's GEMM.
 double library_us(int64_t tiles, int32_t sms, double per_tile_us) {
@@ -90,7 +94,7 @@ class PeerModel {
     prediction.total_us = kDirectUs +
                           std::max(prediction.gemm_us + share * last_round_us(tiles_, all_sms_),
                                    prediction.communication_us) +
-                          local_us((ranks_ + 1) * piece);
+                          (ranks_ + 1) * piece / (1e3 * kSlotsGbps);
     if (pieces && plan_.problem.op == Op::kGemmAllReduce) {
       prediction.total_us += kSequentialUs + sent_us((ranks_ - 1) * piece) / kCollectiveRate +
                              local_us(2 * (ranks_ - 1) * piece);
@@ -118,7 +122,8 @@ class PeerModel {
       now_us = std::max(now_us, arrived_us) + flow_us(arriving[chunk + 1]);
     }
     prediction.gemm_us = gemm_us(tiles_, sms_);
-    prediction.total_us = std::max(now_us, kGatherUs + prediction.gemm_us);
+    prediction.total_us = std::max(now_us, kGatherUs + prediction.gemm_us) +
+                          kGatherChunkUs * static_cast<double>(plan_.chunks.size() - 1);
     return prediction;
   }
 
@@ -149,8 +154,10 @@ class PeerModel {
     Prediction prediction;
     prediction.gemm_us = gemm_us(tiles_, sms_);
     prediction.communication_us = (ranks_ - 1) * (all_reduces ? 2 : 1) * sent_us(part_bytes);
-    prediction.total_us = kRingUs + bands_us(prediction.gemm_us / ranks_, sent_us(part_bytes),
-                                             all_reduces ? ranks_ - 1 : 0);
+    const bool low = tiles_m(plan_) / ranks_ <= plan_.cluster_m;
+    prediction.total_us =
+        kRingUs + (low ? kLowPartUs : 0.0) +
+        bands_us(prediction.gemm_us / ranks_, sent_us(part_bytes), all_reduces ? ranks_ - 1 : 0);
     if (!all_reduces) return prediction;
     if (ring_collects(plan_)) {
       prediction.total_us += kFinalUs * (ranks_ - 1);

@@ -19,6 +19,7 @@ constexpr double kNeededShare = 0.95;
 constexpr double kNeededUs = 12.0;
 constexpr double kNeededSharePeers = 0.97;  // no collective of a library's that may not fit beside
 constexpr double kNeededUsPeers = 8.0;
+constexpr double kNeededShareScatter = 0.98;  // reduce-scatters in windows: 1.01x to 1.05x at 0.95
 constexpr double kNeededShareLibrary = 0.90;  // GEMM calls per chunk beside NCCL: least sure
 
 // Ways to communicate that are tried: CTAs of a communicator, lanes, SMs left free. One
@@ -43,6 +44,9 @@ constexpr double kFastPeerGbps = 100.0;
 int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
+
+// A GEMM of up to this is over before the chip is at its power limit.
+constexpr double kCoolGemmUs = 700.0;
 
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
@@ -82,12 +86,12 @@ const std::vector<std::vector<int32_t>>& gpu_schedules() {
   return schedules;
 }
 
-// Those of the above that measured well. All tiles are computed in one launch, so many chunks cost
-// little, and a small last one is a short tail.
+// Those that measured well. All tiles are computed in one launch, and a small last chunk is a short tail; but a
+// chunk costs the host 30 us.
 const std::vector<std::vector<int32_t>>& scatter_schedules() {
   static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(8, 1), std::vector<int32_t>(16, 1),    {4, 3, 1},
-      {4, 4, 4, 2, 1, 1},         {4, 4, 4, 4, 4, 4, 3, 2, 1, 1},
+      std::vector<int32_t>(8, 1), {4, 3, 1},          {2, 4, 4, 3, 2, 1},
+      {3, 4, 4, 4, 3, 2, 1},      {4, 4, 4, 2, 1, 1}, {4, 4, 4, 4, 4, 4, 3, 2, 1, 1},
   };
   return schedules;
 }
@@ -299,6 +303,27 @@ bool has_ring_flags(const Problem& problem, Kernel kernel) {
   return base.collective != Collective::kRing || ring_tiles(base) <= kMaxRingTiles;
 }
 
+// Whether the cooperative kernel's tiles, twice as large, fill about as many SMs as ping-pong's.
+bool fills_large_tiles(const Problem& problem, const Machine& machine, Transport transport) {
+  const auto rounds = [&](Kernel kernel) {
+    const Plan plan = base_plan(problem, kernel, transport, {});
+    return rounds_of(int64_t{tiles_m(plan)} * tiles_n(plan), machine.sm_count);
+  };
+  const double large = rounds(Kernel::kSm90Cooperative);
+  return large >= 2.0 && 2.0 * large <= 1.05 * rounds(Kernel::kSm90Pingpong);
+}
+
+// The Hopper kernel of what moves each byte once. Two H200s, m_train, the same plans with ping-pong and with the
+// cooperative kernel, call and row: reduce-scatters over NCCL 1.11x and 1.14x, 1.13x and 1.16x of the sequence;
+// all-gathers over peers 1.22x and 1.19x, 1.25x and 1.17x. Those gain up to 8 % where the GEMM is short; where
+// it is long the chip reaches its power limit, and ping-pong needs less. Exchanges lose at all sizes.
+Kernel one_way_kernel(const Problem& problem, const Machine& machine, Transport transport) {
+  const bool gathers = problem.op == Op::kAllGatherGemm;
+  if (!fills_large_tiles(problem, machine, transport)) return Kernel::kSm90Pingpong;
+  const double gemm_us = predict(make_sequential(problem, machine), machine).gemm_us;
+  return gathers && gemm_us > kCoolGemmUs ? Kernel::kSm90Pingpong : Kernel::kSm90Cooperative;
+}
+
 void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
                     Kernel kernel) {
   const auto resources_of = [&](const Way& way, bool window) {
@@ -307,10 +332,13 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   const auto fits = [&](const Way& way) {  // the GEMM keeps at least half of a small GPU
     return 2 * way.ctas * way.lanes <= machine.sm_count;
   };
-  const auto add_panels = [&](const Way& way, bool window) {
+  const auto add_panels_with = [&](Kernel chosen, const Way& way, bool window) {
     if (!fits(way)) return;
-    add_row_panels(plans, problem, kernel, schedules_of(problem.op), resources_of(way, window),
+    add_row_panels(plans, problem, chosen, schedules_of(problem.op), resources_of(way, window),
                    way.ctas, Transport::kNccl);
+  };
+  const auto add_panels = [&](const Way& way, bool window) {
+    add_panels_with(kernel, way, window);
   };
   const auto add_exchanges_in = [&](const Way& way, bool window, const auto& schedules) {
     if (!fits(way)) return;
@@ -328,7 +356,10 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
       !too_small_for_peers(problem) && has_ring_flags(problem, kernel)) {
     const size_t first = plans.size();
-    add_row_panels(plans, problem, kernel, peer_schedules(problem.op), {}, 0, Transport::kPeer);
+    const Kernel own = problem.op == Op::kAllGatherGemm
+                           ? one_way_kernel(problem, machine, Transport::kPeer)
+                           : kernel;
+    add_row_panels(plans, problem, own, peer_schedules(problem.op), {}, 0, Transport::kPeer);
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
     return;  // measured better than anything through NCCL
   }
@@ -339,7 +370,10 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     // The best of each on the same shapes: in windows 1.14x (reduce-scatter) and 1.12x (all-gather),
     // plain 1.11x and 1.07x; windows of all-gathers that stage their rows first: 1.2x.
     if (machine.windows) {
-      for (const Way& way : kOneWayWindowWays) add_panels(way, true);
+      const Kernel own = kernel == Kernel::kSm90Pingpong
+                             ? one_way_kernel(problem, machine, Transport::kNccl)
+                             : kernel;
+      for (const Way& way : kOneWayWindowWays) add_panels_with(own, way, true);
     } else {
       for (const Way& way : kPlainWays) add_panels(way, false);
     }
@@ -360,7 +394,7 @@ bool kernels_take(const Problem& problem) {
          problem.k % kAlignment == 0;
 }
 
-// The cooperative kernel is for plans made by hand: 1.01 of cuBLAS's time, ping-pong 0.98.
+// In a row on H200s ping-pong takes 0.98 of cuBLAS's time, the cooperative kernel 1.02: see one_way_kernel.
 Kernel best_kernel(const Problem& problem, const Machine& machine) {
   if (!kernels_take(problem)) return Kernel::kLibrary;
   if (machine.has_sm90_kernels) return Kernel::kSm90Pingpong;
@@ -552,14 +586,17 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
     const bool library = plans[i].kernel == Kernel::kLibrary && machine.arch != 0;
     const bool peers = over_peers(plans[i]);
     const bool overlapped = plans[i].schedule == Schedule::kOverlapped;
+    const bool scatters =
+        plans[i].collective == Collective::kReduceScatter && plans[i].resources.window;
     const double share = !overlapped ? 1.0
                          : library   ? kNeededShareLibrary
                          : peers     ? kNeededSharePeers
+                         : scatters  ? kNeededShareScatter
                                      : kNeededShare;
     const double us = predict(plans[i], machine).total_us;
     // The first of equals stays: every rank goes through the same list in the same order.
     const double margin_us = machine.arch == 0 || !overlapped ? 0.0
-                             : peers                          ? kNeededUsPeers
+                             : peers || scatters              ? kNeededUsPeers
                                                               : kNeededUs;
     if (us + margin_us < share * sequential_us && us < best_us) {
       best = i;

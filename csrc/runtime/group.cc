@@ -284,7 +284,10 @@ void Group::measure_link() {
   constexpr size_t kSmallBytes = size_t{1} << 18;
   constexpr size_t kLargeBytes = size_t{1} << 25;
   constexpr int kRepeats = 5;
-  constexpr int kCalls = 8;  // in a row, so that the host's time does not count
+  // In a row behind some large ones, so that the host's time does not count: on a slow one it is three times
+  // a small call's.
+  constexpr int kLead = 4;
+  constexpr int kCalls = 8;
   Communicator& nccl = communicator({}, false);
   Event begin(cudaEventDefault);
   Event end(cudaEventDefault);
@@ -292,15 +295,17 @@ void Group::measure_link() {
   const Scratch scratch(kLargeBytes, stream);
   check_cuda(cudaMemsetAsync(scratch.get(), 0, kLargeBytes, stream), "cudaMemsetAsync");
 
+  const auto all_reduce = [&](size_t bytes, int calls) {
+    for (int call = 0; call < calls; ++call) {
+      nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
+    }
+  };
   const auto median_us = [&](size_t bytes) {
     std::vector<double> times;
     for (int i = 0; i < kRepeats; ++i) {
-      nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
-                      stream);  // ranks meet
+      all_reduce(kLargeBytes, kLead);
       begin.record(stream);
-      for (int call = 0; call < kCalls; ++call) {
-        nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
-      }
+      all_reduce(bytes, kCalls);
       end.record(stream);
       check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
       times.push_back(elapsed_us(begin, end) / kCalls);

@@ -11,6 +11,8 @@ namespace overlap::runtime {
 namespace {
 
 constexpr std::chrono::milliseconds kPeriod{50};
+// How long an exit waits for communicators that are being ended, as they use what it takes down.
+constexpr std::chrono::seconds kExitWait{10};
 
 class Watchdog {
  public:
@@ -38,7 +40,7 @@ class Watchdog {
     stopping_ = true;
     wake_.notify_all();
     // Bounded: aborting a communicator can hang with the device, and an exit must not.
-    stopped_.wait_for(lock, std::chrono::seconds(1), [this] { return !watching_; });
+    stopped_.wait_for(lock, kExitWait, [this] { return !watching_; });
   }
 
   void run() {
@@ -68,9 +70,14 @@ class Watchdog {
       std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
         return std::find(ended.begin(), ended.end(), group) != ended.end();
       });
-      lock.unlock();
-      ended.clear();  // the communicators of process groups that no longer exist end here
-      lock.lock();
+      if (stopping_) {
+        // An exit waits for nothing that has not begun, and nothing may begin behind it.
+        (void)new std::vector<std::shared_ptr<Group>>(std::move(ended));
+      } else {
+        lock.unlock();
+        ended.clear();  // the communicators of process groups that no longer exist end here
+        lock.lock();
+      }
       watching_ = false;
       stopped_.notify_all();
     }
