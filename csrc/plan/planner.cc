@@ -313,15 +313,22 @@ bool fills_large_tiles(const Problem& problem, const Machine& machine, Transport
   return large >= 2.0 && 2.0 * large <= 1.05 * rounds(Kernel::kSm90Pingpong);
 }
 
-// The Hopper kernel of what moves each byte once. Two H200s, m_train, the same plans with ping-pong and with the
-// cooperative kernel, call and row: reduce-scatters over NCCL 1.11x and 1.14x, 1.13x and 1.16x of the sequence;
-// all-gathers over peers 1.22x and 1.19x, 1.25x and 1.17x. Those gain up to 8 % where the GEMM is short; where
-// it is long the chip reaches its power limit, and ping-pong needs less. Exchanges lose at all sizes.
-Kernel one_way_kernel(const Problem& problem, const Machine& machine, Transport transport) {
+// The kernels of what moves each byte once, the preferred one first. Two H200s, m_train, the same plans with
+// ping-pong and with the cooperative kernel, call and row: reduce-scatters over NCCL 1.11x and 1.14x, 1.13x and
+// 1.16x of the sequence; all-gathers over peers 1.22x and 1.19x, 1.25x and 1.17x. Those gain up to 8 % where the
+// GEMM is short; where it is long the chip reaches its power limit, and ping-pong needs less. Exchanges lose at
+// all sizes.
+std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine, Kernel kernel,
+                                    Transport transport) {
   const bool gathers = problem.op == Op::kAllGatherGemm;
-  if (!fills_large_tiles(problem, machine, transport)) return Kernel::kSm90Pingpong;
+  const bool ring = transport == Transport::kPeer && !gathers;  // its sources only ping-pong adds
+  if (kernel != Kernel::kSm90Pingpong || ring || !fills_large_tiles(problem, machine, transport)) {
+    return {kernel};
+  }
+  if (!gathers) return {Kernel::kSm90Cooperative};
   const double gemm_us = predict(make_sequential(problem, machine), machine).gemm_us;
-  return gathers && gemm_us > kCoolGemmUs ? Kernel::kSm90Pingpong : Kernel::kSm90Cooperative;
+  if (gemm_us > kCoolGemmUs) return {kernel};
+  return {Kernel::kSm90Cooperative, kernel};  // which takes fewer rounds for what arrives
 }
 
 void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
@@ -356,10 +363,9 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
       !too_small_for_peers(problem) && has_ring_flags(problem, kernel)) {
     const size_t first = plans.size();
-    const Kernel own = problem.op == Op::kAllGatherGemm
-                           ? one_way_kernel(problem, machine, Transport::kPeer)
-                           : kernel;
-    add_row_panels(plans, problem, own, peer_schedules(problem.op), {}, 0, Transport::kPeer);
+    for (const Kernel own : one_way_kernels(problem, machine, kernel, Transport::kPeer)) {
+      add_row_panels(plans, problem, own, peer_schedules(problem.op), {}, 0, Transport::kPeer);
+    }
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
     return;  // measured better than anything through NCCL
   }
@@ -370,10 +376,9 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     // The best of each on the same shapes: in windows 1.14x (reduce-scatter) and 1.12x (all-gather),
     // plain 1.11x and 1.07x; windows of all-gathers that stage their rows first: 1.2x.
     if (machine.windows) {
-      const Kernel own = kernel == Kernel::kSm90Pingpong
-                             ? one_way_kernel(problem, machine, Transport::kNccl)
-                             : kernel;
-      for (const Way& way : kOneWayWindowWays) add_panels_with(own, way, true);
+      for (const Kernel own : one_way_kernels(problem, machine, kernel, Transport::kNccl)) {
+        for (const Way& way : kOneWayWindowWays) add_panels_with(own, way, true);
+      }
     } else {
       for (const Way& way : kPlainWays) add_panels(way, false);
     }
@@ -394,7 +399,7 @@ bool kernels_take(const Problem& problem) {
          problem.k % kAlignment == 0;
 }
 
-// In a row on H200s ping-pong takes 0.98 of cuBLAS's time, the cooperative kernel 1.02: see one_way_kernel.
+// In a row on H200s ping-pong takes 0.98 of cuBLAS's time, the cooperative kernel 1.02: see one_way_kernels.
 Kernel best_kernel(const Problem& problem, const Machine& machine) {
   if (!kernels_take(problem)) return Kernel::kLibrary;
   if (machine.has_sm90_kernels) return Kernel::kSm90Pingpong;
