@@ -10,6 +10,8 @@ import torch
 from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the op)
 from overlap_torch._ops.gradients import (
     first_order,
+    in_inference_mode,
+    is_compiling,
     needs_autograd,
     rows,
     start_all_gather,
@@ -255,12 +257,12 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
     """
     name = group if type(group) is str else group_name(group)
     if isinstance(weight, torch.Tensor):
-        if needs_autograd(input, weight, bias):
+        if is_compiling() or in_inference_mode() or needs_autograd(input, weight, bias):
             return _op(input, weight, bias, group=name)
         with torch._C._AutoDispatchBelowAutograd():
             return _op(input, weight, bias, group=name)
     weights, biases = list(weight), list(bias or [])
-    if needs_autograd(input, *weights, *biases):
+    if is_compiling() or in_inference_mode() or needs_autograd(input, *weights, *biases):
         return _op_weights(input, weights, biases, group=name)
     with torch._C._AutoDispatchBelowAutograd():
         return _op_weights(input, weights, biases, group=name)

@@ -10,6 +10,8 @@ from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds 
 from overlap_torch._ops.gradients import (
     exchange,
     first_order,
+    in_inference_mode,
+    is_compiling,
     needs_autograd,
     rows,
     weight_gradient,
@@ -145,7 +147,7 @@ def gemm_alltoall(
             :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
     """
     name = group if type(group) is str else group_name(group)
-    if needs_autograd(input, weight, bias):
+    if is_compiling() or in_inference_mode() or needs_autograd(input, weight, bias):
         return _op(input, weight, send_rows, recv_rows, bias, group=name)
     with torch._C._AutoDispatchBelowAutograd():
         return _op(input, weight, send_rows, recv_rows, bias, group=name)

@@ -7,6 +7,8 @@ import torch
 from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the op)
 from overlap_torch._ops.gradients import (
     first_order,
+    in_inference_mode,
+    is_compiling,
     needs_autograd,
     rows,
     start_all_gather,
@@ -109,7 +111,7 @@ def gemm_reducescatter(
     (arXiv 2406.06858).
     """
     name = group if type(group) is str else group_name(group)
-    if needs_autograd(input, weight, bias):
+    if is_compiling() or in_inference_mode() or needs_autograd(input, weight, bias):
         return _op(input, weight, bias, group=name)
     with torch._C._AutoDispatchBelowAutograd():
         return _op(input, weight, bias, group=name)
