@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,15 +22,21 @@ DIRECT = "direct"
 Way = int | str  # over peers: in so many chunks, or "direct"
 
 
+KERNELS = [Kernel.SM90_PINGPONG, Kernel.LIBRARY]  # of every op's plans over peers
+
+
 def peer_kernels(op: str) -> list[Kernel]:
-    """Those that plans over peers take for an op: a ring's sources only ping-pong adds."""
-    gathers = [Kernel.SM90_COOPERATIVE] if op.startswith("allgather_gemm") else []
-    return [Kernel.SM90_PINGPONG, *gathers, Kernel.LIBRARY]
+    """Those of an op's plans over peers: a ring's sources only ping-pong adds."""
+    gathers = op.startswith("allgather_gemm")
+    return [*KERNELS, Kernel.SM90_COOPERATIVE] if gathers else KERNELS
 
 
 def kernel_id(value: object) -> str | None:
     """For pytest's parameters."""
     return value.name if isinstance(value, Kernel) else None
+
+
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
 
 
 def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: object) -> Case:

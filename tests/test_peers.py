@@ -12,6 +12,7 @@ from overlap_torch.plan import Kernel
 from peer_races import Runner, race
 from peers import (
     ALL_TO_ALL,
+    KERNELS,
     PEER_OPS,
     check_other_layouts,
     has_bias,
@@ -105,7 +106,7 @@ RACES = pytest.mark.parametrize(
     ("ops", "kernel"),
     [
         *(([op], kernel) for op in PEER_OPS for kernel in peer_kernels(op)),
-        *(([*PEER_OPS, ALL_TO_ALL], kernel) for kernel in (Kernel.SM90_PINGPONG, Kernel.LIBRARY)),
+        *(([*PEER_OPS, ALL_TO_ALL], kernel) for kernel in KERNELS),
     ],
     ids=lambda value: kernel_id(value) or "+".join(value),
 )

@@ -14,11 +14,16 @@ from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
 from peer_races import Runner, race
-from peers import ALL_TO_ALL, check_other_layouts, fixed_counts, peer_plan, skip_unless_it_runs
+from peers import (
+    ALL_TO_ALL,
+    check_other_layouts,
+    every_kernel,
+    fixed_counts,
+    peer_plan,
+    skip_unless_it_runs,
+)
 from plans import chunked_plan
 
-KERNELS = [Kernel.SM90_PINGPONG, Kernel.LIBRARY]
-every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 Counts = list[list[int]]  # [sender][receiver]

@@ -16,9 +16,11 @@ from peer_races import Runner, race
 from peers import (
     ALL_TO_ALL,
     DIRECT,
+    KERNELS,
     PEER_OPS,
     Way,
     check_other_layouts,
+    every_kernel,
     has_bias,
     peer_case,
     peer_plan,
@@ -26,9 +28,7 @@ from peers import (
 )
 from plans import chunked_plan, sequential_plan
 
-KERNELS = [Kernel.LIBRARY, Kernel.SM90_PINGPONG]
 every_op = pytest.mark.parametrize("op", PEER_OPS)
-every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 NCCL = "nccl"

@@ -23,6 +23,7 @@ from peers import (
     DIRECT,
     PEER_OPS,
     Way,
+    every_kernel,
     fixed_counts,
     has_bias,
     kernel_id,
@@ -38,16 +39,10 @@ OP_WAYS = [(op, way) for op in PEER_OPS for way in WAYS]
 every_op_and_way = pytest.mark.parametrize(("op", "way"), OP_WAYS)
 with_all_to_all = pytest.mark.parametrize(
     ("op", "way", "kernel"),
-    [
-        *((op, way, kernel) for op, way in OP_WAYS for kernel in peer_kernels(op)),
-        *((ALL_TO_ALL, 1, kernel) for kernel in (Kernel.LIBRARY, Kernel.SM90_PINGPONG)),
-    ],
+    [(op, way, kernel) for op, way in [*OP_WAYS, (ALL_TO_ALL, 1)] for kernel in peer_kernels(op)],
     ids=kernel_id,
 )
 every_way = pytest.mark.parametrize("way", WAYS)
-every_kernel = pytest.mark.parametrize(
-    "kernel", [Kernel.LIBRARY, Kernel.SM90_PINGPONG], ids=kernel_id
-)
 pytestmark = [pytest.mark.ranks((2, "nccl"), (4, "nccl"))]
 
 TURNS = 12

@@ -304,10 +304,11 @@ def test_planner_overlaps_training_shapes_on_a_fast_link(m, nk, world, machine) 
     assert total(plan, machine) <= 0.95 * total(plans.make_sequential(problem, machine), machine)
 
 
-# As two H200s are measured, whose sweeps found overlapped plans faster for each of these.
+# As two H200s are measured.
 TWO_H200 = {"windows": True, "link_latency_us": 9.3, "link_gbps": 262.7, "sm_gflops": 5596.0}
 
 
+# Their sweeps found overlapped plans faster for each of these.
 @pytest.mark.parametrize("op", PARTED)
 @pytest.mark.parametrize(
     ("m", "nk"), list(itertools.product([4096, 8192, 16384], TRAIN_NK)), ids=str
@@ -317,7 +318,7 @@ def test_planner_overlaps_training_shapes_one_way(op, m, nk) -> None:
     plan = plans.make_plan(problem, hopper(**TWO_H200))
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.resources.window
-    chunks = (1, 4) if op == Op.ALLGATHER_GEMM else (6, 16)
+    chunks = (1, 4) if op == Op.ALLGATHER_GEMM else (6, 10)
     assert chunks[0] <= len(plan.chunks) <= chunks[1]
 
 
@@ -342,7 +343,7 @@ def test_planner_overlaps_training_shapes_one_way(op, m, nk) -> None:
 def test_planner_takes_large_tiles_where_they_are_faster(op, m, nk, large, peer_gbps) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], op=op)
     plan = plans.make_plan(problem, hopper(**TWO_H200, peer_gbps=peer_gbps))
-    ring = plan.collective == Collective.RING  # whose source only ping-pong adds
+    ring = peer_gbps > 0 and op != Op.ALLGATHER_GEMM  # whose source only ping-pong adds
     assert plan.schedule == Schedule.OVERLAPPED
     expected = Kernel.SM90_COOPERATIVE if large and not ring else Kernel.SM90_PINGPONG
     assert plan.kernel == expected

@@ -40,8 +40,8 @@ constexpr double kIssueUs = 16.0;          // host: per chunk ...
 constexpr double kIssueExchangeUs = 22.0;  // ... and with its sum
 // A GEMM that leaves SMs loses less than their share: the chip is warm, not the SMs scarce.
 constexpr double kFewerSmsExponent = 0.85;
-constexpr double kFewerSmsExponentCooperative =
-    1.1;  // reduce-scatters over NCCL beside 8 and 16 CTAs
+// The cooperative kernel loses more: reduce-scatters over NCCL beside 8 and 16 CTAs.
+constexpr double kFewerSmsExponentCooperative = 1.1;
 // Bands of less than 4 tile rows share less of the operands in L2.
 constexpr double kLowBandRate = 0.95;
 constexpr double kBesideCommunication = 1.02;  // the GEMM's time beside communication

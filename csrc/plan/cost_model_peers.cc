@@ -94,7 +94,7 @@ class PeerModel {
     prediction.total_us = kDirectUs +
                           std::max(prediction.gemm_us + share * last_round_us(tiles_, all_sms_),
                                    prediction.communication_us) +
-                          (ranks_ + 1) * piece / (1e3 * kSlotsGbps);
+                          local_us((ranks_ + 1) * piece, kSlotsGbps);
     if (pieces && plan_.problem.op == Op::kGemmAllReduce) {
       prediction.total_us += kSequentialUs + sent_us((ranks_ - 1) * piece) / kCollectiveRate +
                              local_us(2 * (ranks_ - 1) * piece);
@@ -200,7 +200,7 @@ class PeerModel {
     return kCopyUs + sent_us((ranks_ - 1) * bytes_of(rows.end - rows.begin, plan_.problem.k));
   }
   double sent_us(double bytes) const { return bytes / bytes_per_us_; }
-  static double local_us(double bytes) { return bytes / (1e3 * kLocalGbps); }
+  static double local_us(double bytes, double gbps = kLocalGbps) { return bytes / (1e3 * gbps); }
   double bytes_of(int64_t rows, int64_t columns) const {
     return static_cast<double>(rows * columns * element_bytes(plan_.problem.dtype));
   }

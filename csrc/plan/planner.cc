@@ -339,13 +339,10 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   const auto fits = [&](const Way& way) {  // the GEMM keeps at least half of a small GPU
     return 2 * way.ctas * way.lanes <= machine.sm_count;
   };
-  const auto add_panels_with = [&](Kernel chosen, const Way& way, bool window) {
+  const auto add_panels = [&](Kernel own, const Way& way, bool window) {
     if (!fits(way)) return;
-    add_row_panels(plans, problem, chosen, schedules_of(problem.op), resources_of(way, window),
+    add_row_panels(plans, problem, own, schedules_of(problem.op), resources_of(way, window),
                    way.ctas, Transport::kNccl);
-  };
-  const auto add_panels = [&](const Way& way, bool window) {
-    add_panels_with(kernel, way, window);
   };
   const auto add_exchanges_in = [&](const Way& way, bool window, const auto& schedules) {
     if (!fits(way)) return;
@@ -355,7 +352,7 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
       add_exchanges_in(kSlowLinkExchange, false, slow_exchange_schedules());
     } else {
-      for (const Way& way : kSlowLinkWays) add_panels(way, false);
+      for (const Way& way : kSlowLinkWays) add_panels(kernel, way, false);
     }
     return;
   }
@@ -377,20 +374,20 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     // plain 1.11x and 1.07x; windows of all-gathers that stage their rows first: 1.2x.
     if (machine.windows) {
       for (const Kernel own : one_way_kernels(problem, machine, kernel, Transport::kNccl)) {
-        for (const Way& way : kOneWayWindowWays) add_panels_with(own, way, true);
+        for (const Way& way : kOneWayWindowWays) add_panels(own, way, true);
       }
     } else {
-      for (const Way& way : kPlainWays) add_panels(way, false);
+      for (const Way& way : kPlainWays) add_panels(kernel, way, false);
     }
   } else if (machine.windows && problem.world_size == 2) {
     add_exchanges_in(kExchange, true, exchange_schedules());
   } else if (machine.windows) {
-    for (const Way& way : kWindowWays) add_panels(way, true);
+    for (const Way& way : kWindowWays) add_panels(kernel, way, true);
     // Windows suit a reduction that is the shorter part; the other way about plain calls carry
     // more.
-    for (const Way& way : kPlainWays) add_panels(way, false);
+    for (const Way& way : kPlainWays) add_panels(kernel, way, false);
   } else {
-    for (const Way& way : kPlainWays) add_panels(way, false);
+    for (const Way& way : kPlainWays) add_panels(kernel, way, false);
   }
 }
 
