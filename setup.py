@@ -1,4 +1,4 @@
-"""Builds overlap_torch: one build.ninja for the op library `_C` and the planner's module `_plan`.
+"""Builds overlap_torch: one build.ninja for the op library `_C` and the modules `_plan` (planner) and `_eager` (calls).
 
     pip install --no-build-isolation .         against the torch that is installed
     python setup.py build_ext --inplace        the same, into the checkout (what `make build` runs)
@@ -41,8 +41,11 @@ from toolchain import (  # noqa: E402  (found through the path above)
     pybind11_include,
 )
 
+# The modules of the Python that runs: pybind11's planner, and the ops' short way in.
 PLAN_NAME = f"_plan{sysconfig.get_config_var('EXT_SUFFIX')}"
 PLAN_MODULE = "csrc/binding/plan_module.cc"
+EAGER_NAME = f"_eager{sysconfig.get_config_var('EXT_SUFFIX')}"
+EAGER_MODULE = "csrc/binding/eager_module.cc"
 CXX_FLAGS = "-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc".split()
 NVCC_FLAGS = [
     *"-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc".split(),
@@ -87,25 +90,44 @@ def planner_edges(folder: str) -> list[Edge]:
     return compile_edges("cxx", sources("plan/*.cc"), folder, CXX_FLAGS)
 
 
-def plan_edges(folder: str) -> list[Edge]:
-    """`_plan`: the planner's pybind11 module."""
+def module_edges(folder: str, source: str, includes: Iterable[Path | str]) -> list[Edge]:
+    """What compiles a module of the Python that runs."""
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").exists():
         raise BuildError(f"no Python.h in {headers}: apt-get install python3-dev")
     abi = f"{folder}/{sysconfig.get_config_var('SOABI')}"
-    flags = [*CXX_FLAGS, *isystem([pybind11_include(), headers])]
-    module = compile_edges("cxx", [PLAN_MODULE], abi, flags)
+    return compile_edges("cxx", [source], abi, [*CXX_FLAGS, *isystem([*includes, headers])])
+
+
+def plan_edges(folder: str) -> list[Edge]:
+    """`_plan`: the planner's pybind11 module."""
+    module = module_edges(folder, PLAN_MODULE, [pybind11_include()])
     inputs = [edge.output for edge in planner_edges(folder) + module]
     return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
 
 
+def torch_headers(torch: ModuleType) -> list[Path]:
+    include = Path(torch.__file__).parent / "include"
+    return [include, include / "torch/csrc/api/include"]
+
+
+def link_with_torch(torch: ModuleType, libraries: Iterable[str]) -> list[str]:
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in libraries)]
+
+
+def eager_edges(folder: str, torch: ModuleType) -> list[Edge]:
+    """`_eager`: the ops as functions of Python's; torch, imported first, has loaded what it needs."""
+    module = module_edges(folder, EAGER_MODULE, torch_headers(torch))
+    flags = link_with_torch(torch, ["c10", "torch_cpu", "torch_python"])
+    return [*module, Edge("link", f"{folder}/{EAGER_NAME}", [module[0].output], flags)]
+
+
 def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
     """`_C`: the bindings; with CUDA also kernels and runtime."""
-    home = Path(torch.__file__).parent
-    headers = [home / "include", home / "include/torch/csrc/api/include"]
     edges: list[Edge] = []
     flags = list(CXX_FLAGS)
-    bindings = [file for file in sources("binding/*.cc") if file != PLAN_MODULE]
+    modules = (PLAN_MODULE, EAGER_MODULE)
+    bindings = [file for file in sources("binding/*.cc") if file not in modules]
     libraries = ["c10", "torch_cpu"]
     library_files: list[str] = []
     homes = ["torch/lib", "nvidia/nccl/lib"]
@@ -122,14 +144,13 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         library_files = [str(cuda.cudart), str(cuda.nccl / "lib/libnccl.so.2")]
         homes += [f"nvidia/{cuda.cudart.parents[1].name}/lib"]
     info = f'-DOVERLAP_BUILD_INFO="{build_info(cuda)}"'
-    binding_flags = [*flags, info, *isystem(headers)]
+    binding_flags = [*flags, info, *isystem(torch_headers(torch))]
     edges += compile_edges("cxx", bindings, folder, binding_flags)
     link_flags = [
         "-Wl,-z,defs",  # a missing function fails here, not at import
         # torch, imported first, has loaded these already; the rpath serves whoever loads _C alone.
         f"-Wl,-rpath,{':'.join(f'$ORIGIN/../{home}' for home in homes)}",
-        f"-L{home / 'lib'}",
-        *(f"-l{name}" for name in libraries),
+        *link_with_torch(torch, libraries),
         *library_files,
     ]
     inputs = [edge.output for edge in edges + planner_edges(folder)]
@@ -234,10 +255,11 @@ def build_record(torch: ModuleType, cuda: Cuda | None, why_no_cuda: str | None) 
 
 
 class build_ext(setuptools_build_ext):
-    """Builds both extensions and puts them, with a record of the build, into the package."""
+    """Builds the extensions and puts them, with a record of the build, into the package."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return os.path.join("overlap_torch", "_C.so" if fullname.endswith("._C") else PLAN_NAME)
+        names = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}
+        return os.path.join("overlap_torch", names[fullname.rpartition(".")[2]])
 
     def run(self) -> None:
         torch = import_torch()
@@ -248,13 +270,18 @@ class build_ext(setuptools_build_ext):
             reason = str(error)
             announce_no_cuda(reason)
         folder = f"build/torch-{torch.__version__}-{'cuda' if cuda else 'cpu'}"
-        edges = planner_edges(folder) + plan_edges(folder) + op_edges(folder, torch, cuda)
+        edges = [
+            *planner_edges(folder),
+            *plan_edges(folder),
+            *eager_edges(folder, torch),
+            *op_edges(folder, torch, cuda),
+        ]
         run_ninja(folder, edges, cuda)
         built = ROOT / folder
         (built / "_build.json").write_text(build_record(torch, cuda, reason))
         in_checkout = self.inplace or self.editable_mode
         package = (ROOT if in_checkout else Path(self.build_lib)) / "overlap_torch"
-        for name in ("_C.so", PLAN_NAME, "_build.json"):
+        for name in ("_C.so", PLAN_NAME, EAGER_NAME, "_build.json"):
             place(built / name, package / name)
 
 
@@ -284,6 +311,7 @@ def main() -> None:
         ext_modules=[
             setuptools.Extension("overlap_torch._C", []),
             setuptools.Extension("overlap_torch._plan", []),
+            setuptools.Extension("overlap_torch._eager", []),
         ],
         cmdclass={"build_ext": build_ext},
     )

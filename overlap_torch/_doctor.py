@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -69,6 +70,7 @@ class Findings:
     why_no_gpu: str = ""
     nccl: tuple[int, ...] | None = None  # of this torch
     gloo: bool = True
+    eager: bool = True  # this Python's module is built
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)
     why_no_peers: str = ""  # the setting that forbids what they could
 
@@ -90,7 +92,15 @@ def parse_build_info(text: str) -> dict[str, str]:
 def fast_paths(found: Findings) -> list[FastPath]:
     """Each path of the ops with its state; pure, so that any machine can be asked about."""
     gloo = "tiles computed in plan order, chunks sent meanwhile through the process group"
-    paths = [FastPath("CPU, overlapped", found.gloo, gloo if found.gloo else "torch has no gloo")]
+    eager = "without gradients and modes, straight into the op"
+    if not found.eager:
+        eager = (
+            "_eager is not built for this Python, calls go through torch.ops: build again with it"
+        )
+    paths = [
+        FastPath("Eager calls", found.eager, eager),
+        FastPath("CPU, overlapped", found.gloo, gloo if found.gloo else "torch has no gloo"),
+    ]
 
     no_kernels = ""  # what stands against all kernels
     if found.cuda is None:
@@ -214,6 +224,7 @@ def find() -> Findings:
         why_no_gpu=why_no_gpu,
         nccl=torch.cuda.nccl.version() if dist.is_nccl_available() else None,
         gloo=dist.is_gloo_available(),
+        eager=importlib.util.find_spec("overlap_torch._eager") is not None,
         peers={
             (i, j): torch.cuda.can_device_access_peer(i, j)
             for i in range(count)

@@ -123,9 +123,9 @@ def test_build_info_agrees_with_the_record():
 
 @pytest.mark.skipif(not shutil.which("readelf"), reason="readelf is not installed")
 def test_libraries_link_neither_driver_nor_python():
-    libraries = [PACKAGE / "_C.so", *PACKAGE.glob("_plan*.so")]
-    assert len(libraries) >= 2
-    for library in libraries:
+    modules = [*PACKAGE.glob("_plan*.so"), *PACKAGE.glob("_eager*.so")]
+    assert len(modules) >= 2
+    for library in [PACKAGE / "_C.so", *modules]:
         dynamic = subprocess.run(
             ["readelf", "-d", library], capture_output=True, text=True, check=True
         )
@@ -174,6 +174,7 @@ def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
     ("findings", "path", "reason"),
     [
         ({"gloo": False}, "CPU, overlapped", "gloo"),
+        ({"eager": False}, "Eager calls", "_eager is not built for this Python"),
         ({"why_no_cuda": "no nvcc"}, "CUDA, overlapped", "built without CUDA: no nvcc"),
         ({"cuda": "13.0", "why_no_gpu": "no driver"}, "Hopper GEMM (sm_90a)", "no driver"),
         (

@@ -123,12 +123,12 @@ at::Tensor run_sequential(const OpCall& call, const CudaCall& cuda) {
   sequential.plan = &cuda.plan();
   sequential.gemm = [&] {
     product = at::mm(call.input, call.weight().t());
+    if (call.problem.op == plan::Op::kGemmReduceScatter) {  // behind the GEMM, which is on its way
+      output = at::empty({plan::part_rows(cuda.plan()), call.problem.n}, call.input.options());
+      sequential.output = output.data_ptr();
+    }
     return product.data_ptr();
   };
-  if (call.problem.op == plan::Op::kGemmReduceScatter) {
-    output = at::empty({plan::part_rows(cuda.plan()), call.problem.n}, call.input.options());
-    sequential.output = output.data_ptr();
-  }
   sequential.stream = cuda.stream;
   sequential.trace = cuda.trace();
   runtime::run_sequential(*cuda.group, sequential);

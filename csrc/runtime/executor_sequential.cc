@@ -75,16 +75,19 @@ void run_sequential(Group& group, const SequentialCall& call) {
   }
   group.check();
   const cudaStream_t stream = call.stream;
-  const std::optional<unsigned long long> capture = capture_id(stream);
-  Communicator& communicator =
-      group.communicator(communicator_of(*call.plan, 0), capture.has_value());
-  CallTrace* trace = call.trace != nullptr && !capture ? &call.trace->add(1) : nullptr;
+  const CommunicatorKey key = communicator_of(*call.plan, 0);
+  if (!group.has_communicator(key)) (void)group.communicator(key, capture_id(stream).has_value());
+  CallTrace* trace = nullptr;
+  if (call.trace != nullptr && !capture_id(stream)) trace = &call.trace->add(1);
   if (trace != nullptr) trace->start.record(stream);
   // A GEMM that comes first waits for no peer, so it need not be chained: it starts while the host
   // does the rest.
   const bool gathers = call.plan->problem.op == plan::Op::kAllGatherGemm;
   void* product = gathers ? nullptr : call.gemm();
   if (trace != nullptr && !gathers) trace->gemm_end.record(stream);
+
+  const std::optional<unsigned long long> capture = capture_id(stream);
+  Communicator& communicator = group.communicator(key, capture.has_value());
 
   DeviceState& device = group.device();
   {

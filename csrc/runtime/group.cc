@@ -111,8 +111,9 @@ Group::~Group() {
 
 Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  std::unique_ptr<Communicator>& communicator = communicators_[key];
-  if (communicator != nullptr) return *communicator;
+  if (const auto found = communicators_.find(key); found != communicators_.end()) {
+    return *found->second;
+  }
   if (capturing) {
     throw Error("overlap_torch: group '" + options_.name + "' has no communicator with " +
                 (key.max_ctas == 0 ? std::string("NCCL's own") : std::to_string(key.max_ctas)) +
@@ -124,14 +125,19 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
   communicator_options.rank = options_.rank;
   communicator_options.world_size = options_.world_size;
   communicator_options.max_ctas = key.max_ctas;
-  communicator = std::make_unique<Communicator>(unique_id(key), communicator_options);
+  auto communicator = std::make_unique<Communicator>(unique_id(key), communicator_options);
   // The first collective connects the ranks: here, so that no later call blocks the host.
   const Scratch scratch(sizeof(float), device_.side[0].get());
   communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
                            device_.side[0].get());
   check_cuda(cudaStreamSynchronize(device_.side[0].get()), "cudaStreamSynchronize");
   forget(id_key(key));
-  return *communicator;
+  return *(communicators_[key] = std::move(communicator));
+}
+
+bool Group::has_communicator(CommunicatorKey key) {
+  const std::lock_guard<std::mutex> lock(communicators_mutex_);
+  return communicators_.contains(key);
 }
 
 void Group::prepare(const plan::Plan& plan) {
@@ -284,9 +290,9 @@ void Group::measure_link() {
   constexpr size_t kSmallBytes = size_t{1} << 18;
   constexpr size_t kLargeBytes = size_t{1} << 25;
   constexpr int kRepeats = 5;
-  // In a row behind some large ones, so that the host's time does not count: on a slow one it is three times
-  // a small call's.
-  constexpr int kLead = 4;
+  // Behind large ones, so that the host's time does not count: on a slow one it is three times a small call's.
+  constexpr int kSmallLead = 4;
+  constexpr int kLargeLead = 1;
   constexpr int kCalls = 8;
   Communicator& nccl = communicator({}, false);
   Event begin(cudaEventDefault);
@@ -300,10 +306,10 @@ void Group::measure_link() {
       nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
     }
   };
-  const auto median_us = [&](size_t bytes) {
+  const auto median_us = [&](size_t bytes, int lead) {
     std::vector<double> times;
     for (int i = 0; i < kRepeats; ++i) {
-      all_reduce(kLargeBytes, kLead);
+      all_reduce(kLargeBytes, lead);
       begin.record(stream);
       all_reduce(bytes, kCalls);
       end.record(stream);
@@ -315,9 +321,9 @@ void Group::measure_link() {
   };
   // Warm up, then measure; the ranks' sum of times is the same on all of them, so that they plan
   // alike.
-  (void)median_us(kLargeBytes);
-  float times[2] = {static_cast<float>(median_us(kSmallBytes)),
-                    static_cast<float>(median_us(kLargeBytes))};
+  (void)median_us(kLargeBytes, kLargeLead);
+  float times[2] = {static_cast<float>(median_us(kSmallBytes, kSmallLead)),
+                    static_cast<float>(median_us(kLargeBytes, kLargeLead))};
   check_cuda(cudaMemcpyAsync(scratch.get(), times, sizeof(times), cudaMemcpyHostToDevice, stream),
              "cudaMemcpyAsync");
   nccl.all_reduce(scratch.get(), scratch.get(), 2, plan::DType::kFloat32, stream);
@@ -417,9 +423,7 @@ void Group::track(cudaStream_t stream, int chunks) {
 
 void Group::mark_captured() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  for (auto& [key, communicator] : communicators_) {
-    if (communicator != nullptr) communicator->mark_captured();
-  }
+  for (auto& [key, communicator] : communicators_) communicator->mark_captured();
   if (peers_ != nullptr) peers_->mark_captured();
 }
 
@@ -436,9 +440,7 @@ void Group::fail(const std::string& message) {
   }
   // The error can be read from here on, without waiting for the device.
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  for (auto& [key, communicator] : communicators_) {
-    if (communicator != nullptr) communicator->abort();
-  }
+  for (auto& [key, communicator] : communicators_) communicator->abort();
 }
 
 // The store may hang with the process that holds it, and a watchdog must not: both calls leave the
@@ -512,7 +514,6 @@ void Group::watch() {
     const std::unique_lock<std::mutex> lock(communicators_mutex_, std::try_to_lock);
     for (auto& [key, communicator] : communicators_) {
       if (!lock.owns_lock()) break;
-      if (communicator == nullptr) continue;
       if (const auto found = communicator->async_error()) error = *found;
     }
   }
@@ -563,8 +564,7 @@ bool Group::idle() {
 
 std::vector<int64_t> Group::memory() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  int64_t count = 0;
-  for (const auto& [key, communicator] : communicators_) count += communicator != nullptr;
+  const auto count = static_cast<int64_t>(communicators_.size());
   int64_t bytes = staging_ == nullptr ? 0 : staging_->bytes();
   for (const auto& old : outgrown_) bytes += old->bytes();
   if (peers_ != nullptr) bytes += peers_->bytes();

@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
+    eager,
+    fakes,
+    library,
+    reducescatter,
+)
 from overlap_torch._ops.gradients import (
     first_order,
-    in_inference_mode,
-    is_compiling,
-    needs_autograd,
     rows,
     start_all_gather,
     start_reduce_scatter,
@@ -23,7 +26,6 @@ from overlap_torch._ops.group import Group, group_name, world_size
 
 _op = torch.ops.overlap.allgather_gemm.default
 _op_weights = torch.ops.overlap.allgather_gemm.weights
-_gemm_reducescatter = torch.ops.overlap.gemm_reducescatter.default
 
 Biases = Sequence[torch.Tensor | None]
 
@@ -142,7 +144,7 @@ def _input_gradient(
     else:
         grad = torch.cat([grad for grad, _ in parts], dim=-1)
         weight = torch.cat([weight for _, weight in parts])
-    grad_input = _gemm_reducescatter(grad, weight.t(), group=group)
+    grad_input = reducescatter.gemm_reducescatter(grad, weight.t(), group=group)
     return grad_input if scattered is None else grad_input + wait(scattered)
 
 
@@ -257,12 +259,14 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
     """
     name = group if type(group) is str else group_name(group)
     if isinstance(weight, torch.Tensor):
-        if is_compiling() or in_inference_mode() or needs_autograd(input, weight, bias):
-            return _op(input, weight, bias, group=name)
-        with torch._C._AutoDispatchBelowAutograd():
-            return _op(input, weight, bias, group=name)
+        if not is_dynamo_compiling():
+            results = eager.allgather_gemm(input, weight, bias, name)
+            if results is not None:
+                return results
+        return _op(input, weight, bias, group=name)
     weights, biases = list(weight), list(bias or [])
-    if is_compiling() or in_inference_mode() or needs_autograd(input, *weights, *biases):
-        return _op_weights(input, weights, biases, group=name)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op_weights(input, weights, biases, group=name)
+    if not is_dynamo_compiling():
+        results = eager.allgather_gemm_weights(input, weights, biases, name)
+        if results is not None:
+            return results
+    return _op_weights(input, weights, biases, group=name)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the op)
-from overlap_torch._ops.gradients import (
-    first_order,
-    in_inference_mode,
-    is_compiling,
-    needs_autograd,
-    rows,
-    weight_gradient,
-)
+from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops.gradients import first_order, rows, weight_gradient
 from overlap_torch._ops.group import Group, group_name
 
 _op = torch.ops.overlap.gemm_allreduce.default
@@ -94,7 +88,8 @@ def gemm_allreduce(
     (arXiv 2406.06858).
     """
     name = group if type(group) is str else group_name(group)
-    if is_compiling() or in_inference_mode() or needs_autograd(input, weight, bias):
-        return _op(input, weight, bias, group=name)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(input, weight, bias, group=name)
+    if not is_dynamo_compiling():
+        output = eager.gemm_allreduce(input, weight, bias, name)
+        if output is not None:
+            return output
+    return _op(input, weight, bias, group=name)

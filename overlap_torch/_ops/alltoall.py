@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the op)
-from overlap_torch._ops.gradients import (
-    exchange,
-    first_order,
-    in_inference_mode,
-    is_compiling,
-    needs_autograd,
-    rows,
-    weight_gradient,
-)
+from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops.gradients import exchange, first_order, rows, weight_gradient
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 
 _op = torch.ops.overlap.gemm_alltoall.default
@@ -147,7 +140,8 @@ def gemm_alltoall(
             :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
     """
     name = group if type(group) is str else group_name(group)
-    if is_compiling() or in_inference_mode() or needs_autograd(input, weight, bias):
-        return _op(input, weight, send_rows, recv_rows, bias, group=name)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(input, weight, send_rows, recv_rows, bias, group=name)
+    if not is_dynamo_compiling():
+        output = eager.gemm_alltoall(input, weight, send_rows, recv_rows, bias, name)
+        if output is not None:
+            return output
+    return _op(input, weight, send_rows, recv_rows, bias, group=name)

@@ -6,31 +6,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed._functional_collectives
-from torch.autograd import forward_ad
 
 from overlap_torch._ops.group import world_size
 
 _collectives = torch.ops._c10d_functional
-
-# What a call asks for before needs_autograd: compiled, it is traced whole; in inference mode the dispatcher leaves the
-# autograd kernel out by itself. In a cold cache each further look into a module costs microseconds, and a single
-# call's GEMM waits for them.
-is_compiling = torch.compiler.is_compiling
-in_inference_mode = torch.is_inference_mode_enabled
-
-
-def needs_autograd(*tensors: torch.Tensor | None) -> bool:
-    """Whether an eager call outside of inference mode has anything to do in the autograd kernel.
-
-    Where not, leaving out that kernel, which is in Python, halves the call's host time.
-    """
-    if forward_ad._current_level >= 0:
-        return True
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
 
 
 class _FirstOrder(torch.autograd.Function):

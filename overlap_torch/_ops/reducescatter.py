@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from overlap_torch._ops import fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
+    allgather,
+    eager,
+    fakes,
+    library,
+)
 from overlap_torch._ops.gradients import (
     first_order,
-    in_inference_mode,
-    is_compiling,
-    needs_autograd,
     rows,
     start_all_gather,
     wait,
@@ -18,7 +21,6 @@ from overlap_torch._ops.gradients import (
 from overlap_torch._ops.group import Group, group_name, world_size
 
 _op = torch.ops.overlap.gemm_reducescatter.default
-_allgather_gemm = torch.ops.overlap.allgather_gemm.default
 
 
 @torch.library.register_fake("overlap::gemm_reducescatter")
@@ -52,7 +54,7 @@ def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     grad_input = grad_weight = grad_bias = None
     with torch.no_grad():
         if weight is not None:
-            grad_input, gathered = _allgather_gemm(grad, weight.t(), group=ctx.group)
+            grad_input, gathered = allgather.allgather_gemm(grad, weight.t(), group=ctx.group)
         elif input is not None:
             gathered = wait(start_all_gather(grad, ctx.group))
         if input is not None:
@@ -111,7 +113,8 @@ def gemm_reducescatter(
     (arXiv 2406.06858).
     """
     name = group if type(group) is str else group_name(group)
-    if is_compiling() or in_inference_mode() or needs_autograd(input, weight, bias):
-        return _op(input, weight, bias, group=name)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(input, weight, bias, group=name)
+    if not is_dynamo_compiling():
+        output = eager.gemm_reducescatter(input, weight, bias, name)
+        if output is not None:
+            return output
+    return _op(input, weight, bias, group=name)

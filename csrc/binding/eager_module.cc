@@ -1,0 +1,191 @@
+// `_eager`: the ops' short way in from Python. torch.ops reads schema and arguments at every call, and behind it
+// stands the autograd kernel, in Python, while a single call's GPU waits for its GEMM.
+#include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace overlap::binding {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using OptionalTensors = c10::List<OptionalTensor>;
+
+// Each `read` turns an argument into what the op takes, or returns false: it is no such argument, or
+// a tensor that somebody else has to see first, a subclass or autograd.
+bool read(PyObject* object, at::Tensor& tensor) {
+  if (!THPVariable_CheckExact(object)) return false;
+  tensor = THPVariable_Unpack(object);
+  const bool has_gradient = at::GradMode::is_enabled() && tensor.requires_grad();
+  return !has_gradient && !tensor._fw_grad(/*level=*/0).defined();
+}
+
+bool read(PyObject* object, OptionalTensor& tensor) {
+  return Py_IsNone(object) || read(object, tensor.emplace());
+}
+
+bool read(PyObject* object, std::string& text) {
+  if (!PyUnicode_Check(object)) return false;
+  Py_ssize_t length = 0;
+  const char* bytes = PyUnicode_AsUTF8AndSize(object, &length);
+  if (bytes == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  text.assign(bytes, static_cast<size_t>(length));
+  return true;
+}
+
+bool read(PyObject* object, int64_t& number) {
+  if (!PyLong_Check(object)) return false;
+  int overflow = 0;
+  number = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
+}
+
+template <typename Element, typename Elements>
+bool read_list(PyObject* object, Elements& elements) {
+  if (!PyList_Check(object) && !PyTuple_Check(object)) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+    Element element{};
+    if (!read(PySequence_Fast_GET_ITEM(object, i), element)) return false;
+    elements.push_back(std::move(element));
+  }
+  return true;
+}
+
+bool read(PyObject* object, std::vector<int64_t>& numbers) {
+  return read_list<int64_t>(object, numbers);
+}
+
+bool read(PyObject* object, std::vector<at::Tensor>& tensors) {
+  return read_list<at::Tensor>(object, tensors);
+}
+
+bool read(PyObject* object, OptionalTensors& tensors) {
+  return read_list<OptionalTensor>(object, tensors);
+}
+
+PyObject* wrap(at::Tensor&& tensor) {
+  return THPVariable_Wrap(std::move(tensor));
+}
+
+PyObject* wrap(std::vector<at::Tensor>&& tensors) {
+  THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  if (!list) return nullptr;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* tensor = wrap(std::move(tensors[i]));
+    if (tensor == nullptr) return nullptr;
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), tensor);
+  }
+  return list.release();
+}
+
+template <typename First>
+PyObject* wrap(std::tuple<First, at::Tensor>&& pair) {
+  const THPObjectPtr first(wrap(std::move(std::get<0>(pair))));
+  if (!first) return nullptr;
+  const THPObjectPtr second(wrap(std::move(std::get<1>(pair))));
+  return second ? PyTuple_Pack(2, first.get(), second.get()) : nullptr;
+}
+
+// Modes and tracers see a call through torch.ops.
+bool is_observed() {
+  return at::impl::torch_function_mode_enabled() ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
+}
+
+template <typename Parameter>
+struct Owner {
+  using type = std::decay_t<Parameter>;
+};
+template <typename Element>
+struct Owner<c10::ArrayRef<Element>> {
+  using type = std::vector<Element>;
+};
+
+// The function of an op, with its schema's parameters by position. None: a call for torch.ops.
+template <const auto& kOp, typename Signature>
+struct Function;
+template <const auto& kOp, typename Result, typename... Parameters>
+struct Function<kOp, Result(Parameters...)> {
+  static PyObject* call(PyObject* /*module*/, PyObject* const* objects, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(kOp.name, kOp.overload)
+                               .template typed<Result(Parameters...)>();
+    if (count != sizeof...(Parameters) || is_observed()) Py_RETURN_NONE;
+    std::tuple<typename Owner<Parameters>::type...> arguments;
+    const auto read_all = [&](auto&... argument) { return (read(*objects++, argument) && ...); };
+    if (!std::apply(read_all, arguments)) Py_RETURN_NONE;
+    const auto run = [&](const auto&... argument) {
+      const py::gil_scoped_release no_gil;
+      const at::AutoDispatchBelowAutograd below_autograd;
+      return op.call(argument...);
+    };
+    return wrap(std::apply(run, arguments));
+    END_HANDLE_TH_ERRORS
+  }
+};
+
+struct Op {
+  const char* name;
+  const char* overload;
+};
+constexpr Op kAllReduce{"overlap::gemm_allreduce", ""};
+constexpr Op kReduceScatter{"overlap::gemm_reducescatter", ""};
+constexpr Op kAllGather{"overlap::allgather_gemm", ""};
+constexpr Op kAllGatherWeights{"overlap::allgather_gemm", "weights"};
+constexpr Op kAllToAll{"overlap::gemm_alltoall", ""};
+
+using Produce = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                           const std::string&);
+using Consume = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
+                                                   const OptionalTensor&, const std::string&);
+using ConsumeWeights = std::tuple<std::vector<at::Tensor>, at::Tensor>(const at::Tensor&,
+                                                                       at::TensorList,
+                                                                       const OptionalTensors&,
+                                                                       const std::string&);
+using Exchange = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
+                            const OptionalTensor&, const std::string&);
+
+template <const auto& kOp, typename Signature>
+PyMethodDef method(const char* name) {
+  void* function = reinterpret_cast<void*>(&Function<kOp, Signature>::call);
+  return {name, reinterpret_cast<PyCFunction>(function), METH_FASTCALL, nullptr};
+}
+
+}  // namespace
+}  // namespace overlap::binding
+
+PyMODINIT_FUNC PyInit__eager() {
+  using namespace overlap::binding;
+  static PyMethodDef methods[] = {
+      method<kAllReduce, Produce>("gemm_allreduce"),
+      method<kReduceScatter, Produce>("gemm_reducescatter"),
+      method<kAllGather, Consume>("allgather_gemm"),
+      method<kAllGatherWeights, ConsumeWeights>("allgather_gemm_weights"),
+      method<kAllToAll, Exchange>("gemm_alltoall"),
+      {nullptr, nullptr, 0, nullptr},
+  };
+  static PyModuleDef module = [] {
+    PyModuleDef definition{};
+    definition.m_base = PyModuleDef_HEAD_INIT;
+    definition.m_name = "_eager";
+    definition.m_size = -1;  // one for the process, as torch is
+    definition.m_methods = methods;
+    return definition;
+  }();
+  return PyModule_Create(&module);
+}
