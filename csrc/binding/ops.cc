@@ -68,15 +68,13 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
   return as_shape_of(output, input, input.size(0) / problem.world_size);
 }
 
-std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
-    const at::Tensor& input, at::TensorList weights,
-    const c10::List<std::optional<at::Tensor>>& biases, const std::string& group_name) {
+AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::Tensor> weights,
+                                       std::vector<std::optional<at::Tensor>> biases,
+                                       const std::string& group_name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_row_dim(plan::Op::kAllGatherGemm, input);
-  OpCall call = make_call(
-      plan::Op::kAllGatherGemm, input, weights.vec(),
-      biases.empty() ? std::vector<std::optional<at::Tensor>>(weights.size()) : biases.vec(),
-      group_name);
+  OpCall call =
+      make_call(plan::Op::kAllGatherGemm, input, std::move(weights), std::move(biases), group_name);
   call.problem.m *= call.problem.world_size;
   const plan::Problem& problem = call.problem;
   compare_calls(call);
@@ -85,7 +83,7 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
   if (problem.world_size == 1 || problem.m == 0 || problem.k == 0) {
     result.gathered = problem.world_size == 1 ? call.input.clone(at::MemoryFormat::Contiguous)
                                               : at::empty({problem.m, problem.k}, input.options());
-    for (size_t i = 0; i < weights.size(); ++i) {
+    for (size_t i = 0; i < call.weights.size(); ++i) {
       result.outputs.push_back(local_gemm(result.gathered, call.weights[i], call.biases[i]));
     }
   } else {
@@ -93,15 +91,25 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
   }
   const int64_t dim0 = input.size(0) * problem.world_size;
   for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim0);
-  return {std::move(result.outputs), as_shape_of(result.gathered, input, dim0)};
+  result.gathered = as_shape_of(result.gathered, input, dim0);
+  return result;
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
+    const at::Tensor& input, at::TensorList weights,
+    const c10::List<std::optional<at::Tensor>>& biases, const std::string& group_name) {
+  AllGatherGemmResult result = gather_and_compute(
+      input, weights.vec(),
+      biases.empty() ? std::vector<std::optional<at::Tensor>>(weights.size()) : biases.vec(),
+      group_name);
+  return {std::move(result.outputs), std::move(result.gathered)};
 }
 
 std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
                                                   const std::optional<at::Tensor>& bias,
                                                   const std::string& group_name) {
-  auto [outputs, gathered] = allgather_gemm_weights(
-      input, weight, c10::List<std::optional<at::Tensor>>({bias}), group_name);
-  return {std::move(outputs.front()), std::move(gathered)};
+  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, group_name);
+  return {std::move(result.outputs.front()), std::move(result.gathered)};
 }
 
 at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,

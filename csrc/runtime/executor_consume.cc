@@ -242,6 +242,7 @@ class ConsumeLoop : ExecutorLoop {
       params.rows.part_rows = static_cast<int32_t>(part_rows_);
       params.rows.own_part = group_.rank();
       params.order = plan::gather_order(plan_, params.n);
+      if (awaits_) continue;
       launches_.back() = plan::gather_launches(plan::gather_arrivals(plan_, params.order.tiles_n),
                                                plan_.cluster_m, params.ctas, sms);
     }
@@ -260,7 +261,8 @@ class ConsumeLoop : ExecutorLoop {
   bool awaits_ = false;  // the GEMMs wait for what arrives, one launch each
   int carrier_ = -1;     // else the weight whose GEMM copies rows into the gathered input, or none
   std::vector<kernels::GemmParams> gemms_;
-  std::vector<std::vector<plan::GatherLaunch>> launches_;  // of each: own rows, then chunk by chunk
+  // Of each, unless it waits: own rows, then chunk by chunk.
+  std::vector<std::vector<plan::GatherLaunch>> launches_;
 };
 
 }  // namespace
