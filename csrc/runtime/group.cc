@@ -222,7 +222,7 @@ std::string Group::id_key(CommunicatorKey key) const {
 std::string Group::meeting_error(int peer, const std::string& cause) const {
   return "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
          ": rank " + std::to_string(peer) +
-         " did not come to make communicators or map memory within " +
+         " did not come to make communicators, map memory or compare messages within " +
          std::to_string(options_.timeout.count() / 1000.0) +
          " s. Every rank of the group has to call the op with the same shapes, dtype and plan. (" +
          cause + ")";
