@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +224,7 @@ def find() -> Findings:
         why_no_gpu=why_no_gpu,
         nccl=torch.cuda.nccl.version() if dist.is_nccl_available() else None,
         gloo=dist.is_gloo_available(),
-        eager=importlib.util.find_spec("overlap_torch._eager") is not None,
+        eager="overlap_torch._eager" in sys.modules,
         peers={
             (i, j): torch.cuda.can_device_access_peer(i, j)
             for i in range(count)

@@ -126,6 +126,12 @@ def calls_declined(op: str) -> list[str]:
         expect_declined("a mode sees functions", arguments)
     with SeesDispatches():
         expect_declined("a mode sees operators", arguments)
+
+    def transformed(number: torch.Tensor) -> torch.Tensor:
+        expect_declined("a function transform", arguments)
+        return number
+
+    torch.func.grad(transformed)(torch.zeros(()))
     expect_declined("no group's name", arguments, None)
     expect_declined("a name that is no UTF-8", arguments, "\ud800")
     expect_declined("an argument too many", [*arguments, None])

@@ -99,11 +99,12 @@ PyObject* wrap(std::tuple<First, at::Tensor>&& pair) {
   return second ? PyTuple_Pack(2, first.get(), second.get()) : nullptr;
 }
 
-// Modes and tracers see a call through torch.ops.
+// Modes, tracers and function transforms see a call through torch.ops.
 bool is_observed() {
   return at::impl::torch_function_mode_enabled() ||
          c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
 template <typename Parameter>

@@ -76,6 +76,7 @@ void run_sequential(Group& group, const SequentialCall& call) {
   group.check();
   const cudaStream_t stream = call.stream;
   const CommunicatorKey key = communicator_of(*call.plan, 0);
+  // Made, or refused in a capture, before anything is launched.
   if (!group.has_communicator(key)) (void)group.communicator(key, capture_id(stream).has_value());
   CallTrace* trace = nullptr;
   if (call.trace != nullptr && !capture_id(stream)) trace = &call.trace->add(1);
