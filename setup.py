@@ -43,9 +43,8 @@ from toolchain import (  # noqa: E402  (found through the path above)
 
 # The modules of the Python that runs: pybind11's planner, and the ops' short way in.
 PLAN_NAME = f"_plan{sysconfig.get_config_var('EXT_SUFFIX')}"
-PLAN_MODULE = "csrc/binding/plan_module.cc"
 EAGER_NAME = f"_eager{sysconfig.get_config_var('EXT_SUFFIX')}"
-EAGER_MODULE = "csrc/binding/eager_module.cc"
+EXTENSIONS = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}  # and their files
 CXX_FLAGS = "-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc".split()
 NVCC_FLAGS = [
     *"-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc".split(),
@@ -101,7 +100,7 @@ def module_edges(folder: str, source: str, includes: Iterable[Path | str]) -> li
 
 def plan_edges(folder: str) -> list[Edge]:
     """`_plan`: the planner's pybind11 module."""
-    module = module_edges(folder, PLAN_MODULE, [pybind11_include()])
+    module = module_edges(folder, "csrc/binding/plan_module.cc", [pybind11_include()])
     inputs = [edge.output for edge in planner_edges(folder) + module]
     return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
 
@@ -117,7 +116,7 @@ def link_with_torch(torch: ModuleType, libraries: Iterable[str]) -> list[str]:
 
 def eager_edges(folder: str, torch: ModuleType) -> list[Edge]:
     """`_eager`: the ops as functions of Python's; torch, imported first, has loaded what it needs."""
-    module = module_edges(folder, EAGER_MODULE, torch_headers(torch))
+    module = module_edges(folder, "csrc/binding/eager_module.cc", torch_headers(torch))
     flags = link_with_torch(torch, ["c10", "torch_cpu", "torch_python"])
     return [*module, Edge("link", f"{folder}/{EAGER_NAME}", [module[0].output], flags)]
 
@@ -126,8 +125,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
     """`_C`: the bindings; with CUDA also kernels and runtime."""
     edges: list[Edge] = []
     flags = list(CXX_FLAGS)
-    modules = (PLAN_MODULE, EAGER_MODULE)
-    bindings = [file for file in sources("binding/*.cc") if file not in modules]
+    bindings = [file for file in sources("binding/*.cc") if not file.endswith("_module.cc")]
     libraries = ["c10", "torch_cpu"]
     library_files: list[str] = []
     homes = ["torch/lib", "nvidia/nccl/lib"]
@@ -258,8 +256,7 @@ class build_ext(setuptools_build_ext):
     """Builds the extensions and puts them, with a record of the build, into the package."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        names = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}
-        return os.path.join("overlap_torch", names[fullname.rpartition(".")[2]])
+        return os.path.join("overlap_torch", EXTENSIONS[fullname.rpartition(".")[2]])
 
     def run(self) -> None:
         torch = import_torch()
@@ -281,7 +278,7 @@ class build_ext(setuptools_build_ext):
         (built / "_build.json").write_text(build_record(torch, cuda, reason))
         in_checkout = self.inplace or self.editable_mode
         package = (ROOT if in_checkout else Path(self.build_lib)) / "overlap_torch"
-        for name in ("_C.so", PLAN_NAME, EAGER_NAME, "_build.json"):
+        for name in (*EXTENSIONS.values(), "_build.json"):
             place(built / name, package / name)
 
 
@@ -308,11 +305,7 @@ def main() -> None:
         package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
         package_data={"overlap_torch.benchmarks": ["*.json"]},
         # No sources: build_ext finds them by the conventions above.
-        ext_modules=[
-            setuptools.Extension("overlap_torch._C", []),
-            setuptools.Extension("overlap_torch._plan", []),
-            setuptools.Extension("overlap_torch._eager", []),
-        ],
+        ext_modules=[setuptools.Extension(f"overlap_torch.{name}", []) for name in EXTENSIONS],
         cmdclass={"build_ext": build_ext},
     )
 

@@ -68,28 +68,24 @@ class Subclass(torch.Tensor):
     """A tensor with a meaning of its own."""
 
 
-class SeesFunctions(TorchFunctionMode):
-    """Lists the functions of torch that were called."""
+class Observer:
+    """A mode that lists what was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def see(self, function, types, args=(), kwargs=None):
         self.seen.append(function)
         return function(*args, **(kwargs or {}))
 
 
-class SeesDispatches(TorchDispatchMode):
-    """Lists the operators that were called."""
+class SeesFunctions(Observer, TorchFunctionMode):
+    __torch_function__ = Observer.see
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.seen.append(operator)
-        return operator(*args, **(kwargs or {}))
+class SeesDispatches(Observer, TorchDispatchMode):
+    __torch_dispatch__ = Observer.see
 
 
 def with_tensor(arguments: list[Any], index: int, change: Callable[[Any], Any]) -> list[Any]:

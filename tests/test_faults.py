@@ -151,9 +151,8 @@ def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float
     """The last rank does not call the op; `warm`: it did so before."""
     if warm:
         set_plan_named(plan, op)
-        for _ in range(
-            2
-        ):  # an all-to-all's first two calls compare messages on the host, its third does not
+        # An all-to-all's first two calls compare messages on the host, its third does not.
+        for _ in range(2):
             call(op, case_of(plan))
             synchronize()
     store = dist.distributed_c10d._get_default_store()
