@@ -1,6 +1,6 @@
 """Timing: variants of one computation in turns, each repetition as long as its slowest rank.
 
-call   one call behind a barrier of all ranks, in flushed caches
+call   one call behind a barrier of all ranks, which they leave at one moment of the host's clock, in flushed caches
 row    ten calls in a row, queued behind another GEMM, as a training step does it; time / 10
 graph  ten calls in one CUDA graph, replayed, as serving does it; time / 10
 """
@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ import overlap_torch
 
 MODES = ("call", "row", "graph")
 CALLS_IN_A_ROW = 10
+# From the agreement on a moment to that moment, ns: several times what an all-reduce and its reading on the host take.
+_LEAD_NS = 500_000
 _FILLER_SIZE = 8192  # the GEMM that a row is queued behind: long enough for the host to enqueue the row meanwhile
 
 # Enqueues (on CPU: runs) the i-th call of a computation; i chooses the operands.
@@ -67,6 +70,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
+        self._one_clock = _one_host()
         self._token = torch.zeros(1, device=device)
         self._tiny = torch.zeros(8, 8, device=device, dtype=torch.bfloat16)
         if self._cuda:
@@ -134,10 +138,13 @@ class Stopwatch:
         torch.cuda.synchronize()
         if filler:
             torch.mm(self._filler[0], self._filler[1], out=self._filler[2])
-        # A barrier on the device: the ranks' streams go on at the same time. Both sides' communicators take part, so
-        # that neither finds its state in the cache and the other not.
+        # A barrier: on the device for what is queued behind other work, else of the hosts. Both sides' communicators take
+        # part, so that neither finds its state in the cache and the other not.
         overlap_torch.gemm_allreduce(self._tiny, self._tiny)
-        dist.all_reduce(self._token)
+        if filler or not self._one_clock:
+            dist.all_reduce(self._token)
+        else:
+            self._meet()
         begin.record()
         start = time.perf_counter()
         run()
@@ -145,6 +152,26 @@ class Stopwatch:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3, host_us
+
+    def _meet(self) -> None:
+        """Returns on all ranks at the same moment.
+
+        A barrier's ranks return from it tens of microseconds apart, which is a tenth of what is measured: so they agree
+        on a moment a little later, the way of window-based synchronisation (Hunold and Carpen-Amarie, "Reproducible MPI
+        Benchmarking is Still Not as Easy as You Think", 2016). Their host's clock is one.
+        """
+        moment = torch.tensor([time.monotonic_ns() + _LEAD_NS], device=self.device)
+        dist.all_reduce(moment, op=dist.ReduceOp.MAX)
+        moment_ns = moment.item()
+        while time.monotonic_ns() < moment_ns:
+            pass
+
+
+def _one_host() -> bool:
+    """Whether all ranks run on one host. Collective."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, Path("/proc/sys/kernel/random/boot_id").read_text())
+    return len(set(hosts)) == 1
 
 
 def _row(variant: Variant, calls: int, turn: int) -> None:
