@@ -38,12 +38,21 @@ _ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # ranks are daemons, and start no processes
 }
-# Every rank a host of its own, as NCCL sees it: it goes through its network transport, over sockets.
-_NETWORK = {
-    "NCCL_HOSTID": "overlap_torch-{rank}",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "OVERLAP_PEERS": "0",
-}
+# Every rank a host of its own, as NCCL sees it: it goes through its network transport, over sockets. (Ranks of one host
+# must have a GPU each.)
+_HOSTS = {"NCCL_HOSTID": "overlap_torch-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+_NETWORK = {**_HOSTS, "OVERLAP_PEERS": "0"}
+
+
+def shares_gpus() -> bool:
+    """Whether several ranks may use a GPU: each gets a turn of it, as processes do."""
+    return os.environ.get("OVERLAP_TEST_SHARED_GPUS") == "1"
+
+
+def _network() -> dict[str, str]:
+    if os.environ.get("OVERLAP_TEST_NETWORK") == "1":
+        return _NETWORK
+    return _HOSTS if shares_gpus() else {}
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Ranks:
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes = []
-        network = _NETWORK if os.environ.get("OVERLAP_TEST_NETWORK") == "1" else {}
+        network = _network()
         for rank in range(world):
             here, there = context.Pipe()
             process = context.Process(
@@ -312,7 +321,7 @@ def _join_group(rank: int, world: int, backend: str, port: int, group_timeout_s:
 
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count() if shares_gpus() else rank)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=START_TIMEOUT_S))
     timeout = timedelta(seconds=group_timeout_s)
     store.set_timeout(timeout)  # as torchrun's rendezvous does
