@@ -76,8 +76,11 @@ void run_sequential(Group& group, const SequentialCall& call) {
   group.check();
   const cudaStream_t stream = call.stream;
   const CommunicatorKey key = communicator_of(*call.plan, 0);
-  // Made, or refused in a capture, before anything is launched.
-  if (!group.has_communicator(key)) (void)group.communicator(key, capture_id(stream).has_value());
+  Communicator* communicator = group.find_communicator(key);
+  if (communicator == nullptr) {
+    // Made, or refused in a capture, before anything is launched.
+    communicator = &group.communicator(key, capture_id(stream).has_value());
+  }
   CallTrace* trace = nullptr;
   if (call.trace != nullptr && !capture_id(stream)) trace = &call.trace->add(1);
   if (trace != nullptr) trace->start.record(stream);
@@ -88,8 +91,6 @@ void run_sequential(Group& group, const SequentialCall& call) {
   if (trace != nullptr && !gathers) trace->gemm_end.record(stream);
 
   const std::optional<unsigned long long> capture = capture_id(stream);
-  Communicator& communicator = group.communicator(key, capture.has_value());
-
   DeviceState& device = group.device();
   {
     const std::lock_guard<std::mutex> lock(device.mutex);
@@ -98,7 +99,7 @@ void run_sequential(Group& group, const SequentialCall& call) {
       trace->ready[0]->record(stream);
       trace->begin[0]->record(stream);
     }
-    communicate(communicator, call, product);
+    communicate(*communicator, call, product);
     if (trace != nullptr) trace->finish[0]->record(stream);
     device.chained(stream, capture);
   }

@@ -135,9 +135,10 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
   return *(communicators_[key] = std::move(communicator));
 }
 
-bool Group::has_communicator(CommunicatorKey key) {
+Communicator* Group::find_communicator(CommunicatorKey key) {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  return communicators_.contains(key);
+  const auto found = communicators_.find(key);
+  return found == communicators_.end() ? nullptr : found->second.get();
 }
 
 void Group::prepare(const plan::Plan& plan) {

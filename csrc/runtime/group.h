@@ -100,7 +100,8 @@ class Group {
   // inside a capture.
   Communicator& communicator(CommunicatorKey key, bool capturing);
 
-  bool has_communicator(CommunicatorKey key);
+  // The same if it has been made, else null.
+  Communicator* find_communicator(CommunicatorKey key);
 
   // Makes the communicators, or maps the memory, that a plan needs, collectively.
   void prepare(const plan::Plan& plan);
