@@ -144,7 +144,7 @@ class Stopwatch:
         if filler or not self._one_clock:
             dist.all_reduce(self._token)
         else:
-            self._meet()
+            self.meet()
         begin.record()
         start = time.perf_counter()
         run()
@@ -153,8 +153,8 @@ class Stopwatch:
         end.synchronize()
         return begin.elapsed_time(end) * 1e3, host_us
 
-    def _meet(self) -> None:
-        """Returns on all ranks at the same moment.
+    def meet(self) -> None:
+        """Returns on all ranks of a host at the same moment.
 
         A barrier's ranks return from it tens of microseconds apart, which is a tenth of what is measured: so they agree
         on a moment a little later, the way of window-based synchronisation (Hunold and Carpen-Amarie, "Reproducible MPI

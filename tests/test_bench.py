@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import overlap_torch
 from bench_runs import SEQUENCES, bench, check_times, lines_of, measure
 from overlap_torch.plan import plan_for, row_panels, to_dict
+
+
+def meet_late(times: int) -> list[tuple[int, int]]:
+    """When this rank came and went, ns; each time another rank is late."""
+    stopwatch = bench("measure").Stopwatch(torch.device("cpu"))
+    stays = []
+    for turn in range(times):
+        if turn % dist.get_world_size() == dist.get_rank():
+            time.sleep(0.02)
+        came = time.monotonic_ns()
+        stopwatch.meet()
+        stays.append((came, time.monotonic_ns()))
+    return stays
+
+
+@pytest.mark.ranks((3, "gloo"))
+def test_bench_ranks_meet_before_any_goes_on(ranks):
+    for stays in zip(*ranks.run(meet_late, 6), strict=True):
+        assert max(came for came, _ in stays) < min(left for _, left in stays)
 
 
 @pytest.mark.ranks((2, "gloo"))

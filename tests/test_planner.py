@@ -333,8 +333,9 @@ def test_planner_overlaps_training_shapes_one_way(op, m, nk) -> None:
         (Op.ALLGATHER_GEMM, 4096, (8192, 7168), True),
         (Op.ALLGATHER_GEMM, 4096, (4096, 3584), True),
         (Op.ALLGATHER_GEMM, 8192, (4096, 3584), True),
-        (Op.ALLGATHER_GEMM, 16384, (8192, 2048), False),  # the chip at its power limit
-        (Op.ALLGATHER_GEMM, 16384, (16384, 4096), False),
+        (Op.ALLGATHER_GEMM, 16384, (8192, 2048), True),
+        (Op.ALLGATHER_GEMM, 8192, (8192, 7168), True),
+        (Op.ALLGATHER_GEMM, 16384, (16384, 4096), False),  # the chip at its power limit
         (Op.GEMM_ALLREDUCE, 8192, (8192, 7168), False),
         (Op.GEMM_ALLREDUCE, 16384, (8192, 2048), False),
     ],

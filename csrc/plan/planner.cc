@@ -45,8 +45,8 @@ int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
 
-// A GEMM of up to this is over before the chip is at its power limit.
-constexpr double kCoolGemmUs = 700.0;
+// A GEMM of up to this is over before the chip is at its power limit, if it comes alone.
+constexpr double kCoolGemmUs = 1400.0;
 
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
@@ -316,8 +316,9 @@ bool fills_large_tiles(const Problem& problem, const Machine& machine, Transport
 // The kernels of what moves each byte once, the preferred one first. Two H200s, m_train, the same plans with
 // ping-pong and with the cooperative kernel, call and row: reduce-scatters over NCCL 1.11x and 1.14x, 1.13x and
 // 1.16x of the sequence; all-gathers over peers 1.22x and 1.19x, 1.25x and 1.17x. Those gain up to 8 % where the
-// GEMM is short; where it is long the chip reaches its power limit, and ping-pong needs less. Exchanges lose at
-// all sizes.
+// GEMM is short; where it is long the chip reaches its power limit, and ping-pong needs less: GEMMs of 0.75 to
+// 1.3 ms gain 2 to 6 % in calls and lose 0.4 to 2 % in a row, one of 1.6 ms gains 3 % and loses 2 %. Exchanges
+// lose at all sizes.
 std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine, Kernel kernel,
                                     Transport transport) {
   const bool gathers = problem.op == Op::kAllGatherGemm;
