@@ -20,9 +20,9 @@ template <class Route>
 class BulkCopier {
  public:
   using Piece = typename Route::Piece;
-  static constexpr int kPieces = Route::kPieces;  // on their way at a time ...
-  static constexpr int kLoads =
-      Route::kLoads;  // ... so many into shared memory, the others out of it
+  // So many pieces are on their way at a time, of those so many into shared memory, the others out of it.
+  static constexpr int kPieces = Route::kPieces;
+  static constexpr int kLoads = Route::kLoads;
 
   struct SharedStorage {
     alignas(128) char memory[kPieces][Route::kPieceBytes];
