@@ -1,6 +1,6 @@
 """Timing: variants of one computation in turns, each repetition as long as its slowest rank.
 
-call   one call behind a barrier of all ranks, which they leave at one moment of the host's clock, in flushed caches
+call   one call behind a barrier of all ranks, in flushed caches; on GPUs of one host they leave it at one moment
 row    ten calls in a row, queued behind another GEMM, as a training step does it; time / 10
 graph  ten calls in one CUDA graph, replayed, as serving does it; time / 10
 """
@@ -70,10 +70,10 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
-        self._one_clock = _one_host()
         self._token = torch.zeros(1, device=device)
         self._tiny = torch.zeros(8, 8, device=device, dtype=torch.bfloat16)
         if self._cuda:
+            self._one_clock = _one_host()
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self._flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
             self._filler = torch.randn(
