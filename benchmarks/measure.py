@@ -20,8 +20,9 @@ import overlap_torch
 
 MODES = ("call", "row", "graph")
 CALLS_IN_A_ROW = 10
-# From the agreement on a moment to that moment, ns: several times what an all-reduce and its reading on the host take.
-_LEAD_NS = 500_000
+# From the agreement on a moment to that moment, ns. An all-reduce and its reading on the host take a tenth of it; once in
+# a hundred times they take 1 ms, on a host that is busy.
+_LEAD_NS = 2_000_000
 _FILLER_SIZE = 8192  # the GEMM that a row is queued behind: long enough for the host to enqueue the row meanwhile
 
 # Enqueues (on CPU: runs) the i-th call of a computation; i chooses the operands.

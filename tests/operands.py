@@ -24,7 +24,15 @@ EXACT_LIMIT = {
 }
 _M_PERTURB = -6  # glibc, malloc.h
 
-INPUT_LAYOUTS = ("contiguous", "offset", "padded", "k_strided", "transposed", "expanded")
+INPUT_LAYOUTS = (
+    "contiguous",
+    "offset",
+    "padded",
+    "k_strided",
+    "transposed",
+    "expanded",
+    "negated",  # lazily: memory holds the negative values
+)
 WEIGHT_LAYOUTS = (
     "k_contiguous",
     "n_contiguous",
@@ -33,6 +41,7 @@ WEIGHT_LAYOUTS = (
     "k_padded",
     "n_padded",
     "strided",
+    "negated",
 )
 
 
@@ -121,6 +130,8 @@ def _lay_out_input(values: torch.Tensor, case: Case, layout: str) -> torch.Tenso
     shape = (*case.leading, k)
     if layout == "expanded" and case.leading and m > 0:
         return values[:1].to(dtype).view(*([1] * len(case.leading)), k).expand(shape)
+    if layout == "negated":
+        return torch._neg_view(-values.to(dtype).view(shape))
     if layout == "offset":
         storage = torch.empty(m * k + 1, dtype=dtype, device=device)
         result = storage[1:].view(shape)
@@ -142,6 +153,8 @@ def _lay_out_input(values: torch.Tensor, case: Case, layout: str) -> torch.Tenso
 def _lay_out_weight(values: torch.Tensor, dtype: torch.dtype, layout: str) -> torch.Tensor:
     n, k = values.shape
     device = values.device
+    if layout == "negated":
+        return torch._neg_view(-values.to(dtype))
     if layout == "strided":
         storage = torch.full((n, k, 2), math.nan, dtype=dtype, device=device)
         return storage[..., 1].copy_(values.to(dtype))

@@ -7,18 +7,13 @@
 namespace overlap::binding {
 namespace {
 
-at::Tensor product(const at::Tensor& input, const at::Tensor& weight,
-                   const std::optional<at::Tensor>& bias) {
-  return bias.has_value() ? at::addmm(*bias, input, weight.t()) : at::mm(input, weight.t());
-}
-
 AllGatherGemmResult run_overlapped(const OpCall& call, const CudaCall& cuda) {
   const plan::Plan& plan = cuda.plan();
   const plan::Problem& problem = plan.problem;
   const at::TensorOptions options = call.input.options();
   const at::Tensor input = call.input.contiguous();
   AllGatherGemmResult result;
-  result.gathered = at::empty({problem.m, problem.k}, options);
+  result.gathered = empty({problem.m, problem.k}, options);
 
   runtime::ConsumeCall consume;
   consume.plan = &plan;
@@ -32,7 +27,7 @@ AllGatherGemmResult run_overlapped(const OpCall& call, const CudaCall& cuda) {
 
   for (size_t i = 0; i < call.weights.size(); ++i) {
     const at::Tensor& weight = call.weights[i];
-    result.outputs.push_back(at::empty({problem.m, weight.size(0)}, options));
+    result.outputs.push_back(empty({problem.m, weight.size(0)}, options));
     runtime::ConsumeCall::Gemm gemm;
     gemm.params = gemm_params(input, weight, cuda);
     gemm.params.m = problem.m;
@@ -57,14 +52,14 @@ AllGatherGemmResult run_sequential(const OpCall& call, const CudaCall& cuda) {
   const plan::Problem& problem = cuda.plan().problem;
   const at::Tensor input = aligned(call.input);
   AllGatherGemmResult result;
-  result.gathered = at::empty({problem.m, problem.k}, input.options());
+  result.gathered = empty({problem.m, problem.k}, input.options());
   runtime::SequentialCall sequential;
   sequential.plan = &cuda.plan();
   sequential.input = input.const_data_ptr();
   sequential.output = result.gathered.data_ptr();
   sequential.gemm = [&]() -> void* {
     for (size_t i = 0; i < call.weights.size(); ++i) {
-      result.outputs.push_back(product(result.gathered, call.weights[i], call.biases[i]));
+      result.outputs.push_back(library_gemm(result.gathered, call.weights[i], call.biases[i]));
     }
     return nullptr;
   };

@@ -33,6 +33,10 @@ struct CudaCall {
 // Whether the fast path leaves this call to the composition.
 bool takes_composition(const OpCall& call);
 
+// Uninitialised memory on the current device. This and the GEMMs below pass no dispatcher, as a call's operands
+// have done so: in cold caches it takes 20 us a time, while the GPU waits.
+at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+
 // Rows must be contiguous along K for the kernels; transposed or expanded inputs are copied once.
 at::Tensor k_contiguous(const at::Tensor& input);
 
@@ -52,7 +56,11 @@ kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weigh
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,
                   const plan::Plan& plan);
 
-// The framework's GEMM on memory that the executor names: [rows, K] -> [rows, N], plus bias.
+// The framework's GEMM: [rows, K] -> [rows, N], plus bias.
+at::Tensor library_gemm(const at::Tensor& input, const at::Tensor& weight,
+                        const std::optional<at::Tensor>& bias = {});
+
+// The same on memory that the executor names.
 void library_gemm(const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, void* destination);
 

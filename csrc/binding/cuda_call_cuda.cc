@@ -149,7 +149,7 @@ at::Tensor CudaCall::staging(const at::TensorOptions& options) const {
   if (plan().resources.window && windows_take(plan()) && !runtime::capture_id(stream).has_value()) {
     return {};
   }
-  return at::empty({plan::buffer_elements(plan())}, options);
+  return empty({plan::buffer_elements(plan())}, options);
 }
 
 bool takes_composition(const OpCall& call) {

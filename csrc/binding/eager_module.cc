@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -26,6 +25,7 @@ using OptionalTensors = c10::List<OptionalTensor>;
 bool read(PyObject* object, at::Tensor& tensor) {
   if (!THPVariable_CheckExact(object)) return false;
   tensor = THPVariable_Unpack(object);
+  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) return true;
   const bool has_gradient = at::GradMode::is_enabled() && tensor.requires_grad();
   return !has_gradient && !tensor._fw_grad(/*level=*/0).defined();
 }
@@ -101,10 +101,11 @@ PyObject* wrap(std::tuple<First, at::Tensor>&& pair) {
 
 // Modes, tracers and function transforms see a call through torch.ops.
 bool is_observed() {
-  return at::impl::torch_function_mode_enabled() ||
-         c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer) ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  constexpr c10::DispatchKeySet kObservers{
+      c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Tracer,
+      c10::DispatchKey::FuncTorchDynamicLayerFrontMode};
+  return c10::impl::tls_local_dispatch_key_set().included_.has_any(kObservers) ||
+         at::impl::torch_function_mode_enabled();
 }
 
 template <typename Parameter>

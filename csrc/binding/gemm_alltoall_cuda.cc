@@ -16,7 +16,7 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   if (plan.schedule != plan::Schedule::kOverlapped) return gemm_alltoall_composition(call);
   const at::TensorOptions options = call.input.options();
   const at::Tensor input = k_contiguous(call.input);
-  const at::Tensor output = at::empty({c10::sum_integers(call.recv_rows), plan.problem.n}, options);
+  const at::Tensor output = empty({c10::sum_integers(call.recv_rows), plan.problem.n}, options);
 
   runtime::AllToAllCall all_to_all;
   all_to_all.plan = &plan;
@@ -24,7 +24,7 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   all_to_all.receive_rows = call.recv_rows;
   at::Tensor product;
   all_to_all.product = [&] {
-    product = at::empty({input.size(0), plan.problem.n}, options);
+    product = empty({input.size(0), plan.problem.n}, options);
     return product.data_ptr();
   };
   all_to_all.output = output.data_ptr();

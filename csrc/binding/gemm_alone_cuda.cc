@@ -26,8 +26,8 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
       " of ", input.scalar_type(), " and ", weight.scalar_type());
   const c10::cuda::CUDAGuard guard(input.device());
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
-  const at::Tensor output = at::empty({plan::buffer_elements(plan)}, input.options());
-  const at::Tensor counters = at::empty({plan::kMaxChunks}, input.options().dtype(at::kInt));
+  const at::Tensor output = empty({plan::buffer_elements(plan)}, input.options());
+  const at::Tensor counters = empty({plan::kMaxChunks}, input.options().dtype(at::kInt));
 
   kernels::GemmParams params = gemm_params(input, weight, plan);
   params.output = output.data_ptr();

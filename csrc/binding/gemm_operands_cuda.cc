@@ -1,7 +1,25 @@
-// Tensors as the GEMM kernels' plain structs.
+// Tensors as the GEMM kernels' plain structs, and the framework's own GEMM on them.
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/addmm_cuda_dispatch.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/mm_cuda_dispatch.h>
+
 #include "binding/cuda_call.h"
 
 namespace overlap::binding {
+namespace {
+
+at::Tensor transposed(const at::Tensor& matrix) {
+  return at::native::as_strided_tensorimpl(matrix, {matrix.size(1), matrix.size(0)},
+                                           {matrix.stride(1), matrix.stride(0)},
+                                           matrix.storage_offset());
+}
+
+}  // namespace
+
+at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::detail::empty_cuda(sizes, options);
+}
 
 at::Tensor k_contiguous(const at::Tensor& input) {
   const bool fits = (input.size(1) == 1 || input.stride(1) == 1) &&
@@ -51,14 +69,20 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return begins_there ? result : result.clone();
 }
 
+at::Tensor library_gemm(const at::Tensor& input, const at::Tensor& weight,
+                        const std::optional<at::Tensor>& bias) {
+  return bias.has_value() ? at::cuda::addmm(*bias, input, transposed(weight))
+                          : at::cuda::mm(input, transposed(weight));
+}
+
 void library_gemm(const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, void* destination) {
   if (input.size(0) == 0) return;
   at::Tensor place = at::from_blob(destination, {input.size(0), weight.size(0)}, input.options());
   if (bias.has_value()) {
-    at::addmm_out(place, *bias, input, weight.t());
+    at::cuda::addmm_out(place, *bias, input, transposed(weight));
   } else {
-    at::mm_out(place, input, weight.t());
+    at::cuda::mm_out(place, input, transposed(weight));
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   const plan::Plan& plan = cuda.plan();
   const at::TensorOptions options = call.input.options();
-  const at::Tensor output = at::empty(
+  const at::Tensor output = empty(
       {plan.problem.op == plan::Op::kGemmReduceScatter ? plan::part_rows(plan) : plan.problem.m,
        plan.problem.n},
       options);
@@ -46,12 +46,12 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   produce.signals = kernel_takes(probe, call.weight(), plan);
   at::Tensor counters;
   if (!ring || plan.chunks.size() > 1) {
-    counters = at::empty({plan::kMaxChunks}, options.dtype(at::kInt));
+    counters = empty({plan::kMaxChunks}, options.dtype(at::kInt));
     produce.counters = counters.data_ptr<int32_t>();
   }
   at::Tensor rows;
   if (ring && !produce.signals) {
-    rows = at::empty({plan::part_rows(plan), plan.problem.n}, options);
+    rows = empty({plan::part_rows(plan), plan.problem.n}, options);
     produce.library_rows = rows.data_ptr();
     produce.library_phase = [&](plan::Rows range, const void* source, void* destination) {
       const int64_t count = range.end - range.begin;
@@ -62,7 +62,7 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
     };
   } else if (!produce.signals) {
     if (plan.layout == plan::Layout::kPacked) {
-      rows = at::empty({plan.problem.m, plan.problem.n}, options);
+      rows = empty({plan.problem.m, plan.problem.n}, options);
       produce.library_rows = rows.data_ptr();
     }
     produce.library_gemm = [&](plan::Rows range, void* destination) {
@@ -97,7 +97,7 @@ at::Tensor run_direct(const OpCall& call, const CudaCall& cuda) {
   }
   if (plan.schedule == plan::Schedule::kOverlapped || !all_reduces) {
     const int64_t rows = all_reduces ? plan.problem.m : plan.problem.m / plan.problem.world_size;
-    output = at::empty({rows, plan.problem.n}, call.input.options());
+    output = empty({rows, plan.problem.n}, call.input.options());
     direct.output = output.data_ptr();
   }
   if (plan.schedule == plan::Schedule::kOverlapped) {
@@ -109,7 +109,7 @@ at::Tensor run_direct(const OpCall& call, const CudaCall& cuda) {
     direct.signals = kernel_takes(probe, call.weight(), plan);
   }
   direct.library_product = [&] {
-    product = at::mm(call.input, call.weight().t());
+    product = library_gemm(call.input, call.weight());
     return product.data_ptr();
   };
   runtime::run_direct(*cuda.group, direct);
@@ -122,9 +122,9 @@ at::Tensor run_sequential(const OpCall& call, const CudaCall& cuda) {
   runtime::SequentialCall sequential;
   sequential.plan = &cuda.plan();
   sequential.gemm = [&] {
-    product = at::mm(call.input, call.weight().t());
+    product = library_gemm(call.input, call.weight());
     if (call.problem.op == plan::Op::kGemmReduceScatter) {  // behind the GEMM, which is on its way
-      output = at::empty({plan::part_rows(cuda.plan()), call.problem.n}, call.input.options());
+      output = empty({plan::part_rows(cuda.plan()), call.problem.n}, call.input.options());
       sequential.output = output.data_ptr();
     }
     return product.data_ptr();
