@@ -48,8 +48,6 @@ def constant(name: str) -> tuple[float, ...]:
 (COPY_CPU_GBPS,) = constant("kCopyCpuGbps")
 (ONE_WAY,) = constant("kOneWayRate")
 (BESIDE_GATHER,) = constant("kBesideGather")
-(SLOW_LATENCIES,) = constant("kSlowLinkLatencies")
-(SLOW_CTA_GBPS,) = constant("kSlowLinkCtaGbps")
 (BESIDE_MANY_CTAS,) = constant("kBesideManyCtas")
 # Start beyond the link's latency, share of the link's rate, a CTA's rate.
 ALONE = constant("kAloneCall")[:2]
@@ -60,6 +58,9 @@ CALLS = {
     "scatter": constant("kPlainReduceScatter"),
     "window scatter": constant("kWindowReduceScatter"),
 }
+# And how many of the link's latencies a call takes.
+SLOW_CALL = constant("kSlowLinkCall")
+SLOW_EXCHANGE = constant("kSlowLinkExchangeCall")
 GATHERS = {"gather": constant("kPlainAllGather"), "window gather": constant("kWindowAllGather")}
 
 SHORT_K = 64  # with it all tiles are computed before the host has issued the first call
@@ -237,11 +238,17 @@ def test_predict_library_computes_a_chunk_a_call_and_waits_for_no_sms() -> None:
     assert prediction.total_us == pytest.approx(end + FORK_JOIN)
 
 
-@pytest.mark.parametrize("kind", ["plain", "scatter"])
 @pytest.mark.parametrize(
-    ("ctas", "lanes", "world"), [(4, 1, 2), (2, 2, 2), (4, 2, 2), (8, 1, 2), (8, 1, 4), (4, 1, 4)]
+    ("kind", "ctas", "lanes", "world"),
+    [
+        *itertools.product(["plain", "scatter", "exchange"], [4, 8], [1], [2]),
+        *itertools.product(["plain", "scatter", "exchange"], [2, 4], [2], [2]),
+        *itertools.product(["plain", "scatter"], [4, 8], [1], [4]),
+    ],
 )
-def test_predict_slow_link_hides_latency_and_dislikes_many_ctas(kind, ctas, lanes, world) -> None:
+def test_predict_slow_link_counts_latencies_and_dislikes_many_ctas(
+    kind, ctas, lanes, world
+) -> None:
     machine = slow(link_gbps=28.0)
     one_way = ONE_WAY if kind == "scatter" else 1.0
     problem = big(k=32768, world_size=world)
@@ -250,10 +257,12 @@ def test_predict_slow_link_hides_latency_and_dislikes_many_ctas(kind, ctas, lane
     many = BESIDE_MANY_CTAS if world == 2 and ctas * lanes > 4 else 1.0
     gemm = (gemm_us(machine, 32768, left=ctas * lanes) - GEMM_START) * many + GEMM_START
     assert prediction.gemm_us == pytest.approx(gemm)
-    rate = min(ctas * SLOW_CTA_GBPS, machine.link_gbps) * one_way * 1e3
-    call = SLOW_LATENCIES * machine.link_latency_us + 64 * 2 * MIB / rate
+    start, share, cta, latencies = SLOW_EXCHANGE if kind == "exchange" else SLOW_CALL
+    rate = min(ctas * cta, share * machine.link_gbps) * one_way * 1e3
+    call = start + latencies * machine.link_latency_us + 64 * 2 * MIB / rate
     assert prediction.communication_us == pytest.approx(call)
-    assert prediction.total_us == pytest.approx(gemm + WAIT + call + FORK_JOIN)
+    expected = gemm + WAIT + call + finish_us(kind, 64 * 2 * MIB) + FORK_JOIN
+    assert prediction.total_us == pytest.approx(expected)
 
 
 def gather_launches_us(

@@ -25,7 +25,7 @@ using OptionalTensors = c10::List<OptionalTensor>;
 bool read(PyObject* object, at::Tensor& tensor) {
   if (!THPVariable_CheckExact(object)) return false;
   tensor = THPVariable_Unpack(object);
-  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) return true;
+  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) return true;  // has neither
   const bool has_gradient = at::GradMode::is_enabled() && tensor.requires_grad();
   return !has_gradient && !tensor._fw_grad(/*level=*/0).defined();
 }

@@ -50,9 +50,10 @@ constexpr double kBesideGather = 0.95;         // of launches that signal nothin
 // What one kind of call costs, relative to the link as Machine measures it with small and large
 // plain calls in a row.
 struct CallModel {
-  double start_us;   // beyond link_latency_us, before bytes flow
-  double link_rate;  // of link_gbps, all lanes together
-  double cta_gbps;   // of one CTA
+  double start_us;         // beyond the link's latency, before bytes flow
+  double link_rate;        // of link_gbps, all lanes together
+  double cta_gbps;         // of one CTA
+  double latencies = 1.0;  // link_latency_us that a call takes
 };
 constexpr CallModel kAloneCall = {9.0, 1.08, 1e9};  // a plain all-reduce that has the GPU to itself
 constexpr CallModel kPlainCall = {23.0, 1.15, 15.7};
@@ -72,16 +73,12 @@ constexpr double kOneWayRate = 1.45;
 // Behind PCIe or host memory, fitted to 80 all-reduce plans of two H200s without peer access. Calls
 // in a row hide most of the latency; a CTA carries no more than this; and beside more CTAs than fill
 // the link the GEMM is slower. Between four ranks it was not.
-constexpr double kSlowLinkRate = 1.0;
-constexpr double kSlowLinkLatencies = 0.3;
-constexpr double kSlowLinkCtaGbps = 5.1;
+constexpr CallModel kSlowLinkCall = {0.0, 1.0, 5.1, 0.3};
 constexpr double kBesideManyCtas = 1.12;
-// Between two ranks, fitted to 35 plans on 19 shapes: an all-reduce that has the GPU to itself, and the messages of
-// an exchange, which wait for no step of the other rank's.
+// Between two ranks, fitted to 30 plans of 19 shapes: the messages of an exchange, which wait for no step of the
+// other rank's, and the rate of an all-reduce that has the GPU to itself.
+constexpr CallModel kSlowLinkExchangeCall = {0.0, 1.1, 6.0, 1.0};
 constexpr double kSlowLinkPairRate = 1.1;
-constexpr double kSlowLinkExchangeRate = 1.1;
-constexpr double kSlowLinkExchangeLatencies = 1.0;
-constexpr double kSlowLinkExchangeCtaGbps = 6.0;
 
 // The last chunk's way from the staging buffer to the output.
 constexpr double kCopyStartUs = 4.0;
@@ -184,14 +181,21 @@ double alone_us(const Plan& plan, const Machine& machine) {
   const int64_t bytes = problem.m * width * element_bytes(problem.dtype);
   if (problem.world_size == 1 || bytes == 0) return 0.0;
   const bool pair = problem.op == Op::kGemmAllReduce && problem.world_size == 2 && !on_cpu(machine);
-  const double slow_rate = pair ? kSlowLinkPairRate : kSlowLinkRate;
+  const double slow_rate = pair ? kSlowLinkPairRate : kSlowLinkCall.link_rate;
   const double rate = (slow_link(machine) ? slow_rate : kAloneCall.link_rate) * one_way_rate(plan);
   const double start_us = on_cpu(machine) ? 0.0 : kAloneCall.start_us;
   return start_us + machine.link_latency_us +
          static_cast<double>(bytes) / (1e3 * machine.link_gbps * rate);
 }
 
-const CallModel& call_model(const Plan& plan) {
+CallModel call_model(const Plan& plan, const Machine& machine) {
+  if (slow_link(machine)) {
+    if (plan.collective == Collective::kExchange) return kSlowLinkExchangeCall;
+    CallModel model = kSlowLinkCall;
+    model.link_rate *= one_way_rate(plan);
+    model.cta_gbps *= one_way_rate(plan);
+    return model;
+  }
   const bool many = plan.problem.world_size > 2;
   if (plan.collective == Collective::kReduceScatter) {
     return plan.resources.window ? kWindowReduceScatter : kPlainReduceScatter;
@@ -229,18 +233,12 @@ std::vector<double> communicate_us(const Plan& plan, const Machine& machine,
     double bytes = 0.0;
     bool active = false;
   };
-  const CallModel& model = call_model(plan);
-  const bool slow = slow_link(machine);
-  const bool exchanges = plan.collective == Collective::kExchange;
-  const double slow_rate = exchanges ? kSlowLinkExchangeRate : kSlowLinkRate * one_way_rate(plan);
-  const double slow_cta =
-      exchanges ? kSlowLinkExchangeCtaGbps : kSlowLinkCtaGbps * one_way_rate(plan);
-  const double link = machine.link_gbps * (slow ? slow_rate : model.link_rate) * 1e3;
-  const double cta = (slow ? slow_cta : model.cta_gbps) * 1e3;
-  const double slow_latencies = exchanges ? kSlowLinkExchangeLatencies : kSlowLinkLatencies;
-  const double start_us =
-      slow ? slow_latencies * machine.link_latency_us : model.start_us + machine.link_latency_us;
-  const double chunk_issue_us = exchanges ? kIssueExchangeUs : kIssueUs;
+  const CallModel model = call_model(plan, machine);
+  const double link = machine.link_gbps * model.link_rate * 1e3;
+  const double cta = model.cta_gbps * 1e3;
+  const double start_us = model.start_us + model.latencies * machine.link_latency_us;
+  const double chunk_issue_us =
+      plan.collective == Collective::kExchange ? kIssueExchangeUs : kIssueUs;
   const auto begin = [&](size_t chunk, double lane_free_us) {
     Call call;
     if (chunk >= ready_us.size()) return call;

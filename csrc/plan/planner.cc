@@ -121,9 +121,10 @@ const std::vector<std::vector<int32_t>>& exchange_schedules() {
   return schedules;
 }
 
-// Over slow links. In two lanes, for long GEMMs, what a chunk costs is hidden: 1.55x in 16 equal ones, 1.39x to
-// 1.48x in 8, 10, 12, 20 or 24, 1.49x with small ones at the ends. In four, for GEMMs that the link outlasts, small
-// ones at the ends gain 3 % over 16 equal ones (geometric mean of 7 shapes); short GEMMs want few.
+// Over slow links. In two lanes, for long GEMMs, what a chunk costs is hidden: 1.52x to 1.59x in 16 equal ones,
+// 1.37x to 1.48x in 8, 10, 12, 20 or 24, 1.43x to 1.53x with small ones at the ends. In four, for GEMMs that the
+// link outlasts, small ones at the ends gain 3 % over 16 equal ones (geometric mean of 7 shapes); short GEMMs want
+// few.
 const std::vector<std::vector<int32_t>>& slow_exchange_schedules(int32_t lanes) {
   static const std::vector<std::vector<int32_t>> equal = {
       std::vector<int32_t>(4, 1),
