@@ -32,7 +32,7 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
     """
     if not (machine.has_sm90_kernels or machine.has_sm80_kernels):
         raise ValueError("gemm: this build has no signalling kernel for this device")
-    hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+    hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE]
     chosen = []
     for kernel in hopper if machine.has_sm90_kernels else [Kernel.SM80]:
         whole = plan_api.row_panels(problem, 1, kernel=kernel)

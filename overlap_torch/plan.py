@@ -211,7 +211,7 @@ def direct(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
     """A plan in one step over peers, for few rows: lowest latency, nothing is cut into chunks.
 
     Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks
-    that add them up: with ``sm90_pingpong`` from the GEMM's own stores, with ``library`` from the
+    that add them up: with the ping-pong kernels from the GEMM's own stores, with ``library`` from the
     kernel that adds, behind the framework's GEMM. ``allgather_gemm`` with ``library``: one kernel
     gathers, then the framework computes; with others it is the plan over peers in one chunk. Rows of the output, or of an all-gather's input, must
     be multiples of 16 bytes. ``gemm_alltoall`` has no such plan: ``make_all_to_all`` makes its plans.

@@ -88,7 +88,7 @@ run() {
   if [[ -z $targets ]]; then
     targets="signal reorder peers"
     if has_arch 80; then targets+=" sm80"; fi
-    if has_arch 90a; then targets+=" sm90pp sm90coop ring"; fi
+    if has_arch 90a; then targets+=" sm90pp sm90ppwide sm90coop ring"; fi
   fi
   for target in $targets; do
     for tool in ${TOOLS:-memcheck racecheck}; do

@@ -29,6 +29,7 @@ SHAPES = {  # the kernels' tiles, as their sources have them: tile_m, tile_n, cl
     Kernel.SM80: (128, 128, 1),
     Kernel.SM90_PINGPONG: (128, 128, 2),
     Kernel.SM90_COOPERATIVE: (128, 256, 2),
+    Kernel.SM90_PINGPONG_WIDE: (128, 192, 2),
 }
 
 

@@ -19,7 +19,8 @@ from overlap_torch.plan import (
     row_panels,
 )
 
-GPU_KERNELS = [Kernel.LIBRARY, Kernel.SM80, Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+HOPPER_KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE]
+GPU_KERNELS = [Kernel.LIBRARY, Kernel.SM80, *HOPPER_KERNELS]
 
 
 def available_kernels() -> list[Kernel]:
@@ -29,7 +30,7 @@ def available_kernels() -> list[Kernel]:
     if found.has_sm80_kernels:
         kernels.append(Kernel.SM80)
     if found.has_sm90_kernels:
-        kernels += [Kernel.SM90_PINGPONG, Kernel.SM90_COOPERATIVE]
+        kernels += HOPPER_KERNELS
     return kernels
 
 

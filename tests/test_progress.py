@@ -125,8 +125,10 @@ GPU_PLANS = [
     ("packed", Kernel.SM80),
     ("row panels", Kernel.SM90_PINGPONG),
     ("packed", Kernel.SM90_COOPERATIVE),
+    ("packed", Kernel.SM90_PINGPONG_WIDE),
     ("peers", Kernel.LIBRARY),
     ("peers", Kernel.SM90_PINGPONG),
+    ("peers", Kernel.SM90_PINGPONG_WIDE),
 ]
 
 

@@ -212,9 +212,7 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
   plan::validate(plan);
   const plan::Machine machine = machine_of(group, device);
   const bool sm80 = plan.kernel != plan::Kernel::kSm80 || machine.has_sm80_kernels;
-  const bool sm90 = (plan.kernel != plan::Kernel::kSm90Pingpong &&
-                     plan.kernel != plan::Kernel::kSm90Cooperative) ||
-                    machine.has_sm90_kernels;
+  const bool sm90 = !plan::is_sm90(plan.kernel) || machine.has_sm90_kernels;
   TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
                     ", which this build or device does not have: ", machine.to_string());
   TORCH_CHECK_VALUE(

@@ -80,7 +80,8 @@ void bind_enums(py::module_& m) {
       .value("LIBRARY", Kernel::kLibrary)
       .value("SM80", Kernel::kSm80)
       .value("SM90_PINGPONG", Kernel::kSm90Pingpong)
-      .value("SM90_COOPERATIVE", Kernel::kSm90Cooperative);
+      .value("SM90_COOPERATIVE", Kernel::kSm90Cooperative)
+      .value("SM90_PINGPONG_WIDE", Kernel::kSm90PingpongWide);
   py::enum_<Transport>(m, "Transport")
       .value("NCCL", Transport::kNccl)
       .value("GLOO", Transport::kGloo)

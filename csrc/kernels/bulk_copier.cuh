@@ -76,10 +76,10 @@ class BulkCopier {
 // one's of its shape.
 template <class Element, int kColumns>
 struct TileRoute {
-  // As many as fit beside five stages of operands: between four ranks a cluster collects three tiles for each
-  // that it computes last, and two loads at a time are 420 GB/s on all SMs.
-  static constexpr int kPieces = 8;
-  static constexpr int kLoads = 5;
+  // As many as fit beside five stages of operands, four of wide tiles: between four ranks a cluster collects
+  // three tiles for each that it computes last, and two loads of 4 KiB at a time are 420 GB/s on all SMs.
+  static constexpr int kPieces = kColumns > 128 ? 5 : 8;
+  static constexpr int kLoads = kColumns > 128 ? 3 : 5;
   static constexpr int kRows = 16;
   static constexpr uint32_t kPieceBytes = kRows * kColumns * sizeof(Element);
   struct Piece {

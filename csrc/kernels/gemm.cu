@@ -59,11 +59,16 @@ bool gemm_sm90_supported(const GemmParams& params) {
 
 GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
   const bool bf16 = dtype == plan::DType::kBFloat16;
-  if (peers) return bf16 ? gemm_sm90_peers_bf16() : gemm_sm90_peers_fp16();
-  if (kernel == plan::Kernel::kSm90Pingpong) {
-    return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
+  switch (kernel) {
+    case plan::Kernel::kSm90PingpongWide:
+      if (peers) return bf16 ? gemm_sm90_peers_wide_bf16() : gemm_sm90_peers_wide_fp16();
+      return bf16 ? gemm_sm90_pingpong_wide_bf16() : gemm_sm90_pingpong_wide_fp16();
+    case plan::Kernel::kSm90Cooperative:
+      return bf16 ? gemm_sm90_cooperative_bf16() : gemm_sm90_cooperative_fp16();
+    default:
+      if (peers) return bf16 ? gemm_sm90_peers_bf16() : gemm_sm90_peers_fp16();
+      return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
   }
-  return bf16 ? gemm_sm90_cooperative_bf16() : gemm_sm90_cooperative_fp16();
 }
 #endif
 
@@ -89,6 +94,7 @@ bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
 #endif
 #if defined(OVERLAP_WITH_SM90)
     case plan::Kernel::kSm90Pingpong:
+    case plan::Kernel::kSm90PingpongWide:
       return gemm_sm90_supported(params);
     case plan::Kernel::kSm90Cooperative:
       return !for_peers(params) && gemm_sm90_supported(params);
@@ -99,7 +105,7 @@ bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
 }
 
 bool copies_beside(plan::Kernel kernel) {
-  return kernel == plan::Kernel::kSm90Pingpong || kernel == plan::Kernel::kSm90Cooperative;
+  return plan::is_sm90(kernel);
 }
 
 cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream) {
@@ -110,6 +116,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
 #endif
 #if defined(OVERLAP_WITH_SM90)
     case plan::Kernel::kSm90Pingpong:
+    case plan::Kernel::kSm90PingpongWide:
     case plan::Kernel::kSm90Cooperative:
       return sm90_instance(kernel, params.dtype, for_peers(params)).launch(params, stream);
 #endif
@@ -136,11 +143,13 @@ cudaError_t load_kernels() {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
   if (error == cudaSuccess && major == 9) {
-    for (const plan::Kernel kernel :
-         {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90Cooperative}) {
+    for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90PingpongWide,
+                                      plan::Kernel::kSm90Cooperative}) {
       for (const plan::DType dtype : {plan::DType::kBFloat16, plan::DType::kFloat16}) {
         if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
-        if (error == cudaSuccess) error = sm90_instance(kernel, dtype, true).load();
+        if (error == cudaSuccess && plan::is_pingpong(kernel)) {
+          error = sm90_instance(kernel, dtype, true).load();
+        }
       }
     }
   }

@@ -88,7 +88,7 @@ struct GemmParams {
 };
 
 // Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned
-// pointers and strides; a source or more outputs only with kSm90Pingpong, and without own_input.
+// pointers and strides; a source or more outputs only with ping-pong, and without own_input.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
 // Whether a GEMM of this kernel copies what GemmParams::copies says.

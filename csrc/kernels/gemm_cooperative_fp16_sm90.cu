@@ -3,7 +3,7 @@
 namespace overlap::kernels {
 
 GemmSm90Instance gemm_sm90_cooperative_fp16() {
-  return make_gemm_sm90_instance<false, cutlass::half_t>();
+  return make_gemm_sm90_instance<plan::Kernel::kSm90Cooperative, cutlass::half_t>();
 }
 
 }  // namespace overlap::kernels

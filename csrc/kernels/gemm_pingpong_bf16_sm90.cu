@@ -3,7 +3,7 @@
 namespace overlap::kernels {
 
 GemmSm90Instance gemm_sm90_pingpong_bf16() {
-  return make_gemm_sm90_instance<true, cutlass::bfloat16_t>();
+  return make_gemm_sm90_instance<plan::Kernel::kSm90Pingpong, cutlass::bfloat16_t>();
 }
 
 }  // namespace overlap::kernels

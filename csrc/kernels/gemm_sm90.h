@@ -3,7 +3,8 @@
 //
 // A CTA is one producer warp group and two consumer warp groups. The consumers form teams:
 //   ping-pong    two teams of one warp group; they alternate tiles, one multiplies while the other
-//                stores.
+//                stores. Tiles of 128 columns, or 192 (wide): those read less of the operands for the same
+//                product, but fit a small grid worse.
 //   cooperative  one team of two warp groups, half a tile each.
 //
 //   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
@@ -41,14 +42,19 @@
 
 namespace overlap::kernels {
 
-template <bool kPingpong, class Element_, bool kWeightKContiguous_, bool kPeers>
+template <plan::Kernel kKernel, class Element_, bool kWeightKContiguous_, bool kPeers>
 struct GemmSm90 {
+  static constexpr bool kPingpong = plan::is_pingpong(kKernel);
+  static constexpr bool kWide = kKernel == plan::Kernel::kSm90PingpongWide;
   using Element = Element_;
   static constexpr bool kWeightKContiguous = kWeightKContiguous_;
   static constexpr bool kForPeers = kPeers;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
-  using TileShape = std::conditional_t<kPingpong, cute::Shape<cute::_128, cute::_128, cute::_64>,
-                                       cute::Shape<cute::_128, cute::_256, cute::_64>>;
+  using TileShape = cute::Shape<cute::_128,
+                                cute::Int<kWide       ? 192
+                                          : kPingpong ? 128
+                                                      : 256>,
+                                cute::_64>;
   using MainloopSchedule =
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
@@ -99,8 +105,10 @@ struct GemmSm90 {
   static constexpr int kFeedWarp = 2;
   static constexpr int kPlaceWarp = 3;
   // A consumer holds its accumulators in registers; the producer gives its registers away.
-  static constexpr uint32_t kProducerRegisters = 40;
-  static constexpr uint32_t kConsumerRegisters = 232;
+  static constexpr uint32_t kProducerRegisters = kWide ? 24 : 40;
+  static constexpr uint32_t kConsumerRegisters = kWide ? 240 : 232;
+  // A launch gets 168 a thread; who takes more than others gave away waits for ever.
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 
   // Two ordered phases per tile, multiply and store, each held by one team at a time.
   using TeamOrder = cutlass::OrderedSequenceBarrier<2, kTeams>;

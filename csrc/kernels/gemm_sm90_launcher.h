@@ -179,11 +179,11 @@ struct GemmSm90Launcher {
   }
 };
 
-// Both weight layouts of one schedule and dtype.
-template <bool kPingpong, class Element, bool kPeers = false>
+// Both weight layouts of one kernel and dtype.
+template <plan::Kernel kKernel, class Element, bool kPeers = false>
 GemmSm90Instance make_gemm_sm90_instance() {
-  using KContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, true, kPeers>>;
-  using NContiguous = GemmSm90Launcher<GemmSm90<kPingpong, Element, false, kPeers>>;
+  using KContiguous = GemmSm90Launcher<GemmSm90<kKernel, Element, true, kPeers>>;
+  using NContiguous = GemmSm90Launcher<GemmSm90<kKernel, Element, false, kPeers>>;
   GemmSm90Instance instance;
   instance.launch = [](const GemmParams& params, cudaStream_t stream) {
     return params.weight_k_contiguous ? KContiguous::launch(params, stream)

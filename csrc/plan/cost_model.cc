@@ -20,6 +20,8 @@ constexpr double kGemmStartUs = 3.0;  // launch and prologue, before the first t
 // Rate of a kernel, of what the machine's library reaches (Machine::sm_gflops).
 constexpr double kPingpongRate = 1.0;
 constexpr double kCooperativeRate = 1.0;
+// Rings of 12 shapes with wide tiles beside 128 x 128, per round of SMs.
+constexpr double kPingpongWideRate = 1.04;
 constexpr double kSm80Rate = 0.95;          // on the architectures it was made for
 constexpr double kSm80RateOnHopper = 0.60;  // mma.sync reaches no more of wgmma's rate
 
@@ -40,8 +42,8 @@ constexpr double kIssueUs = 16.0;          // host: per chunk ...
 constexpr double kIssueExchangeUs = 22.0;  // ... and with its sum
 // A GEMM that leaves SMs loses less than their share: the chip is warm, not the SMs scarce.
 constexpr double kFewerSmsExponent = 0.85;
-// The cooperative kernel loses more: reduce-scatters over NCCL beside 8 and 16 CTAs.
-constexpr double kFewerSmsExponentCooperative = 1.1;
+// Larger tiles lose more: reduce-scatters over NCCL beside 8 and 16 CTAs.
+constexpr double kFewerSmsExponentLarge = 1.1;
 // Bands of less than 4 tile rows share less of the operands in L2.
 constexpr double kLowBandRate = 0.95;
 constexpr double kBesideCommunication = 1.02;  // the GEMM's time beside communication
@@ -111,6 +113,8 @@ double kernel_rate(Kernel kernel, const Machine& machine) {
       return kPingpongRate;
     case Kernel::kSm90Cooperative:
       return kCooperativeRate;
+    case Kernel::kSm90PingpongWide:
+      return kPingpongWideRate;
   }
   return 1.0;
 }
@@ -159,8 +163,9 @@ double beside_communication_us(const Plan& plan, const Machine& machine, int64_t
   const int32_t ctas = plan.resources.lanes * ctas_of(plan.chunks[0], machine);
   const bool many_ctas =
       slow_link(machine) && plan.problem.world_size == 2 && ctas > kDefaultCtasSlow;
-  const double exponent =
-      plan.kernel == Kernel::kSm90Cooperative ? kFewerSmsExponentCooperative : kFewerSmsExponent;
+  const bool large =
+      plan.kernel == Kernel::kSm90Cooperative || plan.kernel == Kernel::kSm90PingpongWide;
+  const double exponent = large ? kFewerSmsExponentLarge : kFewerSmsExponent;
   return full_us * kBesideCommunication * (many_ctas ? kBesideManyCtas : 1.0) /
          (low ? kLowBandRate : 1.0) *
          std::pow(static_cast<double>(machine.sm_count) / at_once, exponent);

@@ -11,7 +11,24 @@ enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64
 // Which GEMM counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
 // tile with the framework's GEMM); it takes every dtype, stride and alignment, so any rank can
 // follow any plan with it.
-enum class Kernel : int32_t { kLibrary = 0, kSm80 = 1, kSm90Pingpong = 2, kSm90Cooperative = 3 };
+enum class Kernel : int32_t {
+  kLibrary = 0,
+  kSm80 = 1,
+  kSm90Pingpong = 2,
+  kSm90Cooperative = 3,
+  kSm90PingpongWide = 4,
+};
+inline constexpr Kernel kLastKernel = Kernel::kSm90PingpongWide;
+
+// Two teams take turns, each with a tile: these add a source, and store into several outputs.
+constexpr bool is_pingpong(Kernel kernel) {
+  return kernel == Kernel::kSm90Pingpong || kernel == Kernel::kSm90PingpongWide;
+}
+
+// Those that need Hopper.
+constexpr bool is_sm90(Kernel kernel) {
+  return is_pingpong(kernel) || kernel == Kernel::kSm90Cooperative;
+}
 
 // Where finished tiles are stored. kRowMajor: chunks are whole row panels of the plain output.
 // kPacked: tiles one after the other in tile order, put back to row-major behind the next chunk's

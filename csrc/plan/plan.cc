@@ -97,6 +97,8 @@ const char* name(Kernel kernel) {
       return "sm90_pingpong";
     case Kernel::kSm90Cooperative:
       return "sm90_cooperative";
+    case Kernel::kSm90PingpongWide:
+      return "sm90_pingpong_wide";
   }
   return "unknown kernel";
 }

@@ -116,7 +116,7 @@ Plan decode(const std::vector<int64_t>& code) {
   plan.problem.dtype = reader.take_enum("dtype", DType::kFloat64);
   plan.problem.world_size = reader.take_int32("world_size");
   plan.schedule = reader.take_enum("schedule", Schedule::kOverlapped);
-  plan.kernel = reader.take_enum("kernel", Kernel::kSm90Cooperative);
+  plan.kernel = reader.take_enum("kernel", kLastKernel);
   plan.tile_m = reader.take_int32("tile_m");
   plan.tile_n = reader.take_int32("tile_n");
   plan.cluster_m = reader.take_int32("cluster_m");

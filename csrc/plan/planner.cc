@@ -35,7 +35,8 @@ constexpr Way kWindowWays[] = {{4, 2}, {6, 2}, {8, 2}, {6, 3}, {8, 3}};
 constexpr Way kExchange = {8, 2};
 constexpr Way kSlowLinkWays[] = {{4, 1}, {4, 2}};
 constexpr Way kSlowLinkExchanges[] = {{2, 2}, {2, 4}};
-constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-gather
+constexpr Way kOneWayWindowWays[] = {{8, 1},
+                                     {8, 2}};  // reduce-scatter, all-gather; the most SMs last
 
 // The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
 constexpr double kFastPeerGbps = 100.0;
@@ -47,6 +48,8 @@ int32_t peer_sms(const Plan& plan) {
 
 // A GEMM of up to this is over before the chip is at its power limit, if it comes alone.
 constexpr double kCoolGemmUs = 1400.0;
+// Of up to this K the cooperative kernel's stores, beside which nothing is multiplied, weigh.
+constexpr int64_t kShortK = 2560;
 
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
@@ -310,33 +313,50 @@ bool has_ring_flags(const Problem& problem, Kernel kernel) {
   return base.collective != Collective::kRing || ring_tiles(base) <= kMaxRingTiles;
 }
 
-// Whether the cooperative kernel's tiles, twice as large, fill about as many SMs as ping-pong's.
-bool fills_large_tiles(const Problem& problem, const Machine& machine, Transport transport) {
-  const auto rounds = [&](Kernel kernel) {
-    const Plan plan = base_plan(problem, kernel, transport, {});
-    return rounds_of(int64_t{tiles_m(plan)} * tiles_n(plan), machine.sm_count);
+// Whether a kernel's larger tiles, in two rounds or more, fill about as many SMs as ping-pong's of 128 x 128.
+bool fills_tiles(const Problem& problem, int32_t sms, Transport transport, Kernel kernel) {
+  const Plan large = base_plan(problem, kernel, transport, {});
+  const Plan small = base_plan(problem, Kernel::kSm90Pingpong, transport, {});
+  const auto rounds = [&](const Plan& plan) {
+    return rounds_of(int64_t{tiles_m(plan)} * tiles_n(plan), sms);
   };
-  const double large = rounds(Kernel::kSm90Cooperative);
-  return large >= 2.0 && 2.0 * large <= 1.05 * rounds(Kernel::kSm90Pingpong);
+  const double larger = static_cast<double>(large.tile_n) / small.tile_n;
+  return rounds(large) >= 2.0 && larger * rounds(large) <= 1.05 * rounds(small);
 }
 
 // The kernels of what moves each byte once, the preferred one first. Two H200s, m_train, the same plans with
-// ping-pong and with the cooperative kernel, call and row: reduce-scatters over NCCL 1.11x and 1.14x, 1.13x and
-// 1.16x of the sequence; all-gathers over peers 1.22x and 1.19x, 1.25x and 1.17x. Those gain up to 8 % where the
-// GEMM is short; where it is long the chip reaches its power limit, and ping-pong needs less: GEMMs of 0.75 to
-// 1.3 ms gain 2 to 6 % in calls and lose 0.4 to 2 % in a row, one of 1.6 ms gains 3 % and loses 2 %. Exchanges
-// lose at all sizes.
+// ping-pong, the cooperative kernel and wide ping-pong, calls and then rows: reduce-scatters over NCCL 1.15x,
+// 1.20x, 1.19x and 1.19x, 1.17x, 1.18x of the sequence; all-gathers over peers 1.18x, 1.23x, 1.21x and 1.23x, 1.22x,
+// 1.20x. With K = 2048 wide ping-pong was the fastest of the three in 15 of 18. Where an all-gather's GEMM is long
+// the chip reaches its power limit, and ping-pong needs less: of three of 1.5 to 2.8 ms wide gained 4 to 6 % over
+// 128 x 128 in calls, and in a row 1 %, 1 % and -2 %. Exchanges lose by both, wide 5 % in a row.
 std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine, Kernel kernel,
                                     Transport transport) {
+  if (kernel != Kernel::kSm90Pingpong) return {kernel};
   const bool gathers = problem.op == Op::kAllGatherGemm;
-  const bool ring = transport == Transport::kPeer && !gathers;  // its sources only ping-pong adds
-  if (kernel != Kernel::kSm90Pingpong || ring || !fills_large_tiles(problem, machine, transport)) {
-    return {kernel};
-  }
-  if (!gathers) return {Kernel::kSm90Cooperative};
+  // An all-gather's last launch has all SMs. A reduce-scatter's GEMM leaves some to NCCL.
+  const Way& most = std::end(kOneWayWindowWays)[-1];
+  const int32_t sms = std::max(1, machine.sm_count - (gathers ? 0 : most.ctas * most.lanes));
+  const auto fills = [&](Kernel own) { return fills_tiles(problem, sms, transport, own); };
+  const bool wide = fills(Kernel::kSm90PingpongWide);
+  const bool large = fills(Kernel::kSm90Cooperative);
+  const Kernel shorter = problem.k <= kShortK && wide ? Kernel::kSm90PingpongWide
+                         : large                      ? Kernel::kSm90Cooperative
+                                                      : kernel;
+  if (!gathers) return {shorter};
   const double gemm_us = predict(make_sequential(problem, machine), machine).gemm_us;
-  if (gemm_us > kCoolGemmUs) return {kernel};
-  return {Kernel::kSm90Cooperative, kernel};  // which takes fewer rounds for what arrives
+  if (gemm_us > kCoolGemmUs) return {wide ? Kernel::kSm90PingpongWide : kernel};
+  if (shorter == kernel) return {kernel};
+  return {shorter, kernel};  // which takes fewer rounds for what arrives
+}
+
+// What stores into peers' memory and adds what they stored: ping-pong. Its wide tiles take more of a round that
+// is not full, which the model counts.
+std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine, Kernel kernel) {
+  if (problem.op == Op::kAllGatherGemm) {
+    return one_way_kernels(problem, machine, kernel, Transport::kPeer);
+  }
+  return {kernel, Kernel::kSm90PingpongWide};
 }
 
 void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
@@ -370,7 +390,7 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
       !too_small_for_peers(problem) && has_ring_flags(problem, kernel)) {
     const size_t first = plans.size();
-    for (const Kernel own : one_way_kernels(problem, machine, kernel, Transport::kPeer)) {
+    for (const Kernel own : peer_kernels(problem, machine, kernel)) {
       add_row_panels(plans, problem, own, peer_schedules(problem.op), {}, 0, Transport::kPeer);
     }
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
@@ -478,6 +498,8 @@ KernelShape kernel_shape(Kernel kernel, bool on_cpu) {
       return {128, 128, 2};
     case Kernel::kSm90Cooperative:
       return {128, 256, 2};
+    case Kernel::kSm90PingpongWide:
+      return {128, 192, 2};
   }
   throw std::invalid_argument("unknown kernel " + std::to_string(static_cast<int32_t>(kernel)));
 }

@@ -39,7 +39,7 @@ void check_range(const char* field, int64_t value, int64_t low, int64_t high, co
 }
 
 void check_kernel(const Plan& plan) {
-  check_enum("kernel", plan.kernel, Kernel::kSm90Cooperative);
+  check_enum("kernel", plan.kernel, kLastKernel);
   check_range("tile_m", plan.tile_m, 1, kMaxTiles, "take the kernel's own tile shape");
   check_range("tile_n", plan.tile_n, 1, kMaxTiles, "take the kernel's own tile shape");
   check_range("cluster_m", plan.cluster_m, 1, kMaxTiles, "take the kernel's own cluster, or 1");

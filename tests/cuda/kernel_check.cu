@@ -2,7 +2,7 @@
 // counters, and whether a chunk is complete at the moment it is signalled. The operands are small
 // integers, so every sum is exact in fp32.
 //
-//   kernel_check [sm80|sm90pp|sm90coop|ring|peers|reorder|signal|all] [--repeat N] [--small]
+//   kernel_check [sm80|sm90pp|sm90ppwide|sm90coop|ring|peers|reorder|signal|all] [--repeat N] [--small]
 //
 // --repeat: rounds of the race check (0: none). --small: small shapes only, for compute-sanitizer.
 // Ends with 1 and a message at the first mismatch. `all` leaves out the kernels that this build or
@@ -63,7 +63,7 @@ void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
           gemm.check(gemm_ctas(), 0, true);
           gemm.check(4, 16 * 1024, true);              // many tiles a CTA
           gemm.check(2 * sm_count(), 1 << 20, false);  // padding beyond what a CTA can have
-          if (kernel == Kernel::kSm90Pingpong && layout == Layout::kRowMajor) {
+          if (plan::is_pingpong(kernel) && layout == Layout::kRowMajor) {
             gemm.check_source(gemm_ctas());
             gemm.check_source(4);
             gemm.check_mirror(gemm_ctas());
@@ -207,7 +207,8 @@ void check_reorder_all(bool small) {
   std::vector<Shape> shapes = {{1, 1, 0}, {130, 264, 0}, {257, 131, 0}, {300, 520, 0}};
   if (!small) shapes.insert(shapes.end(), {{1031, 4096, 0}, {2048, 2051, 0}, {5, 7168, 0}});
   int cases = 0;
-  for (const Kernel kernel : {Kernel::kSm80, Kernel::kSm90Pingpong, Kernel::kSm90Cooperative}) {
+  for (const Kernel kernel : {Kernel::kSm80, Kernel::kSm90Pingpong, Kernel::kSm90PingpongWide,
+                              Kernel::kSm90Cooperative}) {
     for (const Shape& shape : shapes) {
       for (const int64_t shift : {0, 1}) {
         const int32_t ctas = shift == 0 ? 0 : 5;
@@ -381,6 +382,7 @@ int main(int argc, char** argv) {
   bool known = target == "all";
   const std::pair<const char*, Kernel> gemms[] = {{"sm80", Kernel::kSm80},
                                                   {"sm90pp", Kernel::kSm90Pingpong},
+                                                  {"sm90ppwide", Kernel::kSm90PingpongWide},
                                                   {"sm90coop", Kernel::kSm90Cooperative}};
   if (target == "all" || target == "signal") {
     known = true;
@@ -402,7 +404,9 @@ int main(int argc, char** argv) {
   };
   if (target == "all" || target == "ring") {
     known = true;
-    if (!skipped("ring", Kernel::kSm90Pingpong)) check_ring(small);
+    for (const Kernel kernel : {Kernel::kSm90Pingpong, Kernel::kSm90PingpongWide}) {
+      if (!skipped("ring", kernel)) check_ring(kernel, small);
+    }
   }
   for (const auto& [name, kernel] : gemms) {
     if (target != "all" && target != name) continue;
@@ -416,7 +420,9 @@ int main(int argc, char** argv) {
     std::printf("%s: %d cases and %d race rounds good\n", name, cases, races);
   }
   if (!known)
-    fail("unknown target '%s': take sm80, sm90pp, sm90coop, ring, peers, reorder, signal or all",
-         target.c_str());
+    fail(
+        "unknown target '%s': take sm80, sm90pp, sm90ppwide, sm90coop, ring, peers, reorder, "
+        "signal or all",
+        target.c_str());
   return 0;
 }

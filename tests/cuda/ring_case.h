@@ -56,8 +56,10 @@ struct RingShape {
 template <class T>
 class RingCase {
  public:
-  RingCase(int ranks, const RingShape& shape, bool k_contiguous, bool mirrors, int chunks)
-      : ranks_(ranks),
+  RingCase(plan::Kernel kernel, int ranks, const RingShape& shape, bool k_contiguous, bool mirrors,
+           int chunks)
+      : kernel_(kernel),
+        ranks_(ranks),
         shape_(shape),
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
@@ -65,11 +67,11 @@ class RingCase {
         input_stride_(shape.k + 8),
         weight_stride_((k_contiguous ? shape.k : shape.n) + 8),
         output_stride_(shape.n + 16),
-        name_("ring of " + std::to_string(ranks) + " ranks, parts of " +
-              std::to_string(shape.part_rows) + " x " + std::to_string(shape.n) +
-              ", k = " + std::to_string(shape.k) + (k_contiguous ? "" : ", weight along n") +
-              (mirrors ? ", mirrored" : "") + (collects_ ? " and collected, " : ", ") +
-              std::to_string(chunks) + " chunks") {
+        name_(std::string(plan::name(kernel)) + ": ring of " + std::to_string(ranks) +
+              " ranks, parts of " + std::to_string(shape.part_rows) + " x " +
+              std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
+              (k_contiguous ? "" : ", weight along n") + (mirrors ? ", mirrored" : "") +
+              (collects_ ? " and collected, " : ", ") + std::to_string(chunks) + " chunks") {
     make_order(chunks);
     CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
     *report_ = {};
@@ -103,7 +105,7 @@ class RingCase {
     gemm.ctas = 4;
     gemm.ending = {};
     gemm.peer_tiles.deadline_ns = 20'000'000;
-    CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, memory_[0]->stream));
+    CUDA_CHECK(kernels::launch_gemm(kernel_, gemm, memory_[0]->stream));
     CUDA_CHECK(cudaDeviceSynchronize());
     const kernels::WaitFailure failure = kernels::unpack(report_->failure);
     const auto low = [](uint64_t count) { return static_cast<int32_t>(count & 0xffffff); };
@@ -117,7 +119,6 @@ class RingCase {
   }
 
  private:
-  static constexpr plan::Kernel kKernel = plan::Kernel::kSm90Pingpong;
   static constexpr uint64_t kFirstCalls = (uint64_t{1} << 32) - 4;  // numbers grow past 32 bits
   static constexpr int64_t kSpareFlags = 64;                        // that nobody may write
   static constexpr int64_t kLateUs = 2000;
@@ -182,7 +183,7 @@ class RingCase {
   // One chunk, in rounds of one cluster or two of each part, or all of it; or two, of which the first has
   // all tiles of the phases before and some of the last one's, and bands of one cluster.
   void make_order(int chunks) {
-    const plan::KernelShape tile = plan::kernel_shape(kKernel, false);
+    const plan::KernelShape tile = plan::kernel_shape(kernel_, false);
     part_tile_rows_ = static_cast<int32_t>(
         round_up(round_up(shape_.part_rows, tile.tile_m) / tile.tile_m, tile.cluster_m));
     const auto tiles_n = static_cast<int32_t>(round_up(shape_.n, tile.tile_n) / tile.tile_n);
@@ -293,7 +294,7 @@ class RingCase {
     }
     gemm.order = order_;
     gemm.counters = own.counters.data();
-    if (!kernels::gemm_supported(kKernel, gemm)) fail("%s: not supported", name_.c_str());
+    if (!kernels::gemm_supported(kernel_, gemm)) fail("%s: not supported", name_.c_str());
     return gemm;
   }
 
@@ -318,7 +319,7 @@ class RingCase {
       kernels::GemmParams gemm = params(rank);
       gemm.ctas = ctas[static_cast<size_t>(rank)];
       if (rank == late) CUDA_CHECK(kernels::delay(kLateUs, own.stream));
-      CUDA_CHECK(kernels::launch_gemm(kKernel, gemm, own.stream));
+      CUDA_CHECK(kernels::launch_gemm(kernel_, gemm, own.stream));
     }
     CUDA_CHECK(cudaDeviceSynchronize());
     ++calls_;
@@ -385,6 +386,7 @@ class RingCase {
     }
   }
 
+  const plan::Kernel kernel_;
   const int ranks_;
   const RingShape shape_;
   const bool k_contiguous_;
@@ -402,7 +404,7 @@ class RingCase {
 };
 
 // The products are integers, exact in fp32; what a hop rounds, the references round alike.
-inline void check_ring(bool small) {
+inline void check_ring(plan::Kernel kernel, bool small) {
   // Whole tiles; one element; parts that end inside a tile, in a cluster's first and second one; many
   // steps along k, and one; several tiles for each cluster; more clusters than SMs.
   std::vector<RingShape> shapes = {
@@ -415,22 +417,23 @@ inline void check_ring(bool small) {
         for (const bool mirrors : {false, true}) {
           // Between more than two ranks final rows travel tile by tile only.
           const bool chunked = shape.part_rows > 256 && k_contiguous && !(mirrors && ranks > 2);
-          RingCase<__nv_bfloat16>(ranks, shape, k_contiguous, mirrors, chunked ? 2 : 1).check();
+          RingCase<__nv_bfloat16>(kernel, ranks, shape, k_contiguous, mirrors, chunked ? 2 : 1)
+              .check();
           ++cases;
         }
       }
     }
-    RingCase<__half>(ranks, shapes[3], true, ranks == 2, 2).check();
-    RingCase<__nv_bfloat16>(ranks, shapes[0], true, false, 1).check_deadline();
+    RingCase<__half>(kernel, ranks, shapes[3], true, ranks == 2, 2).check();
+    RingCase<__nv_bfloat16>(kernel, ranks, shapes[0], true, false, 1).check_deadline();
     cases += 2;
   }
   // As many ranks as there can be, each with a few SMs.
   constexpr size_t kShapesOfMany = 4;
   for (size_t shape = 0; shape < kShapesOfMany; ++shape) {
-    RingCase<__nv_bfloat16>(kernels::kMaxPeers, shapes[shape], true, true, 1).check();
+    RingCase<__nv_bfloat16>(kernel, kernels::kMaxPeers, shapes[shape], true, true, 1).check();
     ++cases;
   }
-  std::printf("ring: %d cases good\n", cases);
+  std::printf("ring of %s: %d cases good\n", plan::name(kernel), cases);
 }
 
 }  // namespace overlap::check
