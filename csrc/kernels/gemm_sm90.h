@@ -50,11 +50,8 @@ struct GemmSm90 {
   static constexpr bool kWeightKContiguous = kWeightKContiguous_;
   static constexpr bool kForPeers = kPeers;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
-  using TileShape = cute::Shape<cute::_128,
-                                cute::Int<kWide       ? 192
-                                          : kPingpong ? 128
-                                                      : 256>,
-                                cute::_64>;
+  static constexpr int kColumns = kWide ? 192 : kPingpong ? 128 : 256;
+  using TileShape = cute::Shape<cute::_128, cute::Int<kColumns>, cute::_64>;
   using MainloopSchedule =
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
