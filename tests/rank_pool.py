@@ -278,6 +278,7 @@ def _serve(
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     stacks = open(os.path.join(folder, f"stacks{rank}"), "w")  # noqa: SIM115, kept open for the handler
+    faulthandler.enable(all_threads=True)  # what a rank did when it died, in its output
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
     def answer(outcome: Outcome) -> None:
