@@ -22,11 +22,8 @@ DIRECT = "direct"
 Way = int | str  # over peers: in so many chunks, or "direct"
 
 
-KERNELS = [
-    Kernel.SM90_PINGPONG,
-    Kernel.SM90_PINGPONG_WIDE,
-    Kernel.LIBRARY,
-]  # of every op's plans over peers
+# Of every op's plans over peers.
+KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.LIBRARY]
 
 
 def peer_kernels(op: str) -> list[Kernel]:

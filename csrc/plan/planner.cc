@@ -35,8 +35,7 @@ constexpr Way kWindowWays[] = {{4, 2}, {6, 2}, {8, 2}, {6, 3}, {8, 3}};
 constexpr Way kExchange = {8, 2};
 constexpr Way kSlowLinkWays[] = {{4, 1}, {4, 2}};
 constexpr Way kSlowLinkExchanges[] = {{2, 2}, {2, 4}};
-constexpr Way kOneWayWindowWays[] = {{8, 1},
-                                     {8, 2}};  // reduce-scatter, all-gather; the most SMs last
+constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-gather: most SMs last
 
 // The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
 constexpr double kFastPeerGbps = 100.0;
