@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
 from overlap_torch._ops import Group, group_name
+from overlap_torch._ops.gradients import start_all_gather, wait
 
 
 def place_in(group: str) -> tuple[int, int]:
@@ -67,9 +68,7 @@ def gather_features(
     """Every rank's part of the features in `dim`, put together. A collective call."""
     sizes = [feature_range(features, world_size, rank)[1] for rank in range(world_size)]
     padded = pad_end(part, dim, sizes[0] - part.shape[dim])
-    gathered = functional_collectives.all_gather_tensor(
-        padded.unsqueeze(0).contiguous(), gather_dim=0, group=group
-    )
+    gathered = wait(start_all_gather(padded.unsqueeze(0), group))
     return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 

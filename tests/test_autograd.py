@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlap_torch
 from checks import Failures
@@ -111,6 +112,40 @@ def check_gradients(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
 def test_autograd_gradients_are_the_compositions(ranks, op, dtype):
     ranks.expect_no_failures(check_gradients, op, dtype)
+
+
+class Calls(TorchDispatchMode):
+    """Lists the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def gathers_on_cpu() -> set[str]:
+    """What gathers a shard, in the gradients of both ops that do."""
+    with Calls() as calls:
+        for op, operand in (("allgather_gemm", 1), ("gemm_reducescatter", 1)):
+            case = OPS[op].of([Case((8,), 4, 6, torch.float32)])[0]
+            arguments = OPS[op].arguments(
+                case, dist.get_rank(), dist.get_world_size(), rank_device()
+            )
+            leaf = tensors_of(arguments)[operand].requires_grad_()
+            output = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))[0]
+            (gradient,) = torch.autograd.grad(output.sum(), leaf)
+            assert gradient.shape == leaf.shape
+    return {name for name in calls.names if name.startswith("_c10d_functional::")}
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_autograd_on_cpu_gathers_by_a_collective_whose_name_gloo_keeps_safely(ranks):
+    """Its functional all-gather has a name that two worker threads of a group free twice, once in a long while."""
+    expected = {"_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"}
+    assert ranks.run(gathers_on_cpu) == [expected] * 2
 
 
 def backward_on_one_rank() -> tuple[int, list[str]]:

@@ -49,7 +49,15 @@ def weight_gradient(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
 
 def start_all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
     """Begins to gather ``shard`` along dim 0; the result may be used after :func:`wait`."""
-    return _collectives.all_gather_into_tensor(shard.contiguous(), world_size(group), group)
+    ranks = world_size(group)
+    if shard.device.type == "cpu":
+        # Gloo's two worker threads write the name of what they have just done into one string of the group, without a
+        # lock (ProcessGroupGloo::runLoop, PyTorch 2.11). The names of the other collectives here fit into the string
+        # itself; that of this functional op, ALLGATHER_COALESCED, is on the heap, where two writers at a time free it
+        # twice or write into what has been freed.
+        counts = [shard.shape[0]] * ranks
+        return _collectives.all_to_all_single(torch.cat([shard] * ranks), counts, counts, group)
+    return _collectives.all_gather_into_tensor(shard.contiguous(), ranks, group)
 
 
 def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
