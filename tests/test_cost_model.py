@@ -148,6 +148,16 @@ def test_predict_sequence_one_way_moves_its_bytes_faster(op, width, machine) -> 
     assert prediction.total_us == pytest.approx(prediction.gemm_us + call)
 
 
+@pytest.mark.parametrize("machine", [hopper(), slow(), ada()], ids=str)
+@pytest.mark.parametrize("rows", [1026, 1090, 1151])
+def test_predict_sequence_computes_no_rows_beyond_the_matrix(rows: int, machine: Machine) -> None:
+    def gemm_us(m: int) -> float:
+        sequence = plans.make_sequential(big(m=m), machine)
+        return plans.predict(sequence, machine).gemm_us - GEMM_START
+
+    assert gemm_us(rows) == pytest.approx(gemm_us(1024) * rows / 1024)
+
+
 @pytest.mark.parametrize("machine", [hopper(), hopper(peer_gbps=350.0), cpu()], ids=str)
 def test_predict_all_to_all_knows_no_rows(machine: Machine) -> None:
     problem = big(m=0, op=Op.GEMM_ALLTOALL)

@@ -1,6 +1,8 @@
 // What planner and cost model both know of a link.
 #pragma once
 
+#include <algorithm>
+
 #include "plan/plan.h"
 #include "plan/planner.h"
 
@@ -16,6 +18,15 @@ inline bool slow_link(const Machine& machine) {
 // Rounds of tiles, the last one whether full or not.
 inline double rounds_of(int64_t tiles, int32_t at_once) {
   return static_cast<double>((tiles + at_once - 1) / at_once);
+}
+
+// Tiles of the framework's GEMM as work: it takes other tiles where these would reach beyond the matrix. (That of
+// 1026 x 28672 x 4096 runs at the rate of whole tiles, and has a ninth less to do than nine rows of them.)
+inline double library_tiles(const Plan& plan, int64_t rows) {
+  const auto along = [](int64_t size, int32_t tile) {
+    return std::max(1.0, static_cast<double>(size) / tile);
+  };
+  return along(rows, plan.tile_m) * along(plan.problem.n, plan.tile_n);
 }
 
 // Time of one tile on an SM; on CPU on all cores.

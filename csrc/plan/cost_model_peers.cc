@@ -40,9 +40,9 @@ constexpr double kLaunchUs = 10.0;     // of one more GEMM
 constexpr double kLocalGbps = 2550.0;  // what it reads and writes on the own device
 constexpr double kSlotsGbps = 3300.0;  // the same of what has just been written to a slot
 
-// All tiles of the framework's GEMM.
-double library_us(int64_t tiles, int32_t sms, double per_tile_us) {
-  const double rounds = static_cast<double>(tiles) / sms + kLibraryIdleRounds;
+// The framework's GEMM of so many rows.
+double library_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us) {
+  const double rounds = library_tiles(plan, rows) / sms + kLibraryIdleRounds;
   return kLibraryRate * std::max(1.0, rounds) * per_tile_us;
 }
 
@@ -74,10 +74,8 @@ class PeerModel {
         sent_us((ranks_ - 1) * piece) / kCollectiveRate + local_us((ranks_ + 1) * piece);
     // The sums of an all-reduce's pieces go to everyone.
     const bool twice = problem.op == Op::kGemmAllReduce && direct_in_pieces(plan_);
-    // That GEMM knows no parts.
-    const int64_t tiles = (problem.m + plan_.tile_m - 1) / plan_.tile_m * tiles_n(plan_);
     Prediction prediction;
-    prediction.gemm_us = library_us(tiles, all_sms_, per_tile_us_);
+    prediction.gemm_us = library_us(plan_, problem.m, all_sms_, per_tile_us_);
     prediction.communication_us = kSequentialUs + (twice ? 2.0 : 1.0) * once_us;
     prediction.total_us = prediction.gemm_us + prediction.communication_us;
     return prediction;
@@ -224,12 +222,12 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
   const auto element = static_cast<double>(element_bytes(problem.dtype));
   const double weight_us =
       static_cast<double>(problem.n * problem.k) * element / (1e3 * kWeightGbps);
-  int64_t tiles = 0;
+  int64_t rows = 0;
   double stored_us = 0.0;
   double sent_us = 0.0;
   for (size_t to = 0; to < send_rows.size(); ++to) {
     if (send_rows[to] == 0) continue;
-    tiles += (send_rows[to] + plan.tile_m - 1) / plan.tile_m * tiles_n(plan);
+    rows += send_rows[to];
     const double bytes_us =
         static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
     const bool own = static_cast<int32_t>(to) == rank;
@@ -238,7 +236,7 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
         {launch_us(plan, send_rows[to], sms, per_tile_us), weight_us, own ? 0.0 : bytes_us});
     if (!own) sent_us += bytes_us / kCollectiveRate;
   }
-  return stored_us < library_us(tiles, sms, per_tile_us) + sent_us;
+  return stored_us < library_us(plan, rows, sms, per_tile_us) + sent_us;
 }
 
 int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,
