@@ -17,6 +17,7 @@ from operands import (
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel, Layout, Plan
+from peers import fixed_counts
 from plans import GPU_KERNELS, overlapped_plans, sequential_plan
 
 every_op = pytest.mark.parametrize("op", list(OPS))
@@ -176,6 +177,40 @@ def check_many_rows_over_nccl(kernel: Kernel) -> tuple[int, list[str]]:
 def test_plan_execution_sends_many_rows_of_an_alltoall_over_nccl(ranks, kernel):
     ranks.skip_without_kernel(kernel)
     ranks.expect_no_failures(check_many_rows_over_nccl, kernel)
+
+
+def check_rows_apart_and_in_turn(kernel: Kernel) -> tuple[int, list[str]]:
+    """Each of two ranks chooses by its own rows: first the peer's, then its own beside the exchange, or all and then it."""
+    failures = Failures()
+    rank = dist.get_rank()
+    case = Case((0,), 2056, 2048, torch.bfloat16)
+    resources = {"comm_sms": 24, "max_ctas": 24}
+    ((_, plan),) = overlapped_plans(case, 2, "cuda", kernel, op="gemm_alltoall", **resources)
+    machine = plan_module.machine(rank_device())
+    for counts in (
+        [[16384, 16384], [16384, 16384]],
+        [[6000, 3000], [3000, 6000]],
+        [
+            [200, 16000],
+            [40, 300],
+        ],  # one rank sends nearly all that it has, the other hardly anything
+        [[4000, 5000], [0, 0]],
+        [[100, 130], [130, 100]],
+    ):
+        receive = [row[rank] for row in counts]
+        sms = machine.sm_count - 24
+        apart = plan_module._plan.computes_apart(plan, machine, rank, counts[rank], receive, sms)
+        with fixed_counts(counts):
+            for _ in range(3):
+                check_plan(failures, case, plan, counts, "apart", apart, op="gemm_alltoall")
+    return failures.result()
+
+
+@pytest.mark.parametrize("kernel", GPU_KERNELS[1:], ids=lambda kernel: kernel.name)
+@pytest.mark.ranks((2, "nccl"))
+def test_plan_execution_computes_rows_of_an_alltoall_apart_or_in_turn(ranks, kernel):
+    ranks.skip_without_kernel(kernel)
+    ranks.expect_no_failures(check_rows_apart_and_in_turn, kernel)
 
 
 def check_plans_of_groups() -> tuple[int, list[str]]:

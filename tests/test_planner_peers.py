@@ -270,20 +270,58 @@ def test_rows_behind_an_exchange_save_rounds_or_there_are_none() -> None:
     assert rows_beside(0, [16384, 1024], [16384, 1024], 132) == 16384
 
 
-def test_rows_beside_an_exchange_are_those_of_two_ranks_over_nccl() -> None:
+@pytest.mark.parametrize(
+    ("shape", "apart"),
+    [
+        # Half of the rows in whole rounds of SMs, and an exchange that the other half hides: 1.17x to 1.42x of the
+        # sequence.
+        ((4096, 16384, 8192), True),
+        ((8192, 5120, 2560), True),
+        ((5000, 1600, 3200), True),
+        ((20480, 8192, 1024), True),
+        ((16384, 8192, 2048), True),
+        ((4096, 4096, 3584), True),
+        # Rounds that two launches do not fill: 0.66x to 0.92x.
+        ((1536, 4096, 14336), False),
+        ((1026, 28672, 4096), False),
+        ((778, 4096, 4096), False),
+        ((2, 8192, 7168), False),
+    ],
+)
+def test_all_to_all_of_two_ranks_computes_apart_where_that_was_faster(shape, apart) -> None:
+    m, n, k = shape
+    problem = big(m=0, n=n, k=k, op=Op.GEMM_ALLTOALL)
+    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG)
+    machine = hopper(windows=True)
+    halves = [m // 2, m - m // 2]
+    for rank in (0, 1):
+        assert plans._plan.computes_apart(plan, machine, rank, halves, halves, 108) == apart
+
+
+def test_all_to_all_of_two_ranks_computes_apart_what_a_slow_link_takes_longer_for() -> None:
+    # An exchange that takes as long beside a GEMM as alone, and longer than launches of half-empty rounds.
+    plan = plans.make_all_to_all(big(m=0, n=4096, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
+    for machine, apart in ((hopper(windows=True), False), (slow(), True)):
+        assert plans._plan.computes_apart(plan, machine, 0, [768] * 2, [768] * 2, 108) == apart
+
+
+@pytest.mark.parametrize("asked", ["rows_beside_exchange", "computes_apart"])
+def test_what_two_ranks_compute_beside_an_exchange_is_asked_of_plans_over_nccl(asked: str) -> None:
+    ask = getattr(plans._plan, asked)
     made = (Kernel.SM90_PINGPONG, plans.Resources(), 0)
     for problem, transport in (
         (big(m=0, op=Op.GEMM_ALLTOALL), Transport.PEER),
         (big(m=0, op=Op.GEMM_ALLTOALL, world_size=4), Transport.NCCL),
     ):
         plan = plans.make_all_to_all(problem, *made, transport)
-        with pytest.raises(ValueError, match="rows_beside_exchange is for plans of gemm_alltoall"):
-            plans._plan.rows_beside_exchange(plan, fast(), 0, [1, 1], [1, 1], 108)
+        with pytest.raises(ValueError, match=f"{asked} is for plans of gemm_alltoall"):
+            ask(plan, fast(), 0, [1, 1], [1, 1], 108)
+    plan = plans.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
     for rank, rows in ((2, [1, 1]), (0, [1])):
         with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
-            rows_beside(rank, rows, rows)
+            ask(plan, fast(), rank, rows, rows, 108)
     with pytest.raises(ValueError, match="sms_beside is 0, allowed are 1 and more"):
-        rows_beside(0, [1, 1], [1, 1], 0)
+        ask(plan, fast(), 0, [1, 1], [1, 1], 0)
 
 
 # --- what is expected -------------------------------------------------------------------------------

@@ -413,6 +413,24 @@ void check_counts(const Plan& plan, int32_t rank, const std::vector<int64_t>& ro
   }
 }
 
+void check_pair(const char* what, const Plan& plan, int32_t rank,
+                const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+                int32_t sms_beside) {
+  plan::validate(plan);
+  if (plan.problem.op != Op::kGemmAllToAll || plan.problem.world_size != 2 ||
+      plan::over_peers(plan)) {
+    throw py::value_error(std::string(what) +
+                          " is for plans of gemm_alltoall between two ranks over nccl, not for " +
+                          plan.to_string());
+  }
+  check_counts(plan, rank, send_rows);
+  check_counts(plan, rank, receive_rows);
+  if (sms_beside < 1) {
+    throw py::value_error("sms_beside is " + std::to_string(sms_beside) +
+                          ", allowed are 1 and more");
+  }
+}
+
 void bind_planner(py::module_& m) {
   py::class_<KernelShape>(m, "KernelShape", "Tile shape and cluster of a kernel.")
       .def(py::init([](int32_t tile_m, int32_t tile_n, int32_t cluster_m) {
@@ -474,26 +492,25 @@ void bind_planner(py::module_& m) {
       [](const Plan& plan, const Machine& machine, int32_t rank,
          const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
          int32_t sms_beside) {
-        plan::validate(plan);
-        if (plan.problem.op != Op::kGemmAllToAll || plan.problem.world_size != 2 ||
-            plan::over_peers(plan)) {
-          throw py::value_error(
-              "rows_beside_exchange is for plans of gemm_alltoall between two ranks over nccl, not "
-              "for " +
-              plan.to_string());
-        }
-        check_counts(plan, rank, send_rows);
-        check_counts(plan, rank, receive_rows);
-        if (sms_beside < 1) {
-          throw py::value_error("sms_beside is " + std::to_string(sms_beside) +
-                                ", allowed are 1 and more");
-        }
+        check_pair("rows_beside_exchange", plan, rank, send_rows, receive_rows, sms_beside);
         return plan::rows_beside_exchange(plan, machine, rank, send_rows, receive_rows, sms_beside);
       },
       py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
       py::arg("receive_rows"), py::arg("sms_beside"),
       "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "
       "SMs; the others come behind it, on all.");
+  m.def(
+      "computes_apart",
+      [](const Plan& plan, const Machine& machine, int32_t rank,
+         const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+         int32_t sms_beside) {
+        check_pair("computes_apart", plan, rank, send_rows, receive_rows, sms_beside);
+        return plan::computes_apart(plan, machine, rank, send_rows, receive_rows, sms_beside);
+      },
+      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
+      py::arg("receive_rows"), py::arg("sms_beside"),
+      "Whether gemm_alltoall, on this rank, computes the peer's rows first and its own ones beside "
+      "NCCL's exchange; else the framework's GEMM computes all before it.");
   bind_gather(m);
   bind_ring(m);
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),

@@ -68,6 +68,12 @@ int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t r
                              const std::vector<int64_t>& send_rows,
                              const std::vector<int64_t>& receive_rows, int32_t sms_beside);
 
+// Of the same, on one rank: whether the peer's rows are better computed first and exchanged beside the own
+// ones, in launches of their own, than all by the framework's GEMM and exchanged after it.
+bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
+                    const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+                    int32_t sms_beside);
+
 // All candidates that the planner weighs, the sequential plan first.
 std::vector<Plan> candidates(const Problem& problem, const Machine& machine);
 

@@ -12,7 +12,8 @@
 //   caller | fork | GEMM: the peer's rows | GEMM: own rows | more of them, on all SMs | join |
 //   side   |      |                       | exchange       |                          | ^
 //
-// Where there are few rows there is only the last step, behind one GEMM for everything: the sequence.
+// Where that gains nothing, as with few rows, it is the sequence: the framework's GEMM computes everything,
+// and one exchange follows. Each of two ranks chooses for itself, as there is one exchange either way.
 #include <algorithm>
 
 #include "plan/planner.h"
@@ -23,8 +24,7 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{8} << 20;  // smaller messages do not fill the link
 constexpr int kMaxPieces = 4;                      // of a pair, the last one included
-// Two ranks' rows that are worth a launch of their own.
-constexpr int64_t kApartBytes = int64_t{1} << 20;
+// Two ranks' rows that are worth a GEMM of the framework's of their own.
 constexpr int64_t kLibraryApartBytes = 2 * kPieceBytes;
 
 class AllToAllLoop : AllToAllRows {
@@ -33,38 +33,51 @@ class AllToAllLoop : AllToAllRows {
 
   void run() {
     prepare_communicators();
-    product_ = static_cast<char*>(call_.product());
     int steps = 1;
     for (int peer = 0; peer < ranks_; ++peer) {
       if (peer == rank_) continue;
       steps = std::max({steps, pieces(call_.send_rows[peer]), pieces(call_.receive_rows[peer])});
     }
-    const bool apart = steps > 1 || peer_is_worth_a_launch();
-    begin(call_.trace, steps);
-    fork(false);
-    if (!apart) {
-      compute({0, send_begin_.back()}, product_row(0), call_.gemm.ctas);
+    if (steps > 1 || computes_apart()) {
+      compute_beside(steps);
     } else {
-      for (int step = 0; step + 1 < steps; ++step) {
-        for (int peer = 0; peer < ranks_; ++peer) {
-          if (peer != rank_ && takes_part(call_.send_rows[peer], step, false)) {
-            compute_piece(peer, step);
-          }
-        }
-        exchange(step, false);
-      }
-      for (int peer = 0; peer < ranks_; ++peer) {
-        if (peer != rank_) compute_piece(peer, pieces(call_.send_rows[peer]) - 1);
-      }
+      in_turn();
     }
-    exchange(steps - 1, true);
-    keep_own(apart);
-    if (trace_ != nullptr) trace_->gemm_end.record(stream_);
-    join();
     end(steps);
   }
 
  private:
+  void in_turn() {
+    begin_with_all();
+    if (trace_ != nullptr) {
+      trace_->gemm_end.record(stream_);
+      trace_->ready[0]->record(stream_);
+    }
+    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
+    exchange(0, true, stream_, true);
+  }
+
+  void compute_beside(int steps) {
+    product_ = static_cast<char*>(call_.product());
+    begin(call_.trace, steps);
+    fork(false);
+    for (int step = 0; step + 1 < steps; ++step) {
+      for (int peer = 0; peer < ranks_; ++peer) {
+        if (peer != rank_ && takes_part(call_.send_rows[peer], step, false)) {
+          compute_piece(peer, step);
+        }
+      }
+      exchange_beside(step, false);
+    }
+    for (int peer = 0; peer < ranks_; ++peer) {
+      if (peer != rank_) compute_piece(peer, pieces(call_.send_rows[peer]) - 1);
+    }
+    exchange_beside(steps - 1, true);
+    compute_own();
+    if (trace_ != nullptr) trace_->gemm_end.record(stream_);
+    join();
+  }
+
   // Both ranks of a pair come to the same number, whatever operands they have.
   int pieces(int64_t rows) const {
     if (ranks_ == 2) return 1;
@@ -85,12 +98,12 @@ class AllToAllLoop : AllToAllRows {
     return rows > 0 && (last || step + 1 < pieces(rows));
   }
 
-  // Of two ranks: whether the peer's rows are computed before the own ones, which is each rank's own
-  // choice, as they are exchanged in one call either way.
-  bool peer_is_worth_a_launch() const {
+  // Of two ranks: whether the peer's rows are computed before the own ones.
+  bool computes_apart() const {
     if (ranks_ != 2) return false;
-    const int64_t least = call_.fast ? kApartBytes : kLibraryApartBytes;
-    return call_.send_rows[1 - rank_] * row_bytes_ >= least;
+    if (!call_.fast) return call_.send_rows[1 - rank_] * row_bytes_ >= kLibraryApartBytes;
+    return plan::computes_apart(plan_, group_.machine(), rank_, call_.send_rows, call_.receive_rows,
+                                call_.gemm.ctas);
   }
 
   void compute_piece(int peer, int index) {
@@ -109,27 +122,35 @@ class AllToAllLoop : AllToAllRows {
     launch(rows, destination, ctas);
   }
 
-  // Sends what has been computed on the caller's stream so far.
-  void exchange(int step, bool last) {
+  // Sends on the side stream what has been computed on the caller's so far.
+  void exchange_beside(int step, bool last) {
     const cudaStream_t side = device_.side[0].get();
+    device_.produced[step].record(stream_);
+    hold_side(0);
+    device_.produced[step].block(side);
+    if (call_.fast) let_gemm_start(side);
+    if (trace_ != nullptr) trace_->ready[step]->record(stream_);
+    exchange(step, last, side, false);
+  }
+
+  // `own`: the rows that stay as well, which NCCL moves beside the others.
+  void exchange(int step, bool last, cudaStream_t stream, bool own) {
     std::vector<Communicator::Message> sends;
     std::vector<Communicator::Message> receives;
+    if (const plan::Rows rows = rows_for(rank_); own && rows.begin < rows.end) {
+      const auto bytes = static_cast<size_t>((rows.end - rows.begin) * row_bytes_);
+      sends.push_back({rank_, product_row(rows.begin), bytes});
+      receives.push_back({rank_, output_row(receive_begin_[rank_]), bytes});
+    }
     for (int distance = 1; distance < ranks_; ++distance) {
       const int to = (rank_ + distance) % ranks_;
       const int from = (rank_ + ranks_ - distance) % ranks_;
       add(sends, to, product_row(send_begin_[to]), call_.send_rows[to], step, last);
       add(receives, from, output_row(receive_begin_[from]), call_.receive_rows[from], step, last);
     }
-    device_.produced[step].record(stream_);
-    hold_side(0);
-    device_.produced[step].block(side);
-    if (call_.fast) let_gemm_start(side);
-    if (trace_ != nullptr) {
-      trace_->ready[step]->record(stream_);
-      trace_->begin[step]->record(side);
-    }
-    if (!sends.empty() || !receives.empty()) communicators_[0]->exchange(sends, receives, side);
-    if (trace_ != nullptr) trace_->finish[step]->record(side);
+    if (trace_ != nullptr) trace_->begin[step]->record(stream);
+    if (!sends.empty() || !receives.empty()) communicators_[0]->exchange(sends, receives, stream);
+    if (trace_ != nullptr) trace_->finish[step]->record(stream);
   }
 
   // `first`: where the peer's rows begin.
@@ -149,19 +170,13 @@ class AllToAllLoop : AllToAllRows {
                                       call_.receive_rows, call_.gemm.ctas);
   }
 
-  // The rows that stay: computed where they belong, or copied there.
-  void keep_own(bool compute_them) {
+  // The rows that stay, computed where they belong.
+  void compute_own() {
     const plan::Rows rows = rows_for(rank_);
-    if (rows.begin == rows.end) return;
-    void* destination = output_row(receive_begin_[rank_]);
-    if (compute_them) {
-      const int64_t beside = own_rows_beside(rows.end - rows.begin);
-      compute({rows.begin, rows.begin + beside}, destination, call_.gemm.ctas);
-      compute({rows.begin + beside, rows.end}, output_row(receive_begin_[rank_] + beside),
-              device_.sm_count());
-      return;
-    }
-    copy(destination, product_row(rows.begin), (rows.end - rows.begin) * row_bytes_, stream_);
+    const int64_t beside = own_rows_beside(rows.end - rows.begin);
+    compute({rows.begin, rows.begin + beside}, output_row(receive_begin_[rank_]), call_.gemm.ctas);
+    compute({rows.begin + beside, rows.end}, output_row(receive_begin_[rank_] + beside),
+            device_.sm_count());
   }
 };
 

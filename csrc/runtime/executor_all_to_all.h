@@ -25,6 +25,15 @@ class AllToAllRows : protected ExecutorLoop {
   // The rows for `peer` in the product.
   plan::Rows rows_for(int peer) const { return {send_begin_[peer], send_begin_[peer + 1]}; }
 
+  // Begins with all rows, by the framework's GEMM. It waits for no peer: it need not be chained, and starts
+  // while the host does the rest.
+  void begin_with_all() {
+    watch(call_.trace, 1);
+    product_ = static_cast<char*>(call_.product());
+    call_.library_gemm({0, send_begin_.back()}, product_);
+    chain();
+  }
+
   // Product rows by the plan's kernel, on so many SMs.
   void launch(plan::Rows rows, void* destination, int ctas) {
     kernels::GemmParams gemm = call_.gemm;

@@ -28,13 +28,11 @@ class ExchangeLoop : AllToAllRows {
     prepare_peers(ranks_ * message_bytes_);
     const bool stores =
         call_.fast && plan::stores_messages(plan_, group_.machine(), rank_, call_.send_rows);
-    // The framework's GEMM waits for no peer: it need not be chained, and starts while the host does
-    // the rest.
-    if (!stores) {
-      product_ = static_cast<char*>(call_.product());
-      call_.library_gemm({0, send_begin_.back()}, product_);
+    if (stores) {
+      begin(call_.trace, 1);
+    } else {
+      begin_with_all();
     }
-    begin(call_.trace, 1);
     if (calls_nccl) fork(false);
     if (stores) {
       wait_for_slots(stream_);

@@ -65,9 +65,16 @@ class ExecutorLoop {
     if (takes_slot) peer_call_ = peers_->next_call(hears_all, capture_);
   }
 
-  // Chains this op to the device's last one; from here on it is enqueued.
+  // From here on the op is enqueued.
   void begin(Trace* trace, int chunks) {
-    device_.chain(stream_, capture_);
+    chain();
+    watch(trace, chunks);
+  }
+
+  // What follows comes after the device's last op.
+  void chain() { device_.chain(stream_, capture_); }
+
+  void watch(Trace* trace, int chunks) {
     if (trace != nullptr && !capture_) trace_ = &trace->add(chunks);
     if (trace_ != nullptr) trace_->start.record(stream_);
   }
