@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlap_torch
 from checks import Failures
+from modes import SeesDispatches
 from operands import Case, difference, integers, make_operands, rank_device, world_name
 from ops import OPS, expected_output, map_tensors, tensors_of
 
@@ -114,21 +114,9 @@ def test_autograd_gradients_are_the_compositions(ranks, op, dtype):
     ranks.expect_no_failures(check_gradients, op, dtype)
 
 
-class Calls(TorchDispatchMode):
-    """Lists the names of the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.name())
-        return function(*args, **(kwargs or {}))
-
-
 def gathers_on_cpu() -> set[str]:
     """What gathers a shard, in the gradients of both ops that do."""
-    with Calls() as calls:
+    with SeesDispatches() as mode:
         for op, operand in (("allgather_gemm", 1), ("gemm_reducescatter", 1)):
             case = OPS[op].of([Case((8,), 4, 6, torch.float32)])[0]
             arguments = OPS[op].arguments(
@@ -138,7 +126,8 @@ def gathers_on_cpu() -> set[str]:
             output = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))[0]
             (gradient,) = torch.autograd.grad(output.sum(), leaf)
             assert gradient.shape == leaf.shape
-    return {name for name in calls.names if name.startswith("_c10d_functional::")}
+    names = {function.name() for function in mode.seen}
+    return {name for name in names if name.startswith("_c10d_functional::")}
 
 
 @pytest.mark.ranks((2, "gloo"))

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from checks import Failures
+from modes import SeesDispatches, SeesFunctions
 from operands import Case, difference, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import _eager
@@ -66,26 +65,6 @@ def test_eager_results_are_right(ranks, op):
 
 class Subclass(torch.Tensor):
     """A tensor with a meaning of its own."""
-
-
-class Observer:
-    """A mode that lists what was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def see(self, function, types, args=(), kwargs=None):
-        self.seen.append(function)
-        return function(*args, **(kwargs or {}))
-
-
-class SeesFunctions(Observer, TorchFunctionMode):
-    __torch_function__ = Observer.see
-
-
-class SeesDispatches(Observer, TorchDispatchMode):
-    __torch_dispatch__ = Observer.see
 
 
 def with_tensor(arguments: list[Any], index: int, change: Callable[[Any], Any]) -> list[Any]:

@@ -190,10 +190,8 @@ def check_rows_apart_and_in_turn(kernel: Kernel) -> tuple[int, list[str]]:
     for counts in (
         [[16384, 16384], [16384, 16384]],
         [[6000, 3000], [3000, 6000]],
-        [
-            [200, 16000],
-            [40, 300],
-        ],  # one rank sends nearly all that it has, the other hardly anything
+        # One rank sends nearly all that it has, the other hardly anything.
+        [[200, 16000], [40, 300]],
         [[4000, 5000], [0, 0]],
         [[100, 130], [130, 100]],
     ):

@@ -405,60 +405,44 @@ def test_planner_leaves_few_sms_on_a_slow_link(m: int, latency: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "lanes", "chunks"),
+    ("op", "shape", "lanes", "ctas", "chunks"),
     [
         # The GEMM is the longer part, and few CTAs disturb it.
-        ((4096, 8192, 32768), 2, 16),
-        ((8192, 8192, 32768), 2, 16),
+        (Op.GEMM_ALLREDUCE, (4096, 8192, 32768), 2, 2, 16),
+        (Op.GEMM_ALLREDUCE, (8192, 8192, 32768), 2, 2, 16),
         # The link is, and more CTAs fill it: 1.3x to 1.55x of the sequence, where two lanes reached 1.1x and 1.3x.
-        ((4096, 8192, 16384), 4, 17),
-        ((4096, 4096, 16384), 4, 17),
-        ((8192, 8192, 8192), 4, 17),
+        (Op.GEMM_ALLREDUCE, (4096, 8192, 16384), 4, 2, 17),
+        (Op.GEMM_ALLREDUCE, (4096, 4096, 16384), 4, 2, 17),
+        (Op.GEMM_ALLREDUCE, (8192, 8192, 8192), 4, 2, 17),
         # Each message has a start: 1.1x to 1.2x in few.
-        ((2048, 4096, 8192), 4, 8),
-        ((8192, 4096, 4096), 4, 8),
+        (Op.GEMM_ALLREDUCE, (2048, 4096, 8192), 4, 2, 8),
+        (Op.GEMM_ALLREDUCE, (8192, 4096, 4096), 4, 2, 8),
         # Too short a GEMM for any: 0.89x to 0.97x.
-        ((512, 8192, 7168), 1, 1),
-        ((2048, 4096, 3584), 1, 1),
-        ((2048, 8192, 2048), 1, 1),
-        ((4096, 4096, 3584), 1, 1),
-    ],
-)
-def test_planner_takes_the_fastest_exchange_on_a_slow_link(
-    shape: tuple[int, int, int], lanes: int, chunks: int
-) -> None:
-    # What was fastest on two H200s without peer access.
-    m, n, k = shape
-    machine = slow(link_gbps=27.1, link_latency_us=38.0, windows=True)
-    plan = plans.make_plan(big(m=m, n=n, k=k), machine)
-    assert (plan.schedule == Schedule.SEQUENTIAL) == (chunks == 1)
-    assert (plan.resources.lanes, len(plan.chunks)) == (lanes, chunks)
-    assert plan.resources.comm_sms == (2 * lanes if chunks > 1 else 0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "lanes", "chunks"),
-    [
-        # The GEMM is the longer part: one lane of few CTAs.
-        ((4096, 8192, 32768), 1, 8),
+        (Op.GEMM_ALLREDUCE, (512, 8192, 7168), 1, 0, 1),
+        (Op.GEMM_ALLREDUCE, (2048, 4096, 3584), 1, 0, 1),
+        (Op.GEMM_ALLREDUCE, (2048, 8192, 2048), 1, 0, 1),
+        (Op.GEMM_ALLREDUCE, (4096, 4096, 3584), 1, 0, 1),
+        # The same of reduce-scatters. The GEMM is the longer part: one lane.
+        (Op.GEMM_REDUCESCATTER, (4096, 8192, 32768), 1, 4, 8),
         # The link is: 1.46x to 1.60x of the sequence.
-        ((4096, 8192, 16384), 4, 16),
-        ((8192, 8192, 8192), 4, 16),
-        ((8192, 5120, 13824), 4, 16),
+        (Op.GEMM_REDUCESCATTER, (4096, 8192, 16384), 4, 2, 16),
+        (Op.GEMM_REDUCESCATTER, (8192, 8192, 8192), 4, 2, 16),
+        (Op.GEMM_REDUCESCATTER, (8192, 5120, 13824), 4, 2, 16),
         # As many chunks as each part has rows of tiles: 1.35x.
-        ((2048, 8192, 8192), 4, 8),
-        ((1024, 8192, 7168), 1, 1),
+        (Op.GEMM_REDUCESCATTER, (2048, 8192, 8192), 4, 2, 8),
+        (Op.GEMM_REDUCESCATTER, (1024, 8192, 7168), 1, 0, 1),
     ],
 )
-def test_planner_takes_the_fastest_scatter_on_a_slow_link(
-    shape: tuple[int, int, int], lanes: int, chunks: int
+def test_planner_takes_the_fastest_plan_on_a_slow_link(
+    op: Op, shape: tuple[int, int, int], lanes: int, ctas: int, chunks: int
 ) -> None:
     # What was fastest on two H200s without peer access.
     m, n, k = shape
     machine = slow(link_gbps=27.1, link_latency_us=38.0, windows=True)
-    plan = plans.make_plan(big(m=m, n=n, k=k, op=Op.GEMM_REDUCESCATTER), machine)
+    plan = plans.make_plan(big(m=m, n=n, k=k, op=op), machine)
     assert (plan.schedule == Schedule.SEQUENTIAL) == (chunks == 1)
     assert (plan.resources.lanes, len(plan.chunks)) == (lanes, chunks)
+    assert plan.resources.comm_sms == lanes * ctas
 
 
 @pytest.mark.parametrize("world", [3, 4])

@@ -413,22 +413,32 @@ void check_counts(const Plan& plan, int32_t rank, const std::vector<int64_t>& ro
   }
 }
 
-void check_pair(const char* what, const Plan& plan, int32_t rank,
-                const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
-                int32_t sms_beside) {
-  plan::validate(plan);
-  if (plan.problem.op != Op::kGemmAllToAll || plan.problem.world_size != 2 ||
-      plan::over_peers(plan)) {
-    throw py::value_error(std::string(what) +
-                          " is for plans of gemm_alltoall between two ranks over nccl, not for " +
-                          plan.to_string());
-  }
-  check_counts(plan, rank, send_rows);
-  check_counts(plan, rank, receive_rows);
-  if (sms_beside < 1) {
-    throw py::value_error("sms_beside is " + std::to_string(sms_beside) +
-                          ", allowed are 1 and more");
-  }
+// What one of two ranks asks of its all-to-all over NCCL.
+template <auto kFunction>
+void def_pair(py::module_& m, const char* name, const char* doc) {
+  m.def(
+      name,
+      [name](const Plan& plan, const Machine& machine, int32_t rank,
+             const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+             int32_t sms_beside) {
+        plan::validate(plan);
+        if (plan.problem.op != Op::kGemmAllToAll || plan.problem.world_size != 2 ||
+            plan::over_peers(plan)) {
+          throw py::value_error(
+              std::string(name) +
+              " is for plans of gemm_alltoall between two ranks over nccl, not for " +
+              plan.to_string());
+        }
+        check_counts(plan, rank, send_rows);
+        check_counts(plan, rank, receive_rows);
+        if (sms_beside < 1) {
+          throw py::value_error("sms_beside is " + std::to_string(sms_beside) +
+                                ", allowed are 1 and more");
+        }
+        return kFunction(plan, machine, rank, send_rows, receive_rows, sms_beside);
+      },
+      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
+      py::arg("receive_rows"), py::arg("sms_beside"), doc);
 }
 
 void bind_planner(py::module_& m) {
@@ -487,28 +497,12 @@ void bind_planner(py::module_& m) {
       "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's rows "
       "and "
       "stores them where they go; else the framework's computes all and a kernel sends them.");
-  m.def(
-      "rows_beside_exchange",
-      [](const Plan& plan, const Machine& machine, int32_t rank,
-         const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
-         int32_t sms_beside) {
-        check_pair("rows_beside_exchange", plan, rank, send_rows, receive_rows, sms_beside);
-        return plan::rows_beside_exchange(plan, machine, rank, send_rows, receive_rows, sms_beside);
-      },
-      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
-      py::arg("receive_rows"), py::arg("sms_beside"),
+  def_pair<&plan::rows_beside_exchange>(
+      m, "rows_beside_exchange",
       "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "
       "SMs; the others come behind it, on all.");
-  m.def(
-      "computes_apart",
-      [](const Plan& plan, const Machine& machine, int32_t rank,
-         const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
-         int32_t sms_beside) {
-        check_pair("computes_apart", plan, rank, send_rows, receive_rows, sms_beside);
-        return plan::computes_apart(plan, machine, rank, send_rows, receive_rows, sms_beside);
-      },
-      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
-      py::arg("receive_rows"), py::arg("sms_beside"),
+  def_pair<&plan::computes_apart>(
+      m, "computes_apart",
       "Whether gemm_alltoall, on this rank, computes the peer's rows first and its own ones beside "
       "NCCL's exchange; else the framework's GEMM computes all before it.");
   bind_gather(m);

@@ -139,12 +139,9 @@ double message_bytes(const Plan& plan, int32_t chunk) {
 }
 
 // All tiles on all SMs, at least one round; on CPU one by one, by all cores together.
-double full_machine_us(const Plan& plan, const Machine& machine, double per_tile_us) {
-  if (on_cpu(machine)) {
-    return static_cast<double>(static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan)) * per_tile_us;
-  }
-  const double tiles = library_tiles(plan, plan.problem.m);
-  return std::max(1.0, tiles / machine.sm_count) * per_tile_us;
+double full_machine_us(const Machine& machine, double tiles, double per_tile_us) {
+  const double rounds = on_cpu(machine) ? tiles : std::max(1.0, tiles / machine.sm_count);
+  return rounds * per_tile_us;
 }
 
 int32_t ctas_of(const Chunk& chunk, const Machine& machine) {
@@ -410,7 +407,9 @@ Prediction predict(const Plan& plan, const Machine& machine) {
   const double per_tile_us = tile_us(plan, machine);
   if (over_peers(plan)) return predict_peers(plan, machine, per_tile_us);
   if (plan.schedule == Schedule::kSequential) {
-    prediction.gemm_us = kGemmStartUs + full_machine_us(plan, machine, per_tile_us);
+    const double work =
+        on_cpu(machine) ? static_cast<double>(tiles) : library_tiles(plan, plan.problem.m);
+    prediction.gemm_us = kGemmStartUs + full_machine_us(machine, work, per_tile_us);
     prediction.communication_us = alone_us(plan, machine);
     prediction.total_us = prediction.gemm_us + prediction.communication_us;
     return prediction;

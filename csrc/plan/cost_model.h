@@ -1,4 +1,4 @@
-// What planner and cost model both know of a link.
+// What the planner and the cost model's parts share.
 #pragma once
 
 #include <algorithm>

@@ -43,7 +43,7 @@ class DirectLoop : ExecutorLoop {
       trace_->ready[0]->record(stream_);
       trace_->begin[0]->record(stream_);
     }
-    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
+    hold(stream_);
     if (low_latency) {
       all_reduce_low_latency();
     } else {

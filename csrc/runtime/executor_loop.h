@@ -174,9 +174,11 @@ class ExecutorLoop {
                "copying rows");
   }
 
-  void hold_side(int chunk) {
-    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, side(chunk)), "launching a delay");
+  // The delay that tests ask for.
+  void hold(cudaStream_t stream) {
+    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, stream), "launching a delay");
   }
+  void hold_side(int chunk) { hold(side(chunk)); }
 
   // Chunks in flight at the same time are on different streams and communicators.
   cudaStream_t side(int chunk) const { return device_.side[lane_of(plan_, chunk)].get(); }

@@ -80,9 +80,7 @@ class RingLoop : ExecutorLoop {
       trace_->ready[chunk]->record(stream_);
     }
     if (!inside) record_begins();
-    if (sends_on_ && delay_us_ > 0) {
-      check_cuda(kernels::delay(delay_us_, stream_), "launching a delay");
-    }
+    if (sends_on_) hold(stream_);
     if (collects_ && !inside) collect();
     for (int chunk = 0; chunk < chunks_ && trace_ != nullptr; ++chunk) {
       trace_->finish[chunk]->record(stream_);
@@ -222,7 +220,7 @@ class RingLoop : ExecutorLoop {
   void send(int chunk) {
     const cudaStream_t side = device_.side[chunk % kSendLanes].get();
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
-    if (delay_us_ > 0) check_cuda(kernels::delay(delay_us_, side), "launching a delay");
+    hold(side);
     // One wait at a time: each keeps two SMs from the GEMM, its own and the other of a cluster.
     if (chunk > 0) device_.produced[chunk - 1].block(side);
     if (call_.signals) {
