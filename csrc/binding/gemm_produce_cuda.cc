@@ -45,10 +45,10 @@ at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
   }
   produce.signals = kernel_takes(probe, call.weight(), plan);
   at::Tensor counters;
-  if (!ring || plan.chunks.size() > 1) {
+  produce.counters = [&] {
     counters = empty({plan::kMaxChunks}, options.dtype(at::kInt));
-    produce.counters = counters.data_ptr<int32_t>();
-  }
+    return counters.data_ptr<int32_t>();
+  };
   at::Tensor rows;
   if (ring && !produce.signals) {
     rows = empty({plan::part_rows(plan), plan.problem.n}, options);

@@ -34,11 +34,10 @@ __global__ void zero_counters_kernel(int32_t* counters, int32_t count) {
 }
 
 __global__ void delay_kernel(const int64_t duration_ns) {
-  const int64_t start = global_time_ns();
-  while (global_time_ns() - start < duration_ns) {
-    __nanosleep(kLastSleepNs);
-  }
+  pause(duration_ns);
 }
+
+__device__ int32_t counters_of_device[kDeviceCounters];  // zero when this library is loaded
 
 }  // namespace
 
@@ -50,6 +49,10 @@ cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream) {
 
 cudaError_t zero_counters(int32_t* counters, int32_t count, cudaStream_t stream) {
   return launch_early(zero_counters_kernel, 1, kZeroingThreads, stream, counters, count);
+}
+
+cudaError_t device_counters(int32_t** counters) {
+  return cudaGetSymbolAddress(reinterpret_cast<void**>(counters), counters_of_device);
 }
 
 cudaError_t delay(int64_t microseconds, cudaStream_t stream) {

@@ -87,6 +87,10 @@ cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream);
 // before its end.
 cudaError_t zero_counters(int32_t* counters, int32_t count, cudaStream_t stream);
 
+// Memory of the current device for as many counters, zero at first.
+inline constexpr int32_t kDeviceCounters = 4096;
+cudaError_t device_counters(int32_t** counters);
+
 // Enqueues a kernel that holds its stream for `microseconds`: until something else has started, and at
 // random in the race tests.
 cudaError_t delay(int64_t microseconds, cudaStream_t stream);

@@ -36,6 +36,13 @@ __device__ __forceinline__ void write_report(WaitReport* report, const WaitFailu
                : "memory");
 }
 
+// Some 100 ns more, rather than less.
+__device__ __forceinline__ void pause(int64_t duration_ns) {
+  if (duration_ns <= 0) return;
+  const int64_t start = global_time_ns();
+  while (global_time_ns() - start < duration_ns) __nanosleep(kLastSleepNs);
+}
+
 // Polls until `reached()`, or until the deadline has passed or another wait of the group has failed:
 // then the results are void, and later waits need not sit out a deadline each. True if reached; calls
 // `expired()` at the deadline.

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "kernels/gemm.h"
+#include "kernels/signal.h"
 #include "runtime/error.h"
 
 namespace overlap::runtime {
@@ -87,6 +88,7 @@ DeviceState::DeviceState(int device)
             attribute(cudaDevAttrComputeCapabilityMinor, device)),
       clock_khz_(attribute(cudaDevAttrClockRate, device)) {
   check_cuda(kernels::load_kernels(), "loading the GEMM kernels");
+  check_cuda(kernels::device_counters(&counters_), "finding the counters");
 }
 
 DeviceState& DeviceState::current() {
@@ -101,18 +103,31 @@ DeviceState& DeviceState::current() {
 }
 
 void DeviceState::chain(cudaStream_t stream, std::optional<unsigned long long> capture) {
-  if (!has_last_ || last_capture_ != capture ||
-      last_stream_ == stream_id(stream, capture.has_value())) {
+  const Last& last = last_of(capture);
+  if (!last.exists || last.capture != capture ||
+      last.stream == stream_id(stream, capture.has_value())) {
     return;
   }
-  last_.block(stream);
+  last.event.block(stream);
 }
 
 void DeviceState::chained(cudaStream_t stream, std::optional<unsigned long long> capture) {
-  last_.record(stream);
-  last_capture_ = capture;
-  last_stream_ = stream_id(stream, capture.has_value());
-  has_last_ = true;
+  Last& last = last_of(capture);
+  last.event.record(stream);
+  last.capture = capture;
+  last.stream = stream_id(stream, capture.has_value());
+  last.exists = true;
+}
+
+int32_t* DeviceState::zeroed_counters(int32_t count, cudaStream_t stream) {
+  if (counters_taken_ + count > kernels::kDeviceCounters) {
+    check_cuda(kernels::zero_counters(counters_, kernels::kDeviceCounters, stream),
+               "zeroing counters");
+    counters_taken_ = 0;
+  }
+  int32_t* const counters = counters_ + counters_taken_;
+  counters_taken_ += count;
+  return counters;
 }
 
 }  // namespace overlap::runtime

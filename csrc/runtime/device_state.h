@@ -48,9 +48,9 @@ std::optional<unsigned long long> capture_id(cudaStream_t stream);
 
 // One per device and process, made once, never destroyed (the driver is gone by then).
 //
-//   caller   | zero counters | fork | GEMM ............................ | join
-//   side     |                      | wait 0 | NCCL 0 | wait 1 | NCCL 1 | ^
-//   copy     |                                        | unpack 0 |      | unpack 1 | ^
+//   caller   | fork | GEMM ............................ | join
+//   side     |      | wait 0 | NCCL 0 | wait 1 | NCCL 1 | ^
+//   copy     |                        | unpack 0 |      | unpack 1 | ^
 //   observer | only while a timeline is recorded: when each chunk's tiles were finished
 //
 // side has the highest priority, so that NCCL's CTAs get the SMs that are free; copy has the lowest.
@@ -79,6 +79,9 @@ class DeviceState {
   void chain(cudaStream_t stream, std::optional<unsigned long long> capture);
   void chained(cudaStream_t stream, std::optional<unsigned long long> capture);
 
+  // Counters for an op that has been chained, zero; not in a capture, whose replays would find them used.
+  int32_t* zeroed_counters(int32_t count, cudaStream_t stream);
+
   int device() const { return device_; }
   int sm_count() const { return sm_count_; }
   int arch() const { return arch_; }
@@ -91,10 +94,19 @@ class DeviceState {
   int sm_count_ = 0;
   int arch_ = 0;
   int clock_khz_ = 0;
-  Event last_;
-  std::optional<unsigned long long> last_capture_;
-  unsigned long long last_stream_ = 0;
-  bool has_last_ = false;
+  struct Last {
+    Event event;
+    std::optional<unsigned long long> capture;
+    unsigned long long stream = 0;
+    bool exists = false;
+  };
+  Last& last_of(std::optional<unsigned long long> capture) {
+    return capture ? last_captured_ : last_;
+  }
+  Last last_;  // op outside of captures
+  Last last_captured_;
+  int32_t* counters_ = nullptr;
+  int32_t counters_taken_ = 0;
 };
 
 }  // namespace overlap::runtime

@@ -2,9 +2,9 @@
 //
 // produce: a GEMM that counts its finished tiles, and beside it, per chunk, a wait and a collective.
 //
-//   caller | zero counters | fork | GEMM: chunk 0, 1, 2 ... signal [A] ...... | join |
-//   side   |                      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
-//   copy   |                                            | finish 0 |          | finish 1 | ^
+//   caller | fork | GEMM: chunk 0, 1, 2 ... signal [A] ...... | join |
+//   side   |      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
+//   copy   |                            | finish 0 |          | finish 1 | ^
 //
 // consume: a collective per chunk, and behind each a launch of the GEMM. All launches together compute
 // the own rows and then what has arrived, each in whole rounds of tiles; beside that each copies the new
@@ -60,11 +60,11 @@ struct ProduceCall {
                            // plan::buffer_elements; null: the group's registered window
   const void* bias = nullptr;  // [n] or null
 
-  // The GEMM. Either `signals`: `gemm` is launched once and counts tiles in `counters` (kMaxChunks
-  // of them; null: a ring of one chunk, whose tiles nobody counts) ...
+  // The GEMM. Either `signals`: `gemm` is launched once and counts tiles, in a capture in kMaxChunks counters
+  // that this makes ...
   bool signals = false;
   kernels::GemmParams gemm;
-  int32_t* counters = nullptr;
+  std::function<int32_t*()> counters;
   // ... or the framework's GEMM computes product rows [begin, end) into `destination` on the
   // caller's stream.
   std::function<void(plan::Rows rows, void* destination)> library_gemm;

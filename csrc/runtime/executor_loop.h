@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -109,6 +110,14 @@ class ExecutorLoop {
     } else {
       group_.track(stream_, chunks);
     }
+  }
+
+  // One for each chunk; of a capture in memory that `captured` makes, and zeroed at each replay.
+  int32_t* zeroed_counters(const std::function<int32_t*()>& captured, int32_t count) {
+    if (!capture_) return device_.zeroed_counters(count, stream_);
+    int32_t* const counters = captured();
+    check_cuda(kernels::zero_counters(counters, count, stream_), "zeroing counters");
+    return counters;
   }
 
   // Until *counter >= expected, with the group's deadline.

@@ -27,6 +27,7 @@ class ProduceLoop : ExecutorLoop {
   void run() {
     prepare();
     begin(call_.trace, chunks_);
+    counters_ = zeroed_counters(call_.counters, chunks_);
     if (call_.signals) {
       produce_with_signals();
     } else {
@@ -44,14 +45,13 @@ class ProduceLoop : ExecutorLoop {
   }
 
   void produce_with_signals() {
-    check_cuda(kernels::zero_counters(call_.counters, chunks_, stream_), "zeroing counters");
     fork(finishes_);
     kernels::GemmParams gemm = call_.gemm;
     gemm.output = buffer_;
     gemm.parts = exchanges_ ? plan::buffer_parts(plan_) : 1;
     gemm.part = exchanges_ ? group_.rank() : 0;
     gemm.order = order_;
-    gemm.counters = call_.counters;
+    gemm.counters = counters_;
     if (row_parts_ > 1) {
       gemm.rows.mode = plan::RowMap::Mode::kScatter;
       gemm.rows.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
@@ -108,12 +108,12 @@ class ProduceLoop : ExecutorLoop {
 
   // [A] The chunk's tiles are finished when its counter says so.
   void wait(int chunk, cudaStream_t stream) {
-    enqueue_wait(call_.counters + chunk, plan::chunk_tiles(order_, chunk), chunk, stream);
+    enqueue_wait(counters_ + chunk, plan::chunk_tiles(order_, chunk), chunk, stream);
   }
 
   // The chunk was waited for by an event: only says that it is next.
   void mark(int chunk) {
-    enqueue_wait(call_.counters + chunk, std::numeric_limits<int32_t>::min(), chunk,
+    enqueue_wait(counters_ + chunk, std::numeric_limits<int32_t>::min(), chunk,
                  side(chunk));  // true at once
   }
 
@@ -215,6 +215,7 @@ class ProduceLoop : ExecutorLoop {
   const bool exchanges_;
   const int finish_ctas_;
   void* buffer_ = nullptr;
+  int32_t* counters_ = nullptr;
   bool finishes_ = false;
 };
 

@@ -34,9 +34,7 @@ class RingLoop : ExecutorLoop {
     const bool hears_all = sends_on_ || ranks_ == 2;
     prepare_peers(plan::peer_slot_bytes(plan_), hears_all);
     begin(call_.trace, chunks_);
-    if (counts()) {
-      check_cuda(kernels::zero_counters(call_.counters, chunks_, stream_), "zeroing counters");
-    }
+    if (counts()) counters_ = zeroed_counters(call_.counters, chunks_);
     wait_for_slots(stream_);
     if (by_chunk_) {
       finish_by_chunk();
@@ -174,7 +172,7 @@ class RingLoop : ExecutorLoop {
       gemm.sources[part] = source(phase);
     }
     gemm.order = order();
-    gemm.counters = counts() ? call_.counters : nullptr;
+    gemm.counters = counters_;
     if (!by_chunk_) gemm.rows.round_tile_rows = plan::ring_round_rows(plan_);
     for (int distance = 1; distance < ranks_ && mirrors(); ++distance) {
       gemm.mirrors[gemm.num_mirrors++] = finished((rank_ + distance) % ranks_, rank_);
@@ -224,7 +222,7 @@ class RingLoop : ExecutorLoop {
     // One wait at a time: each keeps two SMs from the GEMM, its own and the other of a cluster.
     if (chunk > 0) device_.produced[chunk - 1].block(side);
     if (call_.signals) {
-      enqueue_wait(call_.counters + chunk, counted_tiles(chunk), chunk, side);  // [A]
+      enqueue_wait(counters_ + chunk, counted_tiles(chunk), chunk, side);  // [A]
     } else {
       device_.computed.block(side);
     }
@@ -253,7 +251,7 @@ class RingLoop : ExecutorLoop {
   void relay() {
     kernels::PeerRelayParams params =
         peers_->relay(peer_call_, Peers::Flag::kArrived, peers_->everyone_else());
-    params.counters = call_.counters;
+    params.counters = counters_;
     params.chunks = chunks_;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
       params.expected[chunk] = counted_tiles(chunk);
@@ -309,6 +307,7 @@ class RingLoop : ExecutorLoop {
   const int64_t part_bytes_;
   const bool collects_;  // an all-reduce's final rows travel tile by tile
   const bool by_chunk_;  // or in chunks
+  int32_t* counters_ = nullptr;
 };
 
 }  // namespace
