@@ -206,8 +206,11 @@ def test_planner_choice_beats_the_sequence_by_its_margins(
         return
     library_on_gpu = any(plan.kernel == Kernel.LIBRARY for plan in overlapped) and machine.arch
     share, margin_us = (0.90 if library_on_gpu else 0.95), (12.0 if machine.arch else 0.0)
-    if any(plan.resources.window for plan in overlapped) and problem.op == Op.GEMM_REDUCESCATTER:
+    windows = any(plan.resources.window for plan in overlapped)
+    if windows and problem.op == Op.GEMM_REDUCESCATTER:
         share, margin_us = 0.98, 8.0
+    if windows and any(plan.collective == Collective.EXCHANGE for plan in overlapped):
+        share = 0.97
     limit_us = share * total(sequential, machine) - margin_us
     best_us = min((total(plan, machine) for plan in overlapped), default=limit_us)
     if best_us < limit_us - 1e-6:
@@ -219,7 +222,7 @@ def test_planner_choice_beats_the_sequence_by_its_margins(
 
 @pytest.mark.parametrize(
     ("dtype", "k", "share", "looser"),
-    [(DType.BFLOAT16, 2048, 0.95, (0.95, 0.0)), (DType.FLOAT32, 1024, 0.90, (0.95, 12.0))],
+    [(DType.BFLOAT16, 2048, 0.97, (0.97, 0.0)), (DType.FLOAT32, 1024, 0.90, (0.95, 12.0))],
 )
 def test_planner_keeps_the_sequence_inside_its_margins(dtype, k, share, looser) -> None:
     # The slower the link, the more overlap hides: first too little, then enough.
@@ -385,6 +388,24 @@ def test_planner_takes_large_tiles_where_they_fill_the_device(m, nk, large) -> N
     plan = plans.make_plan(problem, hopper(**TWO_H200, peer_gbps=365.0))
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.kernel == (COOPERATIVE if large else PINGPONG)
+
+
+# 1.11x to 1.39x in calls; six or eight gained no more, and took the host longer than the sequence.
+@pytest.mark.parametrize(
+    ("m", "nk", "most"),
+    [
+        (2048, (8192, 7168), 4),
+        (2048, (8192, 2048), 4),
+        (1024, (16384, 4096), 4),
+        (2048, (16384, 4096), 4),
+        (8192, (8192, 7168), 8),
+    ],
+    ids=str,
+)
+def test_planner_cuts_short_calls_into_few_chunks(m, nk, most) -> None:
+    plan = plans.make_plan(big(m=m, n=nk[0], k=nk[1]), hopper(**TWO_H200))
+    assert plan.collective == Collective.EXCHANGE
+    assert 4 <= len(plan.chunks) <= most
 
 
 @pytest.mark.parametrize("m", [4096, 8192])

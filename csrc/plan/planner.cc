@@ -19,8 +19,9 @@ constexpr double kNeededShare = 0.95;
 constexpr double kNeededUs = 12.0;
 constexpr double kNeededSharePeers = 0.97;  // no collective of a library's that may not fit beside
 constexpr double kNeededUsPeers = 8.0;
-constexpr double kNeededShareScatter = 0.98;  // reduce-scatters in windows: 1.01x to 1.05x at 0.95
-constexpr double kNeededShareLibrary = 0.90;  // GEMM calls per chunk beside NCCL: least sure
+constexpr double kNeededShareExchange = 0.97;  // four chunks, expected at 0.96: 0.84 and 0.87
+constexpr double kNeededShareScatter = 0.98;   // reduce-scatters in windows: 1.01x to 1.05x at 0.95
+constexpr double kNeededShareLibrary = 0.90;   // GEMM calls per chunk beside NCCL: least sure
 
 // Ways to communicate that are tried: CTAs of a communicator, lanes, SMs left free. One
 // communicator exists for each lane and CTA limit. Those that measured well on H200s; on slow links
@@ -47,6 +48,12 @@ constexpr double kFastPeerGbps = 100.0;
 int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
+
+// Short calls of few rows, of which the host's time weighs, are cut into few chunks: each costs it 17 us, and four
+// shapes gained no more in six or eight (1.27x in calls and 1.21x in a row, 1.26x and 1.20x).
+constexpr int64_t kFewRows = 2048;
+constexpr double kShortCallUs = 700.0;
+constexpr int32_t kFewChunks = 4;
 
 // A GEMM of up to this is over before the chip is at its power limit, if it comes alone.
 constexpr double kCoolGemmUs = 1400.0;
@@ -118,9 +125,7 @@ const std::vector<std::vector<int32_t>>& schedules_of(Op op) {
 // best of 4 to 16, equal or not, on each of 12 shapes.
 const std::vector<std::vector<int32_t>>& exchange_schedules() {
   static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(4, 1),
-      {1, 2, 1},
-      {2, 4, 4, 3, 2, 1},
+      std::vector<int32_t>(4, 1), {1, 2, 1}, {2, 3, 2, 1}, {2, 4, 4, 3, 2, 1},
       {1, 2, 3, 4, 4, 4, 3, 1},
   };
   return schedules;
@@ -295,11 +300,12 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
 
 // Chunks of tiles that are exchanged between two ranks.
 void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
-                   const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
-                   int32_t max_ctas) {
+                   const std::vector<std::vector<int32_t>>& schedules, size_t most_chunks,
+                   const Resources& resources, int32_t max_ctas) {
   const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
   const int32_t rows = tiles_m(base);
   for (const std::vector<int32_t>& weights : schedules) {
+    if (weights.size() > most_chunks) continue;
     const std::vector<int32_t> chunks = apportion(rows * tiles_n(base), base.cluster_m, weights);
     if (chunks.empty()) continue;
     plans.push_back(
@@ -384,14 +390,16 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     add_row_panels(plans, problem, own, schedules_of(problem.op), resources_of(way, window),
                    way.ctas, Transport::kNccl);
   };
-  const auto add_exchanges_in = [&](const Way& way, bool window, const auto& schedules) {
+  const auto add_exchanges_in = [&](const Way& way, bool window, const auto& schedules,
+                                    size_t most_chunks) {
     if (!fits(way)) return;
-    add_exchanges(plans, problem, kernel, schedules, resources_of(way, window), way.ctas);
+    add_exchanges(plans, problem, kernel, schedules, most_chunks, resources_of(way, window),
+                  way.ctas);
   };
   if (slow_link(machine)) {
     if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
       for (const Way& way : kSlowLinkExchanges) {
-        add_exchanges_in(way, false, slow_exchange_schedules(way.lanes));
+        add_exchanges_in(way, false, slow_exchange_schedules(way.lanes), kMaxChunks);
       }
     } else if (problem.op == Op::kGemmReduceScatter && problem.world_size == 2) {
       for (const Way& way : kSlowLinkScatters) {
@@ -428,7 +436,9 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
       for (const Way& way : kPlainWays) add_panels(kernel, way, false);
     }
   } else if (machine.windows && problem.world_size == 2) {
-    add_exchanges_in(kExchange, true, exchange_schedules());
+    const double sequential_us = predict(make_sequential(problem, machine), machine).total_us;
+    const bool few = problem.m <= kFewRows && sequential_us < kShortCallUs;
+    add_exchanges_in(kExchange, true, exchange_schedules(), few ? kFewChunks : kMaxChunks);
   } else if (machine.windows) {
     for (const Way& way : kWindowWays) add_panels(kernel, way, true);
     // Windows suit a reduction that is the shorter part; the other way about plain calls carry
@@ -638,11 +648,14 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
     const bool library = plans[i].kernel == Kernel::kLibrary && machine.arch != 0;
     const bool peers = over_peers(plans[i]);
     const bool overlapped = plans[i].schedule == Schedule::kOverlapped;
+    const bool exchanges =
+        plans[i].collective == Collective::kExchange && plans[i].resources.window;
     const bool scatters =
         plans[i].collective == Collective::kReduceScatter && plans[i].resources.window;
     const double share = !overlapped ? 1.0
                          : library   ? kNeededShareLibrary
                          : peers     ? kNeededSharePeers
+                         : exchanges ? kNeededShareExchange
                          : scatters  ? kNeededShareScatter
                                      : kNeededShare;
     const double us = predict(plans[i], machine).total_us;
