@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import ada, big, cpu, hopper, slow, total
+from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.plan import (
     Collective,
@@ -388,6 +389,36 @@ def test_planner_takes_large_tiles_where_they_fill_the_device(m, nk, large) -> N
     plan = plans.make_plan(problem, hopper(**TWO_H200, peer_gbps=365.0))
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.kernel == (COOPERATIVE if large else PINGPONG)
+
+
+# Over peers, two H200s: 132 tiles of 128 x 128 take the link 11.9 us, in a time that K gives: 12.0 us with K = 2048,
+# 21.0 with 3584, 42.0 with 7168.
+@pytest.mark.parametrize(
+    ("op", "shape", "kernel", "least", "most"),
+    [
+        # A tile's time has room for all of it beside what else is sent, or for some.
+        (Op.GEMM_ALLREDUCE, (2048, 8192, 7168), PINGPONG, 11.8, 12.0),
+        (Op.GEMM_REDUCESCATTER, (2048, 8192, 7168), PINGPONG, 11.8, 12.0),
+        (Op.GEMM_ALLREDUCE, (2048, 4096, 3584), PINGPONG, 8.0, 10.0),
+        (Op.GEMM_REDUCESCATTER, (2048, 4096, 3584), PINGPONG, 11.8, 12.0),
+        (Op.GEMM_ALLREDUCE, (8192, 8192, 7168), WIDE, 17.7, 18.0),
+        # The link is busy all the time: what waits comes late.
+        (Op.GEMM_ALLREDUCE, (2048, 8192, 2048), PINGPONG, 0.0, 0.2),
+        (Op.GEMM_ALLREDUCE, (4096, 16384, 2048), WIDE, 0.0, 0.0),
+        # Fewer tiles than SMs take less time.
+        (Op.GEMM_REDUCESCATTER, (512, 2048, 7168), PINGPONG, 5.7, 5.9),
+    ],
+    ids=str,
+)
+def test_planner_spreads_stores_as_far_as_the_link_has_time(op, shape, kernel, least, most) -> None:
+    problem = big(m=shape[0], n=shape[1], k=shape[2], op=op)
+    rows = shape[0] // 2 // 128
+    plan = plans.row_panels(problem, [rows], kernel=kernel, transport="peer")
+    machine = hopper(**TWO_H200, peer_gbps=365.0)
+    assert least <= _plan.store_spread_us(plan, machine) <= most
+    assert _plan.store_spread_us(plan, hopper(**TWO_H200, peer_gbps=0.0)) == 0.0
+    with pytest.raises(ValueError, match="only rings and direct plans"):
+        _plan.store_spread_us(plans.make_sequential(problem, machine), machine)
 
 
 # 1.11x to 1.39x in calls; six or eight gained no more, and took the host longer than the sequence.

@@ -402,6 +402,19 @@ void bind_ring(py::module_& m) {
       },
       py::arg("parts"), py::arg("part_tile_rows"), py::arg("tiles_n"), py::arg("round_rows"),
       "(turn, tile row of its part, column) of each tile, in the order of a ring's GEMM.");
+  m.def(
+      "store_spread_us",
+      [](const Plan& plan, const Machine& machine) {
+        plan::validate(plan);
+        if (plan.collective != plan::Collective::kRing &&
+            plan.collective != plan::Collective::kDirect) {
+          throw py::value_error("only rings and direct plans store into peers' memory, not " +
+                                plan.to_string());
+        }
+        return plan::store_spread_us(plan, machine);
+      },
+      py::arg("plan"), py::arg("machine"),
+      "Microseconds over which a round of tiles leaves for the peers.");
 }
 
 void check_counts(const Plan& plan, int32_t rank, const std::vector<int64_t>& rows) {

@@ -56,6 +56,9 @@ struct GemmParams {
   // those of the last parts are added to once they have been announced here. Where something is
   // collected, mirrored tiles are announced to all peers, too.
   PeerTiles peer_tiles;
+  // The CTAs' tiles that go to peers' memory leave over so long a time, but those of the last round. A round
+  // of tiles is finished at once, and stores that wait for the link hold up the loads of the next one.
+  int32_t spread_ns = 0;
   // Sources, a mirror or more outputs: where tiles are counted as they are taken, in own memory. Two
   // words, zero before and after.
   uint32_t* tiles_taken = nullptr;

@@ -135,7 +135,9 @@ struct GemmSm90 {
     std::conditional_t<kPeers, Nothing, typename Mainloop::Params> own_mainloop;
     typename Epilogue::Params epilogue[kMaxOutputs];  // of each output
     uint32_t sources;                                 // bit mask of the outputs that have one
-    ProblemShape gemm_shape;                          // of the operands
+    uint32_t sent;                                    // and of those that peers' memory holds, too
+    int32_t spread_ns;
+    ProblemShape gemm_shape;   // of the operands
     ProblemShape store_shape;  // of the output: (rows, N, K, parts), or (tile_m, tile_n, K, tiles)
                                // if packed
     bool packed;
@@ -165,6 +167,12 @@ struct GemmSm90 {
     }
     CUTLASS_DEVICE bool has_source(const plan::TileRowPlace& place) const {
       return kPeers && (sources >> output(place) & 1) != 0;
+    }
+    // How long a tile waits for its turn on the link.
+    CUTLASS_DEVICE int32_t hold_ns(int32_t index, const plan::TileRowPlace& place) const {
+      const bool last_round = index + static_cast<int32_t>(gridDim.x) >= end_tile;
+      if (last_round || (sent >> output(place) & 1) == 0) return 0;
+      return static_cast<int32_t>(int64_t{spread_ns} * blockIdx.x / gridDim.x);
     }
     // Tiles between a rank's and those of the next rank that are added to it.
     CUTLASS_DEVICE int32_t part_tiles() const { return rows.part_tile_rows * order.tiles_n; }
@@ -467,6 +475,7 @@ struct GemmSm90 {
                                                                   params.parts, params.part))
                              : cute::make_coord(rows.output_row, step.coord.column, cute::_,
                                                 params.split() ? 0 : rows.output_part);
+      if constexpr (kPeers) pause(params.hold_ns(step.index, rows));
       if constexpr (kTeams > 1) order.wait();
       Epilogue epilogue(params.epilogue[params.output(rows)], shared.tensors.epilogue);
       auto [load_next, store_next] = epilogue.store(

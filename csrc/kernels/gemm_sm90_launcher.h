@@ -93,6 +93,10 @@ class GemmSm90ParamsOf {
     }
     if constexpr (Gemm::kForPeers) {
       params.peer_tiles = gemm.peer_tiles;
+      params.spread_ns = gemm.spread_ns;
+      const uint32_t last = 1u << last_output(gemm);
+      params.sent = (2u << gemm.num_more_outputs) - 1u;
+      if (gemm.num_mirrors == 0) params.sent &= ~last;
       for (int mirror = 0; mirror < gemm.num_mirrors; ++mirror) {
         epilogue.ptr_D = static_cast<Element*>(gemm.mirrors[mirror]);
         const auto place = Epilogue::to_underlying_arguments(params.store_shape, epilogue, nullptr);

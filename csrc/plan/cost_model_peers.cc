@@ -17,11 +17,12 @@ constexpr double kRoundRate = 1.035;        // of a tile's time: a round of tile
 constexpr double kLibraryRate = 1.02;       // the same of the framework's GEMM
 constexpr double kLibraryIdleRounds = 0.3;  // which takes smaller tiles at the end
 constexpr double kSequentialUs = 5.2;       // starts and signals, beyond what follows
-// Of 72 times of rings and direct plans on the same GPUs (5 %; the plan that they pick needs 0.2 % more).
-constexpr double kDirectUs = 13.5;
-constexpr double kRingUs = 18.0;
+// Of 96 times of rings and direct plans in graphs, M = 512 to 2048, on the same GPUs: the plan that they pick needs
+// 0.3 % more.
+constexpr double kDirectUs = 11.5;
+constexpr double kRingUs = 13.5;
 // Of parts of one cluster's tile rows, whose phases are computed at the same time.
-constexpr double kLowPartUs = 11.0;
+constexpr double kLowPartUs = 14.0;
 constexpr double kFinalUs =
     12.0;  // of an all-reduce's final tiles, for each peer: tail of stores and copies
 constexpr double kOverlapPower = 4.0;    // of the sum of powers of what takes place at a time
@@ -174,6 +175,15 @@ class PeerModel {
     prediction.total_us += kSequentialUs + (chunks > 1 ? kChunkUs * chunks : 0.0) +
                            local_us(2 * (ranks_ - 1) * part_bytes / chunks);
     return prediction;
+  }
+
+  // As long as the link takes for the round, if there is room beside all that it carries in a tile's time.
+  double spread_us() const {
+    const double round_us = last_round_us(tiles_, sms_);
+    if (plan_.collective == Collective::kDirect) return std::min(round_us, per_tile_us_ / 2.0);
+    const int32_t times = plan_.problem.op == Op::kGemmAllReduce ? 2 : 1;
+    const double sent = static_cast<double>(times * (ranks_ - 1)) / ranks_;
+    return std::clamp(per_tile_us_ - sent * round_us, 0.0, round_us);
   }
 
  private:
@@ -332,6 +342,11 @@ bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
                     int32_t sms_beside) {
   const PairModel model(plan, machine, rank, send_rows, receive_rows, sms_beside);
   return kNeededGainApart * model.apart_us() < model.in_turn_us();
+}
+
+double store_spread_us(const Plan& plan, const Machine& machine) {
+  if (machine.peer_gbps <= 0.0 || machine.sm_gflops <= 0.0) return 0.0;
+  return PeerModel(plan, machine, tile_us(plan, machine)).spread_us();
 }
 
 Prediction predict_peers(const Plan& plan, const Machine& machine, double per_tile_us) {

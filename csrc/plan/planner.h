@@ -57,6 +57,11 @@ Plan make_direct(const Problem& problem, Kernel kernel);
 Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
                      int32_t max_ctas, Transport transport = Transport::kNccl);
 
+// Reductions over peers by a GEMM that stores into their memory: over how long a round of its tiles should leave,
+// CTA after CTA, in microseconds. Stored at once, they fill the way to the link, and the loads of the next round,
+// which share it, wait.
+double store_spread_us(const Plan& plan, const Machine& machine);
+
 // gemm_alltoall over peers, on one rank: whether its GEMM is better launched once for each rank's rows,
 // storing them where they go, than the framework's once for all, with the rows sent after it.
 bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,

@@ -80,6 +80,7 @@ class DirectLoop : ExecutorLoop {
     kernels::GemmParams gemm = call_.gemm;
     gemm.order = *call_.order;
     gemm.tiles_taken = peers_->tiles_taken(peer_call_);
+    gemm.spread_ns = spread_ns();
     if (!pieces_) {
       gemm.output = output();
       gemm.mirrors[gemm.num_mirrors++] = place(1 - rank_, rank_);

@@ -14,6 +14,7 @@
 
 #include "kernels/peer_collective.h"
 #include "kernels/signal.h"
+#include "plan/planner.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
 #include "runtime/trace.h"
@@ -175,6 +176,11 @@ class ExecutorLoop {
     params.deadline_ns = deadline_ns();
     params.report = group_.report();
     return params;
+  }
+
+  // Of a GEMM that stores into peers' memory.
+  int32_t spread_ns() const {
+    return static_cast<int32_t>(1e3 * plan::store_spread_us(plan_, group_.machine()));
   }
 
   void copy(void* destination, const void* source, int64_t bytes, cudaStream_t stream) {

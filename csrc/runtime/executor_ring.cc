@@ -182,6 +182,7 @@ class RingLoop : ExecutorLoop {
       gemm.collected = call_.output;
     }
     gemm.peer_tiles = peer_tiles();
+    gemm.spread_ns = spread_ns();
     gemm.tiles_taken = peers_->tiles_taken(peer_call_);
     if (ends_in_gemm()) gemm.ending = peers_->ending(peer_call_);
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, stream_), "launching the GEMM");
