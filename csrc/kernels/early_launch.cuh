@@ -15,8 +15,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Lets the next kernel in, as soon as there is room: only from kernels that wait for nobody, as it holds
-// SMs while it waits for their end.
+// Lets the next kernel in, once all blocks have come here and as soon as there is room: only where no block waits
+// for anybody any more, as it holds SMs while it waits for this one's end.
 __device__ __forceinline__ void let_next_kernel_in() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

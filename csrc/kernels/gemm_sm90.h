@@ -619,6 +619,7 @@ struct GemmSm90 {
       __syncwarp();
       cute::cluster_arrive();
       cute::cluster_wait();
+      if constexpr (kPeers) let_next_kernel_in();  // nothing is awaited any more
       if (cute::block_rank_in_cluster() == 0 && threadIdx.x == 0 &&
           TileFeed::last_to_leave(params.tiles_taken, kClusterM)) {
         if constexpr (!kPeers) await_own(params);

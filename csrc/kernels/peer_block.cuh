@@ -94,6 +94,7 @@ __device__ __forceinline__ bool last_to_come(uint32_t* count) {
 
 // The last block announces that the call has ended, and counts it.
 __device__ __forceinline__ void end_call(const PeerMeeting& meeting, uint64_t calls) {
+  let_next_kernel_in();  // nothing is awaited any more
   if (!last_to_come(meeting.blocks_done)) return;
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread >= meeting.ranks) return;
