@@ -19,7 +19,7 @@ constexpr double kLibraryIdleRounds = 0.3;  // which takes smaller tiles at the 
 constexpr double kSequentialUs = 5.2;       // starts and signals, beyond what follows
 // Of 96 times of rings and direct plans in graphs, M = 512 to 2048, on the same GPUs: the plan that they pick needs
 // 0.3 % more.
-constexpr double kDirectUs = 11.5;
+constexpr double kDirectUs = 13.0;
 constexpr double kRingUs = 13.5;
 // Of parts of one cluster's tile rows, whose phases are computed at the same time.
 constexpr double kLowPartUs = 14.0;

@@ -68,6 +68,7 @@ class ProduceLoop : ExecutorLoop {
       wait(chunk, side(chunk));
       communicate(chunk);
     }
+    if (trace_ != nullptr) trace_->ready[chunks_ - 1]->block(stream_);  // its wait reads counters
   }
 
   void produce_by_chunk() {
