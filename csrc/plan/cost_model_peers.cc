@@ -161,7 +161,7 @@ class PeerModel {
     const double part_bytes = bytes_of(part_rows(plan_), plan_.problem.n);
     Prediction prediction;
     prediction.gemm_us = gemm_us(tiles_, sms_);
-    prediction.communication_us = (ranks_ - 1) * (all_reduces ? 2 : 1) * sent_us(part_bytes);
+    prediction.communication_us = parts_sent() * sent_us(part_bytes);
     const bool low = tiles_m(plan_) / ranks_ <= plan_.cluster_m;
     prediction.total_us =
         kRingUs + (low ? kLowPartUs : 0.0) +
@@ -181,12 +181,15 @@ class PeerModel {
   double spread_us() const {
     const double round_us = last_round_us(tiles_, sms_);
     if (plan_.collective == Collective::kDirect) return std::min(round_us, per_tile_us_ / 2.0);
-    const int32_t times = plan_.problem.op == Op::kGemmAllReduce ? 2 : 1;
-    const double sent = static_cast<double>(times * (ranks_ - 1)) / ranks_;
+    const double sent = static_cast<double>(parts_sent()) / ranks_;
     return std::clamp(per_tile_us_ - sent * round_us, 0.0, round_us);
   }
 
  private:
+  // By a ring: partial sums to the next rank, and an all-reduce's finished part to everyone.
+  int32_t parts_sent() const {
+    return (ranks_ - 1) * (plan_.problem.op == Op::kGemmAllReduce ? 2 : 1);
+  }
   double gemm_us(int64_t tiles, int32_t sms) const {
     return kRoundRate * rounds_of(tiles, sms) * per_tile_us_;
   }

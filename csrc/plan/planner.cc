@@ -12,16 +12,28 @@
 namespace overlap::plan {
 namespace {
 
-// An overlapped plan is taken only if it is predicted to need less than this share of the
-// sequence's time, and to save this much: the model is not better than that, and a lost sequence
-// costs more than a missed overlap.
-constexpr double kNeededShare = 0.95;
-constexpr double kNeededUs = 12.0;
-constexpr double kNeededSharePeers = 0.97;  // no collective of a library's that may not fit beside
-constexpr double kNeededUsPeers = 8.0;
-constexpr double kNeededShareExchange = 0.97;  // four chunks, expected at 0.96: 0.84 and 0.87
-constexpr double kNeededShareScatter = 0.98;   // reduce-scatters in windows: 1.01x to 1.05x at 0.95
-constexpr double kNeededShareLibrary = 0.90;   // GEMM calls per chunk beside NCCL: least sure
+// A plan is taken only if it is predicted to need less than this share of the sequence's time, and to
+// save this much: the model is not better than that, and a lost sequence costs more than a missed
+// overlap.
+struct NeededGain {
+  double share;
+  double us;
+};
+NeededGain needed_gain(const Plan& plan, const Machine& machine) {
+  constexpr NeededGain kUsual = {0.95, 12.0};
+  if (plan.schedule != Schedule::kOverlapped) return {1.0, 0.0};
+  if (machine.arch == 0) return {0.95, 0.0};
+  // A GEMM call per chunk, beside NCCL: least sure.
+  if (plan.kernel == Kernel::kLibrary) return {0.90, 12.0};
+  // No collective of a library's that may not fit beside.
+  if (over_peers(plan)) return {0.97, 8.0};
+  if (!plan.resources.window) return kUsual;
+  // Of four chunks, expected to need 0.96 of the time: they needed 0.84 and 0.87.
+  if (plan.collective == Collective::kExchange) return {0.97, 12.0};
+  // Expected to need 0.95, they gained 1.01x to 1.05x.
+  if (plan.collective == Collective::kReduceScatter) return {0.98, 8.0};
+  return kUsual;
+}
 
 // Ways to communicate that are tried: CTAs of a communicator, lanes, SMs left free. One
 // communicator exists for each lane and CTA limit. Those that measured well on H200s; on slow links
@@ -49,11 +61,9 @@ int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
 
-// Short calls of few rows, of which the host's time weighs, are cut into few chunks: each costs it 17 us, and four
-// shapes gained no more in six or eight (1.27x in calls and 1.21x in a row, 1.26x and 1.20x).
+// What the host's time weighs in.
 constexpr int64_t kFewRows = 2048;
 constexpr double kShortCallUs = 700.0;
-constexpr int32_t kFewChunks = 4;
 
 // A GEMM of up to this is over before the chip is at its power limit, if it comes alone.
 constexpr double kCoolGemmUs = 1400.0;
@@ -128,6 +138,14 @@ const std::vector<std::vector<int32_t>>& exchange_schedules() {
       std::vector<int32_t>(4, 1), {1, 2, 1}, {2, 3, 2, 1}, {2, 4, 4, 3, 2, 1},
       {1, 2, 3, 4, 4, 4, 3, 1},
   };
+  return schedules;
+}
+
+// Of short calls of few rows. Each chunk costs the host 17 us, and four shapes gained no more in six or eight
+// (1.27x in calls and 1.21x in a row, 1.26x and 1.20x).
+const std::vector<std::vector<int32_t>>& short_exchange_schedules() {
+  static const std::vector<std::vector<int32_t>> schedules = {
+      std::vector<int32_t>(4, 1), {1, 2, 1}, {2, 3, 2, 1}};
   return schedules;
 }
 
@@ -300,12 +318,11 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
 
 // Chunks of tiles that are exchanged between two ranks.
 void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
-                   const std::vector<std::vector<int32_t>>& schedules, size_t most_chunks,
-                   const Resources& resources, int32_t max_ctas) {
+                   const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
+                   int32_t max_ctas) {
   const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
   const int32_t rows = tiles_m(base);
   for (const std::vector<int32_t>& weights : schedules) {
-    if (weights.size() > most_chunks) continue;
     const std::vector<int32_t> chunks = apportion(rows * tiles_n(base), base.cluster_m, weights);
     if (chunks.empty()) continue;
     plans.push_back(
@@ -390,16 +407,14 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     add_row_panels(plans, problem, own, schedules_of(problem.op), resources_of(way, window),
                    way.ctas, Transport::kNccl);
   };
-  const auto add_exchanges_in = [&](const Way& way, bool window, const auto& schedules,
-                                    size_t most_chunks) {
+  const auto add_exchanges_in = [&](const Way& way, bool window, const auto& schedules) {
     if (!fits(way)) return;
-    add_exchanges(plans, problem, kernel, schedules, most_chunks, resources_of(way, window),
-                  way.ctas);
+    add_exchanges(plans, problem, kernel, schedules, resources_of(way, window), way.ctas);
   };
   if (slow_link(machine)) {
     if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
       for (const Way& way : kSlowLinkExchanges) {
-        add_exchanges_in(way, false, slow_exchange_schedules(way.lanes), kMaxChunks);
+        add_exchanges_in(way, false, slow_exchange_schedules(way.lanes));
       }
     } else if (problem.op == Op::kGemmReduceScatter && problem.world_size == 2) {
       for (const Way& way : kSlowLinkScatters) {
@@ -437,8 +452,8 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     }
   } else if (machine.windows && problem.world_size == 2) {
     const double sequential_us = predict(make_sequential(problem, machine), machine).total_us;
-    const bool few = problem.m <= kFewRows && sequential_us < kShortCallUs;
-    add_exchanges_in(kExchange, true, exchange_schedules(), few ? kFewChunks : kMaxChunks);
+    const bool brief = problem.m <= kFewRows && sequential_us < kShortCallUs;
+    add_exchanges_in(kExchange, true, brief ? short_exchange_schedules() : exchange_schedules());
   } else if (machine.windows) {
     for (const Way& way : kWindowWays) add_panels(kernel, way, true);
     // Windows suit a reduction that is the shorter part; the other way about plain calls carry
@@ -645,25 +660,10 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
   size_t best = 0;
   double best_us = sequential_us;
   for (size_t i = 1; i < plans.size(); ++i) {
-    const bool library = plans[i].kernel == Kernel::kLibrary && machine.arch != 0;
-    const bool peers = over_peers(plans[i]);
-    const bool overlapped = plans[i].schedule == Schedule::kOverlapped;
-    const bool exchanges =
-        plans[i].collective == Collective::kExchange && plans[i].resources.window;
-    const bool scatters =
-        plans[i].collective == Collective::kReduceScatter && plans[i].resources.window;
-    const double share = !overlapped ? 1.0
-                         : library   ? kNeededShareLibrary
-                         : peers     ? kNeededSharePeers
-                         : exchanges ? kNeededShareExchange
-                         : scatters  ? kNeededShareScatter
-                                     : kNeededShare;
+    const NeededGain needed = needed_gain(plans[i], machine);
     const double us = predict(plans[i], machine).total_us;
     // The first of equals stays: every rank goes through the same list in the same order.
-    const double margin_us = machine.arch == 0 || !overlapped ? 0.0
-                             : peers || scatters              ? kNeededUsPeers
-                                                              : kNeededUs;
-    if (us + margin_us < share * sequential_us && us < best_us) {
+    if (us + needed.us < needed.share * sequential_us && us < best_us) {
       best = i;
       best_us = us;
     }
