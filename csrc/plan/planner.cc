@@ -365,7 +365,8 @@ bool fills_tiles(const Problem& problem, int32_t sms, Transport transport, Kerne
 // 1.20x. With K = 2048 wide ping-pong was the fastest of the three in 15 of 18. Where an all-gather's GEMM is long
 // the chip reaches its power limit, and ping-pong needs less: of three of 1.5 to 2.8 ms wide gained 4 to 6 % over
 // 128 x 128 in calls, and in a row 1 %, 1 % and -2 %. Exchanges lose by both, wide 5 % in a row.
-std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine, Kernel kernel,
+std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine,
+                                    const Prediction& sequence, Kernel kernel,
                                     Transport transport) {
   if (kernel != Kernel::kSm90Pingpong) return {kernel};
   const bool gathers = problem.op == Op::kAllGatherGemm;
@@ -379,23 +380,23 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
                          : large                      ? Kernel::kSm90Cooperative
                                                       : kernel;
   if (!gathers) return {shorter};
-  const double gemm_us = predict(make_sequential(problem, machine), machine).gemm_us;
-  if (gemm_us > kCoolGemmUs) return {wide ? Kernel::kSm90PingpongWide : kernel};
+  if (sequence.gemm_us > kCoolGemmUs) return {wide ? Kernel::kSm90PingpongWide : kernel};
   if (shorter == kernel) return {kernel};
   return {shorter, kernel};  // which takes fewer rounds for what arrives
 }
 
 // What stores into peers' memory and adds what they stored: ping-pong. Its wide tiles take more of a round that
 // is not full, which the model counts.
-std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine, Kernel kernel) {
+std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
+                                 const Prediction& sequence, Kernel kernel) {
   if (problem.op == Op::kAllGatherGemm) {
-    return one_way_kernels(problem, machine, kernel, Transport::kPeer);
+    return one_way_kernels(problem, machine, sequence, kernel, Transport::kPeer);
   }
   return {kernel, Kernel::kSm90PingpongWide};
 }
 
 void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
-                    Kernel kernel) {
+                    const Prediction& sequence, Kernel kernel) {
   const auto resources_of = [&](const Way& way, bool window) {
     return Resources{.comm_sms = way.ctas * way.lanes, .window = window, .lanes = way.lanes};
   };
@@ -431,7 +432,7 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
       !too_small_for_peers(problem) && has_ring_flags(problem, kernel)) {
     const size_t first = plans.size();
-    for (const Kernel own : peer_kernels(problem, machine, kernel)) {
+    for (const Kernel own : peer_kernels(problem, machine, sequence, kernel)) {
       add_row_panels(plans, problem, own, peer_schedules(problem.op), {}, 0, Transport::kPeer);
     }
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
@@ -444,15 +445,15 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     // The best of each on the same shapes: in windows 1.14x (reduce-scatter) and 1.12x (all-gather),
     // plain 1.11x and 1.07x; windows of all-gathers that stage their rows first: 1.2x.
     if (machine.windows) {
-      for (const Kernel own : one_way_kernels(problem, machine, kernel, Transport::kNccl)) {
+      for (const Kernel own :
+           one_way_kernels(problem, machine, sequence, kernel, Transport::kNccl)) {
         for (const Way& way : kOneWayWindowWays) add_panels(own, way, true);
       }
     } else {
       for (const Way& way : kPlainWays) add_panels(kernel, way, false);
     }
   } else if (machine.windows && problem.world_size == 2) {
-    const double sequential_us = predict(make_sequential(problem, machine), machine).total_us;
-    const bool brief = problem.m <= kFewRows && sequential_us < kShortCallUs;
+    const bool brief = problem.m <= kFewRows && sequence.total_us < kShortCallUs;
     add_exchanges_in(kExchange, true, brief ? short_exchange_schedules() : exchange_schedules());
   } else if (machine.windows) {
     for (const Way& way : kWindowWays) add_panels(kernel, way, true);
@@ -647,7 +648,7 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
   if (const Kernel kernel = best_kernel(problem, machine); kernel == Kernel::kLibrary) {
     add_gpu_library(plans, problem, machine);
   } else {
-    add_gpu_kernel(plans, problem, machine, kernel);
+    add_gpu_kernel(plans, problem, machine, predict(plans.front(), machine), kernel);
   }
   return plans;
 }
