@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import overlap_torch
-from checks import Failures
+from checks import Failures, message_of
 from modes import SeesDispatches
 from operands import Case, difference, integers, make_operands, rank_device, world_name
 from ops import OPS, expected_output, map_tensors, tensors_of
@@ -185,6 +186,39 @@ def test_autograd_second_derivative_raises(ranks, op):
     for message in ranks.run(second_derivative, op):
         assert OPS[op].name.partition(".")[0] in message
         assert "first-order" in message
+
+
+def forward_mode_calls(op: str) -> list[str]:
+    """What is said where one operand has a tangent, by its place, called through wrapper and operator."""
+    arguments = OPS[op].arguments(
+        Case((4,), 3, 4, bias=True), dist.get_rank(), dist.get_world_size(), rank_device()
+    )
+    said = []
+    for call, operand in itertools.product(
+        (OPS[op].wrapper, OPS[op].operator), tensors_of(arguments)
+    ):
+
+        def call_with(dual, call=call, operand=operand):
+            given = map_tensors(lambda t: dual if t is operand else t, arguments)
+            said.append(message_of(call, *given, group=world_name()))
+            return dual
+
+        tangent = torch.ones_like(operand)
+        with forward_ad.dual_level():
+            call_with(forward_ad.make_dual(operand, tangent))
+        torch.func.jvp(call_with, (operand,), (tangent,))
+    return said
+
+
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_autograd_forward_mode_raises(ranks, op):
+    """A tangent must not be lost silently, nor is it where no operand requires a gradient."""
+    for said in ranks.run(forward_mode_calls, op):
+        assert len(said) >= 2 * 2 * 3  # of input, weight and bias
+        for message in said:
+            assert message.startswith(OPS[op].name.partition(".")[0])
+            assert "reverse-mode gradients only" in message
 
 
 def gradient_modes(op: str) -> list[list[bool]]:

@@ -15,6 +15,7 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     reducescatter,
 )
 from overlap_torch._ops.gradients import (
+    autograd_kernels,
     first_order,
     rows,
     start_all_gather,
@@ -149,9 +150,6 @@ def _input_gradient(
 
 
 # register_autograd would lose the gradients of a list of biases of which some are None.
-_registrations = torch.library.Library("overlap", "IMPL")
-
-
 def _with_autograd(
     run: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
     input: torch.Tensor,
@@ -197,8 +195,8 @@ def _autograd(
     return output, gathered
 
 
-_registrations.impl("allgather_gemm", _autograd, "Autograd", with_keyset=True)
-_registrations.impl("allgather_gemm.weights", _autograd_weights, "Autograd", with_keyset=True)
+autograd_kernels.impl("allgather_gemm", _autograd, "Autograd", with_keyset=True)
+autograd_kernels.impl("allgather_gemm.weights", _autograd_weights, "Autograd", with_keyset=True)
 
 
 @overload
@@ -245,13 +243,14 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
         operands' dtype; for a sequence of weights ``output`` is a list. Dtypes, accumulation and autocast are as in
         :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are first order. Backward keeps ``input`` and gathers it again, beside the
+    Gradients are first order, in reverse mode. Backward keeps ``input`` and gathers it again, beside the
     :func:`overlap_torch.gemm_reducescatter` that makes its gradient; every rank has to run it. A gradient that reaches
     ``g`` is reduce-scattered and added. Gradients of weights and biases are those of this rank's parts.
 
     Raises:
         ValueError: shapes or devices that do not fit, not one bias for each of several weights, or an unknown group.
         TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
+        NotImplementedError: an operand has a tangent (forward mode).
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
 

@@ -6,7 +6,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
-from overlap_torch._ops.gradients import first_order, rows, weight_gradient
+from overlap_torch._ops.gradients import autograd_kernels, first_order, rows, weight_gradient
 from overlap_torch._ops.group import Group, group_name
 
 _op = torch.ops.overlap.gemm_allreduce.default
@@ -43,7 +43,9 @@ def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-torch.library.register_autograd("overlap::gemm_allreduce", _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "overlap::gemm_allreduce", _backward, setup_context=_setup_context, lib=autograd_kernels
+)
 
 
 def gemm_allreduce(
@@ -75,12 +77,13 @@ def gemm_allreduce(
         (float64 runs the composition). Sums within a rank accumulate in float32, TF32 only where PyTorch's own setting
         allows it. Under autocast the operands are cast as those of ``torch.nn.functional.linear``.
 
-    Gradients are first order and local: ``grad @ weight``, ``grad.T @ input``, ``grad.sum(rows)``. The gradient of the
-    output is the same on every rank, so backward does not communicate.
+    Gradients are first order, in reverse mode, and local: ``grad @ weight``, ``grad.T @ input``, ``grad.sum(rows)``. The
+    gradient of the output is the same on every rank, so backward does not communicate.
 
     Raises:
         ValueError: shapes or devices that do not fit, or an unknown group.
         TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
+        NotImplementedError: an operand has a tangent (forward mode).
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
 

@@ -8,7 +8,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
-from overlap_torch._ops.gradients import exchange, first_order, rows, weight_gradient
+from overlap_torch._ops.gradients import (
+    autograd_kernels,
+    exchange,
+    first_order,
+    rows,
+    weight_gradient,
+)
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 
 _op = torch.ops.overlap.gemm_alltoall.default
@@ -87,7 +93,9 @@ def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (grad_input, grad_weight, None, None, grad_bias)[: len(ctx.needs_input_grad)]
 
 
-torch.library.register_autograd("overlap::gemm_alltoall", _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "overlap::gemm_alltoall", _backward, setup_context=_setup_context, lib=autograd_kernels
+)
 
 
 def gemm_alltoall(
@@ -129,13 +137,14 @@ def gemm_alltoall(
         A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the ranks that sent the
         rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are first order. Backward sends the gradient's rows back, which every rank has to take part in; what
-    follows is local, so gradients of weight and bias are those of this rank's.
+    Gradients are first order, in reverse mode. Backward sends the gradient's rows back, which every rank has to take
+    part in; what follows is local, so gradients of weight and bias are those of this rank's.
 
     Raises:
         ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do
             not fit, or an unknown group.
         TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
+        NotImplementedError: an operand has a tangent (forward mode).
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
     """

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives
+from torch.autograd import forward_ad
 
 from overlap_torch._ops.group import world_size
 
 _collectives = torch.ops._c10d_functional
+
+
+class _ReverseModeOnly(torch.library.Library):
+    """Autograd kernels that refuse tangents, which ``register_autograd``'s drop where nothing requires a gradient."""
+
+    def impl(
+        self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **options: Any
+    ) -> None:
+        @functools.wraps(fn)
+        def kernel(keyset, *args, **kwargs):
+            _refuse_tangents(op_name, args)
+            return fn(keyset, *args, **kwargs)
+
+        super().impl(op_name, kernel, dispatch_key, **options)
+
+
+def _refuse_tangents(op: str, args: Sequence[Any]) -> None:
+    for arg in args:
+        if isinstance(arg, list):
+            _refuse_tangents(op, arg)
+        elif isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(
+                f"{op.partition('.')[0]} has reverse-mode gradients only, but an operand has a tangent (forward_ad, "
+                "torch.func.jvp): differentiate with backward() or torch.autograd.grad, or detach the operand"
+            )
+
+
+# Of all ops; take the keyset.
+autograd_kernels = _ReverseModeOnly("overlap", "IMPL")
 
 
 class _FirstOrder(torch.autograd.Function):

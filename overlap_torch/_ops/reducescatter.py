@@ -12,6 +12,7 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     library,
 )
 from overlap_torch._ops.gradients import (
+    autograd_kernels,
     first_order,
     rows,
     start_all_gather,
@@ -66,7 +67,7 @@ def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 torch.library.register_autograd(
-    "overlap::gemm_reducescatter", _backward, setup_context=_setup_context
+    "overlap::gemm_reducescatter", _backward, setup_context=_setup_context, lib=autograd_kernels
 )
 
 
@@ -99,13 +100,14 @@ def gemm_reducescatter(
         A fresh, contiguous tensor [D0 / world size, ..., N], of the operands' dtype: rank r holds the r-th part of the
         sum's rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are first order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's gradient, which every
-    rank has to run; ``input`` and ``weight`` share what it gathers. The bias's gradient is that of this rank's rows:
-    sum it over the group for that of the whole bias.
+    Gradients are first order, in reverse mode. Backward is an :func:`overlap_torch.allgather_gemm` of the output's gradient,
+    which every rank has to run; ``input`` and ``weight`` share what it gathers. The bias's gradient is that of this
+    rank's rows: sum it over the group for that of the whole bias.
 
     Raises:
         ValueError: D0 is not divisible by the world size, shapes or devices do not fit, or an unknown group.
         TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
+        NotImplementedError: an operand has a tangent (forward mode).
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
 
