@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 
@@ -14,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from checks import Failures, message_of
 from operands import Case, difference, rank_device, world_name
-from ops import OPS, map_tensors, tensors_of
+from ops import OPS, Arguments, map_tensors, tensors_of
 
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 8, weight_layout="n_contiguous"), Case((0,), 4, 5),
@@ -272,6 +273,51 @@ def traced_targets(op: str) -> list[str]:
 @pytest.mark.ranks((1, "gloo"))
 def test_compile_keeps_the_op_whole(ranks, op):
     assert ranks.run(traced_targets, op) == [[str(OPS[op].operator)]]
+
+
+class Call(torch.nn.Module):
+    """A call of the op, of which the tensors are the inputs."""
+
+    def __init__(self, op: str, arguments: Arguments) -> None:
+        super().__init__()
+        self.op, self.arguments, self.group = op, arguments, world_name()
+
+    def forward(self, *tensors):
+        given = iter(tensors)
+        arguments = map_tensors(lambda _: next(given), self.arguments)
+        return OPS[self.op].wrapper(*arguments, group=self.group)
+
+
+def check_exported(op: str) -> tuple[int, list[str]]:
+    """Exported with any number of rows (an all-to-all's are no tensor's), saved, loaded and called with others."""
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    case = Case((6,), 11, 7, bias=True)
+    arguments = OPS[op].arguments(case, rank, world, device)
+    tensors = tensors_of(arguments)
+    rows = None if op == "gemm_alltoall" else {0: torch.export.Dim.AUTO}
+    shapes = {"tensors": (rows, *[None] * (len(tensors) - 1))}
+    exported = torch.export.export(Call(op, arguments), tuple(tensors), dynamic_shapes=shapes)
+    calls = [str(node.target) for node in exported.graph.nodes if "overlap" in str(node.target)]
+    failures.expect(None if calls == [str(OPS[op].operator)] else f"calls {calls}", op)
+
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    module = torch.export.load(file).module()
+    for leading in ((6,),) if op == "gemm_alltoall" else ((6,), (10,), (132,)):
+        other = case.with_(leading=leading)
+        outputs = tensors_of(module(*tensors_of(OPS[op].arguments(other, rank, world, device))))
+        expected = OPS[op].expected(other, rank, world, device)
+        for output, right in zip(outputs, expected, strict=True):
+            failures.expect(difference(output, right), op, other)
+    return failures.result()
+
+
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_exports_the_op(ranks, op):
+    ranks.expect_no_failures(check_exported, op)
 
 
 def check_autocast_compiled(op: str) -> tuple[int, list[str]]:

@@ -1,0 +1,73 @@
+"""What FlopCounterMode counts for the ops: as much as for the matrix products of their compositions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from checks import Failures
+from operands import Case, rank_device, world_name
+from ops import OPS, tensors_of
+
+CASES = [
+    Case((6,), 5, 7), Case((2, 3), 4, 5, bias=True), Case((4,), 3, 6, torch.bfloat16),
+    Case((4,), 3, 0), Case((0, 3), 4, 5), Case((8,), 5, 7, weight_layout="n_contiguous"),
+]  # fmt: skip
+
+every_op = pytest.mark.parametrize("op", list(OPS))
+
+
+def counted(call: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def check_counts(op: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for case in OPS[op].of(CASES):
+        arguments = OPS[op].arguments(case, rank, world, rank_device())
+        composition = OPS[op].composition
+        expected = counted(lambda: composition(*arguments, world_name()))  # noqa: B023
+        for call in (OPS[op].wrapper, OPS[op].operator):
+            found = counted(lambda: call(*arguments, group=world_name()))  # noqa: B023
+            failures.expect(None if found == expected else f"{found}, not {expected}", case)
+    return failures.result()
+
+
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_flops_are_those_of_the_composition(ranks, op):
+    ranks.expect_no_failures(check_counts, op)
+
+
+def training_step(op: str) -> tuple[int, int]:
+    """What is counted for a step, and for the composition's forward alone."""
+    arguments = OPS[op].arguments(
+        Case((6,), 5, 7), dist.get_rank(), dist.get_world_size(), rank_device()
+    )
+    forward = counted(lambda: OPS[op].composition(*arguments, world_name()))
+    for leaf in tensors_of(arguments):
+        leaf.requires_grad_()
+
+    def step() -> None:
+        outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
+        sum(output.sum() for output in outputs).backward()
+
+    return counted(step), forward
+
+
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_flops_of_a_training_step_are_three_products(ranks, op):
+    """Forward, the input's gradient, the weight's: each multiplies as much."""
+    counts = ranks.run(training_step, op)
+    assert any(forward > 0 for _, forward in counts)  # an all-to-all leaves some rank without rows
+    for step, forward in counts:
+        assert step == 3 * forward
