@@ -303,7 +303,10 @@ def main() -> None:
             "overlap_torch.benchmarks",
         ],
         package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
-        package_data={"overlap_torch.benchmarks": ["*.json"]},
+        package_data={
+            "overlap_torch": ["py.typed", "*.pyi"],
+            "overlap_torch.benchmarks": ["*.json"],
+        },
         # No sources: build_ext finds them by the conventions above.
         ext_modules=[setuptools.Extension(f"overlap_torch.{name}", []) for name in EXTENSIONS],
         cmdclass={"build_ext": build_ext},

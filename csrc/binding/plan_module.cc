@@ -63,46 +63,65 @@ py::tuple as_tuple(const std::vector<T>& items) {
 }
 
 void bind_enums(py::module_& m) {
-  py::enum_<Op>(m, "Op")
+  py::enum_<Op>(m, "Op", "The op that a problem is of.")
       .value("GEMM_ALLREDUCE", Op::kGemmAllReduce)
       .value("GEMM_REDUCESCATTER", Op::kGemmReduceScatter)
       .value("ALLGATHER_GEMM", Op::kAllGatherGemm)
       .value("GEMM_ALLTOALL", Op::kGemmAllToAll);
-  py::enum_<DType>(m, "DType")
+  py::enum_<DType>(m, "DType", "Element type of operands and result.")
       .value("BFLOAT16", DType::kBFloat16)
       .value("FLOAT16", DType::kFloat16)
       .value("FLOAT32", DType::kFloat32)
       .value("FLOAT64", DType::kFloat64);
-  py::enum_<Schedule>(m, "Schedule")
-      .value("SEQUENTIAL", Schedule::kSequential)
-      .value("OVERLAPPED", Schedule::kOverlapped);
-  py::enum_<Kernel>(m, "Kernel")
-      .value("LIBRARY", Kernel::kLibrary)
-      .value("SM80", Kernel::kSm80)
-      .value("SM90_PINGPONG", Kernel::kSm90Pingpong)
-      .value("SM90_COOPERATIVE", Kernel::kSm90Cooperative)
-      .value("SM90_PINGPONG_WIDE", Kernel::kSm90PingpongWide);
-  py::enum_<Transport>(m, "Transport")
-      .value("NCCL", Transport::kNccl)
-      .value("GLOO", Transport::kGloo)
-      .value("PEER", Transport::kPeer);
-  py::enum_<Collective>(m, "Collective")
-      .value("ALL_REDUCE", Collective::kAllReduce)
-      .value("EXCHANGE", Collective::kExchange)
-      .value("REDUCE_SCATTER", Collective::kReduceScatter)
-      .value("ALL_GATHER", Collective::kAllGather)
-      .value("ALL_TO_ALL", Collective::kAllToAll)
-      .value("RING", Collective::kRing)
-      .value("DIRECT", Collective::kDirect);
-  py::enum_<Layout>(m, "Layout")
-      .value("ROW_MAJOR", Layout::kRowMajor)
-      .value("PACKED", Layout::kPacked);
+  py::enum_<Schedule>(m, "Schedule", "When an op communicates.")
+      .value("SEQUENTIAL", Schedule::kSequential, "one GEMM, and one collective before or after it")
+      .value("OVERLAPPED", Schedule::kOverlapped,
+             "beside the GEMM: chunk by chunk, or, over peers, by its own stores");
+  py::enum_<Kernel>(m, "Kernel", "Which GEMM computes the tiles.")
+      .value("LIBRARY", Kernel::kLibrary,
+             "the framework's, a call for each chunk; takes every dtype, stride and alignment")
+      .value("SM80", Kernel::kSm80,
+             "128 x 128, bfloat16 and float16, compute capability 8.0 and newer")
+      .value("SM90_PINGPONG", Kernel::kSm90Pingpong, "128 x 128, bfloat16 and float16, Hopper")
+      .value("SM90_COOPERATIVE", Kernel::kSm90Cooperative,
+             "128 x 256, bfloat16 and float16, Hopper")
+      .value("SM90_PINGPONG_WIDE", Kernel::kSm90PingpongWide,
+             "128 x 192, bfloat16 and float16, Hopper");
+  py::enum_<Transport>(m, "Transport", "How chunks travel.")
+      .value("NCCL", Transport::kNccl, "CUDA tensors, any ranks")
+      .value("GLOO", Transport::kGloo, "tensors on CPU")
+      .value("PEER", Transport::kPeer,
+             "memory that 2 to 8 ranks of one host map into each other: stores of the GEMM, and "
+             "copy engines");
+  py::enum_<Collective>(m, "Collective", "What communicates a chunk.")
+      .value("ALL_REDUCE", Collective::kAllReduce, "of gemm_allreduce")
+      .value("EXCHANGE", Collective::kExchange,
+             "of gemm_allreduce between two ranks: an all-gather of both chunks, then a sum")
+      .value("REDUCE_SCATTER", Collective::kReduceScatter, "of gemm_reducescatter")
+      .value("ALL_GATHER", Collective::kAllGather, "of allgather_gemm")
+      .value("ALL_TO_ALL", Collective::kAllToAll, "of gemm_alltoall")
+      .value("RING", Collective::kRing,
+             "of reductions over peers: partial sums go from rank to rank, each adding its own")
+      .value("DIRECT", Collective::kDirect,
+             "of reductions over peers: partial sums go to the ranks that need them, which add "
+             "them up");
+  py::enum_<Layout>(m, "Layout", "Where finished tiles are stored until their chunk has arrived.")
+      .value("ROW_MAJOR", Layout::kRowMajor, "chunks are whole row panels of the output")
+      .value("PACKED", Layout::kPacked,
+             "one after the other in tile order: chunks end after any tile");
 }
 
 void bind_parts(py::module_& m) {
   py::class_<Problem>(m, "Problem",
-                      "What all ranks share: op, output [m, n], inner dimension k on one rank, "
-                      "dtype, world size.")
+                      R"(What all ranks of a call share, so that each makes the same plan.
+
+Attributes:
+    op: the op.
+    m: rows of the GEMM; of all ranks together for allgather_gemm, 0 for gemm_alltoall, whose rows differ by rank.
+    n: columns of the output, of all weights together.
+    k: inner dimension on one rank.
+    dtype: of operands and result.
+    world_size: number of ranks.)")
       .def(
           py::init([](int64_t rows, int64_t columns, int64_t inner, DType dtype, int32_t world_size,
                       Op op) { return Problem{op, rows, columns, inner, dtype, world_size}; }),
@@ -121,7 +140,19 @@ void bind_parts(py::module_& m) {
           "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, py::is_operator())
       .def("__repr__", &Problem::to_string);
 
-  py::class_<Machine>(m, "Machine", "The device a plan is made for. arch 0 is the CPU.")
+  py::class_<Machine>(
+      m, "Machine",
+      R"(The device and the link that a plan is made for; overlap_torch.plan.machine() measures them.
+
+Attributes:
+    arch: compute capability, 80, 89, 90 ...; 0: the CPU.
+    sm_count: SMs of the device.
+    sm_gflops: sustained 16-bit tensor-core rate of one SM, GFLOP/s.
+    has_sm80_kernels, has_sm90_kernels: what this build and this device can run.
+    link_latency_us: fixed time of one all-reduce, microseconds.
+    link_gbps: all-reduced message bytes in a second, GB/s.
+    windows: whether NCCL's symmetric windows work in the group.
+    peer_gbps: copies into a peer's memory, GB/s; 0: the ranks do not map each other's.)")
       .def(
           py::init([](int32_t arch, int32_t sm_count, double sm_gflops, bool has_sm80_kernels,
                       bool has_sm90_kernels, double link_latency_us, double link_gbps, bool windows,
@@ -145,9 +176,14 @@ void bind_parts(py::module_& m) {
       .def_readwrite("windows", &Machine::windows)
       .def("__repr__", &Machine::to_string);
 
-  py::class_<Chunk>(m, "Chunk",
-                    "A run of tiles in tile order, communicated as one unit. Frozen: assign "
-                    "plan.chunks a new sequence.")
+  py::class_<Chunk>(
+      m, "Chunk",
+      R"(A run of tiles in tile order, communicated as one unit. Frozen: assign plan.chunks a new sequence.
+
+Attributes:
+    tiles: number of tiles; 0 in plans of gemm_alltoall, and of problems that have none.
+    transport: how it travels, the same for all chunks of a plan.
+    max_ctas: CTA limit of the communicator that carries it; 0: NCCL's own choice.)")
       .def(py::init([](int32_t tiles, Transport transport, int32_t max_ctas) {
              return Chunk{tiles, transport, max_ctas};
            }),
@@ -182,7 +218,14 @@ void bind_parts(py::module_& m) {
                ", count=" + std::to_string(r.count) + ")";
       });
 
-  py::class_<Resources>(m, "Resources", "What the GEMM leaves to communication.")
+  py::class_<Resources>(m, "Resources", R"(What the GEMM leaves to communication (arXiv 2606.09200).
+
+Attributes:
+    comm_sms: SMs that the GEMM leaves free.
+    smem_pad_bytes: shared memory added to each GEMM block, bytes.
+    window: whether chunks are staged in an NCCL symmetric window.
+    finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
+    lanes: chunks in flight at a time, each on a stream and a communicator of its own.)")
       .def(py::init([](int32_t comm_sms, int32_t smem_pad_bytes, bool window, int32_t finish_ctas,
                        int32_t lanes) {
              return Resources{comm_sms, smem_pad_bytes, window, finish_ctas, lanes};
@@ -208,8 +251,16 @@ void bind_parts(py::module_& m) {
 
 void bind_plan(py::module_& m) {
   py::class_<Plan>(m, "Plan",
-                   "How one problem runs: kernel, tile order, chunks, layout, resources. Plain "
-                   "data; validate() says whether it can run.")
+                   R"(How one problem runs. Plain data; validate() says whether it can run.
+
+Attributes:
+    problem: what it is a plan for.
+    schedule, kernel, layout, collective: see the enumerations.
+    tile_m, tile_n: the kernel's tile, elements.
+    cluster_m: tile rows that a cluster computes together.
+    bands: BandRuns, the tile order: band after band, within each column after column.
+    chunks: Chunks, in tile order; their tiles sum up to the grid's.
+    resources: what the GEMM leaves to communication.)")
       .def(py::init<>())
       .def_readwrite("problem", &Plan::problem)
       .def_readwrite("schedule", &Plan::schedule)
@@ -462,30 +513,55 @@ void bind_planner(py::module_& m) {
            py::arg("tile_m") = 0, py::arg("tile_n") = 0, py::arg("cluster_m") = 1)
       .def_readonly("tile_m", &KernelShape::tile_m)
       .def_readonly("tile_n", &KernelShape::tile_n)
-      .def_readonly("cluster_m", &KernelShape::cluster_m);
-  py::class_<Prediction>(m, "Prediction", "What the cost model expects, in microseconds.")
+      .def_readonly("cluster_m", &KernelShape::cluster_m)
+      .def("__repr__", [](const KernelShape& s) {
+        return "KernelShape(tile_m=" + std::to_string(s.tile_m) +
+               ", tile_n=" + std::to_string(s.tile_n) +
+               ", cluster_m=" + std::to_string(s.cluster_m) + ")";
+      });
+  py::class_<Prediction>(m, "Prediction", R"(What the cost model expects of a plan.
+
+Attributes:
+    gemm_us: the GEMM beside communication, microseconds.
+    communication_us: the sum of the communication calls, microseconds.
+    total_us: the whole op, microseconds.)")
       .def_readonly("gemm_us", &Prediction::gemm_us)
       .def_readonly("communication_us", &Prediction::communication_us)
-      .def_readonly("total_us", &Prediction::total_us);
+      .def_readonly("total_us", &Prediction::total_us)
+      .def("__repr__", [](const Prediction& p) {
+        return "Prediction(gemm_us=" + std::to_string(p.gemm_us) +
+               ", communication_us=" + std::to_string(p.communication_us) +
+               ", total_us=" + std::to_string(p.total_us) + ")";
+      });
 
   m.attr("MAX_CHUNKS") = plan::kMaxChunks;
   m.attr("BAND_ROWS") = plan::kBandRows;
   m.attr("MAX_BAND_RUNS") = plan::kMaxBandRuns;
-  m.def("kernel_shape", &plan::kernel_shape, py::arg("kernel"), py::arg("on_cpu") = false);
-  m.def("validate", &plan::validate, py::arg("plan"));
-  m.def("encode", &plan::encode, py::arg("plan"));
-  m.def("decode", &plan::decode, py::arg("code"));
+  m.def("kernel_shape", &plan::kernel_shape, py::arg("kernel"), py::arg("on_cpu") = false,
+        "Tile and cluster of a kernel.");
+  m.def("validate", &plan::validate, py::arg("plan"),
+        "Raises ValueError if the plan cannot run: what is wrong, what is allowed, what to do.");
+  m.def("encode", &plan::encode, py::arg("plan"),
+        "The plan as a flat list of integers, the form in which the op library takes it.");
+  m.def("decode", &plan::decode, py::arg("code"),
+        "The plan that encode made a list of. Raises ValueError on any other list.");
   m.def(
       "predict",
       [](const Plan& plan, const Machine& machine) {
         plan::validate(plan);
         return plan::predict(plan, machine);
       },
-      py::arg("plan"), py::arg("machine"));
-  m.def("candidates", &plan::candidates, py::arg("problem"), py::arg("machine"));
-  m.def("make_plan", &plan::make_plan, py::arg("problem"), py::arg("machine"));
-  m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"));
-  m.def("make_direct", &plan::make_direct, py::arg("problem"), py::arg("kernel"));
+      py::arg("plan"), py::arg("machine"),
+      "What the cost model expects of the plan. Raises ValueError if it cannot run.");
+  m.def("candidates", &plan::candidates, py::arg("problem"), py::arg("machine"),
+        "All plans that the planner weighs, the sequence first.");
+  m.def("make_plan", &plan::make_plan, py::arg("problem"), py::arg("machine"),
+        "The planner's choice: the candidate of the smallest predicted time; the sequence unless "
+        "another is expected to gain clearly.");
+  m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"),
+        "The sequence: one GEMM, and one collective before or after it.");
+  m.def("make_direct", &plan::make_direct, py::arg("problem"), py::arg("kernel"),
+        "As overlap_torch.plan.direct.");
   m.def("make_all_to_all", &plan::make_all_to_all, py::arg("problem"), py::arg("kernel"),
         py::arg("resources") = Resources{}, py::arg("max_ctas") = 0,
         py::arg("transport") = Transport::kNccl,
@@ -523,11 +599,11 @@ void bind_planner(py::module_& m) {
   m.def("make_row_panels", &plan::make_row_panels, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_rows_of_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
         py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,
-        py::arg("shape") = KernelShape{});
+        py::arg("shape") = KernelShape{}, "As overlap_torch.plan.row_panels.");
   m.def("make_packed", &plan::make_packed, py::arg("problem"), py::arg("kernel"),
         py::arg("chunk_tiles"), py::arg("band_rows"), py::arg("resources") = Resources{},
         py::arg("max_ctas") = 0, py::arg("transport") = Transport::kNccl,
-        py::arg("shape") = KernelShape{});
+        py::arg("shape") = KernelShape{}, "As overlap_torch.plan.packed.");
 }
 
 }  // namespace

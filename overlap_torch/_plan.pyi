@@ -1,0 +1,229 @@
+# Types of the planner's module, csrc/binding/plan_module.cc: what overlap_torch.plan exports or uses.
+from collections.abc import Sequence
+from typing import ClassVar
+
+MAX_CHUNKS: int
+BAND_ROWS: int
+MAX_BAND_RUNS: int
+
+class _Enum:
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Op(_Enum):
+    __members__: ClassVar[dict[str, Op]]
+    GEMM_ALLREDUCE: ClassVar[Op]
+    GEMM_REDUCESCATTER: ClassVar[Op]
+    ALLGATHER_GEMM: ClassVar[Op]
+    GEMM_ALLTOALL: ClassVar[Op]
+
+class DType(_Enum):
+    __members__: ClassVar[dict[str, DType]]
+    BFLOAT16: ClassVar[DType]
+    FLOAT16: ClassVar[DType]
+    FLOAT32: ClassVar[DType]
+    FLOAT64: ClassVar[DType]
+
+class Schedule(_Enum):
+    __members__: ClassVar[dict[str, Schedule]]
+    SEQUENTIAL: ClassVar[Schedule]
+    OVERLAPPED: ClassVar[Schedule]
+
+class Kernel(_Enum):
+    __members__: ClassVar[dict[str, Kernel]]
+    LIBRARY: ClassVar[Kernel]
+    SM80: ClassVar[Kernel]
+    SM90_PINGPONG: ClassVar[Kernel]
+    SM90_COOPERATIVE: ClassVar[Kernel]
+    SM90_PINGPONG_WIDE: ClassVar[Kernel]
+
+class Transport(_Enum):
+    __members__: ClassVar[dict[str, Transport]]
+    NCCL: ClassVar[Transport]
+    GLOO: ClassVar[Transport]
+    PEER: ClassVar[Transport]
+
+class Collective(_Enum):
+    __members__: ClassVar[dict[str, Collective]]
+    ALL_REDUCE: ClassVar[Collective]
+    EXCHANGE: ClassVar[Collective]
+    REDUCE_SCATTER: ClassVar[Collective]
+    ALL_GATHER: ClassVar[Collective]
+    ALL_TO_ALL: ClassVar[Collective]
+    RING: ClassVar[Collective]
+    DIRECT: ClassVar[Collective]
+
+class Layout(_Enum):
+    __members__: ClassVar[dict[str, Layout]]
+    ROW_MAJOR: ClassVar[Layout]
+    PACKED: ClassVar[Layout]
+
+class Problem:
+    op: Op
+    m: int
+    n: int
+    k: int
+    dtype: DType
+    world_size: int
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        dtype: DType = ...,
+        world_size: int = 1,
+        op: Op = ...,
+    ) -> None: ...
+    @property
+    def row_parts(self) -> int: ...
+
+class Machine:
+    arch: int
+    sm_count: int
+    sm_gflops: float
+    has_sm80_kernels: bool
+    has_sm90_kernels: bool
+    link_latency_us: float
+    link_gbps: float
+    windows: bool
+    peer_gbps: float
+    def __init__(
+        self,
+        arch: int = 0,
+        sm_count: int = 0,
+        sm_gflops: float = 0.0,
+        has_sm80_kernels: bool = False,
+        has_sm90_kernels: bool = False,
+        link_latency_us: float = 0.0,
+        link_gbps: float = 0.0,
+        windows: bool = False,
+        peer_gbps: float = 0.0,
+    ) -> None: ...
+
+class Chunk:
+    def __init__(self, tiles: int, transport: Transport = ..., max_ctas: int = 0) -> None: ...
+    def __hash__(self) -> int: ...
+    @property
+    def tiles(self) -> int: ...
+    @property
+    def transport(self) -> Transport: ...
+    @property
+    def max_ctas(self) -> int: ...
+
+class BandRun:
+    def __init__(self, tile_rows: int, count: int) -> None: ...
+    def __hash__(self) -> int: ...
+    @property
+    def tile_rows(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+
+class Resources:
+    comm_sms: int
+    smem_pad_bytes: int
+    window: bool
+    finish_ctas: int
+    lanes: int
+    def __init__(
+        self,
+        comm_sms: int = 0,
+        smem_pad_bytes: int = 0,
+        window: bool = False,
+        finish_ctas: int = 0,
+        lanes: int = 1,
+    ) -> None: ...
+
+class Plan:
+    problem: Problem
+    schedule: Schedule
+    kernel: Kernel
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    layout: Layout
+    collective: Collective
+    resources: Resources
+    def __init__(self) -> None: ...
+    @property
+    def bands(self) -> tuple[BandRun, ...]: ...
+    @bands.setter
+    def bands(self, bands: Sequence[BandRun]) -> None: ...
+    @property
+    def chunks(self) -> tuple[Chunk, ...]: ...
+    @chunks.setter
+    def chunks(self, chunks: Sequence[Chunk]) -> None: ...
+    @property
+    def tiles_m(self) -> int: ...
+    @property
+    def tiles_n(self) -> int: ...
+    def tile_coord(self, index: int) -> tuple[int, int]: ...
+    def tile_index(self, row: int, column: int) -> int: ...
+    def part_row(self, tile_row: int) -> tuple[int, int]: ...
+    def tile_chunk(self, index: int) -> int: ...
+    def packed_offset(self, index: int) -> int: ...
+    def chunk_extent(self, chunk: int) -> tuple[int, int]: ...
+    def chunk_rows(self, chunk: int) -> tuple[int, int]: ...
+    def buffer_elements(self) -> int: ...
+    def validate(self) -> None: ...
+    def encode(self) -> list[int]: ...
+    def copy(self) -> Plan: ...
+
+class KernelShape:
+    def __init__(self, tile_m: int = 0, tile_n: int = 0, cluster_m: int = 1) -> None: ...
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def cluster_m(self) -> int: ...
+
+class Prediction:
+    @property
+    def gemm_us(self) -> float: ...
+    @property
+    def communication_us(self) -> float: ...
+    @property
+    def total_us(self) -> float: ...
+
+def kernel_shape(kernel: Kernel, on_cpu: bool = False) -> KernelShape: ...
+def validate(plan: Plan) -> None: ...
+def encode(plan: Plan) -> list[int]: ...
+def decode(code: Sequence[int]) -> Plan: ...
+def predict(plan: Plan, machine: Machine) -> Prediction: ...
+def candidates(problem: Problem, machine: Machine) -> list[Plan]: ...
+def make_plan(problem: Problem, machine: Machine) -> Plan: ...
+def make_sequential(problem: Problem, machine: Machine) -> Plan: ...
+def make_direct(problem: Problem, kernel: Kernel) -> Plan: ...
+def make_all_to_all(
+    problem: Problem,
+    kernel: Kernel,
+    resources: Resources = ...,
+    max_ctas: int = 0,
+    transport: Transport = ...,
+) -> Plan: ...
+def make_row_panels(
+    problem: Problem,
+    kernel: Kernel,
+    chunk_rows_of_tiles: Sequence[int],
+    band_rows: int,
+    resources: Resources = ...,
+    max_ctas: int = 0,
+    transport: Transport = ...,
+    shape: KernelShape = ...,
+) -> Plan: ...
+def make_packed(
+    problem: Problem,
+    kernel: Kernel,
+    chunk_tiles: Sequence[int],
+    band_rows: int,
+    resources: Resources = ...,
+    max_ctas: int = 0,
+    transport: Transport = ...,
+    shape: KernelShape = ...,
+) -> Plan: ...
