@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     eager,
@@ -23,7 +22,7 @@ from overlap_torch._ops.gradients import (
     wait,
     weight_gradient,
 )
-from overlap_torch._ops.group import Group, group_name, world_size
+from overlap_torch._ops.group import Group, world_size
 
 _op = torch.ops.overlap.allgather_gemm.default
 _op_weights = torch.ops.overlap.allgather_gemm.weights
@@ -256,16 +255,7 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
 
     The technique: GEMM tiles wait for the arrival of their rows, Flux (arXiv 2406.06858).
     """
-    name = group if type(group) is str else group_name(group)
     if isinstance(weight, torch.Tensor):
-        if not is_dynamo_compiling():
-            results = eager.allgather_gemm(input, weight, bias, name)
-            if results is not None:
-                return results
-        return _op(input, weight, bias, group=name)
+        return eager.call(eager.allgather_gemm, _op, group, input, weight, bias)
     weights, biases = list(weight), list(bias or [])
-    if not is_dynamo_compiling():
-        results = eager.allgather_gemm_weights(input, weights, biases, name)
-        if results is not None:
-            return results
-    return _op_weights(input, weights, biases, group=name)
+    return eager.call(eager.allgather_gemm_weights, _op_weights, group, input, weights, biases)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
 from overlap_torch._ops.gradients import autograd_kernels, first_order, rows, weight_gradient
-from overlap_torch._ops.group import Group, group_name
+from overlap_torch._ops.group import Group
 
 _op = torch.ops.overlap.gemm_allreduce.default
 
@@ -90,9 +89,4 @@ def gemm_allreduce(
     The technique: GEMM tiles signal counters that communication waits for, FlashOverlap (arXiv 2504.19519) and Flux
     (arXiv 2406.06858).
     """
-    name = group if type(group) is str else group_name(group)
-    if not is_dynamo_compiling():
-        output = eager.gemm_allreduce(input, weight, bias, name)
-        if output is not None:
-            return output
-    return _op(input, weight, bias, group=name)
+    return eager.call(eager.gemm_allreduce, _op, group, input, weight, bias)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
 from overlap_torch._ops.gradients import (
@@ -15,7 +14,7 @@ from overlap_torch._ops.gradients import (
     rows,
     weight_gradient,
 )
-from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch._ops.group import Group, group_rank, world_size
 
 _op = torch.ops.overlap.gemm_alltoall.default
 
@@ -148,9 +147,4 @@ def gemm_alltoall(
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
     """
-    name = group if type(group) is str else group_name(group)
-    if not is_dynamo_compiling():
-        output = eager.gemm_alltoall(input, weight, send_rows, recv_rows, bias, name)
-        if output is not None:
-            return output
-    return _op(input, weight, send_rows, recv_rows, bias, group=name)
+    return eager.call(eager.gemm_alltoall, _op, group, input, weight, send_rows, recv_rows, bias)

@@ -6,7 +6,13 @@ type: that one goes through torch.ops, which costs three times the host's time. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from overlap_torch._ops.group import Group, group_name
 
 try:
     from overlap_torch._eager import (
@@ -30,3 +36,15 @@ __all__ = [
     "gemm_alltoall",
     "gemm_reducescatter",
 ]
+
+
+def call(
+    short: Callable[..., Any], op: torch._ops.OpOverload, group: Group, *arguments: Any
+) -> Any:
+    """``op`` of the arguments, by its short way in if that takes them."""
+    name = group if type(group) is str else group_name(group)
+    if not is_dynamo_compiling():
+        results = short(*arguments, name)
+        if results is not None:
+            return results
+    return op(*arguments, group=name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     allgather,
@@ -19,7 +18,7 @@ from overlap_torch._ops.gradients import (
     wait,
     weight_gradient,
 )
-from overlap_torch._ops.group import Group, group_name, world_size
+from overlap_torch._ops.group import Group, world_size
 
 _op = torch.ops.overlap.gemm_reducescatter.default
 
@@ -114,9 +113,4 @@ def gemm_reducescatter(
     The technique: GEMM tiles signal counters that communication waits for, FlashOverlap (arXiv 2504.19519) and Flux
     (arXiv 2406.06858).
     """
-    name = group if type(group) is str else group_name(group)
-    if not is_dynamo_compiling():
-        output = eager.gemm_reducescatter(input, weight, bias, name)
-        if output is not None:
-            return output
-    return _op(input, weight, bias, group=name)
+    return eager.call(eager.gemm_reducescatter, _op, group, input, weight, bias)
