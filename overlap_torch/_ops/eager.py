@@ -1,7 +1,8 @@
 """The ops' short way in: as functions of their schema's parameters by position.
 
 Each returns None for a call that is not for it, because of a gradient, a mode, a subclass or an argument of another
-type: that one goes through torch.ops, which costs three times the host's time. A compiler must not meet them.
+type: that one goes through torch.ops, which costs three times the host's time. A compiler must not meet them. :func:`call`
+takes one or the other way.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _refuse_tangents(op: str, args: Sequence[Any]) -> None:
             )
 
 
-# Of all ops; take the keyset.
+# All ops register here; their kernels take the keyset.
 autograd_kernels = _ReverseModeOnly("overlap", "IMPL")
 
 
