@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,13 @@ class Failures:
         self.checks += 1
         if problem:
             self.lines.append(f"{' '.join(str(part) for part in where)}: {problem}")
+
+    def expect_equal(
+        self, outputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *where: object
+    ) -> None:
+        """Each output bit for bit, and as many as are right."""
+        for output, value in zip(outputs, right, strict=True):
+            self.expect(difference(output, value), *where)
 
     def result(self) -> tuple[int, list[str]]:
         return self.checks, self.lines

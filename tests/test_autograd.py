@@ -84,8 +84,8 @@ def check_gradients(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
             for leaf, needed in zip(leaves, needs, strict=True):
                 leaf.requires_grad_(needed)
             outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
-            for output, value in zip(outputs, expected, strict=True):
-                failures.expect(difference(output.detach(), value), op, case, "needs", needs)
+            values = [output.detach() for output in outputs]
+            failures.expect_equal(values, expected, op, case, "needs", needs)
             # All outputs, and of several each alone: what was not used has no gradient.
             subsets = [
                 range(len(outputs)),
@@ -279,8 +279,8 @@ def check_autocast(op: str, enabled: bool, target: torch.dtype) -> tuple[int, li
             with torch.autocast(device.type, target, enabled=enabled):
                 dtype = functional.linear(leaves[0], leaves[1]).dtype
                 outputs = tensors_of(call(*arguments, group=world_name()))
-            for output, value in zip(outputs, expected, strict=True):
-                failures.expect(difference(output.detach(), value.to(dtype)), *where)
+            values = [output.detach() for output in outputs]
+            failures.expect_equal(values, [value.to(dtype) for value in expected], *where)
             for leaf in leaves:
                 leaf.grad = None
             torch.autograd.backward(outputs, output_gradients(op, outputs, rank))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -169,8 +171,7 @@ def check_compiled(op: str, backend: str, cases: list[Case]) -> tuple[int, list[
             sum(output.sum() for output in outputs[:2]).backward()
             results.append([output.detach() for output in outputs])
             gradients.append([leaf.grad for leaf in leaves])
-        for output, right in zip(results[1], results[0], strict=True):
-            failures.expect(difference(output, right), op, backend, case)
+        failures.expect_equal(results[1], results[0], op, backend, case)
         for i, (right, gradient) in enumerate(zip(*gradients, strict=True)):
             where = ("gradient", i, op, backend, case)
             if right is None or gradient is None:
@@ -209,8 +210,7 @@ def check_dynamic_shapes(op: str) -> tuple[int, list[str]]:
         torch._dynamo.mark_dynamic(arguments[0], 0)
         outputs = tensors_of(compiled(*arguments))
         expected = OPS[op].expected(case, rank, world, device, rows)
-        for output, right in zip(outputs, expected, strict=True):
-            failures.expect(difference(output, right), op, case)
+        failures.expect_equal(outputs, expected, op, case)
     # Counts of 0 and 1 are graphs of their own.
     most = 4 if op == "gemm_alltoall" else 1
     frames = counter.frame_count
@@ -255,16 +255,24 @@ def test_compile_takes_counts_from_data(ranks):
     ranks.expect_no_failures(check_counts_from_data)
 
 
+class Call(torch.nn.Module):
+    """A call of an op, of which the tensors are the inputs."""
+
+    def __init__(self, op: Callable[..., Any], arguments: Arguments) -> None:
+        super().__init__()
+        self.op, self.arguments, self.group = op, arguments, world_name()
+
+    def forward(self, *tensors):
+        given = iter(tensors)
+        arguments = map_tensors(lambda _: next(given), self.arguments)
+        return self.op(*arguments, group=self.group)
+
+
 def traced_targets(op: str) -> list[str]:
     """Operators in the traced graph of a call that needs no gradient."""
     arguments = OPS[op].arguments(Case((4,), 5, 4), 0, 1, rank_device())
-
-    def function(*tensors):
-        given = iter(tensors)
-        mine = map_tensors(lambda _: next(given), arguments)
-        return OPS[op].operator(*mine, group=world_name())
-
-    graph = make_fx(function, tracing_mode="fake")(*tensors_of(arguments)).graph
+    call = Call(OPS[op].operator, arguments)
+    graph = make_fx(call, tracing_mode="fake")(*tensors_of(arguments)).graph
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return [target for target in targets if "getitem" not in target]
 
@@ -273,19 +281,6 @@ def traced_targets(op: str) -> list[str]:
 @pytest.mark.ranks((1, "gloo"))
 def test_compile_keeps_the_op_whole(ranks, op):
     assert ranks.run(traced_targets, op) == [[str(OPS[op].operator)]]
-
-
-class Call(torch.nn.Module):
-    """A call of the op, of which the tensors are the inputs."""
-
-    def __init__(self, op: str, arguments: Arguments) -> None:
-        super().__init__()
-        self.op, self.arguments, self.group = op, arguments, world_name()
-
-    def forward(self, *tensors):
-        given = iter(tensors)
-        arguments = map_tensors(lambda _: next(given), self.arguments)
-        return OPS[self.op].wrapper(*arguments, group=self.group)
 
 
 def check_exported(op: str) -> tuple[int, list[str]]:
@@ -297,7 +292,9 @@ def check_exported(op: str) -> tuple[int, list[str]]:
     tensors = tensors_of(arguments)
     rows = None if op == "gemm_alltoall" else {0: torch.export.Dim.AUTO}
     shapes = {"tensors": (rows, *[None] * (len(tensors) - 1))}
-    exported = torch.export.export(Call(op, arguments), tuple(tensors), dynamic_shapes=shapes)
+    exported = torch.export.export(
+        Call(OPS[op].wrapper, arguments), tuple(tensors), dynamic_shapes=shapes
+    )
     calls = [str(node.target) for node in exported.graph.nodes if "overlap" in str(node.target)]
     failures.expect(None if calls == [str(OPS[op].operator)] else f"calls {calls}", op)
 
@@ -309,8 +306,7 @@ def check_exported(op: str) -> tuple[int, list[str]]:
         other = case.with_(leading=leading)
         outputs = tensors_of(module(*tensors_of(OPS[op].arguments(other, rank, world, device))))
         expected = OPS[op].expected(other, rank, world, device)
-        for output, right in zip(outputs, expected, strict=True):
-            failures.expect(difference(output, right), op, other)
+        failures.expect_equal(outputs, expected, op, other)
     return failures.result()
 
 
@@ -333,8 +329,7 @@ def check_autocast_compiled(op: str) -> tuple[int, list[str]]:
     arguments = map_tensors(torch.Tensor.float, OPS[op].arguments(case, rank, world, device))
     outputs = tensors_of(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments))
     expected = OPS[op].expected(case, rank, world, device)
-    for output, right in zip(outputs, expected, strict=True):
-        failures.expect(difference(output, right), op, case)
+    failures.expect_equal(outputs, expected, op, case)
     return failures.result()
 
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from checks import Failures
 from modes import SeesDispatches, SeesFunctions
-from operands import Case, difference, rank_device, world_name
+from operands import Case, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import _eager
 from overlap_torch._ops import eager
@@ -50,10 +50,8 @@ def check_results(op: str) -> tuple[int, list[str]]:
             for given in (arguments, map_tensors(torch.Tensor.clone, arguments)):
                 again = function_of(op)(*given, world_name())
                 failures.expect(None if type(again) is type(outputs) else "another type", op, case)
-                for one, other in zip(tensors_of(outputs), tensors_of(again), strict=True):
-                    failures.expect(difference(one, other), "again", op, case)
-            for output, value in zip(tensors_of(outputs), expected, strict=True):
-                failures.expect(difference(output, value), op, case)
+                failures.expect_equal(tensors_of(outputs), tensors_of(again), "again", op, case)
+            failures.expect_equal(tensors_of(outputs), expected, op, case)
     return failures.result()
 
 
@@ -175,8 +173,7 @@ def results_without_module(op: str) -> tuple[int, list[str]]:
             failures.expect(None if getattr(other, name)(1, 2) is None else "takes a call", name)
             patch.setattr(eager, name, getattr(other, name))
         outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
-    for output, value in zip(outputs, expected, strict=True):
-        failures.expect(difference(output, value), op)
+    failures.expect_equal(outputs, expected, op)
     return failures.result()
 
 

@@ -22,9 +22,9 @@ CASES = [
 every_op = pytest.mark.parametrize("op", list(OPS))
 
 
-def counted(call: Callable[[], Any]) -> int:
+def counted(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> int:
     with FlopCounterMode(display=False) as counter:
-        call()
+        call(*arguments, **keywords)
     return counter.get_total_flops()
 
 
@@ -33,10 +33,9 @@ def check_counts(op: str) -> tuple[int, list[str]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     for case in OPS[op].of(CASES):
         arguments = OPS[op].arguments(case, rank, world, rank_device())
-        composition = OPS[op].composition
-        expected = counted(lambda: composition(*arguments, world_name()))  # noqa: B023
+        expected = counted(OPS[op].composition, *arguments, world_name())
         for call in (OPS[op].wrapper, OPS[op].operator):
-            found = counted(lambda: call(*arguments, group=world_name()))  # noqa: B023
+            found = counted(call, *arguments, group=world_name())
             failures.expect(None if found == expected else f"{found}, not {expected}", case)
     return failures.result()
 
@@ -52,7 +51,7 @@ def training_step(op: str) -> tuple[int, int]:
     arguments = OPS[op].arguments(
         Case((6,), 5, 7), dist.get_rank(), dist.get_world_size(), rank_device()
     )
-    forward = counted(lambda: OPS[op].composition(*arguments, world_name()))
+    forward = counted(OPS[op].composition, *arguments, world_name())
     for leaf in tensors_of(arguments):
         leaf.requires_grad_()
 

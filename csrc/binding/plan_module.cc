@@ -198,8 +198,8 @@ Attributes:
              return py::hash(py::make_tuple(c.tiles, static_cast<int>(c.transport), c.max_ctas));
            })
       .def("__repr__", [](const Chunk& c) {
-        return "Chunk(tiles=" + std::to_string(c.tiles) + ", transport=" + plan::name(c.transport) +
-               ", max_ctas=" + std::to_string(c.max_ctas) + ")";
+        return py::str("Chunk(tiles={}, transport={}, max_ctas={})")
+            .format(c.tiles, plan::name(c.transport), c.max_ctas);
       });
 
   py::class_<BandRun>(m, "BandRun",
@@ -214,8 +214,7 @@ Attributes:
       .def("__hash__",
            [](const BandRun& r) { return py::hash(py::make_tuple(r.tile_rows, r.count)); })
       .def("__repr__", [](const BandRun& r) {
-        return "BandRun(tile_rows=" + std::to_string(r.tile_rows) +
-               ", count=" + std::to_string(r.count) + ")";
+        return py::str("BandRun(tile_rows={}, count={})").format(r.tile_rows, r.count);
       });
 
   py::class_<Resources>(m, "Resources", R"(What the GEMM leaves to communication (arXiv 2606.09200).
@@ -241,11 +240,9 @@ Attributes:
           "__eq__", [](const Resources& a, const Resources& b) { return a == b; },
           py::is_operator())
       .def("__repr__", [](const Resources& r) {
-        return "Resources(comm_sms=" + std::to_string(r.comm_sms) +
-               ", smem_pad_bytes=" + std::to_string(r.smem_pad_bytes) +
-               ", window=" + (r.window ? "True" : "False") +
-               ", finish_ctas=" + std::to_string(r.finish_ctas) +
-               ", lanes=" + std::to_string(r.lanes) + ")";
+        return py::str(
+                   "Resources(comm_sms={}, smem_pad_bytes={}, window={}, finish_ctas={}, lanes={})")
+            .format(r.comm_sms, r.smem_pad_bytes, r.window, r.finish_ctas, r.lanes);
       });
 }
 
@@ -515,9 +512,8 @@ void bind_planner(py::module_& m) {
       .def_readonly("tile_n", &KernelShape::tile_n)
       .def_readonly("cluster_m", &KernelShape::cluster_m)
       .def("__repr__", [](const KernelShape& s) {
-        return "KernelShape(tile_m=" + std::to_string(s.tile_m) +
-               ", tile_n=" + std::to_string(s.tile_n) +
-               ", cluster_m=" + std::to_string(s.cluster_m) + ")";
+        return py::str("KernelShape(tile_m={}, tile_n={}, cluster_m={})")
+            .format(s.tile_m, s.tile_n, s.cluster_m);
       });
   py::class_<Prediction>(m, "Prediction", R"(What the cost model expects of a plan.
 
@@ -529,9 +525,8 @@ Attributes:
       .def_readonly("communication_us", &Prediction::communication_us)
       .def_readonly("total_us", &Prediction::total_us)
       .def("__repr__", [](const Prediction& p) {
-        return "Prediction(gemm_us=" + std::to_string(p.gemm_us) +
-               ", communication_us=" + std::to_string(p.communication_us) +
-               ", total_us=" + std::to_string(p.total_us) + ")";
+        return py::str("Prediction(gemm_us={:f}, communication_us={:f}, total_us={:f})")
+            .format(p.gemm_us, p.communication_us, p.total_us);
       });
 
   m.attr("MAX_CHUNKS") = plan::kMaxChunks;
