@@ -35,6 +35,12 @@ ENVIRONMENT = (
     Variable("OVERLAP_DEBUG", "0, 1", "0", "ranks compare problem and plan at every call"),
     Variable("OVERLAP_TIMEOUT_S", "seconds", "the group's", "deadline of every wait"),
     Variable(
+        "OVERLAP_ON_FAILURE",
+        "raise, abort",
+        "raise",
+        "abort: a call that failed ends the process, so that no wrong result leaves it",
+    ),
+    Variable(
         "OVERLAP_PEERS",
         "0, 1",
         "1; 0 if NCCL_P2P_DISABLE=1",
@@ -231,16 +237,16 @@ def find() -> Findings:
             for j in range(count)
             if i != j
         },
-        why_no_peers=_forbids_peers(os.environ),
+        why_no_peers=_environment().get("why_no_peers", ""),
     )
 
 
-def _forbids_peers(environment: Mapping[str, str]) -> str:
-    wanted = environment.get("OVERLAP_PEERS")
-    if wanted == "0":
-        return "OVERLAP_PEERS=0"
-    disabled = wanted is None and environment.get("NCCL_P2P_DISABLE") == "1"
-    return "NCCL_P2P_DISABLE=1" if disabled else ""
+def _environment() -> Mapping[str, str]:
+    """What the ops make of their variables; ``{"error": message}`` if one of them has no meaning."""
+    try:
+        return torch.ops.overlap.environment()
+    except ValueError as error:
+        return {"error": str(error).split("\n")[0]}
 
 
 def _software_lines(found: Findings) -> list[str]:
@@ -300,10 +306,19 @@ def _environment_lines() -> list[str]:
         (v.name, v.type, v.default, os.environ.get(v.name, "-"), v.meaning) for v in ENVIRONMENT
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
+    lines = [
         "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
         for row in rows
     ]
+    if error := _environment().get("error"):
+        lines.append(f"WARNING: every op raises: {error}")
+    known = {v.name for v in ENVIRONMENT}
+    lines += [
+        f"WARNING: {name} is set, but means nothing; the variables are those above"
+        for name in sorted(os.environ)
+        if name.startswith("OVERLAP_") and not name.startswith("OVERLAP_TEST_") and name not in known
+    ]
+    return lines
 
 
 def report() -> str:

@@ -40,6 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         if needed:
             found = gpu_count()
+            if needed == 2 and rank_pool.shares_gpus():
+                needed = 1
             if found < needed:
                 reason = f"needs {needed} CUDA device{'s' if needed > 1 else ''}, this machine has {found}"
                 item.add_marker(pytest.mark.skip(reason=reason))

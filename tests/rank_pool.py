@@ -61,7 +61,7 @@ class Outcome:
 
     kind: str  # "returned", "raised", "died" or "hung"
     value: Any = None  # what the job returned
-    detail: str = ""  # traceback, exit code or stacks
+    detail: str = ""  # traceback, exit code and the end of the output, or stacks
 
 
 class RankFailure(AssertionError):
@@ -177,7 +177,10 @@ class Ranks:
         except (EOFError, OSError):
             pass
         self._processes[rank].join(GRACE_S)
-        return Outcome("died", detail=f"exit code {self._processes[rank].exitcode}")
+        said = _tail(os.path.join(self._folder, f"output{rank}"), 6000)
+        return Outcome(
+            "died", detail=f"exit code {self._processes[rank].exitcode}\n{said}".rstrip()
+        )
 
     def _stacks(self, ranks: Sequence[int]) -> list[str]:
         for rank in ranks:
@@ -191,7 +194,7 @@ class Ranks:
         for rank, outcome in enumerate(outcomes):
             parts.append(f"--- rank {rank} {outcome.kind}\n{outcome.detail}".rstrip())
             output = _tail(os.path.join(self._folder, f"output{rank}"), 3000)
-            if outcome.kind != "returned" and output:
+            if outcome.kind not in ("returned", "died") and output:
                 parts.append(f"--- rank {rank}, end of its output\n{output}")
         return "\n".join(parts)
 

@@ -155,8 +155,20 @@ def paths_of(**findings) -> dict[str, tuple[bool, str]]:
     ],
     ids=str,
 )
-def test_doctor_knows_what_forbids_peers(environment, reason):
-    assert _doctor._forbids_peers(environment) == reason
+def test_doctor_knows_what_forbids_peers(monkeypatch, environment, reason):
+    for name in ("NCCL_P2P_DISABLE", "OVERLAP_PEERS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _doctor.find().why_no_peers == reason
+
+
+def test_doctor_names_values_and_variables_that_mean_nothing(monkeypatch):
+    monkeypatch.setenv("OVERLAP_DEBUG", "yes")
+    monkeypatch.setenv("OVERLAP_PEER", "0")
+    report = _doctor.report()
+    assert "OVERLAP_DEBUG is 'yes'; it must be 0 or 1" in report
+    assert "OVERLAP_PEER is set, but means nothing" in report
 
 
 def test_doctor_turns_all_paths_on_for_two_linked_hoppers():

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -58,9 +59,13 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
     plan_module.set_plan(plan)
 
 
-def call(op: str = "gemm_allreduce", case: Case = CASE) -> object:
+def prepared(case: Case, op: str = "gemm_allreduce") -> Callable[[], object]:
     arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), rank_device())
-    return OPS[op].wrapper(*arguments)
+    return partial(OPS[op].wrapper, *arguments)
+
+
+def call(op: str = "gemm_allreduce", case: Case = CASE) -> object:
+    return prepared(case, op)()
 
 
 def until_error(step: Callable[[], object], limit_s: float) -> tuple[float, str]:
@@ -291,6 +296,140 @@ def expect_patience(backend: str, plans: list[str]) -> None:
         assert outcome.kind == "returned", outcome
         checks, failures = outcome.value
         assert checks > 0 and not failures, failures
+
+
+def check_behind_failures(repeats: int) -> tuple[int, list[str]]:
+    """In group after group the last rank leaves a call out: what the others find, as soon as they have synchronized."""
+    failures = Failures()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for repeat in range(repeats):
+        group = dist.new_group(timeout=timedelta(seconds=40))
+        step = partial(prepared(CASE), group=group)
+        step()
+        torch.cuda.synchronize()
+        overlap_torch.check()
+        dist.barrier()
+        if not last:
+            step()
+            torch.cuda.synchronize()
+            for again in (overlap_torch.check, overlap_torch.check, step):
+                message = message_of(again)
+                named = f"group '{group.group_name}'" in message
+                failures.expect(None if named else f"{again} said {message!r}", "repeat", repeat)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, step
+    return failures.result()
+
+
+# Ranks that share a GPU wait for their turns of it.
+SHORT = {"OVERLAP_TIMEOUT_S": "1.5" if rank_pool.shares_gpus() else "0.2"}
+CHECKED = {"peers": SHORT, "nccl": SHORT | {"OVERLAP_PEERS": "0"}}
+
+
+@pytest.mark.parametrize("transport", CHECKED)
+@pytest.mark.parametrize("repeats", [5, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.ranks((2, "nccl"))
+def test_faults_check_right_behind_synchronize_misses_nothing(ranks, repeats, transport):
+    if transport == "peers":
+        ranks.skip_without_peers()
+    expect_found(
+        rank_pool.run_fresh(
+            2, "nccl", check_behind_failures, repeats, group_timeout_s=60.0,
+            timeout_s=60.0 + 8.0 * repeats, environment=CHECKED[transport],
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["default", "row panels"])
+def test_faults_op_on_cpu_raises_itself(plan):
+    """Over gloo the op waits, so that it raises, and check() has nothing to say."""
+    outcomes = rank_pool.run_fresh(
+        2, "gloo", never_call, plan, True,
+        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "0.5"},
+    )  # fmt: skip
+    expect_reports(outcomes, [0], 0.5 + MARGIN_S)
+
+
+OTHER_CALLS = {
+    "K": CASE.with_(k=32),
+    "M": CASE.with_(leading=(128,)),
+    "M and N": CASE.with_(leading=(512,), n=64),
+}
+
+
+def disagree_at_last(other: str, way: str) -> tuple[str, str]:
+    """The last rank calls something else, once: what its next calls, or check(), say."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for case in (CASE, OTHER_CALLS[other]):
+        for _ in range(2):
+            call(case=case)
+    torch.cuda.synchronize()
+    dist.barrier()
+    odd = prepared(OTHER_CALLS[other] if last else CASE)
+    if way == "captured":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            odd()
+    else:
+        odd()
+    if way == "checked":  # its flags are waited for in vain, until the watchdog knows why
+        torch.cuda.synchronize()
+        return "", message_of(overlap_torch.check)
+    return until_error(call, 20.0)[1], message_of(overlap_torch.check)
+
+
+@pytest.mark.parametrize(
+    ("transport", "other", "way"),
+    [
+        *itertools.product(["nccl"], ["K", "M and N"], ["called", "captured"]),
+        ("peers", "K", "captured"),
+        *itertools.product(["peers"], OTHER_CALLS, ["checked"]),
+    ],
+)
+@pytest.mark.ranks((2, "nccl"), (3, "nccl"))
+def test_faults_disagreement_is_found_by_the_watchdog(ranks, transport, other, way):
+    if transport == "peers":
+        ranks.skip_without_peers()
+    outcomes = rank_pool.run_fresh(
+        ranks.world, "nccl", disagree_at_last, other, way, group_timeout_s=60.0, timeout_s=90.0,
+        environment={"OVERLAP_PEERS": "0"} if transport == "nccl" else {},
+    )  # fmt: skip
+    problems = [
+        rf"gemm_allreduce m={case.leading[0]} n={case.n} k={case.k}"
+        for case in (CASE, OTHER_CALLS[other])
+    ]
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome
+        raised, checked = outcome.value
+        pattern = (
+            rf"in call 5 rank 0 called {problems[0]} .*, rank {ranks.world - 1} called {problems[1]} "
+            r".*undefined since call 5"
+        )
+        for message in [checked] if way == "checked" else [raised, checked]:
+            assert re.search(pattern, message), message
+
+
+def disagree_and_end() -> str:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    call(case=OTHER_CALLS["K"] if last else CASE)
+    return until_error(call, 20.0)[1]
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_faults_failure_ends_the_process_if_asked_to(ranks):
+    outcomes = rank_pool.run_fresh(
+        2, "nccl", disagree_and_end, group_timeout_s=60.0, timeout_s=90.0,
+        environment={"OVERLAP_ON_FAILURE": "abort"},
+    )  # fmt: skip
+    assert "died" in {outcome.kind for outcome in outcomes}
+    for (
+        outcome
+    ) in outcomes:  # the other one may see its peer die before it knows of the disagreement
+        assert outcome.kind == "died", outcome
+        assert "OVERLAP_ON_FAILURE=abort" in outcome.detail, outcome.detail
 
 
 # what -> (rank 0's case, rank 1's case, patterns of both that every rank's message must hold)

@@ -11,7 +11,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cuh", ".cc", ".cu"})
 
 STANDARD = r"[a-z0-9_]+"  # <vector>: no folder, no suffix
-POSIX = r"(dlfcn|fcntl|pthread|unistd|sys/[a-z]+)\.h"
+POSIX = r"(dlfcn|fcntl|linux/futex|pthread|unistd|sys/[a-z]+)\.h"
 CUDA = r"(cuda|cublas|cooperative_groups|nvtx3|cub|mma)[a-zA-Z0-9_]*([./].+)?"
 CUTLASS = r"(cutlass|cute)/.+"
 NCCL = r"nccl(_device)?\.h"

@@ -2,23 +2,29 @@
 
 #include <exception>
 
+#include "binding/environment.h"
+
 namespace overlap::binding {
 namespace {
 
 // Tags of the messages, apart from those that users give theirs.
 constexpr int kFirstTag = 1 << 24;
 
-// Does `communicate`, whose calls take as long as `timeout` at most.
+// Does `communicate`, whose calls take as long as `timeout` at most, if all ranks agree about the call.
 template <typename Communicate>
 void named(const GroupEntry& group, const std::string& what, int chunk,
            std::chrono::milliseconds timeout, const Communicate& communicate) {
+  group.agree();
+  const auto start = std::chrono::steady_clock::now();
   try {
     communicate();
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "overlap_torch: group '", group.name(), "', rank ", group.rank(), ": the ",
-                what, " of chunk ", chunk, " failed, or did not end within ",
-                timeout.count() / 1000.0, " s. A rank died, hangs, or made a different call. (",
-                error.what(), ")");
+    const bool late = std::chrono::steady_clock::now() - start >= timeout;
+    communication_failed(c10::str(
+        "overlap_torch: group '", group.name(), "', rank ", group.rank(), ": the ", what,
+        " of chunk ", chunk,
+        late ? c10::str(" did not end within ", timeout.count() / 1000.0, " s") : " failed",
+        ". A rank died, hangs, or made a different call. (", error.what(), ")"));
   }
 }
 

@@ -5,11 +5,14 @@
 #include <exception>
 #include <thread>
 
+#include "binding/environment.h"
+
 namespace overlap::binding {
 
 std::shared_ptr<const PlanEntry> cpu_plan(const OpCall& call) {
   auto entry = call.group->plan(call.problem, at::kCPU, cpu_machine());
   if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCPU);
+  call.group->announce(call.description(), entry->communication_hash);
   return entry;
 }
 
@@ -64,10 +67,13 @@ bool CpuLoop::wait(int chunk, int32_t expected, const char* what,
   const auto reached = [&] { return counters_[chunk].load(std::memory_order_acquire) >= expected; };
   std::unique_lock<std::mutex> lock(mutex_);
   const bool ended = changed_.wait_for(lock, deadline, [&] { return reached() || stop_; });
-  TORCH_CHECK(ended, "overlap_torch: group '", call_.group->name(), "', rank ", call_.group->rank(),
-              ": the wait for chunk ", chunk, " of ", what, " passed its deadline of ",
-              deadline.count() / 1000.0, " s: expected a count of ", expected, ", saw ",
-              counters_[chunk].load());
+  if (!ended) {
+    communication_failed(c10::str("overlap_torch: group '", call_.group->name(), "', rank ",
+                                  call_.group->rank(), ": the wait for chunk ", chunk, " of ", what,
+                                  " passed its deadline of ", deadline.count() / 1000.0,
+                                  " s: expected a count of ", expected, ", saw ",
+                                  counters_[chunk].load()));
+  }
   return reached();
 }
 

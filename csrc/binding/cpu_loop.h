@@ -13,7 +13,7 @@
 
 namespace overlap::binding {
 
-// The plan of a call on CPU.
+// The plan of a call on CPU, which is announced to the other ranks.
 std::shared_ptr<const PlanEntry> cpu_plan(const OpCall& call);
 
 // One run of a loop over `chunks` chunks.

@@ -4,28 +4,24 @@
 
 #include <array>
 #include <atomic>
-#include <cstdlib>
 #include <string>
 
 #include "binding/cuda_call.h"
 #include "binding/cuda_trace.h"
+#include "binding/environment.h"
 #include "binding/op_call.h"
 
 namespace overlap::binding {
 namespace {
 
 // The process group's store as the runtime's bootstrap. Keys of a group's store are its own.
-runtime::Bootstrap bootstrap_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                std::chrono::milliseconds timeout) {
+runtime::Bootstrap bootstrap_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const auto store = group->getStore();
   runtime::Bootstrap bootstrap;
   bootstrap.set = [store](const std::string& key, const std::vector<uint8_t>& value) {
     store->set(key, value);
   };
-  bootstrap.get = [store, timeout](const std::string& key) {
-    store->wait({key}, timeout);
-    return store->get(key);
-  };
+  bootstrap.get = [store](const std::string& key) { return store->get(key); };
   bootstrap.has = [store](const std::string& key) { return store->check({key}); };
   bootstrap.remove = [store](const std::string& key) { store->deleteKey(key); };
   return bootstrap;
@@ -47,18 +43,13 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   options.rank = entry->rank();
   options.world_size = entry->world_size();
   options.timeout = entry->timeout(at::kCUDA);
-  options.bootstrap = bootstrap_of(entry->lock(), options.timeout);
+  options.bootstrap = bootstrap_of(entry->lock());
   options.alive = [weak = std::weak_ptr<GroupEntry>(entry)] {
     const auto alive = weak.lock();
     return alive != nullptr && !alive->expired();
   };
-  const char* peers = std::getenv("OVERLAP_PEERS");
-  TORCH_CHECK_VALUE(peers == nullptr || std::string(peers) == "0" || std::string(peers) == "1",
-                    "overlap_torch: OVERLAP_PEERS is '", peers, "'; it must be 0 or 1");
-  // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
-  const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");
-  const bool wanted = p2p_disabled == nullptr || std::string(p2p_disabled) != "1";
-  options.peers = peers == nullptr ? wanted : std::string(peers) == "1";
+  options.peers = environment().peers;
+  options.abort_on_failure = environment().abort_on_failure;
   auto group = std::make_shared<runtime::Group>(std::move(options));
   runtime::watch_group(group);
   slot = group;
@@ -130,6 +121,8 @@ CudaCall::CudaCall(const OpCall& call)
     : stream(at::cuda::getCurrentCUDAStream().stream()),
       group(cuda_group(call.group, call.input.device().index(), stream)),
       entry(call.group->plan(call.problem, at::kCUDA, group->machine())) {
+  group->check();
+  group->add_call(call.problem);
   if (entry->by_planner && entry->plan.resources.window) {
     const auto captured = call.group->capture_plan(call.problem, group->machine());
     if (runtime::capture_id(stream).has_value()) {

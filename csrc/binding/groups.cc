@@ -2,9 +2,10 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <cstdlib>
 #include <sstream>
 #include <unordered_map>
+
+#include "binding/environment.h"
 
 namespace overlap::binding {
 namespace {
@@ -25,6 +26,7 @@ Registry& registry() {
 PlanEntry::PlanEntry(plan::Plan made, bool planned) : plan(std::move(made)), by_planner(planned) {
   plan::validate(plan);
   if (plan.schedule == plan::Schedule::kOverlapped) order = plan::tile_order(plan);
+  communication_hash = plan::communication_hash(plan);
 }
 
 GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
@@ -34,13 +36,7 @@ GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
       world_size_(group->getSize()) {}
 
 std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
-  if (const char* text = std::getenv("OVERLAP_TIMEOUT_S")) {
-    char* end = nullptr;
-    const double seconds = std::strtod(text, &end);
-    TORCH_CHECK(end != text && *end == '\0' && seconds > 0, "overlap_torch: OVERLAP_TIMEOUT_S is '",
-                text, "'; it must be a positive number of seconds");
-    return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
-  }
+  if (environment().timeout) return *environment().timeout;
   if (const auto group = lock()) return group->getBackend(device)->getBackendOptions()->timeout;
   return ::kProcessGroupDefaultTimeout;
 }
@@ -140,6 +136,26 @@ void GroupEntry::compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_
   }
 }
 
+void GroupEntry::announce(const std::string& problem, uint64_t plan) {
+  if (board_ == nullptr) {
+    // The ranks of PyTorch's fake process group are not there.
+    if (lock()->getBackend(at::kCPU)->getBackendName() == "fake") return;
+    CallBoard::Options options;
+    options.name = name_;
+    options.rank = rank_;
+    options.world_size = world_size_;
+    options.timeout = timeout(at::kCPU);
+    options.store = lock()->getStore();
+    options.group = group_;
+    board_ = std::make_unique<CallBoard>(std::move(options));
+  }
+  board_->announce(problem, plan);
+}
+
+void GroupEntry::agree() const {
+  if (board_ != nullptr) board_->agree();
+}
+
 void GroupEntry::clear_plans() {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   plans_.clear();
@@ -207,11 +223,7 @@ plan::DType to_plan_dtype(at::ScalarType dtype) {
 }
 
 bool debug_enabled() {
-  static const bool enabled = [] {
-    const char* text = std::getenv("OVERLAP_DEBUG");
-    return text != nullptr && std::string(text) == "1";
-  }();
-  return enabled;
+  return environment().debug;
 }
 
 }  // namespace overlap::binding

@@ -13,6 +13,7 @@
 #include <string>
 #include <tuple>
 
+#include "binding/call_board.h"
 #include "plan/plan.h"
 #include "plan/planner.h"
 
@@ -26,7 +27,8 @@ namespace overlap::binding {
 struct PlanEntry {
   PlanEntry(plan::Plan made, bool by_planner);
   plan::Plan plan;
-  plan::TileOrder order;                      // overlapped plans only
+  plan::TileOrder order;  // overlapped plans only
+  uint64_t communication_hash = 0;
   bool by_planner = true;                     // not set by the user
   mutable std::atomic<bool> prepared{false};  // capture plans: their communicators exist
 };
@@ -57,6 +59,11 @@ class GroupEntry {
   void set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner);
   void clear_plans();
 
+  // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
+  // thing that is communicated. See CallBoard.
+  void announce(const std::string& problem, uint64_t plan);
+  void agree() const;
+
   // Compares `text` between the ranks over the store; throws on every rank if it differs
   // (OVERLAP_DEBUG=1).
   void compare(const std::string& what, const std::string& text, at::DeviceType device);
@@ -83,6 +90,7 @@ class GroupEntry {
   std::mutex plans_mutex_;
   std::map<Key, std::shared_ptr<const PlanEntry>> plans_;
   std::map<Key, std::shared_ptr<const PlanEntry>> capture_plans_;
+  std::unique_ptr<CallBoard> board_;
   std::atomic<int64_t> compared_{0};
 };
 

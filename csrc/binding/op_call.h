@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "binding/groups.h"
@@ -24,7 +25,9 @@ struct OpCall {
   // gemm_alltoall: rows for and from each rank, in rank order.
   std::vector<int64_t> send_rows;
   std::vector<int64_t> recv_rows;
+  std::string dims;  // gemm_alltoall: the input's dims between the first and the last, for messages
 
+  std::string description() const { return problem.to_string() + dims; }
   const at::Tensor& weight() const { return weights.front(); }
   const std::optional<at::Tensor>& bias() const { return biases.front(); }
 };

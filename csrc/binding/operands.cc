@@ -56,8 +56,14 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
                     weights.size(), ", one for each weight, but there are ", biases.size());
   for (size_t i = 0; i < weights.size(); ++i) check_weight(name, input, weights[i], biases[i]);
 
-  OpCall call{
-      as_rows(input), std::move(weights), std::move(biases), find_group(group_name), {}, {}, {}};
+  OpCall call{as_rows(input),
+              std::move(weights),
+              std::move(biases),
+              find_group(group_name),
+              {},
+              {},
+              {},
+              {}};
   call.problem.op = op;
   call.problem.m = call.input.size(0);
   for (const at::Tensor& weight : call.weights) call.problem.n += weight.size(0);

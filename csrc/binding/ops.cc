@@ -7,6 +7,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "binding/environment.h"
 #include "binding/op_call.h"
 #include "binding/operands.h"
 
@@ -19,10 +20,18 @@ namespace {
 
 std::atomic<int64_t> side_delay{0};
 
-// Ranks that disagree about what they call are found under OVERLAP_DEBUG=1.
-void compare_calls(const OpCall& call, const std::string& more = "") {
+// Ranks that disagree about what they call are found on CPU, over peers and, some time later, over NCCL; under
+// OVERLAP_DEBUG=1 in each call, before it begins.
+void compare_calls(const OpCall& call) {
   if (!debug_enabled() || call.problem.world_size == 1) return;
-  call.group->compare("problem", call.problem.to_string() + more, call.input.device().type());
+  call.group->compare("problem", call.description(), call.input.device().type());
+}
+
+// This rank's part of a call that needs no communication, if all ranks call the same.
+void compare_local_call(const OpCall& call) {
+  if (!call.input.is_cpu() || call.problem.world_size == 1) return;
+  call.group->announce(call.description(), 0);
+  call.group->agree();
 }
 
 at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
@@ -34,9 +43,11 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
 
   at::Tensor output;
   if (problem.m == 0 || problem.n == 0) {
+    compare_local_call(call);
     output = at::empty({problem.m, problem.n}, input.options());
   } else if (problem.k == 0 || problem.world_size == 1) {
     // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
+    compare_local_call(call);
     output = local_gemm(call.input, weight, bias);
   } else {
     output = input.is_cpu() ? gemm_allreduce_cpu(call) : gemm_allreduce_cuda(call);
@@ -59,8 +70,10 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
   const int64_t rows = problem.m / problem.world_size;
   at::Tensor output;
   if (problem.m == 0 || problem.n == 0) {
+    compare_local_call(call);
     output = at::empty({rows, problem.n}, input.options());
   } else if (problem.k == 0 || problem.world_size == 1) {
+    compare_local_call(call);
     output = local_gemm(call.input.narrow(0, 0, rows), weight, bias);
   } else {
     output = input.is_cpu() ? gemm_reducescatter_cpu(call) : gemm_reducescatter_cuda(call);
@@ -81,6 +94,7 @@ AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::
 
   AllGatherGemmResult result;
   if (problem.world_size == 1 || problem.m == 0 || problem.k == 0) {
+    compare_local_call(call);
     result.gathered = problem.world_size == 1 ? call.input.clone(at::MemoryFormat::Contiguous)
                                               : at::empty({problem.m, problem.k}, input.options());
     for (size_t i = 0; i < call.weights.size(); ++i) {
@@ -130,7 +144,8 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
                     " sends itself ", send_rows[rank], " rows and expects ", recv_rows[rank],
                     "; these must be equal");
   const at::IntArrayRef inner = input.sizes().slice(1, input.dim() - 2);
-  compare_calls(call, inner.empty() ? "" : c10::str(" dims=", inner));
+  if (!inner.empty()) call.dims = c10::str(" dims=", inner);
+  compare_calls(call);
   if (debug_enabled()) call.group->compare_counts(send_rows, recv_rows, input.device().type());
 
   // A row of dim 0 is `each` rows of the flattened input.
@@ -140,6 +155,7 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
   const int64_t received = c10::sum_integers(recv_rows);
   at::Tensor output;
   if (call.problem.n == 0 || each == 0) {
+    compare_local_call(call);
     output = at::empty({received * each, call.problem.n}, input.options());
   } else if (call.problem.world_size == 1) {
     output = local_gemm(call.input, weight, bias);
@@ -239,6 +255,19 @@ std::string build_info() {
   return OVERLAP_BUILD_INFO;
 }
 
+// What the environment says now, by variable; `why_no_peers` is the setting that turns peers off, or "".
+c10::Dict<std::string, std::string> environment_now() {
+  const Environment now = read_environment();
+  c10::Dict<std::string, std::string> values;
+  values.insert("OVERLAP_DEBUG", now.debug ? "1" : "0");
+  values.insert("OVERLAP_TIMEOUT_S",
+                now.timeout ? c10::str(static_cast<double>(now.timeout->count()) / 1000.0) : "");
+  values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
+  values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
+  values.insert("why_no_peers", now.why_no_peers);
+  return values;
+}
+
 void delay_side_stream(int64_t microseconds) {
   TORCH_CHECK_VALUE(microseconds >= 0,
                     "delay_side_stream: microseconds must not be negative, but is ", microseconds);
@@ -280,6 +309,7 @@ TORCH_LIBRARY(overlap, m) {
   m.def("machine(Device device, str group) -> str", &machine);
   m.def("memory(str group) -> int[]", &memory);
   m.def("build_info() -> str", &build_info);
+  m.def("environment() -> Dict(str, str)", &environment_now);
 #if defined(OVERLAP_WITH_CUDA)
   m.def("gemm_alone(Tensor input, Tensor weight, int[] plan) -> Tensor", &gemm_alone);
 #endif

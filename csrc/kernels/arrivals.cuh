@@ -34,7 +34,9 @@ class Arrivals {
     return false;
   }
   __device__ __forceinline__ void wait(int32_t chunk) const {
-    wait_for_peers(params_, peer_step_number(*params_.calls, params_.step + chunk - 1), chunk - 1);
+    wait_for_peers(params_,
+                   params_.tag + peer_step_number(*params_.calls, params_.step + chunk - 1),
+                   chunk - 1);
   }
 
   const PeerWaitParams& params_;

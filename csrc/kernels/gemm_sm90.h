@@ -352,7 +352,7 @@ struct GemmSm90 {
     const int lane = cutlass::canonical_lane_idx();
     const PeerTiles& peer_tiles = params.peer_tiles;
     const bool awaits = peer_tiles.announce[0] != nullptr;
-    const uint64_t number = awaits ? *peer_tiles.calls + 1 : 0;
+    const uint64_t number = awaits ? tile_number(peer_tiles) : 0;
     auto state = cutlass::make_producer_start_state<LoadPipeline>();
     Tiles tiles(params, shared, 0, 1);
     for (Step step; tiles.next(step);) {
@@ -403,7 +403,7 @@ struct GemmSm90 {
     const int32_t turn = params.order.parts - 1;
     wait_for_tile(params.peer_tiles,
                   params.flag({turn, tile.row}, tile.column) + (distance - 1) * params.part_tiles(),
-                  *params.peer_tiles.calls + 1, distance);
+                  tile_number(params.peer_tiles), distance);
     fence_bulk_copies();  // which see what the flag acquired, too
     const int32_t begin = tile.row * kTileM;
     const int32_t end = min(begin + kTileM, params.collected.rows);
@@ -523,7 +523,7 @@ struct GemmSm90 {
     const int lane = cutlass::canonical_lane_idx();
     if (lane < (is_final ? params.order.parts - 1 : 1)) {
       // Releases what the other lanes saw complete, too. A fence and a plain store take longer.
-      store_release_sys(tiles.announce[lane] + params.flag(step.coord), *tiles.calls + 1);  // [B]
+      store_release_sys(tiles.announce[lane] + params.flag(step.coord), tile_number(tiles));  // [B]
     }
     __syncwarp();
   }
@@ -635,7 +635,7 @@ struct GemmSm90 {
     PeerWaitParams own = params.arrivals;
     own.ranks = 1u << params.rows.own_part;
     const int32_t last_chunk = params.order.num_chunks - 2;
-    wait_for_peers(own, peer_step_number(*own.calls, own.step + last_chunk), last_chunk);
+    wait_for_peers(own, own.tag + peer_step_number(*own.calls, own.step + last_chunk), last_chunk);
   }
 
   // No cluster reads anything that peers have stored any more.

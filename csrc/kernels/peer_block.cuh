@@ -63,13 +63,13 @@ __device__ __forceinline__ void copy_accesses(void* destination, const void* sou
   });
 }
 
-// Waits, as one thread, until the flag has this value.
+// Waits, as one thread, until the flag has reached this value.
 __device__ __forceinline__ void wait_for_flag(const uint64_t* flag, uint64_t value, int32_t peer,
                                               const PeerMeeting& meeting) {
   uint64_t seen = 0;
   const auto reached = [&] {
     seen = load_acquire_sys(flag);  // [B]
-    return seen >= value;
+    return has_reached(seen, value);
   };
   for (int poll = 0; poll < kHotPolls; ++poll) {
     if (reached()) return;

@@ -96,10 +96,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   // Where the kernel before sent, one flag stands for all blocks.
-  meet(params, 0, sends ? block : 0, calls + 1);
+  meet(params, 0, sends ? block : 0, params.tag + calls + 1);
   if constexpr (kReduces) {
     reduce<T, kGathers>(params);
-    if constexpr (kGathers) meet(params, 1, block, calls + 1);
+    if constexpr (kGathers) meet(params, 1, block, params.tag + calls + 1);
   }
   if constexpr (kGathers) gather<kReduces>(params);
   end_call(params, calls);

@@ -26,6 +26,7 @@ struct PeerMeeting {
   const uint64_t* ended = nullptr;  // one of each rank: the calls that it has ended in this slot
   uint64_t* announce_end[kMaxPeers] = {};  // this rank's, in the peers' memory
   uint64_t* calls = nullptr;               // own memory: calls that have ended in this slot
+  uint64_t tag = 0;                        // of the call, in what blocks announce
   uint32_t* blocks_sent = nullptr;         // own memory, zero before and after, as the next
   uint32_t* blocks_done = nullptr;
   int64_t deadline_ns = 0;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void announce(const PeerExchangeParams& params, uint6
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread < params.ranks && thread != params.rank) {
     __threadfence_system();
-    store_relaxed_sys(params.announce[0][thread], calls + 1);  // [B]
+    store_relaxed_sys(params.announce[0][thread], params.tag + calls + 1);  // [B]
   }
 }
 
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   copy_accesses(params.output[params.rank], params.send[params.rank],
                 params.send_count[params.rank]);
   if (thread < params.ranks && thread != params.rank) {
-    wait_for_flag(params.arrived[0] + thread * kMaxPeerBlocks, calls + 1, thread, params);
+    wait_for_flag(params.arrived[0] + thread * kMaxPeerBlocks, params.tag + calls + 1, thread,
+                  params);
   }
   __syncthreads();
   for (int distance = 1; distance < params.ranks; ++distance) {

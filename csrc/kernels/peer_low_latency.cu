@@ -174,11 +174,27 @@ __device__ __forceinline__ void in_pieces(const PeerLowLatencyParams& params, co
   }
 }
 
+__device__ __forceinline__ void wait_for_peer(const PeerLowLatencyParams& params,
+                                              const uint64_t* flag, uint64_t number, int32_t peer) {
+  uint64_t seen = 0;
+  spin(
+      params.deadline_ns, params.report,
+      [&] {
+        seen = load_acquire_sys(flag);
+        return has_reached(seen, number);
+      },
+      [&] { write_report(params.report, missed_peer(params.chunk, peer, number, seen)); });
+}
+
 template <class T, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, 2)
     peer_low_latency_kernel(const __grid_constant__ PeerLowLatencyParams params) {
   wait_for_previous_kernel();
   const uint64_t calls = *params.calls / kMaxPeerBlocks;
+  const auto peer = static_cast<int32_t>(threadIdx.x);
+  const bool compares = blockIdx.x == 0 && peer < params.ranks && peer != params.rank;
+  const uint64_t number = params.tag + calls + 1;
+  if (compares) store_relaxed_sys(params.announce[peer] + calls % 2 * kMaxPeers, number);
   const Share share{static_cast<uint32_t>(calls + 1), calls % 2 == 0 ? 0 : params.buffer_bytes,
                     (params.words + kUnitWords - 1) / kUnitWords,
                     int64_t{blockIdx.x} * kThreads + threadIdx.x, int64_t{gridDim.x} * kThreads};
@@ -186,6 +202,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     in_pieces<T>(params, share);
   } else {
     in_one_step<T>(params, share);
+  }
+  // That the peers made the same call: nobody reads the output before this has come, too.
+  if (compares) {
+    wait_for_peer(params, params.arrived + calls % 2 * kMaxPeers + peer, number, peer);
   }
   // All blocks together count the call once; none reads the count after its own share.
   __syncthreads();

@@ -13,8 +13,9 @@ __device__ __forceinline__ void signal_peers(const PeerSignalParams& params, uin
   const int lane = static_cast<int>(threadIdx.x);
   __threadfence_system();
   if (lane < params.count) {
-    store_relaxed_sys(params.flags[lane],
-                      params.ends_call ? calls + 1 : peer_step_number(calls, step));  // [B]
+    store_relaxed_sys(params.flags[lane], params.ends_call
+                                              ? calls + 1
+                                              : params.tag + peer_step_number(calls, step));  // [B]
   }
   __syncwarp();
   if (params.ends_call && lane == 0) *params.calls = calls + 1;
@@ -22,7 +23,8 @@ __device__ __forceinline__ void signal_peers(const PeerSignalParams& params, uin
 
 // By one lane: many pollers would slow the GEMM down.
 __device__ __forceinline__ void wait_peers(const PeerWaitParams& params, uint64_t calls) {
-  const uint64_t value = params.slot_is_free ? calls : peer_step_number(calls, params.step);
+  const uint64_t value =
+      params.slot_is_free ? calls : params.tag + peer_step_number(calls, params.step);
   wait_for_peers(params, value, params.chunk);
   if (params.report != nullptr) {
     store_relaxed_sys(&params.report->reached, params.chunk);
@@ -40,7 +42,7 @@ __global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params)
 __global__ void meet_tiles_kernel(const __grid_constant__ PeerTiles tiles, int64_t first_announced,
                                   int64_t announced, int64_t first_awaited, int64_t awaited,
                                   int32_t distance) {
-  const uint64_t number = *tiles.calls + 1;
+  const uint64_t number = tile_number(tiles);
   __threadfence_system();
   uint64_t* const flags = tiles.announce[distance - 1];
   for (int64_t i = threadIdx.x; i < announced; i += blockDim.x) {

@@ -1,6 +1,9 @@
 // Signals between GPUs that see each other's memory: sequence numbers that only grow, each in the
 // memory of the one that waits for it, written by one peer.
 //
+// Above the number a flag has bits of the call's plan: a rank that makes another call is waited for in vain,
+// and nothing that it stores is taken for what was awaited. `ended` alone has none.
+//
 // The numbers are made on the device, so that a CUDA graph that is replayed makes new ones: a slot
 // of memory counts the calls that have ended in it, and each rank's count of the same slot goes
 // through the same values, as all ranks make the same calls.
@@ -24,10 +27,23 @@ OVERLAP_HOST_DEVICE constexpr uint64_t peer_step_number(uint64_t calls, int32_t 
   return calls * kPeerSteps + static_cast<uint64_t>(step) + 1;
 }
 
+inline constexpr int kCallTagShift = 40;
+
+// The bits that stand for a plan, of its hash.
+constexpr uint64_t peer_call_tag(uint64_t hash) {
+  return hash >> kCallTagShift << kCallTagShift;
+}
+
+// Whether a flag has come to this number of the same call, or to a later one.
+OVERLAP_HOST_DEVICE constexpr bool has_reached(uint64_t flag, uint64_t number) {
+  return flag >= number && (flag ^ number) >> kCallTagShift == 0;
+}
+
 struct PeerSignalParams {
   int32_t count = 0;
   uint64_t* flags[kMaxPeers] = {};  // in the peers' memory
   uint64_t* calls = nullptr;        // own memory: calls that have ended in this slot
+  uint64_t tag = 0;                 // of the call, for steps
   int32_t step = 0;
   bool ends_call = false;  // announces, in place of a step, that the call has ended, and counts it
 };
@@ -40,6 +56,7 @@ struct PeerWaitParams {
   const uint64_t* flags = nullptr;  // own memory, one for each rank
   uint32_t ranks = 0;               // bit mask of those to wait for
   const uint64_t* calls = nullptr;  // as above
+  uint64_t tag = 0;
   int32_t step = 0;
   bool slot_is_free = false;  // waits, in place of a step, until the peers' calls before have ended
   int64_t deadline_ns = 0;
@@ -47,7 +64,7 @@ struct PeerWaitParams {
   WaitReport* report = nullptr;  // pinned host memory mapped into the device
 };
 
-// Enqueues a one-warp kernel that ends once each of these flags is at least the step's number
+// Enqueues a one-warp kernel that ends once each of these flags has reached the step's number
 // (acquire) [B], or at the deadline, with a report that names the first rank that it missed. The
 // report's counts are the low bits of the sequence numbers.
 cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream);
@@ -66,7 +83,7 @@ struct PeerRelayParams {
 cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream);
 
 // Flags of single tiles, of those that one rank's GEMM stores into the next rank's memory, and of final
-// ones that it stores into everyone's: the call's number (calls that have ended, plus one).
+// ones that it stores into everyone's: the call's number (calls that have ended, plus one) and tag.
 struct PeerTiles {
   // In the memory of each peer, the next rank's first: with the numbers that tiles have on this rank; or
   // null: nothing is announced. What peers announce here has the numbers of the peer `distance` ranks
@@ -74,6 +91,7 @@ struct PeerTiles {
   uint64_t* announce[kMaxPeers - 1] = {};
   const uint64_t* arrived = nullptr;  // own memory
   const uint64_t* calls = nullptr;    // own memory: calls that have ended in this slot
+  uint64_t tag = 0;
   int64_t deadline_ns = 0;
   int32_t rank = 0;
   int32_t ranks = 1;

@@ -30,7 +30,12 @@ __device__ __forceinline__ WaitFailure missed_peer(int32_t chunk, int32_t peer, 
           static_cast<int32_t>(seen & kLowBits)};
 }
 
-// Until the flags of all these ranks are at least `value`; or the deadline, with a report on `chunk`.
+// What the flags of the call's tiles become.
+__device__ __forceinline__ uint64_t tile_number(const PeerTiles& tiles) {
+  return tiles.tag + *tiles.calls + 1;
+}
+
+// Until the flags of all these ranks have reached `value`; or the deadline, with a report on `chunk`.
 __device__ __forceinline__ void wait_for_peers(const PeerWaitParams& params, uint64_t value,
                                                int32_t chunk) {
   int32_t peer = 0;
@@ -41,7 +46,7 @@ __device__ __forceinline__ void wait_for_peers(const PeerWaitParams& params, uin
         for (; peer < kMaxPeers; ++peer) {
           if ((params.ranks >> peer & 1) == 0) continue;
           seen = load_acquire_sys(params.flags + peer);  // [B]
-          if (seen < value) return false;
+          if (!has_reached(seen, value)) return false;
         }
         return true;
       },
@@ -56,7 +61,7 @@ __device__ __forceinline__ void wait_for_tile(const PeerTiles& tiles, int64_t ti
       tiles.deadline_ns, tiles.report,
       [&] {
         seen = load_acquire_sys(tiles.arrived + tile);  // [B]
-        return seen >= number;
+        return has_reached(seen, number);
       },
       [&] { write_report(tiles.report, missed_peer(0, tiles.before(distance), number, seen)); });
 }

@@ -212,4 +212,9 @@ Rows chunk_rows(const Plan& plan, int32_t chunk);
 std::vector<int64_t> encode(const Plan& plan);
 Plan decode(const std::vector<int64_t>& code);
 
+// Hashes: equal on all ranks whose problems are equal, or whose plans communicate alike, and hardly ever
+// otherwise.
+uint64_t hash(const Problem& problem);
+uint64_t communication_hash(const Plan& plan);
+
 }  // namespace overlap::plan

@@ -67,7 +67,57 @@ class Reader {
   size_t next_ = 0;
 };
 
+// FNV-1a, by numbers, and mixed once more: near numbers differ in all bits.
+class Hash {
+ public:
+  void add(int64_t number) {
+    value_ = (value_ ^ static_cast<uint64_t>(number)) * 0x100000001b3;
+    value_ ^= value_ >> 29;
+  }
+  void add(const Problem& problem) {
+    add(static_cast<int64_t>(problem.op));
+    add(problem.m);
+    add(problem.n);
+    add(problem.k);
+    add(static_cast<int64_t>(problem.dtype));
+    add(problem.world_size);
+  }
+  uint64_t value() const {
+    const uint64_t mixed = (value_ ^ value_ >> 32) * 0x9e3779b97f4a7c15;
+    return mixed ^ mixed >> 32;
+  }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325;
+};
+
 }  // namespace
+
+uint64_t hash(const Problem& problem) {
+  Hash all;
+  all.add(problem);
+  return all.value();
+}
+
+uint64_t communication_hash(const Plan& plan) {
+  Hash all;
+  all.add(plan.problem);
+  for (const int64_t number :
+       {static_cast<int64_t>(plan.schedule), static_cast<int64_t>(plan.layout),
+        static_cast<int64_t>(plan.collective), static_cast<int64_t>(plan.tile_m),
+        static_cast<int64_t>(plan.tile_n), static_cast<int64_t>(plan.cluster_m)}) {
+    all.add(number);
+  }
+  for (const BandRun& run : plan.bands) {
+    all.add(run.tile_rows);
+    all.add(run.count);
+  }
+  for (const Chunk& chunk : plan.chunks) {
+    all.add(chunk.tiles);
+    all.add(static_cast<int64_t>(chunk.transport));
+  }
+  return all.value();
+}
 
 std::vector<int64_t> encode(const Plan& plan) {
   std::vector<int64_t> code = {

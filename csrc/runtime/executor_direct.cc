@@ -146,7 +146,7 @@ class DirectLoop : ExecutorLoop {
 
   void all_reduce_low_latency() {
     constexpr int64_t kWord = 4;
-    kernels::PeerLowLatencyParams params = peers_->low_latency();
+    kernels::PeerLowLatencyParams params = peers_->low_latency(plan::communication_hash(plan_));
     params.dtype = plan_.problem.dtype;
     params.in_pieces = low_latency_pieces();
     params.words = bytes_ / kWord;

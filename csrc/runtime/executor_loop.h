@@ -64,7 +64,8 @@ class ExecutorLoop {
   void prepare_peers(int64_t slot_bytes, bool hears_all = true, bool takes_slot = true) {
     group_.check();
     peers_ = &group_.peers(slot_bytes, capture_.has_value());
-    if (takes_slot) peer_call_ = peers_->next_call(hears_all, capture_);
+    if (takes_slot)
+      peer_call_ = peers_->next_call(hears_all, capture_, plan::communication_hash(plan_));
   }
 
   // From here on the op is enqueued.

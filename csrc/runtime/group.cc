@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <future>
 #include <thread>
 
 #include "runtime/error.h"
@@ -15,7 +16,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMaxPending = 256;
 constexpr int kPreparedPending = 64;
-constexpr std::chrono::seconds kPublishPeriod{1};
+constexpr std::chrono::milliseconds kFirstPoll{1};  // of the store
+constexpr std::chrono::milliseconds kLastPoll{20};
 
 // Dense 16-bit tensor-core operations of one SM and clock, by architecture; about three quarters of
 // it are sustained.
@@ -25,10 +27,6 @@ double tensor_flop_per_clock(int arch) {
   return 1024;
 }
 constexpr double kSustained = 0.69;
-
-std::vector<uint8_t> bytes_of(const std::string& text) {
-  return {text.begin(), text.end()};
-}
 
 double elapsed_us(const Event& begin, const Event& end) {
   float milliseconds = 0;
@@ -96,6 +94,16 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
 #endif
   // Nothing is made once warm: events for what is in flight between two looks of the watchdog.
   for (int i = 0; i < kPreparedPending; ++i) idle_.push_back(std::make_unique<Pending>());
+  // Known by the first communicator: a later group of the same name on the same store has another one.
+  uint64_t id = 0;
+  if (options_.world_size > 1) {
+    const ncclUniqueId unique = unique_id({});
+    for (const char byte : unique.internal) id = id * 131 + static_cast<uint8_t>(byte);
+    make_communicator({}, unique);
+  }
+  history_ =
+      std::make_unique<CallHistory>("overlap_torch/" + options_.name + "/" + std::to_string(id),
+                                    options_.rank, options_.world_size, options_.bootstrap);
   if (options_.world_size > 1) {
     measure_link();
     measure_peers();
@@ -121,11 +129,15 @@ Communicator& Group::communicator(CommunicatorKey key, bool capturing) {
                 "the same shapes, "
                 "dtype and group before the capture (torch.cuda.graph's warm-up).");
   }
+  return make_communicator(key, unique_id(key));
+}
+
+Communicator& Group::make_communicator(CommunicatorKey key, const ncclUniqueId& id) {
   Communicator::Options communicator_options;
   communicator_options.rank = options_.rank;
   communicator_options.world_size = options_.world_size;
   communicator_options.max_ctas = key.max_ctas;
-  auto communicator = std::make_unique<Communicator>(unique_id(key), communicator_options);
+  auto communicator = std::make_unique<Communicator>(id, communicator_options);
   // The first collective connects the ranks: here, so that no later call blocks the host.
   const Scratch scratch(sizeof(float), device_.side[0].get());
   communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
@@ -157,22 +169,34 @@ std::vector<uint8_t> Group::meet(const std::string& key, const std::vector<uint8
   if (options_.rank == 0) {
     for (int peer = 1; peer < options_.world_size; ++peer) {
       const std::string ready = key + "/" + std::to_string(peer);
-      try {
-        (void)options_.bootstrap.get(ready);
-      } catch (const std::exception& error) {
-        throw Error(meeting_error(peer, error.what()));
-      }
+      (void)await_key(ready, peer);
       options_.bootstrap.remove(ready);
     }
     options_.bootstrap.set(key, brought);
     return brought;
   }
   options_.bootstrap.set(key + "/" + std::to_string(options_.rank), {1});
-  try {
-    return options_.bootstrap.get(key);
-  } catch (const std::exception& error) {
-    throw Error(meeting_error(0, error.what()));
+  return await_key(key, 0);
+}
+
+// Polls: the store's own wait would keep the watchdog from asking it, which finds out why a peer does not come.
+std::vector<uint8_t> Group::await_key(const std::string& key, int peer) {
+  const Clock::time_point deadline = Clock::now() + options_.timeout;
+  std::chrono::milliseconds pause = kFirstPoll;
+  while (!options_.bootstrap.has(key)) {
+    if (failed_) check();
+    if (Clock::now() >= deadline) {
+      throw Error("overlap_torch: group '" + options_.name + "', rank " +
+                  std::to_string(options_.rank) + ": rank " + std::to_string(peer) +
+                  " did not come to make communicators, map memory or compare messages within " +
+                  std::to_string(options_.timeout.count() / 1000.0) +
+                  " s. Every rank of the group has to call the op with the same shapes, dtype and "
+                  "plan.");
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLastPoll);
   }
+  return options_.bootstrap.get(key);
 }
 
 // After a collective call all ranks have read what rank 0 brought; a later group of the same name on
@@ -218,15 +242,6 @@ std::vector<uint8_t> Group::all_gather_bytes(const std::vector<uint8_t>& own) {
 std::string Group::id_key(CommunicatorKey key) const {
   return "overlap_torch/" + options_.name + "/nccl_id/" + std::to_string(key.max_ctas) + "." +
          std::to_string(key.lane);
-}
-
-std::string Group::meeting_error(int peer, const std::string& cause) const {
-  return "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
-         ": rank " + std::to_string(peer) +
-         " did not come to make communicators, map memory or compare messages within " +
-         std::to_string(options_.timeout.count() / 1000.0) +
-         " s. Every rank of the group has to call the op with the same shapes, dtype and plan. (" +
-         cause + ")";
 }
 
 void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing) {
@@ -399,6 +414,9 @@ bool Group::windows_work() {
 }
 
 void Group::check() {
+  if (!failed_) {
+    if (const auto failure = reported_failure()) fail(*failure);
+  }
   if (!failed_) return;
   const std::lock_guard<std::mutex> lock(watch_mutex_);
   throw Error(error_);
@@ -406,7 +424,6 @@ void Group::check() {
 
 void Group::track(cudaStream_t stream, int chunks) {
   const std::lock_guard<std::mutex> lock(watch_mutex_);
-  ++calls_;
   if (pending_.size() >= kMaxPending) return;  // the oldest ones stand for it
   std::unique_ptr<Pending> entry;
   if (idle_.empty()) {
@@ -415,7 +432,7 @@ void Group::track(cudaStream_t stream, int chunks) {
     entry = std::move(idle_.back());
     idle_.pop_back();
   }
-  entry->call = calls_;
+  entry->call = history_->calls();
   entry->chunks = chunks;
   entry->deadline = Clock::now() + options_.timeout;
   entry->done.record(stream);
@@ -429,70 +446,30 @@ void Group::mark_captured() {
 }
 
 void Group::fail(const std::string& message) {
-  {
-    const std::lock_guard<std::mutex> lock(watch_mutex_);
-    if (failed_) return;
-    error_ = "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
-             ": " + message +
-             " Its communicators were aborted; results of its ops since then are undefined. "
-             "Destroy the process group "
-             "and make a new one to go on.";
-    failed_ = true;
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  if (failed_) return;
+  error_ = "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
+           ": " + message +
+           " Its communicators are aborted, and results of its ops are undefined from then on. "
+           "Destroy the process group and make a new one to go on.";
+  if (options_.abort_on_failure) {
+    std::fprintf(stderr, "%s (OVERLAP_ON_FAILURE=abort)\n", error_.c_str());
+    std::abort();
   }
-  // The error can be read from here on, without waiting for the device.
+  failed_ = true;
+  // Kernels that wait see it, too, and end.
+  uint64_t nothing = 0;
+  std::atomic_ref<uint64_t>(report_.get()->failure)
+      .compare_exchange_strong(nothing, kernels::pack({.expected = 1}));
+}
+
+void Group::abort_communicators() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   for (auto& [key, communicator] : communicators_) communicator->abort();
 }
 
-// The store may hang with the process that holds it, and a watchdog must not: both calls leave the
-// asking to a thread of its own, which owns all it touches.
-void Group::publish_calls() {
-  if (publishing_->exchange(true)) return;
-  std::thread([bootstrap = options_.bootstrap, key = calls_key(options_.rank),
-               calls = std::to_string(calls_), publishing = publishing_] {
-    try {
-      bootstrap.set(key, bytes_of(calls));
-    } catch (const std::exception&) {
-      // The store went away with its process; deadlines still report.
-    }
-    *publishing = false;
-  }).detach();
-}
-
-std::string Group::describe_peers() {
-  constexpr std::chrono::seconds kPatience{2};
-  std::vector<std::string> keys;
-  for (int peer = 0; peer < options_.world_size; ++peer) keys.push_back(calls_key(peer));
-  std::packaged_task<std::string()> ask(
-      [bootstrap = options_.bootstrap, keys, rank = options_.rank] {
-        std::string text;
-        for (size_t peer = 0; peer < keys.size(); ++peer) {
-          if (static_cast<int>(peer) == rank) continue;
-          std::string calls = "none";
-          if (bootstrap.has(keys[peer])) {
-            const std::vector<uint8_t> value = bootstrap.get(keys[peer]);
-            calls.assign(value.begin(), value.end());
-          }
-          text += (text.empty() ? "rank " : ", rank ") + std::to_string(peer) + " " + calls;
-        }
-        return text;
-      });
-  std::future<std::string> answer = ask.get_future();
-  std::thread(std::move(ask)).detach();
-  try {
-    if (answer.wait_for(kPatience) == std::future_status::ready) return answer.get();
-  } catch (const std::exception&) {
-    // Said below.
-  }
-  return "unknown, as the store does not answer";
-}
-
-std::string Group::calls_key(int rank) const {
-  return "overlap_torch/" + options_.name + "/calls/" + std::to_string(rank);
-}
-
-void Group::watch() {
-  if (failed_) return;
+// What a wait whose deadline passed has left behind, or NCCL says: cheap enough for every call.
+std::optional<std::string> Group::reported_failure() {
   const kernels::WaitReport* report = report_.get();
   const uint64_t failure = *static_cast<const volatile uint64_t*>(&report->failure);
   if (failure != 0) {
@@ -501,61 +478,71 @@ void Group::watch() {
         " passed its deadline of " + std::to_string(options_.timeout.count() / 1000.0) + " s: ";
     const std::string counts =
         "expected " + std::to_string(wait.expected) + ", saw " + std::to_string(wait.seen) + ".";
-    fail(wait.peer == kernels::kOwnGemm
-             ? "the wait for the finished tiles of chunk " + std::to_string(wait.chunk) +
-                   " of its own GEMM" + deadline + counts
-             : "the wait for chunk " + std::to_string(wait.chunk) + " from rank " +
-                   std::to_string(wait.peer) + deadline + counts +
-                   " That rank died, hangs, or made different calls.");
-    return;
+    return wait.peer == kernels::kOwnGemm
+               ? "the wait for the finished tiles of chunk " + std::to_string(wait.chunk) +
+                     " of its own GEMM" + deadline + counts
+               : "the wait for chunk " + std::to_string(wait.chunk) + " from rank " +
+                     std::to_string(wait.peer) + deadline + counts +
+                     " That rank died, hangs, or made different calls.";
   }
-  std::string error;
+  std::optional<std::string> error;
   {
     // Another communicator may be in the making, which takes as long as its slowest rank.
     const std::unique_lock<std::mutex> lock(communicators_mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return std::nullopt;
     for (auto& [key, communicator] : communicators_) {
-      if (!lock.owns_lock()) break;
-      if (const auto found = communicator->async_error()) error = *found;
+      if (!error) error = communicator->async_error();
     }
   }
-  const Clock::time_point now = Clock::now();
-  int64_t late_call = 0;
+  if (!error) return std::nullopt;
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
+  return *error + ", in or after chunk " + std::to_string(chunk_in_flight()) +
+         " of its oldest call in flight. A rank died, or its network did.";
+}
+
+// The chunk that the oldest call in flight has come to. Of one chunk, the collective follows the GEMM on its
+// stream: no wait reports it.
+int Group::chunk_in_flight() const {
+  if (pending_.empty() || pending_.front()->chunks == 1) return 0;
+  const int32_t reached = *static_cast<const volatile int32_t*>(&report_.get()->reached);
+  return std::max(reached, 0);
+}
+
+void Group::watch() {
+  if (failed_) {
+    abort_communicators();
+    return;
+  }
+  std::optional<std::string> failure = reported_failure();
+  if (!failure) failure = history_->look();
+  if (!failure) failure = late_call();
+  if (!failure) return;
+  fail(*failure);
+  // The error can be read from here on, without waiting for the device.
+  abort_communicators();
+}
+
+std::optional<std::string> Group::late_call() {
+  int64_t call = 0;
   int chunk = 0;
-  bool publish = false;
   {
     const std::lock_guard<std::mutex> lock(watch_mutex_);
     while (!pending_.empty() && cudaEventQuery(pending_.front()->done.get()) != cudaErrorNotReady) {
       idle_.push_back(std::move(pending_.front()));
       pending_.pop_front();
     }
-    if (!pending_.empty()) {
-      // Of one chunk, the collective follows the GEMM on its stream: no wait reports it.
-      const int reached = *static_cast<const volatile int32_t*>(&report->reached);
-      chunk = pending_.front()->chunks == 1 ? 0 : std::max(reached, 0);
-      if (now > pending_.front()->deadline) late_call = pending_.front()->call;
-    }
-    publish = calls_ != published_calls_ && now - published_at_ > kPublishPeriod;
-    if (publish || late_call != 0) {
-      published_calls_ = calls_;
-      published_at_ = now;
-    }
+    if (pending_.empty() || Clock::now() <= pending_.front()->deadline) return std::nullopt;
+    call = pending_.front()->call;
+    chunk = chunk_in_flight();
   }
-  if (!error.empty()) {
-    fail(error + ", in or after chunk " + std::to_string(chunk) +
-         " of its oldest call in flight. A rank died, or its network did.");
-    return;
-  }
-  if (publish || late_call != 0) publish_calls();
-  if (late_call != 0) {
-    fail("call " + std::to_string(late_call) + " did not finish within " +
+  history_->publish();
+  return "call " + std::to_string(call) + " did not finish within " +
          std::to_string(options_.timeout.count() / 1000.0) + " s; its chunk " +
          std::to_string(chunk) +
          " was the last to be computed here, and waits for peers to communicate it. Calls made by "
-         "the peers, as far as "
-         "they are known: " +
-         describe_peers() + "; by this rank: " + std::to_string(published_calls_) +
-         ". A rank died, hangs, or made different calls.");
-  }
+         "the peers, as far as they are known: " +
+         history_->describe_peers() + "; by this rank: " + std::to_string(history_->calls()) +
+         ". A rank died, hangs, or made different calls.";
 }
 
 bool Group::idle() {

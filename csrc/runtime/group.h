@@ -15,25 +15,19 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels/signal.h"
 #include "plan/plan.h"
+#include "runtime/bootstrap.h"
+#include "runtime/call_history.h"
 #include "runtime/communicator.h"
 #include "runtime/device_state.h"
 #include "runtime/peers.h"
 
 namespace overlap::runtime {
-
-// How ranks exchange bytes before they have a communicator: the process group's store.
-struct Bootstrap {
-  std::function<void(const std::string& key, const std::vector<uint8_t>& value)> set;
-  std::function<std::vector<uint8_t>(const std::string& key)>
-      get;  // blocks, throws at the store's timeout
-  std::function<bool(const std::string& key)> has;
-  std::function<void(const std::string& key)> remove;
-};
 
 // Which of a group's communicators: `maxCTAs` belongs to the communicator, and chunks in flight at
 // the same time need one each.
@@ -59,8 +53,9 @@ struct GroupOptions {
   int world_size = 1;
   std::chrono::milliseconds timeout{0};
   Bootstrap bootstrap;
-  std::function<bool()> alive;  // whether the process group still exists
-  bool peers = true;            // whether this rank lets others map its memory
+  std::function<bool()> alive;    // whether the process group still exists
+  bool peers = true;              // whether this rank lets others map its memory
+  bool abort_on_failure = false;  // a failure ends the process
 };
 
 // What a wait kernel and the watchdog share: pinned host memory.
@@ -119,8 +114,12 @@ class Group {
   // a capture, which learns and tells nothing.
   int64_t longest_message(int64_t own_bytes, bool capturing);
 
-  // Throws what went wrong since the last call; afterwards every call throws it again.
+  // Throws what went wrong, afterwards every call throws it again: what the watchdog found, and what waits and
+  // NCCL have reported by now. Whoever has synchronised the device misses nothing.
   void check();
+
+  // This rank makes this call; before anything of it is launched.
+  void add_call(const plan::Problem& problem) { history_->add(problem); }
 
   // Remembers the op of so many chunks just enqueued on `stream`, for the watchdog.
   void track(cudaStream_t stream, int chunks);
@@ -149,17 +148,19 @@ class Group {
   bool windows_work();
   void measure_peers();
   std::vector<uint8_t> meet(const std::string& key, const std::vector<uint8_t>& brought);
+  std::vector<uint8_t> await_key(const std::string& key, int peer);
   void forget(const std::string& key);
   ncclUniqueId unique_id(CommunicatorKey key);
   // Every rank's bytes, as many from each (rounded up to an even number), in rank order. Collective,
   // and blocks.
   std::vector<uint8_t> all_gather_bytes(const std::vector<uint8_t>& own);
   std::string id_key(CommunicatorKey key) const;
-  std::string meeting_error(int peer, const std::string& cause) const;
+  Communicator& make_communicator(CommunicatorKey key, const ncclUniqueId& id);
+  std::optional<std::string> reported_failure();
+  std::optional<std::string> late_call();
+  int chunk_in_flight() const;
   void fail(const std::string& message);
-  void publish_calls();
-  std::string describe_peers();
-  std::string calls_key(int rank) const;
+  void abort_communicators();
 
   GroupOptions options_;
   DeviceState& device_;
@@ -177,13 +178,11 @@ class Group {
   int64_t own_longest_message_ = 0;  // not all of it told yet
   int64_t longest_message_ = 0;      // the same on all ranks
 
+  std::unique_ptr<CallHistory> history_;
+
   std::mutex watch_mutex_;  // guards what follows
   std::deque<std::unique_ptr<Pending>> pending_;
   std::vector<std::unique_ptr<Pending>> idle_;
-  std::atomic<int64_t> calls_{0};
-  std::shared_ptr<std::atomic<bool>> publishing_ = std::make_shared<std::atomic<bool>>(false);
-  int64_t published_calls_ = 0;
-  std::chrono::steady_clock::time_point published_at_;
   std::string error_;
   std::atomic<bool> failed_{false};
 };

@@ -24,6 +24,7 @@ struct Flags {
   };
   Slot slots[2];
   uint64_t low_latency_calls;
+  uint64_t low_latency_flags[2][kernels::kMaxPeers];  // of the writers
 };
 
 // The flags, behind them each slot's of tiles, and behind those for each writer the buffers of
@@ -120,11 +121,13 @@ uint64_t* Peers::calls_ended(int slot) const {
   return &reinterpret_cast<Flags*>(flags_->of(rank_))->slots[slot].calls;
 }
 
-Peers::Call Peers::next_call(bool hears_all, std::optional<unsigned long long> capture) {
+Peers::Call Peers::next_call(bool hears_all, std::optional<unsigned long long> capture,
+                             uint64_t hash) {
   // A graph may be replayed between two calls outside of it, and uses whatever slots it captured.
   const bool replays = captured_ && !capture.has_value();
   Call call;
   call.slot = static_cast<int>(calls_++ % kSlots);
+  call.tag = kernels::peer_call_tag(hash);
   call.slot_may_be_busy = !last_hears_all_ || last_capture_ != capture || replays;
   last_hears_all_ = hears_all;
   last_capture_ = capture;
@@ -140,6 +143,7 @@ kernels::PeerSignalParams Peers::signal_params(const Call& call, Flag flag, uint
     }
   }
   params.calls = calls_ended(call.slot);
+  params.tag = call.tag;
   params.step = step;
   params.ends_call = flag == Flag::kEnded;
   return params;
@@ -159,6 +163,7 @@ kernels::PeerTiles Peers::tiles(const Call& call, int64_t part_tiles) const {
   kernels::PeerTiles tiles;
   tiles.arrived = flags(rank_);
   tiles.calls = calls_ended(call.slot);
+  tiles.tag = call.tag;
   tiles.rank = rank_;
   tiles.ranks = world_size_;
   for (int distance = 1; distance < world_size_; ++distance) {
@@ -192,6 +197,7 @@ kernels::PeerWaitParams Peers::wait_for(const Call& call, Flag flag, uint32_t ra
   params.flags = this->flag(call.slot, flag, rank_, 0);
   params.ranks = ranks;
   params.calls = calls_ended(call.slot);
+  params.tag = call.tag;
   params.step = step;
   return params;
 }
@@ -217,13 +223,14 @@ kernels::PeerMeeting Peers::meeting(const Call& call) const {
   }
   params.ended = flag(call.slot, Flag::kEnded, rank_, 0);
   params.calls = calls_ended(call.slot);
+  params.tag = call.tag;
   Flags::Slot& own = reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot];
   params.blocks_sent = &own.blocks_sent;
   params.blocks_done = &own.blocks_done;
   return params;
 }
 
-kernels::PeerLowLatencyParams Peers::low_latency() const {
+kernels::PeerLowLatencyParams Peers::low_latency(uint64_t hash) const {
   kernels::PeerLowLatencyParams params;
   params.rank = rank_;
   params.ranks = world_size_;
@@ -239,6 +246,12 @@ kernels::PeerLowLatencyParams Peers::low_latency() const {
     params.received[peer] = place(rank_, peer);
   }
   params.calls = &reinterpret_cast<Flags*>(flags_->of(rank_))->low_latency_calls;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    params.announce[peer] =
+        &reinterpret_cast<Flags*>(flags_->of(peer))->low_latency_flags[0][rank_];
+  }
+  params.arrived = reinterpret_cast<Flags*>(flags_->of(rank_))->low_latency_flags[0];
+  params.tag = kernels::peer_call_tag(hash);
   return params;
 }
 

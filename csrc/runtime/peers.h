@@ -46,11 +46,13 @@ class Peers {
   struct Call {
     int slot = 0;
     bool slot_may_be_busy = true;  // the peers' slots have to be waited for
+    uint64_t tag = 0;
   };
   // `hears_all`: this call, before it ends, waits for a signal of every peer. Then whoever has ended it
   // knows that the peers have ended the call before it, which used the other slot: the one that the
   // next call takes, unless a graph may have been replayed in between.
-  Call next_call(bool hears_all, std::optional<unsigned long long> capture);
+  // `hash`: of the call's plan.
+  Call next_call(bool hears_all, std::optional<unsigned long long> capture, uint64_t hash);
 
   // The slot of a call in the memory of `rank`.
   char* slot(const Call& call, int rank) const {
@@ -83,7 +85,7 @@ class Peers {
   kernels::PeerMeeting meeting(const Call& call) const;
 
   // Buffers and count of an all-reduce that sends at most kLowLatencyBytes, which takes no slot.
-  kernels::PeerLowLatencyParams low_latency() const;
+  kernels::PeerLowLatencyParams low_latency(uint64_t hash) const;
   static constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
 
   uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~(1u << rank_); }

@@ -298,6 +298,7 @@ class GemmCase {
     params_.arrivals.flags = flags.data();
     params_.arrivals.ranks = ((1u << parts) - 1) & ~(1u << own);
     params_.arrivals.calls = calls.data();
+    params_.arrivals.tag = kTag;
     params_.arrivals.step = kStep;
     params_.arrivals.deadline_ns = kWaitNs;
     params_.ending.calls = calls.data();
@@ -317,6 +318,7 @@ class GemmCase {
         if (part != own) signal.flags[signal.count++] = flags.data() + part;
       }
       signal.calls = calls.data();
+      signal.tag = kTag;
       signal.step = kStep + chunk;
       CUDA_CHECK(kernels::signal_peers_release_sys(signal, side_stream));
       // This rank's own rows are on their way when all others are there.
@@ -343,13 +345,15 @@ class GemmCase {
     }
   }
 
+  static constexpr uint64_t kTag = uint64_t{11} << kernels::kCallTagShift;
+
   // All ranks have announced this step, before the call was counted as ended.
   void expect_numbers(const Buffer<uint64_t>& flags, int32_t ranks, uint64_t calls, int32_t step) {
     std::vector<uint64_t> numbers(static_cast<size_t>(ranks));
     CUDA_CHECK(cudaMemcpy(numbers.data(), flags.data(), numbers.size() * sizeof(uint64_t),
                           cudaMemcpyDeviceToHost));
     for (const uint64_t number : numbers) {
-      if (number != kernels::peer_step_number(calls, step)) {
+      if (number != kTag + kernels::peer_step_number(calls, step)) {
         fail("%s, awaiting: a flag is %llu", name_.c_str(),
              static_cast<unsigned long long>(number));
       }

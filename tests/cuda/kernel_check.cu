@@ -297,11 +297,13 @@ void check_signal() {
   signal.flags[0] = flags.data() + 1;
   signal.flags[1] = flags.data() + 5;
   signal.calls = calls.data();
+  signal.tag = uint64_t{9} << kernels::kCallTagShift;
   signal.step = 2;
   kernels::PeerWaitParams peers;
   peers.flags = flags.data();
   peers.ranks = 1u << 1 | 1u << 5;
   peers.calls = calls.data();
+  peers.tag = signal.tag;
   peers.step = 2;
   peers.deadline_ns = kWaitNs;
   peers.chunk = 3;
@@ -321,6 +323,18 @@ void check_signal() {
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
   if (report->failure != 0) fail("signal: a met wait for peers failed");
+  // The same step of another call, by a larger and by a smaller tag.
+  for (const uint64_t other : {8, 10}) {
+    kernels::PeerWaitParams wait = peers;
+    wait.tag = other << kernels::kCallTagShift;
+    wait.deadline_ns = 50'000'000;
+    CUDA_CHECK(kernels::wait_peers_acquire_sys(wait, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    if (kernels::unpack(report->failure).peer != 1) {
+      fail("signal: another call's step was taken for this one's");
+    }
+    *report = {};
+  }
   peers.ranks |= 1u << 6;
   peers.deadline_ns = 50'000'000;
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));

@@ -47,6 +47,33 @@ class PeerCase {
     }
   }
 
+  // Ranks whose calls have other tags wait in vain for each other, and say so.
+  void check_disagreement() {
+    for (const bool low_latency_call : {false, true}) {
+      fill(0);
+      for (int rank = 0; rank < ranks_; ++rank) {
+        const uint64_t tag = tag_of(rank == 0 ? 1 : 2);
+        if (low_latency_call) {
+          kernels::PeerLowLatencyParams params = low_latency_of(rank, false);
+          params.tag = tag;
+          params.deadline_ns = kShortWaitNs;
+          CUDA_CHECK(kernels::peer_all_reduce_low_latency(params, memory(rank).stream));
+        } else {
+          kernels::PeerCollectiveParams params = reduce_of(rank, true);
+          params.tag = tag;
+          params.deadline_ns = kShortWaitNs;
+          CUDA_CHECK(kernels::peer_collective(params, memory(rank).stream));
+        }
+      }
+      CUDA_CHECK(cudaDeviceSynchronize());
+      if (report_->failure == 0) {
+        fail("peers: %d ranks with other %s took each other's signals", ranks_,
+             low_latency_call ? "low-latency calls" : "calls");
+      }
+      *report_ = {};
+    }
+  }
+
  private:
   struct Memory {
     Memory(int ranks, int64_t elements)
@@ -60,19 +87,24 @@ class PeerCase {
       CUDA_CHECK(cudaDeviceSynchronize());
     }
     // Blocks' flags of both steps, then the calls that each rank has ended, calls, blocks, calls, blocks
-    // that have sent.
+    // that have sent, and low-latency calls' flags.
     static constexpr int64_t kBlocks = kernels::kMaxPeers * kernels::kMaxPeerBlocks;
-    static constexpr int64_t kFlags = 2 * kBlocks + kernels::kMaxPeers + 4;
+    static constexpr int64_t kFlags = 2 * kBlocks + kernels::kMaxPeers + 4 + 2 * kernels::kMaxPeers;
     uint64_t* blocks(int step, int writer) {
       return flags.data() + step * kBlocks + writer * kernels::kMaxPeerBlocks;
     }
     uint64_t* ended(int writer) { return flags.data() + 2 * kBlocks + writer; }
     uint64_t* counts(int index) { return ended(kernels::kMaxPeers) + index; }
+    uint64_t* compared(int writer) { return counts(4) + writer; }
 
     Buffer<uint64_t> flags;
     Buffer<float> slot, low_latency, own, output;
     cudaStream_t stream = nullptr;
   };
+
+  static constexpr int64_t kShortWaitNs = 50'000'000;
+  static constexpr uint64_t tag_of(uint64_t call) { return call << kernels::kCallTagShift; }
+  Memory& memory(int rank) { return *memory_[static_cast<size_t>(rank)]; }
 
   // Of one writer's message.
   static int64_t low_latency_room(int64_t elements, int ranks) {
@@ -116,31 +148,37 @@ class PeerCase {
     }
   }
 
+  kernels::PeerLowLatencyParams low_latency_of(int rank, bool in_pieces) {
+    const int64_t buffer = low_latency_room(elements_, ranks_);
+    Memory& own = memory(rank);
+    kernels::PeerLowLatencyParams params;
+    params.dtype = plan::DType::kFloat32;
+    params.rank = rank;
+    params.ranks = ranks_;
+    params.in_pieces = in_pieces;
+    params.words = elements_;
+    params.own = own.own.data();
+    params.output = own.output.data();
+    for (int peer = 0; peer < ranks_; ++peer) {
+      params.destination[peer] =
+          reinterpret_cast<char*>(memory(peer).low_latency.data()) + 2 * rank * buffer;
+      params.received[peer] = reinterpret_cast<char*>(own.low_latency.data()) + 2 * peer * buffer;
+      params.announce[peer] = memory(peer).compared(rank);
+    }
+    params.arrived = own.compared(0);
+    params.buffer_bytes = buffer;
+    params.calls = own.counts(2);
+    params.tag = tag_of(3);
+    params.deadline_ns = kWaitNs;
+    params.report = report_;
+    return params;
+  }
+
   void low_latency(int call, bool in_pieces) {
     fill(call);
-    const int64_t buffer = low_latency_room(elements_, ranks_);
     for (int rank = 0; rank < ranks_; ++rank) {
-      Memory& memory = *memory_[static_cast<size_t>(rank)];
-      kernels::PeerLowLatencyParams params;
-      params.dtype = plan::DType::kFloat32;
-      params.rank = rank;
-      params.ranks = ranks_;
-      params.in_pieces = in_pieces;
-      params.words = elements_;
-      params.own = memory.own.data();
-      params.output = memory.output.data();
-      for (int peer = 0; peer < ranks_; ++peer) {
-        params.destination[peer] =
-            reinterpret_cast<char*>(memory_[static_cast<size_t>(peer)]->low_latency.data()) +
-            2 * rank * buffer;
-        params.received[peer] =
-            reinterpret_cast<char*>(memory.low_latency.data()) + 2 * peer * buffer;
-      }
-      params.buffer_bytes = buffer;
-      params.calls = memory.counts(2);
-      params.deadline_ns = kWaitNs;
-      params.report = report_;
-      CUDA_CHECK(kernels::peer_all_reduce_low_latency(params, memory.stream));
+      CUDA_CHECK(kernels::peer_all_reduce_low_latency(low_latency_of(rank, in_pieces),
+                                                      memory(rank).stream));
     }
     for (int rank = 0; rank < ranks_; ++rank) {
       expect(rank, 0, elements_, in_pieces ? "low latency, in pieces" : "low latency",
@@ -173,25 +211,29 @@ class PeerCase {
     }
     params.ended = memory.ended(0);
     params.calls = memory.counts(0);
+    params.tag = tag_of(5);
     params.blocks_done = reinterpret_cast<uint32_t*>(memory.counts(1));
     params.deadline_ns = kWaitNs;
     params.report = report_;
     return params;
   }
 
+  kernels::PeerCollectiveParams reduce_of(int rank, bool gathers) {
+    const float* terms = memory(rank).own.data();
+    kernels::PeerCollectiveParams params = params_of(rank);
+    params.reduces = true;
+    params.gathers = gathers;
+    params.own = terms + std::min(rank * piece_, elements_);
+    for (int peer = 0; peer < ranks_; ++peer) {
+      if (peer != rank) params.send[peer] = terms + std::min(peer * piece_, elements_);
+    }
+    return params;
+  }
+
   void reduce(int call, bool gathers) {
     fill(call);
     for (int rank = 0; rank < ranks_; ++rank) {
-      Memory& memory = *memory_[static_cast<size_t>(rank)];
-      kernels::PeerCollectiveParams params = params_of(rank);
-      params.reduces = true;
-      params.gathers = gathers;
-      params.own = memory.own.data() + std::min(rank * piece_, elements_);
-      for (int peer = 0; peer < ranks_; ++peer) {
-        if (peer != rank)
-          params.send[peer] = memory.own.data() + std::min(peer * piece_, elements_);
-      }
-      CUDA_CHECK(kernels::peer_collective(params, memory.stream));
+      CUDA_CHECK(kernels::peer_collective(reduce_of(rank, gathers), memory(rank).stream));
     }
     for (int rank = 0; rank < ranks_; ++rank) {
       const int64_t first = std::min(rank * piece_, elements_);
@@ -312,6 +354,7 @@ inline void check_peers() {
       ++cases;
     }
   }
+  for (const int ranks : {2, 4}) PeerCase(ranks, 400).check_disagreement();
   std::printf("peers: %d cases good\n", cases);
 }
 

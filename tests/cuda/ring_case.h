@@ -120,6 +120,7 @@ class RingCase {
 
  private:
   static constexpr uint64_t kFirstCalls = (uint64_t{1} << 32) - 4;  // numbers grow past 32 bits
+  static constexpr uint64_t kTag = uint64_t{13} << kernels::kCallTagShift;
   static constexpr int64_t kSpareFlags = 64;                        // that nobody may write
   static constexpr int64_t kLateUs = 2000;
 
@@ -282,6 +283,7 @@ class RingCase {
     }
     gemm.peer_tiles.arrived = own.flags.data();
     gemm.peer_tiles.calls = own.calls.data();
+    gemm.peer_tiles.tag = kTag;
     gemm.peer_tiles.deadline_ns = kWaitNs;
     gemm.peer_tiles.rank = rank;
     gemm.peer_tiles.ranks = ranks_;
@@ -373,7 +375,7 @@ class RingCase {
       expect_part_of_all(own.collected, part, untouched || !collects_,
                          what + whose + ", collected");
     }
-    expect_words(own.flags, passed_tiles(), calls_, what + ": flags");
+    expect_words(own.flags, passed_tiles(), kTag + calls_, what + ": flags");
     expect_words(own.flags, kSpareFlags, kFirstCalls, what + ": flags", passed_tiles());
     expect_words(own.tiles_taken, 2, uint32_t{0}, what + ": tiles taken");
     expect_words(own.calls, 1, calls_, what + ": calls");

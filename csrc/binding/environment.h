@@ -1,0 +1,29 @@
+// The environment variables that a run reads, parsed here and nowhere else. (Those of a build:
+// tools/toolchain.py. All of them: `python -m overlap_torch doctor`.)
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+namespace overlap::binding {
+
+struct Environment {
+  bool debug = false;                                // OVERLAP_DEBUG
+  std::optional<std::chrono::milliseconds> timeout;  // OVERLAP_TIMEOUT_S
+  bool peers = true;                                 // OVERLAP_PEERS
+  std::string why_no_peers;                          // the setting that turns them off, NAME=value
+  bool abort_on_failure = false;                     // OVERLAP_ON_FAILURE
+};
+
+// As the variables are now. Throws a ValueError that says what is allowed.
+Environment read_environment();
+
+// As they were at the first call.
+const Environment& environment();
+
+// A call failed after ranks had begun to communicate: throws the message, or ends the process with it where
+// OVERLAP_ON_FAILURE=abort.
+[[noreturn]] void communication_failed(const std::string& message);
+
+}  // namespace overlap::binding

@@ -1,0 +1,75 @@
+// What a rank called on a group, and whether the others called the same: a running hash of its calls, which the
+// watchdog puts into the group's store, once a second at most, and compares. It costs a call nothing that
+// could be measured, and finds a difference some seconds later.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/plan.h"
+#include "runtime/bootstrap.h"
+
+namespace overlap::runtime {
+
+// The calls of one rank, numbered from 1. Not thread-safe.
+class CallLog {
+ public:
+  static constexpr int64_t kRecent = 2048;      // calls that are known one by one
+  static constexpr int64_t kCheckpoint = 256;   // every so many calls ...
+  static constexpr int64_t kCheckpoints = 512;  // ... the hash is kept longer
+
+  void add(const plan::Problem& problem);
+
+  int64_t calls() const { return calls_; }
+  // The hash of all calls up to this one, if it is still known.
+  std::optional<uint64_t> hash_after(int64_t call) const;
+  int64_t last_checkpoint() const { return calls_ / kCheckpoint * kCheckpoint; }
+  // The calls from `first` to `last` that are still known.
+  struct Call {
+    int64_t number = 0;
+    plan::Problem problem;
+  };
+  std::vector<Call> range(int64_t first, int64_t last) const;
+
+ private:
+  struct Entry {
+    uint64_t hash = 0;
+    plan::Problem problem;
+  };
+  int64_t calls_ = 0;
+  uint64_t hash_ = 0;
+  std::vector<Entry> recent_ = std::vector<Entry>(kRecent);
+  std::vector<uint64_t> checkpoints_ = std::vector<uint64_t>(kCheckpoints);
+};
+
+// The log and its comparison with the other ranks'. Rank 0 compares all; when two differ, both say what they
+// called, and every rank reads that.
+class CallHistory {
+ public:
+  // `prefix`: of its keys in the store, the same on all ranks and of no group before.
+  CallHistory(const std::string& prefix, int rank, int world_size, Bootstrap bootstrap);
+
+  // A call, before anything of it is launched; one that is captured counts once.
+  void add(const plan::Problem& problem);
+
+  int64_t calls() const;
+
+  // Called by the watchdog: publishes and compares if it is time, without waiting for the store. What the ranks
+  // disagree about, as a sentence, once it is known.
+  std::optional<std::string> look();
+
+  // The other ranks' numbers of calls, as far as they are known.
+  std::string describe_peers();
+
+  // Publishes the number of calls now.
+  void publish();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;  // shared with the thread that asks the store
+};
+
+}  // namespace overlap::runtime

@@ -1,0 +1,264 @@
+"""Ranks that call other problems: on CPU every rank raises before anything is communicated."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+import rank_pool
+from checks import Failures, check_call, message_of
+from operands import Case, rank_device
+from ops import OPS
+from overlap_torch import plan as plan_module
+from plans import chunked_plan
+
+CASE = Case((256,), 128, 64, torch.float32, bias=True)
+# What the last rank calls, where the others call CASE: the parts of both that every message must name.
+OTHERS = {
+    "half the rows": (CASE.with_(leading=(128,)), "m=256", "m=128"),
+    "some rows fewer": (CASE.with_(leading=(252,)), "m=256", "m=252"),
+    "no rows": (CASE.with_(leading=(0,)), "m=256", "m=0"),
+    "N": (CASE.with_(n=64), "n=128", "n=64"),
+    "K": (CASE.with_(k=32), "k=64", "k=32"),
+    "dtype": (CASE.with_(dtype=torch.float64), "float32", "float64"),
+}
+GATHERS_ROWS = ("allgather_gemm", "allgather_gemm.weights")  # a rank's M is a part of the problem's
+
+
+def call(op: str, case: Case) -> object:
+    arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), rank_device())
+    return OPS[op].wrapper(*arguments)
+
+
+def expect_named(failures: Failures, message: str, parts: tuple[str, ...], *where: object) -> None:
+    last = dist.get_world_size() - 1
+    for part in (*parts, "rank 0 called", f"rank {last} called", "Nothing was communicated"):
+        failures.expect(None if part in message else f"{part!r} is not in {message!r}", *where)
+
+
+def disagree(op: str) -> tuple[int, list[str]]:
+    """One rank calls something else, between calls on which all agree."""
+    failures = Failures()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    check_call(failures, CASE, "before", op=op)
+    for name, (other, *parts) in OTHERS.items():
+        if op == "gemm_alltoall" and "rows" in name:  # rows differ by rank
+            continue
+        arguments = OPS[op].arguments(
+            other if last else CASE, dist.get_rank(), dist.get_world_size(), rank_device()
+        )
+        message = message_of(OPS[op].wrapper, *arguments)
+        # The problem's M is that of all ranks, its N that of all weights.
+        if op in GATHERS_ROWS or (op == "gemm_reducescatter" and "rows" in name):
+            parts = [part if part[:2] not in ("m=", "n=") else part[:2] for part in parts]
+        expect_named(failures, message, tuple(parts), op, name)
+        check_call(failures, CASE, "after", name, seed=1, op=op)
+    return failures.result()
+
+
+@pytest.mark.parametrize("op", list(OPS))
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_disagreement_about_the_problem_raises_on_every_rank(ranks, op):
+    ranks.expect_no_failures(disagree, op)
+
+
+def swap_calls() -> tuple[int, list[str]]:
+    """One rank makes two calls in the other order; then two other ops."""
+    failures = Failures()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    large = CASE.with_(leading=(512,), n=256)
+    for first, second in (
+        (("gemm_allreduce", CASE), ("gemm_allreduce", large)),
+        (("gemm_allreduce", CASE), ("gemm_reducescatter", CASE)),
+        (("allgather_gemm", CASE), ("gemm_alltoall", CASE)),
+    ):
+        for op, case in (second, first) if last else (first, second):
+            arguments = OPS[op].arguments(
+                case, dist.get_rank(), dist.get_world_size(), rank_device()
+            )
+            message = message_of(OPS[op].wrapper, *arguments)
+            expect_named(failures, message, (first[0], second[0]), "order", first, second)
+    check_call(failures, CASE, "after", seed=1)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_disagreement_about_the_order_raises_on_every_rank(ranks):
+    ranks.expect_no_failures(swap_calls)
+
+
+def set_a_plan_alone() -> tuple[int, list[str]]:
+    failures = Failures()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    world = dist.get_world_size()
+    check_call(failures, CASE, "before")
+    # As many bytes a chunk, in half as many chunks: gloo would pair them.
+    chunks = 2 if last else 4
+    plan_module.set_plan(chunked_plan(CASE, world, "cpu", "row panels", chunks, tile=(32, 32)))
+    message = message_of(call, "gemm_allreduce", CASE)
+    expect_named(failures, message, ("by another plan",), "plans")
+    plan_module.set_plan(chunked_plan(CASE, world, "cpu", "row panels", 4, tile=(32, 32)))
+    check_call(failures, CASE, "after", seed=1)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_disagreement_about_the_plan_raises_on_every_rank(ranks):
+    ranks.expect_no_failures(set_a_plan_alone)
+
+
+def disagree_in_a_subgroup() -> tuple[int, list[str]]:
+    """The other group's calls are not concerned, and are counted by themselves."""
+    failures = Failures()
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        x, w = torch.ones(64 * (1 + rank), 32), torch.ones(16, 32)
+        for _ in range(3):  # more calls than the other group has
+            overlap_torch.gemm_allreduce(x[:64], w, group=pair)
+        message = message_of(lambda: overlap_torch.gemm_allreduce(x, w, group=pair))
+        for part in ("m=64", "m=128", "call 4", pair.group_name):
+            failures.expect(None if part in message else f"{part} is not in {message!r}")
+    check_call(failures, CASE, "in the whole group", seed=2)
+    return failures.result()
+
+
+@pytest.mark.ranks((3, "gloo"))
+def test_disagreement_of_a_subgroup_is_its_own(ranks):
+    ranks.expect_no_failures(disagree_in_a_subgroup)
+
+
+def without_shared_memory() -> tuple[int, list[str]]:
+    """Where ranks share no memory, as on several hosts, they gather what they call."""
+    if dist.get_rank() == 0:
+        import resource
+
+        # The file cannot be made as large as it has to be.
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        call("gemm_allreduce", CASE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    else:
+        call("gemm_allreduce", CASE)
+    return disagree("gemm_allreduce")
+
+
+def test_disagreement_is_found_without_shared_memory():
+    for outcome in rank_pool.run_fresh(2, "gloo", without_shared_memory, group_timeout_s=20.0):
+        assert outcome.kind == "returned", outcome
+        checks, failures = outcome.value
+        assert checks > 0 and not failures, failures
+
+
+def one_call_less() -> tuple[float, list[str]]:
+    """The last rank leaves out its third call: the others' deadline passes, and what was found stays found."""
+    for _ in range(2):
+        call("gemm_allreduce", CASE)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        store.wait(["reported"])
+        return 0.0, []
+    start = time.monotonic()
+    messages = [message_of(call, "gemm_allreduce", CASE) for _ in range(2)]
+    seconds = time.monotonic() - start
+    store.set("reported", "")
+    return seconds, messages
+
+
+def test_disagreement_missing_call_is_named_at_the_deadline():
+    outcomes = rank_pool.run_fresh(
+        2, "gloo", one_call_less, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"}
+    )
+    assert outcomes[0].kind == "returned", outcomes[0]
+    seconds, messages = outcomes[0].value
+    assert 1.9 <= seconds <= 15.0
+    assert messages[0] == messages[1]
+    assert re.search(
+        r"chunk 0 of call 3, gemm_allreduce m=256 .*: rank 1 has not made this call", messages[0]
+    )
+
+
+def die_before_the_call() -> tuple[float, str]:
+    call("gemm_allreduce", CASE)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    message = message_of(call, "gemm_allreduce", CASE)
+    return time.monotonic() - start, message
+
+
+def test_disagreement_dead_rank_is_found_long_before_the_deadline():
+    outcomes = rank_pool.run_fresh(2, "gloo", die_before_the_call, group_timeout_s=60.0)
+    assert outcomes[1].kind == "died", outcomes[1]
+    assert outcomes[0].kind == "returned", outcomes[0]
+    seconds, message = outcomes[0].value
+    assert seconds < 30.0
+    assert "rank 1 has ended" in message and "chunk 0 of call 2" in message, message
+
+
+def fail_by(what: str) -> str:
+    """Returns the message where the process does not end."""
+    call("gemm_allreduce", CASE)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if what == "bad argument":
+        return message_of(overlap_torch.gemm_allreduce, torch.ones(3, 4), torch.ones(5, 6))
+    if what == "deadline" and last:
+        time.sleep(8.0)
+        return ""
+    case = CASE.with_(n=64) if what == "disagreement" and last else CASE
+    return message_of(call, "gemm_allreduce", case)
+
+
+@pytest.mark.parametrize(
+    ("action", "what"),
+    [*itertools.product(["abort", "raise"], ["disagreement", "deadline", "bad argument"])],
+)
+def test_on_failure_ends_the_process_or_raises(action, what):
+    outcomes = rank_pool.run_fresh(
+        2, "gloo", fail_by, what, group_timeout_s=40.0,
+        environment={"OVERLAP_ON_FAILURE": action, "OVERLAP_TIMEOUT_S": "1.5"},
+    )  # fmt: skip
+    failed = [outcomes[0]] if what == "deadline" else outcomes
+    for outcome in failed:
+        if action == "abort" and what != "bad argument":
+            assert outcome.kind == "died", outcome
+            assert "exit code -6" in outcome.detail, outcome.detail
+            assert "(OVERLAP_ON_FAILURE=abort)" in outcome.detail, outcome.detail
+        else:
+            assert outcome.kind == "returned" and outcome.value, outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("OVERLAP_DEBUG", "true", "0 or 1"),
+        ("OVERLAP_TIMEOUT_S", "soon", "a number of seconds"),
+        ("OVERLAP_TIMEOUT_S", "-1", "a number of seconds"),
+        ("OVERLAP_PEERS", "perhaps", "0 or 1"),
+        ("OVERLAP_ON_FAILURE", "exit", "raise or abort"),
+    ],
+)
+def test_environment_says_what_is_allowed(monkeypatch, name, value, allowed):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} is '{value}'; it must be {allowed}"):
+        torch.ops.overlap.environment()
+
+
+def first_call_message() -> str:
+    return message_of(call, "gemm_allreduce", CASE)
+
+
+def test_environment_is_read_by_ops():
+    for outcome in rank_pool.run_fresh(
+        2, "gloo", first_call_message, environment={"OVERLAP_DEBUG": "true"}
+    ):
+        assert outcome.kind == "returned", outcome
+        assert "OVERLAP_DEBUG is 'true'; it must be 0 or 1" in outcome.value
