@@ -104,8 +104,9 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        make_whole = _Whole.apply if torch.is_grad_enabled() else _whole
         return tuple(
-            grad if grad is None else _Whole.apply(grad, spec)
+            grad if grad is None else make_whole(grad, spec)
             for grad, spec in zip(grads, ctx.specs, strict=True)
         )
 
@@ -114,14 +115,18 @@ class _LocalParts(torch.autograd.Function):
 _apply_parts = super(torch.autograd.Function, _LocalParts).apply
 
 
+def _whole(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # PyTorch's dispatch may write into a spec: each DTensor has its own.
+    return DTensor(part.detach().contiguous(), copy.copy(spec), requires_grad=False)
+
+
 class _Whole(torch.autograd.Function):
     """The DTensor of which every rank has a part: the reverse of `_LocalParts`."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, spec: DTensorSpec) -> DTensor:
         ctx.placements = spec.placements
-        # PyTorch's dispatch may write into a spec: each DTensor has its own.
-        return DTensor(part.detach().contiguous(), copy.copy(spec), requires_grad=False)
+        return _whole(part, spec)
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> tuple[torch.Tensor, None]:

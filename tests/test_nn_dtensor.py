@@ -98,9 +98,9 @@ def check_training(name: str) -> tuple[int, list[str]]:
     failures = Failures()
     make = {
         "SGD": lambda of: torch.optim.SGD(of, lr=2.0**-8, momentum=0.5),
-        "AdamW": lambda of: torch.optim.AdamW(of, lr=2.0**-8, foreach=False),
-        "AdamW foreach": lambda of: torch.optim.AdamW(of, lr=2.0**-8, foreach=True),
-        "AdamW fused": lambda of: torch.optim.AdamW(of, lr=2.0**-8, fused=True),
+        "AdamW": lambda of: torch.optim.AdamW(of, lr=2.0**-8, eps=0.01, foreach=False),
+        "AdamW foreach": lambda of: torch.optim.AdamW(of, lr=2.0**-8, eps=0.01, foreach=True),
+        "AdamW fused": lambda of: torch.optim.AdamW(of, lr=2.0**-8, eps=0.01, fused=True),
     }[name]
     whole = Whole(6, 7)
     model = parallel(whole)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from checks import Failures
+import rank_pool
+from checks import Failures, message_of
 from layers import integer_linear, my_part
 from meshes import mesh
 from operands import difference, rank_device
@@ -137,6 +138,29 @@ def check_parts(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_nn_state_dicts_are_parts_of_linears(ranks, kind):
     ranks.expect_no_failures(check_parts, kind)
+
+
+def pickled_state(kind: type[torch.nn.Module]) -> bytes:
+    file = io.BytesIO()
+    torch.save(kind.from_linear(integer_linear(12, 8, True)).state_dict(), file)
+    return file.getvalue()
+
+
+def load_of_another(kind: type[torch.nn.Module], state: bytes) -> str:
+    layer = kind(12, 8, device=rank_device())
+    return message_of(layer.load_state_dict, torch.load(io.BytesIO(state), weights_only=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nn_state_dicts_of_another_rank_are_refused(kind):
+    states = rank_pool.run(2, "gloo", pickled_state, kind)
+    own, other = rank_pool.run(2, "gloo", load_of_another, kind, states[0])
+    assert own == "" and "pickled by another rank" in other
+    for world in (1, 3):
+        for message in rank_pool.run(world, "gloo", load_of_another, kind, states[0]):
+            assert (
+                "another number of ranks" in message and "torch.distributed.checkpoint" in message
+            )
 
 
 def store_alone(kind: type[torch.nn.Module]) -> list[str]:

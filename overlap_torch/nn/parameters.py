@@ -194,6 +194,7 @@ class ParallelLinear(torch.nn.Module):
     def _as_loaded(self, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """What a state dict holds, in the parameter's place; of another shape as it is, for the error that follows."""
         if isinstance(value, DTensor):
+            _check_own(name, value)
             if isinstance(parameter, DTensor) and _same_place(value, parameter):
                 local = value.to_local()
                 mesh = self._mesh_on(parameter.device_mesh, local.device.type)
@@ -291,6 +292,26 @@ def _same_place(one: DTensor, other: DTensor) -> bool:
         and one.placements == other.placements
         and torch.equal(one.device_mesh.mesh, other.device_mesh.mesh)
     )
+
+
+def _check_own(name: str, value: DTensor) -> None:
+    """Refuses what another rank, or another number of ranks, has pickled: its mesh still says what it was there."""
+    mesh = value.device_mesh
+    try:
+        ranks = mesh.mesh
+        (place,) = (ranks == dist.get_rank()).nonzero().tolist()
+        own = place == list(mesh.get_coordinate())
+        for dim in range(mesh.ndim):
+            line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
+            own = own and dist.get_process_group_ranks(mesh.get_group(dim)) == line
+    except (RuntimeError, ValueError):  # no such rank in it, or no such group
+        own = False
+    if not own:
+        raise RuntimeError(
+            f"the state dict's {name} is a DTensor that was pickled by another rank, or by another number of ranks, than "
+            f"loads it: its part is number {mesh.get_coordinate()} of {mesh}. Let each rank load what it has saved, or use "
+            "torch.distributed.checkpoint, or save full_state_dict()"
+        )
 
 
 @torch.no_grad()
