@@ -1,9 +1,9 @@
-"""A tensor-parallel MLP: the first layer's outputs are spread over the ranks, RowParallelLinear sums up the second's.
+"""Tensor-parallel MLPs: ColumnParallelLinear spreads hidden features over the ranks, RowParallelLinear sums them up.
 
     torchrun --nproc-per-node 2 examples/01_row_parallel.py
 
-Uses NCCL where there is a GPU for each rank, else gloo. It trains the parallel MLP beside an unsharded one with
-the same weights and prints how far their outputs are apart.
+Uses NCCL where there is a GPU for each rank, else gloo. It trains two such MLPs, one behind the other, beside unsharded
+ones with the same weights, and prints how far outputs and gradients are apart.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ import os
 import torch
 import torch.distributed as dist
 
-from overlap_torch.nn import RowParallelLinear
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 
 TOKENS, WIDTH, HIDDEN, STEPS = 1024, 512, 2048, 3
 
 
-class ParallelMlp(torch.nn.Module):
-    """`down(gelu(up(x)))` of an unsharded MLP, a part of the hidden features on each rank."""
+class Mlp(torch.nn.Module):
+    """`input + down(gelu(up(input)))`."""
 
-    def __init__(self, up: torch.nn.Linear, down: torch.nn.Linear) -> None:
+    def __init__(self, up: torch.nn.Module, down: torch.nn.Module) -> None:
         super().__init__()
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        weight = torch.tensor_split(up.weight.detach(), world_size, dim=0)[rank]
-        self.up = torch.nn.Linear(up.in_features, weight.shape[0], bias=False, device=weight.device)
-        self.up.weight.data.copy_(weight)
-        self.down = RowParallelLinear.from_linear(down)
+        self.up, self.down = up, down
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(input)))
+        return input + self.down(torch.nn.functional.gelu(self.up(input)))
+
+
+def parallel(mlp: Mlp) -> Mlp:
+    """The same MLP, a part of the hidden features on each rank.
+
+    `up` must be a column-parallel layer: a plain Linear with a part of the weight computes the same output, but its
+    input's gradient would be this rank's part of the sum alone.
+    """
+    return Mlp(ColumnParallelLinear.from_linear(mlp.up), RowParallelLinear.from_linear(mlp.down))
 
 
 def main() -> None:
@@ -41,24 +46,35 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
 
-    torch.manual_seed(0)  # the same unsharded MLP and the same tokens on every rank
-    up = torch.nn.Linear(WIDTH, HIDDEN, bias=False, device=device)
-    down = torch.nn.Linear(HIDDEN, WIDTH, device=device)
-    whole = torch.nn.Sequential(up, torch.nn.GELU(), down)
-    parallel = ParallelMlp(up, down)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (whole, parallel)]
+    torch.manual_seed(0)  # the same unsharded MLPs and the same tokens on every rank
+    mlps = [
+        Mlp(
+            torch.nn.Linear(WIDTH, HIDDEN, device=device),
+            torch.nn.Linear(HIDDEN, WIDTH, device=device),
+        )
+        for _ in range(2)
+    ]
+    models = [torch.nn.Sequential(*(parallel(mlp) for mlp in mlps)), torch.nn.Sequential(*mlps)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for step in range(STEPS):
         tokens, target = torch.randn(2, TOKENS, WIDTH, device=device)
-        outputs = [model(tokens) for model in (whole, parallel)]
-        difference = (outputs[0] - outputs[1]).abs().max().item()
+        outputs = [model(tokens) for model in models]
         for output, optimizer in zip(outputs, optimizers, strict=True):
             loss = torch.nn.functional.mse_loss(output, target)
             optimizer.zero_grad()
             loss.backward()
+        apart = (outputs[0] - outputs[1]).abs().max().item()
+        # The parallel layers' parameters and their gradients are DTensors.
+        gradients_apart = max(
+            ((own.grad.full_tensor() - right.grad).norm() / right.grad.norm()).item()
+            for own, right in zip(*(model.parameters() for model in models), strict=True)
+        )
+        for optimizer in optimizers:
             optimizer.step()
         if dist.get_rank() == 0:
             print(
-                f"step {step}: loss {loss.item():.5f}, largest difference from the unsharded MLP {difference:.2e}"
+                f"step {step}: loss {loss.item():.5f}, from the unsharded MLPs' outputs {apart:.1e}, "
+                f"from their gradients relative {gradients_apart:.1e}"
             )
     dist.destroy_process_group()
 

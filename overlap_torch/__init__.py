@@ -12,7 +12,7 @@ and sets the plans they run by.
 import importlib
 from types import ModuleType
 
-from overlap_torch import nn, plan
+from overlap_torch import plan
 from overlap_torch._ops import (
     allgather_gemm,
     check,
@@ -40,6 +40,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     # Imported when asked for: torch.distributed.tensor takes a second to load.
-    if name == "parallel":
-        return importlib.import_module("overlap_torch.parallel")
+    if name in ("nn", "parallel"):
+        return importlib.import_module(f"overlap_torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

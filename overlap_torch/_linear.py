@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.gradients import rows, weight_gradient
-from overlap_torch._sharding import pad_end, token_range
+from overlap_torch._sharding import pad_end, shard_range
 
 
 def column(
@@ -82,7 +82,7 @@ def row_sequence(
     tokens = input.shape[0]
     input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
     weight = pad_end(weight, -1, padding)
-    _, size = token_range(tokens, world_size, rank)
+    _, size = shard_range(tokens, world_size, rank)
     return gemm_reducescatter(input, weight, bias, group=group)[:size]
 
 

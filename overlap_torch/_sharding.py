@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
@@ -28,21 +30,20 @@ def place_in(group: str) -> tuple[int, int]:
     return world_size, rank
 
 
-def feature_range(features: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Where a rank's part of `features` begins, and its size: as torch.tensor_split cuts."""
-    size, longer = features // world_size, features % world_size
-    return rank * size + min(rank, longer), size + (rank < longer)
-
-
-def token_range(tokens: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Where a rank's part of `tokens` begins, and its size: as DTensor's Shard(0) and torch.chunk cut.
+def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Where a rank's part of `size` tokens or features begins, and its size: as DTensor's Shard and torch.chunk cut.
 
     Only the last parts are shorter, so padding at the end of the whole makes all of them equal, and cutting the end off
     undoes it without a copy.
     """
-    size = -(-tokens // world_size)
-    begin = min(rank * size, tokens)
-    return begin, min(size, tokens - begin)
+    largest = -(-size // world_size)
+    begin = min(rank * largest, size)
+    return begin, min(largest, size - begin)
+
+
+def shard_sizes(size: int, world_size: int) -> list[int]:
+    """The sizes of all ranks' parts."""
+    return [shard_range(size, world_size, rank)[1] for rank in range(world_size)]
 
 
 def token_slice(tokens: int, *, group: Group = None) -> slice:
@@ -52,7 +53,7 @@ def token_slice(tokens: int, *, group: Group = None) -> slice:
     have fewer, or none. DTensor's ``Shard(0)`` is the same cut.
     """
     world_size, rank = place_in(group_name(group))
-    begin, size = token_range(tokens, world_size, rank)
+    begin, size = shard_range(tokens, world_size, rank)
     return slice(begin, begin + size)
 
 
@@ -62,18 +63,15 @@ def pad_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return functional.pad(tensor, (0, 0) * behind + (0, size)) if size > 0 else tensor
 
 
-def gather_features(
-    part: torch.Tensor, dim: int, features: int, group: str, world_size: int
-) -> torch.Tensor:
-    """Every rank's part of the features in `dim`, put together. A collective call."""
-    sizes = [feature_range(features, world_size, rank)[1] for rank in range(world_size)]
-    padded = pad_end(part, dim, sizes[0] - part.shape[dim])
+def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:
+    """Every rank's part, put together along `dim`, where they have these sizes. A collective call."""
+    padded = pad_end(part, dim, max(sizes) - part.shape[dim])
     gathered = wait(start_all_gather(padded.unsqueeze(0), group))
     return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 
 def _own_features(whole: torch.Tensor, features: int, world_size: int, rank: int) -> torch.Tensor:
-    begin, size = feature_range(features, world_size, rank)
+    begin, size = shard_range(features, world_size, rank)
     # A copy also where the part is the whole: a function that returns its input as it is loses its backward when
     # compiled.
     return whole.narrow(-1, begin, size).clone(memory_format=torch.contiguous_format)
@@ -91,7 +89,7 @@ class SliceFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = gather_features(grad, -1, ctx.features, ctx.group, ctx.world_size)
+        whole = gather_parts(grad, -1, shard_sizes(ctx.features, ctx.world_size), ctx.group)
         return whole, None, None, None, None
 
 
@@ -103,7 +101,7 @@ class GatherFeatures(torch.autograd.Function):
         ctx, part: torch.Tensor, features: int, group: str, world_size: int, rank: int
     ) -> torch.Tensor:
         ctx.features, ctx.world_size, ctx.rank = features, world_size, rank
-        return gather_features(part, -1, features, group, world_size)
+        return gather_parts(part, -1, shard_sizes(features, world_size), group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from overlap_torch import _linear
+from overlap_torch._dtensor import local_parts, sharded_dim, wrap
 from overlap_torch._sharding import SumGradient
 
 __all__ = ["OverlapColwiseParallel", "OverlapRowwiseParallel"]
@@ -139,29 +140,22 @@ class _OverlapLinear(torch.nn.Linear):
         return DTensor.from_local(local, self.device_mesh, [placement], run_check=False)
 
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _local(self.weight), None if self.bias is None else _local(self.bias)
+        return local_parts(self.weight, self.bias)
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
         """What the layer returns: `local` is this rank's part of an output whose sharded dim has `size` elements."""
-        dim = _sharded_dim(placement, local.dim())
+        dim = sharded_dim(placement, local.dim())
         if dim is None:
             as_wanted = self.output_layout.is_replicate()
         else:
-            as_wanted = _sharded_dim(self.output_layout, local.dim()) == dim
+            as_wanted = sharded_dim(self.output_layout, local.dim()) == dim
         if as_wanted and self.use_local_output:
             return local
         if dim is None or size % self.world_size == 0:
             output = self._as_dtensor(local, placement)
         else:
             shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
-            output = DTensor.from_local(
-                local.contiguous(),
-                self.device_mesh,
-                [placement],
-                run_check=False,
-                shape=shape,
-                stride=_contiguous_strides(shape),
-            )
+            output = wrap(local, self.device_mesh, (placement,), shape)
         if not as_wanted:
             output = output.redistribute(placements=[self.output_layout])
         return output.to_local() if self.use_local_output else output
@@ -181,7 +175,7 @@ class OverlapColwiseLinear(_OverlapLinear):
         last = input.dim() - 1
         distributed = isinstance(input, DTensor)
         placement = input.placements[0] if distributed else self.input_layout
-        dim = _sharded_dim(placement, input.dim())
+        dim = sharded_dim(placement, input.dim())
         weight, bias = self._local_parameters()
         padding = -(-self.out_features // self.world_size) - weight.shape[0]
         if dim is not None and dim != last:
@@ -214,13 +208,13 @@ class OverlapRowwiseLinear(_OverlapLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
         last = input.dim() - 1
-        if not isinstance(input, DTensor) and _sharded_dim(self.input_layout, input.dim()) != last:
+        if not isinstance(input, DTensor) and sharded_dim(self.input_layout, input.dim()) != last:
             input = self._as_dtensor(input, self.input_layout)
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(last)]).to_local()
         weight, bias = self._local_parameters()
         padding = -(-self.in_features // self.world_size) - weight.shape[1]
-        dim = _sharded_dim(self.output_layout, input.dim())
+        dim = sharded_dim(self.output_layout, input.dim())
         if self.output_layout.is_replicate():
             output = _linear.row(input, weight, bias, group=self.group, padding=padding)
             return self._output(output, Replicate(), 0)
@@ -261,49 +255,3 @@ def _replace_forward(
     module.output_layout = output_layout
     module.use_local_output = use_local_output
     return module
-
-
-class _LocalPart(torch.autograd.Function):
-    """`DTensor.to_local` of a parameter cut into unequal parts.
-
-    The gradient has the parameter's shape and strides. `to_local` computes the strides as if every part had this rank's
-    size; autograd then stores the gradient in another layout, replicated.
-    """
-
-    @staticmethod
-    def forward(ctx, parameter: DTensor) -> torch.Tensor:
-        ctx.device_mesh, ctx.placements = parameter.device_mesh, parameter.placements
-        ctx.shape, ctx.strides = parameter.shape, parameter.stride()
-        local = parameter.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> DTensor:
-        return DTensor.from_local(
-            grad.contiguous(),
-            ctx.device_mesh,
-            ctx.placements,
-            run_check=False,
-            shape=ctx.shape,
-            stride=ctx.strides,
-        )
-
-
-def _local(parameter: DTensor) -> torch.Tensor:
-    """This rank's part of a parameter on a one-dimensional mesh."""
-    dim = _sharded_dim(parameter.placements[0], parameter.dim())
-    if dim is None or parameter.shape[dim] % parameter.device_mesh.size() == 0:
-        return parameter.to_local()
-    return _LocalPart.apply(parameter)
-
-
-def _sharded_dim(placement: Placement, dims: int) -> int | None:
-    """The dim that `Shard` cuts; None for other placements."""
-    return placement.dim % dims if placement.is_shard() else None
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * max(size, 1))
-    return tuple(strides)

@@ -34,16 +34,20 @@ def fill_with_integers(module: torch.nn.Module) -> None:
             parameter.copy_(integers(*parameter.shape, seed=100 + seed))
 
 
-def my_features(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """This rank's part of the features, as the layers cut them."""
-    return tensor.tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
+def my_part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """This rank's part, as DTensor's Shard cuts: equal parts, of which the last may be cut short."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    size = (tensor.shape[dim] + world - 1) // world
+    begin = min(rank * size, tensor.shape[dim])
+    return tensor.narrow(dim, begin, min(size, tensor.shape[dim] - begin))
+
+
+def my_features(tensor: torch.Tensor) -> torch.Tensor:
+    return my_part(tensor, -1)
 
 
 def my_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of dim 0, as sequence parallel layers cut it: equal parts, of which the last may be cut short."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    size = (len(tensor) + world - 1) // world
-    return tensor[rank * size : (rank + 1) * size]
+    return my_part(tensor, 0)
 
 
 def ops_called(job: Callable[[], object]) -> set[str]:

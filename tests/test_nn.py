@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
 from checks import Failures
-from layers import integer_linear, integers, my_features, my_tokens, ops_called
+from layers import integer_linear, integers, my_features, my_part, my_tokens, ops_called
 from operands import difference, rank_device, subgroup, world_name
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
 
@@ -26,10 +27,13 @@ def check_gradients(
     """The layer's parameter gradients are its parts of the whole layer's."""
     dims = {"weight": 0, "bias": 0} if isinstance(layer, ColumnParallelLinear) else {"weight": 1}
     for name, parameter in linear.named_parameters():
-        right = my_features(parameter.grad, dims[name]) if name in dims else parameter.grad
+        right = my_part(parameter.grad, dims[name]) if name in dims else parameter.grad
+        placement = Shard(dims[name]) if name in dims else Replicate()
         own = getattr(layer, name).grad
-        problem = "has none" if own is None else difference(own, right)
+        problem = "has none" if own is None else difference(own.to_local(), right)
         failures.expect(problem, name, "gradient", *where)
+        alike = own.shape == parameter.shape and own.placements == (placement,)
+        failures.expect(None if alike else f"{own.shape}, {own.placements}", name, *where)
 
 
 def check_row(sequence: bool, parallel: bool, dtype: torch.dtype) -> tuple[int, list[str]]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch.distributed.tensor import Shard
 
 from overlap_torch import _linear
+from overlap_torch._dtensor import Placements
 from overlap_torch._ops import Group
-from overlap_torch._sharding import GatherFeatures, token_range
+from overlap_torch._sharding import GatherFeatures, shard_range
 from overlap_torch.nn.parameters import ParallelLinear
 
 
 class ColumnParallelLinear(ParallelLinear):
     """``torch.nn.Linear`` whose output features are spread over a group: ``input @ weight.T + bias``, a part per rank.
 
-    Each rank holds ``weight`` [its part of out_features, in_features] and ``bias`` [its part of out_features], cut as
-    ``torch.tensor_split`` cuts. The input [..., in_features] is replicated, the output [..., this rank's part of
-    out_features] is what :class:`RowParallelLinear` takes. Backward all-reduces the input's gradient, chunk by chunk
-    behind the GEMM that computes it.
+    ``weight`` [out_features, in_features] and ``bias`` [out_features] are DTensors, ``Shard(0)``: each rank holds
+    ceil(out_features / world size) rows, in rank order, as long as there are rows left. The input [..., in_features] is
+    replicated, the output [..., this rank's part of out_features] is what :class:`RowParallelLinear` takes; both are plain
+    tensors. Backward all-reduces the input's gradient, chunk by chunk behind the GEMM that computes it.
 
     With ``sequence_parallel`` the input is this rank's tokens [its part of tokens, ..., in_features], cut as
     :func:`overlap_torch.nn.token_slice` says. They are gathered while the GEMM computes on those that have arrived,
@@ -34,10 +36,11 @@ class ColumnParallelLinear(ParallelLinear):
         device, dtype: of the parameters.
 
     Parameters are drawn as those of ``torch.nn.Linear``, so making the layer is a collective call, unless its device is
-    ``meta``. State dicts hold this rank's part; whole ones are cut on loading, :meth:`full_state_dict` gathers.
+    ``meta``. State dicts hold DTensors; ``load_state_dict`` also takes this rank's parts and the whole
+    ``torch.nn.Linear``'s tensors, :meth:`full_state_dict` gathers those.
     """
 
-    _cut_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    _placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(0),), "bias": (Shard(0),)}
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class ColumnParallelLinear(ParallelLinear):
     @property
     def local_out_features(self) -> int:
         """This rank's part of out_features."""
-        return self._local_shape("weight")[0]
+        return self._local_features
 
     @classmethod
     def from_linear(
@@ -88,11 +91,12 @@ class ColumnParallelLinear(ParallelLinear):
         None if every rank has as many as this one.
         """
         self._check_features(input, self.in_features, "")
+        weight, bias = self._local_parameters()
         if self.sequence_parallel:
             output = _linear.column_sequence(
                 input,
-                self.weight,
-                self.bias,
+                weight,
+                bias,
                 group=self.group,
                 world_size=self.world_size,
                 tokens=self._all_tokens(input, tokens),
@@ -103,8 +107,8 @@ class ColumnParallelLinear(ParallelLinear):
         else:
             output = _linear.column(
                 input,
-                self.weight,
-                self.bias,
+                weight,
+                bias,
                 group=self.group,
                 world_size=self.world_size,
                 padding=self._padding,
@@ -118,7 +122,7 @@ class ColumnParallelLinear(ParallelLinear):
     def _all_tokens(self, input: torch.Tensor, tokens: int | None) -> int:
         if tokens is None:
             return input.shape[0] * self.world_size
-        own = token_range(tokens, self.world_size, self.rank)[1]
+        own = shard_range(tokens, self.world_size, self.rank)[1]
         if input.shape[0] != own:
             raise ValueError(
                 f"of tokens={tokens} rank {self.rank} of {self.world_size} holds {own}, but its input's shape is "

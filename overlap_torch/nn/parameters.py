@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
+from torch.distributed.tensor import DTensor
 
+from overlap_torch._dtensor import Placements, group_mesh, local_parts, sharded_dim, wrap
 from overlap_torch._ops import Group, group_name
-from overlap_torch._sharding import feature_range, gather_features, place_in
+from overlap_torch._sharding import gather_parts, place_in, shard_range, shard_sizes
 
 
 class ParallelLinear(torch.nn.Module):
-    """A ``torch.nn.Linear`` of which each rank of a group holds a part: base of the column and the row layer.
+    """A ``torch.nn.Linear`` whose parameters are DTensors over a group: base of the column and the row layer.
 
-    State dicts are this rank's parts, and neither saving nor loading them communicates. ``load_state_dict`` takes the
-    whole ``torch.nn.Linear``'s weight and bias as well, and keeps this rank's part.
+    The parameters' mesh is the ``DeviceMesh`` given as ``group``, or ``DeviceMesh.from_group`` of the group. For FSDP2 over
+    other ranks give a dimension of the whole mesh, such as ``mesh["tp"]``; ``DistributedDataParallel`` does not take
+    DTensors. State dicts hold the DTensors, and making them does not communicate.
+
+    ``load_state_dict`` takes DTensors, this rank's parts as plain tensors, and the weight and bias of the whole
+    ``torch.nn.Linear``. It communicates only for DTensors with another mesh or other placements, and for plain parts of
+    features that ``torch.tensor_split`` cuts otherwise than ``Shard``, as earlier versions did: 7 features of 3 ranks,
+    say, into 3, 2 and 2. All ranks of the group must load those, at the same time; both cuts are taken.
+
+    A parameter may also be replaced by this rank's part as a plain tensor, as by ``torch.func.functional_call``.
     """
 
-    # Parameters that are cut over the ranks, and the dim in which they are; the others are replicated.
-    _cut_dims: ClassVar[dict[str, int]]
+    # Where the parameters lie, as DTensor says it.
+    _placements: ClassVar[dict[str, Placements]]
 
     def __init__(
         self,
@@ -39,10 +51,24 @@ class ParallelLinear(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
         self.group = group_name(group)
         self.world_size, self.rank = place_in(self.group)
-        factory = {"device": device, "dtype": dtype}
-        self.weight = torch.nn.Parameter(torch.empty(self._local_shape("weight"), **factory))
+        features = self._full_shape("weight")[self._cut_dim("weight")]
+        self._local_features = self._local_shape("weight")[self._cut_dim("weight")]
+        # By how much this rank's part is smaller than the largest.
+        self._padding = -(-features // self.world_size) - self._local_features
+        weight = torch.empty(self._local_shape("weight"), device=device, dtype=dtype)
+        if isinstance(group, DeviceMesh):
+            mesh = group
+            if mesh.get_coordinate() != (self.rank,):
+                raise ValueError(
+                    f"rank {dist.get_rank()} is number {self.rank} of its process group, but the mesh's ranks are "
+                    f"{mesh.mesh.tolist()}; make the mesh with its ranks in ascending order"
+                )
+        else:
+            mesh = group_mesh(self.group, self._device_type(weight.device))
+        self.weight = torch.nn.Parameter(self._wrap("weight", weight, mesh))
         if bias:
-            self.bias = torch.nn.Parameter(torch.empty(self._local_shape("bias"), **factory))
+            local = torch.empty(self._local_shape("bias"), device=device, dtype=dtype)
+            self.bias = torch.nn.Parameter(self._wrap("bias", local, mesh))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -50,89 +76,195 @@ class ParallelLinear(torch.nn.Module):
     def _full_shape(self, name: str) -> tuple[int, ...]:
         return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
 
+    def _cut_dim(self, name: str) -> int | None:
+        """The dim in which a parameter is cut over the group; None if it is replicated."""
+        return sharded_dim(self._placements[name][0], len(self._full_shape(name)))
+
     def _local_shape(self, name: str) -> tuple[int, ...]:
         shape = list(self._full_shape(name))
-        if name in self._cut_dims:
-            dim = self._cut_dims[name]
-            shape[dim] = feature_range(shape[dim], self.world_size, self.rank)[1]
+        dim = self._cut_dim(name)
+        if dim is not None:
+            shape[dim] = shard_range(shape[dim], self.world_size, self.rank)[1]
         return tuple(shape)
 
     def _own_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        if name not in self._cut_dims:
-            return full
-        dim = self._cut_dims[name]
-        return full.narrow(dim, *feature_range(full.shape[dim], self.world_size, self.rank))
+        """This rank's part of the whole; a copy, so that the whole need not stay alive for it."""
+        dim = self._cut_dim(name)
+        if dim is not None:
+            full = full.narrow(dim, *shard_range(full.shape[dim], self.world_size, self.rank))
+        return full.clone(memory_format=torch.contiguous_format)
 
-    @property
-    def _padding(self) -> int:
-        """By how much this rank's part is smaller than the largest."""
-        features = self._full_shape("weight")[self._cut_dims["weight"]]
-        return (
-            feature_range(features, self.world_size, 0)[1]
-            - feature_range(features, self.world_size, self.rank)[1]
-        )
+    def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's weight and bias as plain tensors, with gradients to the parameters."""
+        # A module's attributes are slow; they are needed where there is a parametrization.
+        parameters = self._parameters
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        # What a parametrization makes may lie elsewhere.
+        if isinstance(weight, DTensor) and weight._spec.placements != self._placements["weight"]:
+            weight = weight.redistribute(placements=self._placements["weight"])
+        if isinstance(bias, DTensor) and bias._spec.placements != self._placements["bias"]:
+            bias = bias.redistribute(placements=self._placements["bias"])
+        return local_parts(weight, bias)
+
+    def _device_type(self, device: torch.device) -> str:
+        """Of the mesh for parameters on this device; those on ``meta`` are expected on the GPU if the group has it."""
+        if device.type != "meta":
+            return device.type
+        supported = _device_capability(_resolve_process_group(self.group))
+        return "cuda" if "cuda" in supported and torch.cuda.is_available() else "cpu"
+
+    def _mesh_on(self, mesh: DeviceMesh, device_type: str) -> DeviceMesh:
+        """The mesh for tensors on another kind of device: the group's own changes, a given one remains."""
+        if device_type in ("meta", mesh.device_type):
+            return mesh
+        if mesh != group_mesh(self.group, mesh.device_type):
+            return mesh
+        return group_mesh(self.group, device_type)
+
+    def _wrap(self, name: str, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        with torch.no_grad():
+            return wrap(local, mesh, self._placements[name], self._full_shape(name))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        def follow(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            if not isinstance(result, DTensor):
+                return result
+            mesh = self._mesh_on(result.device_mesh, result.device.type)
+            if mesh is result.device_mesh:
+                return result
+            return wrap(result.to_local(), mesh, result.placements, result.shape)
+
+        return super()._apply(follow, recurse)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the parameters as ``torch.nn.Linear(in_features, out_features)`` does: uniformly, bound by in_features.
 
-        Rank 0 of the group draws a seed for all, so that what is cut differs between ranks and what is replicated does
-        not, however the ranks were seeded. A collective call, except for parameters on ``meta``, which it leaves alone.
+        The first rank of the parameters' mesh draws a seed for all, so that what is cut differs between ranks and what is
+        replicated does not, however the ranks were seeded. A collective call, except for parameters on ``meta``, which it
+        leaves alone.
         """
         if self.weight.is_meta:
             return
         seeds = [int(torch.randint(2**31, ()).item())]
-        dist.broadcast_object_list(seeds, group_src=0, group=_resolve_process_group(self.group))
+        mesh = self.weight.device_mesh
+        for group in mesh.get_all_groups():
+            dist.broadcast_object_list(seeds, group_src=0, group=group)
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
-        own = torch.Generator(self.weight.device).manual_seed(seeds[0] + 1 + self.rank)
-        # Drawn on the CPU: the same bits on every rank, whatever its device.
-        common = torch.Generator().manual_seed(seeds[0])
-        for name, parameter in self.named_parameters(recurse=False):
-            if name in self._cut_dims:
-                parameter.uniform_(-bound, bound, generator=own)
-            else:
-                parameter.copy_(
-                    torch.empty(parameter.shape).uniform_(-bound, bound, generator=common)
-                )
+        generators: dict[int, torch.Generator] = {}
+        for parameter in self.parameters(recurse=False):
+            local = parameter.to_local()
+            # A number for each set of ranks that hold the same part: 0 where all do, else one of their own.
+            number = 0
+            for dim, placement in enumerate(parameter.placements):
+                own = 0 if placement.is_replicate() else mesh.get_local_rank(dim) + 1
+                number = number * (mesh.size(dim) + 1) + own
+            # Drawn on the CPU if others draw the same: the same bits on every rank, whatever its device.
+            shared = any(placement.is_replicate() for placement in parameter.placements)
+            if number not in generators:
+                generator = torch.Generator("cpu" if shared else local.device)
+                generators[number] = generator.manual_seed(seeds[0] + number)
+            drawn = torch.empty(local.shape) if shared else local
+            drawn.uniform_(-bound, bound, generator=generators[number])
+            if shared:
+                local.copy_(drawn)
 
     def _copy_parts(self, linear: torch.nn.Linear) -> None:
         """Takes over parameters and mode of the whole layer; copies this rank's parts."""
         for name, parameter in linear.named_parameters(recurse=False):
-            part = self._own_part(name, parameter.detach()).clone(
-                memory_format=torch.contiguous_format
-            )
-            setattr(self, name, torch.nn.Parameter(part, requires_grad=parameter.requires_grad))
+            part = self._own_part(name, parameter.detach())
+            mesh = self._mesh_on(self._parameters[name].device_mesh, part.device.type)
+            own = torch.nn.Parameter(self._wrap(name, part, mesh), parameter.requires_grad)
+            setattr(self, name, own)
         self.train(linear.training)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        parts = {}
-        for name in self._cut_dims:
-            parameter, value = self._parameters[name], state_dict.get(prefix + name)
-            if (
-                parameter is not None
-                and isinstance(value, torch.Tensor)
-                and value.shape != parameter.shape
-                and value.shape == self._full_shape(name)
-            ):
-                # A copy: assign=True makes it the parameter, and the whole must not stay alive for it.
-                parts[prefix + name] = self._own_part(name, value).clone(
-                    memory_format=torch.contiguous_format
-                )
-        super()._load_from_state_dict({**state_dict, **parts}, prefix, *args, **kwargs)
+        own = {}
+        for name in self._placements:  # in the same order on every rank
+            parameter, value = self._parameters.get(name), state_dict.get(prefix + name)
+            if parameter is not None and isinstance(value, torch.Tensor):
+                own[prefix + name] = self._as_loaded(name, parameter, value)
+        super()._load_from_state_dict({**state_dict, **own}, prefix, *args, **kwargs)
+
+    @torch.no_grad()
+    def _as_loaded(self, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What a state dict holds, in the parameter's place; of another shape as it is, for the error that follows."""
+        if isinstance(value, DTensor):
+            _check_own(name, value)
+            if isinstance(parameter, DTensor) and _same_place(value, parameter):
+                local = value.to_local()
+                mesh = self._mesh_on(parameter.device_mesh, local.device.type)
+                return wrap(local, mesh, parameter.placements, parameter.shape)
+            value = value.full_tensor()
+        part = self._group_part(name, value)
+        if part is None or not isinstance(parameter, DTensor):
+            return value if part is None else part
+        mesh = self._mesh_on(parameter.device_mesh, part.device.type)
+        # FSDP2 puts its dims before the group's, and cuts the group's part once more.
+        for dim, placement in enumerate(parameter.placements[:-1]):
+            if not placement.is_replicate():
+                size = part.shape[placement.dim]
+                begin, size = shard_range(size, mesh.size(dim), mesh.get_local_rank(dim))
+                part = part.narrow(placement.dim, begin, size).clone()
+        return wrap(part, mesh, parameter.placements, parameter.shape)
+
+    def _group_part(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of the whole, of a part by today's cut, or of one by the cut of earlier versions."""
+        full, own, dim = self._full_shape(name), self._local_shape(name), self._cut_dim(name)
+        if value.shape == full:
+            return value if full == own else self._own_part(name, value)
+        if dim is None:
+            return None
+        sizes = shard_sizes(full[dim], self.world_size)
+        size, longer = divmod(full[dim], self.world_size)
+        earlier = [size + (rank < longer) for rank in range(self.world_size)]
+        if earlier == sizes:
+            return value if value.shape == own else None
+        # This rank's part may have the same size by both cuts: only all of them together tell which it is.
+        shapes: list[Any] = [None] * self.world_size
+        group = _resolve_process_group(self.group)
+        dist.all_gather_object(shapes, tuple(value.shape), group=group)
+
+        def are_cut(sizes: list[int]) -> bool:
+            return shapes == [(*full[:dim], size, *full[dim + 1 :]) for size in sizes]
+
+        if are_cut(earlier):
+            supported = _device_capability(group)
+            device = value.device.type if value.device.type in supported else supported[0]
+            whole = gather_parts(value.to(device), dim, earlier, self.group)
+            return self._own_part(name, whole).to(value.device)
+        return value if are_cut(sizes) else None
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state dict of the whole ``torch.nn.Linear``, on every rank. A collective call over the layer's group."""
+        """The state dict of the whole ``torch.nn.Linear``, plain tensors on every rank.
+
+        A collective call over the parameters' mesh: over the layer's group, and under FSDP2 over its groups too.
+        """
         state = self.state_dict()
-        for name, dim in self._cut_dims.items():  # in the same order on every rank
+        for name in self._placements:  # in the same order on every rank
             if name in state:
-                features = self._full_shape(name)[dim]
-                state[name] = gather_features(
-                    state[name], dim, features, self.group, self.world_size
-                )
+                state[name] = self._whole(name, state[name])
         return state
+
+    def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        dim, shape = self._cut_dim(name), self._local_shape(name)
+        if isinstance(value, DTensor):
+            mesh, placements = value.device_mesh, value.placements
+            value = value.to_local()
+            for i, placement in enumerate(placements[:-1]):  # what FSDP2 has cut, see _as_loaded
+                if not placement.is_replicate():
+                    sizes = shard_sizes(shape[placement.dim], mesh.size(i))
+                    group = mesh.get_group(i).group_name
+                    value = gather_parts(value, placement.dim, sizes, group)
+        if dim is None:
+            return value
+        sizes = shard_sizes(self._full_shape(name)[dim], self.world_size)
+        return gather_parts(value, dim, sizes, self.group)
 
     def _check_features(self, input: torch.Tensor, expected: int, option: str) -> None:
         if input.shape[-1] != expected:
@@ -153,14 +285,48 @@ class ParallelLinear(torch.nn.Module):
         )
 
 
-def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict that the unsharded module would have, on every rank: parallel layers' parts are put together.
+def _same_place(one: DTensor, other: DTensor) -> bool:
+    """Whether the ranks hold the same parts of both, on whatever kind of device."""
+    return (
+        one.shape == other.shape
+        and one.placements == other.placements
+        and torch.equal(one.device_mesh.mesh, other.device_mesh.mesh)
+    )
 
-    A collective call: every rank of each layer's group makes it on the same module.
+
+def _check_own(name: str, value: DTensor) -> None:
+    """Refuses what another rank, or another number of ranks, has pickled: its mesh still says what it was there."""
+    mesh = value.device_mesh
+    try:
+        ranks = mesh.mesh
+        (place,) = (ranks == dist.get_rank()).nonzero().tolist()
+        own = place == list(mesh.get_coordinate())
+        for dim in range(mesh.ndim):
+            line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
+            own = own and dist.get_process_group_ranks(mesh.get_group(dim)) == line
+    except (RuntimeError, ValueError):  # no such rank in it, or no such group
+        own = False
+    if not own:
+        raise RuntimeError(
+            f"the state dict's {name} is a DTensor that was pickled by another rank, or by another number of ranks, than "
+            f"loads it: its part is number {mesh.get_coordinate()} of {mesh}. Let each rank load what it has saved, or use "
+            "torch.distributed.checkpoint, or save full_state_dict()"
+        )
+
+
+@torch.no_grad()
+def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict that the unsharded module would have, plain tensors on every rank.
+
+    Parallel layers' parts are put together, and so are other DTensors. A collective call: every rank of each DTensor's
+    mesh makes it on the same module.
     """
     state = module.state_dict()
     for path, layer in module.named_modules():
         if isinstance(layer, ParallelLinear):
             for name, value in layer.full_state_dict().items():
                 state[f"{path}.{name}" if path else name] = value
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            state[name] = value.full_tensor()
     return state

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
 from overlap_torch import _linear
+from overlap_torch._dtensor import Placements
 from overlap_torch._ops import Group
 from overlap_torch._sharding import SliceFeatures, SumGradient
 from overlap_torch.nn.parameters import ParallelLinear
@@ -15,10 +17,10 @@ from overlap_torch.nn.parameters import ParallelLinear
 class RowParallelLinear(ParallelLinear):
     """``torch.nn.Linear`` whose input features are spread over a group: ``all_reduce(input @ weight.T) + bias``.
 
-    Each rank holds ``weight`` [out_features, its part of in_features], cut as ``torch.tensor_split`` cuts: where
-    in_features is not a multiple of the world size the first ranks hold one more, and the others' operands are padded
-    with zeros in each call, so that all ranks run the same problem. ``bias`` [out_features] is replicated and added
-    once, after the reduction. The output is [..., out_features], equal on all ranks.
+    ``weight`` [out_features, in_features] is a DTensor, ``Shard(1)``: each rank holds ceil(in_features / world size)
+    columns, in rank order, as long as there are columns left. Where some hold fewer their operands are padded with zeros in
+    each call, so that all ranks run the same problem. ``bias`` [out_features] is a DTensor, ``Replicate()``, and added
+    once, after the reduction. Input and output are plain tensors; the output is [..., out_features], equal on all ranks.
 
     With ``sequence_parallel`` the sum is reduce-scattered: of an input [tokens, ..., its part of in_features] each rank
     gets its own tokens' output [its part of tokens, ..., out_features], cut as :func:`overlap_torch.nn.token_slice`
@@ -38,10 +40,11 @@ class RowParallelLinear(ParallelLinear):
     Backward of the GEMM does not communicate (see :func:`overlap_torch.gemm_allreduce`); with ``sequence_parallel`` it
     gathers the output's gradient (see :func:`overlap_torch.gemm_reducescatter`), and the bias's is summed over the
     group. Parameters are drawn as those of ``torch.nn.Linear``, so making the layer is a collective call, unless its
-    device is ``meta``. State dicts hold this rank's part; whole ones are cut on loading, :meth:`full_state_dict` gathers.
+    device is ``meta``. State dicts hold DTensors; ``load_state_dict`` also takes this rank's parts and the whole
+    ``torch.nn.Linear``'s tensors, :meth:`full_state_dict` gathers those.
     """
 
-    _cut_dims: ClassVar[dict[str, int]] = {"weight": 1}
+    _placements: ClassVar[dict[str, Placements]] = {"weight": (Shard(1),), "bias": (Replicate(),)}
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class RowParallelLinear(ParallelLinear):
     @property
     def local_in_features(self) -> int:
         """This rank's part of in_features."""
-        return self._local_shape("weight")[1]
+        return self._local_features
 
     @classmethod
     def from_linear(
@@ -90,20 +93,19 @@ class RowParallelLinear(ParallelLinear):
 
         With ``sequence_parallel`` dim 0 of the input is all tokens and dim 0 of the output this rank's.
         """
-        expected = self.local_in_features if self.input_is_parallel else self.in_features
+        expected = self._local_features if self.input_is_parallel else self.in_features
         self._check_features(input, expected, f", input_is_parallel={self.input_is_parallel}")
         if not self.input_is_parallel:
             input = SliceFeatures.apply(
                 input, self.in_features, self.group, self.world_size, self.rank
             )
+        weight, bias = self._local_parameters()
         if not self.sequence_parallel:
-            return _linear.row(
-                input, self.weight, self.bias, group=self.group, padding=self._padding
-            )
-        bias = None if self.bias is None else SumGradient.apply(self.bias, self.group)
+            return _linear.row(input, weight, bias, group=self.group, padding=self._padding)
+        bias = None if bias is None else SumGradient.apply(bias, self.group)
         return _linear.row_sequence(
             input,
-            self.weight,
+            weight,
             bias,
             group=self.group,
             world_size=self.world_size,

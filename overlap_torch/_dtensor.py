@@ -1,0 +1,172 @@
+"""DTensors as layers and styles use them: this rank's parts of parameters, with gradients back to the whole.
+
+Importing this loads ``torch.distributed.tensor``, which takes most of a second.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+Placements = tuple[Placement, ...]
+
+# One mesh for all layers of a group, for as long as one of them lives: comparing a mesh with itself is quick.
+_meshes: weakref.WeakValueDictionary[tuple[str, str], DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def group_mesh(group: str, device_type: str) -> DeviceMesh:
+    """The one-dimensional mesh over a group, by its name. Does not communicate."""
+    process_group = _resolve_process_group(group)
+    mesh = _meshes.get((group, device_type))
+    # A name may be that of another group, once process groups have been destroyed and made again.
+    if mesh is None or mesh.get_group() is not process_group:
+        mesh = DeviceMesh.from_group(process_group, device_type)
+        _meshes[group, device_type] = mesh
+    return mesh
+
+
+def wrap(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]
+) -> DTensor:
+    """The DTensor of this shape, of which `local` is this rank's part; parts may differ in size."""
+    whole = torch.Size(shape)
+    return DTensor.from_local(
+        local.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole,
+        stride=contiguous_strides(whole),
+    )
+
+
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * max(size, 1))
+    return tuple(strides)
+
+
+def local_parts(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's parts of a layer's parameters, as plain tensors. Plain tensors are parts already."""
+    if torch.compiler.is_compiling():
+        return _traced_part(weight), _traced_part(bias)
+    if not isinstance(weight, DTensor) or not (bias is None or isinstance(bias, DTensor)):
+        return _part(weight), _part(bias)
+    if not torch.is_grad_enabled():
+        return weight._local_tensor, None if bias is None else bias._local_tensor
+    if torch._C._are_functorch_transforms_active():
+        # What they differentiate is wrapped, and is no DTensor: these are constants to them.
+        with temporarily_clear_interpreter_stack():
+            return _apply_parts(weight, bias)
+    return _apply_parts(weight, bias)
+
+
+def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return local_parts(tensor, None)[0] if isinstance(tensor, DTensor) else tensor
+
+
+class _LocalParts(torch.autograd.Function):
+    """`DTensor.to_local` of a weight, and a bias or None. Parts may differ in size.
+
+    The gradients have the mesh, placements, shape and strides of their DTensors. `to_local` computes the strides as if every
+    part had this rank's size; autograd then stores the gradient in another layout, replicated. For two tensors it also
+    takes the host twice the time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, weight: DTensor, bias: DTensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        # New tensors: autograd writes into what it gets.
+        weight_part = weight._local_tensor.detach()
+        if bias is None:
+            ctx.specs = weight._spec, None
+            return weight_part, None
+        bias_part = bias._local_tensor.detach()
+        ctx.specs = weight._spec, bias._spec
+        needs_weight, needs_bias = ctx.needs_input_grad
+        if not needs_weight:
+            ctx.mark_non_differentiable(weight_part)
+        elif not needs_bias:
+            ctx.mark_non_differentiable(bias_part)
+        return weight_part, bias_part
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        make_whole = _Whole.apply if torch.is_grad_enabled() else _whole
+        return tuple(
+            grad if grad is None else make_whole(grad, spec)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+        )
+
+
+# `Function.apply` without what its Python does for transforms.
+_apply_parts = super(torch.autograd.Function, _LocalParts).apply
+
+
+def _whole(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # PyTorch's dispatch may write into a spec: each DTensor has its own.
+    return DTensor(part.detach().contiguous(), copy.copy(spec), requires_grad=False)
+
+
+class _Whole(torch.autograd.Function):
+    """The DTensor of which every rank has a part: the reverse of `_LocalParts`."""
+
+    @staticmethod
+    def forward(ctx, part: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.placements = spec.placements
+        return _whole(part, spec)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor) -> tuple[torch.Tensor, None]:
+        if grad.placements != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return _LocalParts.apply(grad, None)[0], None
+
+
+def _traced_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """What the compiler can follow: it does not let DTensors be made as `_Whole` makes them."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    dim = sharded_dim(tensor.placements[0], tensor.dim())
+    if dim is None or tensor.shape[dim] % tensor.device_mesh.size() == 0:
+        return tensor.to_local()
+    return _UnequalPart.apply(tensor)
+
+
+class _UnequalPart(torch.autograd.Function):
+    """One tensor's `_LocalParts`, traced."""
+
+    @staticmethod
+    def forward(ctx, tensor: DTensor) -> torch.Tensor:
+        ctx.device_mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        ctx.shape, ctx.strides = tensor.shape, tensor.stride()
+        local = tensor.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            grad.contiguous(),
+            ctx.device_mesh,
+            ctx.placements,
+            run_check=False,
+            shape=ctx.shape,
+            stride=ctx.strides,
+        )
+
+
+def sharded_dim(placement: Placement, dims: int) -> int | None:
+    """The dim that `Shard` cuts; None for other placements."""
+    return placement.dim % dims if placement.is_shard() else None

@@ -1,0 +1,337 @@
+"""The layers' parameters as DTensors: what checkpoints, clipping, optimizers, FSDP2 and copies make of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+import rank_pool
+from checks import Failures, message_of
+from layers import fill_with_integers, integer_linear, integers, my_features, my_part
+from meshes import mesh
+from operands import difference, rank_device
+from overlap_torch._dtensor import group_mesh, local_parts, wrap
+from overlap_torch._ops import Group
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
+
+KINDS = (ColumnParallelLinear, RowParallelLinear)
+
+
+class Whole(torch.nn.Module):
+    """An MLP on integers, with a layer norm that every rank holds in full."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width, device=rank_device())
+        self.up = torch.nn.Linear(width, hidden, device=rank_device())
+        self.down = torch.nn.Linear(hidden, width, device=rank_device())
+        fill_with_integers(self)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.relu(self.up(self.norm(input))))
+
+
+def parallel(whole: Whole, group: Group = None, sequence: bool = False) -> Whole:
+    """The same on the layers."""
+    model = copy.deepcopy(whole)
+    options = {"group": group, "sequence_parallel": sequence}
+    model.up = ColumnParallelLinear.from_linear(whole.up, **options)
+    model.down = RowParallelLinear.from_linear(whole.down, **options)
+    return model
+
+
+def check_state(
+    failures: Failures, model: torch.nn.Module, whole: torch.nn.Module, *where: object
+) -> None:
+    state = full_state_dict(model)
+    for name, value in whole.state_dict().items():
+        failures.expect(difference(state[name], value), name, *where)
+
+
+def checkpoint(folder: str, read: Sequence[str], write: str) -> tuple[int, list[str]]:
+    """Loads checkpoints into models of other values, and saves what was read."""
+    failures = Failures()
+    for width, hidden in ((8, 12), (7, 5)):
+        whole = Whole(width, hidden)
+        name = f"{width}x{hidden}"
+        model = parallel(whole)
+        for source in read:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            state = model.state_dict()
+            dcp.load(state, checkpoint_id=f"{folder}/{source}/{name}")
+            model.load_state_dict(state)
+            check_state(failures, model, whole, name, "from", source)
+        for layer, linear in ((model.up, whole.up), (model.down, whole.down)):
+            dim = int(layer is model.down)
+            local = layer.weight.detach().to_local()
+            failures.expect(difference(local, my_part(linear.weight.detach(), dim)), name)
+        dcp.save(model.state_dict(), checkpoint_id=f"{folder}/{write}/{name}")
+        if dist.get_world_size() == 4:
+            grid = mesh(2, 2)
+            sharded = fully_shard(parallel(whole, grid["tp"]), mesh=grid["dp"])
+            dcp.save(sharded.state_dict(), checkpoint_id=f"{folder}/fsdp/{name}")
+    return failures.result()
+
+
+def test_nn_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path):
+    for world, read, write in ((2, (), "two"), (4, ("two",), "four"), (1, ("four", "fsdp"), "one")):
+        results = rank_pool.run(world, "gloo", checkpoint, str(tmp_path), read, write)
+        assert all(checks > 0 and not lines for checks, lines in results), results
+
+
+def check_training(name: str) -> tuple[int, list[str]]:
+    """Clipped steps of an optimizer, beside those of the unsharded model."""
+    failures = Failures()
+    make = {
+        "SGD": lambda of: torch.optim.SGD(of, lr=2.0**-8, momentum=0.5),
+        "AdamW": lambda of: torch.optim.AdamW(of, lr=2.0**-8, eps=0.01, foreach=False),
+        "AdamW foreach": lambda of: torch.optim.AdamW(of, lr=2.0**-8, eps=0.01, foreach=True),
+        "AdamW fused": lambda of: torch.optim.AdamW(of, lr=2.0**-8, eps=0.01, fused=True),
+    }[name]
+    whole = Whole(6, 7)
+    model = parallel(whole)
+    models = (model, whole)
+    optimizers = [make(module.parameters()) for module in models]
+    input = integers(5, 6, seed=3)
+    for step in range(3):
+        norms = []
+        for module, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            (module(input) - integers(5, 6, seed=4)).square().sum().backward()
+            # The layer norm's parameters are plain tensors, equal on all ranks.
+            with implicit_replication():
+                norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                optimizer.step()
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        close = torch.allclose(*norms, rtol=1e-5)
+        failures.expect(None if close else f"{norms}", "norms of the gradients in step", step)
+        state = full_state_dict(model)
+        for key, value in whole.state_dict().items():
+            close = torch.allclose(state[key], value, rtol=1e-5, atol=1e-5)
+            failures.expect(None if close else f"{state[key]} is not {value}", key, "step", step)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (float(norms[0]), model.down.bias.full_tensor().tolist()))
+    failures.expect(None if every == every[:1] * len(every) else f"{every}", "ranks differ")
+    return failures.result()
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW foreach", "AdamW fused"])
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_layers_train_clipped_as_the_unsharded_model(ranks, name):
+    ranks.expect_no_failures(check_training, name)
+
+
+def check_scaler() -> tuple[int, list[str]]:
+    """A gradient that overflows on one rank makes all of them leave the step out."""
+    failures = Failures()
+    layer = ColumnParallelLinear.from_linear(integer_linear(6, 5, True))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler(rank_device().type, init_scale=4.0)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for factor, applied in ((1.0, True), (float("inf") if last else 1.0, False)):
+        before = layer.weight.detach().to_local().clone()
+        optimizer.zero_grad()
+        scaler.scale(layer(integers(3, 6, seed=3)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        same = torch.equal(layer.weight.detach().to_local(), before)
+        empty = before.numel() == 0
+        failures.expect(None if empty or same != applied else f"kept: {same}", factor)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_take_a_gradient_scaler(ranks):
+    ranks.expect_no_failures(check_scaler)
+
+
+def check_fsdp(sequence: bool, width: int, hidden: int) -> tuple[int, list[str]]:
+    """FSDP2 over dp, the layers over tp: a step, state dicts of the whole, and parameters drawn in place."""
+    failures = Failures()
+    torch.manual_seed(0)  # the same on every rank: the parts must be drawn apart nevertheless
+    grid = mesh(2, dist.get_world_size() // 2)
+    whole = Whole(width, hidden)
+    whole.norm = torch.nn.Identity()
+    model = parallel(whole, grid["tp"], sequence)
+    fully_shard(model, mesh=grid["dp"])
+    check_state(failures, model, whole, "sharded")
+    rows = integers(8, width, seed=3)
+    mine = rows.chunk(2)[grid.get_local_rank("dp")]
+    if sequence:
+        mine = mine.chunk(2)[grid.get_local_rank("tp")]
+    (whole(rows).sum() / 2).backward()  # FSDP averages over dp
+    model(mine).sum().backward()
+    right = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
+    close = torch.allclose(norm, right, rtol=1e-6)
+    failures.expect(None if close else f"{norm}, expected {right}", "norm")
+    for module in (model, whole):
+        torch.optim.SGD(module.parameters(), lr=2.0**-4).step()
+    check_state(failures, model, whole, "after a step")
+    loaded = integer_linear(width, hidden, True).state_dict()
+    model.up.load_state_dict(loaded)
+    whole.up.load_state_dict(loaded)
+    check_state(failures, model, whole, "loaded")
+    model.up.reset_parameters()
+    model.down.reset_parameters()
+    drawn = full_state_dict(model)
+    for name in ("up.weight", "down.weight"):
+        every = drawn[name].numel()
+        distinct = drawn[name].unique().numel()
+        failures.expect(None if distinct == every else f"{distinct} of {every}", "drawn", name)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {name: value.tolist() for name, value in drawn.items()})
+    failures.expect(None if every == every[:1] * len(every) else "ranks differ", "drawn")
+    return failures.result()
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(6, 8), (6, 7)])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_nn_layers_work_beside_fsdp(ranks, sequence, width, hidden):
+    ranks.expect_no_failures(check_fsdp, sequence, width, hidden)
+
+
+def check_copies(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
+    """What becomes of the parameters when modules are copied, pickled, tied, converted, and made on no device."""
+    failures = Failures()
+    linear = integer_linear(7, 5, True)
+    layer = kind.from_linear(linear)
+    column = kind is ColumnParallelLinear
+    input = integers(4, 7, seed=3)
+    mine = input if column else my_features(input)
+    right = layer(mine).detach()
+    spec = layer.weight._spec
+
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    meta = kind(7, 5, device="meta")
+    made = meta.to_empty(device=rank_device())
+    made.reset_parameters()
+    made.load_state_dict(linear.state_dict())
+    # As on a machine whose group has GPUs, before the tensors are put on the CPU.
+    elsewhere = kind(7, 5, device="meta")
+    for name, parameter in list(elsewhere.named_parameters()):
+        other = wrap(
+            parameter.to_local(),
+            group_mesh(elsewhere.group, "cuda" if rank_device().type == "cpu" else "cpu"),
+            parameter.placements,
+            parameter.shape,
+        )
+        setattr(elsewhere, name, torch.nn.Parameter(other))
+    elsewhere = elsewhere.to_empty(device=rank_device())
+    elsewhere.load_state_dict(linear.state_dict())
+    tied = kind(7, 5)
+    tied.to(rank_device())
+    tied.weight, tied.bias = layer.weight, layer.bias
+    for what, other in {
+        "deepcopy": copy.deepcopy(layer),
+        "pickled": torch.load(file, weights_only=False),
+        "meta": made,
+        "meta of another device": elsewhere,
+        "tied": tied,
+    }.items():
+        failures.expect(difference(other(mine).detach(), right), what)
+        same = other.weight._spec == spec and isinstance(other.weight, torch.nn.Parameter)
+        failures.expect(None if same else f"{other.weight._spec}", what)
+        layer.zero_grad()
+        other(mine).sum().backward()
+        failures.expect(None if other.weight.grad is not None else "no gradient", what)
+    failures.expect(None if layer.weight.grad is not None else "no gradient", "tied")
+    tied(mine).sum().backward()
+    doubled = layer.weight.grad.to_local().clone()
+    layer.zero_grad()
+    layer(mine).sum().backward()
+    failures.expect(difference(doubled, 2 * layer.weight.grad.to_local()), "gradients added")
+
+    converted = copy.deepcopy(layer).double()
+    failures.expect(difference(converted(mine.double()).detach(), right.double()), "double")
+    dtypes = (converted.weight.dtype, converted.weight.grad.dtype, layer.weight.dtype)
+    fine = dtypes == (torch.float64, torch.float64, torch.float32)
+    failures.expect(None if fine else f"{dtypes}", "double")
+
+    halved = copy.deepcopy(layer)
+    parametrize.register_parametrization(halved, "weight", Doubled())
+    twice = copy.deepcopy(linear)
+    with torch.no_grad():
+        twice.weight.mul_(2)
+    own = my_features if column else torch.Tensor.detach
+    failures.expect(difference(halved(mine).detach(), own(twice(input)).detach()), "parametrized")
+    with torch.no_grad():
+        failures.expect(difference(halved(mine), own(twice(input))), "parametrized, no gradients")
+
+    parts = {name: value.to_local() for name, value in layer.state_dict().items()}
+    output = torch.func.functional_call(layer, {k: 2 * v for k, v in parts.items()}, (mine,))
+    failures.expect(difference(output.detach(), 2 * right), "functional_call with parts")
+    return failures.result()
+
+
+class Doubled(torch.nn.Module):
+    """A parametrization whose result lies elsewhere than the parameter."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight.redistribute(placements=[Replicate()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_parameters_are_copied_and_converted(ranks, kind):
+    ranks.expect_no_failures(check_copies, kind)
+
+
+def check_second_order() -> tuple[int, list[str]]:
+    """A gradient of a gradient's norm, where nothing communicates; and functional transforms of what uses parameters."""
+    failures = Failures()
+    linear = integer_linear(7, 5, True, torch.float64)
+    layer = ColumnParallelLinear.from_linear(linear)
+    input = integers(4, 7, seed=3, dtype=torch.float64)
+
+    def twice(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+        parameters = (module.weight, module.bias)
+        first = torch.autograd.grad(module(input).pow(3).sum(), parameters, create_graph=True)
+        return torch.autograd.grad(sum((grad * grad).sum() for grad in first), parameters)
+
+    for name, own, right in zip(("weight", "bias"), twice(layer), twice(linear), strict=True):
+        parameter = layer.get_parameter(name)
+        same = own.shape == parameter.shape and own.placements == parameter.placements
+        failures.expect(None if same else f"{own.shape}, {own.placements}", name)
+        failures.expect(difference(own.full_tensor(), right), name)
+
+    def outputs(given: torch.Tensor) -> torch.Tensor:
+        return functional.linear(given, *local_parts(layer.weight, layer.bias)).sum()
+
+    right = my_part(linear.weight.detach(), 0).sum(0).expand_as(input)
+    failures.expect(difference(torch.func.grad(outputs)(input).detach(), right), "torch.func.grad")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_parameters_have_second_derivatives(ranks):
+    ranks.expect_no_failures(check_second_order)
+
+
+def on_a_reversed_mesh() -> str:
+    return message_of(
+        ColumnParallelLinear, 4, 4, group=DeviceMesh(rank_device().type, [1, 0]), device="meta"
+    )
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_refuse_a_mesh_that_is_not_in_order(ranks):
+    for message in ranks.run(on_a_reversed_mesh):
+        assert "[1, 0]" in message and "ascending order" in message
