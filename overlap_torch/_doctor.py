@@ -316,7 +316,9 @@ def _environment_lines() -> list[str]:
     lines += [
         f"WARNING: {name} is set, but means nothing; the variables are those above"
         for name in sorted(os.environ)
-        if name.startswith("OVERLAP_") and not name.startswith("OVERLAP_TEST_") and name not in known
+        if name.startswith("OVERLAP_")
+        and not name.startswith("OVERLAP_TEST_")
+        and name not in known
     ]
     return lines
 
