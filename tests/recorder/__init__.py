@@ -62,6 +62,7 @@ def build(root: Path = ROOT) -> Path:
     own = sorted(str(path.relative_to(root)) for path in root.glob("tests/recorder/*.cc"))
     objects = [
         *setup.planner_edges(folder),
+        *setup.compile_edges("cxx", setup.sources("steps/*.cc"), folder, setup.CXX_FLAGS),
         *setup.compile_edges("cxx", setup.sources("runtime/*.cc"), folder, flags),
         *setup.compile_edges("cxx", own, folder, flags),
     ]

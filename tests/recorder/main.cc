@@ -2,6 +2,9 @@
 //                           a line "FAMILY<tab>NAME<tab>bytes<tab>bytes", and so many bytes of each
 // recorder show NAME        one case, its machine and plans in front; with --canonical its canonical form
 // recorder list             the names of all cases
+// recorder steps            a line for each case that the executors' calls and those of their lists of steps differ in,
+//                           and how many cases have such lists
+// recorder lower NAME       the list of steps of a case's first call, and a line with the same as JSON
 // recorder self-check       whether the record itself finds what it is there to find
 // recorder bench            host time of an executor's call, with fakes that do nothing
 //
@@ -58,6 +61,32 @@ int list() {
   return 0;
 }
 
+int steps() {
+  int compared = 0;
+  int differ = 0;
+  recorder::visit_grid([&](const Case& one) {
+    if (!recorder::has_steps(one)) return;
+    ++compared;
+    const recorder::Recording made = recorder::run(one, true);
+    if (made.text == recorder::run(one).text && made.violations.empty()) return;
+    ++differ;
+    write(recorder::full_name(one) + "\n");
+  });
+  write(cat(compared, " cases have lists of steps, and ", differ, " differ\n"));
+  return differ == 0 ? 0 : 1;
+}
+
+int lower(const std::string& name) {
+  int found = 0;
+  recorder::visit_grid([&](const Case& one) {
+    if (recorder::full_name(one) != name || !recorder::has_steps(one) || found++ > 0) return;
+    const overlap::steps::StepList list = recorder::lowered(one);
+    write(overlap::steps::to_string(list) + overlap::steps::to_json(list) + "\n");
+  });
+  if (found == 0) std::fprintf(stderr, "no case '%s' with a list of steps\n", name.c_str());
+  return found > 0 ? 0 : 1;
+}
+
 int self_check() {
   const std::vector<std::string> failures = recorder::self_check();
   for (const std::string& failure : failures) write(cat("does not hold: ", failure, "\n"));
@@ -79,12 +108,16 @@ int main(int count, char** words) {
   const std::string command = count > 1 ? words[1] : "";
   if (command == "grid" && count == 2) return grid();
   if (command == "list" && count == 2) return list();
+  if (command == "steps" && count == 2) return steps();
   if (command == "self-check" && count == 2) return self_check();
   if (command == "bench" && count == 2) return bench();
+  if (command == "lower" && count == 3) return lower(words[2]);
   if (command == "show" && count == 3) return show(words[2], false);
   if (command == "show" && count == 4 && std::strcmp(words[3], "--canonical") == 0) {
     return show(words[2], true);
   }
-  std::fprintf(stderr, "recorder grid | list | self-check | bench | show NAME [--canonical]\n");
+  std::fprintf(
+      stderr,
+      "recorder grid | list | steps | self-check | bench | lower NAME | show NAME [--canonical]\n");
   return 2;
 }

@@ -8,6 +8,7 @@
 
 #include "plan/planner.h"
 #include "record.h"
+#include "replay.h"
 #include "runtime/error.h"
 #include "runtime/executor.h"
 #include "runtime/group.h"
@@ -61,10 +62,29 @@ std::unique_ptr<runtime::Group> make_group(const Case& one) {
   return std::make_unique<runtime::Group>(std::move(options));
 }
 
+bool takes(const Call& call, size_t weight = 0) {
+  return call.plan.kernel != plan::Kernel::kLibrary && call.operands.takes.at(weight);
+}
+
+// Registered windows take parts between multiples of 16 bytes, and no captures.
+bool in_window(const Call& call) {
+  constexpr int64_t kBytes = 16;
+  const plan::Plan& plan = call.plan;
+  if (!plan.resources.window || call.mode.captured) return false;
+  const int64_t element = plan::element_bytes(plan.problem.dtype);
+  for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
+    const plan::Extent extent = plan::chunk_extent(plan, chunk);
+    if (extent.offset * element % kBytes != 0 || extent.count * element % kBytes != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // One case's group, and calls on it with the operands and the memory that the bindings give them.
 class Session {
  public:
-  explicit Session(const Case& one) {
+  explicit Session(const Case& one, bool from_steps = false) : from_steps_(from_steps) {
     record().begin_case(one.world, one.rank);
     set_link(one.link);
     group_ = make_group(one);
@@ -136,25 +156,6 @@ class Session {
     return params;
   }
 
-  static bool takes(const Call& call, size_t weight = 0) {
-    return call.plan.kernel != plan::Kernel::kLibrary && call.operands.takes.at(weight);
-  }
-
-  // Registered windows take parts between multiples of 16 bytes, and no captures.
-  static bool in_window(const Call& call) {
-    constexpr int64_t kBytes = 16;
-    const plan::Plan& plan = call.plan;
-    if (!plan.resources.window || call.mode.captured) return false;
-    const int64_t element = plan::element_bytes(plan.problem.dtype);
-    for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
-      const plan::Extent extent = plan::chunk_extent(plan, chunk);
-      if (extent.offset * element % kBytes != 0 || extent.count * element % kBytes != 0) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   static void* staging(const Call& call) {
     return in_window(call) ? nullptr : tensor(call, "staging", 1, plan::buffer_elements(call.plan));
   }
@@ -212,6 +213,8 @@ class Session {
     }
     if (ring) {
       runtime::run_ring(*group_, made);
+    } else if (from_steps_) {
+      replay(*group_, made);
     } else {
       runtime::run_produce(*group_, made);
     }
@@ -325,9 +328,14 @@ class Session {
       }
       return product;
     };
-    runtime::run_sequential(*group_, made);
+    if (from_steps_) {
+      replay(*group_, made);
+    } else {
+      runtime::run_sequential(*group_, made);
+    }
   }
 
+  bool from_steps_ = false;  // calls are made from their lists of steps
   runtime::Trace trace_;
   std::unique_ptr<runtime::Group> group_;
   cudaStream_t caller_ = nullptr;
@@ -344,10 +352,23 @@ std::string full_name(const Case& one) {
   return cat(one.family, ": ", one.name);
 }
 
-Recording run(const Case& one) {
+bool has_steps(const Case& one) {
+  return std::all_of(one.calls.begin(), one.calls.end(), [](const Call& call) {
+    return overlap::steps::lowers(call.plan) && !call.mode.traced;
+  });
+}
+
+overlap::steps::StepList lowered(const Case& one) {
+  const Call& call = one.calls.at(0);
+  return overlap::steps::lower(
+      call.plan, one.rank,
+      {.kernel_takes = takes(call), .bias = call.operands.bias, .in_window = in_window(call)});
+}
+
+Recording run(const Case& one, bool from_steps) {
   Recording result;
   {
-    Session session(one);
+    Session session(one, from_steps);
     Record& to = record();
     for (size_t i = 0; i < one.calls.size(); ++i) {
       const Call& call = one.calls[i];

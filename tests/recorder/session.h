@@ -8,6 +8,7 @@
 
 #include "kernels/signal.h"
 #include "plan/plan.h"
+#include "steps/step.h"
 
 namespace recorder {
 
@@ -63,7 +64,14 @@ struct Recording {
   std::string canonical;
   std::vector<std::string> violations;
 };
-Recording run(const Case& one);
+// `from_steps`: by their lists of steps, in place of the executors.
+Recording run(const Case& one, bool from_steps = false);
+
+// The list of a case's first call.
+overlap::steps::StepList lowered(const Case& one);
+
+// Whether all calls of a case have such lists. A timeline is recorded by the executors alone.
+bool has_steps(const Case& one);
 
 // What the machine of a case is measured to be.
 std::string machine_of(const Case& one);
