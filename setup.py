@@ -163,6 +163,7 @@ def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
     rules = {
         "cxx": [*cached, *find_cxx(), *compile_],
         "link": [*find_cxx(), *"-shared $in $flags -o $out".split()],
+        "program": [*find_cxx(), *"$in $flags -o $out".split()],
     }
     if cuda:
         rules["nvcc"] = [*cached, str(cuda.nvcc), "-ccbin", find_cxx()[0], *compile_]
@@ -178,7 +179,7 @@ def ninja_text(folder: str, edges: Sequence[Edge], rules: dict[str, list[str]]) 
     for rule, command in rules.items():
         words = [word if word.startswith("$") else shlex.quote(word) for word in command]
         lines += [f"rule {rule}", f"  command = {' '.join(words)}", f"  description = {rule} $out"]
-        if rule != "link":
+        if "-MD" in command:
             lines += ["  depfile = $out.d", "  deps = gcc"]
     for edge in edges:
         inputs = joined(edge.inputs) + (f" | {joined(edge.depends)}" if edge.depends else "")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,6 +91,32 @@ def test_overlap_cuda_chooses(monkeypatch):
     monkeypatch.setenv("OVERLAP_CUDA", "yes")
     with pytest.raises(toolchain.BuildError, match="'yes'"):
         toolchain.find_cuda(torch)
+
+
+def test_host_headers_are_those_of_the_wheels_or_named_as_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    fake = SimpleNamespace(
+        __file__=str(tmp_path / "torch/__init__.py"), version=SimpleNamespace(cuda="13.0")
+    )
+    with pytest.raises(toolchain.NoCudaError, match=r"no nccl\.h"):
+        toolchain.host_headers(fake)
+    nccl, cuda = (tmp_path / f"nvidia/{name}/include" for name in ("nccl", "cu13"))
+    nccl.mkdir(parents=True)
+    (nccl / "nccl.h").touch()
+    with pytest.raises(toolchain.NoCudaError, match=r"no cuda_runtime_api\.h"):
+        toolchain.host_headers(fake)
+    cuda.mkdir(parents=True)
+    (cuda / "cuda_runtime_api.h").touch()
+    assert toolchain.host_headers(fake) == [nccl, cuda]
+
+    # The toolkit's come first, as in the build with CUDA, unless they are of another major.
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "include").mkdir(parents=True)
+    (toolkit / "include/cuda_runtime_api.h").touch()
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (toolkit / "bin/nvcc", "13.1"))
+    assert toolchain.host_headers(fake) == [nccl, toolkit / "include", cuda]
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (toolkit / "bin/nvcc", "12.8"))
+    assert toolchain.host_headers(fake) == [nccl, cuda]
 
 
 def test_missing_cutlass_names_the_command(monkeypatch, tmp_path):

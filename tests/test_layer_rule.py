@@ -19,6 +19,7 @@ TORCH = r"(torch|ATen|c10)/.+"
 
 ALLOWED = {
     "plan": [STANDARD, r"plan/.+"],
+    "steps": [STANDARD, r"steps/.+", r"plan/.+"],
     "kernels": [STANDARD, CUDA, CUTLASS, r"kernels/.+", r"plan/.+"],
     "runtime": [STANDARD, POSIX, CUDA, NCCL, r"runtime/.+", r"kernels/.+", r"plan/.+"],
     "binding": [STANDARD, POSIX, CUDA, TORCH, r"(binding|runtime|kernels|plan)/.+"],
@@ -45,6 +46,7 @@ def test_layer_rule_source_includes_only_what_its_layer_may(source):
 def test_layer_rule_covers_every_folder():
     assert {path.relative_to(CSRC).parts[0] for path in SOURCES} == {
         "plan",
+        "steps",
         "kernels",
         "runtime",
         "binding",
@@ -56,7 +58,8 @@ def test_layer_rule_own_includes_exist():
         (path.name, include)
         for path in SOURCES
         for include in includes(path.read_text())
-        if re.match(r"(plan|kernels|runtime|binding)/", include) and not (CSRC / include).exists()
+        if re.match(r"(plan|steps|kernels|runtime|binding)/", include)
+        and not (CSRC / include).exists()
     ]
     assert missing == []
 
@@ -70,6 +73,9 @@ def test_layer_rule_own_includes_exist():
         ("plan/plan.cc", "<pybind11/pybind11.h>"),
         ("plan/plan.cc", '"cutlass/cutlass.h"'),
         ("plan/plan.cc", '"../kernels/gemm.h"'),
+        ("plan/plan.cc", '"steps/step.h"'),
+        ("steps/lower.cc", "<cuda_runtime.h>"),
+        ("steps/lower.cc", '"runtime/group.h"'),
         ("kernels/gemm.cu", "<nccl.h>"),
         ("kernels/gemm.cu", "<ATen/ATen.h>"),
         ("kernels/gemm.cu", '"runtime/group.h"'),

@@ -202,6 +202,26 @@ def _find_cuda(torch: ModuleType) -> Cuda:
     )
 
 
+def host_headers(torch: ModuleType) -> list[Path]:
+    """Folders of CUDA's and NCCL's headers, as `Cuda.includes` has them but without an nvcc.
+
+    NoCudaError: what is missing.
+    """
+    site = Path(torch.__file__).parents[1]
+    nccl = site / "nvidia/nccl/include"
+    if not (nccl / "nccl.h").exists():
+        raise NoCudaError(f"no nccl.h in {nccl}: torch's NCCL wheel has it")
+    places = sorted(path.parent for path in site.glob("nvidia/*/include/cuda_runtime_api.h"))
+    nvcc, release = find_nvcc() or (Path(), None)
+    toolkit = nvcc.resolve().parents[1] / "include" if release else Path("/usr/include")
+    fits = nvcc_mismatch(torch.version.cuda, release) is None
+    if fits and toolkit != Path("/usr/include") and (toolkit / "cuda_runtime_api.h").exists():
+        places.insert(0, toolkit)
+    if not places:
+        raise NoCudaError(f"no cuda_runtime_api.h in {site}/nvidia or an nvcc's toolkit")
+    return [nccl, *places]
+
+
 def find_cxx() -> list[str]:
     """The C++ compiler's command: CXX, or g++."""
     cxx = shlex.split(os.environ.get("CXX") or "g++")

@@ -1,0 +1,212 @@
+"""What the planner weighs, expects and chooses, over a grid of machines and problems.
+
+A family is the problems of one op on one machine. pins.json holds a hash of each family's text: a line for each problem,
+and below it one for each candidate, with the times that the model expects of it, and a star at the one that is chosen.
+
+Times are pinned with eight significant digits. Their last bits are not the machine's alone: the model takes powers,
+whose last bit differs from one C library or processor to the next, and compilers for other processors fuse
+multiplications and additions. Such a difference, one part in 1e16, shows among eight digits in one of 1e8 times; one
+that somebody made is larger. `--exact` prints all bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from overlap_torch import _plan
+from overlap_torch._plan import DType, Machine, Op, Problem
+
+HERE = Path(__file__).resolve().parent
+PINS = HERE / "pins.json"
+SAMPLE = HERE / "sample.txt"
+REPIN = "python -m tests.planner_golden --pin"
+DIGITS = 8
+
+
+def _hopper(**changes: object) -> Machine:
+    fields = {
+        "arch": 90,
+        "sm_count": 132,
+        "sm_gflops": 5600.0,
+        "has_sm80_kernels": True,
+        "has_sm90_kernels": True,
+        "link_latency_us": 9.0,
+        "link_gbps": 260.0,
+        "windows": True,
+        "peer_gbps": 365.0,
+    }
+    return Machine(**{**fields, **changes})
+
+
+def _plain(**changes: object) -> Machine:
+    return _hopper(**{"windows": False, "peer_gbps": 0.0, **changes})
+
+
+def _ampere(**changes: object) -> Machine:
+    fields = {"arch": 80, "sm_count": 108, "sm_gflops": 2000.0, "has_sm90_kernels": False}
+    return _plain(**{**fields, "link_latency_us": 14.0, "link_gbps": 200.0, **changes})
+
+
+def _cpu(**changes: object) -> Machine:
+    fields = {"arch": 0, "sm_count": 2, "sm_gflops": 50.0, "link_latency_us": 200.0}
+    return Machine(**{**fields, "link_gbps": 1.0, **changes})
+
+
+# On both sides of what the planner distinguishes: links, windows, peers, kernels, SMs.
+MACHINES: dict[str, Machine] = {
+    "hopper": _hopper(),
+    "hopper without peers": _hopper(peer_gbps=0.0),
+    "hopper without windows": _plain(),
+    "hopper, slower peers": _hopper(link_gbps=140.0, peer_gbps=101.0),
+    "hopper, slow peers": _hopper(link_gbps=61.0, peer_gbps=99.0),
+    "hopper, fast link": _hopper(link_latency_us=30.0, link_gbps=400.0, peer_gbps=450.0),
+    "hopper on PCIe": _plain(sm_count=114, sm_gflops=4200.0, link_gbps=59.0, link_latency_us=25.0),
+    "hopper, slow link": _plain(link_gbps=18.0, link_latency_us=60.0),
+    "hopper without its kernels": _hopper(has_sm90_kernels=False),
+    "hopper of 16 SMs": _hopper(sm_count=16),
+    "ampere": _ampere(peer_gbps=240.0),
+    "ampere without kernels": _ampere(has_sm80_kernels=False),
+    "ada": _ampere(arch=89, sm_count=58, sm_gflops=1500.0, link_latency_us=9.0, link_gbps=12.0),
+    "blackwell": _hopper(
+        arch=100,
+        sm_count=148,
+        sm_gflops=8000.0,
+        has_sm90_kernels=False,
+        link_gbps=500.0,
+        peer_gbps=700.0,
+    ),
+    "cpu": _cpu(),
+    "cpu of 64 cores": _cpu(sm_count=64, link_latency_us=60.0, link_gbps=6.0),
+    "not measured": Machine(arch=90, sm_count=132),
+}
+
+WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+
+# Rows of the whole GEMM, columns, a rank's inner dimension. The benchmark's ...
+SUITE = [
+    (m, n, k)
+    for n, k in ((8192, 7168), (8192, 2048), (4096, 3584), (16384, 4096))
+    for m in (4096, 8192, 16384, 1, 16, 128, 512, 1024, 2048)
+] + [(4096, 8192, 32768), (8192, 8192, 32768)]
+# ... and small ones, ragged ones, very large ones, and empty ones.
+OTHERS = [
+    (1026, 28672, 4096),
+    (4095, 1000, 1000),
+    (3000, 5120, 1368),
+    (100, 7, 13),
+    (777, 1003, 511),
+    (96, 24, 8),
+    (32768, 8192, 28672),
+    (131072, 12288, 3072),
+    (65536, 512, 256),
+    (2049, 130, 8192),
+    (0, 512, 512),
+    (512, 0, 512),
+    (512, 512, 0),
+]
+# Of types that only the framework's GEMM takes.
+OTHER_TYPES = [(8192, 8192, 7168), (512, 4096, 3584), (16, 8192, 2048), (777, 1003, 511)]
+
+
+def problems(op: Op) -> Iterator[Problem]:
+    """An op's, each but once. Where each rank has an equal part of the rows they are rounded up."""
+    parted = op in (Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
+    typed = [(DType.BFLOAT16, SUITE + OTHERS)]
+    typed += [(dtype, OTHER_TYPES) for dtype in (DType.FLOAT16, DType.FLOAT32, DType.FLOAT64)]
+    seen = set()
+    for world in WORLDS:
+        for dtype, shapes in typed:
+            for m, n, k in shapes:
+                rows = 0 if op == Op.GEMM_ALLTOALL else -(-m // world) * world if parted else m
+                key = (rows, n, k, dtype, world)
+                if key not in seen:
+                    seen.add(key)
+                    yield Problem(*key, op)
+
+
+def lines(problem: Problem, machine: Machine, exact: bool = False) -> Iterator[str]:
+    """One problem's lines."""
+    plans = _plan.candidates(problem, machine)
+    chosen = _plan.make_plan(problem, machine)
+    yield repr(problem)
+    found = 0
+    for plan in plans:
+        expected = _plan.predict(plan, machine)
+        us = (expected.gemm_us, expected.communication_us, expected.total_us)
+        times = " ".join(time.hex() if exact else f"{time:.{DIGITS}g}" for time in us)
+        star = "*" if plan == chosen else "-"
+        found += plan == chosen
+        # What is behind the problem, which stands above.
+        yield f" {star} {times} us {repr(plan).partition(': ')[2]}"
+    if found == 0:
+        yield f" * not a candidate: {chosen}"
+
+
+def families() -> Iterator[tuple[str, str, Op]]:
+    """(family, machine's name, op)."""
+    for name in MACHINES:
+        for op in (
+            Op.GEMM_ALLREDUCE,
+            Op.GEMM_REDUCESCATTER,
+            Op.ALLGATHER_GEMM,
+            Op.GEMM_ALLTOALL,
+        ):
+            yield f"{op.name.lower()} on {name}", name, op
+
+
+def text(name: str, op: Op, exact: bool = False) -> str:
+    """All lines of a family."""
+    machine = MACHINES[name]
+    return "".join(
+        f"{line}\n" for problem in problems(op) for line in lines(problem, machine, exact)
+    )
+
+
+def pins() -> dict[str, dict]:
+    """Of each family: how many candidates were weighed, and the hash of its text."""
+    made = {}
+    for family, name, op in families():
+        all_lines = text(name, op)
+        made[family] = {
+            "candidates": all_lines.count("\n - ") + all_lines.count("\n * "),
+            "text": hashlib.sha256(all_lines.encode()).hexdigest(),
+        }
+    return made
+
+
+def pinned() -> dict[str, dict]:
+    return json.loads(PINS.read_text())
+
+
+def write_pins(made: dict[str, dict]) -> None:
+    PINS.write_text(json.dumps(made, indent=1) + "\n")
+
+
+def sample() -> str:
+    """Some problems' lines, to be read, and to show a difference line by line."""
+    shown = []
+    for name in ("hopper", "hopper without peers", "hopper, slow link", "ampere", "cpu"):
+        for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM):
+            for shape in ((8192, 8192, 7168), (512, 4096, 3584)):
+                problem = Problem(*shape, DType.BFLOAT16, 2, op)
+                shown += [f"# {name}: {MACHINES[name]}", *lines(problem, MACHINES[name])]
+    return "\n".join(shown) + "\n"
+
+
+def compare(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
+    """What differs, a line for each family."""
+    found = []
+    for family in sorted(old.keys() | new.keys()):
+        before, after = old.get(family), new.get(family)
+        if before is None or after is None:
+            found.append(f"{family}: is {'new' if before is None else 'gone'}")
+        elif before["candidates"] != after["candidates"]:
+            found.append(
+                f"{family}: {after['candidates']} candidates, and there were {before['candidates']}"
+            )
+        elif before != after:
+            found.append(f"{family}: other candidates, times or choices")
+    return found

@@ -1,0 +1,307 @@
+// The host functions of csrc/kernels: each launch with all its parameters, but for those that are as usual.
+#include <limits>
+
+#include "kernels/gemm.h"
+#include "kernels/peer_collective.h"
+#include "kernels/peer_exchange.h"
+#include "kernels/peer_low_latency.h"
+#include "kernels/peer_signal.h"
+#include "kernels/reorder.h"
+#include "kernels/signal.h"
+#include "record.h"
+#include "session.h"
+
+namespace overlap::kernels {
+namespace {
+
+using recorder::at;
+using recorder::cat;
+
+// Nothing of a wait that has the group's deadline and reports to the group.
+std::string deadline(int64_t deadline_ns, const WaitReport* report) {
+  std::string text;
+  if (deadline_ns != recorder::kDeadlineNs) text += cat(" deadline ", deadline_ns, " ns");
+  if (report != recorder::expected_report()) text += " reports elsewhere";
+  return text;
+}
+
+std::string order_of(const plan::TileOrder& order) {
+  std::string text = cat(order.tiles_m, "x", order.tiles_n, " tiles");
+  if (order.parts != 1) text += cat(", ", order.parts, " parts");
+  text += ", bands";
+  for (int run = 0; run < order.num_runs; ++run) {
+    text += cat(" ", order.runs[run].count, "x", order.runs[run].tile_rows);
+  }
+  text += ", chunks end at";
+  for (int chunk = 1; chunk <= order.num_chunks; ++chunk) {
+    text += cat(" ", order.chunk_begin[chunk]);
+  }
+  return text;
+}
+
+std::string rows_of(const plan::RowMap& rows) {
+  using Mode = plan::RowMap::Mode;
+  switch (rows.mode) {
+    case Mode::kPlain:
+      return "";
+    case Mode::kScatter:
+      return cat(", scatter rows of ", rows.part_rows);
+    case Mode::kGather:
+      return cat(", gather rows of ", rows.part_rows, " own ", rows.own_part);
+    case Mode::kSplit:
+      return cat(", split rows of ", rows.part_rows, " in ", rows.part_tile_rows, " rounds of ",
+                 rows.round_tile_rows, " from ", rows.first_part, " by ", rows.part_step);
+  }
+  return ", rows of an unknown mode";
+}
+
+std::string signal_of(const PeerSignalParams& signal) {
+  std::string text = signal.ends_call ? "end" : cat("step ", signal.step);
+  text += " at";
+  for (int i = 0; i < signal.count; ++i) text += cat(" ", at(signal.flags[i], 8));
+  return text + cat(" calls ", at(signal.calls, 8));
+}
+
+std::string wait_of(const PeerWaitParams& wait) {
+  std::string text = wait.slot_is_free ? "free slot" : cat("step ", wait.step);
+  text += cat(" chunk ", wait.chunk, " of ranks");
+  for (int rank = 0; rank < kMaxPeers; ++rank) {
+    if ((wait.ranks >> rank & 1) != 0) text += cat(" ", rank);
+  }
+  return text + cat(" at ", at(wait.flags, 8), " calls ", at(wait.calls, 8)) +
+         deadline(wait.deadline_ns, wait.report);
+}
+
+std::string tiles_of(const PeerTiles& tiles) {
+  std::string text = cat("rank ", tiles.rank, " of ", tiles.ranks, " announce");
+  for (int peer = 0; peer + 1 < tiles.ranks; ++peer) {
+    text += cat(" ", at(tiles.announce[peer], 8));
+  }
+  return text + cat(" arrived ", at(tiles.arrived, 8), " calls ", at(tiles.calls, 8)) +
+         deadline(tiles.deadline_ns, tiles.report);
+}
+
+std::string meeting_of(const PeerMeeting& meeting) {
+  std::string text = cat("rank ", meeting.rank, " of ", meeting.ranks, " chunk ", meeting.chunk);
+  for (int step = 0; step < 2; ++step) {
+    text += cat(", announce", step);
+    for (int peer = 0; peer < meeting.ranks; ++peer) {
+      text += cat(" ", at(meeting.announce[step][peer], 8 * kMaxPeerBlocks));
+    }
+    text += cat(" arrived ", at(meeting.arrived[step], 8 * kMaxPeerBlocks * meeting.ranks));
+  }
+  text += ", end";
+  for (int peer = 0; peer < meeting.ranks; ++peer) {
+    text += cat(" ", at(meeting.announce_end[peer], 8));
+  }
+  return text +
+         cat(" ended ", at(meeting.ended, 8 * meeting.ranks), " calls ", at(meeting.calls, 8),
+             " blocks ", at(meeting.blocks_sent, 4), " ", at(meeting.blocks_done, 4)) +
+         deadline(meeting.deadline_ns, meeting.report);
+}
+
+std::string ctas_of(int32_t ctas) {
+  return ctas == std::numeric_limits<int32_t>::max() ? "any CTAs" : cat(ctas, " CTAs");
+}
+
+std::string gemm_of(plan::Kernel kernel, const GemmParams& gemm) {
+  const int64_t element = plan::element_bytes(gemm.dtype);
+  std::string text = cat("gemm ", plan::name(kernel), " ", gemm.m, "x", gemm.n, "x", gemm.k, " ",
+                         plan::name(gemm.dtype), " ", at(gemm.input), "/", gemm.input_stride);
+  if (gemm.own_input != nullptr) text += cat(" own ", at(gemm.own_input));
+  text += cat(" ", at(gemm.weight), "/", gemm.weight_stride,
+              gemm.weight_k_contiguous ? "" : " contiguous along n");
+  text += cat(" -> ", at(gemm.output), "/", gemm.output_stride);
+  for (int i = 0; i < gemm.num_more_outputs; ++i) text += cat(" ", at(gemm.more_outputs[i]));
+  if (gemm.num_mirrors > 0) text += ", mirrors";
+  for (int i = 0; i < gemm.num_mirrors; ++i) text += cat(" ", at(gemm.mirrors[i]));
+  for (int part = 0; part <= kMaxMoreOutputs; ++part) {
+    if (gemm.sources[part] == nullptr) continue;
+    text += cat(", part ", part, " adds ", at(gemm.sources[part]));
+  }
+  if (gemm.arriving != nullptr || gemm.collected != nullptr) {
+    text += cat(", collects ", at(gemm.arriving), " -> ", at(gemm.collected));
+  }
+  text += cat(", ", plan::name(gemm.layout));
+  if (gemm.parts != 1 || gemm.part != 0) text += cat(" part ", gemm.part, " of ", gemm.parts);
+  text += rows_of(gemm.rows);
+  text += cat(" [", order_of(gemm.order), "] tiles ", gemm.first_tile, " to ", gemm.tiles_end(),
+              ", ", ctas_of(gemm.ctas));
+  if (gemm.smem_pad_bytes != 0) text += cat(", pad ", gemm.smem_pad_bytes);
+  if (gemm.counters != nullptr) {
+    text += cat(", counters ", at(gemm.counters, 4 * gemm.order.num_chunks));
+  }
+  if (gemm.tiles_taken != nullptr) text += cat(", taken ", at(gemm.tiles_taken, 8));
+  if (gemm.spread_ns != 0) text += cat(", spread ", gemm.spread_ns, " ns");
+  if (gemm.peer_tiles.ranks != 1) text += cat(", tiles {", tiles_of(gemm.peer_tiles), "}");
+  if (gemm.arrivals.flags != nullptr) text += cat(", arrivals {", wait_of(gemm.arrivals), "}");
+  if (gemm.ending.calls != nullptr) text += cat(", ending {", signal_of(gemm.ending), "}");
+  for (int i = 0; i < gemm.num_copies; ++i) {
+    const CopyRun& run = gemm.copies[i];
+    text += cat(", carries ", at(run.from, run.bytes), " -> ", at(run.to, run.bytes), " ",
+                run.bytes, " bytes chunk ", run.chunk);
+  }
+  if (gemm.input_stride < gemm.k || gemm.output_stride < gemm.n || element != 2) {
+    recorder::record().violation(cat("strides or dtype that no kernel takes: ", text));
+  }
+  return text;
+}
+
+// Writes the operation down, unless nothing is.
+template <typename Text>
+cudaError_t launch(cudaStream_t stream, Text text) {
+  if (recorder::record().on) recorder::record().operation(stream, text());
+  return cudaSuccess;
+}
+
+std::string reorder_of(const ReorderParams& params) {
+  return cat("chunk ", params.chunk, " of ", params.m, "x", params.n, " ", plan::name(params.dtype),
+             " tiles of ", params.tile_m, "x", params.tile_n, " [", order_of(params.order), "] ",
+             at(params.packed), " part ", params.part, " of ", params.parts, ", rows ",
+             at(params.row_major), ", bias ", at(params.bias), ", ", ctas_of(params.ctas));
+}
+
+}  // namespace
+
+bool gemm_supported(plan::Kernel, const GemmParams&) {
+  return true;
+}
+
+bool copies_beside(plan::Kernel kernel) {
+  return plan::is_sm90(kernel);
+}
+
+cudaError_t load_kernels() {
+  return cudaSuccess;
+}
+
+cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream) {
+  return launch(stream, [&] { return gemm_of(kernel, params); });
+}
+
+cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    const bool at_once = params.expected == std::numeric_limits<int32_t>::min();
+    return cat("wait ", at(params.counter, 4), at_once ? " marks" : cat(" = ", params.expected),
+               " chunk ", params.chunk, deadline(params.deadline_ns, params.report));
+  });
+}
+
+cudaError_t zero_counters(int32_t* counters, int32_t count, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("zero ", count, " at ", at(counters, 4 * count)); });
+}
+
+cudaError_t device_counters(int32_t** counters) {
+  *counters = static_cast<int32_t*>(recorder::record().allocate("counters", 4 * kDeviceCounters));
+  return cudaSuccess;
+}
+
+cudaError_t delay(int64_t microseconds, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("delay ", microseconds, " us"); });
+}
+
+cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("signal ", signal_of(params)); });
+}
+
+cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("wait for peers ", wait_of(params)); });
+}
+
+cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    std::string text =
+        cat("relay ", params.chunks, " chunks of ", at(params.counters, 4 * params.chunks), " =");
+    for (int chunk = 0; chunk < params.chunks; ++chunk) {
+      text += cat(" ", params.expected[chunk]);
+    }
+    return text + cat(", ", signal_of(params.signal)) + deadline(params.deadline_ns, params.report);
+  });
+}
+
+cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,
+                       int64_t first_awaited, int64_t awaited, int32_t distance,
+                       cudaStream_t stream) {
+  return launch(stream, [&] {
+    return cat("meet announces ", announced, " from ", first_announced, " awaits ", awaited,
+               " from ", first_awaited, " distance ", distance, ", ", tiles_of(tiles));
+  });
+}
+
+cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    constexpr int64_t kBytes = kPeerAccessBytes;
+    std::string text = cat(
+        "peer collective", params.reduces ? " reduces" : "", params.gathers ? " gathers" : "", " ",
+        plan::name(params.dtype), " own ", at(params.own), " -> ", at(params.output), ", stride ",
+        params.stride, " first ", params.first, ", bias ", at(params.bias), "/", params.row_count);
+    for (int rank = 0; rank < params.ranks; ++rank) {
+      const int64_t bytes = params.count[rank] * kBytes;
+      text += cat(", rank ", rank, ": ", params.count[rank]);
+      if (params.send[rank] != nullptr) text += cat(" send ", at(params.send[rank], bytes));
+      if (params.destination[rank] != nullptr) {
+        text += cat(" to ", at(params.destination[rank], bytes));
+      }
+      text += cat(" received ", at(params.received[rank]));
+      if (params.final_destination[rank] != nullptr) {
+        text += cat(" final to ", at(params.final_destination[rank]));
+      }
+      if (params.final_received[rank] != nullptr) {
+        text += cat(" received ", at(params.final_received[rank], bytes));
+      }
+    }
+    return text + cat(", ", meeting_of(params));
+  });
+}
+
+cudaError_t peer_exchange(const PeerExchangeParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    constexpr int64_t kBytes = kPeerAccessBytes;
+    std::string text = cat("peer exchange", params.sends ? " sends" : "");
+    for (int rank = 0; rank < params.ranks; ++rank) {
+      const int64_t sent = params.send_count[rank] * kBytes;
+      const int64_t received = params.receive_count[rank] * kBytes;
+      text +=
+          cat(", rank ", rank, ": send ", params.send_count[rank], " ", at(params.send[rank], sent),
+              " to ", at(params.destination[rank], sent), " receive ", params.receive_count[rank],
+              " ", at(params.received[rank], received), " to ", at(params.output[rank], received));
+    }
+    return text + cat(", ", meeting_of(params));
+  });
+}
+
+cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    std::string text =
+        cat("low latency all_reduce", params.in_pieces ? " in pieces" : "", " rank ", params.rank,
+            " of ", params.ranks, " chunk ", params.chunk, ", ", params.words, " words ",
+            plan::name(params.dtype), " ", at(params.own, 4 * params.words), " -> ",
+            at(params.output, 4 * params.words), ", bias ", at(params.bias), "/", params.row_words);
+    for (int rank = 0; rank < params.ranks; ++rank) {
+      if (rank == params.rank) continue;
+      text += cat(", rank ", rank, ": to ", at(params.destination[rank], 2 * params.buffer_bytes),
+                  " received ", at(params.received[rank], 2 * params.buffer_bytes));
+    }
+    return text + cat(", buffers of ", params.buffer_bytes, " calls ", at(params.calls, 8)) +
+           deadline(params.deadline_ns, params.report);
+  });
+}
+
+cudaError_t unpack_chunk(const ReorderParams& params, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("unpack ", reorder_of(params)); });
+}
+
+cudaError_t pack_chunk(const ReorderParams& params, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("pack ", reorder_of(params)); });
+}
+
+cudaError_t add_bias(const BiasParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    const int64_t bytes = params.rows * params.n * plan::element_bytes(params.dtype);
+    return cat("add bias ", at(params.bias), " to ", params.rows, "x", params.n, " ",
+               plan::name(params.dtype), " ", at(params.source, bytes), " -> ",
+               at(params.destination, bytes), ", ", ctas_of(params.ctas));
+  });
+}
+
+}  // namespace overlap::kernels

@@ -1,0 +1,164 @@
+// What the executors ask of CUDA, NCCL and the kernels, written down in place of being done: one call after the
+// other, with what each has to wait for. Memory has names in place of addresses, and events are resolved into the
+// operations that they stand for, so that the same calls give the same text in each run and on each machine.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <charconv>
+#include <concepts>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace recorder {
+
+inline void add(std::string& text, std::string_view piece) {
+  text += piece;
+}
+template <std::integral Number>
+void add(std::string& text, Number number) {
+  char digits[24];
+  text.append(digits, std::to_chars(digits, digits + sizeof(digits), number).ptr);
+}
+
+// The pieces, texts and integers, one after the other.
+template <typename... Pieces>
+std::string cat(const Pieces&... pieces) {
+  std::string text;
+  (add(text, pieces), ...);
+  return text;
+}
+
+inline constexpr int kMaxStreams = 8;
+
+// Of each stream, how many of its operations come before.
+using Clock = std::array<int32_t, kMaxStreams>;
+
+struct Stream {
+  std::string name;
+  int32_t lines = 0;               // operations and waits so far
+  int32_t operations = 0;          // these alone
+  int32_t before_call = 0;         // of them, before the call in progress
+  int32_t ended = 0;               // of them, those that the host has waited for
+  unsigned long long capture = 0;  // that the stream is part of; 0: none
+  // All that the stream's next operation comes behind: outside of captures, and in the last capture, which
+  // knows nothing of what was enqueued before it.
+  std::array<Clock, 2> before = {};
+};
+
+struct EventState {
+  bool timed = false;
+  bool recorded = false;
+  int32_t stream = 0;
+  int32_t line = -1;  // of that stream: the last one when it was recorded
+  Clock before = {};
+  unsigned long long capture = 0;
+  int32_t name = -1;  // of a timed one, once it has been recorded in a call
+  double us = 0.0;    // when
+};
+
+struct Memory {
+  std::string name;
+  int64_t bytes = 0;
+};
+
+// One line of the canonical form.
+struct Operation {
+  std::string text;
+  Clock before = {};
+};
+
+// The record of one case: a rank's calls on one device. All that the fakes know lies here.
+class Record {
+ public:
+  // A new case on a device that no case before has used.
+  void begin_case(int world, int rank);
+
+  // Memory is never touched: an address is the number of its block and an offset.
+  void* allocate(std::string name, int64_t bytes);
+  // "slots@1+4096", "-" for null. `bytes`: what is accessed there, which must lie within the block.
+  std::string at(const void* pointer, int64_t bytes = 0);
+  // What is known of small blocks' contents: what the host has copied there.
+  std::map<const void*, std::vector<uint8_t>> contents;
+
+  cudaStream_t new_stream(std::string name);
+  cudaEvent_t new_event(bool timed);
+  Stream& stream(cudaStream_t handle);
+  EventState& event(cudaEvent_t handle);
+
+  // An operation that is enqueued on a stream.
+  void operation(cudaStream_t stream, const std::string& text);
+  // Something that the host does meanwhile, and that no warm call should.
+  void host(const std::string& text);
+  // The host waits for all that has been enqueued on a stream, so that all that follows comes behind it.
+  void synchronize(cudaStream_t stream);
+  void wait(cudaStream_t stream, cudaEvent_t event);
+  // A line of the text alone.
+  void note(const std::string& text);
+  void mark(cudaEvent_t event, cudaStream_t stream);
+
+  // What no call may do, whatever the plan.
+  void violation(const std::string& text);
+
+  void begin_call(const std::string& title, cudaStream_t caller, bool captured);
+  // Checks that the caller's stream has waited for all that the call enqueued.
+  void end_call(cudaStream_t caller);
+  // Leaves out what has been recorded so far.
+  void forget();
+  bool capturing() const { return capture_ != 0; }
+  // Of this call's operations, how many the host has not waited for.
+  int call_operations() const;
+
+  // All calls, in the order in which the host made them.
+  const std::string& text() const { return text_; }
+  // The operations of each stream and the last ones of the other streams that each comes behind, directly or not:
+  // the same for two records with the same operations in the same order, whatever waits make that order and in
+  // whichever turn the host enqueues on different streams.
+  std::string canonical() const;
+
+  bool on = true;  // false: nothing is written, for timing the executors
+  int world = 1;
+  int rank = 0;
+  int device = 0;
+  bool windows = true;     // whether NCCL can register them
+  double link_gbps = 0.0;  // of all-reduces; and of copies between ranks:
+  double peer_gbps = 0.0;
+  double link_latency_us = 0.0;
+  double now_us = 0.0;       // moved on by what takes time in the set-up
+  std::string communicator;  // the name of the next one that is made
+  // How many of these have been made in this case, before this one.
+  int count(const std::string& kind) { return made_[kind]++; }
+  int library_gemms = -1;  // that may still be enqueued before one throws; -1: all
+  int next_peer = 0;       // whose memory is mapped next
+  std::vector<std::string> violations;
+
+ private:
+  void line(cudaStream_t stream, const std::string& text);
+  // What the operations that are enqueued now come behind.
+  Clock& before(Stream& stream) { return stream.before[capture_ != 0]; }
+
+  std::map<std::string, int> made_;
+  std::vector<Memory> memory_;
+  std::vector<Stream> streams_;
+  std::vector<EventState> events_;
+  std::string text_;
+  std::array<std::vector<Operation>, kMaxStreams> operations_;
+  std::array<int32_t, kMaxStreams> forgotten_ = {};
+  unsigned long long capture_ = 0;
+  unsigned long long captures_ = 0;  // calls outside of captures end a capture
+  unsigned long long last_capture_ = 0;
+  bool in_call_ = false;
+  int timed_events_ = 0;
+};
+
+Record& record();
+
+inline std::string at(const void* pointer, int64_t bytes = 0) {
+  return record().at(pointer, bytes);
+}
+
+}  // namespace recorder

@@ -1,0 +1,83 @@
+// Cases: calls of the ops in a row, on one rank of a group that is like all groups to the executors.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kernels/signal.h"
+#include "plan/plan.h"
+#include "steps/step.h"
+
+namespace recorder {
+
+// Every wait of a group has its deadline and reports to it.
+inline constexpr int64_t kDeadlineNs = 30'000'000'000;
+const overlap::kernels::WaitReport* expected_report();
+
+// How a call goes.
+struct Mode {
+  bool captured = false;
+  bool traced = false;
+  int64_t delay_us = 0;
+  bool other_stream = false;  // not the stream of most calls
+};
+
+// What a rank brings to a call, beside the plan.
+struct Operands {
+  bool bias = false;
+  // For each weight, whether the plan's kernel takes it; one but for all-gathers.
+  std::vector<bool> takes = {true};
+  // Of an all-to-all, for each rank.
+  std::vector<int64_t> send_rows = {};
+  std::vector<int64_t> receive_rows = {};
+};
+
+struct Call {
+  overlap::plan::Plan plan;
+  Operands operands;
+  Mode mode;
+};
+
+enum class Link { kFast, kSlow, kNoWindows, kNoPeers };
+
+struct Case {
+  std::string family = {};  // cases that are pinned together
+  std::string name = {};    // of this one in it
+  int world = 2;
+  int rank = 0;
+  std::vector<Call> calls = {};
+  Link link = Link::kFast;
+  bool prepared = false;  // all plans, before the first call
+  bool failed = false;    // the group has failed before the first call
+  int unrecorded = 0;     // calls of which no text is kept
+  int refused = 0;        // calls that must throw before anything is enqueued, the first ones
+  int library_gemms =
+      -1;  // of the first call; the one behind them throws, as where memory is short
+};
+
+std::string full_name(const Case& one);
+
+struct Recording {
+  std::string text;
+  std::string canonical;
+  std::vector<std::string> violations;
+};
+// `from_steps`: by their lists of steps, in place of the executors.
+Recording run(const Case& one, bool from_steps = false);
+
+// The list of a case's first call.
+overlap::steps::StepList lowered(const Case& one);
+
+// Whether all calls of a case have such lists. A timeline is recorded by the executors alone.
+bool has_steps(const Case& one);
+
+// What the machine of a case is measured to be.
+std::string machine_of(const Case& one);
+
+// Microseconds that the host takes for the case's first call, with fakes that do nothing: the best of `repeats` times
+// the mean of `calls`.
+double host_us(const Case& one, int calls, int repeats);
+
+}  // namespace recorder
