@@ -7,11 +7,18 @@ features is `padding` shorter than the largest pads its operands, so that all ra
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
-from overlap_torch._ops.gradients import rows, weight_gradient
+from overlap_torch._ops.gradients import (
+    Gradient,
+    Gradients,
+    ProductGradients,
+    TransformedFunction,
+    rows,
+    transforms_are_active,
+    weight_gradient,
+)
 from overlap_torch._sharding import pad_end, shard_range
 
 
@@ -25,7 +32,8 @@ def column(
     padding: int,
 ) -> torch.Tensor:
     """Replicated [..., K] to this rank's [..., N part]. Backward all-reduces the input's gradient behind its GEMM."""
-    if world_size == 1 or not input.requires_grad:
+    # Of torch.func's levels only the innermost says here whether the input needs a gradient.
+    if world_size == 1 or not (input.requires_grad or transforms_are_active()):
         return functional.linear(input, weight, bias)
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):
@@ -86,35 +94,64 @@ def row_sequence(
     return gemm_reducescatter(input, weight, bias, group=group)[:size]
 
 
-class _Column(torch.autograd.Function):
-    """`functional.linear` of an input that needs a gradient, which is summed over the ranks."""
+class _Column(TransformedFunction):
+    """`functional.linear` of a replicated input, whose gradient is summed over the ranks."""
 
     @staticmethod
     def forward(
-        ctx,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         group: str,
         padding: int,
     ) -> torch.Tensor:
-        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
-        ctx.group, ctx.padding = group, padding
         return functional.linear(input, weight, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def setup_context(ctx, inputs, output) -> None:
+        input, weight, _, group, padding = inputs
+        needs_input, needs_weight, ctx.with_bias, _, _ = ctx.needs_input_grad
+        ctx.product = _ColumnProduct(group, padding)
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
         input, weight = ctx.saved_tensors
-        grad_weight = grad_bias = None
-        grad_input = gemm_allreduce(
-            pad_end(grad, -1, ctx.padding), pad_end(weight.t(), -1, ctx.padding), group=ctx.group
+        gradients = ProductGradients.apply_in_backward(
+            ctx.product, ctx.with_bias, grad, input, weight
         )
-        if input is not None:
-            grad_weight = weight_gradient(grad, input)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows(grad).sum(0)
-        return grad_input, grad_weight, grad_bias, None, None
+        return *gradients, None, None
+
+
+class _ColumnProduct:
+    """`functional.linear` as its gradients see it: the input is replicated, all else is this rank's own."""
+
+    def __init__(self, group: str, padding: int) -> None:
+        self.group, self.padding = group, padding
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _Column.apply(input, weight, bias, self.group, self.padding)
+
+    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
+        return grad.shape[:-1]
+
+    def gradients(
+        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
+    ) -> Gradients:
+        grad_input = None
+        if weight is not None:
+            grad_input = gemm_allreduce(
+                pad_end(grad, -1, self.padding),
+                pad_end(weight.t(), -1, self.padding),
+                group=self.group,
+            )
+        return (
+            grad_input,
+            None if input is None else weight_gradient(grad, input),
+            rows(grad).sum(0) if with_bias else None,
+        )
 
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
-from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
 from overlap_torch._ops import Group, group_name
-from overlap_torch._ops.gradients import start_all_gather, wait
+from overlap_torch._ops.collectives import start_all_gather, wait
+from overlap_torch._ops.gradients import TransformedFunction
 
 
 def place_in(group: str) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def pad_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:
     """Every rank's part, put together along `dim`, where they have these sizes. A collective call."""
     padded = pad_end(part, dim, max(sizes) - part.shape[dim])
-    gathered = wait(start_all_gather(padded.unsqueeze(0), group))
+    gathered = wait(start_all_gather(padded.unsqueeze(0), group, len(sizes)))
     return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 
@@ -77,48 +77,70 @@ def _own_features(whole: torch.Tensor, features: int, world_size: int, rank: int
     return whole.narrow(-1, begin, size).clone(memory_format=torch.contiguous_format)
 
 
-class SliceFeatures(torch.autograd.Function):
+class SliceFeatures(TransformedFunction):
     """This rank's part of a replicated tensor's last dim. Each rank knows its own part's gradient: backward gathers."""
 
     @staticmethod
     def forward(
-        ctx, whole: torch.Tensor, features: int, group: str, world_size: int, rank: int
+        whole: torch.Tensor, features: int, group: str, world_size: int, rank: int
     ) -> torch.Tensor:
-        ctx.features, ctx.group, ctx.world_size = features, group, world_size
         return _own_features(whole, features, world_size, rank)
 
     @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, *ctx.place = inputs
+
+    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = gather_parts(grad, -1, shard_sizes(ctx.features, ctx.world_size), ctx.group)
-        return whole, None, None, None, None
+        return GatherFeatures.apply_in_backward(grad, *ctx.place), None, None, None, None
 
 
-class GatherFeatures(torch.autograd.Function):
+class GatherFeatures(TransformedFunction):
     """The replicated tensor of which each rank has a part of the last dim: the reverse of `SliceFeatures`."""
 
     @staticmethod
     def forward(
-        ctx, part: torch.Tensor, features: int, group: str, world_size: int, rank: int
+        part: torch.Tensor, features: int, group: str, world_size: int, rank: int
     ) -> torch.Tensor:
-        ctx.features, ctx.world_size, ctx.rank = features, world_size, rank
         return gather_parts(part, -1, shard_sizes(features, world_size), group)
 
     @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, *ctx.place = inputs
+
+    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        part = _own_features(grad, ctx.features, ctx.world_size, ctx.rank)
-        return part, None, None, None, None
+        return SliceFeatures.apply_in_backward(grad, *ctx.place), None, None, None, None
 
 
-class SumGradient(torch.autograd.Function):
+class SumGradient(TransformedFunction):
     """A replicated parameter that each rank uses on its own rows: backward sums the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx, parameter: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
+    def forward(parameter: torch.Tensor, group: str) -> torch.Tensor:
         return parameter.clone()
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, output) -> None:
+        _, ctx.group = inputs
+
+    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = functional_collectives.all_reduce(grad.contiguous(), "sum", ctx.group)
-        return functional_collectives.wait_tensor(total), None
+        return _Sum.apply_in_backward(grad, ctx.group), None
+
+
+class _Sum(TransformedFunction):
+    """The replicated sum of the ranks' tensors: the reverse of `SumGradient`."""
+
+    @staticmethod
+    def forward(part: torch.Tensor, group: str) -> torch.Tensor:
+        total = functional_collectives.all_reduce(part.contiguous(), "sum", group)
+        return functional_collectives.wait_tensor(total)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, ctx.group = inputs
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return SumGradient.apply_in_backward(grad, ctx.group), None

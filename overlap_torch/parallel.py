@@ -31,7 +31,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from overlap_torch import _linear
-from overlap_torch._dtensor import local_parts, sharded_dim, wrap
+from overlap_torch._dtensor import local_parts, sharded_dim
+from overlap_torch._placements import from_local, redistribute, to_local
 from overlap_torch._sharding import SumGradient
 
 __all__ = ["OverlapColwiseParallel", "OverlapRowwiseParallel"]
@@ -137,7 +138,7 @@ class _OverlapLinear(torch.nn.Linear):
 
     def _as_dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
         """As every rank's part of one size."""
-        return DTensor.from_local(local, self.device_mesh, [placement], run_check=False)
+        return from_local(local, self.device_mesh, (placement,))
 
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return local_parts(self.weight, self.bias)
@@ -155,10 +156,10 @@ class _OverlapLinear(torch.nn.Linear):
             output = self._as_dtensor(local, placement)
         else:
             shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
-            output = wrap(local, self.device_mesh, (placement,), shape)
+            output = from_local(local, self.device_mesh, (placement,), shape)
         if not as_wanted:
-            output = output.redistribute(placements=[self.output_layout])
-        return output.to_local() if self.use_local_output else output
+            output = redistribute(output, (self.output_layout,))
+        return to_local(output) if self.use_local_output else output
 
     def extra_repr(self) -> str:
         return (
@@ -180,7 +181,7 @@ class OverlapColwiseLinear(_OverlapLinear):
         padding = -(-self.out_features // self.world_size) - weight.shape[0]
         if dim is not None and dim != last:
             tokens = input.shape[dim] * (1 if distributed else self.world_size)
-            local = input.to_local() if distributed else input
+            local = to_local(input) if distributed else input
             output = _linear.column_sequence(
                 local.movedim(dim, 0),
                 weight,
@@ -197,8 +198,8 @@ class OverlapColwiseLinear(_OverlapLinear):
         else:
             if not distributed:
                 input = self._as_dtensor(input, placement)
-            input = input.redistribute(placements=[Replicate()])
-            output = functional.linear(input.to_local(grad_placements=[Partial()]), weight, bias)
+            input = to_local(redistribute(input, (Replicate(),)), (Partial(),))
+            output = functional.linear(input, weight, bias)
         return self._output(output, Shard(last), self.out_features)
 
 
@@ -211,7 +212,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
         if not isinstance(input, DTensor) and sharded_dim(self.input_layout, input.dim()) != last:
             input = self._as_dtensor(input, self.input_layout)
         if isinstance(input, DTensor):
-            input = input.redistribute(placements=[Shard(last)]).to_local()
+            input = to_local(redistribute(input, (Shard(last),)))
         weight, bias = self._local_parameters()
         padding = -(-self.in_features // self.world_size) - weight.shape[1]
         dim = sharded_dim(self.output_layout, input.dim())
@@ -232,10 +233,10 @@ class OverlapRowwiseLinear(_OverlapLinear):
             ).movedim(0, dim)
             return self._output(output, Shard(dim), input.shape[dim])
         partial = self._as_dtensor(functional.linear(input, weight), Partial())
-        output = partial.redistribute(placements=[self.output_layout])
+        output = redistribute(partial, (self.output_layout,))
         if self.bias is not None:
-            output = (output + self.bias).redistribute(placements=[self.output_layout])
-        return output.to_local() if self.use_local_output else output
+            output = redistribute(output + self.bias, (self.output_layout,))
+        return to_local(output) if self.use_local_output else output
 
 
 def _replace_forward(

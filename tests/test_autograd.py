@@ -163,31 +163,6 @@ def test_autograd_allreduce_backward_does_not_communicate(ranks):
     ranks.expect_no_failures(backward_on_one_rank, timeout_s=60)
 
 
-def second_derivative(op: str) -> str:
-    arguments = OPS[op].arguments(
-        Case((4,), 3, 4, bias=True), dist.get_rank(), dist.get_world_size(), rank_device()
-    )
-    leaves = tensors_of(arguments)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    output, *_ = tensors_of(OPS[op].wrapper(*arguments))
-    gradient, *_ = torch.autograd.grad(output.sum(), leaves[:1], create_graph=True)
-    try:
-        gradient.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_autograd_second_derivative_raises(ranks, op):
-    """Gradients are of first order: a second one must not come out silently wrong."""
-    for message in ranks.run(second_derivative, op):
-        assert OPS[op].name.partition(".")[0] in message
-        assert "first-order" in message
-
-
 def forward_mode_calls(op: str) -> list[str]:
     """What is said where one operand has a tangent, by its place, called through wrapper and operator."""
     arguments = OPS[op].arguments(

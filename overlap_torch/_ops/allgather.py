@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 import torch
 
-from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
-    eager,
-    fakes,
-    library,
-    reducescatter,
-)
+from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops.collectives import start_all_gather, start_reduce_scatter, wait
 from overlap_torch._ops.gradients import (
+    Gradient,
+    TransformedFunction,
     autograd_kernels,
-    first_order,
+    below_autograd,
+    needs_recording,
+    record,
+    register_vmap,
     rows,
-    start_all_gather,
-    start_reduce_scatter,
-    wait,
+    side_by_side,
     weight_gradient,
 )
 from overlap_torch._ops.group import Group, world_size
 
 _op = torch.ops.overlap.allgather_gemm.default
 _op_weights = torch.ops.overlap.allgather_gemm.weights
+_scatter_op = torch.ops.overlap.gemm_reducescatter.default
 
 Biases = Sequence[torch.Tensor | None]
 
@@ -60,8 +60,33 @@ def _fake(
     return output, gathered
 
 
+class _Call:
+    """Group, overload and keys of a call, and which of the weights have a bias."""
+
+    def __init__(self, group: str, keyset, several: bool, biases: Biases) -> None:
+        self.group, self.keyset, self.several = group, keyset, several
+        self.with_bias = [bias is not None for bias in biases]
+
+    def run(
+        self, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The op below its autograd kernel."""
+        if self.several:
+            return below_autograd(self._redispatch_several, self.keyset, input, weights, biases)
+        output, gathered = below_autograd(
+            self._redispatch, self.keyset, input, weights[0], biases[0]
+        )
+        return [output], gathered
+
+    def _redispatch(self, keyset, input, weight, bias):
+        return _op.redispatch(keyset, input, weight, bias, group=self.group)
+
+    def _redispatch_several(self, keyset, input, weights, biases):
+        return _op_weights.redispatch(keyset, input, weights, biases, group=self.group)
+
+
 class _AllGatherGemm(torch.autograd.Function):
-    """Both overloads' gradients.
+    """Both overloads, between the autograd keys and those below.
 
     The shard is saved and gathered again in backward, so that the whole need not be kept. Whether backward communicates
     depends on requires_grad and on which outputs were used, which all ranks share.
@@ -69,73 +94,180 @@ class _AllGatherGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        run: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
-        group: str,
-        with_bias: Sequence[bool],
-        input: torch.Tensor,
-        *weights_and_biases: torch.Tensor,
+        ctx, call: _Call, input: torch.Tensor, *weights_and_biases: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """``weights_and_biases``: all weights, then the biases of those weights that have one."""
-        weights = list(weights_and_biases[: len(with_bias)])
-        given = iter(weights_and_biases[len(with_bias) :])
-        biases = [next(given) if has_one else None for has_one in with_bias]
-        outputs, gathered = run(input, weights, biases)
-        needs_input, *needs_weights = ctx.needs_input_grad[3 : 4 + len(weights)]
-        ctx.group, ctx.with_bias = group, with_bias
+        count = len(call.with_bias)
+        weights = list(weights_and_biases[:count])
+        given = iter(weights_and_biases[count:])
+        biases = [next(given) if has_one else None for has_one in call.with_bias]
+        outputs, gathered = call.run(input, weights, biases)
+        needs_input, *needs_weights = ctx.needs_input_grad[1 : 2 + count]
+        ctx.call = call
         ctx.set_materialize_grads(False)  # an unused output costs no communication
         if not needs_input:
             ctx.mark_non_differentiable(gathered)
         ctx.save_for_backward(
-            input if any(needs_weights) else None, *(weights if needs_input else [])
+            input if any(needs_weights) else None,
+            *(weights if needs_input else [None] * count),
         )
         return (*outputs, gathered)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
         *output_grads, gathered_grad = grads
-        count = len(output_grads)
         shard, *weights = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        grad_input = None
-        with torch.no_grad():
-            needed = [
-                grad is not None and needs[1 + i] for i, grad in enumerate(output_grads)
-            ]  # by the weights
-            gathered = start_all_gather(shard, ctx.group) if any(needed) else None
-            if needs[0]:
-                grad_input = _input_gradient(output_grads, weights, gathered_grad, ctx.group)
-            if gathered is not None:
-                gathered = wait(gathered)
-            grad_weights = [
-                weight_gradient(grad, gathered) if need else None
-                for grad, need in zip(output_grads, needed, strict=True)
-            ]
-            biased = [
-                grad for grad, has_one in zip(output_grads, ctx.with_bias, strict=True) if has_one
-            ]
-            grad_biases = [
-                rows(grad).sum(0) if grad is not None and need else None
-                for grad, need in zip(biased, needs[1 + count :], strict=True)
-            ]
-        return (
-            *(None, None, None),
-            *first_order("allgather_gemm", (grad_input, *grad_weights, *grad_biases)),
+        with_bias = ctx.call.with_bias
+        _, _, *needs = ctx.needs_input_grad
+        needs_weights = needs[: len(with_bias)]
+        needs_given = iter(needs[len(with_bias) :])
+        needs_biases = [has_one and next(needs_given) for has_one in with_bias]
+        wanted = _Wanted(ctx.call.group, output_grads, needs_weights, needs_biases)
+        grad_input, grad_weights, grad_biases = _gradients(
+            wanted, gathered_grad, shard, output_grads, weights
         )
+        given = [grad for grad, has_one in zip(grad_biases, with_bias, strict=True) if has_one]
+        return None, grad_input, *grad_weights, *given
+
+
+class _Wanted:
+    """Of which weights and biases gradients are wanted and can be had, in which group."""
+
+    def __init__(
+        self,
+        group: str,
+        grads: Sequence[Gradient],
+        weights: Sequence[bool],
+        biases: Sequence[bool],
+    ) -> None:
+        self.group = group
+        self.weights = [
+            need and grad is not None for need, grad in zip(weights, grads, strict=True)
+        ]
+        self.biases = [need and grad is not None for need, grad in zip(biases, grads, strict=True)]
+
+
+def _gradients(
+    wanted: _Wanted,
+    gathered_grad: Gradient,
+    shard: Gradient,
+    grads: Sequence[Gradient],
+    weights: Sequence[Gradient],
+) -> tuple[Gradient, Sequence[Gradient], Sequence[Gradient]]:
+    """Of the input, of each weight and of each bias; recorded where they may be differentiated."""
+    count = len(grads)
+    grad_input, *others = _AllGatherGemmGradients.apply_in_backward(
+        wanted, gathered_grad, shard, *grads, *weights
+    )
+    return grad_input, others[:count], others[count:]
+
+
+class _AllGatherGemmGradients(TransformedFunction):
+    """The gradients, which can be differentiated: every tensor is this rank's own."""
+
+    @staticmethod
+    def forward(
+        wanted: _Wanted,
+        gathered_grad: Gradient,
+        shard: Gradient,
+        *grads_and_weights: Gradient,
+    ) -> tuple[Gradient, ...]:
+        """``grads_and_weights``: all outputs' gradients, then all weights, None where the input's gradient needs none."""
+        count = len(wanted.weights)
+        grads, weights = grads_and_weights[:count], grads_and_weights[count:]
+        gathered = None
+        if any(wanted.weights):
+            gathered = start_all_gather(shard, wanted.group, world_size(wanted.group))
+        grad_input = _input_gradient(grads, weights, gathered_grad, wanted.group)
+        if gathered is not None:
+            gathered = wait(gathered)
+        return (
+            grad_input,
+            *(
+                weight_gradient(grad, gathered) if need else None
+                for grad, need in zip(grads, wanted.weights, strict=True)
+            ),
+            *(
+                rows(grad).sum(0) if need else None
+                for grad, need in zip(grads, wanted.biases, strict=True)
+            ),
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.wanted, gathered_grad, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # a gradient that nobody used costs no communication
+
+    @staticmethod
+    def backward(ctx, v_input: Gradient, *v_others: Gradient) -> tuple[Gradient, ...]:
+        group, count = ctx.wanted.group, len(ctx.wanted.weights)
+        v_weights, v_biases = v_others[:count], v_others[count:]
+        shard, *others = ctx.saved_tensors
+        grads, weights = others[:count], others[count:]
+        _, needs_gathered, needs_shard, *needs = ctx.needs_input_grad
+        pairs = []  # of an input and each output's weight; side by side along K
+        if v_input is not None:
+            pairs.append((v_input, weights))
+        if any(v_weight is not None for v_weight in v_weights):
+            pairs.append((shard, v_weights))
+        reached = [i for i in range(count) if needs[i] and (pairs or v_biases[i] is not None)]
+        needs_gathered = needs_gathered and v_input is not None
+        grad_gathered = None
+        grad_grads = [None] * count
+        if reached or needs_gathered:
+            if not pairs:  # K = 0: biases alone
+                dim0, *inner, _ = grads[reached[0]].shape
+                nothing = grads[reached[0]].new_empty((dim0 // world_size(group), *inner, 0))
+                pairs.append((nothing, v_weights))
+            input = side_by_side([left for left, _ in pairs])
+            outputs, gathered = allgather_gemm(
+                input,
+                [
+                    side_by_side([_or_zeros(right[i], grads[i], left) for left, right in pairs])
+                    for i in reached
+                ]
+                or [input.new_empty((0, input.shape[-1]))],
+                [v_biases[i] for i in reached],
+                group=group,
+            )
+            for i, output in zip(reached, outputs, strict=False):
+                grad_grads[i] = output
+            if needs_gathered:
+                grad_gathered = gathered[..., : v_input.shape[-1]]
+        wanted = _Wanted(
+            group,
+            grads,
+            [need and v_input is not None for need in needs[count:]],
+            [False] * count,
+        )
+        grad_shard, grad_weights, _ = _gradients(
+            wanted,
+            None,
+            v_input if any(wanted.weights) else None,
+            grads,
+            v_weights if needs_shard else [None] * count,
+        )
+        return None, grad_gathered, grad_shard, *grad_grads, *grad_weights
+
+
+def _or_zeros(weight: Gradient, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """``weight``, or the zeros in its place that make zeros of ``input``, in the shape of the output's gradient."""
+    return grad.new_zeros((grad.shape[-1], input.shape[-1])) if weight is None else weight
 
 
 def _input_gradient(
-    output_grads: Sequence[torch.Tensor | None],
-    weights: Sequence[torch.Tensor],
-    gathered_grad: torch.Tensor | None,
+    grads: Sequence[Gradient],
+    weights: Sequence[Gradient],
+    gathered_grad: Gradient,
     group: str,
-) -> torch.Tensor | None:
+) -> Gradient:
     """The outputs' part by one reduce-scatter over all weights, and what reached the gathered input."""
     scattered = None if gathered_grad is None else start_reduce_scatter(gathered_grad, group)
     parts = [
         (grad, weight)
-        for grad, weight in zip(output_grads, weights, strict=True)
-        if grad is not None
+        for grad, weight in zip(grads, weights, strict=True)
+        if grad is not None and weight is not None
     ]
     if not parts:
         return None if scattered is None else wait(scattered)
@@ -144,58 +276,37 @@ def _input_gradient(
     else:
         grad = torch.cat([grad for grad, _ in parts], dim=-1)
         weight = torch.cat([weight for _, weight in parts])
-    grad_input = reducescatter.gemm_reducescatter(grad, weight.t(), group=group)
+    grad_input = eager.call(eager.gemm_reducescatter, _scatter_op, group, grad, weight.t(), None)
     return grad_input if scattered is None else grad_input + wait(scattered)
 
 
-# register_autograd would lose the gradients of a list of biases of which some are None.
-def _with_autograd(
-    run: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Biases,
-    group: str,
+def _run(
+    call: _Call, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    biases = list(biases) or [None] * len(weights)
     given = [bias for bias in biases if bias is not None]
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, *weights, *given)):
-        return run(input, weights, biases)
-    with_bias = [bias is not None for bias in biases]
-    *outputs, gathered = _AllGatherGemm.apply(run, group, with_bias, input, *weights, *given)
+    if not needs_recording("allgather_gemm", input, *weights, *given):
+        return call.run(input, weights, biases)
+    *outputs, gathered = record(_AllGatherGemm, call, input, *weights, *given)
     return outputs, gathered
 
 
+# Lists of biases may hold None, whose place torch.library.register_autograd would lose.
 def _autograd_weights(
-    keyset, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases, *, group: str
+    keyset, input, weights, biases, *, group: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    def run(input, weights, biases):
-        with torch._C._AutoDispatchBelowAutograd():
-            below = keyset & torch._C._after_autograd_keyset
-            return _op_weights.redispatch(below, input, weights, biases, group=group)
-
-    return _with_autograd(run, input, weights, biases, group)
+    biases = list(biases) or [None] * len(weights)
+    return _run(_Call(group, keyset, True, biases), input, weights, biases)
 
 
-def _autograd(
-    keyset,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    def run(input, weights, biases):
-        with torch._C._AutoDispatchBelowAutograd():
-            below = keyset & torch._C._after_autograd_keyset
-            output, gathered = _op.redispatch(below, input, weights[0], biases[0], group=group)
-        return [output], gathered
-
-    (output,), gathered = _with_autograd(run, input, [weight], [bias], group)
+def _autograd(keyset, input, weight, bias=None, *, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+    (output,), gathered = _run(_Call(group, keyset, False, [bias]), input, [weight], [bias])
     return output, gathered
 
 
 autograd_kernels.impl("allgather_gemm", _autograd, "Autograd", with_keyset=True)
 autograd_kernels.impl("allgather_gemm.weights", _autograd_weights, "Autograd", with_keyset=True)
+register_vmap(_op)
+register_vmap(_op_weights)
 
 
 @overload
@@ -242,9 +353,11 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
         operands' dtype; for a sequence of weights ``output`` is a list. Dtypes, accumulation and autocast are as in
         :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are first order, in reverse mode. Backward keeps ``input`` and gathers it again, beside the
+    Gradients are in reverse mode, of any order. Backward keeps ``input`` and gathers it again, beside the
     :func:`overlap_torch.gemm_reducescatter` that makes its gradient; every rank has to run it. A gradient that reaches
     ``g`` is reduce-scattered and added. Gradients of weights and biases are those of this rank's parts.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
+    which every rank needs as many.
 
     Raises:
         ValueError: shapes or devices that do not fit, not one bias for each of several weights, or an unknown group.

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
-from overlap_torch._ops.gradients import autograd_kernels, first_order, rows, weight_gradient
+from overlap_torch._ops.gradients import (
+    Gradient,
+    Gradients,
+    autograd_kernels,
+    register_vmap,
+    rows,
+    run_product,
+    weight_gradient,
+)
 from overlap_torch._ops.group import Group
 
 _op = torch.ops.overlap.gemm_allreduce.default
@@ -19,32 +27,43 @@ def _fake(
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
-def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
-    input, weight, _ = inputs
-    needs_input, needs_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+class _Product:
+    """The op as its gradients see it: its output and the output's gradient are replicated."""
+
+    name = "gemm_allreduce"
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return gemm_allreduce(input, weight, bias, group=self.group)
+
+    def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
+        return _op.redispatch(keyset, input, weight, bias, group=self.group)
+
+    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
+        return grad.shape[:-1]
+
+    # Each rank's gradients follow from its own operands, without any communication (as in Megatron's row-parallel
+    # layer, arXiv 1909.08053).
+    def gradients(
+        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
+    ) -> Gradients:
+        return (
+            None if weight is None else grad @ weight,
+            None if input is None else weight_gradient(grad, input),
+            rows(grad).sum(0) if with_bias else None,
+        )
 
 
-# The output is replicated, and so is its gradient: each rank's gradients follow from its own operands, without any
-# communication (as in Megatron's row-parallel layer, arXiv 1909.08053).
-def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    input, weight = ctx.saved_tensors
-    grad_input = grad_weight = grad_bias = None
-    with torch.no_grad():
-        if weight is not None:
-            grad_input = grad @ weight
-        if input is not None:
-            grad_weight = weight_gradient(grad, input)
-        if any(ctx.needs_input_grad[2:]):  # empty where the dispatcher dropped a bias that was None
-            grad_bias = rows(grad).sum(0)
-    return first_order(
-        "gemm_allreduce", (grad_input, grad_weight, grad_bias)[: len(ctx.needs_input_grad)]
-    )
+def _autograd(keyset, input, weight, bias=None, *, group: str) -> torch.Tensor:
+    return run_product(_Product(group), keyset, input, weight, bias)
 
 
-torch.library.register_autograd(
-    "overlap::gemm_allreduce", _backward, setup_context=_setup_context, lib=autograd_kernels
-)
+autograd_kernels.impl("gemm_allreduce", _autograd, "Autograd", with_keyset=True)
+register_vmap(_op)
 
 
 def gemm_allreduce(
@@ -76,8 +95,11 @@ def gemm_allreduce(
         (float64 runs the composition). Sums within a rank accumulate in float32, TF32 only where PyTorch's own setting
         allows it. Under autocast the operands are cast as those of ``torch.nn.functional.linear``.
 
-    Gradients are first order, in reverse mode, and local: ``grad @ weight``, ``grad.T @ input``, ``grad.sum(rows)``. The
-    gradient of the output is the same on every rank, so backward does not communicate.
+    Gradients are in reverse mode, of any order. The first are local: ``grad @ weight``, ``grad.T @ input``,
+    ``grad.sum(rows)``. The gradient of the output is the same on every rank, so backward does not communicate. A second
+    derivative does, where it asks for that of the output's gradient: it is a ``gemm_allreduce`` again.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
+    which every rank needs as many.
 
     Raises:
         ValueError: shapes or devices that do not fit, or an unknown group.

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops.collectives import exchange
 from overlap_torch._ops.gradients import (
+    Gradient,
+    Gradients,
     autograd_kernels,
-    exchange,
-    first_order,
+    register_vmap,
     rows,
+    run_product,
     weight_gradient,
 )
 from overlap_torch._ops.group import Group, group_rank, world_size
@@ -65,36 +68,48 @@ def _fake(
     return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))
 
 
-def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
-    input, weight, send_rows, recv_rows, _ = inputs
-    needs_input, needs_weight = ctx.needs_input_grad[:2]
-    ctx.group = keyword_only_inputs["group"]
-    ctx.send_rows, ctx.recv_rows = list(send_rows), list(recv_rows)
-    ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+class _Product:
+    """The op as its gradients see it: every tensor is this rank's own."""
+
+    name = "gemm_alltoall"
+
+    def __init__(self, group: str, send_rows: Sequence[int], recv_rows: Sequence[int]) -> None:
+        self.group = group
+        self.send_rows, self.recv_rows = send_rows, recv_rows
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return gemm_alltoall(input, weight, self.send_rows, self.recv_rows, bias, group=self.group)
+
+    def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
+        return _op.redispatch(
+            keyset, input, weight, self.send_rows, self.recv_rows, bias, group=self.group
+        )
+
+    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
+        return (sum(self.send_rows), *grad.shape[1:-1])
+
+    # The gradient's rows go back the way the output's came; the rest is local.
+    def gradients(
+        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
+    ) -> Gradients:
+        grad = exchange(grad, self.recv_rows, self.send_rows, self.group)
+        return (
+            None if weight is None else grad @ weight,
+            None if input is None else weight_gradient(grad, input),
+            rows(grad).sum(0) if with_bias else None,
+        )
 
 
-# The gradient's rows go back the way the output's came. Whether they do depends on requires_grad alone, which all ranks
-# share: a backward runs only where some operand needs it.
-def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    input, weight = ctx.saved_tensors
-    grad_input = grad_weight = grad_bias = None
-    with torch.no_grad():
-        grad = exchange(grad, ctx.recv_rows, ctx.send_rows, ctx.group)
-        if weight is not None:
-            grad_input = grad @ weight
-        if input is not None:
-            grad_weight = weight_gradient(grad, input)
-        if any(ctx.needs_input_grad[4:]):  # empty where the dispatcher dropped a bias that was None
-            grad_bias = rows(grad).sum(0)
-    grad_input, grad_weight, grad_bias = first_order(
-        "gemm_alltoall", (grad_input, grad_weight, grad_bias)
-    )
-    return (grad_input, grad_weight, None, None, grad_bias)[: len(ctx.needs_input_grad)]
+def _autograd(
+    keyset, input, weight, send_rows, recv_rows, bias=None, *, group: str
+) -> torch.Tensor:
+    return run_product(_Product(group, send_rows, recv_rows), keyset, input, weight, bias)
 
 
-torch.library.register_autograd(
-    "overlap::gemm_alltoall", _backward, setup_context=_setup_context, lib=autograd_kernels
-)
+autograd_kernels.impl("gemm_alltoall", _autograd, "Autograd", with_keyset=True)
+register_vmap(_op)
 
 
 def gemm_alltoall(
@@ -136,8 +151,10 @@ def gemm_alltoall(
         A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the ranks that sent the
         rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are first order, in reverse mode. Backward sends the gradient's rows back, which every rank has to take
+    Gradients are in reverse mode, of any order. Backward sends the gradient's rows back, which every rank has to take
     part in; what follows is local, so gradients of weight and bias are those of this rank's.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
+    which every rank needs as many.
 
     Raises:
         ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do

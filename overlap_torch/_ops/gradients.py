@@ -1,72 +1,33 @@
-"""What the ops' gradients have in common."""
+"""What the ops' gradients have in common: reverse mode, of any order.
+
+An op is linear in its input and in its weight. So its gradients are products of the same kind, and the gradients' gradients
+are the op and its gradients again. In the words of one op, ``y = op(x, w, b)`` and ``gx, gw, gb = gradients(gy, x, w)``:
+where ``vx, vw, vb`` is what reaches ``gx, gw, gb``,
+
+- ``gy`` receives ``op([vx, x], [w, vw], vb)``: one call, of both pairs side by side along K;
+- ``x`` and ``w`` receive the first two of ``gradients(gy, vx, vw)``.
+
+A tensor is either this rank's own or replicated. A replicated one counts once in what is differentiated, and every rank has
+the whole of its gradient. Therefore an op that sums over the ranks has gradients that need not, and the other way round.
+Autograd cannot know it from what the gradients call, so they are Functions of their own, which follow the lines above.
+Whether they communicate depends on requires_grad and on which outputs were used, which all ranks share.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
-import torch.distributed._functional_collectives
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
-from overlap_torch._ops.group import world_size
+# Whether the call is within one of torch.func's transforms.
+transforms_are_active = torch._C._are_functorch_transforms_active
 
-_collectives = torch.ops._c10d_functional
-
-
-class _ReverseModeOnly(torch.library.Library):
-    """Autograd kernels that refuse tangents, which ``register_autograd``'s drop where nothing requires a gradient."""
-
-    def impl(
-        self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **options: Any
-    ) -> None:
-        @functools.wraps(fn)
-        def kernel(keyset, *args, **kwargs):
-            _refuse_tangents(op_name, args)
-            return fn(keyset, *args, **kwargs)
-
-        super().impl(op_name, kernel, dispatch_key, **options)
-
-
-def _refuse_tangents(op: str, args: Sequence[Any]) -> None:
-    for arg in args:
-        if isinstance(arg, list):
-            _refuse_tangents(op, arg)
-        elif isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-            raise NotImplementedError(
-                f"{op.partition('.')[0]} has reverse-mode gradients only, but an operand has a tangent (forward_ad, "
-                "torch.func.jvp): differentiate with backward() or torch.autograd.grad, or detach the operand"
-            )
-
-
-# All ops register here; their kernels take the keyset.
-autograd_kernels = _ReverseModeOnly("overlap", "IMPL")
-
-
-class _FirstOrder(torch.autograd.Function):
-    """A gradient that must not be differentiated again: doing so raises instead of leaving out a part."""
-
-    @staticmethod
-    def forward(ctx, grad: torch.Tensor, op: str) -> torch.Tensor:
-        ctx.op = op
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[None, None]:
-        raise RuntimeError(
-            f"{ctx.op} has first-order gradients only: their derivative would need communication. "
-            "Where second derivatives are needed, use torch.nn.functional.linear and a collective instead"
-        )
-
-
-def first_order(op: str, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """``grads``, guarded against a second derivative where one might be taken (``create_graph=True``)."""
-    if not torch.is_grad_enabled():
-        return tuple(grads)
-    return tuple(
-        grad if grad is None else _FirstOrder.apply(grad.requires_grad_(), op) for grad in grads
-    )
+Gradient = torch.Tensor | None
+Gradients = tuple[Gradient, Gradient, Gradient]  # of input, weight and bias
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,30 +40,227 @@ def weight_gradient(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     return rows(grad).t() @ rows(input)
 
 
-def start_all_gather(shard: torch.Tensor, group: str) -> torch.Tensor:
-    """Begins to gather ``shard`` along dim 0; the result may be used after :func:`wait`."""
-    ranks = world_size(group)
-    if shard.device.type == "cpu":
-        # Gloo's two worker threads write the name of what they have just done into one string of the group, without a
-        # lock (ProcessGroupGloo::runLoop, PyTorch 2.11). The names of the other collectives here fit into the string
-        # itself; that of this functional op, ALLGATHER_COALESCED, is on the heap, where two writers at a time free it
-        # twice or write into what has been freed.
-        counts = [shard.shape[0]] * ranks
-        return _collectives.all_to_all_single(torch.cat([shard] * ranks), counts, counts, group)
-    return _collectives.all_gather_into_tensor(shard.contiguous(), ranks, group)
+class Product(Protocol):
+    """``input @ weight.T + bias``, communicated in some way between the ranks of a group."""
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The product; its gradients are recorded."""
+
+    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
+        """All dims but K of the input, by the output's gradient."""
+
+    def gradients(
+        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
+    ) -> Gradients:
+        """The input's if ``weight`` is given, the weight's if ``input`` is, the bias's if asked for; none is recorded."""
 
 
-def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
-    """Begins to sum ``whole`` and cut it along dim 0; the result may be used after :func:`wait`."""
-    return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size(group), group)
+class OpProduct(Product, Protocol):
+    """A product that is an op."""
+
+    name: str
+
+    def redispatch(
+        self,
+        keyset: torch._C.DispatchKeySet,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The op's kernel for the keys of the set."""
 
 
-def exchange(
-    whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
+class TransformedFunction(torch.autograd.Function):
+    """A Function that torch.func's transforms take. Under vmap it runs for one element of the batch after another.
+
+    So every rank needs a batch of the same size, as each element has its collectives. ``forward`` takes no context.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As ``Function.apply``, which reads the signature of ``forward`` at every call, for arguments by default."""
+        if transforms_are_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+
+    @classmethod
+    def apply_in_backward(cls, *args: Any) -> Any:
+        """As ``apply``, for a backward: records nothing where nobody may differentiate what it computes."""
+        recorded = torch.is_grad_enabled() or transforms_are_active()
+        return cls.apply(*args) if recorded else cls.forward(*args)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        return _one_by_one(cls.apply, info.batch_size, in_dims, args)
+
+
+class ProductGradients(TransformedFunction):
+    """A product's gradients, which can be differentiated."""
+
+    @staticmethod
+    def forward(
+        product: Product, with_bias: bool, grad: torch.Tensor, input: Gradient, weight: Gradient
+    ) -> Gradients:
+        return product.gradients(grad, input, weight, with_bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.product, _, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # a gradient that nobody used costs no communication
+
+    @staticmethod
+    def backward(ctx, v_input: Gradient, v_weight: Gradient, v_bias: Gradient):
+        product: Product = ctx.product
+        grad, input, weight = ctx.saved_tensors
+        needs_grad, needs_input, needs_weight = ctx.needs_input_grad[2:]
+        grad_grad = grad_input = grad_weight = None
+        if needs_grad and (v_input is not None or v_weight is not None or v_bias is not None):
+            left, right = [], []
+            if v_input is not None:
+                left.append(v_input)
+                right.append(weight)
+            if v_weight is not None:
+                left.append(input)
+                right.append(v_weight)
+            if not left:  # K = 0: the bias alone
+                left.append(grad.new_empty((*product.leading_dims(grad), 0)))
+                right.append(grad.new_empty((grad.shape[-1], 0)))
+            grad_grad = product(side_by_side(left), side_by_side(right), v_bias)
+        left = v_input if needs_weight else None
+        right = v_weight if needs_input else None
+        if left is not None or right is not None:
+            grad_input, grad_weight, _ = ProductGradients.apply_in_backward(
+                product, False, grad, left, right
+            )
+        return None, None, grad_grad, grad_input, grad_weight
+
+
+def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Along the last dim; one alone as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
+
+
+class _RecordedProduct(torch.autograd.Function):
+    """An op of one output, between the autograd keys and those below."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        product: OpProduct,
+        keyset: torch._C.DispatchKeySet,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        _, _, needs_input, needs_weight, ctx.with_bias = ctx.needs_input_grad
+        ctx.product = product
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        return below_autograd(product.redispatch, keyset, input, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
+        input, weight = ctx.saved_tensors
+        gradients = ProductGradients.apply_in_backward(
+            ctx.product, ctx.with_bias, grad, input, weight
+        )
+        return None, None, *gradients
+
+
+def run_product(
+    product: OpProduct,
+    keyset: torch._C.DispatchKeySet,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The first send_rows[0] rows of ``whole`` to rank 0, and so on; what is received, in rank order."""
-    return wait(_collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group))
+    """What the autograd kernel of an op of one output does."""
+    if needs_recording(product.name, input, weight, bias):
+        return record(_RecordedProduct, product, keyset, input, weight, bias)
+    return below_autograd(product.redispatch, keyset, input, weight, bias)
 
 
-def wait(tensor: torch.Tensor) -> torch.Tensor:
-    return _collectives.wait_tensor(tensor)
+# Autograd kernels of all ops; they take the keyset.
+autograd_kernels = torch.library.Library("overlap", "IMPL")
+
+
+def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
+    """Whether a kernel has to record the call; raises NotImplementedError where an operand has a tangent."""
+    _refuse_tangents(op, operands)
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
+
+
+def _refuse_tangents(op: str, operands: Iterable[torch.Tensor | None]) -> None:
+    for operand in operands:
+        if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:
+            raise NotImplementedError(
+                f"{op} has reverse-mode gradients only, but an operand has a tangent (forward_ad, "
+                "torch.func.jvp): differentiate with backward() or torch.autograd.grad, or detach the operand"
+            )
+
+
+def record(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply`` within an autograd kernel.
+
+    There the dispatcher has taken one of torch.func's levels, as it does for PyTorch's own operators, and takes the
+    others below the kernel. ``Function.apply`` would take them all, from the first.
+    """
+    apply = super(torch.autograd.Function, function).apply
+    if not transforms_are_active():
+        return apply(*args)
+    with enable_single_level_autograd_function():
+        return apply(*args)
+
+
+def below_autograd(
+    redispatch: Callable[..., Any], keyset: torch._C.DispatchKeySet, *args: Any
+) -> Any:
+    """Continues a call in the kernels below the autograd keys of its ``keyset``."""
+    keyset = keyset & torch._C._after_autograd_keyset
+    with torch._C._AutoDispatchBelowAutograd():
+        if not transforms_are_active():
+            return redispatch(keyset, *args)
+        # A Function's forward turns both modes off, but the levels below may be recording.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return redispatch(keyset, *args)
+
+
+def register_vmap(op: torch._ops.OpOverload) -> None:
+    """vmap of an op: one call for each element of the batch, of which every rank needs as many."""
+
+    def rule(info: Any, in_dims: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
+        return _one_by_one(op, info.batch_size, in_dims, args, **keywords)
+
+    torch.library.register_vmap(op.name(), rule)
+
+
+def _one_by_one(
+    call: Callable[..., Any], batch_size: int, in_dims: Any, args: Any, **keywords: Any
+) -> tuple[Any, Any]:
+    """The stacked results of calls for each element of a batch, and the dims in which they are stacked."""
+    if batch_size == 0:
+        raise ValueError(
+            "vmap over a dim of size 0: there is no call whose results could be stacked"
+        )
+    leaves, spec = pytree.tree_flatten(args)
+    dims = pytree.tree_leaves(in_dims)
+    results = []
+    for i in range(batch_size):
+        parts = [
+            leaf if dim is None else leaf.select(dim, i)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        result, result_spec = pytree.tree_flatten(
+            call(*pytree.tree_unflatten(parts, spec), **keywords)
+        )
+        results.append(result)
+    stacked = [
+        None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)
+    ]
+    out_dims = [None if tensor is None else 0 for tensor in stacked]
+    return (
+        pytree.tree_unflatten(stacked, result_spec),
+        pytree.tree_unflatten(out_dims, result_spec),
+    )

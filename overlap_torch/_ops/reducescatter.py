@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
-    allgather,
-    eager,
-    fakes,
-    library,
-)
+from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops.collectives import start_all_gather, wait
 from overlap_torch._ops.gradients import (
+    Gradient,
+    Gradients,
     autograd_kernels,
-    first_order,
+    register_vmap,
     rows,
-    start_all_gather,
-    wait,
+    run_product,
     weight_gradient,
 )
 from overlap_torch._ops.group import Group, world_size
 
 _op = torch.ops.overlap.gemm_reducescatter.default
+_gather_op = torch.ops.overlap.allgather_gemm.default
 
 
 @torch.library.register_fake("overlap::gemm_reducescatter")
@@ -40,34 +38,47 @@ def _fake(
     return input.new_empty((input.shape[0] // world, *input.shape[1:-1], weight.shape[0]))
 
 
-def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
-    input, weight, _ = inputs
-    needs_input, needs_weight = ctx.needs_input_grad[:2]
-    ctx.group = keyword_only_inputs["group"]
-    ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+class _Product:
+    """The op as its gradients see it: every tensor is this rank's own, the bias too."""
 
+    name = "gemm_reducescatter"
 
-# The gradient of the partial products is the gathered gradient of the output: gathered once, for input and weight.
-# Whether it is depends on requires_grad alone, which all ranks share.
-def _backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    input, weight = ctx.saved_tensors
-    grad_input = grad_weight = grad_bias = None
-    with torch.no_grad():
+    def __init__(self, group: str) -> None:
+        self.group = group
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return gemm_reducescatter(input, weight, bias, group=self.group)
+
+    def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
+        return _op.redispatch(keyset, input, weight, bias, group=self.group)
+
+    def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
+        return (grad.shape[0] * world_size(self.group), *grad.shape[1:-1])
+
+    # The gradient of the partial products is the gathered gradient of the output: gathered once, for input and weight.
+    def gradients(
+        self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
+    ) -> Gradients:
+        grad_input = grad_weight = None
         if weight is not None:
-            grad_input, gathered = allgather.allgather_gemm(grad, weight.t(), group=ctx.group)
+            grad_input, gathered = eager.call(
+                eager.allgather_gemm, _gather_op, self.group, grad, weight.t(), None
+            )
         elif input is not None:
-            gathered = wait(start_all_gather(grad, ctx.group))
+            gathered = wait(start_all_gather(grad, self.group, world_size(self.group)))
         if input is not None:
             grad_weight = weight_gradient(gathered, input)
-        if any(ctx.needs_input_grad[2:]):  # empty where the dispatcher dropped a bias that was None
-            grad_bias = rows(grad).sum(0)
-    grads = (grad_input, grad_weight, grad_bias)[: len(ctx.needs_input_grad)]
-    return first_order("gemm_reducescatter", grads)
+        return grad_input, grad_weight, rows(grad).sum(0) if with_bias else None
 
 
-torch.library.register_autograd(
-    "overlap::gemm_reducescatter", _backward, setup_context=_setup_context, lib=autograd_kernels
-)
+def _autograd(keyset, input, weight, bias=None, *, group: str) -> torch.Tensor:
+    return run_product(_Product(group), keyset, input, weight, bias)
+
+
+autograd_kernels.impl("gemm_reducescatter", _autograd, "Autograd", with_keyset=True)
+register_vmap(_op)
 
 
 def gemm_reducescatter(
@@ -99,9 +110,11 @@ def gemm_reducescatter(
         A fresh, contiguous tensor [D0 / world size, ..., N], of the operands' dtype: rank r holds the r-th part of the
         sum's rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are first order, in reverse mode. Backward is an :func:`overlap_torch.allgather_gemm` of the output's gradient,
-    which every rank has to run; ``input`` and ``weight`` share what it gathers. The bias's gradient is that of this
-    rank's rows: sum it over the group for that of the whole bias.
+    Gradients are in reverse mode, of any order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's
+    gradient, which every rank has to run; ``input`` and ``weight`` share what it gathers. The bias's gradient is that of
+    this rank's rows: sum it over the group for that of the whole bias.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
+    which every rank needs as many.
 
     Raises:
         ValueError: D0 is not divisible by the world size, shapes or devices do not fit, or an unknown group.

@@ -1,0 +1,40 @@
+"""The collectives of gradients and layers, as functional ones that a compiler sees; none records a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed._functional_collectives
+
+from overlap_torch._ops.group import world_size
+
+_collectives = torch.ops._c10d_functional
+
+
+def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """Begins to gather the group's ``ranks`` shards along dim 0; the result may be used after :func:`wait`."""
+    if shard.device.type == "cpu":
+        # Gloo's two worker threads write the name of what they have just done into one string of the group, without a
+        # lock (ProcessGroupGloo::runLoop, PyTorch 2.11). The names of the other collectives here fit into the string
+        # itself; that of this functional op, ALLGATHER_COALESCED, is on the heap, where two writers at a time free it
+        # twice or write into what has been freed.
+        counts = [shard.shape[0]] * ranks
+        return _collectives.all_to_all_single(torch.cat([shard] * ranks), counts, counts, group)
+    return _collectives.all_gather_into_tensor(shard.contiguous(), ranks, group)
+
+
+def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
+    """Begins to sum ``whole`` and cut it along dim 0; the result may be used after :func:`wait`."""
+    return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size(group), group)
+
+
+def exchange(
+    whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
+) -> torch.Tensor:
+    """The first send_rows[0] rows of ``whole`` to rank 0, and so on; what is received, in rank order."""
+    return wait(_collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group))
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    return _collectives.wait_tensor(tensor)

@@ -1,0 +1,122 @@
+"""DTensors to this rank's parts and back, and from placement to placement, such that gradients can be differentiated again.
+
+``DTensor``'s own ``to_local``, ``from_local`` and ``redistribute`` are right for a first derivative and lose the second
+without a word (torch 2.11): what their backward makes has no history.
+
+Importing this loads ``torch.distributed.tensor``, which takes most of a second.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from overlap_torch._dtensor import Placements, contiguous_strides, sharded_dim
+from overlap_torch._ops.gradients import TransformedFunction
+
+
+def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torch.Tensor:
+    """``DTensor.to_local`` of a DTensor on a one-dimensional mesh.
+
+    Where the sharded dim does not divide by the ranks the gradient is contiguous: of parts of unequal sizes ``DTensor``
+    computes other strides on each rank, and autograd then stores such a gradient replicated.
+    """
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
+    if torch.compiler.is_compiling() and not _is_uneven(tensor):
+        return tensor.to_local(grad_placements=grad_placements)
+    return _ToLocal.apply(tensor, grad_placements)
+
+
+def from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: torch.Size | None = None,
+) -> DTensor:
+    """``DTensor.from_local`` without a check. ``shape`` is the whole's; None if every rank's part has one size."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _FromLocal.forward(local, mesh, placements, shape)
+    return _FromLocal.apply(local, mesh, placements, shape)
+
+
+def redistribute(tensor: DTensor, placements: Placements) -> DTensor:
+    """``DTensor.redistribute``, in its mesh."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return tensor.redistribute(placements=placements)
+    return _Redistribute.apply(tensor, placements)
+
+
+class _ToLocal(TransformedFunction):
+    @staticmethod
+    def forward(tensor: DTensor, grad_placements: Placements | None) -> torch.Tensor:
+        local = tensor.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        tensor, grad_placements = inputs
+        ctx.mesh = tensor.device_mesh
+        ctx.placements = grad_placements or _of_gradient(tensor.placements)
+        ctx.shape = tensor.shape if _is_uneven(tensor) else None
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[DTensor, None]:
+        return _FromLocal.apply_in_backward(grad, ctx.mesh, ctx.placements, ctx.shape), None
+
+
+class _FromLocal(TransformedFunction):
+    @staticmethod
+    def forward(
+        local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size | None
+    ) -> DTensor:
+        if shape is None:
+            return DTensor.from_local(local, mesh, placements, run_check=False)
+        return DTensor.from_local(
+            local.contiguous(),
+            mesh,
+            placements,
+            run_check=False,
+            shape=shape,
+            stride=contiguous_strides(shape),
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.placements = output.placements
+
+    @staticmethod
+    def backward(ctx, grad: DTensor) -> tuple[torch.Tensor | None, ...]:
+        placements = _of_gradient(ctx.placements)
+        if grad.placements != placements:
+            grad = _Redistribute.apply_in_backward(grad, placements)
+        # A part of a sum is this rank's own, though its gradient is that of the whole sum.
+        return _ToLocal.apply_in_backward(grad, ctx.placements), None, None, None
+
+
+class _Redistribute(TransformedFunction):
+    @staticmethod
+    def forward(tensor: DTensor, placements: Placements) -> DTensor:
+        return tensor.redistribute(placements=placements)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        tensor, _ = inputs
+        ctx.placements = _of_gradient(tensor.placements)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor) -> tuple[DTensor, None]:
+        return _Redistribute.apply_in_backward(grad, ctx.placements), None
+
+
+def _of_gradient(placements: Placements) -> Placements:
+    """The gradient of a sum is replicated."""
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Whether parts differ in size."""
+    (placement,) = tensor.placements
+    dim = sharded_dim(placement, tensor.dim())
+    return dim is not None and tensor.shape[dim] % tensor.device_mesh.size() != 0

@@ -1,0 +1,744 @@
+"""Gradients of gradients, against the global function's in one process, and torch.func's transforms.
+
+The global function is plain PyTorch in float64 on all ranks' operands, where what is replicated stands once. All values are
+small integers, and everything here is a polynomial of them, so that each derivative has one right value, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import overlap_torch
+from checks import Failures, message_of
+from layers import integer_linear, integers, my_features, my_tokens
+from meshes import mesh
+from modes import SeesDispatches
+from operands import Case, difference, rank_device, world_name
+from operands import integers as keyed_integers
+from ops import OPS, Arguments, map_tensors, tensors_of
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
+from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+
+every_op = pytest.mark.parametrize("op", list(OPS))
+some_ranks = pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+
+CASES = [Case((3,), 5, 4, torch.float64), Case((2, 3), 3, 2, torch.float64)]
+CASES.append(Case((), 4, 3, torch.float64))
+
+Gradients = list[torch.Tensor | None]
+
+
+def given(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    vectors: Sequence[torch.Tensor],
+    again: bool = True,
+) -> Gradients:
+    """Of those leaves that ask for one; None for others, and where no output depends on a leaf that does."""
+    pairs = [pair for pair in zip(outputs, vectors, strict=True) if pair[0].requires_grad]
+    asking = [leaf for leaf in leaves if leaf.requires_grad]
+    found = iter([None] * len(asking))
+    if pairs:
+        outputs, vectors = zip(*pairs, strict=True)
+        found = iter(
+            torch.autograd.grad(outputs, asking, vectors, create_graph=again, allow_unused=True)
+        )
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def expect_gradients(failures: Failures, got: Gradients, right: Gradients, *where: object) -> None:
+    """A gradient that there is none of may be zeros."""
+    for i, (gradient, value) in enumerate(zip(got, right, strict=True)):
+        if gradient is not None and value is not None:
+            failures.expect(difference(gradient.detach(), value.detach()), "by", i, *where)
+        else:
+            rest = given([gradient, value])
+            nothing = not any(bool(tensor.any()) for tensor in rest)
+            failures.expect(None if nothing else f"{gradient}, not {value}", "by", i, *where)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the ops
+
+
+def vectors_for(
+    op: str, name: str, tensors: Sequence[torch.Tensor], rank: int
+) -> list[torch.Tensor]:
+    """What to multiply outputs or gradients by: the same on every rank where they are."""
+    replicated = [
+        OPS[op].replicated and (name == "outputs" or tensor.dim() == 1) for tensor in tensors
+    ]
+    keys = ["replicated" if same else rank for same in replicated]
+    return [
+        keyed_integers(tuple(tensor.shape), tensor.device, name, i, key).double()
+        for i, (tensor, key) in enumerate(zip(tensors, keys, strict=True))
+    ]
+
+
+def derivatives(
+    outputs: Sequence[torch.Tensor],
+    factors: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    vectors: Sequence[torch.Tensor],
+    used: Sequence[int],
+    square: bool,
+    order: int,
+) -> Gradients:
+    """Of sum(outputs * factors), or of their squares, by leaves and factors.
+
+    Of each order but the last the leaves' derivatives `used` are multiplied by their vectors, and added up.
+    """
+    values = [output.square() if square else output for output in outputs]
+    by: Gradients = gradients(values, leaves, factors)
+    for step in range(2, order + 1):
+        chosen = [i for i in used if by[i] is not None]
+        by = gradients(
+            [by[i] for i in chosen],
+            [*leaves, *factors],
+            [vectors[i] for i in chosen],
+            again=step < order,
+        )
+    return by
+
+
+def right_derivatives(
+    op: str,
+    everybody: Sequence[Arguments],
+    needs: Sequence[bool],
+    needs_factors: bool,
+    used: Sequence[int],
+    square: bool,
+    order: int,
+) -> Gradients:
+    """Those of this rank's operands and factors, from all ranks' arguments."""
+    me = dist.get_rank()
+    everybody = [map_tensors(lambda t: t.detach().clone(), arguments) for arguments in everybody]
+    leaves, vectors, chosen = [], [], []
+    for rank, arguments in enumerate(everybody):
+        own = tensors_of(arguments)
+        for leaf, need in zip(own, needs, strict=True):
+            leaf.requires_grad_(need)
+        chosen += [len(leaves) + i for i in used]
+        leaves += own
+        vectors += vectors_for(op, "leaves", own, rank)
+    results = OPS[op].meaning(everybody, math.inf)
+    counted = [me] if OPS[op].replicated else range(len(everybody))
+    outputs = [output for rank in counted for output in results[rank]]
+    factors = [
+        factor.requires_grad_(needs_factors)
+        for rank in counted
+        for factor in vectors_for(op, "outputs", results[rank], rank)
+    ]
+    by = derivatives(outputs, factors, leaves, vectors, chosen, square, order)
+    own, count = len(needs), len(results[me])
+    first = me * own
+    factors_of_me = len(leaves) + (0 if OPS[op].replicated else me * count)
+    return by[first : first + own] + by[factors_of_me : factors_of_me + count]
+
+
+def check_op(op: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    seeds = itertools.count()
+    for case, bias in itertools.product(OPS[op].of(CASES), (False, True)):
+        case = case.with_(bias=bias)
+        count = len(tensors_of(OPS[op].arguments(case, rank, world, device)))
+        everything = tuple(range(count))
+        # Each operand's gradient alone, all but one, all; and the same of the gradients that are used.
+        subsets = [everything]
+        subsets += [(i,) for i in everything]
+        subsets += [tuple(j for j in everything if j != i) for i in everything]
+        patterns = [(asking, everything) for asking in subsets]
+        patterns += [(everything, used) for used in subsets[1:]]
+        for asking, used in patterns:
+            seed = next(seeds)
+            square, needs_factors = seed % 2 == 0, seed % 3 > 0
+            order = 3 if (asking, used) == (everything, everything) else 2
+            everybody = [OPS[op].arguments(case, r, world, device, seed) for r in range(world)]
+            needs = [i in asking for i in everything]
+            right = right_derivatives(op, everybody, needs, needs_factors, used, square, order)
+            leaves = tensors_of(everybody[rank])
+            for leaf, need in zip(leaves, needs, strict=True):
+                leaf.requires_grad_(need)
+            outputs = tensors_of(OPS[op].wrapper(*everybody[rank], group=world_name()))
+            factors = [
+                factor.requires_grad_(needs_factors)
+                for factor in vectors_for(op, "outputs", outputs, rank)
+            ]
+            vectors = vectors_for(op, "leaves", leaves, rank)
+            got = derivatives(outputs, factors, leaves, vectors, used, square, order)
+            where = (op, case, "asking", asking, "used", used, "square", square, "order", order)
+            expect_gradients(failures, got, right, *where)
+    return failures.result()
+
+
+@every_op
+@some_ranks
+def test_second_order_of_ops_is_the_global_functions(ranks, op):
+    ranks.expect_no_failures(check_op, op)
+
+
+def single_outputs(op: str) -> tuple[int, list[str]]:
+    """Ops of several outputs, of which one alone is used."""
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    case = Case((3,), 5, 4, torch.float64, bias=True)
+    everybody = [OPS[op].arguments(case, r, world, device) for r in range(world)]
+    count = len(OPS[op].meaning(everybody, math.inf)[rank])
+    for output, square in itertools.product(range(count), (False, True)):
+
+        def by(arguments: Sequence[Arguments], results: Sequence[Sequence[torch.Tensor]]):
+            leaves = [tensors_of(own) for own in arguments]
+            ranks = range(len(arguments)) if len(arguments) > 1 else [rank]
+            factors = [
+                vectors_for(op, "outputs", of_one, r)[output].requires_grad_()  # noqa: B023
+                for r, of_one in zip(ranks, results, strict=True)
+            ]
+            vectors = [
+                vector
+                for r, own in zip(ranks, leaves, strict=True)
+                for vector in vectors_for(op, "leaves", own, r)
+            ]
+            flat = [leaf for own in leaves for leaf in own]
+            found = derivatives(
+                [of_one[output] for of_one in results],  # noqa: B023
+                factors,
+                flat,
+                vectors,
+                range(len(flat)),
+                square,  # noqa: B023
+                2,
+            )
+            own = ranks.index(rank)
+            return [
+                *found[own * len(leaves[0]) : (own + 1) * len(leaves[0])],
+                found[len(flat) + own],
+            ]
+
+        asking = [
+            map_tensors(lambda t: t.detach().clone().requires_grad_(), own) for own in everybody
+        ]
+        right = by(asking, OPS[op].meaning(asking, math.inf))
+        mine = map_tensors(lambda t: t.detach().clone().requires_grad_(), everybody[rank])
+        got = by([mine], [tensors_of(OPS[op].wrapper(*mine, group=world_name()))])
+        expect_gradients(failures, got, right, op, "output", output, "square", square)
+    return failures.result()
+
+
+@pytest.mark.parametrize("op", ["allgather_gemm", "allgather_gemm.weights"])
+@some_ranks
+def test_second_order_of_one_output_of_several(ranks, op):
+    ranks.expect_no_failures(single_outputs, op)
+
+
+def dropped_derivative(op: str) -> tuple[int, list[str]]:
+    """A gradient whose derivative is asked for beside another term's: nothing says so if its own is left out."""
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    case = Case((3,), 5, 4, torch.float64)
+    arguments = OPS[op].arguments(case, rank, world, device)
+    input, *_ = tensors_of(arguments)
+    input.requires_grad_()
+    outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
+    (first,) = torch.autograd.grad(
+        sum(output.square().sum() for output in outputs), input, create_graph=True
+    )
+    (second,) = torch.autograd.grad(first.square().sum() + input.sum(), input)
+
+    everybody = [OPS[op].arguments(case, r, world, device) for r in range(world)]
+    inputs = [tensors_of(own)[0].requires_grad_() for own in everybody]
+    results = OPS[op].meaning(everybody, math.inf)
+    total = sum(
+        output.square().sum()
+        for of_one in (results[:1] if OPS[op].replicated else results)
+        for output in of_one
+    )
+    firsts = torch.autograd.grad(total, inputs, create_graph=True)
+    total = sum(gradient.square().sum() for gradient in firsts) + inputs[rank].sum()
+    (right,) = torch.autograd.grad(total, inputs[rank])
+    failures.expect(difference(second, right), op)
+    return failures.result()
+
+
+@every_op
+@some_ranks
+def test_second_order_is_not_dropped_beside_other_terms(ranks, op):
+    ranks.expect_no_failures(dropped_derivative, op)
+
+
+def collectives_of(op: str, create_graph: bool) -> list[str]:
+    """What a backward calls of this package's ops and PyTorch's collectives."""
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    arguments = OPS[op].arguments(Case((3,), 5, 4, bias=True), rank, world, device)
+    leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
+    outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
+    total = sum(output.sum() for output in outputs)
+    with SeesDispatches() as mode:
+        torch.autograd.grad(total, leaves, create_graph=create_graph)
+    names = [function.name() for function in mode.seen]
+    return [name for name in names if name.startswith(("overlap::", "_c10d_functional::"))]
+
+
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_second_order_costs_the_first_no_communication(ranks, op):
+    wait = "_c10d_functional::wait_tensor"
+    gather = "_c10d_functional::all_to_all_single"
+    if ranks.backend == "nccl":
+        gather = "_c10d_functional::all_gather_into_tensor"
+    scatter = "_c10d_functional::reduce_scatter_tensor"
+    right = {
+        "gemm_allreduce": [],
+        "gemm_reducescatter": ["overlap::allgather_gemm"],
+        "allgather_gemm": [gather, scatter, "overlap::gemm_reducescatter", wait, wait],
+        "gemm_alltoall": ["_c10d_functional::all_to_all_single", wait],
+    }[op.partition(".")[0]]
+    for create_graph in (False, True):
+        assert ranks.run(collectives_of, op, create_graph) == [right] * 2
+
+
+def second_backward_on_one_rank() -> tuple[int, list[str]]:
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    input, weight, bias = OPS["gemm_allreduce"].arguments(
+        Case((3,), 5, 4, torch.float64, bias=True), rank, world, device
+    )
+    leaves = [input.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    output = overlap_torch.gemm_allreduce(*leaves)
+    if rank == 0:  # nobody else differentiates anything
+        factor = keyed_integers((3, 5), device, "factor").double()
+        first = torch.autograd.grad(output, leaves[:2], factor, create_graph=True)
+        got = torch.autograd.grad([gradient.square().sum() for gradient in first], leaves[:2])
+        right = 2 * factor @ (factor.t() @ input), 2 * factor.t() @ (factor @ weight)
+        for value, exact in zip(got, right, strict=True):
+            failures.expect(difference(value, exact.detach()))
+    failures.expect(None)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_second_order_by_operands_of_allreduce_does_not_communicate(ranks):
+    """Without the output's gradient, as where the first derivative is taken of something linear."""
+    ranks.expect_no_failures(second_backward_on_one_rank, timeout_s=60)
+
+
+# ----------------------------------------------------------------------------------------------------------------- layers
+
+
+def hessian_products(
+    output: torch.Tensor,
+    factor: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    vectors: Sequence[torch.Tensor],
+) -> Gradients:
+    """Of sum(factor * output ** 2), by leaves and factor.
+
+    First the Hessian, times the leaves' vectors; then the derivative of that, times the same vectors and the factor.
+    """
+    first = torch.autograd.grad(output.square(), leaves, factor, create_graph=True)
+    second = torch.autograd.grad(first, [*leaves, factor], vectors, create_graph=True)
+    third = torch.autograd.grad(second, [*leaves, factor], [*vectors, factor.detach()])
+    return [*second, *third]
+
+
+def whole_layer(
+    linear: torch.nn.Linear, shape: Sequence[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Gradients]:
+    """Input and factor, the vectors, and the right products, each by input, weight, bias (if there is one) and factor."""
+    input = integers(*shape, linear.in_features, seed=3, dtype=torch.float64).requires_grad_()
+    factor = integers(*shape, linear.out_features, seed=4, dtype=torch.float64).requires_grad_()
+    leaves = [input, *linear.parameters()]
+    vectors = [
+        integers(*leaf.shape, seed=5 + i, dtype=torch.float64) for i, leaf in enumerate(leaves)
+    ]
+    right = hessian_products(linear(input), factor, leaves, vectors)
+    return [input.detach(), factor.detach()], vectors, right
+
+
+def uncut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def my_out_features(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a weight or a bias."""
+    return my_features(tensor.movedim(0, -1)).movedim(-1, 0)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def distributed_like(leaf: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """This rank's part as the leaf is: a DTensor if that is one."""
+    if not isinstance(leaf, DTensor):
+        return part
+    return DTensor.from_local(
+        part.contiguous(),
+        leaf.device_mesh,
+        leaf.placements,
+        run_check=False,
+        shape=leaf.shape,
+        stride=leaf.stride(),
+    )
+
+
+def check_nn(kind: str, sequence: bool, whole: bool) -> tuple[int, list[str]]:
+    """`whole`: the column layer's gather_output, the row layer's input_is_parallel=False."""
+    failures = Failures()
+    for features, tokens, bias in itertools.product(
+        ((6, 12), (7, 5), (2, 3)), (6, 7) if sequence else (3,), (True, False)
+    ):
+        linear = integer_linear(*features, bias, torch.float64)
+        operands, vectors, right = whole_layer(linear, (tokens, 2))
+        if kind == "column":
+            layer = ColumnParallelLinear.from_linear(
+                linear, sequence_parallel=sequence, gather_output=whole
+            )
+            cuts = [
+                my_tokens if sequence else uncut,
+                my_out_features,
+                my_out_features,
+            ]
+            cut_output = uncut if whole else my_features
+            arguments = (tokens,) if sequence else ()
+        else:
+            layer = RowParallelLinear.from_linear(
+                linear, sequence_parallel=sequence, input_is_parallel=not whole
+            )
+            cuts = [uncut if whole else my_features, my_features, uncut]
+            cut_output = my_tokens if sequence else uncut
+            arguments = ()
+        cuts = [*cuts[: len(vectors)], cut_output]
+        input, factor = (
+            cut(operand).detach().clone().requires_grad_()
+            for cut, operand in zip((cuts[0], cut_output), operands, strict=True)
+        )
+        leaves = [input, *layer.parameters()]
+        parts = [cut(vector) for cut, vector in zip(cuts, vectors, strict=False)]
+        got = hessian_products(
+            layer(input, *arguments),
+            factor,
+            leaves,
+            [distributed_like(leaf, part) for leaf, part in zip(leaves, parts, strict=True)],
+        )
+        got = [local_part(value) for value in got]
+        right = [cut(value) for cut, value in zip(cuts * 2, right, strict=True)]
+        expect_gradients(failures, got, right, kind, features, tokens, "bias", bias)
+    return failures.result()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+@some_ranks
+def test_second_order_of_nn_layers(ranks, kind, sequence, whole):
+    ranks.expect_no_failures(check_nn, kind, sequence, whole)
+
+
+STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
+LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
+
+
+def check_style(style: type, shape: tuple[int, int, int, int]) -> tuple[int, list[str]]:
+    failures = Failures()
+    in_features, out_features, *leading = shape
+    world = dist.get_world_size()
+    linear = integer_linear(in_features, out_features, True, torch.float64)
+    operands, vectors, right = whole_layer(linear, leading)
+
+    def cut(tensor: torch.Tensor, placement: Placement, distributed: bool) -> torch.Tensor:
+        part = distribute_tensor(tensor.detach(), mesh(), [placement])
+        return part if distributed else part.to_local()
+
+    placed = [Shard(0), Shard(0)] if style is OverlapColwiseParallel else [Shard(1), Replicate()]
+    sizes = (*leading, in_features)
+    for accepts, returns, distributed, local in itertools.product(
+        LAYOUTS, LAYOUTS, (False, True), (False, True)
+    ):
+        if not distributed and accepts.is_shard() and sizes[accepts.dim] % world != 0:
+            continue  # a tensor's sharded dim must be the same on every rank
+        where = (style.__name__, shape, accepts, "to", returns, distributed, local)
+        layer = integer_linear(in_features, out_features, True, torch.float64)
+        layer = parallelize_module(
+            layer,
+            mesh(),
+            style(input_layouts=accepts, output_layouts=returns, use_local_output=local),
+        )
+        input = cut(operands[0], accepts, distributed).clone().requires_grad_()
+        factor = cut(operands[1], returns, not local).clone().requires_grad_()
+        got = hessian_products(
+            layer(input),
+            factor,
+            [input, *layer.parameters()],
+            [
+                cut(vector, placement, together)
+                for vector, placement, together in zip(
+                    vectors, [accepts, *placed], [distributed, True, True], strict=True
+                )
+            ],
+        )
+        for i, (value, exact, placement) in enumerate(
+            zip(got, right, [accepts, *placed, returns] * 2, strict=True)
+        ):
+            if isinstance(value, DTensor):
+                problem = difference(value.full_tensor(), exact)
+            else:
+                problem = difference(value, cut(exact, placement, False))
+            failures.expect(problem, "by", i, *where)
+    return failures.result()
+
+
+@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (7, 5, 5, 7)], ids=str)
+@pytest.mark.parametrize("style", STYLES)
+@some_ranks
+def test_second_order_of_styles(ranks, style, shape):
+    ranks.expect_no_failures(check_style, style, shape)
+
+
+# ------------------------------------------------------------------------------------------------- transforms and modes
+
+
+def equal_arguments(op: str, rank: int, world: int) -> Arguments:
+    """Every rank's outputs have one shape: a Jacobian's rows are taken on all of them at the same time."""
+    arguments = OPS[op].arguments(
+        Case((2,), 3, 2, torch.float64, bias=True), rank, world, rank_device()
+    )
+    if op == "gemm_alltoall":
+        rows = keyed_integers((world, 2), rank_device(), "rows", rank).double()
+        arguments[0], arguments[2], arguments[3] = rows, [1] * world, [1] * world
+    return arguments
+
+
+def jacobian(output: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """By PyTorch's autograd, element by element."""
+    by = [
+        torch.autograd.grad(element, leaf, retain_graph=True, allow_unused=True)[0]
+        for element in output.flatten()
+    ]
+    by = [torch.zeros_like(leaf) if row is None else row for row in by]
+    return torch.stack(by).view(*output.shape, *leaf.shape)
+
+
+def check_transforms(op: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everybody = [equal_arguments(op, r, world) for r in range(world)]
+    mine = tensors_of(everybody[rank])
+    asking = [map_tensors(lambda t: t.clone().requires_grad_(), own) for own in everybody]
+    leaves = tensors_of(asking[rank])
+    results = OPS[op].meaning(asking, math.inf)
+    counted = results[:1] if OPS[op].replicated else results
+    if OPS[op].replicated:  # this rank's copy, with its bias
+        counted = results[rank : rank + 1]
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        given = iter(tensors)
+        arguments = map_tensors(lambda _: next(given), everybody[rank])
+        return tensors_of(OPS[op].wrapper(*arguments, group=world_name()))[0]
+
+    def through_operator(*tensors: torch.Tensor) -> torch.Tensor:
+        given = iter(tensors)
+        arguments = map_tensors(lambda _: next(given), everybody[rank])
+        return tensors_of(OPS[op].operator(*arguments, group=world_name()))[0]
+
+    places = tuple(range(len(leaves)))
+    total = sum(of_one[0].square().sum() for of_one in counted)
+    right = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+    right = [
+        torch.zeros_like(leaf) if g is None else g for g, leaf in zip(right, leaves, strict=True)
+    ]
+    for call in (function, through_operator):
+        got = torch.func.grad(lambda *t: call(*t).square().sum(), places)(*mine)  # noqa: B023
+        expect_gradients(failures, list(got), right, op, "grad", call.__name__)
+        output, backward = torch.func.vjp(call, *mine)
+        failures.expect(difference(output, results[rank][0].detach()), op, "vjp's output")
+        got = backward(2 * output)
+        expect_gradients(failures, list(got), right, op, "vjp", call.__name__)
+
+    rows = torch.stack([of_one[0] for of_one in counted]).sum(0)
+    got = torch.func.jacrev(function, places)(*mine)
+    for i, (value, leaf) in enumerate(zip(got, leaves, strict=True)):
+        failures.expect(difference(value, jacobian(rows, leaf)), op, "jacrev by", i)
+    # By the input: the gradient's Jacobian, and the derivative that plain autograd takes of a transform's gradient.
+    everywhere = [tensors_of(own)[0] for own in asking]
+    firsts = torch.autograd.grad(total, everywhere, create_graph=True)
+    exact = jacobian(torch.stack(firsts).sum(0), leaves[0])
+    by_input = torch.func.grad(lambda *t: function(*t).square().sum())
+    got = torch.func.jacrev(by_input)(*mine)
+    failures.expect(difference(got, exact), op, "jacrev of grad")
+    outer = mine[0].clone().requires_grad_()
+    (got,) = torch.autograd.grad(by_input(outer, *mine[1:]).square().sum(), outer)
+    (exact,) = torch.autograd.grad(
+        sum(first.square().sum() for first in firsts), leaves[0], retain_graph=True
+    )
+    failures.expect(difference(got, exact), op, "autograd of grad")
+    got = torch.func.grad(lambda *t: by_input(*t).square().sum())(*mine)
+    failures.expect(difference(got, exact), op, "grad of grad")
+
+    for i in places:
+        batch = torch.stack([mine[i], 2 * mine[i], 0 * mine[i]], -1)
+        in_dims = tuple(-1 if place == i else None for place in places)
+        got = torch.func.vmap(function, in_dims)(*mine[:i], batch, *mine[i + 1 :])
+        for j, value in enumerate(got):
+            exact = function(*mine[:i], batch[..., j], *mine[i + 1 :])
+            failures.expect(difference(value, exact), op, "vmap of", i, "element", j)
+    return failures.result()
+
+
+@every_op
+@some_ranks
+def test_transforms_of_ops(ranks, op):
+    ranks.expect_no_failures(check_transforms, op)
+
+
+def check_layer_transforms() -> tuple[int, list[str]]:
+    """By parameters and input of a column and a row layer, one behind the other."""
+    failures = Failures()
+    first, second = (
+        integer_linear(2, 7, True, torch.float64),
+        integer_linear(7, 5, True, torch.float64),
+    )
+    for sequence, gather in ((False, False), (True, False), (False, True)):
+        up = ColumnParallelLinear.from_linear(
+            first, sequence_parallel=sequence, gather_output=gather
+        )
+        down = RowParallelLinear.from_linear(
+            second, sequence_parallel=sequence, input_is_parallel=not gather
+        )
+        model = torch.nn.Sequential(up, down)
+        cut = my_tokens if sequence else uncut
+        whole = integers(6, 2, seed=3, dtype=torch.float64).requires_grad_()
+        output = second(first(whole).square())
+        by_input, by_bias = torch.autograd.grad(
+            output.square().sum(), (whole, second.bias), create_graph=True
+        )
+        (twice,) = torch.autograd.grad(by_input.square().sum(), whole, retain_graph=True)
+        where = ("sequence", sequence, "gathered", gather)
+
+        def loss(input: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            hidden = torch.func.functional_call(model[0], parameters["0"], (input,))  # noqa: B023
+            result = torch.func.functional_call(model[1], parameters["1"], (hidden.square(),))  # noqa: B023
+            return result.square().sum()
+
+        parameters = {
+            name: {key: local_part(value) for key, value in layer.named_parameters()}
+            for name, layer in model.named_children()
+        }
+        input = cut(whole.detach())
+        got, by_parameters = torch.func.grad(loss, (0, 1))(input, parameters)
+        failures.expect(difference(got, cut(by_input.detach())), "grad by input", *where)
+        got = by_parameters["1"]["bias"]
+        failures.expect(difference(got, by_bias.detach()), "grad by bias", *where)
+
+        def gradient(input: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(loss)(input, parameters)  # noqa: B023
+
+        got = torch.func.grad(lambda t: gradient(t).square().sum())(input)
+        failures.expect(difference(got, cut(twice)), "grad of grad", *where)
+        # Every rank's first element at the same time, and so on.
+        got = torch.func.jacrev(gradient)(input)
+        parts = by_input.chunk(dist.get_world_size()) if sequence else [by_input]
+        right = jacobian(torch.stack(list(parts)).sum(0), whole)
+        right = torch.stack([cut(row) for row in right.flatten(0, 1)]).view_as(got)
+        failures.expect(difference(got, right), "jacrev of grad", *where)
+    return failures.result()
+
+
+@some_ranks
+def test_transforms_of_layers(ranks):
+    ranks.expect_no_failures(check_layer_transforms)
+
+
+def check_modes(op: str) -> tuple[int, list[str]]:
+    """Second derivatives through a checkpoint and under autocast."""
+    failures = Failures()
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    case = Case((2,), 2, 2, torch.float64, bias=True)  # exact in bfloat16 too
+    everybody = [OPS[op].arguments(case, r, world, device) for r in range(world)]
+    count = len(tensors_of(everybody[rank]))
+    right = right_derivatives(op, everybody, [True] * count, True, range(count), False, 2)
+
+    def through_checkpoint(*arguments):
+        return checkpoint(OPS[op].wrapper, *arguments, group=world_name(), use_reentrant=False)
+
+    def under_autocast(*arguments):
+        with torch.autocast(device.type, torch.bfloat16):
+            return OPS[op].wrapper(*arguments, group=world_name())
+
+    for call, dtype, wide in (
+        (through_checkpoint, torch.float64, torch.float64),
+        (under_autocast, torch.float32, torch.bfloat16),
+    ):
+        arguments = map_tensors(lambda t, d=dtype: t.to(d).requires_grad_(), everybody[rank])
+        leaves = tensors_of(arguments)
+        outputs = tensors_of(call(*arguments))
+        factors = [
+            factor.to(wide).requires_grad_() for factor in vectors_for(op, "outputs", outputs, rank)
+        ]
+        vectors = [vector.to(dtype) for vector in vectors_for(op, "leaves", leaves, rank)]
+        got = derivatives(outputs, factors, leaves, vectors, range(count), False, 2)
+        got = [None if value is None else value.double() for value in got]
+        expect_gradients(failures, got, right, op, call.__name__)
+    return failures.result()
+
+
+@every_op
+@some_ranks
+def test_second_order_in_modes(ranks, op):
+    ranks.expect_no_failures(check_modes, op)
+
+
+def second_of_compiled(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> str:
+    """What a second derivative of a compiled function says."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+
+    def differentiate() -> None:
+        first = torch.autograd.grad(compiled().square().sum(), leaves, create_graph=True)
+        torch.autograd.grad(first, leaves, [torch.ones_like(by) for by in first])
+
+    return message_of(differentiate)
+
+
+def compiled_calls() -> list[str]:
+    def of_op(op: str) -> str:
+        arguments = OPS[op].arguments(
+            Case((3,), 5, 4), dist.get_rank(), dist.get_world_size(), rank_device()
+        )
+        leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
+        call = OPS[op].wrapper
+        return second_of_compiled(
+            lambda: tensors_of(call(*arguments, group=world_name()))[0], leaves
+        )
+
+    def of_layer(layer: torch.nn.Module) -> str:
+        input = torch.ones(3, 6, device=rank_device(), requires_grad=True)
+        return second_of_compiled(lambda: layer(input), [input, *layer.parameters()])
+
+    linear = integer_linear(6, 4, True)
+    return [
+        of_op("gemm_allreduce"),
+        of_op("gemm_alltoall"),
+        of_layer(ColumnParallelLinear.from_linear(linear, gather_output=True)),
+        of_layer(RowParallelLinear.from_linear(linear, input_is_parallel=False)),
+    ]
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_second_order_of_compiled_raises(ranks):
+    for messages in ranks.run(compiled_calls):
+        assert len(messages) == 4
+        for message in messages:
+            assert "does not currently support double backward" in message
