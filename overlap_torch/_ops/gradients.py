@@ -10,6 +10,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch.autograd import forward_ad
 
+from overlap_torch._ops import dtensor
 from overlap_torch._ops.group import world_size
 
 _collectives = torch.ops._c10d_functional
@@ -23,6 +24,7 @@ class _ReverseModeOnly(torch.library.Library):
     ) -> None:
         @functools.wraps(fn)
         def kernel(keyset, *args, **kwargs):
+            dtensor.make_ops_known()
             _refuse_tangents(op_name, args)
             return fn(keyset, *args, **kwargs)
 
