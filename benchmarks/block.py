@@ -1,8 +1,9 @@
-"""A transformer block under tensor and sequence parallelism, forward and backward, by the ops and by the sequence.
+"""A transformer block under tensor and sequence parallelism, forward and backward, by the styles and by the sequence.
 
 A Llama block without rotary embeddings. Each rank holds equal shares of the tokens, between the GEMMs of the heads and of
-the intermediate size. Weights of GEMMs that read one input are fused, as training frameworks do it. The sequence is
-F.linear and PyTorch's functional collectives, which keep the gathered input for backward; the op gathers it again.
+the intermediate size. The styles' block is what a user of overlap_torch.parallel has: modules with a weight for each of q,
+k, v, gate and up. The sequence is F.linear and PyTorch's functional collectives by hand, with the weights of GEMMs that
+read one input fused, as training frameworks do it. Both keep the gathered input for backward.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-import overlap_torch
-
-from . import measure, report
+from . import measure, report, styled
 from .options import Options
 from .shapes import Block
 
@@ -38,14 +39,6 @@ class Linears:
 
     gathering: _Linear  # all-gather of the tokens, then the GEMM
     scattering: _Linear  # the GEMM, then a reduce-scatter of the tokens
-
-
-def by_op(group: str) -> Linears:
-    """The ops."""
-    return Linears(
-        gathering=lambda x, weight: overlap_torch.allgather_gemm(x, weight, group=group)[0],
-        scattering=lambda x, weight: overlap_torch.gemm_reducescatter(x, weight, group=group),
-    )
 
 
 def by_sequence() -> Linears:
@@ -131,6 +124,34 @@ class Operands:
             }
         )
 
+    def styled(self, block: Block) -> styled.StyledBlock:
+        """The block with the styles, with these operands' memory."""
+        mesh = init_device_mesh(self.x.device.type, (dist.get_world_size(),))
+        features, kv_features = block.heads * block.head_dim, block.kv_heads * block.head_dim
+        module = styled.parallel_block(
+            mesh,
+            block.hidden,
+            features,
+            kv_features,
+            block.intermediate,
+            mix=functools.partial(_attention, block),
+        )
+        q, k, v = self.qkv.split(_local_features(block))
+        gate, up = self.gate_up.chunk(2)
+        module.set_parts(
+            mesh,
+            attention_norm=self.attention_norm,
+            attention_q=q,
+            attention_k=k,
+            attention_v=v,
+            attention_out=self.out,
+            mlp_norm=self.mlp_norm,
+            mlp_gate=gate,
+            mlp_up=up,
+            mlp_down=self.down,
+        )
+        return module
+
     def differentiated(self) -> list[torch.Tensor]:
         return [value for value in vars(self).values() if value.requires_grad]
 
@@ -139,27 +160,30 @@ def forward(block: Block, operands: Operands, linears: Linears) -> torch.Tensor:
     """The block's output for one rank's tokens, [tokens / world, hidden]."""
     x, hidden = operands.x, (block.hidden,)
     qkv = linears.gathering(F.rms_norm(x, hidden, operands.attention_norm), operands.qkv)
-    x = x + linears.scattering(_attention(block, qkv), operands.out)
+    mixed = _attention(block, *qkv.split(_local_features(block), dim=1))
+    x = x + linears.scattering(mixed, operands.out)
     gate_up = linears.gathering(F.rms_norm(x, hidden, operands.mlp_norm), operands.gate_up)
     gate, up = gate_up.chunk(2, dim=1)
     return x + linears.scattering(F.silu(gate) * up, operands.down)
 
 
-def _attention(block: Block, qkv: torch.Tensor) -> torch.Tensor:
+def _local_features(block: Block) -> list[int]:
+    """How many of q, k and v a rank has."""
+    return [
+        count // dist.get_world_size() * block.head_dim
+        for count in (block.heads, block.kv_heads, block.kv_heads)
+    ]
+
+
+def _attention(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of this rank's heads over all tokens: [tokens, features of q, k, v] -> [tokens, features of q]."""
-    world_size = dist.get_world_size()
-    counts = [count // world_size for count in (block.heads, block.kv_heads, block.kv_heads)]
+    sharing = block.heads // block.kv_heads
     q, k, v = (
-        part.unflatten(1, (count, block.head_dim)).transpose(0, 1).unsqueeze(0)
-        for part, count in zip(
-            qkv.split([count * block.head_dim for count in counts], dim=1), counts, strict=True
-        )
+        part.unflatten(1, (-1, block.head_dim)).transpose(0, 1).unsqueeze(0) for part in (q, k, v)
     )
-    grouped = (
-        qkv.dtype.itemsize == 2
-    )  # attention kernels that share key-value heads are 16-bit ones
+    grouped = q.dtype.itemsize == 2  # attention kernels that share key-value heads are 16-bit ones
     if not grouped:
-        k, v = (part.repeat_interleave(counts[0] // counts[1], dim=1) for part in (k, v))
+        k, v = (part.repeat_interleave(sharing, dim=1) for part in (k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return mixed.squeeze(0).transpose(0, 1).flatten(1)
 
@@ -170,8 +194,25 @@ def step(block: Block, operands: Operands, linears: Linears) -> tuple[torch.Tens
     return output.detach(), *torch.autograd.grad(output, operands.differentiated(), operands.grad)
 
 
-def errors(block: Block, operands: Operands, group: str) -> torch.Tensor:
-    """RMS errors [2, results] of the op's and the sequence's step, each the largest over the ranks. Collective.
+def styled_step(
+    module: styled.StyledBlock, x: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Forward and backward by the styles: the output, and the gradients of x and of the parameters in their order."""
+    output = module(x)
+    return output.detach(), *torch.autograd.grad(output, [x, *module.parameters()], grad)
+
+
+def styled_results(block: Block, operands: Operands) -> tuple[torch.Tensor, ...]:
+    """As `step` returns them."""
+    output, x, *grads = styled_step(operands.styled(block), operands.x, operands.grad)
+    norm, mlp_norm, q, k, v, out, gate, up, down = (
+        grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads
+    )
+    return output, x, norm, torch.cat([q, k, v]), out, mlp_norm, torch.cat([gate, up]), down
+
+
+def errors(block: Block, operands: Operands) -> torch.Tensor:
+    """RMS errors [2, results] of the styles' and the sequence's step, each the largest over the ranks. Collective.
 
     They are held to the sequence in float32, that of float32 operands to float64.
     """
@@ -182,10 +223,13 @@ def errors(block: Block, operands: Operands, group: str) -> torch.Tensor:
             torch.stack(
                 [
                     (value.double() - true.double()).square_().mean().sqrt()
-                    for value, true in zip(step(block, operands, linears), exact, strict=True)
+                    for value, true in zip(results, exact, strict=True)
                 ]
             )
-            for linears in (by_op(group), by_sequence())
+            for results in (
+                styled_results(block, operands),
+                step(block, operands, by_sequence()),
+            )
         ]
     )
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
@@ -197,14 +241,13 @@ def run(
     writer: report.Writer,
     stopwatch: measure.Stopwatch,
     block: Block,
-    group: str,
 ) -> bool:
     """Checks and times one block; whether its results were right. Collective."""
     dtype = getattr(torch, options.dtype)
     operands = Operands.draw(block, dtype, stopwatch.device)
     checked = None
     if options.check:
-        op, sequence = errors(block, operands, group)
+        op, sequence = errors(block, operands)
         checked = bool((op <= MAX_ERROR_RATIO * sequence).all())
 
     def variant(linears: Linears) -> measure.Variant:
@@ -212,6 +255,11 @@ def run(
             step(block, operands, linears)
 
         return run_step
+
+    module = operands.styled(block)
+
+    def run_styled(turn: int) -> None:
+        styled_step(module, operands.x, operands.grad)
 
     bounds = _bounds(stopwatch, operands, variant)
     subject = report.Subject(
@@ -229,7 +277,7 @@ def run(
     )
     for mode in (mode for mode in options.modes if mode in MODES):
         sequence, op = stopwatch.compare(
-            mode, [variant(by_sequence()), variant(by_op(group))], options.repeats(mode)
+            mode, [variant(by_sequence()), run_styled], options.repeats(mode)
         )
         writer.measurement(subject, mode, report.Timed(sequence, op), checked, bounds=bounds)
     return checked is not False

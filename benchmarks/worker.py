@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     for op in options.ops:
         if op == "block":
             for sizes in options.blocks:
-                wrong += not block.run(options, writer, stopwatch, sizes, group)
+                wrong += not block.run(options, writer, stopwatch, sizes)
                 _release(device)
             continue
         with torch.inference_mode():

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -29,24 +30,31 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from overlap_torch._launch import Ranks, current_device, launch
-from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+from overlap_torch.parallel import (
+    OverlapColwiseParallel,
+    OverlapPrepareModuleInput,
+    OverlapRowwiseParallel,
+)
 
 VOCABULARY = 256  # bytes
-OVERLAP = (OverlapColwiseParallel, OverlapRowwiseParallel)
-PYTORCH = (ColwiseParallel, RowwiseParallel)
+OVERLAP = (OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
+PYTORCH = (PrepareModuleInput, ColwiseParallel, RowwiseParallel)
 
 
 class Attention(torch.nn.Module):
     def __init__(self, width: int, head_size: int) -> None:
         super().__init__()
         self.head_size = head_size
-        # A head's query, key and value lie together, so that a part of the features is a number of whole heads.
-        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.query = torch.nn.Linear(width, width)
+        self.key = torch.nn.Linear(width, width)
+        self.value = torch.nn.Linear(width, width)
         self.out = torch.nn.Linear(width, width)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(values).unflatten(-1, (-1, 3, self.head_size))  # as many as this rank has
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(-2))
+        query, key, value = (
+            layer(values).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # this rank's heads
+            for layer in (self.query, self.key, self.value)
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -89,13 +97,19 @@ class Gpt(torch.nn.Module):
         return self.head(self.norm(values))
 
 
-def parallel_plan(colwise: type, rowwise: type) -> dict[str, object]:
-    """Features cut over the ranks inside attention and MLP, tokens (dim 1) outside."""
+def parallel_plan(prepare: type, colwise: type, rowwise: type) -> dict[str, object]:
+    """Features cut over the ranks inside attention and MLP, tokens (dim 1) outside.
+
+    What gathers an attention's tokens does it once, for the query's, key's and value's layer.
+    """
     return {
         "tokens": rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
         "positions": rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.*.norm*": SequenceParallel(use_local_output=True),
-        "blocks.*.attention.qkv": colwise(input_layouts=Shard(1)),
+        "blocks.*.attention": prepare(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "blocks.*.attention.query": colwise(),
+        "blocks.*.attention.key": colwise(),
+        "blocks.*.attention.value": colwise(),
         "blocks.*.attention.out": rowwise(output_layouts=Shard(1)),
         "blocks.*.mlp.up": colwise(input_layouts=Shard(1)),
         "blocks.*.mlp.down": rowwise(output_layouts=Shard(1)),
@@ -129,7 +143,7 @@ def show_progress(name: str, step: int, steps: int, loss: float, start: float) -
     print(f"\r{line}" if terminal else line, end=end, file=sys.stderr, flush=True)
 
 
-def train(name: str, styles: tuple[type, type], options: argparse.Namespace) -> list[float]:
+def train(name: str, styles: tuple[type, type, type], options: argparse.Namespace) -> list[float]:
     """Losses of all steps, the same on every rank."""
     device = current_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

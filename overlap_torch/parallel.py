@@ -1,14 +1,19 @@
 """Styles for ``torch.distributed.tensor.parallel.parallelize_module`` whose Linear layers overlap their communication.
 
-They stand where ``ColwiseParallel`` and ``RowwiseParallel`` stand::
+They stand where ``ColwiseParallel``, ``RowwiseParallel`` and ``PrepareModuleInput`` stand::
 
     plan = {
+        # Tokens are cut over the ranks outside of attention and MLP, and gathered once for each.
+        "attention": OverlapPrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "attention.wq": OverlapColwiseParallel(), ...
-        "attention.wo": OverlapRowwiseParallel(), ...
-        "mlp.up": OverlapColwiseParallel(input_layouts=Shard(1)),      # tokens cut over the ranks outside the MLP
+        "attention.wo": OverlapRowwiseParallel(output_layouts=Shard(1)),
+        "mlp": OverlapPrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "mlp.gate": OverlapColwiseParallel(), "mlp.up": OverlapColwiseParallel(),
         "mlp.down": OverlapRowwiseParallel(output_layouts=Shard(1)),
     }
     parallelize_module(block, device_mesh, plan)
+
+They make no more collectives than PyTorch's, and move no more bytes.
 
 Parameters are DTensors with the same placements as PyTorch's styles give them, so that checkpoints, optimizers, gradient
 clipping and FSDP2 see no difference; the layer's forward is replaced, because a hook cannot reach the GEMM between the
@@ -32,10 +37,19 @@ from torch.nn import functional
 
 from overlap_torch import _linear
 from overlap_torch._dtensor import local_parts, sharded_dim
+from overlap_torch._ops.dtensor import make_ops_known
 from overlap_torch._placements import from_local, redistribute, to_local
-from overlap_torch._sharding import SumGradient
+from overlap_torch._prepare import GatheredReader, OverlapPrepareModuleInput
+from overlap_torch._sequence import (
+    Operands,
+    column_sequences,
+    let_compile,
+    row_sequence,
+)
 
-__all__ = ["OverlapColwiseParallel", "OverlapRowwiseParallel"]
+__all__ = ["OverlapColwiseParallel", "OverlapPrepareModuleInput", "OverlapRowwiseParallel"]
+
+make_ops_known()
 
 
 class OverlapColwiseParallel(ColwiseParallel):
@@ -45,7 +59,8 @@ class OverlapColwiseParallel(ColwiseParallel):
 
     - a tensor with ``input_layouts=Replicate()``, the default: nothing; the gradient is all-reduced behind its GEMM;
     - ``Shard(d)`` of a dim other than the last, tensor or DTensor: gathered while the GEMM computes on what has arrived;
-      the gradient is reduce-scattered behind its GEMM;
+      the gradient is reduce-scattered behind its GEMM. Layers that share such an input share the gather behind
+      :class:`OverlapPrepareModuleInput`. As behind PyTorch's style the gathered input is kept for the weight's gradient;
     - a replicated DTensor: nothing; the gradient stays ``Partial``, so that what made the DTensor reduces it, once for
       several layers that share it;
     - other placements: redistributed to ``Replicate()`` first.
@@ -62,6 +77,7 @@ class OverlapColwiseParallel(ColwiseParallel):
         if not _is_plain_linear(module):
             return super()._apply(module, device_mesh)
         placements = {"weight": Shard(0), "bias": Shard(0)}
+        let_compile()
         _distribute(module, device_mesh, placements, self.src_data_rank)
         return _replace_forward(
             module,
@@ -94,6 +110,7 @@ class OverlapRowwiseParallel(RowwiseParallel):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not _is_plain_linear(module):
             return super()._apply(module, device_mesh)
+        let_compile()
         placements = {"weight": Shard(1), "bias": Replicate()}
         _distribute(module, device_mesh, placements, self.src_data_rank)
         return _replace_forward(
@@ -168,39 +185,48 @@ class _OverlapLinear(torch.nn.Linear):
         )
 
 
-class OverlapColwiseLinear(_OverlapLinear):
+class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
     """What :class:`OverlapColwiseParallel` makes of a ``torch.nn.Linear``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
         last = input.dim() - 1
+        output = self.take_ahead(input)
+        if output is None:
+            output = self._computed(input)
+        return self._output(output, Shard(last), self.out_features)
+
+    def operands(self) -> Operands:
+        """This rank's parameters."""
+        weight, bias = self._local_parameters()
+        return Operands(weight, bias, -(-self.out_features // self.world_size) - weight.shape[0])
+
+    def _computed(self, input: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output features."""
         distributed = isinstance(input, DTensor)
         placement = input.placements[0] if distributed else self.input_layout
         dim = sharded_dim(placement, input.dim())
-        weight, bias = self._local_parameters()
-        padding = -(-self.out_features // self.world_size) - weight.shape[0]
-        if dim is not None and dim != last:
+        weight, bias, padding = operands = self.operands()
+        if dim is not None and dim != input.dim() - 1:
             tokens = input.shape[dim] * (1 if distributed else self.world_size)
             local = to_local(input) if distributed else input
-            output = _linear.column_sequence(
+            (output,), _ = column_sequences(
                 local.movedim(dim, 0),
-                weight,
-                bias,
+                [operands],
                 group=self.group,
                 world_size=self.world_size,
                 tokens=tokens,
-                padding=padding,
-            ).movedim(0, dim)
-        elif placement.is_replicate() and not distributed:
-            output = _linear.column(
+            )
+            return output.movedim(0, dim)
+        if placement.is_replicate() and not distributed:
+            return _linear.column(
                 input, weight, bias, group=self.group, world_size=self.world_size, padding=padding
             )
-        else:
-            if not distributed:
-                input = self._as_dtensor(input, placement)
-            input = to_local(redistribute(input, (Replicate(),)), (Partial(),))
-            output = functional.linear(input, weight, bias)
-        return self._output(output, Shard(last), self.out_features)
+        if not distributed:
+            input = self._as_dtensor(input, placement)
+        if not placement.is_replicate():  # redistributing it would reduce the gradient here
+            input = redistribute(input, (Replicate(),))
+        return functional.linear(to_local(input, (Partial(),)), weight, bias)
 
 
 class OverlapRowwiseLinear(_OverlapLinear):
@@ -220,9 +246,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
             output = _linear.row(input, weight, bias, group=self.group, padding=padding)
             return self._output(output, Replicate(), 0)
         if dim is not None and dim != last:
-            # Summed at once, not left Partial: clip_grad_norm_ does not scale a Partial gradient (torch 2.11).
-            bias = None if bias is None else SumGradient.apply(bias, self.group)
-            output = _linear.row_sequence(
+            output = row_sequence(
                 input.movedim(dim, 0),
                 weight,
                 bias,
@@ -255,4 +279,6 @@ def _replace_forward(
     module.input_layout = input_layout
     module.output_layout = output_layout
     module.use_local_output = use_local_output
+    if isinstance(module, GatheredReader):
+        module.ahead = None
     return module

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from bench_runs import bench, check_times, lines_of, measure
-from overlap_torch._ops import group_name
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -30,13 +29,13 @@ def test_bench_measures_a_block(ranks, tmp_path, dtype):
 
 
 def gradients_of_block() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A block's step by the ops, and the same block's on one rank, cut to this rank's part."""
+    """A block's step by the styles, and the same block's on one rank, cut to this rank's part."""
     block = bench("block")
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = bench("shapes").Block("custom", 16, 4, 2, 24, 8)
     device = torch.device("cpu")
     operands = block.Operands.draw(sizes, torch.float64, device)
-    found = block.step(sizes, operands, block.by_op(group_name()))
+    found = block.styled_results(sizes, operands)
 
     def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(world)]

@@ -45,6 +45,7 @@ def constant(name: str) -> tuple[float, ...]:
 (SUM_SM_GBPS,) = constant("kSumSmGbps")
 (WAIT_CPU,) = constant("kWaitCpuUs")
 (FORK_JOIN_CPU,) = constant("kForkJoinCpuUs")
+(CALL_CPU,) = constant("kCallCpuUs")
 (COPY_CPU_GBPS,) = constant("kCopyCpuGbps")
 (ONE_WAY,) = constant("kOneWayRate")
 (BESIDE_GATHER,) = constant("kBesideGather")
@@ -332,7 +333,7 @@ def test_predict_gather_on_cpu_copies_calls_and_computes() -> None:
     calls, arrived, now = [], WAIT_CPU, 4 * 4 * tile_us
     for rows in (1, 3):
         bytes_ = 2 * rows * 256 * 512 * 4
-        calls.append(machine.link_latency_us + bytes_ / 1e3)
+        calls.append(CALL_CPU + machine.link_latency_us + bytes_ / 1e3)
         arrived += bytes_ / 2 / 1e3 / COPY_CPU_GBPS + calls[-1]
         now = max(now, arrived) + rows * 4 * tile_us
     prediction = plans.predict(plan, machine)
@@ -468,7 +469,8 @@ def test_predict_on_cpu_waits_and_calls_one_by_one() -> None:
     plan = plans.row_panels(problem, [2, 6], transport="gloo")
     tile_us = 2 * 256 * 512 * 512 / (machine.sm_gflops * 1e3 * machine.sm_count)
     ready = [GEMM_START + rows * 4 * tile_us + WAIT_CPU for rows in (2, 8)]
-    calls = [machine.link_latency_us + rows * 256 * 2048 * 4 / 1e3 for rows in (2, 6)]
+    alone = CALL_CPU + machine.link_latency_us
+    calls = [alone + rows * 256 * 2048 * 4 / 1e3 for rows in (2, 6)]
     prediction = plans.predict(plan, machine)
     assert prediction.communication_us == pytest.approx(sum(calls))
     end = max(ready[0] + calls[0], ready[1]) + calls[1]
@@ -502,3 +504,15 @@ def test_predict_of_an_unmeasured_machine_is_never(field: str) -> None:
     setattr(machine, field, 0)
     for plan in made:
         assert plans.predict(plan, machine).total_us == float("inf")
+
+
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+def test_predict_on_cpu_counts_what_of_a_tile_is_in_the_matrix(op: Op) -> None:
+    machine = cpu()
+    problem = big(m=1500, n=64, k=64, dtype=DType.FLOAT32, op=op)
+    gemm_us = 2 * 1500 * 64 * 64 / (machine.sm_gflops * 1e3 * machine.sm_count)
+    sequence = plans.predict(plans.make_sequential(problem, machine), machine)
+    assert sequence.gemm_us == pytest.approx(GEMM_START + gemm_us)
+    overlapped = plans.predict(plans.row_panels(problem, 2, transport="gloo"), machine)
+    start_us = 0.0 if op == Op.ALLGATHER_GEMM else GEMM_START
+    assert overlapped.gemm_us == pytest.approx(start_us + gemm_us)

@@ -16,7 +16,7 @@ from operands import (
 )
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel, Layout, Plan
+from overlap_torch.plan import Kernel, Layout, Plan, Schedule
 from peers import fixed_counts
 from plans import GPU_KERNELS, overlapped_plans, sequential_plan
 
@@ -262,3 +262,18 @@ def check_plans_of_groups() -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_plan_execution_keeps_plans_by_group_and_problem(ranks):
     ranks.expect_no_failures(check_plans_of_groups)
+
+
+def plans_of_small_problems() -> list[Schedule]:
+    """Schedules of the plans that CPU ranks make."""
+    return [
+        plan_module.plan_for(*sizes, torch.float32, device="cpu", op=op).schedule
+        for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+        for sizes in ((1500, 64, 64), (1500, 64, 256), (600, 256, 256))
+    ]
+
+
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_plan_execution_has_one_piece_for_small_problems_on_cpu(ranks) -> None:
+    for schedules in ranks.run(plans_of_small_problems):
+        assert set(schedules) == {Schedule.SEQUENTIAL}

@@ -1,12 +1,14 @@
 """The ops in Python: each module registers, beside its op's wrapper, the fake kernel and the gradients."""
 
-from overlap_torch._ops import flops  # noqa: F401  (registers what the ops count)
+from overlap_torch._ops import dtensor, flops  # noqa: F401  (flops registers what the ops count)
 from overlap_torch._ops.allgather import allgather_gemm
 from overlap_torch._ops.allreduce import gemm_allreduce
 from overlap_torch._ops.alltoall import gemm_alltoall
 from overlap_torch._ops.group import Group, group_name
 from overlap_torch._ops.library import check
 from overlap_torch._ops.reducescatter import gemm_reducescatter
+
+dtensor.make_ops_known()
 
 __all__ = [
     "Group",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from overlap_torch._ops import dtensor
 from overlap_torch._ops.group import Group, group_name
 
 try:
@@ -48,4 +49,5 @@ def call(
         results = short(*arguments, name)
         if results is not None:
             return results
+        dtensor.make_ops_known()
     return op(*arguments, group=name)

@@ -23,6 +23,8 @@ from torch._functorch.utils import enable_single_level_autograd_function, unwrap
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from overlap_torch._ops import dtensor
+
 # Whether the call is within one of torch.func's transforms.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
@@ -188,6 +190,7 @@ autograd_kernels = torch.library.Library("overlap", "IMPL")
 
 def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
     """Whether a kernel has to record the call; raises NotImplementedError where an operand has a tangent."""
+    dtensor.make_ops_known()
     _refuse_tangents(op, operands)
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
 

@@ -1,0 +1,336 @@
+"""The style that gathers a module's input once for all of the module's column-parallel layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import PrepareModuleInput
+
+from overlap_torch._placements import from_local, to_local
+from overlap_torch._sequence import Operands, column_sequences
+
+
+class _Ahead(NamedTuple):
+    """An output that was computed while its input was gathered, until the module calls its reader."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+    version: int  # of the input
+    modes: tuple[object, ...]
+    weight: torch.Tensor
+
+
+def _modes(input: torch.Tensor) -> tuple[object, ...]:
+    """What an output depends on beside its operands."""
+    device_type = input.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    return (
+        input.requires_grad,
+        torch.is_grad_enabled(),
+        torch.get_autocast_dtype(device_type) if autocast else None,
+    )
+
+
+class GatheredReader:
+    """A layer whose output may be computed while its input is gathered."""
+
+    ahead: _Ahead | None
+
+    device_mesh: DeviceMesh
+    group: str
+    world_size: int
+    input_layout: Placement
+    in_features: int
+
+    def operands(self) -> Operands:
+        """This rank's parameters."""
+        raise NotImplementedError
+
+    def take_ahead(self, input: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of the output features, if it has been computed ahead for this input, and not been taken."""
+        ahead = self.ahead
+        if ahead is None or ahead.input is not input:
+            return None
+        self.ahead = None
+        if ahead.weight is not self.weight or ahead.modes != _modes(input):
+            return None
+        if torch.compiler.is_compiling():
+            # Dynamo does not know versions; what compiles its graph does.
+            torch._check(
+                input._version == ahead.version,
+                lambda: (
+                    "a compiled module changed the input that OverlapPrepareModuleInput had gathered in place, and then "
+                    "called a reader with it: change a copy, or give OverlapPrepareModuleInput readers=[]"
+                ),
+            )
+        elif input._version != ahead.version:
+            return None
+        return ahead.output
+
+
+class OverlapPrepareModuleInput(PrepareModuleInput):
+    """``PrepareModuleInput`` that gathers beside the GEMMs of the layers that read the gathered input.
+
+    It stands where ``PrepareModuleInput`` stands: before an attention whose q, k and v, or an MLP whose gate and up, are
+    :class:`OverlapColwiseParallel`::
+
+        "attention": OverlapPrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "attention.wq": OverlapColwiseParallel(), ...
+
+    An input whose layout is ``Shard(d)`` of a dim other than the last, and is to be ``Replicate()``, is gathered once, and
+    the outputs of all its readers are computed while it arrives, before the module's own forward. Each reader takes its
+    output when the module calls it with that input. Backward computes the input's gradient for all readers in one GEMM,
+    and reduce-scatters it once, beside that GEMM. What else the module does with the input is done with the gathered
+    tensor, as behind ``PrepareModuleInput``; gradients that arrive from there are added before the one reduce-scatter.
+    All other inputs are prepared as ``PrepareModuleInput`` does.
+
+    A reader that the module calls with another tensor, with the input after it was changed in place, once more, or under
+    another grad mode or autocast than the module, computes its output then. A reader that is not called has been computed
+    in vain; a warning names it, once. The gathered input lives as long as the module's forward refers to it, and, where
+    a reader's weight needs a gradient, until backward has computed that, as behind ``PrepareModuleInput``. A gradient hook
+    on the gathered input sees what arrives from elsewhere than its readers. Under autocast the input is gathered in its
+    dtype; what else reads it gets these values in the input's own dtype.
+
+    Under ``torch.inference_mode`` with ``use_local_output=False`` it is ``PrepareModuleInput``, as nothing would say whether the
+    module changed the input; under ``torch.no_grad`` it is not.
+
+    A compiled module in which a reader is called with the input after it was changed in place does not compile.
+    ``torch.compile`` must be given a module around the one that has this style: hooks of the outermost module are compiled
+    apart from its forward.
+
+    Keyword Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as those
+            of ``PrepareModuleInput``.
+        readers: names of the submodules that read the gathered input, such as ``["wq"]``. None: the module's direct
+            children with the style :class:`OverlapColwiseParallel`, ``input_layouts=Replicate()`` and as many input
+            features as the input has, if one input is gathered; if several are, nobody knows who reads which, and none
+            is computed ahead. With names they read the first of several.
+
+    Raises:
+        ValueError: ``readers`` names what is no submodule.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        readers: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        self.readers = None if readers is None else tuple(readers)
+        self._warned = False
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        torch.compiler.allow_in_graph(_replicated)
+        for name in self.readers or ():
+            if name not in dict(module.named_modules()):
+                known = ", ".join(name for name, _ in module.named_children())
+                raise ValueError(
+                    f"readers names {name!r}, which is no submodule of {type(module).__name__}; its children are {known}"
+                )
+
+        def prepare(module, args, kwargs):
+            return self._prepare(module, args, kwargs, device_mesh)
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        module.register_forward_hook(self._finish, always_call=True)
+        return module
+
+    def _prepare(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mesh: DeviceMesh,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        layouts, desired = self.input_layouts, self.desired_input_layouts
+        if layouts is None:
+            layouts = desired = (None,) * len(args)
+        if len(args) != len(layouts):
+            raise ValueError(
+                f"{type(module).__name__} was called with {len(args)} positional inputs, but input_layouts has "
+                f"{len(layouts)}: give one for each, None for those that stay as they are"
+            )
+        values = [*args, *kwargs.values()]
+        layouts = [*layouts, *(self.input_kwarg_layouts.get(name) for name in kwargs)]
+        desired = [*desired, *(self.desired_input_kwarg_layouts.get(name) for name in kwargs)]
+        gathered = [
+            i
+            for i, value in enumerate(values)
+            if _is_gathered(value, layouts[i], desired[i]) and mesh.size() > 1
+        ]
+        for i, value in enumerate(values):
+            readers = []
+            first = (
+                gathered and i == gathered[0] and (len(gathered) == 1 or self.readers is not None)
+            )
+            if first and (self.use_local_output or not _in_inference_mode()):
+                readers = self._readers_of(module, value, mesh)
+            if readers:
+                values[i] = _gather(value, layouts[i], readers, mesh, self.use_local_output)
+            else:
+                values[i] = self._prepare_input_arg(value, mesh, layouts[i], desired[i])
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def _readers_of(
+        self, module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh
+    ) -> list[GatheredReader]:
+        return [reader for _, reader in self._candidates(module) if _can_read(reader, input, mesh)]
+
+    def _candidates(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+        if self.readers is None:
+            return list(module.named_children())
+        return [(name, module.get_submodule(name)) for name in self.readers]
+
+    def _finish(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Behind the module's forward, also one that raised: what has not been taken is of no use."""
+        unread = []
+        for name, reader in self._candidates(module):
+            if isinstance(reader, GatheredReader) and reader.ahead is not None:
+                reader.ahead = None
+                unread.append(name)
+        if unread and output is not None and not self._warned and not torch.compiler.is_compiling():
+            self._warned = True
+            warnings.warn(
+                f"{type(module).__name__} did not call {', '.join(unread)} with its gathered input, so their GEMMs were "
+                "in vain; name the layers that read it: OverlapPrepareModuleInput(readers=[...])",
+                stacklevel=2,
+            )
+
+
+def _in_inference_mode() -> bool:
+    """Whether tensors have no versions, which tell whether the module changes them. A plain one can be made with it."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
+def _is_gathered(value: Any, layout: Placement | None, desired: Placement | None) -> bool:
+    if not isinstance(value, torch.Tensor) or layout is None or desired is None:
+        return False
+    if layout == desired or not desired.is_replicate() or not value.is_floating_point():
+        return False
+    return _token_dim(value, layout) is not None
+
+
+def _token_dim(value: torch.Tensor, layout: Placement) -> int | None:
+    """The dim in which it is cut, if that is not the last one."""
+    if isinstance(value, DTensor):
+        layout = value.placements[0]
+    if not layout.is_shard():
+        return None
+    dim = layout.dim % value.dim()
+    return dim if dim < value.dim() - 1 else None
+
+
+def _can_read(module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh) -> bool:
+    return (
+        isinstance(module, GatheredReader)
+        # Not parametrized; and no hook of its own waits for its input's gradient.
+        and set(module._parameters) == {"weight", "bias"}
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and module.device_mesh == mesh
+        and module.input_layout.is_replicate()
+        and module.in_features == input.shape[-1]
+        # FSDP may have cut it once more until the layer itself is called.
+        and module.weight.device_mesh.ndim == 1
+    )
+
+
+def _gather(
+    input: torch.Tensor,
+    layout: Placement,
+    readers: Sequence[GatheredReader],
+    mesh: DeviceMesh,
+    use_local_output: bool,
+) -> torch.Tensor:
+    """The gathered input; the readers have their outputs."""
+    if _in_inference_mode():
+        with torch.inference_mode(False), torch.no_grad():
+            return _gather(input, layout, readers, mesh, use_local_output)
+    dim = _token_dim(input, layout)
+    if not isinstance(input, DTensor):
+        input = from_local(input, mesh, (layout,))
+    outputs, gathered = column_sequences(
+        to_local(input).movedim(dim, 0),
+        [reader.operands() for reader in readers],
+        group=readers[0].group,
+        world_size=mesh.size(),
+        tokens=input.shape[dim],
+    )
+    # As PrepareModuleInput's is: modules call view(), and autocast has cast what was gathered.
+    gathered = gathered.movedim(0, dim).contiguous().to(input.dtype)
+    replicated = _replicated(gathered, input, use_local_output)
+    if not torch.compiler.is_compiling():
+        _watch(replicated, outputs)
+    for reader, output in zip(readers, outputs, strict=True):
+        reader.ahead = _Ahead(
+            replicated,
+            output.movedim(0, dim),
+            replicated._version,
+            _modes(replicated),
+            reader.weight,
+        )
+    return replicated
+
+
+def _watch(gathered: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Backward raises where the module has changed a gathered DTensor in place, as autograd does for a plain tensor.
+
+    The weights' gradients read its memory, but changes of a DTensor are counted by the DTensor alone.
+    """
+    version = gathered._version
+
+    def check(grad: torch.Tensor) -> None:
+        if gathered._version != version:
+            raise RuntimeError(
+                "the input that OverlapPrepareModuleInput had gathered has been modified by an inplace operation after a "
+                "layer had read it, whose gradients need it: change a copy"
+            )
+
+    for output in outputs:
+        if output.requires_grad and isinstance(gathered, DTensor):
+            output.register_hook(check)
+
+
+# Dynamo, if it looked inside, would trace a backward for a gradient with the placements of the output.
+def _replicated(gathered: torch.Tensor, input: DTensor, use_local_output: bool) -> torch.Tensor:
+    return _Replicated.apply(gathered, input, use_local_output)
+
+
+class _Replicated(torch.autograd.Function):
+    """The gathered input as its readers see it: replicated, a DTensor or a tensor.
+
+    The gradient of `gathered` is a part of a sum. A gradient that every rank has in full needs no communication: it is cut
+    for `input`, from which `gathered` came.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, gathered: torch.Tensor, input: DTensor, use_local_output: bool
+    ) -> torch.Tensor:
+        ctx.mesh, ctx.placements = input.device_mesh, input.placements
+        if use_local_output:
+            return gathered.view_as(gathered)
+        return DTensor.from_local(gathered, ctx.mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not isinstance(grad, DTensor):
+            grad = DTensor.from_local(grad, ctx.mesh, [Replicate()], run_check=False)
+        if grad.placements[0].is_partial():
+            return grad.to_local(), None, None
+        return None, grad.redistribute(placements=ctx.placements), None

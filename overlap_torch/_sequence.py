@@ -1,0 +1,259 @@
+"""Linear maps of the styles between tokens that are cut over the ranks and features that are.
+
+Column-parallel layers that read one input gather it once, and backward reduce-scatters their sum once. The gathered input
+is kept for the gradients of the weights, as ``torch.nn.functional.linear`` keeps its input behind a collective: backward
+does not gather it again. The bias of a row-parallel layer has its gradient from the rows that backward gathers anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from overlap_torch import _linear
+from overlap_torch._ops import allgather_gemm, gemm_reducescatter
+from overlap_torch._ops.collectives import start_all_gather, wait
+from overlap_torch._ops.gradients import rows, weight_gradient
+from overlap_torch._ops.group import world_size
+from overlap_torch._sharding import SumGradient, pad_end, shard_range
+
+_collectives = torch.ops._c10d_functional
+
+
+class Operands(NamedTuple):
+    """A column-parallel layer's, on this rank."""
+
+    weight: torch.Tensor  # [N part, K]
+    bias: torch.Tensor | None  # [N part]
+    padding: int  # how much shorter N part is than the largest
+
+
+def column_sequences(
+    input: torch.Tensor,
+    layers: Sequence[Operands],
+    *,
+    group: str,
+    world_size: int,
+    tokens: int,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """This rank's rows [tokens part, ..., K] to [tokens, ..., N part] for each layer, and to the gathered [tokens, ..., K].
+
+    A gradient of the gathered input is this rank's part of a sum over the ranks, and is reduced together with that of
+    the layers.
+    """
+    input = pad_end(input, 0, -(-tokens // world_size) - input.shape[0])
+    weights = [pad_end(layer.weight, 0, layer.padding) for layer in layers]
+    biases = [
+        None if layer.bias is None else pad_end(layer.bias, 0, layer.padding) for layer in layers
+    ]
+    input, *weights = _cast_as_autocast(input, *weights)
+    biases = _cast_as_autocast(*biases)
+    given = [bias for bias in biases if bias is not None]
+    with_bias = [bias is not None for bias in biases]
+    *outputs, gathered = _gather_linears(group, world_size, with_bias, input, *weights, *given)
+    outputs = [
+        output[:tokens, ..., : output.shape[-1] - layer.padding]
+        for output, layer in zip(outputs, layers, strict=True)
+    ]
+    return outputs, gathered[:tokens]
+
+
+def row_sequence(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: str,
+    world_size: int,
+    rank: int,
+    padding: int,
+) -> torch.Tensor:
+    """As `_linear.row_sequence`, but the bias's gradient is that of all ranks' rows.
+
+    It is summed at once, not left Partial: clip_grad_norm_ does not scale a Partial gradient (torch 2.11).
+    """
+    if bias is not None and bias.requires_grad and (input.requires_grad or weight.requires_grad):
+        tokens = input.shape[0]
+        input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
+        operands = _cast_as_autocast(input, pad_end(weight, -1, padding), bias)
+        _, size = shard_range(tokens, world_size, rank)
+        return _scatter_linear(group, *operands)[:size]
+    return _linear.row_sequence(
+        input,
+        weight,
+        None if bias is None else SumGradient.apply(bias, group),
+        group=group,
+        world_size=world_size,
+        rank=rank,
+        padding=padding,
+    )
+
+
+def _cast_as_autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    device_type = next((tensor.device.type for tensor in tensors if tensor is not None), "cpu")
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [_linear._cast(tensor, dtype) for tensor in tensors]
+
+
+def let_compile() -> None:
+    """Once before anything is compiled. It imports torch._dynamo, which takes seconds; making a DTensor does so too."""
+    torch.compiler.allow_in_graph(_gather_linears)
+    torch.compiler.allow_in_graph(_scatter_linear)
+
+
+# Dynamo, if it looked inside, would trace a backward in which every output has a gradient.
+def _gather_linears(*arguments):
+    return _GatherLinears.apply(*arguments)
+
+
+class _GatherLinears(torch.autograd.Function):
+    """`allgather_gemm` of several weights that keeps what it gathered."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        group: str,
+        world_size: int,
+        with_bias: Sequence[bool],
+        input: torch.Tensor,
+        *weights_and_biases: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """``weights_and_biases``: all weights, then the biases of those that have one."""
+        weights = list(weights_and_biases[: len(with_bias)])
+        given = iter(weights_and_biases[len(with_bias) :])
+        biases = [next(given) if has_one else None for has_one in with_bias]
+        outputs, gathered = allgather_gemm(input, weights, biases, group=group)
+        needs_input, *needs_weights = ctx.needs_input_grad[3 : 4 + len(weights)]
+        ctx.group, ctx.world_size, ctx.with_bias = group, world_size, with_bias
+        ctx.set_materialize_grads(False)  # an unused output costs neither work nor communication
+        if not needs_input:
+            ctx.mark_non_differentiable(gathered)
+        # Kept where a gradient reads it, and only there.
+        kept = gathered if any(needs_weights) else None
+        ctx.save_for_backward(input, kept, *weights)
+        return (*outputs, gathered)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        *output_grads, gathered_grad = grads
+        input, gathered, *weights = ctx.saved_tensors
+        needs_input, *needs = ctx.needs_input_grad[3:]
+        needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
+        if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
+            grad_input, grad_weights = _recorded_gradients(ctx, input, weights, grads)
+        else:
+            with torch.no_grad():
+                summed = None
+                if needs_input:
+                    summed = _start_input_gradient(
+                        output_grads, weights, gathered_grad, ctx.group, ctx.world_size
+                    )
+                grad_weights = [
+                    weight_gradient(grad, gathered) if grad is not None and need else None
+                    for grad, need in zip(output_grads, needs_weights, strict=True)
+                ]
+                grad_input = None if summed is None else wait(summed)
+        biased = [grad for grad, has in zip(output_grads, ctx.with_bias, strict=True) if has]
+        grad_biases = [
+            rows(grad).sum(0) if grad is not None and need else None
+            for grad, need in zip(biased, needs_biases, strict=True)
+        ]
+        return None, None, None, grad_input, *grad_weights, *grad_biases
+
+
+def _start_input_gradient(
+    output_grads: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+    gathered_grad: torch.Tensor | None,
+    group: str,
+    world_size: int,
+) -> torch.Tensor | None:
+    """One reduce-scatter, to be waited for: beside the GEMM, or behind it where a gradient of another reader is added."""
+    parts = [
+        (grad, weight)
+        for grad, weight in zip(output_grads, weights, strict=True)
+        if grad is not None
+    ]
+    if gathered_grad is not None:
+        whole = gathered_grad
+        for grad, weight in parts:
+            whole = whole + grad @ weight
+        return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size, group)
+    if not parts:
+        return None
+    grad, weight = parts[0]
+    if len(parts) > 1:
+        grad = torch.cat([grad for grad, _ in parts], dim=-1)
+        weight = torch.cat([weight for _, weight in parts])
+    return gemm_reducescatter(grad, weight.t(), group=group)
+
+
+def _recorded_gradients(ctx, input, weights, grads):
+    """The gradients of input and weights as the op records them, so that they can be differentiated; it gathers again."""
+    with torch.enable_grad():
+        outputs, gathered = allgather_gemm(input, weights, group=ctx.group)
+        used = [
+            (output, grad)
+            for output, grad in zip((*outputs, gathered), grads, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        needed = [tensor for tensor in (input, *weights) if tensor.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in used],
+                needed,
+                [grad for _, grad in used],
+                create_graph=True,
+                allow_unused=True,
+            )
+        )
+    grad_input, *grad_weights = (
+        next(found) if tensor.requires_grad else None for tensor in (input, *weights)
+    )
+    return grad_input, grad_weights
+
+
+def _scatter_linear(*arguments):
+    return _ScatterLinear.apply(*arguments)
+
+
+class _ScatterLinear(torch.autograd.Function):
+    """`gemm_reducescatter` whose bias is replicated: its gradient is that of all rows."""
+
+    @staticmethod
+    def forward(
+        ctx, group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.save_for_backward(input, weight, bias)
+        return gemm_reducescatter(input, weight, bias, group=group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, bias = ctx.saved_tensors
+        _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
+            return None, *_recorded_scatter_gradients(ctx.group, input, weight, bias, grad)
+        with torch.no_grad():
+            grad_input = None
+            if needs_input:
+                grad_input, gathered = allgather_gemm(grad, weight.t(), group=ctx.group)
+            else:
+                gathered = wait(start_all_gather(grad, ctx.group, world_size(ctx.group)))
+            grad_weight = weight_gradient(gathered, input) if needs_weight else None
+            grad_bias = rows(gathered).sum(0) if needs_bias else None
+        return None, grad_input, grad_weight, grad_bias
+
+
+def _recorded_scatter_gradients(group, input, weight, bias, grad):
+    """As the op records them."""
+    with torch.enable_grad():
+        output = gemm_reducescatter(input, weight, SumGradient.apply(bias, group), group=group)
+        needed = [tensor for tensor in (input, weight, bias) if tensor.requires_grad]
+        found = iter(torch.autograd.grad([output], needed, [grad], create_graph=True))
+    return [next(found) if tensor.requires_grad else None for tensor in (input, weight, bias)]

@@ -1,0 +1,234 @@
+"""What layers with the styles communicate, beside PyTorch's styles: never more collectives, and never more bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+import overlap_torch
+from checks import Failures
+from layers import fill_with_integers, integer_linear, integers
+from meshes import mesh
+from operands import difference, rank_device, world_name
+from overlap_torch.parallel import (
+    OverlapColwiseParallel,
+    OverlapPrepareModuleInput,
+    OverlapRowwiseParallel,
+)
+from traffic import Traffic, traffic_of
+
+LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
+PYTORCH = (PrepareModuleInput, ColwiseParallel, RowwiseParallel)
+OVERLAP = (OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
+
+
+def step(module: torch.nn.Module, input: torch.Tensor, grad: torch.Tensor) -> list[Traffic]:
+    """What forward and backward communicate; the output's gradient is `grad`."""
+    outputs = []
+    forward = traffic_of(lambda: outputs.append(module(input)))
+    backward = traffic_of(lambda: outputs[0].backward(grad))
+    return [forward, backward]
+
+
+def compare(failures: Failures, ours: list[Traffic], theirs: list[Traffic], *where) -> None:
+    for name, own, other in zip(("forward", "backward"), ours, theirs, strict=True):
+        more = own.total > other.total or own.bytes > other.bytes
+        what = f"{dict(own.calls)}, {own.bytes} bytes; PyTorch {dict(other.calls)}, {other.bytes}"
+        failures.expect(what if more else None, name, *where)
+
+
+def check_layer(
+    failures: Failures,
+    kinds: tuple[type, type],
+    shape: tuple[int, ...],
+    given: Placement,
+    wanted: Placement,
+    distributed: bool,
+    local: bool,
+) -> None:
+    in_features, out_features, *leading = shape
+    found = []
+    for kind in kinds:
+        style = kind(input_layouts=given, output_layouts=wanted, use_local_output=local)
+        layer = parallelize_module(integer_linear(in_features, out_features, True), mesh(), style)
+        input = distribute_tensor(integers(*leading, in_features, seed=3), mesh(), [given])
+        input = (input if distributed else input.to_local()).detach().requires_grad_()
+        grad = distribute_tensor(integers(*leading, out_features, seed=4), mesh(), [wanted])
+        found.append(step(layer, input, grad.to_local() if local else grad))
+    names = (kinds[0].__name__, shape, given, "to", wanted, distributed, local)
+    compare(failures, *found, *names)
+
+
+def check_layouts(ours: type, theirs: type, shape: tuple[int, ...]) -> tuple[int, list[str]]:
+    failures = Failures()
+    for given, wanted, distributed, local in itertools.product(
+        LAYOUTS, LAYOUTS, (False, True), (False, True)
+    ):
+        check_layer(failures, (ours, theirs), shape, given, wanted, distributed, local)
+    return failures.result()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [*zip(OVERLAP[1:], PYTORCH[1:], strict=True)],
+    ids=["columns", "rows"],
+)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_collectives_of_a_layer_are_no_more_than_pytorchs(ranks, ours, theirs):
+    ranks.expect_no_failures(check_layouts, ours, theirs, (12, 6, 6, 12))
+
+
+class Attention(torch.nn.Module):
+    """Three readers of one input, and integers out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (
+            torch.nn.Linear(width, width, bias=False, device=rank_device()) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = self.wq(x) * self.wk(x) + self.wv(x)
+        return self.wo(mixed if scale is None else mixed * scale)
+
+
+class FeedForward(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (
+            torch.nn.Linear(width, 2 * width, device=rank_device()) for _ in range(2)
+        )
+        self.w2 = torch.nn.Linear(2 * width, width, device=rank_device())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(functional.relu(self.w1(x)) * self.w3(x))
+
+
+class Norm(torch.nn.Module):
+    """A norm's parameters, and nothing that rounds."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width, device=rank_device()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
+        self.attention, self.feed_forward = Attention(width), FeedForward(width)
+        fill_with_integers(self)
+        for norm in (self.attention_norm, self.ffn_norm):
+            torch.nn.init.ones_(norm.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), None)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+def llama_plan(prepare: type, colwise: type, rowwise: type) -> dict[str, object]:
+    """As Llama is parallelized in torchtitan: tokens cut outside of attention and MLP, gathered once for each."""
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": prepare(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        **{f"attention.{name}": colwise() for name in ("wq", "wk", "wv")},
+        "attention.wo": rowwise(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": prepare(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"feed_forward.{name}": colwise() for name in ("w1", "w3")},
+        "feed_forward.w2": rowwise(output_layouts=Shard(1)),
+    }
+
+
+def check_block(prepare: type) -> tuple[int, list[str]]:
+    failures = Failures()
+    input = distribute_tensor(integers(2, 6, 6, seed=3), mesh(), [Shard(1)]).to_local()
+    gradient = distribute_tensor(integers(2, 6, 6, seed=4), mesh(), [Shard(1)]).to_local()
+    found, models, inputs = [], [], []
+    for styles in ((prepare, *OVERLAP[1:]), PYTORCH):
+        models.append(parallelize_module(Block(6), mesh(), llama_plan(*styles)))
+        inputs.append(input.detach().clone().requires_grad_())
+        found.append(step(models[-1], inputs[-1], gradient))
+    compare(failures, *found, "block")
+    gathers, scatters = {"all-gather": 2, "reduce-scatter": 2}, {"reduce-scatter": 2}
+    for traffic, right in zip(found[0], (gathers, {**scatters, "all-gather": 2}), strict=True):
+        calls = {kind: n for kind, n in traffic.calls.items() if kind in right}
+        failures.expect(None if calls == right else f"{calls}, not {right}", "block")
+    failures.expect(difference(inputs[0].grad, inputs[1].grad), "input's gradient")
+    for (name, own), (_, other) in zip(
+        models[0].named_parameters(), models[1].named_parameters(), strict=True
+    ):
+        if "norm" not in name:
+            same = own.grad.placements == other.grad.placements
+            failures.expect(None if same else f"{own.grad.placements}", "placements of", name)
+        failures.expect(difference(own.grad.full_tensor(), other.grad.full_tensor()), name)
+    return failures.result()
+
+
+@pytest.mark.parametrize("prepare", [PrepareModuleInput, OverlapPrepareModuleInput])
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_collectives_of_llamas_block_are_no_more_than_pytorchs(ranks, prepare):
+    ranks.expect_no_failures(check_block, prepare)
+
+
+def counts_of_comm_debug_mode() -> list[dict[str, int]]:
+    """What CommDebugMode counts: an op by its function and by its operator, and a layer's step."""
+    x = integers(4, 6, seed=1)
+    weight = integers(6, 6, seed=2)
+
+    def layer_step() -> None:
+        style = OverlapColwiseParallel(input_layouts=Shard(0))
+        layer = parallelize_module(integer_linear(6, 6, True), mesh(), style)
+        layer(x.clone().requires_grad_()).sum().backward()
+
+    counts = []
+    for job in (
+        lambda: overlap_torch.gemm_allreduce(x, weight),
+        lambda: torch.ops.overlap.gemm_reducescatter(x, weight, group=world_name()),
+        lambda: overlap_torch.allgather_gemm(x, [weight, weight]),
+        lambda: overlap_torch.gemm_alltoall(x, weight, *_all_to_all_rows()),
+        layer_step,
+    ):
+        with CommDebugMode() as mode:
+            job()
+        counts.append(
+            {str(op): n for op, n in mode.get_comm_counts().items() if "overlap" in str(op)}
+        )
+    return counts
+
+
+def _all_to_all_rows() -> tuple[list[int], list[int]]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = [0] * world
+    rows[rank] = 4
+    return rows, rows
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_collectives_are_counted_by_comm_debug_mode(ranks):
+    for counts in ranks.run(counts_of_comm_debug_mode):
+        assert counts == [
+            {"overlap.gemm_allreduce": 1},
+            {"overlap.gemm_reducescatter": 1},
+            {"overlap.allgather_gemm": 1},
+            {"overlap.gemm_alltoall": 1},
+            {"overlap.allgather_gemm": 1, "overlap.gemm_reducescatter": 1},
+        ]

@@ -1,0 +1,478 @@
+"""OverlapPrepareModuleInput: what the unsharded module computes, bit for bit on integers, with one gather."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from checks import Failures, message_of
+from layers import fill_with_integers, integers
+from meshes import mesh
+from operands import difference, rank_device
+from overlap_torch.parallel import (
+    OverlapColwiseParallel,
+    OverlapPrepareModuleInput,
+    OverlapRowwiseParallel,
+)
+from traffic import traffic_of
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Of what is the same on every rank, a DTensor or not."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Reader(torch.nn.Module):
+    """Three readers of an input, called as `how` says."""
+
+    def __init__(self, how: str = "in order") -> None:
+        super().__init__()
+        self.how = how
+        device = rank_device()
+        self.q = torch.nn.Linear(6, 12, device=device)
+        self.k = torch.nn.Linear(6, 12, bias=False, device=device)
+        self.v = torch.nn.Linear(6, 12, device=device)
+        self.o = torch.nn.Linear(12, 6, device=device)
+        fill_with_integers(self)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.mixed(x, other)
+        return self.o(q * k + v)
+
+    def mixed(
+        self, x: torch.Tensor, other: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        how = self.how
+        if how == "another order":
+            v, k = self.v(x), self.k(x)
+            return self.q(x), k, v
+        if how == "twice":
+            return self.q(x) + 2 * self.q(x), self.k(x), self.v(x)
+        if how == "changed output":
+            q = self.q(x)
+            q.mul_(3)
+            return q + self.q(x), self.k(x), self.v(x)
+        if how == "another tensor":
+            return self.q(x), self.k(2 * x), self.v(x)
+        if how == "not at all":
+            q = self.q(x)
+            return q, q, 2 * q
+        if how == "in place":
+            q = self.q(x)
+            x = x.mul_(2) if not x.requires_grad else x * 2
+            return q, self.k(x), self.v(x)
+        if how == "viewed":
+            return self.q(x), self.k(x.view(-1, 6)).view(*x.shape[:-1], -1), self.v(x)
+        if how == "no gradient":
+            with torch.no_grad():
+                k = self.k(x)
+            return self.q(x), k, self.v(x)
+        if how == "other input":
+            return self.q(x), self.k(other), self.v(other)
+        return self.q(x), self.k(x), self.v(x)
+
+
+class Around(torch.nn.Module):
+    """What compiles and checkpoints is larger than the module."""
+
+    def __init__(self, inner: torch.nn.Module, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner, self.checkpointed = inner, checkpointed
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed:
+            return 2 * checkpoint(self.inner, x, use_reentrant=False, **others)
+        return 2 * self.inner(x, **others)
+
+
+def parallel(
+    module: torch.nn.Module, given: Placement, local: bool, **options: object
+) -> torch.nn.Module:
+    options.setdefault("input_layouts", (given,))
+    options.setdefault("desired_input_layouts", (Replicate(),))
+    plan = {
+        "": OverlapPrepareModuleInput(use_local_output=local, **options),
+        **{name: OverlapColwiseParallel() for name in ("q", "k", "v")},
+        "o": OverlapRowwiseParallel(output_layouts=given),
+    }
+    return parallelize_module(copy.deepcopy(module), mesh(), plan)
+
+
+def cut(tensor: torch.Tensor, given: Placement) -> DTensor:
+    return distribute_tensor(tensor.detach(), mesh(), [given])
+
+
+def check_against_whole(
+    failures: Failures,
+    module: torch.nn.Module,
+    model: torch.nn.Module,
+    run: Callable[..., torch.Tensor],
+    given: Placement,
+    distributed: bool,
+    shape: tuple[int, ...],
+    *where: object,
+    other: bool = False,
+    gathers: int | None = None,
+) -> None:
+    """Output and gradients of `run(model)` are those of the unsharded module; `gathers` in forward, as many scatters."""
+    input = integers(*shape, 6, seed=3).requires_grad_()
+    others = {"other": integers(*shape, 6, seed=5)} if other else {}
+    expected = Around(module)(input, **others)
+    gradient = integers(*expected.shape, seed=4)
+    expected.backward(gradient)
+    mine = cut(input, given)
+    mine = (mine if distributed else mine.to_local()).detach().clone().requires_grad_()
+    parts = {name: cut(value, given).to_local() for name, value in others.items()}
+    outputs = []
+    forward = traffic_of(lambda: outputs.append(run(mine, **parts)))
+    failures.expect(
+        difference(outputs[0].detach(), cut(expected, given).to_local()), "output", *where
+    )
+    backward = traffic_of(lambda: outputs[0].backward(cut(gradient, given).to_local()))
+    right = input.grad if distributed else cut(input.grad, given).to_local()
+    failures.expect(difference(whole(mine.grad), right), "input's gradient", *where)
+    for (name, own), (_, true) in zip(
+        model.named_parameters(), module.named_parameters(), strict=True
+    ):
+        if true.grad is None:
+            failures.expect(
+                "has one" if own.grad is not None else None, "gradient of", name, *where
+            )
+        else:
+            failures.expect(difference(own.grad.full_tensor(), true.grad), name, *where)
+    if gathers is not None:
+        counts = (forward.calls["all-gather"], backward.calls["reduce-scatter"])
+        failures.expect(None if counts == (gathers, gathers) else f"{counts}", "traffic", *where)
+
+
+def check_layouts(how: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    for given in (Shard(0), Shard(1)):
+        for local in (False, True):
+            for distributed, shape in ((False, (6, 12)), (True, (6, 12)), (True, (7, 5))):
+                torch._dynamo.reset()
+                module = Reader()
+                model = parallel(module, given, local)
+                run = Around(model, how == "checkpointed")
+                if how == "compiled":
+                    run = torch.compile(run, fullgraph=True, backend="aot_eager")
+                gathers = 1 if how == "eager" else None
+                check_against_whole(
+                    failures, module, model, run, given, distributed, shape,
+                    given, local, distributed, shape, gathers=gathers,
+                )  # fmt: skip
+                ahead = [reader.ahead for reader in (model.q, model.k, model.v)]
+                failures.expect(None if ahead == [None] * 3 else f"{ahead} is left", how)
+    return failures.result()
+
+
+@pytest.mark.parametrize("how", ["eager", "checkpointed", "compiled"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_is_gathered_once(ranks, how):
+    if ranks.world == 1 and how == "eager":
+        how = "checkpointed"  # one rank gathers nothing
+    ranks.expect_no_failures(check_layouts, how, timeout_s=240)
+
+
+def check_ways() -> tuple[int, list[str]]:
+    """Readers called in every way; each with one gather, and one reduce-scatter where the input is a DTensor."""
+    failures = Failures()
+    hows = ("in order", "another order", "twice", "changed output", "another tensor", "not at all")
+    for how in (*hows, "in place", "viewed", "no gradient"):
+        for local in (False, True):
+            module = Reader(how)
+            model = parallel(module, Shard(1), local)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check_against_whole(
+                    failures, module, model, Around(model), Shard(1), False, (2, 12), how, local,
+                    gathers=None if local else 1,
+                )  # fmt: skip
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    input = integers(2, 12, 6, seed=3)
+                    expected = cut(module(input.clone()), Shard(1)).to_local()
+                    found = model(cut(input, Shard(1)).to_local())
+                    failures.expect(difference(found, expected), how, local, mode.__name__)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_serves_readers_however_they_are_called(ranks):
+    ranks.expect_no_failures(check_ways)
+
+
+def check_inputs() -> tuple[int, list[str]]:
+    """Keyword inputs, several gathered inputs, and readers by name."""
+    failures = Failures()
+    keywords = {
+        "input_layouts": (Shard(1),),
+        "input_kwarg_layouts": {"other": Shard(1)},
+        "desired_input_kwarg_layouts": {"other": Replicate()},
+    }
+    for readers in (None, ["q"], []):
+        module = Reader("other input")
+        model = parallel(module, Shard(1), False, readers=readers, **keywords)
+        check_against_whole(
+            failures, module, model, Around(model), Shard(1), False, (2, 12), readers, other=True
+        )
+    message = message_of(parallel, Reader(), Shard(1), False, readers=["nobody"])
+    named = "'nobody'" in message and "q, k, v, o" in message
+    failures.expect(None if named else f"said {message!r}")
+    model = parallel(Reader(), Shard(1), False)
+    message = message_of(model, integers(2, 6, 6, seed=3), None)
+    failures.expect(None if "2 positional inputs" in message else f"said {message!r}")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepares_several_inputs(ranks):
+    ranks.expect_no_failures(check_inputs)
+
+
+class Routed(Reader):
+    """A part that is no layer of ours reads the input too: its gradient is whole, or a part of a sum."""
+
+    def mixed(self, x, other):
+        routes = whole(x).sum(-1, keepdim=True)
+        if self.how == "partial" and isinstance(x, DTensor):
+            routes = x.to_local(grad_placements=[Partial()]).sum(-1, keepdim=True)
+        return self.q(x) + routes, self.k(x), self.v(x)
+
+
+def check_other_readers() -> tuple[int, list[str]]:
+    failures = Failures()
+    for how, local in (("replicated", False), ("replicated", True), ("partial", False)):
+        module = Routed(how)
+        model = parallel(module, Shard(1), local)
+        # A replicated reader's features are cut behind it: each rank's gradient is a part, summed here.
+        input = integers(2, 6, 6, seed=3)
+        mine = cut(input, Shard(1)).to_local().requires_grad_()
+        input.requires_grad_()
+        q, k, v = module.mixed(input, None)
+        q.sum().backward()
+        prepared, _ = next(iter(model._forward_pre_hooks.values()))(model, (mine,), {})
+        own = model.mixed(prepared[0], None)[0]
+        failures.expect(
+            difference(
+                own.detach(), q.detach().chunk(len(mesh().mesh), -1)[mesh().get_local_rank()]
+            ),
+            how,
+        )
+        grads = traffic_of(lambda: own.sum().backward())  # noqa: B023, called at once
+        if how == "partial":
+            right = cut(input.grad, Shard(1)).to_local()
+        else:  # what the routes send back is this rank's features' alone, and taken as every rank's
+            share = torch.full_like(input, 12 / len(mesh().mesh))
+            products = input.grad - 12
+            right = cut(products + share, Shard(1)).to_local()
+        failures.expect(difference(mine.grad, right), how, local, "gradient")
+        scatters = grads.calls["reduce-scatter"]
+        failures.expect(None if scatters == 1 else f"{grads.calls}", how, local)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_has_other_readers(ranks):
+    ranks.expect_no_failures(check_other_readers)
+
+
+def check_lifetime() -> tuple[int, list[str]]:
+    """The gathered tensor and what was computed ahead end with the forward, also with one that raises."""
+    failures = Failures()
+    seen: list[weakref.ref] = []
+
+    class Watching(Reader):
+        def mixed(self, x, other):
+            seen.append(weakref.ref(whole(x) if x is None else x))
+            if self.how == "raises":
+                raise KeyError("on purpose")
+            return super().mixed(x, other)
+
+    for how in ("in order", "not at all", "raises"):
+        for grad in (False, True):
+            model = parallel(Watching(how), Shard(1), True)
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+            input = cut(integers(2, 6, 6, seed=3), Shard(1)).to_local().requires_grad_(grad)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    output = model(input)
+                except KeyError:
+                    output = None
+            ahead = [reader.ahead for reader in (model.q, model.k, model.v)]
+            failures.expect(None if ahead == [None] * 3 else f"{ahead} is left", how, grad)
+            failures.expect("lives on" if seen[-1]() is not None else None, how, grad)
+            messages = [str(one.message) for one in caught if "readers=" in str(one.message)]
+            named = ["k, v" in message for message in messages]
+            right = [True] if how == "not at all" else []
+            failures.expect(None if named == right else f"warned {messages}", how, grad)
+            del output
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_does_not_outlive_its_readers(ranks):
+    ranks.expect_no_failures(check_lifetime)
+
+
+def check_autocast() -> tuple[int, list[str]]:
+    failures = Failures()
+    device_type = rank_device().type
+    module = Reader()
+    model = parallel(module, Shard(1), False)
+    input = integers(2, 12, 6, seed=3).requires_grad_()
+    mine = cut(input, Shard(1)).to_local().requires_grad_()
+    with torch.autocast(device_type, torch.bfloat16):
+        expected, output = module(input), model(mine)
+    dtype = output.dtype
+    failures.expect(None if dtype == torch.bfloat16 else f"output is {dtype}")
+    # Sums of two ranks' rounded parts: a unit in the last place of bfloat16.
+    right = cut(expected, Shard(1)).to_local().detach()
+    close = torch.allclose(output.detach(), right, rtol=2.0**-7, atol=2.0)
+    failures.expect(None if close else "differs", "output")
+    gradient = integers(*expected.shape, seed=4).to(torch.bfloat16)
+    expected.backward(gradient)
+    output.backward(cut(gradient, Shard(1)).to_local())
+    close = torch.allclose(mine.grad, cut(input.grad, Shard(1)).to_local(), rtol=0.05, atol=2.0)
+    failures.expect(None if close else "differs", "input's gradient")
+    # Readers under another autocast than the module compute for themselves.
+    with torch.autocast(device_type, torch.bfloat16):
+        x = next(iter(model._forward_pre_hooks.values()))(model, (mine.detach(),), {})[0][0]
+        with torch.autocast(device_type, enabled=False):
+            single = model.q(x)
+    failures.expect(None if single.dtype == torch.float32 else f"{single.dtype}", "without")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_follows_autocast(ranks):
+    ranks.expect_no_failures(check_autocast)
+
+
+class Probe(torch.nn.Module):
+    """Returns its input as it got it."""
+
+    def forward(self, x: object, y: object = None) -> tuple[object, object]:
+        return x, y
+
+
+def check_other_layouts() -> tuple[int, list[str]]:
+    """What has no reader is prepared as PrepareModuleInput does."""
+    failures = Failures()
+    layouts = (Replicate(), Shard(0), Shard(1), Shard(-1))
+    for given, desired, local in itertools.product(layouts, layouts, (False, True)):
+        results = []
+        for style in (PrepareModuleInput, OverlapPrepareModuleInput):
+            prepare = style(
+                input_layouts=(given, None),
+                desired_input_layouts=(desired, None),
+                use_local_output=local,
+            )
+            input = cut(integers(6, 12, 6, seed=3), given).to_local().requires_grad_()
+            x, y = parallelize_module(Probe(), mesh(), prepare)(input, "something")
+            gradient = integers(*x.shape, seed=4)
+            x.backward(gradient if local else distribute_tensor(gradient, mesh(), x.placements))
+            placements = x.placements if isinstance(x, DTensor) else None
+            results.append((placements, y, whole(x.detach()), input.grad))
+        (*kinds, right, grad), (*other_kinds, found, found_grad) = results
+        where = (given, "to", desired, local)
+        failures.expect(None if kinds == other_kinds else f"{other_kinds}, not {kinds}", *where)
+        failures.expect(difference(found, right), *where)
+        failures.expect(difference(found_grad, grad), "gradient", *where)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepares_other_layouts_as_pytorch_does(ranks):
+    ranks.expect_no_failures(check_other_layouts)
+
+
+def check_fsdp(layers: tuple[str, ...]) -> tuple[int, list[str]]:
+    """FSDP2 over dp, of the module or of a reader too: the gradients are means over dp."""
+    failures = Failures()
+    grid = mesh(2, dist.get_world_size() // 2)
+    module = Reader()
+    model = copy.deepcopy(module)
+    plan = {
+        "": OverlapPrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        **{name: OverlapColwiseParallel() for name in ("q", "k", "v")},
+        "o": OverlapRowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, grid["tp"], plan)
+    for name in layers:
+        fully_shard(model.get_submodule(name), mesh=grid["dp"])
+    input = integers(4, 12, 6, seed=3)
+    module(input).sum().backward()
+    mine = input.chunk(2)[grid.get_local_rank("dp")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(distribute_tensor(mine, grid["tp"], [Shard(1)]).to_local()).sum().backward()
+    for (name, own), (_, true) in zip(
+        model.named_parameters(), module.named_parameters(), strict=True
+    ):
+        failures.expect(difference(2 * own.grad.full_tensor(), true.grad), name, layers)
+    return failures.result()
+
+
+@pytest.mark.parametrize("layers", [("",), ("k", "")], ids=["module", "reader"])
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_parallel_prepared_input_works_beside_fsdp(ranks, layers):
+    ranks.expect_no_failures(check_fsdp, layers)
+
+
+def messages_of_changes_in_place() -> list[str]:
+    """What backward says where the input has been changed behind its readers, or forward before that."""
+
+    class Changing(Reader):
+        def mixed(self, x, other):
+            found = super().mixed(x, other)
+            x.mul_(2)
+            return found
+
+    def step(given: Placement, local: bool) -> None:
+        model = parallel(Changing(), given, local)
+        input = cut(integers(6, 12, 6, seed=3), given).to_local().requires_grad_()
+        model(2 * input).sum().backward()
+
+    return [
+        message_of(step, given, local) for given in (Shard(0), Shard(1)) for local in (False, True)
+    ]
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_changed_behind_its_readers_is_refused(ranks):
+    for messages in ranks.run(messages_of_changes_in_place):
+        assert all("inplace" in message for message in messages), messages
+
+
+def compiled_with_a_change_in_place() -> str:
+    model = parallel(Reader("in place"), Shard(1), False)
+    run = torch.compile(Around(model), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        return message_of(run, cut(integers(2, 6, 6, seed=3), Shard(1)).to_local())
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_parallel_prepared_input_changed_in_place_is_refused_when_compiled(ranks):
+    assert all(ranks.run(compiled_with_a_change_in_place))
