@@ -155,7 +155,13 @@ void check_cuda_groups() {
   for (const auto& entry : all_groups()) {
     const std::lock_guard<std::mutex> lock(entry->cuda_mutex);
     for (const auto& [device, weak] : entry->cuda) {
-      if (const auto group = weak.lock()) group->check();
+      const auto group = weak.lock();
+      if (group == nullptr) continue;
+      try {
+        group->check();
+      } catch (const std::exception&) {
+        if (entry->registered()) throw;  // of a group that was destroyed nobody wants to know
+      }
     }
   }
 }

@@ -35,6 +35,16 @@ GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
       rank_(group->getRank()),
       world_size_(group->getSize()) {}
 
+bool GroupEntry::registered() const {
+  const auto group = lock();
+  if (!group) return false;
+  try {
+    return c10d::resolve_process_group(name_) == group;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
   if (environment().timeout) return *environment().timeout;
   if (const auto group = lock()) return group->getBackend(device)->getBackendOptions()->timeout;

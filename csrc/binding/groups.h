@@ -40,6 +40,8 @@ class GroupEntry {
 
   c10::intrusive_ptr<c10d::ProcessGroup> lock() const { return group_.lock(); }
   bool expired() const { return group_.expired(); }
+  // Whether its name still stands for it: not after destroy_process_group, even if somebody holds it.
+  bool registered() const;
   const std::string& name() const { return name_; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }

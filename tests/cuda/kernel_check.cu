@@ -348,6 +348,17 @@ void check_signal() {
         "1796, 0",
         failure.chunk, failure.peer, failure.expected, failure.seen);
   }
+  // Whoever synchronizes behind a wait that failed sees its report at once.
+  constexpr int kFailures = 200;
+  peers.deadline_ns = 1'000'000;
+  for (int repeat = 0; repeat < kFailures; ++repeat) {
+    *report = {};
+    CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    if (*static_cast<const volatile uint64_t*>(&report->failure) == 0) {
+      fail("signal: no report right behind a synchronization, repeat %d", repeat);
+    }
+  }
   signal.ends_call = true;
   CUDA_CHECK(kernels::signal_peers_release_sys(signal, stream));
   uint64_t counted[2] = {};

@@ -121,7 +121,7 @@ class RingCase {
  private:
   static constexpr uint64_t kFirstCalls = (uint64_t{1} << 32) - 4;  // numbers grow past 32 bits
   static constexpr uint64_t kTag = uint64_t{13} << kernels::kCallTagShift;
-  static constexpr int64_t kSpareFlags = 64;                        // that nobody may write
+  static constexpr int64_t kSpareFlags = 64;  // that nobody may write
   static constexpr int64_t kLateUs = 2000;
 
   struct Memory {
