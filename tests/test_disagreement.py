@@ -186,6 +186,31 @@ def test_disagreement_missing_call_is_named_at_the_deadline():
     )
 
 
+def never_come() -> tuple[int, list[str]]:
+    """The last rank makes no call at all: what the others say, twice, and what they leave in /dev/shm."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        store.wait(["reported"])
+        return 0, []
+    messages = [message_of(call, "gemm_allreduce", CASE) for _ in range(2)]
+    left = [
+        name for name in os.listdir("/dev/shm") if name.startswith(f"overlap_torch-{os.getpid()}-")
+    ]
+    store.set("reported", "")
+    return len(left), messages
+
+
+def test_disagreement_rank_that_never_comes_is_named_and_nothing_is_left():
+    outcomes = rank_pool.run_fresh(
+        2, "gloo", never_come, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "1"}
+    )
+    assert outcomes[0].kind == "returned", outcomes[0]
+    left, messages = outcomes[0].value
+    assert left == 0
+    assert messages[0] == messages[1]
+    assert "rank 1 has not made its first call on CPU within 1" in messages[0]
+
+
 def die_before_the_call() -> tuple[float, str]:
     call("gemm_allreduce", CASE)
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -16,6 +16,7 @@
 #include <ctime>
 #include <new>
 #include <random>
+#include <stdexcept>
 
 #include "binding/environment.h"
 
@@ -51,6 +52,12 @@ flock byte_lock(int rank, short type) {
   lock.l_len = 1;
   return lock;
 }
+
+// A file's name ends with the scope: those that have opened it keep it.
+struct Unlinked {
+  std::string name;
+  ~Unlinked() { (void)shm_unlink(name.c_str()); }
+};
 
 std::string text_of(const std::vector<uint8_t>& bytes) {
   return {bytes.begin(), bytes.end()};
@@ -122,15 +129,25 @@ class SharedNotes {
 };
 
 CallBoard::CallBoard(Options options) : options_(std::move(options)) {
+  try {
+    meet();
+  } catch (const std::exception& error) {  // every call says it
+    error_ = error.what();
+    shared_.reset();
+  }
+}
+
+void CallBoard::meet() {
   // Rank 0 makes the file, the others open it and say whether they could, rank 0 says whether all could.
   const std::string key = "overlap_torch/call_board";
   const auto get = [&](const std::string& what, int peer) {
     try {
       options_.store->wait({what}, options_.timeout);
     } catch (const std::exception&) {
-      fail("rank " + std::to_string(peer) + " has not made its first call on CPU within " +
-           std::to_string(options_.timeout.count() / 1000.0) +
-           " s. It died, hangs, or calls something else.");
+      throw std::runtime_error(failure("rank " + std::to_string(peer) +
+                                       " has not made its first call on CPU within " +
+                                       std::to_string(options_.timeout.count() / 1000.0) +
+                                       " s. It died, hangs, or calls something else."));
     }
     return text_of(options_.store->get(what));
   };
@@ -141,6 +158,7 @@ CallBoard::CallBoard(Options options) : options_(std::move(options)) {
     std::random_device random;
     const std::string name = "/overlap_torch-" + std::to_string(getpid()) + "-" +
                              std::to_string(random()) + std::to_string(random());
+    const Unlinked unlinked{name};
     shared_ = SharedNotes::make(name, true, 0, options_.world_size);
     set(key, name);
     bool all = shared_ != nullptr;
@@ -149,7 +167,6 @@ CallBoard::CallBoard(Options options) : options_(std::move(options)) {
       all = get(answer, peer) == "1" && all;
       options_.store->deleteKey(answer);
     }
-    (void)shm_unlink(name.c_str());
     set(key + "/all", all ? "1" : "0");
     if (!all) shared_.reset();
     return;
@@ -241,9 +258,13 @@ void CallBoard::compare(const std::vector<CallNote>& notes) const {
                                 "dtype, in the same order, and set the same plans."));
 }
 
+std::string CallBoard::failure(const std::string& message) const {
+  return c10::str("overlap_torch: group '", options_.name, "', rank ", options_.rank, ": ", message,
+                  " Destroy the process group and make a new one to go on.");
+}
+
 void CallBoard::fail(const std::string& message) {
-  error_ = c10::str("overlap_torch: group '", options_.name, "', rank ", options_.rank, ": ",
-                    message, " Destroy the process group and make a new one to go on.");
+  error_ = failure(message);
   communication_failed(error_);
 }
 

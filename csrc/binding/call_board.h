@@ -36,7 +36,7 @@ class CallBoard {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group{c10::intrusive_ptr<c10d::ProcessGroup>()};
   };
 
-  // Collective: returns when all ranks have come.
+  // Collective: returns when all ranks have come, or one has not by the deadline, which every call says then.
   explicit CallBoard(Options options);
   ~CallBoard();
   CallBoard(const CallBoard&) = delete;
@@ -51,8 +51,10 @@ class CallBoard {
   void agree();
 
  private:
+  void meet();
   void gather();
   void compare(const std::vector<CallNote>& notes) const;
+  std::string failure(const std::string& message) const;
   [[noreturn]] void fail(const std::string& message);
 
   Options options_;
