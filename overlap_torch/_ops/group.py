@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
 
 # The default group, a group's name, a group, or a one-dimensional mesh.
 Group = str | dist.ProcessGroup | DeviceMesh | None
@@ -45,3 +48,20 @@ def world_size(name: str) -> int:
 def group_rank(name: str) -> int:
     """This rank's number in the group that has this name."""
     return _resolve_process_group(name).rank()
+
+
+def broadcast_integers(values: Sequence[int], group: dist.ProcessGroup | str) -> list[int]:
+    """The values of the group's rank 0, on every rank; the others' may be of another number. A collective call.
+
+    torch.distributed's collectives of objects would do, but need NumPy.
+    """
+    if isinstance(group, str):
+        group = _resolve_process_group(group)
+    devices = _device_capability(group)
+    device = "cpu" if "cpu" in devices else devices[0]
+    count = torch.tensor([len(values)], device=device)
+    dist.broadcast(count, group_src=0, group=group)
+    own = values if dist.get_rank(group) == 0 else [0] * int(count.item())
+    shared = torch.tensor(own, dtype=torch.int64, device=device)
+    dist.broadcast(shared, group_src=0, group=group)
+    return shared.tolist()
