@@ -170,6 +170,35 @@ def test_errors_have_the_types_that_python_has_for_them(ranks):
     assert ranks.run(types_of_errors) == [[ValueError, ValueError, TypeError]] * 2
 
 
+def bad_biases() -> list[tuple[object, object, tuple[str, ...]]]:
+    """weight, bias, parts of the message."""
+    w, bias = empty(N, K), empty(N)
+    several = ("none or a sequence", "tensor [n] or none")
+    return [
+        ([w, w], bias, (*several, "here 2", f"({N},)")),
+        ([w], bias.view(1, N), (*several, "here 1", f"(1, {N})")),
+        ((w, w), bias.clone().requires_grad_(), (*several, "here 2", f"({N},)")),
+        (w, [bias], ("tensor [n] or none", "is a list")),
+    ]
+
+
+def check_bad_biases() -> tuple[int, list[str]]:
+    failures = Failures()
+    for weight, bias, parts in bad_biases():
+        message = ""
+        try:
+            overlap_torch.allgather_gemm(empty(12, K), weight, bias)
+        except TypeError as error:
+            message = str(error)
+        failures.expect(missing_parts(message, parts), parts)
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "nccl"))
+def test_errors_name_the_biases_that_weights_take(ranks):
+    ranks.expect_no_failures(check_bad_biases)
+
+
 def check_bad_groups(op: str) -> tuple[int, list[str]]:
     failures = Failures()
     arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
