@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import overlap_torch
 from checks import Failures, check_call, message_of
@@ -223,25 +226,42 @@ def test_errors_name_the_unknown_group(ranks, op):
     ranks.expect_no_failures(check_bad_groups, op)
 
 
-def check_foreign_group() -> tuple[int, list[str]]:
-    """A group that this rank is not in."""
+def check_foreign_groups() -> tuple[int, list[str]]:
+    """Groups that this rank is not in: what new_group returns there, the name, a mesh."""
     failures = Failures()
-    x, w = torch.ones(4, K, device=rank_device()), torch.ones(N, K, device=rank_device())
-    first = dist.new_group([0])
-    names = [None] * dist.get_world_size()
-    dist.all_gather_object(names, first.group_name if dist.get_rank() == 0 else None)
-    if dist.get_rank() != 0:
-        message = message_of(torch.ops.overlap.gemm_allreduce, x, w, group=names[0])
-        failures.expect(missing_parts(message, (f"'{names[0]}'",)), "a group of others")
-        message = message_of(overlap_torch.gemm_allreduce, x, w, group=first)
-        failures.expect(missing_parts(message, ("group",)), "not a member")
-    check_call(failures, CASE, "after a group of others")
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    first, mesh = dist.new_group([0]), DeviceMesh(device.type, [0])
+    names = [None] * world
+    dist.all_gather_object(names, first.group_name if rank == 0 else None)
+    groups = [(first, "non_group_member"), (names[0], f"'{names[0]}'"), (mesh, "devicemesh")]
+    layers = (overlap_torch.nn.ColumnParallelLinear, overlap_torch.nn.RowParallelLinear)
+    for group, name in groups if rank != 0 else []:
+        calls = {
+            op: functools.partial(entry.wrapper, *entry.arguments(CASE, rank, world, device))
+            for op, entry in OPS.items()
+        }
+        for layer in layers:
+            calls[layer.__name__] = functools.partial(layer, 8, 8, device=device)
+            calls[f"{layer.__name__} on meta"] = functools.partial(layer, 8, 8, device="meta")
+        calls["token_slice"] = functools.partial(overlap_torch.nn.token_slice, 8)
+        calls["plan_for"] = functools.partial(plan_module.plan_for, 8, 8, 8)
+        x, w = empty(8, 8).to("meta"), empty(8, 8).to("meta")
+        calls["on meta"] = functools.partial(overlap_torch.gemm_reducescatter, x, w)
+        for what, call in calls.items():
+            error = None
+            try:
+                call(group=group)
+            except Exception as raised:  # its type is a question too
+                error = raised
+            failures.expect(missing_parts(str(error or ""), (name, "group")), what, name)
+            failures.expect(None if type(error) is ValueError else f"{error!r}", what, name)
+    check_call(failures, CASE, "after groups of others")
     return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_errors_refuse_a_group_of_others(ranks):
-    ranks.expect_no_failures(check_foreign_group)
+    ranks.expect_no_failures(check_foreign_groups)
 
 
 def bad_plans() -> dict[str, tuple[list[int], tuple[str, ...]]]:
