@@ -7,12 +7,13 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import overlap_torch
 from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
-from ops import OPS
+from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Problem, Transport
 from plans import overlapped_plans, sequential_plan
@@ -48,6 +49,9 @@ def bad_operands() -> dict[str, tuple[tuple, tuple[str, ...]]]:
         "complex64": ((x.cfloat(), w.cfloat()), ("complexfloat|complex64", *supported)),
         "sparse": ((x.to_sparse(), w), ("sparse",)),
         "sparse weight": ((x, w.to_sparse()), ("sparse",)),
+        "input on meta": ((x.to("meta"), w), ("input is on meta", f"weight on {device.type}")),
+        "weight on meta": ((x, w.to("meta")), (f"input is on {device.type}", "weight on meta")),
+        "bias on meta": ((x, w, empty(N).to("meta")), (device.type, "bias on meta")),
     }
     if device.type == "cuda":
         calls |= {
@@ -171,6 +175,29 @@ def types_of_errors() -> list[type]:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_errors_have_the_types_that_python_has_for_them(ranks):
     assert ranks.run(types_of_errors) == [[ValueError, ValueError, TypeError]] * 2
+
+
+def check_fake_devices(op: str) -> tuple[int, list[str]]:
+    """What tracing runs on: fakes of tensors on any devices, these on none."""
+    failures = Failures()
+    arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), "cpu")
+    with FakeTensorMode():
+        for number, moved in enumerate(tensors_of(arguments)):
+            mixed = map_tensors(
+                lambda tensor, moved=moved: torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cuda" if tensor is moved else "cpu"
+                ),
+                arguments,
+            )
+            message = message_of(OPS[op].operator, *mixed, group=world_name())
+            failures.expect(missing_parts(message, ("on cpu", "on cuda", "one device")), op, number)
+    return failures.result()
+
+
+@every_op
+@pytest.mark.ranks((1, "gloo"))
+def test_errors_of_fakes_name_the_devices(ranks, op):
+    ranks.expect_no_failures(check_fake_devices, op)
 
 
 def bad_biases() -> list[tuple[object, object, tuple[str, ...]]]:

@@ -42,7 +42,9 @@ def group_name(group: Group = None) -> str:
                 'name the dimension, as in mesh["tp"]'
             )
         if group.get_coordinate() is None:
-            raise ValueError(f"group= is a DeviceMesh that this rank is not in, {group}; {_MEMBERS_ONLY}")
+            raise ValueError(
+                f"group= is a DeviceMesh that this rank is not in, {group}; {_MEMBERS_ONLY}"
+            )
         return group.get_group().group_name
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
