@@ -129,7 +129,7 @@ def row_panels(
 
     Args:
         problem: what all ranks share: ``plan_for(...).problem``, or
-            ``Problem(m, n, k, DType.BFLOAT16, world_size)``.
+            ``Problem(m, n, k, torch.bfloat16, world_size)``.
         chunks: a number of chunks of about equal height, or the chunks' heights in tile rows, top
             to bottom; heights are multiples of the kernel's cluster (2 for the sm90 kernels) and
             sum up to the tile grid's height, which is rounded up to a multiple of the cluster.
@@ -242,11 +242,10 @@ def plan_for(
     """
     import torch
 
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    torch_dtype = getattr(torch, enum_name(enum_member(DType, dtype)))
+    problem = Problem(m, n, k, dtype, op=op)
+    torch_dtype = getattr(torch, enum_name(problem.dtype))
     code = torch.ops.overlap.plan_for(
-        enum_name(enum_member(Op, op)), m, n, k, torch_dtype, _device(device), _group_name(group)
+        enum_name(problem.op), m, n, k, torch_dtype, _device(device), _group_name(group)
     )
     return decode(list(code))
 
