@@ -96,7 +96,7 @@ $(VENV)/.torch: | $(PY)
 	    $(CPU_INDEX)/torch/ 2>/dev/null; then index="--index-url $(CPU_INDEX)"; fi; \
 	echo "Installing $(TORCH) $$index into $(VENV) ..."; \
 	$(PIP) $$index "$(TORCH)"
-	$(PIP) "setuptools>=77,<82" wheel ninja pybind11 numpy
+	$(PIP) "setuptools>=77,<82" wheel ninja pybind11
 	@touch $@
 
 $(VENV)/.cutlass: | $(VENV)/.torch

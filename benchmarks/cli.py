@@ -125,12 +125,38 @@ def _ops(text: str) -> tuple[str, ...]:
 
 def _modes(text: str, ops: tuple[str, ...], on_cpu: bool) -> tuple[str, ...]:
     modes = _names("modes", text, measure.MODES)
-    if on_cpu and "graph" in modes:
+    if not modes:
+        raise ValueError("--modes names no mode")
+    possible = [mode for mode in modes if not (on_cpu and mode == "graph")]
+    if not possible:
+        raise ValueError(
+            f"--modes {text} measures nothing on CPU: CUDA graphs need a GPU; take call, row"
+        )
+    if ops == ("block",) and not set(possible) & set(block.MODES):
+        raise ValueError(f"--modes {text} measures nothing of block: take {', '.join(block.MODES)}")
+    if len(possible) < len(modes):
         print("mode graph left out: CUDA graphs need a GPU", file=sys.stderr)
-        modes = tuple(mode for mode in modes if mode != "graph")
-    if "block" in ops and "graph" in modes:
+    if "block" in ops and "graph" in possible:
         print(f"block: only the modes {', '.join(block.MODES)}", file=sys.stderr)
-    return modes
+    return tuple(possible)
+
+
+def _baselines(text: str, ops: tuple[str, ...], on_cpu: bool) -> tuple[str, ...]:
+    names = _names("baselines", text, BASELINES)
+    without = [op for op in ops if op not in pytorch_ops.OPS]
+    if not names:
+        return names
+    if on_cpu:
+        raise ValueError(
+            f"--baselines {text} measures nothing on CPU: PyTorch's symmetric memory needs GPUs; leave it out"
+        )
+    if len(without) == len(ops):
+        raise ValueError(
+            f"--baselines {text} measures nothing of {', '.join(ops)}: it is for {', '.join(pytorch_ops.OPS)}"
+        )
+    if without:
+        print(f"{', '.join(without)}: without the baselines of PyTorch", file=sys.stderr)
+    return names
 
 
 def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
@@ -175,7 +201,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
             dtype=DTYPES[args.dtype or ("fp32" if on_cpu else "bf16")],
             call_repeats=repeats,
             row_repeats=max(3, repeats // 4),
-            baselines=_names("baselines", args.baselines, BASELINES),
+            baselines=_baselines(args.baselines, ops, on_cpu),
             plans=_json_text(args.plan),
             sweep=args.sweep if args.sweep in (None, "candidates") else _json_text(args.sweep),
             check=not args.no_check,
@@ -194,7 +220,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit status: 1 if a result was wrong, 2 for a bad command line."""
+    """Runs the benchmark; returns the exit status: 1 if a result was wrong or nothing was measured, 2 for a bad command line."""
     ranks, options = options_of(list(sys.argv[1:] if argv is None else argv))
     try:
         launch(ranks, _bench_entry.run_rank, pickle.dumps(options))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
+from overlap_torch._ops.group import broadcast_integers, group_name
 
 MODES = ("call", "row", "graph")
 CALLS_IN_A_ROW = 10
@@ -74,7 +75,7 @@ class Stopwatch:
         self._token = torch.zeros(1, device=device)
         self._tiny = torch.zeros(8, 8, device=device, dtype=torch.bfloat16)
         if self._cuda:
-            self._one_clock = _one_host()
+            self._one_clock = _one_host(device)
             cache = torch.cuda.get_device_properties(device).L2_cache_size
             self._flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
             self._filler = torch.randn(
@@ -168,11 +169,12 @@ class Stopwatch:
             pass
 
 
-def _one_host() -> bool:
+def _one_host(device: torch.device) -> bool:
     """Whether all ranks run on one host. Collective."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, Path("/proc/sys/kernel/random/boot_id").read_text())
-    return len(set(hosts)) == 1
+    own = list(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    equal = torch.tensor([own == broadcast_integers(own, group_name())], device=device).int()
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return bool(equal.item())
 
 
 def _row(variant: Variant, calls: int, turn: int) -> None:

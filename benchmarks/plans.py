@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from overlap_torch import plan as plan_api
+from overlap_torch._ops.group import broadcast_integers
 from overlap_torch.plan import Collective, Plan, Schedule
 
 __all__ = ["OPS", "MeasuredProblem", "Plan", "as_dict", "layout", "parse", "summary"]
@@ -112,9 +112,14 @@ class MeasuredProblem:
     def candidates(self) -> list[Plan]:
         """The planner's candidates, those of rank 0 on every rank. Collective."""
         machine = plan_api.machine(self.device, self.group)
-        plans = [
-            plan_api.encode(plan) for plan in plan_api.candidates(self.current().problem, machine)
-        ]
-        shared = [plans]
-        dist.broadcast_object_list(shared, src=0)
-        return [plan_api.decode(code) for code in shared[0]]
+        chosen = []  # each plan's length, then the plan
+        for plan in plan_api.candidates(self.current().problem, machine):
+            code = plan_api.encode(plan)
+            chosen += [len(code), *code]
+        chosen = broadcast_integers(chosen, self.group)
+        plans = []
+        while chosen:
+            length, *rest = chosen
+            plans.append(plan_api.decode(rest[:length]))
+            chosen = rest[length:]
+        return plans

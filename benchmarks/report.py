@@ -199,6 +199,11 @@ class Writer:
         row = self._row("best", subject, mode) | {"speedup": round(speedup, 4)}
         self._keep(self._best, row, subject, plan)
 
+    @property
+    def measured(self) -> bool:
+        """Whether there are any results yet; the same on every rank."""
+        return bool(self._rows or self._gemms)
+
     def finish(self) -> None:
         """Prints the tables, draws the plot."""
         if not self._writes:
@@ -212,8 +217,6 @@ class Writer:
                 print(f"\n{tables.losses(lost)}", flush=True)
         if self._gemms:
             print(f"\n### gemm\n\n{tables.gemms(self._gemms)}", flush=True)
-        if not compared and not self._gemms:
-            print("\nnothing measured")
         if self._options.plot_path and compared:
             plot.draw(compared, self._title, self._options.plot_path)
         if self._file not in (None, sys.stdout):

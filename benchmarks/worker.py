@@ -22,7 +22,7 @@ _BOUND_REPEATS = 5
 
 
 def run(options: Options) -> None:
-    """Measures everything that the options name. Ends the process with status 1 if a result was wrong."""
+    """Measures everything that the options name. Ends the process with status 1 if a result was wrong, or nothing was measured."""
     device = current_device()
     group = group_name()
     stopwatch = measure.Stopwatch(device)
@@ -48,6 +48,13 @@ def run(options: Options) -> None:
     writer.finish()
     if wrong:
         print(f"{wrong} result(s) differ from the sequence's", file=sys.stderr)
+        sys.exit(1)
+    if not writer.measured:
+        print(
+            "nothing was measured: no plan of --sweep is for a problem of these ops, shapes, dtype and "
+            f"world size ({dist.get_world_size()})",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 

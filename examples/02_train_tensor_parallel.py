@@ -29,12 +29,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from overlap_torch._launch import Ranks, current_device, launch
 from overlap_torch.parallel import (
     OverlapColwiseParallel,
     OverlapPrepareModuleInput,
     OverlapRowwiseParallel,
 )
+from ranks import add_arguments, current_device, launch
 
 VOCABULARY = 256  # bytes
 OVERLAP = (OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
@@ -213,10 +213,7 @@ def work(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--ranks", type=int, help="2 on GPUs, 4 on the CPU; torchrun decides otherwise"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="GPUs where there are any")
+    add_arguments(parser, "2 on GPUs, 4 on the CPU")
     parser.add_argument(
         "--compare", action="store_true", help="train with PyTorch's own styles too"
     )
@@ -231,7 +228,7 @@ def main() -> None:
         "--out", type=Path, default=Path("example02"), help="folder of the loss plot"
     )
     options = parser.parse_args()
-    launch(Ranks.for_example(options.ranks, options.device, gpus=2, cpus=4), work, options)
+    launch(work, options, gpus=2, cpus=4)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
-from overlap_torch._launch import Ranks, current_device, launch
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+from ranks import add_arguments, current_device, launch
 
 PLAN = {
     "model.layers.*.self_attn.q_proj": OverlapColwiseParallel(),
@@ -115,13 +115,12 @@ def main() -> None:
     except ImportError:
         sys.exit("this example needs transformers: pip install transformers")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, help="as many as there are GPUs, or 2 on the CPU")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="GPUs where there are any")
+    add_arguments(parser, "as many as there are GPUs, or 2 on the CPU")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--kv-heads", type=int, default=8)
     options = parser.parse_args()
-    launch(Ranks.for_example(options.ranks, options.device), work, options)
+    launch(work, options)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.distributed.nn.functional import all_to_all_single
 from torch.nn import functional
 
 from overlap_torch import gemm_alltoall
-from overlap_torch._launch import Ranks, current_device, launch
+from ranks import add_arguments, current_device, launch
 
 CHOICES = 2  # experts of a token
 
@@ -146,15 +146,14 @@ def work(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, help="as many as there are GPUs, or 2 on the CPU")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="GPUs where there are any")
+    add_arguments(parser, "as many as there are GPUs, or 2 on the CPU")
     parser.add_argument("--experts", type=int, default=2, help="of each rank")
     parser.add_argument(
         "--tokens", type=int, default=300, help="of rank 0; each next one has 17 more"
     )
     parser.add_argument("--width", type=int, default=64)
     options = parser.parse_args()
-    launch(Ranks.for_example(options.ranks, options.device), work, options)
+    launch(work, options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""``python -m overlap_torch {doctor,demo,bench}``; each command takes ``--help``."""
+"""``python -m overlap_torch {doctor,demo,bench}``; each command takes ``--help``. ``--version`` prints the version."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+from overlap_torch import __version__
 
 COMMANDS = {
     "doctor": "what was found on this machine, and which fast paths are on",
@@ -21,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="\n".join(f"{name:8}{meaning}" for name, meaning in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"overlap_torch {__version__}")
     parser.add_argument("command", choices=list(COMMANDS))
     command = parser.parse_args(argv[:1]).command
     # Imported here: a command needs only what it uses.

@@ -153,17 +153,26 @@ def _time(
 def _trace(
     operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str
 ) -> list[torch.Tensor]:
-    """Every rank's trace of a few calls; empty except on rank 0."""
+    """Every rank's trace of a few calls."""
     dist.barrier()
     torch.ops.overlap.trace_start()
     for _ in range(_TRACED_CALLS):
         gemm_allreduce(*operands, group=group)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    trace = torch.ops.overlap.trace_stop()
-    traces = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(trace.tolist(), traces)
-    return [torch.tensor(rows, dtype=torch.float64).reshape(-1, 5) for rows in traces or []]
+    return _gather_rows(torch.ops.overlap.trace_stop().to(device))
+
+
+def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's rows on the CPU; as many as each has."""
+    counts = [torch.tensor([len(own)], device=own.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, counts[dist.get_rank()].clone())
+    longest = int(max(counts).item())
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return [part[: int(count.item())].cpu() for part, count in zip(parts, counts, strict=True)]
 
 
 def _draw(demo: _Demo, traces: list[torch.Tensor]) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from overlap_torch import __version__
+
 _RECORD = Path(__file__).with_name("_build.json")
 _MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
 _MAX_PEERS = 8  # ranks that map each other's memory
@@ -253,6 +255,7 @@ def _software_lines(found: Findings) -> list[str]:
     driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
     nccl = ".".join(map(str, found.nccl)) if found.nccl else "none"
     lines = [
+        f"overlap_torch {__version__}, {Path(__file__).parent}",
         f"Python {platform.python_version()}, {platform.platform()}",
         f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, "
         f"NVIDIA driver {driver or 'none'}",

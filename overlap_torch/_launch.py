@@ -42,19 +42,6 @@ class Ranks:
             )
         return Ranks(world_size, device_type)
 
-    @staticmethod
-    def for_example(
-        world_size: int | None, device_type: str | None, *, gpus: int | None = None, cpus: int = 2
-    ) -> Ranks:
-        """As many as torchrun starts, else as asked for, else all GPUs or at most ``gpus``, else ``cpus`` on the CPU.
-
-        On the CPU also where there are fewer GPUs than ranks, unless ``device_type`` is "cuda".
-        """
-        found = torch.cuda.device_count() if device_type != "cpu" else 0
-        usual = min(found, gpus or found) or cpus
-        world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size or usual))
-        return Ranks.choose(world_size, device_type or ("cuda" if found >= world_size else "cpu"))
-
 
 def current_device() -> torch.device:
     """The device of this rank: its current GPU under NCCL, else the CPU."""

@@ -2,6 +2,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
+
 MAX_CHUNKS: int
 BAND_ROWS: int
 MAX_BAND_RUNS: int
@@ -76,9 +78,9 @@ class Problem:
         m: int,
         n: int,
         k: int,
-        dtype: DType = ...,
+        dtype: DType | str | torch.dtype = ...,
         world_size: int = 1,
-        op: Op = ...,
+        op: Op | str = ...,
     ) -> None: ...
     @property
     def row_parts(self) -> int: ...

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.collectives import start_all_gather, wait
 from overlap_torch._ops.gradients import TransformedFunction
+from overlap_torch._ops.group import process_group
 
 
 def place_in(group: str) -> tuple[int, int]:
@@ -21,13 +20,8 @@ def place_in(group: str) -> tuple[int, int]:
     Raises:
         ValueError: this rank is not in the group.
     """
-    process_group = _resolve_process_group(group)
-    world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if rank < 0:
-        raise ValueError(
-            f"this rank is not in the group {group!r}; make the layer on the group's ranks only"
-        )
-    return world_size, rank
+    members = process_group(group)
+    return members.size(), members.rank()
 
 
 def shard_range(size: int, world_size: int, rank: int) -> tuple[int, int]:

@@ -41,7 +41,6 @@ from overlap_torch._plan import (
     candidates,
     decode,
     encode,
-    make_all_to_all,
     make_plan,
     make_sequential,
     predict,
@@ -122,14 +121,14 @@ def row_panels(
     smem_pad_bytes: int = 0,
     finish_ctas: int = 0,
     lanes: int = 1,
-    transport: Transport | str = Transport.NCCL,
+    transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Plan:
     """An overlapped plan whose chunks are row panels of the plain output, already in order.
 
     Args:
         problem: what all ranks share: ``plan_for(...).problem``, or
-            ``Problem(m, n, k, DType.BFLOAT16, world_size)``.
+            ``Problem(m, n, k, torch.bfloat16, world_size)``.
         chunks: a number of chunks of about equal height, or the chunks' heights in tile rows, top
             to bottom; heights are multiples of the kernel's cluster (2 for the sm90 kernels) and
             sum up to the tile grid's height, which is rounded up to a multiple of the cluster.
@@ -143,14 +142,19 @@ def row_panels(
         smem_pad_bytes: shared memory added to each GEMM block, in bytes.
         finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
         lanes: chunks in flight at a time, 1 to 4; each takes ``max_ctas`` CTAs.
-        transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU. Over ``peer``
-            chunks are cut from one rank's part of the rows, whatever the op.
+        transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU; None: ``gloo``
+            where torch finds no CUDA device, the kernel is ``library`` and no option above is set
+            that only GPUs have (comm_sms, max_ctas, window, smem_pad_bytes, finish_ctas), else
+            ``nccl``. A plan for another machine, or for CPU tensors beside a GPU, names it. Over
+            ``peer`` chunks are cut from one rank's part of the rows, whatever the op.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
     """
-    kernel, transport = enum_member(Kernel, kernel), enum_member(Transport, transport)
+    kernel = enum_member(Kernel, kernel)
+    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
+    transport = _transport(transport, kernel, resources, max_ctas)
     shape = _shape(kernel, transport, tile)
     parts = problem.world_size if transport == Transport.PEER else problem.row_parts
     whole_clusters = problem.op == Op.ALLGATHER_GEMM or transport == Transport.PEER
@@ -160,7 +164,6 @@ def row_panels(
     if band_rows is None:
         band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))
         band_rows -= band_rows % shape.cluster_m
-    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     return _plan.make_row_panels(
         problem, kernel, heights, band_rows, resources, max_ctas, transport, shape
     )
@@ -178,7 +181,7 @@ def packed(
     smem_pad_bytes: int = 0,
     finish_ctas: int = 0,
     lanes: int = 1,
-    transport: Transport | str = Transport.NCCL,
+    transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
     collective: Collective | str = Collective.ALL_REDUCE,
 ) -> Plan:
@@ -188,20 +191,23 @@ def packed(
     chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
     ``band_rows`` None: ``BAND_ROWS``, or the tile grid's height where that is less. ``collective`` is
     ``all_reduce`` or, between two ranks, ``exchange``: one all-gather, then a sum where the chunk
-    is put in place. All else is as in :func:`row_panels`.
+    is put in place; that is of NCCL's alone. All else is as in :func:`row_panels`.
     """
-    kernel, transport = enum_member(Kernel, kernel), enum_member(Transport, transport)
+    kernel, collective = enum_member(Kernel, kernel), enum_member(Collective, collective)
+    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
+    if transport is None and collective == Collective.EXCHANGE:
+        transport = Transport.NCCL
+    transport = _transport(transport, kernel, resources, max_ctas)
     shape = _shape(kernel, transport, tile)
     rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
     tiles = rows * _tiles(problem.n, shape.tile_n)
     sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
     if band_rows is None:
         band_rows = max(shape.cluster_m, min(BAND_ROWS, rows))
-    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
     plan = _plan.make_packed(
         problem, kernel, sizes, band_rows, resources, max_ctas, transport, shape
     )
-    plan.collective = enum_member(Collective, collective)
+    plan.collective = collective
     validate(plan)
     return plan
 
@@ -219,6 +225,26 @@ def direct(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
         ValueError: a plan that could not run; the message says what is allowed.
     """
     return _plan.make_direct(problem, enum_member(Kernel, kernel))
+
+
+def make_all_to_all(
+    problem: Problem,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    resources: Resources | None = None,
+    max_ctas: int = 0,
+    transport: Transport | str | None = None,
+) -> Plan:
+    """An overlapped plan of ``gemm_alltoall``: rows are sent while the GEMM computes others.
+
+    ``problem.m`` is 0, as rows differ by rank; ``resources`` None: the defaults. ``kernel``, ``max_ctas``
+    and ``transport`` are as in :func:`row_panels`.
+
+    Raises:
+        ValueError: a plan that could not run; the message says what is allowed.
+    """
+    kernel, resources = enum_member(Kernel, kernel), resources or Resources()
+    transport = _transport(transport, kernel, resources, max_ctas)
+    return _plan.make_all_to_all(problem, kernel, resources, max_ctas, transport)
 
 
 # --- the op library's plans -----------------------------------------------------------------------------------
@@ -242,11 +268,10 @@ def plan_for(
     """
     import torch
 
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    torch_dtype = getattr(torch, enum_name(enum_member(DType, dtype)))
+    problem = Problem(m, n, k, dtype, op=op)
+    torch_dtype = getattr(torch, enum_name(problem.dtype))
     code = torch.ops.overlap.plan_for(
-        enum_name(enum_member(Op, op)), m, n, k, torch_dtype, _device(device), _group_name(group)
+        enum_name(problem.op), m, n, k, torch_dtype, _device(device), _group_name(group)
     )
     return decode(list(code))
 
@@ -294,6 +319,19 @@ def machine(device: Device = None, group: Group = None) -> Machine:
 
 
 # --- helpers --------------------------------------------------------------------------------------------------
+
+
+def _transport(
+    transport: Transport | str | None, kernel: Kernel, resources: Resources, max_ctas: int
+) -> Transport:
+    """The given transport, else that of the device that the plan is for, as far as one can tell."""
+    if transport is not None:
+        return enum_member(Transport, transport)
+    import torch
+
+    plain = kernel == Kernel.LIBRARY and max_ctas == 0
+    plain &= resources == Resources(lanes=resources.lanes)
+    return Transport.GLOO if plain and not torch.cuda.is_available() else Transport.NCCL
 
 
 def _shape(kernel: Kernel, transport: Transport, tile: tuple[int, int] | None) -> _plan.KernelShape:

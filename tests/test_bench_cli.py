@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench_runs import SEQUENCES, bench
+from overlap_torch.plan import Problem, row_panels, save
 from test_examples import run
 
 
@@ -19,7 +20,10 @@ from test_examples import run
         (["--op", ","], "names no op"),
         (["--op", "gemm"], "needs a GPU"),
         (["--modes", "call,rows"], "--modes takes call, row, graph, not rows"),
+        (["--modes", "graph"], "measures nothing on CPU: CUDA graphs need a GPU"),
+        (["--modes", ","], "names no mode"),
         (["--baselines", "megatron"], "--baselines takes pytorch"),
+        (["--baselines", "pytorch"], "measures nothing on CPU: PyTorch's symmetric memory"),
         (["--shapes", "4x4"], "neither MxNxK"),
         (["--op", "block", "--blocks", "llama3-8b"], "MODEL@TOKENS"),
         (["--op", "block", "--blocks", "16x3x1x8@8"], "must divide"),
@@ -33,6 +37,41 @@ def test_bench_refuses_a_bad_command_line(capsys, argv, message):
         bench("cli").options_of(["--device", "cpu", "--world", "2", *argv])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ops", "option", "value", "message"),
+    [
+        ("block", "modes", "graph", "measures nothing of block: take call, row"),
+        ("block,gemm_alltoall", "baselines", "pytorch", "measures nothing of block, gemm_alltoall"),
+    ],
+)
+def test_bench_refuses_to_measure_nothing(ops, option, value, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(bench("cli"), f"_{option}")(value, tuple(ops.split(",")), False)
+
+
+def test_bench_says_what_is_left_out(capsys):
+    cli = bench("cli")
+    ops = ("gemm_allreduce", "block")
+    assert cli._modes("call,graph", ops, True) == ("call",)
+    assert cli._modes("graph", ops, False) == ("graph",)
+    assert cli._baselines("pytorch", ops, False) == ("pytorch",)
+    assert cli._baselines("", ops, True) == ()
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == [
+        "mode graph left out: CUDA graphs need a GPU",
+        "block: only the modes call, row",
+        "block: without the baselines of PyTorch",
+    ]
+
+
+def test_bench_that_measured_nothing_fails(tmp_path):
+    plan = row_panels(Problem(512, 512, 512, "float32", 5), 1, transport="gloo")
+    save(plan, tmp_path / "plan.json")
+    argv = "--device cpu --world 1 --shapes 8x8x8 --repeats 1 --sweep plan.json"
+    output = run("-m", "overlap_torch", "bench", *argv.split(), folder=tmp_path, status=1)
+    assert "nothing was measured: no plan of --sweep" in output and "world size (1)" in output
 
 
 def test_bench_all_names_every_op_once():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import overlap_torch
-from overlap_torch import _doctor
+from overlap_torch import __main__, _doctor
 from overlap_torch._doctor import Findings, Gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,6 +135,17 @@ def test_missing_cutlass_names_the_command(monkeypatch, tmp_path):
 def test_version_is_the_same_everywhere():
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version[1] == overlap_torch.__version__
+
+
+def test_command_line_and_doctor_say_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"overlap_torch {overlap_torch.__version__}\n"
+    assert __main__.main(["doctor"]) == 0
+    package = Path(overlap_torch.__file__).parent
+    line = f"  overlap_torch {overlap_torch.__version__}, {package}"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_build_info_agrees_with_the_record():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 import overlap_torch
 from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
-from ops import OPS
+from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Problem, Transport
 from plans import overlapped_plans, sequential_plan
@@ -45,6 +49,9 @@ def bad_operands() -> dict[str, tuple[tuple, tuple[str, ...]]]:
         "complex64": ((x.cfloat(), w.cfloat()), ("complexfloat|complex64", *supported)),
         "sparse": ((x.to_sparse(), w), ("sparse",)),
         "sparse weight": ((x, w.to_sparse()), ("sparse",)),
+        "input on meta": ((x.to("meta"), w), ("input is on meta", f"weight on {device.type}")),
+        "weight on meta": ((x, w.to("meta")), (f"input is on {device.type}", "weight on meta")),
+        "bias on meta": ((x, w, empty(N).to("meta")), (device.type, "bias on meta")),
     }
     if device.type == "cuda":
         calls |= {
@@ -170,6 +177,58 @@ def test_errors_have_the_types_that_python_has_for_them(ranks):
     assert ranks.run(types_of_errors) == [[ValueError, ValueError, TypeError]] * 2
 
 
+def check_fake_devices(op: str) -> tuple[int, list[str]]:
+    """What tracing runs on: fakes of tensors on any devices, these on none."""
+    failures = Failures()
+    arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), "cpu")
+    with FakeTensorMode():
+        for number, moved in enumerate(tensors_of(arguments)):
+            mixed = map_tensors(
+                lambda tensor, moved=moved: torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cuda" if tensor is moved else "cpu"
+                ),
+                arguments,
+            )
+            message = message_of(OPS[op].operator, *mixed, group=world_name())
+            failures.expect(missing_parts(message, ("on cpu", "on cuda", "one device")), op, number)
+    return failures.result()
+
+
+@every_op
+@pytest.mark.ranks((1, "gloo"))
+def test_errors_of_fakes_name_the_devices(ranks, op):
+    ranks.expect_no_failures(check_fake_devices, op)
+
+
+def bad_biases() -> list[tuple[object, object, tuple[str, ...]]]:
+    """weight, bias, parts of the message."""
+    w, bias = empty(N, K), empty(N)
+    several = ("none or a sequence", "tensor [n] or none")
+    return [
+        ([w, w], bias, (*several, "here 2", f"({N},)")),
+        ([w], bias.view(1, N), (*several, "here 1", f"(1, {N})")),
+        ((w, w), bias.clone().requires_grad_(), (*several, "here 2", f"({N},)")),
+        (w, [bias], ("tensor [n] or none", "is a list")),
+    ]
+
+
+def check_bad_biases() -> tuple[int, list[str]]:
+    failures = Failures()
+    for weight, bias, parts in bad_biases():
+        message = ""
+        try:
+            overlap_torch.allgather_gemm(empty(12, K), weight, bias)
+        except TypeError as error:
+            message = str(error)
+        failures.expect(missing_parts(message, parts), parts)
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "nccl"))
+def test_errors_name_the_biases_that_weights_take(ranks):
+    ranks.expect_no_failures(check_bad_biases)
+
+
 def check_bad_groups(op: str) -> tuple[int, list[str]]:
     failures = Failures()
     arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
@@ -194,25 +253,42 @@ def test_errors_name_the_unknown_group(ranks, op):
     ranks.expect_no_failures(check_bad_groups, op)
 
 
-def check_foreign_group() -> tuple[int, list[str]]:
-    """A group that this rank is not in."""
+def check_foreign_groups() -> tuple[int, list[str]]:
+    """Groups that this rank is not in: what new_group returns there, the name, a mesh."""
     failures = Failures()
-    x, w = torch.ones(4, K, device=rank_device()), torch.ones(N, K, device=rank_device())
-    first = dist.new_group([0])
-    names = [None] * dist.get_world_size()
-    dist.all_gather_object(names, first.group_name if dist.get_rank() == 0 else None)
-    if dist.get_rank() != 0:
-        message = message_of(torch.ops.overlap.gemm_allreduce, x, w, group=names[0])
-        failures.expect(missing_parts(message, (f"'{names[0]}'",)), "a group of others")
-        message = message_of(overlap_torch.gemm_allreduce, x, w, group=first)
-        failures.expect(missing_parts(message, ("group",)), "not a member")
-    check_call(failures, CASE, "after a group of others")
+    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+    first, mesh = dist.new_group([0]), DeviceMesh(device.type, [0])
+    names = [None] * world
+    dist.all_gather_object(names, first.group_name if rank == 0 else None)
+    groups = [(first, "non_group_member"), (names[0], f"'{names[0]}'"), (mesh, "devicemesh")]
+    layers = (overlap_torch.nn.ColumnParallelLinear, overlap_torch.nn.RowParallelLinear)
+    for group, name in groups if rank != 0 else []:
+        calls = {
+            op: functools.partial(entry.wrapper, *entry.arguments(CASE, rank, world, device))
+            for op, entry in OPS.items()
+        }
+        for layer in layers:
+            calls[layer.__name__] = functools.partial(layer, 8, 8, device=device)
+            calls[f"{layer.__name__} on meta"] = functools.partial(layer, 8, 8, device="meta")
+        calls["token_slice"] = functools.partial(overlap_torch.nn.token_slice, 8)
+        calls["plan_for"] = functools.partial(plan_module.plan_for, 8, 8, 8)
+        x, w = empty(8, 8).to("meta"), empty(8, 8).to("meta")
+        calls["on meta"] = functools.partial(overlap_torch.gemm_reducescatter, x, w)
+        for what, call in calls.items():
+            error = None
+            try:
+                call(group=group)
+            except Exception as raised:  # its type is a question too
+                error = raised
+            failures.expect(missing_parts(str(error or ""), (name, "group")), what, name)
+            failures.expect(None if type(error) is ValueError else f"{error!r}", what, name)
+    check_call(failures, CASE, "after groups of others")
     return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_errors_refuse_a_group_of_others(ranks):
-    ranks.expect_no_failures(check_foreign_group)
+    ranks.expect_no_failures(check_foreign_groups)
 
 
 def bad_plans() -> dict[str, tuple[list[int], tuple[str, ...]]]:

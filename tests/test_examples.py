@@ -20,8 +20,8 @@ PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
-def run(*command: str, folder: Path) -> str:
-    """The command's output; fails with it if the command does. No GPU is visible to it."""
+def run(*command: str, folder: Path, status: int = 0) -> str:
+    """The command's output; fails with it if the command ends with another status. No GPU is visible to it."""
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -33,7 +33,7 @@ def run(*command: str, folder: Path) -> str:
         [sys.executable, *command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert result.returncode == status, f"{result.stdout}\n{result.stderr}"
     return result.stdout + result.stderr
 
 
@@ -45,6 +45,37 @@ def test_examples_row_parallel_trains_as_the_unsharded_model(tmp_path):
         assert float(loss) > 0
         # float32 outputs of about 3 and their gradients, sums over 2048 features in another order.
         assert float(outputs) < 1e-5 and float(gradients) < 1e-5, output
+
+
+PUBLIC_CODE = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.[pm]*"))]
+
+
+@pytest.mark.parametrize("path", PUBLIC_CODE, ids=lambda path: path.name)
+def test_examples_use_public_names_alone(path):
+    private = re.findall(r"overlap_torch(?:\.\w+)*(?:\.| import )_[a-z]\w*", path.read_text())
+    assert not private
+
+
+def test_readme_snippet_runs(tmp_path):
+    """On CPU and small, so all that names the GPU is replaced."""
+    snippet = re.search(
+        r"^```python\n(import os\n.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    code = snippet[1]
+    changes = {
+        r'torch\.cuda\.set_device\(int\(os\.environ\["LOCAL_RANK"\]\)\)': "",
+        r"torch\.cuda\.synchronize\(\)": "",
+        r'"nccl"': '"gloo"',
+        r'"cuda"': '"cpu"',
+        r"4096|8192|28672": "8",
+    }
+    for pattern, replacement in changes.items():
+        code, count = re.subn(pattern, replacement, code)
+        assert count > 0, f"{pattern} is not in\n{code}"
+    code += "print('rows', y.shape[0], layer.weight.grad.shape[1], dist.is_initialized())\n"
+    (tmp_path / "snippet.py").write_text(code)
+    output = run(*TORCHRUN, "snippet.py", folder=tmp_path)
+    assert re.findall(r"rows \d+ \d+ \w+", output) == ["rows 8 4 False"] * 2, output
 
 
 def example(name: str) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from copy import copy as shallow_copy
+from copy import deepcopy
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,6 +175,7 @@ def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> N
     assert plans.encode(plans.decode(code)) == code
     assert plans.from_json(plans.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
+    assert deepcopy([plan])[0] == plan
     for field in ("comm_sms", "finish_ctas", "lanes"):
         copy = plan.copy()
         assert copy == plan
@@ -185,6 +189,42 @@ def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> N
     assert copy != plan
     assert repr(copy) != repr(plan)
     assert plans.decode(plans.encode(copy)) == copy
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (Problem(3, 5, 7, DType.FLOAT64, 4, Op.ALLGATHER_GEMM), "m"),
+        (Machine(90, 132, 5.5, False, True, 7.25, 350.0, True, 375.0), "sm_count"),
+        (Resources(8, 1024, True, 6, 3), "lanes"),
+        (Chunk(5, Transport.PEER, 16), None),
+        (BandRun(4, 9), None),
+    ],
+    ids=lambda value: type(value).__name__ if value is not None else "",
+)
+def test_plan_parts_survive_pickle_and_copy(part: object, field: str | None) -> None:
+    for copied in (pickle.loads(pickle.dumps(part)), deepcopy(part), shallow_copy(part)):
+        assert type(copied) is type(part) and copied is not part
+        assert repr(copied) == repr(part)
+        if not isinstance(part, Machine):
+            assert copied == part
+        if field is not None:
+            setattr(copied, field, getattr(copied, field) + 1)
+            assert repr(copied) != repr(part), "they change apart"
+
+
+def test_plan_problem_takes_dtypes_of_torch_and_names() -> None:
+    problem = Problem(8, 8, 8, DType.FLOAT16, 2, Op.GEMM_ALLTOALL)
+    assert Problem(8, 8, 8, torch.float16, 2, "gemm_alltoall") == problem
+    assert Problem(8, 8, 8, dtype="float16", world_size=2, op=Op.GEMM_ALLTOALL) == problem
+    for name, dtype in DType.__members__.items():
+        assert Problem(8, 8, 8, getattr(torch, name.lower())).dtype == dtype
+    for wrong in (torch.int8, "torch.float16", "FLOAT16", 1, None):
+        with pytest.raises(ValueError, match="DType is .*, allowed are bfloat16, float16") as error:
+            Problem(8, 8, 8, wrong)
+        assert repr(wrong) in str(error.value)
+    with pytest.raises(ValueError, match="Op is 'broadcast', allowed are gemm_allreduce"):
+        Problem(8, 8, 8, op="broadcast")
 
 
 @given(any_plans_and_grids(), st.data())

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from overlap_torch.plan import (
     Layout,
     Op,
     Problem,
+    Resources,
     Schedule,
     Transport,
 )
@@ -150,6 +152,39 @@ def test_plan_packed_template_exchanges_between_two_ranks_only() -> None:
     problem.world_size = 2
     with pytest.raises(ValueError, match="the transport gloo"):
         plans.packed(problem, 1, collective="exchange", transport="gloo")
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    problem = Problem(512, 512, 64, torch.bfloat16, 2)
+    exchange = Problem(0, 512, 64, torch.bfloat16, 2, "gemm_alltoall")
+    made = [
+        plans.row_panels(problem, 2),
+        plans.row_panels(problem, 2, tile=(64, 64), lanes=2),
+        plans.packed(problem, 2),
+        plans.make_all_to_all(exchange),
+        plans.make_all_to_all(exchange, "library", Resources()),
+    ]
+    usual = Transport.NCCL if cuda else Transport.GLOO
+    assert [plan.chunks[0].transport for plan in made] == [usual] * len(made)
+    whole = plans.row_panels(problem, 1)
+    named = plans.row_panels(problem, 1, transport=usual)
+    assert whole == named, "the tiles are the transport's, too"
+    for_gpus = [
+        *({"kernel": kernel} for kernel in ("sm80", "sm90_pingpong", "sm90_cooperative")),
+        *({name: 8} for name in ("comm_sms", "max_ctas", "smem_pad_bytes", "finish_ctas")),
+        {"window": True},
+    ]
+    for options in for_gpus:
+        for template in (plans.row_panels, plans.packed):
+            assert template(problem, 1, **options).chunks[0].transport == Transport.NCCL, options
+    alltoall = plans.make_all_to_all(exchange, "sm80", max_ctas=8)
+    assert alltoall.chunks[0].transport == Transport.NCCL
+    assert plans.packed(problem, 1, collective="exchange").chunks[0].transport == Transport.NCCL
+    for transport in ("gloo", "nccl"):
+        plan = plans.row_panels(problem, 1, transport=transport)
+        assert plan.chunks[0].transport.name == transport.upper()
 
 
 def test_plan_json_is_readable_and_checked() -> None:

@@ -62,6 +62,42 @@ py::tuple as_tuple(const std::vector<T>& items) {
   return result;
 }
 
+// A member of the enumeration, given itself, its name in lower case, or the torch.dtype of that name. This module knows no
+// torch, but every torch.dtype calls itself torch.<name>.
+template <typename Enum>
+Enum member(const py::object& given) {
+  if (py::isinstance<Enum>(given)) return given.cast<Enum>();
+  const py::object type = py::type::of(py::cast(Enum{}));
+  std::string text = py::str(given);
+  const std::string torch = "torch.";
+  if (!py::isinstance<py::str>(given) && text.rfind(torch, 0) == 0) text.erase(0, torch.size());
+  std::string allowed;
+  for (const auto item : type.attr("__members__").cast<py::dict>()) {
+    const auto name = py::str(item.first).attr("lower")().cast<std::string>();
+    if (name == text) return item.second.cast<Enum>();
+    allowed += (allowed.empty() ? "" : ", ") + name;
+  }
+  throw py::value_error(type.attr("__name__").cast<std::string>() + " is " +
+                        py::repr(given).cast<std::string>() + ", allowed are " + allowed);
+}
+
+// Pickled, and so copied by the module copy, member by member.
+template <typename Item, typename... Members>
+auto pickled(Members Item::*... members) {
+  return py::pickle([=](const Item& item) { return py::make_tuple(item.*members...); },
+                    [=](const py::tuple& state) {
+                      if (state.size() != sizeof...(members)) {
+                        throw py::value_error("pickled by another release: it has " +
+                                              std::to_string(state.size()) + " members, not " +
+                                              std::to_string(sizeof...(members)));
+                      }
+                      Item item{};
+                      size_t next = 0;
+                      ((item.*members = state[next++].template cast<Members>()), ...);
+                      return item;
+                    });
+}
+
 void bind_enums(py::module_& m) {
   py::enum_<Op>(m, "Op", "The op that a problem is of.")
       .value("GEMM_ALLREDUCE", Op::kGemmAllReduce)
@@ -116,17 +152,18 @@ void bind_parts(py::module_& m) {
                       R"(What all ranks of a call share, so that each makes the same plan.
 
 Attributes:
-    op: the op.
+    op: the op; the constructor takes its name as well.
     m: rows of the GEMM; of all ranks together for allgather_gemm, 0 for gemm_alltoall, whose rows differ by rank.
     n: columns of the output, of all weights together.
     k: inner dimension on one rank.
-    dtype: of operands and result.
+    dtype: of operands and result; the constructor takes its name or a torch.dtype as well.
     world_size: number of ranks.)")
-      .def(
-          py::init([](int64_t rows, int64_t columns, int64_t inner, DType dtype, int32_t world_size,
-                      Op op) { return Problem{op, rows, columns, inner, dtype, world_size}; }),
-          py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
-          py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce)
+      .def(py::init([](int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
+                       int32_t world_size, const py::object& op) {
+             return Problem{member<Op>(op), rows, columns, inner, member<DType>(dtype), world_size};
+           }),
+           py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
+           py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce)
       .def_readwrite("op", &Problem::op)
       .def_readwrite("m", &Problem::m)
       .def_readwrite("n", &Problem::n)
@@ -138,7 +175,9 @@ Attributes:
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")
       .def(
           "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, py::is_operator())
-      .def("__repr__", &Problem::to_string);
+      .def("__repr__", &Problem::to_string)
+      .def(pickled(&Problem::op, &Problem::m, &Problem::n, &Problem::k, &Problem::dtype,
+                   &Problem::world_size));
 
   py::class_<Machine>(
       m, "Machine",
@@ -174,7 +213,11 @@ Attributes:
       .def_readwrite("link_latency_us", &Machine::link_latency_us)
       .def_readwrite("link_gbps", &Machine::link_gbps)
       .def_readwrite("windows", &Machine::windows)
-      .def("__repr__", &Machine::to_string);
+      .def("__repr__", &Machine::to_string)
+      .def(pickled(&Machine::arch, &Machine::sm_count, &Machine::sm_gflops,
+                   &Machine::has_sm80_kernels, &Machine::has_sm90_kernels,
+                   &Machine::link_latency_us, &Machine::link_gbps, &Machine::windows,
+                   &Machine::peer_gbps));
 
   py::class_<Chunk>(
       m, "Chunk",
@@ -197,10 +240,12 @@ Attributes:
            [](const Chunk& c) {
              return py::hash(py::make_tuple(c.tiles, static_cast<int>(c.transport), c.max_ctas));
            })
-      .def("__repr__", [](const Chunk& c) {
-        return py::str("Chunk(tiles={}, transport={}, max_ctas={})")
-            .format(c.tiles, plan::name(c.transport), c.max_ctas);
-      });
+      .def("__repr__",
+           [](const Chunk& c) {
+             return py::str("Chunk(tiles={}, transport={}, max_ctas={})")
+                 .format(c.tiles, plan::name(c.transport), c.max_ctas);
+           })
+      .def(pickled(&Chunk::tiles, &Chunk::transport, &Chunk::max_ctas));
 
   py::class_<BandRun>(m, "BandRun",
                       "`count` bands of `tile_rows` tile rows each. Frozen: assign plan.bands a "
@@ -213,9 +258,11 @@ Attributes:
           "__eq__", [](const BandRun& a, const BandRun& b) { return a == b; }, py::is_operator())
       .def("__hash__",
            [](const BandRun& r) { return py::hash(py::make_tuple(r.tile_rows, r.count)); })
-      .def("__repr__", [](const BandRun& r) {
-        return py::str("BandRun(tile_rows={}, count={})").format(r.tile_rows, r.count);
-      });
+      .def("__repr__",
+           [](const BandRun& r) {
+             return py::str("BandRun(tile_rows={}, count={})").format(r.tile_rows, r.count);
+           })
+      .def(pickled(&BandRun::tile_rows, &BandRun::count));
 
   py::class_<Resources>(m, "Resources", R"(What the GEMM leaves to communication (arXiv 2606.09200).
 
@@ -239,11 +286,15 @@ Attributes:
       .def(
           "__eq__", [](const Resources& a, const Resources& b) { return a == b; },
           py::is_operator())
-      .def("__repr__", [](const Resources& r) {
-        return py::str(
-                   "Resources(comm_sms={}, smem_pad_bytes={}, window={}, finish_ctas={}, lanes={})")
-            .format(r.comm_sms, r.smem_pad_bytes, r.window, r.finish_ctas, r.lanes);
-      });
+      .def("__repr__",
+           [](const Resources& r) {
+             return py::str(
+                        "Resources(comm_sms={}, smem_pad_bytes={}, window={}, finish_ctas={}, "
+                        "lanes={})")
+                 .format(r.comm_sms, r.smem_pad_bytes, r.window, r.finish_ctas, r.lanes);
+           })
+      .def(pickled(&Resources::comm_sms, &Resources::smem_pad_bytes, &Resources::window,
+                   &Resources::finish_ctas, &Resources::lanes));
 }
 
 void bind_plan(py::module_& m) {

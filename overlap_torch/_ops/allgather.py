@@ -361,7 +361,7 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
 
     Raises:
         ValueError: shapes or devices that do not fit, not one bias for each of several weights, or an unknown group.
-        TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
+        TypeError: dtypes that do not fit, one bias tensor for a sequence of weights, or a ``group`` that is none of the above.
         NotImplementedError: an operand has a tangent (forward mode).
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
@@ -369,6 +369,17 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
     The technique: GEMM tiles wait for the arrival of their rows, Flux (arXiv 2406.06858).
     """
     if isinstance(weight, torch.Tensor):
+        if not (bias is None or isinstance(bias, torch.Tensor)):
+            raise TypeError(
+                f"allgather_gemm: for one weight bias must be a tensor [N] or None, but it is a {type(bias).__name__}; "
+                "give a sequence of weights with a sequence of biases"
+            )
         return eager.call(eager.allgather_gemm, _op, group, input, weight, bias)
-    weights, biases = list(weight), list(bias or [])
+    weights = list(weight)
+    if isinstance(bias, torch.Tensor):
+        raise TypeError(
+            f"allgather_gemm: for a sequence of weights (here {len(weights)}) bias must be None or a sequence with a tensor "
+            f"[N] or None for each, but it is one tensor of shape {tuple(bias.shape)}; give a list, as bias.split(...) does"
+        )
+    biases = list(bias or [])
     return eager.call(eager.allgather_gemm_weights, _op_weights, group, input, weights, biases)

@@ -29,6 +29,13 @@ def check_operands(
             f"{input.dtype}, {weight.dtype} and {None if bias is None else bias.dtype}"
         ),
     )
+    for name, operand in (("weight", weight), ("bias", bias)):
+        torch._check_value(
+            operand is None or operand.device == input.device,
+            lambda name=name, operand=operand: (
+                f"{op}: input is on {input.device} but {name} on {operand.device}; move them to one device"
+            ),
+        )
     if bias is not None:
         torch._check_value(
             bias.dim() == 1 and bias.shape[0] == weight.shape[0],

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap_torch._dtensor import Placements, group_mesh, local_parts, sharded_dim, wrap
 from overlap_torch._ops import Group, group_name
+from overlap_torch._ops.group import broadcast_integers
 from overlap_torch._sharding import gather_parts, place_in, shard_range, shard_sizes
 
 
@@ -151,7 +152,7 @@ class ParallelLinear(torch.nn.Module):
         seeds = [int(torch.randint(2**31, ()).item())]
         mesh = self.weight.device_mesh
         for group in mesh.get_all_groups():
-            dist.broadcast_object_list(seeds, group_src=0, group=group)
+            seeds = broadcast_integers(seeds, group)
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         generators: dict[int, torch.Generator] = {}
         for parameter in self.parameters(recurse=False):
@@ -225,19 +226,17 @@ class ParallelLinear(torch.nn.Module):
         if earlier == sizes:
             return value if value.shape == own else None
         # This rank's part may have the same size by both cuts: only all of them together tell which it is.
-        shapes: list[Any] = [None] * self.world_size
         group = _resolve_process_group(self.group)
-        dist.all_gather_object(shapes, tuple(value.shape), group=group)
-
-        def are_cut(sizes: list[int]) -> bool:
-            return shapes == [(*full[:dim], size, *full[dim + 1 :]) for size in sizes]
-
-        if are_cut(earlier):
-            supported = _device_capability(group)
-            device = value.device.type if value.device.type in supported else supported[0]
+        supported = _device_capability(group)
+        device = value.device.type if value.device.type in supported else supported[0]
+        expected = [(*full[:dim], cut[self.rank], *full[dim + 1 :]) for cut in (earlier, sizes)]
+        fits = torch.tensor([value.shape == shape for shape in expected], device=device).int()
+        dist.all_reduce(fits, dist.ReduceOp.MIN, group=group)
+        all_earlier, all_todays = fits.tolist()
+        if all_earlier:
             whole = gather_parts(value.to(device), dim, earlier, self.group)
             return self._own_part(name, whole).to(value.device)
-        return value if are_cut(sizes) else None
+        return value if all_todays else None
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
