@@ -169,6 +169,16 @@ def test_plan_steps_of_weights_store_into_an_output_each() -> None:
     ]
 
 
+def test_plan_steps_of_a_capture_stage_outside_of_the_window() -> None:
+    problem = big(m=4096, n=2048, k=1024, world_size=2, op=Op.GEMM_REDUCESCATTER)
+    resources = Resources(comm_sms=8, window=True)
+    plan = _plan.make_row_panels(problem, Kernel.SM90_PINGPONG, [8, 8], 8, resources, 8)
+    scratch = [steps(plan, 0, captured=captured)["scratch"] for captured in (False, True)]
+    assert scratch == [
+        [{"buffer": buffer, "bytes": 4096 * 2048 * 2}] for buffer in ("window", "staging")
+    ]
+
+
 def test_plan_steps_refuse_what_does_not_fit_the_plan() -> None:
     plan = _plan.make_sequential(big(world_size=2), MACHINES["nccl"])
     with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks, 0 to 1"):

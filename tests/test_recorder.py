@@ -117,7 +117,7 @@ def test_recorder_steps_of_row_panels(program):
         )
     ]
     assert text.splitlines() == [
-        "chunks=4 counters=4 communicators=[{max_ctas=8 lane=0} {max_ctas=8 lane=1}] in_window=0 over_peers=0 "
+        "chunks=4 counters=4 scratch=[] communicators=[{max_ctas=8 lane=0} {max_ctas=8 lane=1}] over_peers=0 "
         "slot_bytes=0 takes_slot=0 hears_all=0",
         "order 0: tiles_m=32 tiles_n=16 bands=[{tile_rows=8 count=4}] chunks_end_at=[128 256 384 512]",
         "#0 caller fork side_lanes=2 copies=0",
@@ -156,7 +156,10 @@ def test_recorder_steps_of_an_exchange_by_the_library_finish_behind_it(program):
     pack = f"order=0 source=product+0 destination=window+0 part=1 parts=2 ctas={any_ctas}"
     unpack = f"order=0 source=window+0 destination=output+0 parts=2 ctas={any_ctas} bias=1"
     head, order, *steps = text.splitlines()
-    assert " in_window=1 over_peers=0 " in head
+    assert (
+        f" scratch=[{{buffer=window bytes={4 * chunk_bytes}}} {{buffer=product bytes={2 * chunk_bytes}}}] "
+        in head
+    )
     assert order.startswith("order 0: tiles_m=32 tiles_n=16 ")
     assert steps == [
         "#0 caller fork side_lanes=1 copies=1",
@@ -186,7 +189,7 @@ def test_recorder_steps_of_a_ring_are_one_launch(program):
         program, "gemm_allreduce ring, 2 ranks: rank 0 sm90_pingpong chunks 1 kernel, in a row"
     )
     assert text.splitlines() == [
-        f"chunks=1 counters=0 communicators=[] in_window=0 over_peers=1 slot_bytes={3 * part} takes_slot=1 "
+        f"chunks=1 counters=0 scratch=[] communicators=[] over_peers=1 slot_bytes={3 * part} takes_slot=1 "
         "hears_all=1",
         "order 0: tiles_m=64 tiles_n=16 parts=2 bands=[{tile_rows=8 count=1} {tile_rows=16 count=3} "
         "{tile_rows=8 count=1}] chunks_end_at=[1024]",

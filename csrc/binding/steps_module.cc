@@ -43,8 +43,8 @@ void check_weights(const Plan& plan, const Weights& weights) {
   }
   int64_t columns = 0;
   for (const auto& [count, takes] : weights) {
-    if (count < 1)
-      refuse("a weight has " + std::to_string(count) + " columns, allowed are 1 and more");
+    if (count < 0)
+      refuse("a weight has " + std::to_string(count) + " columns, allowed are 0 and more");
     columns += count;
   }
   if (columns == plan.problem.n) return;
@@ -53,7 +53,8 @@ void check_weights(const Plan& plan, const Weights& weights) {
 }
 
 steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes,
-                        bool bias, const Weights& weights, const std::vector<int64_t>& send_rows,
+                        bool bias, bool captured, const Weights& weights,
+                        const std::vector<int64_t>& send_rows,
                         const std::vector<int64_t>& receive_rows, int64_t longest_message) {
   plan::validate(plan);
   if (rank < 0 || rank >= plan.problem.world_size) {
@@ -68,9 +69,9 @@ steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, 
   steps::Variant variant;
   variant.kernel_takes = kernel_takes && has_kernel;
   variant.bias = bias;
-  variant.in_window = plan.resources.window;
+  variant.captured = captured;
   for (const auto& [columns, takes] : weights) {
-    variant.weights.push_back({columns, takes && has_kernel});
+    variant.weights.push_back({columns, takes && has_kernel && columns > 0});
   }
   variant.send_rows = send_rows;
   variant.receive_rows = receive_rows;
@@ -87,13 +88,13 @@ void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
   m.def(
       name,
       [print](const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes, bool bias,
-              const Weights& weights, const std::vector<int64_t>& send_rows,
+              bool captured, const Weights& weights, const std::vector<int64_t>& send_rows,
               const std::vector<int64_t>& receive_rows, int64_t longest_message) {
-        return print(lowered(plan, rank, machine, kernel_takes, bias, weights, send_rows,
+        return print(lowered(plan, rank, machine, kernel_takes, bias, captured, weights, send_rows,
                              receive_rows, longest_message));
       },
       py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("kernel_takes") = true,
-      py::arg("bias") = false, py::arg("weights") = Weights{},
+      py::arg("bias") = false, py::arg("captured") = false, py::arg("weights") = Weights{},
       py::arg("send_rows") = std::vector<int64_t>{},
       py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("longest_message") = 0, doc);
 }
@@ -101,15 +102,16 @@ void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
 }  // namespace
 
 void bind_steps(py::module_& m) {
-  def_steps(
-      m, "steps_text", steps::to_string,
-      "What a rank enqueues for a call of the plan, a line for each step behind those of what is "
-      "made before and of tile orders.\n\n`kernel_takes`: whether the plan's kernel takes the "
-      "operands; of an all-gather for each of `weights`, (columns, takes), by default one of all "
-      "columns. `send_rows`, `receive_rows`: of gemm_alltoall, for each rank; `longest_message`: "
-      "the bytes of any rank's, where other ranks have sent longer ones. Raises ValueError where "
-      "these do not fit the plan, or the plan has no steps: an all-reduce by a ring whose final "
-      "rows travel in chunks.");
+  def_steps(m, "steps_text", steps::to_string,
+            R"(What a rank enqueues for a call of the plan.
+
+A line for each step, behind those of what is made before and of tile orders.
+
+`kernel_takes`: whether the plan's kernel takes the operands; of an all-gather so for each of `weights`,
+(columns, takes), by default one of all columns. `captured`: the call is part of a CUDA graph. `send_rows`,
+`receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
+far as the ranks have told each other. Raises ValueError where these do not fit the plan, or where the plan
+has no steps: an all-reduce by a ring whose final rows travel in chunks.)");
   def_steps(m, "steps_json", steps::to_json, "The same as JSON: an object with a list of steps.");
 }
 

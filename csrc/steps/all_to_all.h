@@ -74,6 +74,9 @@ class AllToAllSteps {
     }
   }
 
+  // Memory for what is sent.
+  void add_product() { list_.add_scratch(Buffer::kProduct, send_begin_.back() * row_bytes_); }
+
   SendReceive no_messages() const { return {plan_.chunks[0].max_ctas, 0, {}, {}}; }
 
   const plan::Plan& plan_;

@@ -62,6 +62,11 @@ void fields(const Communicator& communicator, Visit& visit) {
   visit("lane", communicator.lane);
 }
 template <typename Visit>
+void fields(const Scratch& scratch, Visit& visit) {
+  visit("buffer", name(scratch.buffer));
+  visit("bytes", scratch.bytes);
+}
+template <typename Visit>
 void fields(const plan::BandRun& run, Visit& visit) {
   visit("tile_rows", run.tile_rows);
   visit("count", run.count);

@@ -45,6 +45,7 @@ class List {
       if (std::find(all.begin(), all.end(), one) == all.end()) all.push_back(one);
     }
   }
+  void add_scratch(Buffer buffer, int64_t bytes) { made.scratch.push_back({buffer, bytes}); }
   void add_slot(int64_t bytes, bool hears_all = true) {
     made.over_peers = true;
     made.slot_bytes = bytes;
@@ -58,6 +59,15 @@ class List {
  private:
   StepId last_ = 0;
 };
+
+// Where the plan's chunks are staged.
+inline Buffer staging_of(const plan::Plan& plan, const Variant& variant) {
+  const bool in_window = plan.resources.window && !variant.captured && windows_take(plan);
+  return in_window ? Buffer::kWindow : Buffer::kStaging;
+}
+inline int64_t staging_bytes(const plan::Plan& plan) {
+  return plan::buffer_elements(plan) * plan::element_bytes(plan.problem.dtype);
+}
 
 // CTAs of a GEMM that leaves SMs to communication.
 inline int32_t ctas_beside(const plan::Plan& plan, const plan::Machine& machine) {

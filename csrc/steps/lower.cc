@@ -24,6 +24,10 @@ StepList lower_one_collective(const plan::Plan& plan) {
   }
   List list;
   list.add_communicators(plan);
+  if (!gathers) {
+    const int64_t elements = problem.m * problem.n;
+    list.add_scratch(Buffer::kProduct, elements * plan::element_bytes(problem.dtype));
+  }
   if (!gathers) list.add_unchained(Lane::kCaller, gemm);
   list.add(Lane::kCaller, collective);
   if (gathers) list.add_unchained(Lane::kCaller, gemm);
@@ -63,6 +67,16 @@ StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank) {
 StepList lower_sequential(const plan::Plan& plan, int32_t rank) {
   if (plan::over_peers(plan)) return lower_gather_in_one_kernel(plan, rank);
   return lower_one_collective(plan);
+}
+
+bool windows_take(const plan::Plan& plan) {
+  constexpr int64_t kBytes = 16;
+  const int64_t element = plan::element_bytes(plan.problem.dtype);
+  for (int32_t chunk = 0; chunk < static_cast<int32_t>(plan.chunks.size()); ++chunk) {
+    const plan::Extent extent = plan::chunk_extent(plan, chunk);
+    if (extent.offset * element % kBytes != 0 || extent.count * element % kBytes != 0) return false;
+  }
+  return true;
 }
 
 bool communicates_in_place(const plan::Plan& plan) {

@@ -31,6 +31,7 @@ class AllToAll : AllToAllSteps {
     }
     list_.made.chunks = rounds;
     list_.add_communicators(plan_);
+    add_product();
     if (rounds > 1 || computes_apart()) {
       compute_beside(rounds);
     } else {

@@ -25,10 +25,7 @@ class Consume {
         weights_(variant.weights.empty()
                      ? std::vector<Weight>{{plan.problem.n, variant.kernel_takes}}
                      : variant.weights),
-        buffer_{peers_              ? Buffer::kSlot
-                : variant.in_window ? Buffer::kWindow
-                                    : Buffer::kStaging,
-                0, peers_ ? rank : 0} {
+        buffer_{peers_ ? Buffer::kSlot : staging_of(plan, variant), 0, peers_ ? rank : 0} {
     awaits_ = plan::gathers_in_one_launch(plan) &&
               std::all_of(weights_.begin(), weights_.end(),
                           [](const Weight& weight) { return weight.kernel_takes; });
@@ -45,7 +42,7 @@ class Consume {
       list_.add_slot(plan::peer_slot_bytes(plan_));
     } else {
       list_.add_communicators(plan_);
-      list_.made.in_window = buffer_.buffer == Buffer::kWindow;
+      list_.add_scratch(buffer_.buffer, staging_bytes(plan_));
       stage();
     }
     // Over peers one lane sends, and one waits for what arrives, unless the GEMM does.

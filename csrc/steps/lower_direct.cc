@@ -34,6 +34,7 @@ class Direct {
     list_.made.takes_slot = !low_latency;
     // The framework's GEMM waits for no peer.
     if (!by_kernel_) {
+      list_.add_scratch(Buffer::kProduct, bytes_);
       list_.add_unchained(
           Lane::kCaller,
           LibraryGemm{0, {0, plan_.problem.m}, {Buffer::kInput}, {{Buffer::kProduct}}});

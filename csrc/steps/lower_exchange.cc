@@ -37,6 +37,7 @@ class Exchange : AllToAllSteps {
   StepList lower() {
     if (calls_nccl_ || ranks_ > 2) list_.add_communicators(plan_);
     list_.add_slot(ranks_ * message_bytes_);
+    if (!stores_ || calls_nccl_) add_product();
     if (!stores_) begin_with_all();
     if (calls_nccl_) list_.add(Lane::kCaller, Fork{plan_.resources.lanes, false});
     if (stores_) {

@@ -26,9 +26,7 @@ class Produce {
         exchanges_(plan.collective == plan::Collective::kExchange),
         element_bytes_(plan::element_bytes(plan.problem.dtype)),
         row_bytes_(plan.problem.n * element_bytes_),
-        buffer_(communicates_in_place(plan) ? Buffer::kOutput
-                : variant.in_window         ? Buffer::kWindow
-                                            : Buffer::kStaging) {
+        buffer_(communicates_in_place(plan) ? Buffer::kOutput : staging_of(plan, variant)) {
     // A chunk's rows follow from the tiles of all chunks before it.
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
       rows_.push_back(packed_ ? plan::Rows{} : plan::chunk_rows(plan, chunk));
@@ -39,7 +37,10 @@ class Produce {
   StepList lower() {
     list_.made.counters = chunks_;
     list_.made.chunks = chunks_;
-    list_.made.in_window = buffer_ == Buffer::kWindow;
+    if (buffer_ != Buffer::kOutput) list_.add_scratch(buffer_, staging_bytes(plan_));
+    if (packed_ && !variant_.kernel_takes) {
+      list_.add_scratch(Buffer::kProduct, plan_.problem.m * row_bytes_);
+    }
     list_.add_communicators(plan_);
     bool copies = false;
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) copies = copies || finishes(chunk);

@@ -28,6 +28,7 @@ class Ring {
     if (variant_.kernel_takes) {
       launch();
     } else {
+      list_.add_scratch(Buffer::kPartial, part_bytes_);
       for (int32_t phase = 0; phase < ranks_; ++phase) compute_by_library(phase);
       if (sends_on_) collect();
       list_.add(Lane::kCaller, EndCall{});

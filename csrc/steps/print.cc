@@ -89,8 +89,8 @@ template <typename Visit>
 void head_fields(const StepList& list, Visit& visit) {
   visit("chunks", list.chunks);
   visit("counters", list.counters);
+  visit("scratch", list.scratch);
   visit("communicators", list.communicators);
-  visit("in_window", list.in_window);
   visit("over_peers", list.over_peers);
   visit("slot_bytes", list.slot_bytes);
   visit("takes_slot", list.takes_slot);

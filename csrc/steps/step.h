@@ -278,14 +278,21 @@ struct Communicator {
   friend bool operator==(const Communicator&, const Communicator&) = default;
 };
 
+// Memory of a call beside its operands and results: of the call alone, but for kWindow, the group's, which is
+// registered with the list's communicators.
+struct Scratch {
+  Buffer buffer = Buffer::kStaging;
+  int64_t bytes = 0;
+};
+
 struct StepList {
   std::vector<Step> steps;
   std::vector<plan::TileOrder> orders;  // that steps name
   int32_t chunks = 1;                   // for the watchdog
   int32_t counters = 0;                 // of finished tiles, zero at first, one for each chunk
+  std::vector<Scratch> scratch;
   // What all ranks make, or find made, before the first step:
   std::vector<Communicator> communicators;
-  bool in_window = false;  // the group's registered memory, for all these communicators
   bool over_peers = false;
   int64_t slot_bytes = 0;  // of each rank's slot over peers
   bool takes_slot = false;
@@ -303,7 +310,7 @@ struct Variant {
   bool kernel_takes =
       true;  // the plan's kernel takes the operands; else the framework's GEMM computes
   bool bias = false;
-  bool in_window = false;  // chunks are staged in the group's window
+  bool captured = false;  // into a CUDA graph, which owns its memory: nothing is staged in a window
   // Of an overlapped all-gather.
   std::vector<Weight> weights = {};
   // Of an all-to-all, for each rank; and over peers, of more than two ranks, the most that any rank's
@@ -320,6 +327,10 @@ StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machin
 
 // Whether lower takes such a plan: all but rings whose final rows travel in chunks.
 bool lowers(const plan::Plan& plan);
+
+// Whether the plan's chunks can be staged in a window: NCCL's window kernels leave wrong elements in parts that begin
+// between multiples of 16 bytes (NCCL 2.28.9).
+bool windows_take(const plan::Plan& plan);
 
 // Whether the plan's chunks are communicated in the output itself, without staging.
 bool communicates_in_place(const plan::Plan& plan);

@@ -42,6 +42,7 @@ class Replay : runtime::ExecutorLoop {
       enqueue(i);
       if (i + 1 == end) device_.chained(stream_, capture_);
     }
+    check_scratch();
     // Its destructor would join, as after an exception.
     if (forked_) record().violation("the list forks and does not join");
     // As ExecutorLoop::end, which takes all steps for chained ones.
@@ -60,8 +61,26 @@ class Replay : runtime::ExecutorLoop {
       keys_.push_back({one.max_ctas, one.lane});
       (void)group_.communicator(keys_.back(), capture_.has_value());
     }
-    if (list_.in_window) window_ = window();
+    if (has(steps::Buffer::kWindow)) window_ = window();
     if (list_.over_peers) prepare_peers(list_.slot_bytes, list_.hears_all, list_.takes_slot);
+  }
+
+  bool has(steps::Buffer buffer) const {
+    return std::any_of(list_.scratch.begin(), list_.scratch.end(),
+                       [&](const steps::Scratch& one) { return one.buffer == buffer; });
+  }
+
+  // What the list says of its memory is what the call has.
+  void check_scratch() const {
+    for (const steps::Scratch& one : list_.scratch) {
+      const bool in_window = one.buffer == steps::Buffer::kWindow;
+      const int64_t bytes = in_window ? plan::buffer_elements(plan_) * element_bytes_
+                                      : record().bytes_at(base({one.buffer}));
+      if (bytes != one.bytes) {
+        record().violation(cat("the ", steps::name(one.buffer), " holds ", bytes,
+                               " bytes, and the list has ", one.bytes));
+      }
+    }
   }
 
   cudaStream_t stream(steps::Lane lane) const {
@@ -78,6 +97,13 @@ class Replay : runtime::ExecutorLoop {
   }
 
   void* base(const steps::Where& where) const {
+    const bool scratch =
+        where.buffer == steps::Buffer::kStaging || where.buffer == steps::Buffer::kWindow ||
+        where.buffer == steps::Buffer::kProduct || where.buffer == steps::Buffer::kPartial;
+    if (scratch && !has(where.buffer)) {
+      record().violation(
+          cat("a step names the ", steps::name(where.buffer), ", which the list does not hold"));
+    }
     if (where.buffer == steps::Buffer::kWindow) return window_;
     if (where.buffer == steps::Buffer::kSlot) return peers_->slot(peer_call_, where.index);
     if (where.buffer == steps::Buffer::kProduct && product_ != nullptr) return product_;
@@ -357,12 +383,12 @@ void replay(runtime::Group& group, const runtime::ProduceCall& call) {
   walk(group, call,
        {.kernel_takes = call.signals,
         .bias = call.bias != nullptr,
-        .in_window = call.buffer == nullptr});
+        .captured = runtime::capture_id(call.stream).has_value()});
 }
 
 void replay(runtime::Group& group, const runtime::ConsumeCall& call) {
   const std::lock_guard<std::mutex> lock(group.device().mutex);
-  steps::Variant variant = {.in_window = call.buffer == nullptr};
+  steps::Variant variant = {.captured = runtime::capture_id(call.stream).has_value()};
   for (const runtime::ConsumeCall::Gemm& gemm : call.gemms) {
     variant.weights.push_back({gemm.params.n, gemm.fast});
   }
