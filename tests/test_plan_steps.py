@@ -179,6 +179,17 @@ def test_plan_steps_of_a_capture_stage_outside_of_the_window() -> None:
     ]
 
 
+def test_plan_steps_stage_parts_between_multiples_of_16_bytes_outside_of_the_window() -> None:
+    """The last chunk's rows, of 2002 bytes each, are whole accesses in a window, or are not."""
+    buffers = []
+    for rows in (4096, 4095):
+        problem = big(m=rows, n=1001, k=1024, world_size=2)
+        resources = Resources(comm_sms=8, window=True)
+        plan = _plan.make_row_panels(problem, Kernel.SM90_PINGPONG, [16, 16], 8, resources, 8)
+        buffers += [one["buffer"] for one in steps(plan, 0, kernel_takes=False)["scratch"]]
+    assert buffers == ["window", "staging"]
+
+
 def test_plan_steps_refuse_what_does_not_fit_the_plan() -> None:
     plan = _plan.make_sequential(big(world_size=2), MACHINES["nccl"])
     with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks, 0 to 1"):
