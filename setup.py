@@ -89,18 +89,24 @@ def planner_edges(folder: str) -> list[Edge]:
     return compile_edges("cxx", sources("plan/*.cc"), folder, CXX_FLAGS)
 
 
-def module_edges(folder: str, source: str, includes: Iterable[Path | str]) -> list[Edge]:
+def steps_edges(folder: str) -> list[Edge]:
+    """The C++ of plans' steps, which needs the planner's."""
+    return compile_edges("cxx", sources("steps/*.cc"), folder, CXX_FLAGS)
+
+
+def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) -> list[Edge]:
     """What compiles a module of the Python that runs."""
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").exists():
         raise BuildError(f"no Python.h in {headers}: apt-get install python3-dev")
     abi = f"{folder}/{sysconfig.get_config_var('SOABI')}"
-    return compile_edges("cxx", [source], abi, [*CXX_FLAGS, *isystem([*includes, headers])])
+    return compile_edges("cxx", files, abi, [*CXX_FLAGS, *isystem([*includes, headers])])
 
 
 def plan_edges(folder: str) -> list[Edge]:
     """`_plan`: the planner's pybind11 module."""
-    module = module_edges(folder, "csrc/binding/plan_module.cc", [pybind11_include()])
+    files = ["csrc/binding/plan_module.cc", "csrc/binding/steps_module.cc"]
+    module = [*steps_edges(folder), *module_edges(folder, files, [pybind11_include()])]
     inputs = [edge.output for edge in planner_edges(folder) + module]
     return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
 
@@ -116,7 +122,7 @@ def link_with_torch(torch: ModuleType, libraries: Iterable[str]) -> list[str]:
 
 def eager_edges(folder: str, torch: ModuleType) -> list[Edge]:
     """`_eager`: the ops as functions of Python's; torch, imported first, has loaded what it needs."""
-    module = module_edges(folder, "csrc/binding/eager_module.cc", torch_headers(torch))
+    module = module_edges(folder, ["csrc/binding/eager_module.cc"], torch_headers(torch))
     flags = link_with_torch(torch, ["c10", "torch_cpu", "torch_python"])
     return [*module, Edge("link", f"{folder}/{EAGER_NAME}", [module[0].output], flags)]
 

@@ -229,3 +229,27 @@ def make_packed(
     transport: Transport = ...,
     shape: KernelShape = ...,
 ) -> Plan: ...
+def steps_text(
+    plan: Plan,
+    rank: int,
+    machine: Machine,
+    kernel_takes: bool = True,
+    bias: bool = False,
+    captured: bool = False,
+    weights: Sequence[tuple[int, bool]] = ...,
+    send_rows: Sequence[int] = ...,
+    receive_rows: Sequence[int] = ...,
+    longest_message: int = 0,
+) -> str: ...
+def steps_json(
+    plan: Plan,
+    rank: int,
+    machine: Machine,
+    kernel_takes: bool = True,
+    bias: bool = False,
+    captured: bool = False,
+    weights: Sequence[tuple[int, bool]] = ...,
+    send_rows: Sequence[int] = ...,
+    receive_rows: Sequence[int] = ...,
+    longest_message: int = 0,
+) -> str: ...

@@ -24,7 +24,14 @@ ALLOWED = {
     "runtime": [STANDARD, POSIX, CUDA, NCCL, r"runtime/.+", r"kernels/.+", r"plan/.+"],
     "binding": [STANDARD, POSIX, CUDA, TORCH, r"(binding|runtime|kernels|plan)/.+"],
     # The planner's Python module is built where there is no torch.
-    "binding/plan_module.cc": [STANDARD, r"pybind11/.+", r"plan/.+"],
+    "binding/plan_module.cc": [STANDARD, r"pybind11/.+", r"binding/steps_module\.h", r"plan/.+"],
+    "binding/steps_module.h": [STANDARD, r"pybind11/.+"],
+    "binding/steps_module.cc": [
+        STANDARD,
+        r"pybind11/.+",
+        r"binding/steps_module\.h",
+        r"(plan|steps)/.+",
+    ],
 }
 
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "binding/steps_module.h"
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
 #include "plan/planner.h"
@@ -655,11 +656,12 @@ Attributes:
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
-  m.doc() = "Problems, plans and the planner.";
+  m.doc() = "Problems, plans, the planner, and the steps of plans.";
   bind_enums(m);
   bind_parts(m);
   bind_plan(m);
   bind_planner(m);
+  bind_steps(m);
 }
 
 }  // namespace overlap::binding

@@ -1,9 +1,11 @@
 // A call as data: what one rank enqueues, step by step, before any of it is. A step runs on a lane, which is a stream;
 // the steps of a lane run in their order, and those of different lanes in any, but for what `after` says. The order
-// of the list is that in which the host enqueues. Nothing here knows CUDA, NCCL or torch.
+// of the list is that in which the host enqueues. Whoever walks a list decides nothing: what the planner or a threshold
+// decides stands in its fields. Nothing here knows CUDA, NCCL or torch.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -14,17 +16,20 @@ namespace overlap::steps {
 
 // The memory of a call.
 enum class Buffer : uint8_t {
-  kInput,     // this rank's operand
-  kOutput,    // the result, or this rank's part of it
+  kInput,     // this rank's operand; offsets are those of contiguous rows
+  kOutput,    // the result, or this rank's part of it; an all-gather has one for each weight
   kGathered,  // all ranks' inputs, a result
   kStaging,   // what chunks are communicated in, where that is not the output
   kWindow,    // the same, registered with NCCL
-  kProduct,   // the whole product, made by the framework's GEMM
+  kProduct,   // the whole product, where it is not made in the output
+  kPartial,   // one part of a ring's product, made by the framework's GEMM
+  kSlot,      // what peers send to a rank in this call, one of each rank
 };
 
 struct Where {
   Buffer buffer = Buffer::kOutput;
   int64_t offset = 0;  // bytes
+  int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank
 
   friend bool operator==(const Where&, const Where&) = default;
 };
@@ -48,22 +53,56 @@ struct Fork {
 // The caller's stream continues behind all lanes that were forked.
 struct Join {};
 
-// One launch of the plan's kernel for all tiles, which counts those of each chunk as they are finished.
+// Where a GEMM stores, and what it adds before it rounds.
+struct Target {
+  Where where;
+  std::optional<Where> adds = {};
+};
+
+// Rows that idle warps of a GEMM copy.
+struct Move {
+  Where from;
+  Where to;
+  int64_t bytes = 0;
+  int32_t arrival = 0;  // behind how many arrived chunks, of a GEMM that awaits them
+};
+
+// One launch of the plan's kernel. Which rows of input and output a tile stands for follows from `order` and `map`
+// (plan::tile_row_place).
 struct Gemm {
-  Where output;
+  int32_t weight = 0;
+  plan::Rows rows;  // of the operand
+  Where input;      // of all ranks' rows with map kGather, which has kInput as the own ones
+  // With map kSplit, one for each part, in the ranks' order; else one.
+  std::vector<Target> outputs;
+  std::vector<Where> mirrors;  // where it stores as well; with kSplit the part that comes last
+  plan::RowMap map;
   int32_t part = 0;  // of a packed chunk's copies, the one that is written
   int32_t parts = 1;
-  int64_t scattered_rows =
-      0;  // of each rank's part, where the output is in chunks of all parts; else 0
+  int32_t order = 0;  // which of the list's
+  int32_t first_tile = 0;
+  int32_t end_tile = 0;
+  int32_t ctas = 0;
+  bool counts = false;            // the finished tiles of each chunk, in the call's counters
+  bool announces = false;         // single tiles to the ranks' GEMMs, and awaits those that it adds
+  bool awaits_chunks = false;     // until the chunks' rows have arrived, WaitForPeers' steps
+  std::optional<Where> arriving;  // where peers' mirrors arrive, to be copied into the output
+  int32_t spread_ns = 0;          // over which a round's stores to peers leave
+  bool ends_call = false;         // as EndCall does
+  std::vector<Move> moves;
 };
 
 // The framework's GEMM, of rows of the product.
 struct LibraryGemm {
+  static constexpr int32_t kAllWeights = -1;
+
+  int32_t weight = 0;  // or all, each into its output
   plan::Rows rows;
-  Where output;
+  Where input;
+  Target output;
 };
 
-// Until the launch has finished so many tiles of the chunk; fails at the group's deadline.
+// Until the launch has finished so many tiles of the chunk; fails at the group's deadline, as all waits do.
 struct WaitForTiles {
   int32_t chunk = 0;
   int32_t tiles = 0;
@@ -84,6 +123,20 @@ struct Collective {
   int64_t count = 0;  // elements of each rank's part, or of an all-reduce
 };
 
+struct Message {
+  int32_t peer = 0;
+  Where where;
+  int64_t bytes = 0;
+};
+
+// NCCL's messages, as one call; nothing where there are none.
+struct SendReceive {
+  int32_t max_ctas = 0;
+  int32_t lane = 0;
+  std::vector<Message> sends;
+  std::vector<Message> receives;
+};
+
 // By the copy engine.
 struct Copy {
   Where source;
@@ -91,21 +144,31 @@ struct Copy {
   int64_t bytes = 0;
 };
 
-// A row-major product's tiles of the chunk into the packed buffer, as one of its copies.
+// Holds the lane, so that a GEMM which was enqueued before has its SMs first.
+struct Delay {
+  int32_t us = 0;
+};
+
+// A row-major product's tiles of the chunk into the packed buffer, as one of its copies. CTAs of this step and the
+// next two: at most; 0: as many as the device holds at once.
 struct Pack {
   int32_t chunk = 0;
+  int32_t order = 0;
   Where source;
   Where destination;  // the packed buffer
   int32_t part = 0;
   int32_t parts = 1;
+  int32_t ctas = 0;
 };
 
 // The sum of the copies of the chunk's tiles into the row-major output, plus bias.
 struct Unpack {
   int32_t chunk = 0;
+  int32_t order = 0;
   Where source;  // the packed buffer
   Where destination;
   int32_t parts = 1;
+  int32_t ctas = 0;
   bool bias = false;
 };
 
@@ -113,10 +176,87 @@ struct AddBias {
   Where source;
   Where destination;
   int64_t rows = 0;
+  int32_t ctas = 0;
 };
 
-using What = std::variant<Fork, Join, Gemm, LibraryGemm, WaitForTiles, Mark, Collective, Copy, Pack,
-                          Unpack, AddBias>;
+// Until all peers have read what the call before left in the slots that this one writes to. Nothing, where the call
+// before has heard that.
+struct WaitForSlots {};
+
+// Until every peer has signalled this step of the call.
+struct WaitForPeers {
+  int32_t step = 0;
+};
+
+// To every peer that a step of the call is done: what its lane did before.
+struct Signal {
+  int32_t step = 0;
+  bool to_self = false;  // as well, for a GEMM that ends the call
+};
+
+// To every peer that nothing of the call is left to read in this rank's slot.
+struct EndCall {};
+
+// Announces tiles to the rank `distance` behind, after what the lane did before, and awaits as many of the rank that
+// is so far before, as GEMMs that announce do.
+struct MeetTiles {
+  int64_t first_announced = 0;
+  int64_t first_awaited = 0;
+  int64_t tiles = 0;
+  int32_t distance = 1;
+};
+
+// One rank's share of a collective in one kernel.
+struct Piece {
+  int64_t bytes = 0;
+  std::optional<Where> send;  // what goes to that rank and has not been stored there before
+  std::optional<Where> destination;
+  Where received;
+  std::optional<Where> final_destination;  // the same of sums that are gathered
+  std::optional<Where> final_received;
+};
+
+// A collective over peers in one kernel, which ends the call.
+struct PeerCollective {
+  bool reduces = false;
+  bool gathers = false;
+  bool bias = false;
+  int64_t stride = 0;  // bytes between the ranks' pieces in the output
+  int64_t first = 0;   // where the own piece begins in rows, in bytes
+  Where own;
+  Where output;
+  std::vector<Piece> pieces;  // in the ranks' order
+};
+
+// An all-reduce of few bytes over peers in one kernel, whose data are their own signal; takes no slot.
+struct LowLatency {
+  bool in_pieces = false;  // each rank adds up one and sends the sums to all
+  bool bias = false;
+  int64_t bytes = 0;
+  Where own;
+  Where output;
+};
+
+// What a rank and this one send each other. The own message: from send to output.
+struct PeerMessages {
+  int64_t send_bytes = 0;
+  std::optional<Where> send;
+  std::optional<Where> destination;
+  int64_t receive_bytes = 0;
+  std::optional<Where> received;
+  Where output;
+};
+
+// Messages over peers in one kernel, which ends the call.
+struct PeerExchange {
+  bool sends = false;                  // else they have been stored in the slots before
+  std::vector<PeerMessages> messages;  // in the ranks' order
+};
+
+using What =
+    std::variant<Fork, Join, Gemm, LibraryGemm, WaitForTiles, Mark, Collective, SendReceive, Copy,
+                 Delay, Pack, Unpack, AddBias, WaitForSlots, WaitForPeers, Signal, EndCall,
+                 MeetTiles, PeerCollective, LowLatency, PeerExchange>;
 
 struct Step {
   Lane lane = Lane::kCaller;
@@ -126,11 +266,43 @@ struct Step {
   // Waits for no peer, so that it need not take its turn among all ops of the device: of a list's first and last
   // steps alone.
   bool unchained = false;
+  // Begins a chunk's communication: tests hold the lane in front of it, or behind a GEMM that communicates itself.
+  bool held = false;
+};
+
+// NCCL's of a group, by CTA limit and lane.
+struct Communicator {
+  int32_t max_ctas = 0;
+  int32_t lane = 0;
+
+  friend bool operator==(const Communicator&, const Communicator&) = default;
+};
+
+// Memory of a call beside its operands and results: of the call alone, but for kWindow, the group's, which is
+// registered with the list's communicators.
+struct Scratch {
+  Buffer buffer = Buffer::kStaging;
+  int64_t bytes = 0;
 };
 
 struct StepList {
   std::vector<Step> steps;
-  int32_t counters = 0;  // of finished tiles, zero at first, one for each chunk
+  std::vector<plan::TileOrder> orders;  // that steps name
+  int32_t chunks = 1;                   // for the watchdog
+  int32_t counters = 0;                 // of finished tiles, zero at first, one for each chunk
+  std::vector<Scratch> scratch;
+  // What all ranks make, or find made, before the first step:
+  std::vector<Communicator> communicators;
+  bool over_peers = false;
+  int64_t slot_bytes = 0;  // of each rank's slot over peers
+  bool takes_slot = false;
+  bool hears_all = false;  // before it ends, a signal of every peer is waited for
+};
+
+// A weight of an all-gather.
+struct Weight {
+  int64_t columns = 0;
+  bool kernel_takes = true;
 };
 
 // What of a rank's call is its own: it changes steps of this rank alone, and no communication.
@@ -138,25 +310,42 @@ struct Variant {
   bool kernel_takes =
       true;  // the plan's kernel takes the operands; else the framework's GEMM computes
   bool bias = false;
-  bool in_window = false;  // chunks are staged in the group's window
+  bool captured = false;  // into a CUDA graph, which owns its memory: nothing is staged in a window
+  // Of an overlapped all-gather.
+  std::vector<Weight> weights = {};
+  // Of an all-to-all, for each rank; and over peers, of more than two ranks, the most that any rank's
+  // longest_message is known to be.
+  std::vector<int64_t> send_rows = {};
+  std::vector<int64_t> receive_rows = {};
+  int64_t longest_message = 0;
 };
 
-// The steps of a plan on a rank. Of all-reduces and reduce-scatters over NCCL, overlapped or one after the other, and
-// of sequential all-gathers; throws std::invalid_argument for other plans. The plan must be valid.
-StepList lower(const plan::Plan& plan, int32_t rank, const Variant& variant);
+// The steps of a plan on a rank of this machine; of an all-to-all those of one call's rows. Throws
+// std::invalid_argument for plans that have no list. The plan must be valid.
+StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+               const Variant& variant);
 
-// Whether lower takes such a plan.
+// Whether lower takes such a plan: all but rings whose final rows travel in chunks.
 bool lowers(const plan::Plan& plan);
+
+// Whether the plan's chunks can be staged in a window: NCCL's window kernels leave wrong elements in parts that begin
+// between multiples of 16 bytes (NCCL 2.28.9).
+bool windows_take(const plan::Plan& plan);
 
 // Whether the plan's chunks are communicated in the output itself, without staging.
 bool communicates_in_place(const plan::Plan& plan);
 
+// Bytes of the longest message that a rank sends or receives in an all-to-all over peers, with what aligns it.
+int64_t longest_message(const plan::Plan& plan, int32_t rank, const std::vector<int64_t>& send_rows,
+                        const std::vector<int64_t>& receive_rows);
+
 const char* name(Buffer buffer);
 const char* name(Lane lane);
 
-// A line for each step: "#1 side0 wait_for_tiles chunk=0 tiles=1024", with what it comes after.
+// A line for each step: "#1 side0 wait_for_tiles chunk=0 tiles=1024", with what it comes after, and in front of them
+// one for each tile order and one for what is made before.
 std::string to_string(const StepList& list);
-// {"counters": ..., "steps": [{"step": "gemm", "lane": ..., "after": [...], ...}]}, on one line.
+// {"communicators": [...], ..., "steps": [{"step": "gemm", "lane": ..., "after": [...], ...}]}, on one line.
 std::string to_json(const StepList& list);
 
 }  // namespace overlap::steps

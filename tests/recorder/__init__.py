@@ -62,7 +62,7 @@ def build(root: Path = ROOT) -> Path:
     own = sorted(str(path.relative_to(root)) for path in root.glob("tests/recorder/*.cc"))
     objects = [
         *setup.planner_edges(folder),
-        *setup.compile_edges("cxx", setup.sources("steps/*.cc"), folder, setup.CXX_FLAGS),
+        *setup.steps_edges(folder),
         *setup.compile_edges("cxx", setup.sources("runtime/*.cc"), folder, flags),
         *setup.compile_edges("cxx", own, folder, flags),
     ]
@@ -195,7 +195,7 @@ def diff(old: str, new: str, old_name: str, new_name: str) -> str:
 
 
 def checkout(revision: str) -> Path:
-    """A folder with csrc/ as of a commit, and this tree's recorder and build."""
+    """A folder with csrc/ as of a commit, and this tree's recorder and build, and the steps that the recorder replays."""
     tree = ROOT / "build/recorder-of" / revision.replace("/", "-")
     shutil.rmtree(tree / "csrc", ignore_errors=True)
     for name in ("tools", "tests/recorder"):
@@ -208,6 +208,8 @@ def checkout(revision: str) -> Path:
         tarfile.open(fileobj=process.stdout, mode="r|") as tar,
     ):
         tar.extractall(tree, filter="data")
+    shutil.rmtree(tree / "csrc/steps", ignore_errors=True)
+    shutil.copytree(ROOT / "csrc/steps", tree / "csrc/steps")
     return tree
 
 

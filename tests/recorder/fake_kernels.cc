@@ -25,6 +25,11 @@ std::string deadline(int64_t deadline_ns, const WaitReport* report) {
   return text;
 }
 
+// The bits of the call's plan that stand above the numbers in its flags.
+std::string tag_of(uint64_t tag) {
+  return cat(" tag ", tag >> kCallTagShift);
+}
+
 std::string order_of(const plan::TileOrder& order) {
   std::string text = cat(order.tiles_m, "x", order.tiles_n, " tiles");
   if (order.parts != 1) text += cat(", ", order.parts, " parts");
@@ -59,7 +64,7 @@ std::string signal_of(const PeerSignalParams& signal) {
   std::string text = signal.ends_call ? "end" : cat("step ", signal.step);
   text += " at";
   for (int i = 0; i < signal.count; ++i) text += cat(" ", at(signal.flags[i], 8));
-  return text + cat(" calls ", at(signal.calls, 8));
+  return text + cat(" calls ", at(signal.calls, 8)) + tag_of(signal.tag);
 }
 
 std::string wait_of(const PeerWaitParams& wait) {
@@ -68,7 +73,7 @@ std::string wait_of(const PeerWaitParams& wait) {
   for (int rank = 0; rank < kMaxPeers; ++rank) {
     if ((wait.ranks >> rank & 1) != 0) text += cat(" ", rank);
   }
-  return text + cat(" at ", at(wait.flags, 8), " calls ", at(wait.calls, 8)) +
+  return text + cat(" at ", at(wait.flags, 8), " calls ", at(wait.calls, 8)) + tag_of(wait.tag) +
          deadline(wait.deadline_ns, wait.report);
 }
 
@@ -78,7 +83,7 @@ std::string tiles_of(const PeerTiles& tiles) {
     text += cat(" ", at(tiles.announce[peer], 8));
   }
   return text + cat(" arrived ", at(tiles.arrived, 8), " calls ", at(tiles.calls, 8)) +
-         deadline(tiles.deadline_ns, tiles.report);
+         tag_of(tiles.tag) + deadline(tiles.deadline_ns, tiles.report);
 }
 
 std::string meeting_of(const PeerMeeting& meeting) {
@@ -97,7 +102,7 @@ std::string meeting_of(const PeerMeeting& meeting) {
   return text +
          cat(" ended ", at(meeting.ended, 8 * meeting.ranks), " calls ", at(meeting.calls, 8),
              " blocks ", at(meeting.blocks_sent, 4), " ", at(meeting.blocks_done, 4)) +
-         deadline(meeting.deadline_ns, meeting.report);
+         tag_of(meeting.tag) + deadline(meeting.deadline_ns, meeting.report);
 }
 
 std::string ctas_of(int32_t ctas) {
@@ -282,8 +287,15 @@ cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cuda
       text += cat(", rank ", rank, ": to ", at(params.destination[rank], 2 * params.buffer_bytes),
                   " received ", at(params.received[rank], 2 * params.buffer_bytes));
     }
-    return text + cat(", buffers of ", params.buffer_bytes, " calls ", at(params.calls, 8)) +
-           deadline(params.deadline_ns, params.report);
+    constexpr int64_t kTurnBytes = 8 * kMaxPeers;  // of the flags for one of two calls
+    text += ", announce";
+    for (int rank = 0; rank < params.ranks; ++rank) {
+      text += cat(" ", at(params.announce[rank], kTurnBytes + 8));
+    }
+    return text +
+           cat(" arrived ", at(params.arrived, 2 * kTurnBytes), ", buffers of ",
+               params.buffer_bytes, " calls ", at(params.calls, 8)) +
+           tag_of(params.tag) + deadline(params.deadline_ns, params.report);
   });
 }
 

@@ -400,8 +400,13 @@ void visit_one_kernel(const Visit& visit, Op op, bool few_rows) {
 
 const std::vector<Operands>& gather_operands() {
   static const std::vector<Operands> all = {
-      {.takes = {true}},       {.takes = {false}},       {.bias = true, .takes = {true}},
-      {.takes = {true, true}}, {.takes = {false, true}}, {.takes = {true, false, true}},
+      {.takes = {true}},
+      {.takes = {false}},
+      {.bias = true, .takes = {true}},
+      {.takes = {true, true}},
+      {.takes = {false, true}},
+      {.takes = {true, false, true}},
+      {.takes = {true, true, false}},
   };
   return all;
 }
@@ -460,6 +465,10 @@ constexpr Pattern kPatterns[] = {
     {"none", [](int, int, int) { return int64_t{0}; }},
     {"single", [](int, int, int) { return int64_t{1}; }},
     {"to rank 1", [](int, int to, int) { return int64_t{to == 1 ? 2000 : 0}; }},
+    // More than are computed beside the exchange between two ranks.
+    {"mostly own", [](int from, int to, int) { return int64_t{from == to ? 32768 : 4096}; }},
+    // One to three pieces of 8 MiB.
+    {"in pieces", [](int from, int to, int) { return int64_t{(3 * from + to) % 4 * 2048 + 100}; }},
     {"many", [](int from, int to, int) { return int64_t{12288 + 8 * from - 8 * to}; }},
     // More than fits a slot of two ranks.
     {"huge", [](int from, int to, int) { return int64_t{from == to ? 256 : 140000}; }},

@@ -2,8 +2,9 @@
 //                           a line "FAMILY<tab>NAME<tab>bytes<tab>bytes", and so many bytes of each
 // recorder show NAME        one case, its machine and plans in front; with --canonical its canonical form
 // recorder list             the names of all cases
-// recorder steps            a line for each case that the executors' calls and those of their lists of steps differ in,
-//                           and how many cases have such lists
+// recorder steps            whether the calls of lists of steps are the executors': a line "differs<tab>NAME" for each case
+//                           where they are not, and for each family "FAMILY<tab>compared<tab>traced<tab>without lists",
+//                           how many cases have been compared, or why not
 // recorder lower NAME       the list of steps of a case's first call, and a line with the same as JSON
 // recorder self-check       whether the record itself finds what it is there to find
 // recorder bench            host time of an executor's call, with fakes that do nothing
@@ -11,6 +12,7 @@
 // A case's name is its family and its name in it, as `list` prints them.
 #include <cstdio>
 #include <cstring>
+#include <map>
 
 #include "grid.h"
 #include "record.h"
@@ -62,24 +64,38 @@ int list() {
 }
 
 int steps() {
-  int compared = 0;
-  int differ = 0;
+  struct Counts {
+    int compared = 0;
+    int traced = 0;
+    int without = 0;
+  };
+  std::map<std::string, Counts> families;
+  bool same = true;
   recorder::visit_grid([&](const Case& one) {
-    if (!recorder::has_steps(one)) return;
-    ++compared;
+    Counts& counts = families[one.family];
+    const recorder::Steps has = recorder::has_steps(one);
+    if (has != recorder::Steps::kSome) {
+      ++(has == recorder::Steps::kTraced ? counts.traced : counts.without);
+      return;
+    }
+    ++counts.compared;
     const recorder::Recording made = recorder::run(one, true);
     if (made.text == recorder::run(one).text && made.violations.empty()) return;
-    ++differ;
-    write(recorder::full_name(one) + "\n");
+    same = false;
+    write(cat("differs\t", recorder::full_name(one), "\n"));
   });
-  write(cat(compared, " cases have lists of steps, and ", differ, " differ\n"));
-  return differ == 0 ? 0 : 1;
+  for (const auto& [family, counts] : families) {
+    write(cat(family, "\t", counts.compared, "\t", counts.traced, "\t", counts.without, "\n"));
+  }
+  return same ? 0 : 1;
 }
 
 int lower(const std::string& name) {
   int found = 0;
   recorder::visit_grid([&](const Case& one) {
-    if (recorder::full_name(one) != name || !recorder::has_steps(one) || found++ > 0) return;
+    if (recorder::full_name(one) != name || recorder::has_steps(one) != recorder::Steps::kSome ||
+        found++ > 0)
+      return;
     const overlap::steps::StepList list = recorder::lowered(one);
     write(overlap::steps::to_string(list) + overlap::steps::to_json(list) + "\n");
   });

@@ -38,6 +38,11 @@ void* Record::allocate(std::string name, int64_t bytes) {
   return reinterpret_cast<void*>(memory_.size() << kBlockShift);
 }
 
+int64_t Record::bytes_at(const void* pointer) const {
+  const size_t block = (reinterpret_cast<uintptr_t>(pointer) >> kBlockShift) - 1;
+  return block < memory_.size() ? memory_[block].bytes : 0;
+}
+
 std::string Record::at(const void* pointer, int64_t bytes) {
   if (pointer == nullptr) return "-";
   const auto address = reinterpret_cast<uintptr_t>(pointer);

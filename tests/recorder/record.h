@@ -82,6 +82,8 @@ class Record {
   void* allocate(std::string name, int64_t bytes);
   // "slots@1+4096", "-" for null. `bytes`: what is accessed there, which must lie within the block.
   std::string at(const void* pointer, int64_t bytes = 0);
+  // How many the block of an address holds.
+  int64_t bytes_at(const void* pointer) const;
   // What is known of small blocks' contents: what the host has copied there.
   std::map<const void*, std::vector<uint8_t>> contents;
 

@@ -81,6 +81,11 @@ bool in_window(const Call& call) {
   return true;
 }
 
+// A timeline is recorded by the executors alone.
+bool has_list(const Call& call) {
+  return overlap::steps::lowers(call.plan) && !call.mode.traced;
+}
+
 // One case's group, and calls on it with the operands and the memory that the bindings give them.
 class Session {
  public:
@@ -211,10 +216,10 @@ class Session {
         library(stream, source == nullptr ? "" : " plus", rows, source, destination);
       };
     }
-    if (ring) {
-      runtime::run_ring(*group_, made);
-    } else if (from_steps_) {
+    if (from_steps_ && has_list(call)) {
       replay(*group_, made);
+    } else if (ring) {
+      runtime::run_ring(*group_, made);
     } else {
       runtime::run_produce(*group_, made);
     }
@@ -245,7 +250,11 @@ class Session {
       library(stream, "", {0, problem.m}, nullptr, product);
       return product;
     };
-    runtime::run_direct(*group_, made);
+    if (from_steps_ && has_list(call)) {
+      replay(*group_, made);
+    } else {
+      runtime::run_direct(*group_, made);
+    }
   }
 
   void consume(const Call& call) {
@@ -272,7 +281,11 @@ class Session {
     made.library_gemm = [stream = made.stream](size_t weight, const void* input, plan::Rows rows) {
       library(stream, cat(" of weight", weight).c_str(), rows, input, nullptr);
     };
-    runtime::run_consume(*group_, made);
+    if (from_steps_ && has_list(call)) {
+      replay(*group_, made);
+    } else {
+      runtime::run_consume(*group_, made);
+    }
   }
 
   void all_to_all(const Call& call) {
@@ -297,7 +310,9 @@ class Session {
     made.library_gemm = [stream = made.stream](plan::Rows rows, void* destination) {
       if (rows.begin < rows.end) library(stream, "", rows, nullptr, destination);
     };
-    if (plan::over_peers(plan)) {
+    if (from_steps_ && has_list(call)) {
+      replay(*group_, made);
+    } else if (plan::over_peers(plan)) {
       runtime::run_exchange(*group_, made);
     } else {
       runtime::run_all_to_all(*group_, made);
@@ -328,14 +343,14 @@ class Session {
       }
       return product;
     };
-    if (from_steps_) {
+    if (from_steps_ && has_list(call)) {
       replay(*group_, made);
     } else {
       runtime::run_sequential(*group_, made);
     }
   }
 
-  bool from_steps_ = false;  // calls are made from their lists of steps
+  bool from_steps_ = false;  // calls that have lists of steps are made from these
   runtime::Trace trace_;
   std::unique_ptr<runtime::Group> group_;
   cudaStream_t caller_ = nullptr;
@@ -352,17 +367,19 @@ std::string full_name(const Case& one) {
   return cat(one.family, ": ", one.name);
 }
 
-bool has_steps(const Case& one) {
-  return std::all_of(one.calls.begin(), one.calls.end(), [](const Call& call) {
-    return overlap::steps::lowers(call.plan) && !call.mode.traced;
-  });
+Steps has_steps(const Case& one) {
+  bool lowers = false;
+  for (const Call& call : one.calls) {
+    if (has_list(call)) return Steps::kSome;
+    lowers = lowers || overlap::steps::lowers(call.plan);
+  }
+  return lowers ? Steps::kTraced : Steps::kNone;
 }
 
 overlap::steps::StepList lowered(const Case& one) {
-  const Call& call = one.calls.at(0);
-  return overlap::steps::lower(
-      call.plan, one.rank,
-      {.kernel_takes = takes(call), .bias = call.operands.bias, .in_window = in_window(call)});
+  Session session(one, true);
+  session.run(one.calls.at(0));
+  return last_list();
 }
 
 Recording run(const Case& one, bool from_steps) {

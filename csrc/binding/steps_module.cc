@@ -1,0 +1,118 @@
+// The steps of a plan for Python, in overlap_torch._plan. Knows no torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding/steps_module.h"
+#include "steps/step.h"
+
+namespace py = pybind11;
+
+namespace overlap::binding {
+namespace {
+
+using plan::Machine;
+using plan::Op;
+using plan::Plan;
+
+// Columns of each weight, and whether the plan's kernel takes it.
+using Weights = std::vector<std::pair<int64_t, bool>>;
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw py::value_error(what);
+}
+
+void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& rows) {
+  const bool wanted = plan.problem.op == Op::kGemmAllToAll;
+  const auto world = static_cast<size_t>(plan.problem.world_size);
+  const bool negative = std::any_of(rows.begin(), rows.end(), [](int64_t n) { return n < 0; });
+  if (rows.size() == (wanted ? world : 0) && !negative) return;
+  refuse(std::string(name) + " has " + std::to_string(rows.size()) + " counts" +
+         (negative ? ", some below 0" : "") + "; the plan's op takes " +
+         (wanted ? "one of 0 or more for each of " + std::to_string(world) + " ranks" : "none"));
+}
+
+void check_weights(const Plan& plan, const Weights& weights) {
+  if (weights.empty()) return;
+  if (plan.problem.op != Op::kAllGatherGemm) {
+    refuse("weights are for plans of allgather_gemm, not for " + plan.to_string());
+  }
+  int64_t columns = 0;
+  for (const auto& [count, takes] : weights) {
+    if (count < 0)
+      refuse("a weight has " + std::to_string(count) + " columns, allowed are 0 and more");
+    columns += count;
+  }
+  if (columns == plan.problem.n) return;
+  refuse("the weights have " + std::to_string(columns) + " columns together, and the plan's n is " +
+         std::to_string(plan.problem.n));
+}
+
+steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes,
+                        bool bias, bool captured, const Weights& weights,
+                        const std::vector<int64_t>& send_rows,
+                        const std::vector<int64_t>& receive_rows, int64_t longest_message) {
+  plan::validate(plan);
+  if (rank < 0 || rank >= plan.problem.world_size) {
+    refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
+           std::to_string(plan.problem.world_size) + " ranks, 0 to " +
+           std::to_string(plan.problem.world_size - 1));
+  }
+  check_rows(plan, "send_rows", send_rows);
+  check_rows(plan, "receive_rows", receive_rows);
+  check_weights(plan, weights);
+  const bool has_kernel = plan.kernel != plan::Kernel::kLibrary;
+  steps::Variant variant;
+  variant.kernel_takes = kernel_takes && has_kernel;
+  variant.bias = bias;
+  variant.captured = captured;
+  for (const auto& [columns, takes] : weights) {
+    variant.weights.push_back({columns, takes && has_kernel && columns > 0});
+  }
+  variant.send_rows = send_rows;
+  variant.receive_rows = receive_rows;
+  variant.longest_message = longest_message;
+  if (plan.problem.op == Op::kGemmAllToAll) {
+    const int64_t own = steps::longest_message(plan, rank, send_rows, receive_rows);
+    variant.longest_message = std::max(longest_message, own);
+  }
+  return steps::lower(plan, rank, machine, variant);
+}
+
+template <typename Print>
+void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
+  m.def(
+      name,
+      [print](const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes, bool bias,
+              bool captured, const Weights& weights, const std::vector<int64_t>& send_rows,
+              const std::vector<int64_t>& receive_rows, int64_t longest_message) {
+        return print(lowered(plan, rank, machine, kernel_takes, bias, captured, weights, send_rows,
+                             receive_rows, longest_message));
+      },
+      py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("kernel_takes") = true,
+      py::arg("bias") = false, py::arg("captured") = false, py::arg("weights") = Weights{},
+      py::arg("send_rows") = std::vector<int64_t>{},
+      py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("longest_message") = 0, doc);
+}
+
+}  // namespace
+
+void bind_steps(py::module_& m) {
+  def_steps(m, "steps_text", steps::to_string,
+            R"(What a rank enqueues for a call of the plan.
+
+A line for each step, behind those of what is made before and of tile orders.
+
+`kernel_takes`: whether the plan's kernel takes the operands; of an all-gather so for each of `weights`,
+(columns, takes), by default one of all columns. `captured`: the call is part of a CUDA graph. `send_rows`,
+`receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
+far as the ranks have told each other. Raises ValueError where these do not fit the plan, or where the plan
+has no steps: an all-reduce by a ring whose final rows travel in chunks.)");
+  def_steps(m, "steps_json", steps::to_json, "The same as JSON: an object with a list of steps.");
+}
+
+}  // namespace overlap::binding

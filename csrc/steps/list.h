@@ -1,0 +1,97 @@
+// How the families' lowerings build their lists.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "plan/planner.h"
+#include "steps/step.h"
+
+namespace overlap::steps {
+
+// What one kernel moves over peers is counted in so many bytes.
+inline constexpr int64_t kPeerAccessBytes = 16;
+
+class List {
+ public:
+  StepId add(Lane lane, What what, std::vector<StepId> after = {}) {
+    made.steps.push_back({lane, std::move(what), std::move(after)});
+    last_ = static_cast<StepId>(made.steps.size()) - 1;
+    return last_;
+  }
+  // Of a list's first and last steps alone.
+  StepId add_unchained(Lane lane, What what) {
+    const StepId id = add(lane, std::move(what));
+    made.steps.back().unchained = true;
+    return id;
+  }
+  // A step that begins a chunk's communication.
+  StepId add_held(Lane lane, What what, std::vector<StepId> after = {}) {
+    const StepId id = add(lane, std::move(what), std::move(after));
+    made.steps.back().held = true;
+    return id;
+  }
+  int32_t add_order(const plan::TileOrder& order) {
+    made.orders.push_back(order);
+    return static_cast<int32_t>(made.orders.size()) - 1;
+  }
+  // Those that carry a plan's chunks.
+  void add_communicators(const plan::Plan& plan) {
+    for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
+      const Communicator one = {plan.chunks[chunk].max_ctas,
+                                static_cast<int32_t>(chunk) % plan.resources.lanes};
+      std::vector<Communicator>& all = made.communicators;
+      if (std::find(all.begin(), all.end(), one) == all.end()) all.push_back(one);
+    }
+  }
+  void add_scratch(Buffer buffer, int64_t bytes) { made.scratch.push_back({buffer, bytes}); }
+  void add_slot(int64_t bytes, bool hears_all = true) {
+    made.over_peers = true;
+    made.slot_bytes = bytes;
+    made.takes_slot = true;
+    made.hears_all = hears_all;
+  }
+  StepId last() const { return last_; }
+
+  StepList made;
+
+ private:
+  StepId last_ = 0;
+};
+
+// Where the plan's chunks are staged.
+inline Buffer staging_of(const plan::Plan& plan, const Variant& variant) {
+  const bool in_window = plan.resources.window && !variant.captured && windows_take(plan);
+  return in_window ? Buffer::kWindow : Buffer::kStaging;
+}
+inline int64_t staging_bytes(const plan::Plan& plan) {
+  return plan::buffer_elements(plan) * plan::element_bytes(plan.problem.dtype);
+}
+
+// CTAs of a GEMM that leaves SMs to communication.
+inline int32_t ctas_beside(const plan::Plan& plan, const plan::Machine& machine) {
+  return std::max(1, machine.sm_count - plan.resources.comm_sms);
+}
+
+// Of a GEMM that stores into peers' memory.
+inline int32_t spread_ns(const plan::Plan& plan, const plan::Machine& machine) {
+  return static_cast<int32_t>(1e3 * plan::store_spread_us(plan, machine));
+}
+
+// The families; what lower says holds for each.
+StepList lower_produce(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                       const Variant& variant);
+StepList lower_consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                       const Variant& variant);
+StepList lower_ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                    const Variant& variant);
+StepList lower_direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                      const Variant& variant);
+StepList lower_all_to_all(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                          const Variant& variant);
+StepList lower_all_to_all_over_peers(const plan::Plan& plan, int32_t rank,
+                                     const plan::Machine& machine, const Variant& variant);
+StepList lower_sequential(const plan::Plan& plan, int32_t rank);
+
+}  // namespace overlap::steps
