@@ -1,10 +1,13 @@
 """The four linear maps of tensor parallelism, as functions of one rank's operands; layers and styles build on them.
 
 N is cut over the ranks in the column maps, K in the row maps; tokens (dim 0) in the `sequence` ones. A rank whose part of the
-features is `padding` shorter than the largest pads its operands, so that all ranks run the same problem.
+features is `padding` shorter than the largest pads its operands, so that all ranks run the same problem. The column maps are
+there for several weights of one input too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -16,6 +19,7 @@ from overlap_torch._ops.gradients import (
     ProductGradients,
     TransformedFunction,
     rows,
+    side_by_side,
     transforms_are_active,
     weight_gradient,
 )
@@ -32,14 +36,29 @@ def column(
     padding: int,
 ) -> torch.Tensor:
     """Replicated [..., K] to this rank's [..., N part]. Backward all-reduces the input's gradient behind its GEMM."""
-    # Of torch.func's levels only the innermost says here whether the input needs a gradient.
-    if world_size == 1 or not (input.requires_grad or transforms_are_active()):
+    if world_size == 1 or not _may_need_gradient(input):
         return functional.linear(input, weight, bias)
-    device_type = input.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        input, weight, bias = (_cast(tensor, dtype) for tensor in (input, weight, bias))
+    input, weight, bias = _as_under_autocast(input, weight, bias)
     return _Column.apply(input, weight, bias, group, padding)
+
+
+def columns(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    group: str,
+    world_size: int,
+    paddings: Sequence[int],
+) -> tuple[torch.Tensor, ...]:
+    """`column` for each weight. Backward all-reduces the sum of the input's gradients, once, behind one GEMM."""
+    if world_size == 1 or not _may_need_gradient(input):
+        return tuple(
+            functional.linear(input, weight, bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+    operands = _as_under_autocast(input, *weights, *biases)
+    return _Columns.apply(group, tuple(paddings), *operands)
 
 
 def column_sequence(
@@ -58,6 +77,33 @@ def column_sequence(
     bias = None if bias is None else pad_end(bias, 0, padding)
     output, _ = allgather_gemm(input, weight, bias, group=group)
     return output[:tokens, ..., : output.shape[-1] - padding]
+
+
+def columns_sequence(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    group: str,
+    world_size: int,
+    tokens: int,
+    paddings: Sequence[int],
+) -> tuple[torch.Tensor, ...]:
+    """`column_sequence` for each weight: one all-gather; backward scatters the sum of the input's gradients, once."""
+    input = pad_end(input, 0, -(-tokens // world_size) - input.shape[0])
+    outputs, _ = allgather_gemm(
+        input,
+        [pad_end(weight, 0, padding) for weight, padding in zip(weights, paddings, strict=True)],
+        [
+            None if bias is None else pad_end(bias, 0, padding)
+            for bias, padding in zip(biases, paddings, strict=True)
+        ],
+        group=group,
+    )
+    return tuple(
+        output[:tokens, ..., : output.shape[-1] - padding]
+        for output, padding in zip(outputs, paddings, strict=True)
+    )
 
 
 def row(
@@ -123,6 +169,67 @@ class _Column(TransformedFunction):
         return *gradients, None, None
 
 
+class _Columns(TransformedFunction):
+    """`_Column` of several weights. Their gradients are parts of those of one weight, all of them one behind the other."""
+
+    @staticmethod
+    def forward(
+        group: str, paddings: Sequence[int], input: torch.Tensor, *weights_and_biases: Gradient
+    ) -> tuple[torch.Tensor, ...]:
+        """``weights_and_biases``: all weights, then a bias or None for each."""
+        count = len(paddings)
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        return tuple(
+            functional.linear(input, weight, bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.group, ctx.paddings, input, *operands = inputs
+        count = len(ctx.paddings)
+        _, _, needs_input, *needs = ctx.needs_input_grad
+        ctx.needs_weights, ctx.needs_biases = needs[:count], needs[count:]
+        ctx.save_for_backward(
+            input if any(ctx.needs_weights) else None,
+            *(operands[:count] if needs_input else [None] * count),
+        )
+        if not torch.compiler.is_compiling():  # Dynamo refuses the call; it materializes gradients
+            ctx.set_materialize_grads(False)  # an output that nobody used costs nothing
+
+    @staticmethod
+    def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
+        input, *weights = ctx.saved_tensors
+        count = len(grads)
+        used = [i for i in range(count) if grads[i] is not None]
+        grad_input = None
+        grad_weights, grad_biases = [None] * count, [None] * count
+        if used:
+            needs_weights = any(ctx.needs_weights[i] for i in used)
+            needs_biases = any(ctx.needs_biases[i] for i in used)
+            weight = None
+            if weights[0] is not None:
+                weight = weights[used[0]]
+                if len(used) > 1:
+                    weight = torch.cat([weights[i] for i in used])
+            grad_input, grad_weight, grad_bias = ProductGradients.apply_in_backward(
+                _ColumnProduct(ctx.group, sum(ctx.paddings[i] for i in used)),
+                needs_biases,
+                side_by_side([grads[i] for i in used]),
+                input if needs_weights else None,
+                weight,
+            )
+            begin = 0
+            for i in used:
+                size = grads[i].shape[-1]
+                if ctx.needs_weights[i]:
+                    grad_weights[i] = grad_weight.narrow(0, begin, size)
+                if ctx.needs_biases[i]:
+                    grad_biases[i] = grad_bias.narrow(0, begin, size)
+                begin += size
+        return None, None, grad_input, *grad_weights, *grad_biases
+
+
 class _ColumnProduct:
     """`functional.linear` as its gradients see it: the input is replicated, all else is this rank's own."""
 
@@ -152,6 +259,22 @@ class _ColumnProduct:
             None if input is None else weight_gradient(grad, input),
             rows(grad).sum(0) if with_bias else None,
         )
+
+
+def _may_need_gradient(input: torch.Tensor) -> bool:
+    # Of torch.func's levels only the innermost says here whether the input needs a gradient.
+    return input.requires_grad or transforms_are_active()
+
+
+def _as_under_autocast(
+    input: torch.Tensor, *others: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """The operands of a linear map as autocast casts them: backward takes what the Function has kept as it is."""
+    device_type = input.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return [input, *others]
+    dtype = torch.get_autocast_dtype(device_type)
+    return [_cast(tensor, dtype) for tensor in (input, *others)]
 
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.tensor import Shard
 from overlap_torch import _linear
 from overlap_torch._dtensor import Placements
 from overlap_torch._ops import Group
-from overlap_torch._sharding import GatherFeatures, shard_range
+from overlap_torch._sharding import GatherFeatures, pad_end, shard_range, shard_sizes
 from overlap_torch.nn.parameters import ParallelLinear
 
 
@@ -26,14 +28,24 @@ class ColumnParallelLinear(ParallelLinear):
     :func:`overlap_torch.nn.token_slice` says. They are gathered while the GEMM computes on those that have arrived,
     the output has all tokens in dim 0, and backward reduce-scatters the input's gradient.
 
+    With a sequence of out_features (query, key and value; gate and up) the layer is as many ``torch.nn.Linear``s of one input,
+    and returns a tuple of their outputs. Each has a weight and a bias of its own, ``weights[i]`` and ``biases[i]``, cut and drawn
+    as those of a layer of its own. The input is gathered once for all of them, and its gradient, the sum over them, is
+    all-reduced or reduce-scattered once.
+
     Args:
         in_features: of the layer; every rank takes all of them.
-        out_features: of the whole layer, over all ranks.
-        bias: whether the layer adds one.
+        out_features: of the whole layer, over all ranks; or a sequence of one number or more, all of them positive.
+        bias: whether the layer adds one; for several outputs also a sequence that says it for each.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         sequence_parallel: whether the input's tokens (dim 0) are spread over the ranks.
         gather_output: the output is [..., out_features], gathered from all ranks, and its gradient the same on every rank.
+            Several outputs are gathered together.
         device, dtype: of the parameters.
+
+    Raises:
+        ValueError: no or non-positive out_features in a sequence, not one ``bias`` for each of them, or an unknown group.
+        TypeError: ``out_features`` that is neither, or a ``group`` that is none of the above.
 
     Parameters are drawn as those of ``torch.nn.Linear``, so making the layer is a collective call, unless its device is
     ``meta``. State dicts hold DTensors; ``load_state_dict`` also takes this rank's parts and the whole
@@ -45,8 +57,8 @@ class ColumnParallelLinear(ParallelLinear):
     def __init__(
         self,
         in_features: int,
-        out_features: int,
-        bias: bool = True,
+        out_features: int | Sequence[int],
+        bias: bool | Sequence[bool] = True,
         *,
         group: Group = None,
         sequence_parallel: bool = False,
@@ -54,70 +66,113 @@ class ColumnParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if isinstance(out_features, Sequence):
+            out_features = _checked_features(out_features)
+        bias = _checked_bias(bias, out_features)
         super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
         self.gather_output = gather_output
 
     @property
-    def local_out_features(self) -> int:
-        """This rank's part of out_features."""
-        return self._local_features
+    def local_out_features(self) -> int | tuple[int, ...]:
+        """This rank's part of out_features; of each where there are several."""
+        return tuple(self._local_features) if self._several else self._local_features[0]
 
     @classmethod
     def from_linear(
         cls,
-        linear: torch.nn.Linear,
+        linear: torch.nn.Linear | Sequence[torch.nn.Linear],
         *,
         group: Group = None,
         sequence_parallel: bool = False,
         gather_output: bool = False,
     ) -> ColumnParallelLinear:
-        """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies."""
+        """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies.
+
+        Of a sequence of them, or a ``torch.nn.ModuleList``, it makes one layer with several outputs. They need the same
+        in_features; some may have a bias and others none.
+        """
+        several = isinstance(linear, (Sequence, torch.nn.ModuleList))
+        linears = list(linear) if several else [linear]
+        out_features = [each.out_features for each in linears]
+        bias = [each.bias is not None for each in linears]
+        in_features = [each.in_features for each in linears]
+        if len(set(in_features)) > 1:
+            raise ValueError(
+                "the layers of a sequence read one input: they must have the same in_features, but they have "
+                f"{in_features}"
+            )
         layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
+            in_features[0] if linears else 0,
+            out_features if several else out_features[0],
+            bias if several else bias[0],
             group=group,
             sequence_parallel=sequence_parallel,
             gather_output=gather_output,
             device="meta",
         )
-        layer._copy_parts(linear)
+        layer._copy_parts(linears)
         return layer
 
-    def forward(self, input: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
+    def forward(
+        self, input: torch.Tensor, tokens: int | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """[..., in_features] to [..., this rank's part of out_features], or to all of them with ``gather_output``.
 
         ``tokens``, with ``sequence_parallel`` only: how many there are over all ranks, that is, dim 0 of the output.
-        None if every rank has as many as this one.
+        None if every rank has as many as this one. A tuple of outputs where there are several out_features.
         """
         self._check_features(input, self.in_features, "")
-        weight, bias = self._local_parameters()
         if self.sequence_parallel:
-            output = _linear.column_sequence(
-                input,
-                weight,
-                bias,
-                group=self.group,
-                world_size=self.world_size,
-                tokens=self._all_tokens(input, tokens),
-                padding=self._padding,
-            )
+            tokens = self._all_tokens(input, tokens)
         elif tokens is not None:
             raise ValueError(f"tokens={tokens} has a meaning with sequence_parallel=True only")
-        else:
-            output = _linear.column(
-                input,
-                weight,
-                bias,
-                group=self.group,
-                world_size=self.world_size,
-                padding=self._padding,
+        return self._outputs(input, tokens) if self._several else self._output(input, tokens)
+
+    def _output(self, input: torch.Tensor, tokens: int | None) -> torch.Tensor:
+        weight, bias = self._local_parameters()
+        place = {"group": self.group, "world_size": self.world_size}
+        (padding,) = self._paddings
+        if self.sequence_parallel:
+            output = _linear.column_sequence(
+                input, weight, bias, tokens=tokens, padding=padding, **place
             )
+        else:
+            output = _linear.column(input, weight, bias, padding=padding, **place)
         if self.gather_output:
             output = GatherFeatures.apply(
                 output, self.out_features, self.group, self.world_size, self.rank
             )
         return output
+
+    def _outputs(self, input: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, ...]:
+        weights, biases = self._local_lists()
+        place = {"group": self.group, "world_size": self.world_size}
+        if self.sequence_parallel:
+            outputs = _linear.columns_sequence(
+                input, weights, biases, tokens=tokens, paddings=self._paddings, **place
+            )
+        else:
+            outputs = _linear.columns(input, weights, biases, paddings=self._paddings, **place)
+        return self._gathered(outputs) if self.gather_output else outputs
+
+    def _gathered(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """All ranks' features of each output, by one gather: of the outputs' parts side by side, padded to the largest."""
+        padded = [
+            pad_end(output, -1, padding)
+            for output, padding in zip(outputs, self._paddings, strict=True)
+        ]
+        own = torch.cat(padded, dim=-1)
+        features = own.shape[-1] * self.world_size
+        gathered = GatherFeatures.apply(own, features, self.group, self.world_size, self.rank)
+        of_ranks = gathered.unflatten(-1, (self.world_size, own.shape[-1])).unbind(-2)
+        whole = []
+        begin = 0
+        for part, features in zip(padded, self.out_features, strict=True):
+            sizes = shard_sizes(features, self.world_size)
+            parts = [of.narrow(-1, begin, size) for of, size in zip(of_ranks, sizes, strict=True)]
+            whole.append(torch.cat(parts, dim=-1))
+            begin += part.shape[-1]
+        return tuple(whole)
 
     def _all_tokens(self, input: torch.Tensor, tokens: int | None) -> int:
         if tokens is None:
@@ -132,3 +187,31 @@ class ColumnParallelLinear(ParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, gather_output={self.gather_output}"
+
+
+def _checked_features(out_features: Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(size) for size in out_features)
+    except TypeError:
+        raise TypeError(
+            f"out_features must be an int or a sequence of ints, but it is {out_features!r}"
+        ) from None
+    if not sizes or min(sizes) <= 0:
+        raise ValueError(
+            "a sequence of out_features must hold one number or more, all of them positive, but it is "
+            f"{out_features!r}"
+        )
+    return sizes
+
+
+def _checked_bias(
+    bias: bool | Sequence[bool], out_features: int | tuple[int, ...]
+) -> bool | tuple[bool, ...]:
+    if not isinstance(bias, Sequence):
+        return bias
+    if not isinstance(out_features, tuple) or len(bias) != len(out_features):
+        raise ValueError(
+            "bias must be True or False, or for a sequence of out_features one of them for each, but it is "
+            f"{bias!r} for out_features={out_features!r}"
+        )
+    return tuple(bool(one) for one in bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,16 +31,19 @@ class ParallelLinear(torch.nn.Module):
     say, into 3, 2 and 2. All ranks of the group must load those, at the same time; both cuts are taken.
 
     A parameter may also be replaced by this rank's part as a plain tensor, as by ``torch.func.functional_call``.
+
+    With a tuple of out_features it stands for as many ``torch.nn.Linear``s, and all of this holds for the parameters of each:
+    ``weights.0``, ``biases.0`` and so on, in place of ``weight`` and ``bias``.
     """
 
-    # Where the parameters lie, as DTensor says it.
+    # Where weights and biases lie, as DTensor says it.
     _placements: ClassVar[dict[str, Placements]]
 
     def __init__(
         self,
         in_features: int,
-        out_features: int,
-        bias: bool,
+        out_features: int | tuple[int, ...],
+        bias: bool | tuple[bool, ...],
         group: Group,
         sequence_parallel: bool,
         device: torch.device | str | None,
@@ -52,11 +55,19 @@ class ParallelLinear(torch.nn.Module):
         self.sequence_parallel = sequence_parallel
         self.group = group_name(group)
         self.world_size, self.rank = place_in(self.group)
-        features = self._full_shape("weight")[self._cut_dim("weight")]
-        self._local_features = self._local_shape("weight")[self._cut_dim("weight")]
-        # By how much this rank's part is smaller than the largest.
-        self._padding = -(-features // self.world_size) - self._local_features
-        weight = torch.empty(self._local_shape("weight"), device=device, dtype=dtype)
+        self._several = isinstance(out_features, tuple)
+        # As state dicts name them: those of each torch.nn.Linear.
+        self._names: list[tuple[str, str]] = [("weight", "bias")]
+        if self._several:
+            self._names = [(f"weights.{i}", f"biases.{i}") for i in range(len(out_features))]
+        # Of what is cut of each weight: this rank's part, and by how much that is smaller than the largest.
+        self._local_features: list[int] = []
+        self._paddings: list[int] = []
+        for name, _ in self._names:
+            dim = self._cut_dim(name)
+            part = self._local_shape(name)[dim]
+            self._local_features.append(part)
+            self._paddings.append(-(-self._full_shape(name)[dim] // self.world_size) - part)
         if isinstance(group, DeviceMesh):
             mesh = group
             if mesh.get_coordinate() != (self.rank,):
@@ -65,21 +76,37 @@ class ParallelLinear(torch.nn.Module):
                     f"{mesh.mesh.tolist()}; make the mesh with its ranks in ascending order"
                 )
         else:
-            mesh = group_mesh(self.group, self._device_type(weight.device))
-        self.weight = torch.nn.Parameter(self._wrap("weight", weight, mesh))
-        if bias:
-            local = torch.empty(self._local_shape("bias"), device=device, dtype=dtype)
-            self.bias = torch.nn.Parameter(self._wrap("bias", local, mesh))
+            mesh = group_mesh(self.group, self._device_type(torch.empty(0, device=device).device))
+
+        def made(name: str) -> torch.nn.Parameter:
+            local = torch.empty(self._local_shape(name), device=device, dtype=dtype)
+            return torch.nn.Parameter(self._wrap(name, local, mesh))
+
+        weights = [made(name) for name, _ in self._names]
+        with_bias = bias if isinstance(bias, tuple) else (bias,) * len(weights)
+        biases = [
+            made(name) if has_one else None
+            for (_, name), has_one in zip(self._names, with_bias, strict=True)
+        ]
+        if self._several:
+            self.weights = torch.nn.ParameterList(weights)
+            self.biases = torch.nn.ParameterList(biases) if any(with_bias) else None
         else:
-            self.register_parameter("bias", None)
+            (self.weight,) = weights
+            self.register_parameter("bias", biases[0])
         self.reset_parameters()
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
-        return (self.out_features, self.in_features) if name == "weight" else (self.out_features,)
+        kind, _, number = name.partition(".")
+        features = self.out_features[int(number)] if number else self.out_features
+        return (features, self.in_features) if kind.startswith("weight") else (features,)
+
+    def _placements_of(self, name: str) -> Placements:
+        return self._placements["weight" if name.startswith("weight") else "bias"]
 
     def _cut_dim(self, name: str) -> int | None:
         """The dim in which a parameter is cut over the group; None if it is replicated."""
-        return sharded_dim(self._placements[name][0], len(self._full_shape(name)))
+        return sharded_dim(self._placements_of(name)[0], len(self._full_shape(name)))
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         shape = list(self._full_shape(name))
@@ -95,12 +122,42 @@ class ParallelLinear(torch.nn.Module):
             full = full.narrow(dim, *shard_range(full.shape[dim], self.world_size, self.rank))
         return full.clone(memory_format=torch.contiguous_format)
 
+    def _holder(self, name: str) -> tuple[torch.nn.Module | None, str]:
+        """The module that has the parameter, this one or a list, and the parameter's name there."""
+        path, _, own = name.rpartition(".")
+        return (self._modules.get(path) if path else self), own
+
+    def _parameter(self, name: str) -> torch.nn.Parameter | None:
+        holder, own = self._holder(name)
+        return None if holder is None else holder._parameters.get(own)
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        found = [self._parameter(name) for names in self._names for name in names]
+        return [parameter for parameter in found if parameter is not None]
+
+    def _any_weight(self) -> torch.Tensor:
+        return self.weights[0] if self._several else self.weight
+
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's weight and bias as plain tensors, with gradients to the parameters."""
         # A module's attributes are slow; they are needed where there is a parametrization.
         parameters = self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        return self._local_pair(weight, bias)
+
+    def _local_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """`_local_parameters` where there are several."""
+        biases = [None] * len(self._names) if self.biases is None else self.biases
+        pairs = [
+            self._local_pair(weight, bias)
+            for weight, bias in zip(self.weights, biases, strict=True)
+        ]
+        return [weight for weight, _ in pairs], [bias for _, bias in pairs]
+
+    def _local_pair(
+        self, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # What a parametrization makes may lie elsewhere.
         if isinstance(weight, DTensor) and weight._spec.placements != self._placements["weight"]:
             weight = weight.redistribute(placements=self._placements["weight"])
@@ -125,7 +182,7 @@ class ParallelLinear(torch.nn.Module):
 
     def _wrap(self, name: str, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         with torch.no_grad():
-            return wrap(local, mesh, self._placements[name], self._full_shape(name))
+            return wrap(local, mesh, self._placements_of(name), self._full_shape(name))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def follow(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,19 +200,22 @@ class ParallelLinear(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws the parameters as ``torch.nn.Linear(in_features, out_features)`` does: uniformly, bound by in_features.
 
+        Several weights and biases are drawn as those of as many ``torch.nn.Linear``s.
+
         The first rank of the parameters' mesh draws a seed for all, so that what is cut differs between ranks and what is
         replicated does not, however the ranks were seeded. A collective call, except for parameters on ``meta``, which it
         leaves alone.
         """
-        if self.weight.is_meta:
+        first = self._any_weight()
+        if first.is_meta:
             return
         seeds = [int(torch.randint(2**31, ()).item())]
-        mesh = self.weight.device_mesh
+        mesh = first.device_mesh
         for group in mesh.get_all_groups():
             seeds = broadcast_integers(seeds, group)
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         generators: dict[int, torch.Generator] = {}
-        for parameter in self.parameters(recurse=False):
+        for parameter in self._own_parameters():
             local = parameter.to_local()
             # A number for each set of ranks that hold the same part: 0 where all do, else one of their own.
             number = 0
@@ -172,24 +232,28 @@ class ParallelLinear(torch.nn.Module):
             if shared:
                 local.copy_(drawn)
 
-    def _copy_parts(self, linear: torch.nn.Linear) -> None:
-        """Takes over parameters and mode of the whole layer; copies this rank's parts."""
-        for name, parameter in linear.named_parameters(recurse=False):
-            part = self._own_part(name, parameter.detach())
-            mesh = self._mesh_on(self._parameters[name].device_mesh, part.device.type)
-            own = torch.nn.Parameter(self._wrap(name, part, mesh), parameter.requires_grad)
-            setattr(self, name, own)
-        self.train(linear.training)
+    def _copy_parts(self, linears: Sequence[torch.nn.Linear]) -> None:
+        """Takes over parameters and mode of the whole layer or layers; copies this rank's parts."""
+        for linear, names in zip(linears, self._names, strict=True):
+            named = dict(zip(("weight", "bias"), names, strict=True))
+            for kind, parameter in linear.named_parameters(recurse=False):
+                name = named[kind]
+                part = self._own_part(name, parameter.detach())
+                mesh = self._mesh_on(self._parameter(name).device_mesh, part.device.type)
+                own = torch.nn.Parameter(self._wrap(name, part, mesh), parameter.requires_grad)
+                setattr(*self._holder(name), own)
+        self.train(linears[0].training)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        own = {}
-        for name in self._placements:  # in the same order on every rank
-            parameter, value = self._parameters.get(name), state_dict.get(prefix + name)
-            if parameter is not None and isinstance(value, torch.Tensor):
-                own[prefix + name] = self._as_loaded(name, parameter, value)
-        super()._load_from_state_dict({**state_dict, **own}, prefix, *args, **kwargs)
+        for names in self._names:  # in the same order on every rank
+            for name in names:
+                parameter, value = self._parameter(name), state_dict.get(prefix + name)
+                if parameter is not None and isinstance(value, torch.Tensor):
+                    # Into the caller's dict, from which the lists of parameters load next.
+                    state_dict[prefix + name] = self._as_loaded(name, parameter, value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @torch.no_grad()
     def _as_loaded(self, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -240,14 +304,15 @@ class ParallelLinear(torch.nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state dict of the whole ``torch.nn.Linear``, plain tensors on every rank.
+        """The state dict of the whole ``torch.nn.Linear`` or of several, plain tensors on every rank.
 
         A collective call over the parameters' mesh: over the layer's group, and under FSDP2 over its groups too.
         """
         state = self.state_dict()
-        for name in self._placements:  # in the same order on every rank
-            if name in state:
-                state[name] = self._whole(name, state[name])
+        for names in self._names:  # in the same order on every rank
+            for name in names:
+                if name in state:
+                    state[name] = self._whole(name, state[name])
         return state
 
     def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -278,8 +343,14 @@ class ParallelLinear(torch.nn.Module):
             )
 
     def extra_repr(self) -> str:
+        if self._several:
+            biases = [None] * len(self._names) if self.biases is None else self.biases
+            bias: bool | list[bool] = [one is not None for one in biases]
+            bias = bias[0] if len(set(bias)) == 1 else bias
+        else:
+            bias = self.bias is not None
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
             f"rank={self.rank}, world_size={self.world_size}, sequence_parallel={self.sequence_parallel}"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import ClassVar
 
 import torch
@@ -58,13 +59,14 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        out_features = operator.index(out_features)  # one, where the column layer takes several
         super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
         self.input_is_parallel = input_is_parallel
 
     @property
     def local_in_features(self) -> int:
         """This rank's part of in_features."""
-        return self._local_features
+        return self._local_features[0]
 
     @classmethod
     def from_linear(
@@ -85,7 +87,7 @@ class RowParallelLinear(ParallelLinear):
             input_is_parallel=input_is_parallel,
             device="meta",
         )
-        layer._copy_parts(linear)
+        layer._copy_parts([linear])
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -93,7 +95,7 @@ class RowParallelLinear(ParallelLinear):
 
         With ``sequence_parallel`` dim 0 of the input is all tokens and dim 0 of the output this rank's.
         """
-        expected = self._local_features if self.input_is_parallel else self.in_features
+        expected = self._local_features[0] if self.input_is_parallel else self.in_features
         self._check_features(input, expected, f", input_is_parallel={self.input_is_parallel}")
         if not self.input_is_parallel:
             input = SliceFeatures.apply(
@@ -101,7 +103,7 @@ class RowParallelLinear(ParallelLinear):
             )
         weight, bias = self._local_parameters()
         if not self.sequence_parallel:
-            return _linear.row(input, weight, bias, group=self.group, padding=self._padding)
+            return _linear.row(input, weight, bias, group=self.group, padding=self._paddings[0])
         bias = None if bias is None else SumGradient.apply(bias, self.group)
         return _linear.row_sequence(
             input,
@@ -110,7 +112,7 @@ class RowParallelLinear(ParallelLinear):
             group=self.group,
             world_size=self.world_size,
             rank=self.rank,
-            padding=self._padding,
+            padding=self._paddings[0],
         )
 
     def extra_repr(self) -> str:
