@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from overlap_torch._timeline import Call, calls_of
+from overlap_torch._timeline import Call
+from overlap_torch._trace import trace
 
 from .measure import Variant
 from .plans import Plan
@@ -57,12 +58,12 @@ def sms_left(plan: Plan, device: torch.device) -> float:
 
 def record(op: Variant, plan: Plan, gemm_us: float, device: torch.device) -> Losses | None:
     """Traces calls, each behind a meeting of all ranks. None where the op runs no plan. Collective."""
-    torch.ops.overlap.trace_start()
     token = torch.zeros(1, device=device)
-    for turn in range(1 + CALLS):
-        dist.all_reduce(token)
-        op(turn)
-    calls = calls_of(torch.ops.overlap.trace_stop())[1:]  # the first one warms up
+    with trace() as traced:
+        for turn in range(1 + CALLS):
+            dist.all_reduce(token)
+            op(turn)
+    calls = traced.calls[1:]  # the first one warms up
     medians = torch.tensor(_medians(calls), dtype=torch.float64, device=device)
     everybody = [torch.empty_like(medians) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, medians)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch.multiprocessing
 from overlap_torch import _bench_entry, _composition, _timeline, _verify
 from overlap_torch._launch import Ranks, current_device, launch
 from overlap_torch._ops import check, gemm_allreduce, group_name
+from overlap_torch._trace import trace
 from overlap_torch.plan import Plan, Schedule, plan_for, row_panels, set_plan
 
 _REPEATS = 20
@@ -88,7 +90,7 @@ def run_rank(demo: _Demo) -> None:
             demo.m, demo.n, demo.k, demo.dtype, device, seed=dist.get_rank()
         )
         sequence_us, op_us = _time(operands, device, group)
-        traces = _trace(operands, device, group)
+        traced = _trace(operands, device, group)
     check()
     if first:
         print(f"sequence  {sequence_us:10.1f} us   a GEMM, then an all-reduce")
@@ -99,7 +101,7 @@ def run_rank(demo: _Demo) -> None:
             print(
                 "          (gloo moves bytes with the cores that compute: few of them gain little)"
             )
-        _draw(demo, traces)
+        _draw(demo, traced)
     if not verdict.passed:
         if first:
             print("the check FAILED", file=sys.stderr, flush=True)
@@ -152,15 +154,16 @@ def _time(
 
 def _trace(
     operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str
-) -> list[torch.Tensor]:
-    """Every rank's trace of a few calls."""
+) -> dict[int, list[_timeline.Call]]:
+    """Every rank's calls."""
     dist.barrier()
-    torch.ops.overlap.trace_start()
-    for _ in range(_TRACED_CALLS):
-        gemm_allreduce(*operands, group=group)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return _gather_rows(torch.ops.overlap.trace_stop().to(device))
+    with trace() as traced:
+        for _ in range(_TRACED_CALLS):
+            gemm_allreduce(*operands, group=group)
+    # torch.distributed's functions for objects need numpy.
+    own = torch.frombuffer(bytearray(pickle.dumps(traced.calls)), dtype=torch.uint8)
+    parts = _gather_rows(own.to(device))
+    return {rank: pickle.loads(bytes(part.tolist())) for rank, part in enumerate(parts)}
 
 
 def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
@@ -175,11 +178,11 @@ def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
     return [part[: int(count.item())].cpu() for part, count in zip(parts, counts, strict=True)]
 
 
-def _draw(demo: _Demo, traces: list[torch.Tensor]) -> None:
-    last_calls = [calls[-1] for trace in traces if (calls := _timeline.calls_of(trace))]
-    for rank, call in enumerate(last_calls):
+def _draw(demo: _Demo, traced: dict[int, list[_timeline.Call]]) -> None:
+    last_calls = {f"rank {rank}": calls[-1:] for rank, calls in traced.items() if calls}
+    for rank, (call,) in last_calls.items():
         print(
-            f"rank {rank}    {call.hidden_fraction:.0%} of its communication ran while its GEMM went on"
+            f"{rank}    {call.hidden_fraction:.0%} of its communication ran while its GEMM went on"
         )
     trace_path, picture_path = demo.out / "trace.json", demo.out / "timeline.png"
     if not last_calls:
@@ -187,13 +190,13 @@ def _draw(demo: _Demo, traces: list[torch.Tensor]) -> None:
             "no timeline: the op recorded no call, as in a group of one, which has nothing to communicate"
         )
         return
-    _timeline.write_chrome_trace(traces, trace_path)
+    _timeline.write_chrome_trace(traced, trace_path)
     print(f"wrote     {trace_path} (open it in ui.perfetto.dev)")
     title = (
-        f"gemm_allreduce {demo.m} x {demo.n} x {demo.k}, {len(traces)} ranks, {dist.get_backend()}"
+        f"gemm_allreduce {demo.m} x {demo.n} x {demo.k}, {len(traced)} ranks, {dist.get_backend()}"
     )
     try:
-        _timeline.write_picture(traces, picture_path, title)
+        _timeline.write_picture(last_calls, picture_path, title)
         print(f"wrote     {picture_path}")
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)

@@ -1,27 +1,25 @@
-"""What a trace of the op shows: a Chrome trace, a picture, and how much communication was hidden.
-
-A trace is the tensor that ``torch.ops.overlap.trace_stop`` returns on one rank: float64 [rows, 5] with the columns
-call, chunk, ready_us, begin_us, end_us, times from the call's start. Rows with chunk >= 0 say when a chunk's tiles were
-finished and its communication ran; the row with chunk -1 says when the GEMM (ready_us) and the op (end_us) ended. What a
-GEMM communicates itself, tile by tile, over peers, begins with it.
-"""
+"""What a trace of the ops shows: calls, a Chrome trace, a picture, and how much communication was hidden."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-_GEMM, _COMMUNICATION = 0, 1  # thread numbers in the Chrome trace
-_GAP_US = 50.0  # drawn between calls, whose distance the trace does not tell
-
 
 @dataclass(frozen=True)
 class Chunk:
-    """When a chunk's last tile was finished and when its communication ran; microseconds from the call's start."""
+    """A chunk of one call; times in microseconds from the call's start.
+
+    Attributes:
+        index: of the chunk, from 0.
+        ready_us: when its last tile was finished, or, where the input is gathered, when its rows could be used.
+        begin_us: when its communication began. What a GEMM communicates itself, tile by tile, over peers, begins with it.
+        end_us: when its communication had ended.
+    """
 
     index: int
     ready_us: float
@@ -31,9 +29,32 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op on one rank; microseconds from its start."""
+    """One call of an op on one rank.
 
-    number: int
+    Attributes:
+        op: its name, ``"gemm_allreduce"`` and so on.
+        m, n, k: what the GEMM multiplies on this rank, as in :class:`overlap_torch.plan.Problem`; m is 0 for
+            ``gemm_alltoall``, whose rows differ by rank.
+        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"`` or ``"float64"``.
+        world_size: ranks of the group.
+        group: the process group's name.
+        device: ``"cpu"``, ``"cuda:0"``, ...
+        start_us: when it started, in microseconds from the start of the trace's first call on that device. The devices'
+            and the ranks' clocks are not aligned.
+        gemm_end_us: when its GEMM ended, in microseconds from the call's start.
+        end_us: when it ended, in microseconds from the call's start.
+        chunks: what was communicated, by index; one chunk where nothing was cut.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    world_size: int
+    group: str
+    device: str
+    start_us: float
     gemm_end_us: float
     end_us: float
     chunks: tuple[Chunk, ...]
@@ -47,90 +68,95 @@ class Call:
         )
         return hidden / total if total > 0 else 0.0
 
+    @property
+    def title(self) -> str:
+        """Op and problem in words."""
+        return f"{self.op} {self.m} x {self.n} x {self.k} {self.dtype}"
 
-def calls_of(trace: torch.Tensor) -> list[Call]:
-    """The calls in one rank's trace [rows, 5], by number; those without a closing row are left out."""
-    if trace.dim() != 2 or trace.shape[1] != 5:
-        raise ValueError(f"a trace is [rows, 5], but this one has shape {tuple(trace.shape)}")
+
+def calls_of(rows: torch.Tensor, columns: Sequence[Mapping[str, str]]) -> list[Call]:
+    """The calls that ``torch.ops.overlap._trace_stop`` returns, by device in the order of their starts.
+
+    ``rows`` is float64 [rows, 5]: call, chunk, ready_us, begin_us, end_us, times from the call's start. The row with chunk
+    -1 says when the GEMM had ended (ready_us) and the op (end_us), and when the call started (begin_us), from some instant
+    of the device's own. ``columns[call]`` says what was called.
+    """
     chunks: dict[int, list[Chunk]] = {}
-    ends: dict[int, tuple[float, float]] = {}
-    for number, index, ready_us, begin_us, end_us in trace.tolist():
+    ends: dict[int, tuple[float, float, float]] = {}
+    for number, index, ready_us, begin_us, end_us in rows.tolist():
         if index < 0:
-            ends[int(number)] = (ready_us, end_us)
+            ends[int(number)] = (begin_us, ready_us, end_us)
         else:
             chunks.setdefault(int(number), []).append(Chunk(int(index), ready_us, begin_us, end_us))
-    return [
-        Call(
-            number,
-            *ends[number],
-            tuple(sorted(chunks.get(number, []), key=lambda chunk: chunk.index)),
-        )
-        for number in sorted(ends)
-    ]
-
-
-def hidden_fraction(traces: Sequence[torch.Tensor]) -> float:
-    """The share of communication time before the GEMM's end, over all ranks' traces and calls."""
-    total = hidden = 0.0
-    for trace in traces:
-        for call in calls_of(trace):
-            communication = sum(chunk.end_us - chunk.begin_us for chunk in call.chunks)
-            total += communication
-            hidden += call.hidden_fraction * communication
-    return hidden / total if total > 0 else 0.0
-
-
-def chrome_trace(traces: Sequence[torch.Tensor]) -> dict[str, object]:
-    """All ranks' traces (traces[r]: rank r's) as a Chrome trace; GEMM and communication are threads."""
-    events: list[dict[str, object]] = []
-    for rank, trace in enumerate(traces):
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        for thread, title in ((_GEMM, "GEMM"), (_COMMUNICATION, "communication")):
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": rank,
-                    "tid": thread,
-                    "args": {"name": title},
-                }
+    origins: dict[str, float] = {}
+    for number, (start_us, _, _) in ends.items():
+        device = columns[number]["device"]
+        origins[device] = min(start_us, origins.get(device, start_us))
+    calls = []
+    for number, (start_us, gemm_end_us, end_us) in ends.items():
+        column = columns[number]
+        calls.append(
+            Call(
+                op=column["op"],
+                m=int(column["m"]),
+                n=int(column["n"]),
+                k=int(column["k"]),
+                dtype=column["dtype"],
+                world_size=int(column["world_size"]),
+                group=column["group"],
+                device=column["device"],
+                start_us=start_us - origins[column["device"]],
+                gemm_end_us=gemm_end_us,
+                end_us=end_us,
+                chunks=tuple(sorted(chunks.get(number, []), key=lambda chunk: chunk.index)),
             )
-        start_us = 0.0
-        for call in calls_of(trace):
-            args = {"call": call.number, "hidden": round(call.hidden_fraction, 4)}
-            gemm = {"ph": "X", "name": "GEMM", "pid": rank, "tid": _GEMM, "args": args}
-            events.append({**gemm, "ts": start_us, "dur": call.gemm_end_us})
+        )
+    return sorted(calls, key=lambda call: (call.device, call.start_us))
+
+
+def chrome_trace(ranks: Mapping[int, Iterable[Call]]) -> dict[str, object]:
+    """Calls by rank as a Chrome trace: ranks are processes, GEMMs and communication of a device are threads."""
+    events: list[dict[str, object]] = []
+    for rank, calls in ranks.items():
+        threads: dict[str, int] = {}
+
+        def name(event: str, title: str, rank: int = rank, **more: object) -> None:
+            events.append({"ph": "M", "name": event, "pid": rank, "args": {"name": title}, **more})
+
+        name("process_name", f"rank {rank}")
+        for call in calls:
+            if call.device not in threads:
+                threads[call.device] = 2 * len(threads)
+                name("thread_name", f"{call.device} GEMM", tid=threads[call.device])
+                name("thread_name", f"{call.device} communication", tid=threads[call.device] + 1)
+            gemm = {"pid": rank, "tid": threads[call.device]}
+            communication = {"pid": rank, "tid": threads[call.device] + 1}
+            args = {"group": call.group, "hidden": round(call.hidden_fraction, 4)}
+            shown = {"ph": "X", "name": call.title, "ts": call.start_us, "dur": call.gemm_end_us}
+            events.append({**shown, **gemm, "args": args})
             for chunk in call.chunks:
                 title = f"chunk {chunk.index}"
-                ready = {"ph": "i", "s": "t", "name": f"{title} ready", "pid": rank, "tid": _GEMM}
-                events.append({**ready, "ts": start_us + chunk.ready_us})
-                sent = {
-                    "ph": "X",
-                    "name": title,
-                    "pid": rank,
-                    "tid": _COMMUNICATION,
-                    "args": {"call": call.number},
-                }
-                events.append(
-                    {**sent, "ts": start_us + chunk.begin_us, "dur": chunk.end_us - chunk.begin_us}
-                )
-            start_us += call.end_us + _GAP_US
+                ready = {"ph": "i", "s": "t", "name": f"{title} ready", **gemm}
+                events.append({**ready, "ts": call.start_us + chunk.ready_us})
+                sent = {"ph": "X", "name": title, **communication, "args": {"call": call.title}}
+                begin, duration = call.start_us + chunk.begin_us, chunk.end_us - chunk.begin_us
+                events.append({**sent, "ts": begin, "dur": duration})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def write_chrome_trace(traces: Sequence[torch.Tensor], path: str | Path) -> None:
+def write_chrome_trace(ranks: Mapping[int, Iterable[Call]], path: str | Path) -> None:
     """Writes :func:`chrome_trace` as JSON, for chrome://tracing or ui.perfetto.dev."""
-    Path(path).write_text(json.dumps(chrome_trace(traces)) + "\n")
+    Path(path).write_text(json.dumps(chrome_trace(ranks)) + "\n")
 
 
-def write_picture(traces: Sequence[torch.Tensor], path: str | Path, title: str) -> None:
-    """Draws each rank's last call as a PNG: the GEMM, a tick where each chunk was ready, the communication.
+def write_picture(lanes: Mapping[str, Sequence[Call]], path: str | Path, title: str) -> None:
+    """Draws each lane's calls: the GEMMs, a tick where each chunk was ready, the communication.
+
+    A lane's times are from the start of its first call.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no rank recorded a call.
+        ValueError: there is no call.
     """
     try:
         from matplotlib.figure import Figure
@@ -139,54 +165,69 @@ def write_picture(traces: Sequence[torch.Tensor], path: str | Path, title: str) 
             "the timeline's picture needs matplotlib: pip install matplotlib"
         ) from error
 
-    last_calls = [
-        (rank, calls[-1]) for rank, trace in enumerate(traces) if (calls := calls_of(trace))
-    ]
-    if not last_calls:
-        raise ValueError("the traces hold no call: nothing ran between trace_start and trace_stop")
-    scale, unit = (
-        (1e-3, "ms") if max(call.end_us for _, call in last_calls) >= 10_000 else (1.0, "µs")
+    lanes = {name: calls for name, calls in lanes.items() if calls}
+    if not lanes:
+        raise ValueError(
+            "no call to draw: no op communicated anything while the trace was on (a group of one has nothing to communicate)"
+        )
+    starts = {name: min(call.start_us for call in calls) for name, calls in lanes.items()}
+    total_us = max(
+        call.start_us + call.end_us - starts[name]
+        for name, calls in lanes.items()
+        for call in calls
     )
-    figure = Figure(figsize=(11, 1.2 + 1.1 * len(last_calls)), layout="constrained")
+    scale, unit = (1e-3, "ms") if total_us >= 10_000 else (1.0, "µs")
+    figure = Figure(figsize=(11, 1.2 + 1.1 * len(lanes)), layout="constrained")
     axes = figure.subplots()
     labels: list[str] = []
-    for row, (rank, call) in enumerate(last_calls):
+    for row, (name, calls) in enumerate(lanes.items()):
         gemm, communication = 2.4 * row, 2.4 * row + 1
-        axes.barh(gemm, call.gemm_end_us * scale, height=0.8, color="#4878a8")
-        axes.vlines(
-            [chunk.ready_us * scale for chunk in call.chunks],
-            gemm - 0.4,
-            gemm + 0.4,
-            color="black",
-            lw=1.2,
-        )
-        for chunk in call.chunks:
-            color = "#e8a33d" if chunk.index % 2 == 0 else "#c9742b"
-            width = (chunk.end_us - chunk.begin_us) * scale
-            axes.barh(communication, width, left=chunk.begin_us * scale, height=0.8, color=color)
-            middle = (chunk.begin_us + chunk.end_us) / 2 * scale
-            axes.text(middle, communication, str(chunk.index), ha="center", va="center", fontsize=7)
-        axes.vlines(
-            call.gemm_end_us * scale,
-            gemm - 0.4,
-            communication + 0.4,
-            color="#4878a8",
-            ls="--",
-            lw=1,
-        )
-        hidden = f"{call.hidden_fraction:.0%} hidden"
+        for call in calls:
+            start = call.start_us - starts[name]
+            end = (start + call.gemm_end_us) * scale
+            axes.barh(
+                gemm, call.gemm_end_us * scale, left=start * scale, height=0.8, color="#4878a8"
+            )
+            axes.vlines(
+                [(start + chunk.ready_us) * scale for chunk in call.chunks],
+                gemm - 0.4,
+                gemm + 0.4,
+                color="black",
+                lw=1.2,
+            )
+            for chunk in call.chunks:
+                color = "#e8a33d" if chunk.index % 2 == 0 else "#c9742b"
+                width = (chunk.end_us - chunk.begin_us) * scale
+                left = (start + chunk.begin_us) * scale
+                axes.barh(communication, width, left=left, height=0.8, color=color)
+                if width > 0.01 * total_us * scale:  # room for a number
+                    middle = left + width / 2
+                    number = str(chunk.index)
+                    axes.text(middle, communication, number, ha="center", va="center", fontsize=7)
+            axes.vlines(end, gemm - 0.4, communication + 0.4, color="#4878a8", ls="--", lw=1)
+        last = calls[-1]
         axes.annotate(
-            hidden,
-            (call.end_us * scale, communication),
+            f"{hidden_fraction(calls):.0%} hidden",
+            ((last.start_us - starts[name] + last.end_us) * scale, communication),
             (4, 0),
             textcoords="offset points",
             va="center",
         )
-        labels += [f"rank {rank}: GEMM", "communication"]
-    positions = [2.4 * row + lane for row in range(len(last_calls)) for lane in (0, 1)]
+        labels += [f"{name}: GEMM", "communication"]
+    positions = [2.4 * row + lane for row in range(len(lanes)) for lane in (0, 1)]
     axes.set_yticks(positions, labels)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.13 * max(call.end_us for _, call in last_calls) * scale)
-    axes.set_xlabel(f"{unit} from the call's start; ticks: a chunk's tiles are finished")
+    axes.set_xlim(0, 1.13 * total_us * scale)
+    axes.set_xlabel(f"{unit} from the first call's start; ticks: a chunk's tiles are finished")
     axes.set_title(title, fontsize=10)
     figure.savefig(path, dpi=150)
+
+
+def hidden_fraction(calls: Iterable[Call]) -> float:
+    """The share of all these calls' communication time that lies before their GEMMs' ends; 0 without communication."""
+    total = hidden = 0.0
+    for call in calls:
+        communication = sum(chunk.end_us - chunk.begin_us for chunk in call.chunks)
+        total += communication
+        hidden += call.hidden_fraction * communication
+    return hidden / total if total > 0 else 0.0

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import overlap_torch
 from operands import Case, difference, poison, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
+from overlap_torch._timeline import Call
 from overlap_torch.plan import Plan
 
 
@@ -95,10 +97,9 @@ def check_call(
     return result
 
 
-def communicated_chunks(timeline: torch.Tensor) -> list[int]:
-    """The chunks of which the timeline [rows, (call, chunk, ready_us, begin_us, end_us)] shows communication."""
-    chunks = timeline[:, 1].to(torch.int64)
-    return sorted(chunks[chunks >= 0].tolist())
+def communicated_chunks(calls: Sequence[Call]) -> list[int]:
+    """The chunks of which the calls show communication."""
+    return sorted(chunk.index for call in calls for chunk in call.chunks)
 
 
 def check_plan(
@@ -122,11 +123,9 @@ def check_plan(
             op=problem.op,
         )
         failures.expect(None if now == plan else f"plan_for says {now}", *where, case)
-        torch.ops.overlap.trace_start()
-        check_call(failures, case, *where, seed=1, group=group, op=op)
-        if rank_device().type == "cuda":
-            torch.cuda.synchronize()
-        seen = communicated_chunks(torch.ops.overlap.trace_stop())
+        with overlap_torch.trace() as traced:
+            check_call(failures, case, *where, seed=1, group=group, op=op)
+        seen = communicated_chunks(traced.calls)
         # How many pieces go to how many ranks is not in an all-to-all's plan.
         pieces = len(seen) if op == "gemm_alltoall" else len(plan.chunks)
         expected = list(range(pieces))

@@ -353,7 +353,6 @@ def check_other_calls() -> tuple[int, list[str]]:
         ("unknown group's plan", lambda: ops.clear_plans("nobody"), ("'nobody'",)),
         ("unknown group's memory", lambda: ops.memory("nobody"), ("'nobody'",)),
         ("negative delay", lambda: ops.delay_side_stream(-5), ("-5",)),
-        ("stop without start", lambda: ops.trace_stop(), ("trace_start",)),
     ]  # fmt: skip
     for what, call, parts in calls:
         failures.expect(missing_parts(message_of(call), parts), what)

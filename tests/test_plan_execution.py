@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checks import Failures, check_call, check_plan, communicated_chunks
+import overlap_torch
+from checks import Failures, check_call, check_plan
 from operands import (
     INPUT_LAYOUTS,
     WEIGHT_LAYOUTS,
@@ -134,14 +135,13 @@ def check_pieces(case: Case) -> tuple[int, list[str]]:
     failures = Failures()
     op = OPS["gemm_alltoall"]
     rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    torch.ops.overlap.trace_start()
-    for seed in range(3):
-        check_call(failures, case, seed=seed, op=op.name)
-    timeline = torch.ops.overlap.trace_stop()
+    with overlap_torch.trace() as traced:
+        for seed in range(3):
+            check_call(failures, case, seed=seed, op=op.name)
     for seed in range(3):
         counts = op.arguments(case, rank, world, device, seed)[2]
         sent = [count for peer, count in enumerate(counts) if peer != rank and count > 0]
-        pieces = len(communicated_chunks(timeline[timeline[:, 0] == seed]))
+        pieces = len(traced.calls[seed].chunks)
         # Three megabytes at least.
         cut = pieces > len(sent) if max(sent, default=0) >= case.m / 2 else pieces >= len(sent)
         failures.expect(None if cut else f"{pieces} pieces of rows {counts}", case, seed)

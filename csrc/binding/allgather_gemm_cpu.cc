@@ -41,6 +41,7 @@ class CpuConsumeLoop : CpuLoop {
     const int64_t height = rows.end - rows.begin;
     const at::Tensor arrived = at::empty({parts_ * height, plan_.problem.k}, own_.options());
     hold();
+    const Profiled profiled(chunk);
     begin_us_[chunk] = now_us();
     all_gather(*call_.group, arrived, own_.narrow(0, rows.begin, height), chunk);
     end_us_[chunk] = now_us();

@@ -12,7 +12,8 @@ namespace {
 // other devices a call returns before anything has happened.
 class Timeline {
  public:
-  explicit Timeline(const OpCall& call) : on_(call.input.is_cpu() && TraceSwitch::on()) {}
+  explicit Timeline(const OpCall& call)
+      : call_(call), on_(call.input.is_cpu() && TraceSwitch::on()) {}
 
   void communication_begins() { begin_us_ = now_us(); }
   void communication_ends() { end_us_ = now_us(); }
@@ -22,7 +23,8 @@ class Timeline {
   void record() const {
     if (!on_) return;
     const double ready_us = gemm_us_ <= begin_us_ ? gemm_us_ : end_us_;
-    TraceSwitch::add_rows(
+    TraceSwitch::add_call(
+        call_.problem, call_.group->name(), start_,
         {0.0, 0.0, ready_us, begin_us_, end_us_, 0.0, -1.0, gemm_us_, 0.0, now_us()});
   }
 
@@ -32,6 +34,7 @@ class Timeline {
     return std::chrono::duration<double, std::micro>(passed).count();
   }
 
+  const OpCall& call_;
   const bool on_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   double begin_us_ = 0.0;

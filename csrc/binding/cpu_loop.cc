@@ -90,7 +90,7 @@ void CpuLoop::trace(double gemm_us) const {
                              end_us_[chunk]});
   }
   rows.insert(rows.end(), {0.0, -1.0, gemm_us, 0.0, now_us()});
-  TraceSwitch::add_rows(rows);
+  TraceSwitch::add_call(call_.problem, call_.group->name(), start_, std::move(rows));
 }
 
 }  // namespace overlap::binding

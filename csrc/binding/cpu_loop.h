@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "binding/op_call.h"
+#include "binding/profiled.h"
 
 namespace overlap::binding {
 

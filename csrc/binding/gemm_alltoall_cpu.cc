@@ -113,6 +113,7 @@ class CpuAllToAllLoop : CpuLoop {
     for (size_t i = 0; i < sends_.size(); ++i) {
       if (!wait(static_cast<int>(i), 1, "its own GEMM", timeout())) return;
       hold();
+      const Profiled profiled(static_cast<int>(i));
       begin_us_[i] = now_us();
       send(*call_.group, rows_of(product_, sends_[i]), sends_[i].peer, sends_[i].number);
       end_us_[i] = now_us();

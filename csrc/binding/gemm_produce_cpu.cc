@@ -93,6 +93,7 @@ class CpuProduceLoop : CpuLoop {
 
   void communicate(int chunk) {
     hold();
+    const Profiled profiled(chunk);
     begin_us_[chunk] = now_us();
     if (packed_) {
       const plan::Extent extent = plan::chunk_extent(plan_, chunk);

@@ -10,6 +10,7 @@
 #include "binding/environment.h"
 #include "binding/op_call.h"
 #include "binding/operands.h"
+#include "binding/profiled.h"
 
 #ifndef OVERLAP_BUILD_INFO
 #define OVERLAP_BUILD_INFO "cuda=none"
@@ -39,6 +40,7 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const OpCall call = make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name);
   const plan::Problem& problem = call.problem;
+  const Profiled profiled(call);
   compare_calls(call);
 
   at::Tensor output;
@@ -65,6 +67,7 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
   TORCH_CHECK_VALUE(input.size(0) % problem.world_size == 0,
                     "gemm_reducescatter: dim 0 of input must be divisible by the world size ",
                     problem.world_size, ", but got shape ", input.sizes(), "; pad it");
+  const Profiled profiled(call);
   compare_calls(call);
 
   const int64_t rows = problem.m / problem.world_size;
@@ -90,6 +93,7 @@ AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::
       make_call(plan::Op::kAllGatherGemm, input, std::move(weights), std::move(biases), group_name);
   call.problem.m *= call.problem.world_size;
   const plan::Problem& problem = call.problem;
+  const Profiled profiled(call);
   compare_calls(call);
 
   AllGatherGemmResult result;
@@ -145,6 +149,7 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
                     "; these must be equal");
   const at::IntArrayRef inner = input.sizes().slice(1, input.dim() - 2);
   if (!inner.empty()) call.dims = c10::str(" dims=", inner);
+  const Profiled profiled(call);
   compare_calls(call);
   if (debug_enabled()) call.group->compare_counts(send_rows, recv_rows, input.device().type());
 
@@ -304,8 +309,8 @@ TORCH_LIBRARY(overlap, m) {
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);
   m.def("check() -> ()", &check_cuda_groups);
-  m.def("trace_start() -> ()", &TraceSwitch::start);
-  m.def("trace_stop() -> Tensor", &TraceSwitch::stop);
+  m.def("_trace_start() -> ()", &TraceSwitch::start);
+  m.def("_trace_stop() -> (Tensor, Dict(str, str)[])", &TraceSwitch::stop);
   m.def("machine(Device device, str group) -> str", &machine);
   m.def("memory(str group) -> int[]", &memory);
   m.def("build_info() -> str", &build_info);

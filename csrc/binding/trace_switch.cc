@@ -1,9 +1,11 @@
 // The timeline's switch and the rows of CPU calls; CUDA calls keep theirs as events until the
 // timeline is stopped.
+#include "binding/trace_switch.h"
+
+#include <c10/util/StringUtil.h>
+
 #include <atomic>
 #include <mutex>
-
-#include "binding/trace_switch.h"
 
 #if defined(OVERLAP_WITH_CUDA)
 #include "binding/cuda_trace.h"
@@ -12,12 +14,38 @@
 namespace overlap::binding {
 namespace {
 
-constexpr int64_t kColumns = 5;
+constexpr size_t kColumns = 5;
+
+using Columns = c10::Dict<std::string, std::string>;
+using Clock = std::chrono::steady_clock;
 
 std::atomic<bool> tracing{false};
-std::mutex rows_mutex;
+std::mutex mutex;  // of all that follows
+Clock::time_point began;
 std::vector<double> rows;
-double cpu_calls = 0;
+std::vector<Columns> calls;
+
+Columns columns_of(const plan::Problem& problem, const std::string& group,
+                   const std::string& device) {
+  Columns columns;
+  columns.insert("group", group);
+  columns.insert("device", device);
+  columns.insert("op", plan::name(problem.op));
+  columns.insert("m", c10::str(problem.m));
+  columns.insert("n", c10::str(problem.n));
+  columns.insert("k", c10::str(problem.k));
+  columns.insert("dtype", plan::name(problem.dtype));
+  columns.insert("world_size", c10::str(problem.world_size));
+  return columns;
+}
+
+// With mutex held.
+void add(std::vector<double> added) {
+  for (size_t row = 0; row < added.size(); row += kColumns) {
+    added[row] = static_cast<double>(calls.size());
+  }
+  rows.insert(rows.end(), added.begin(), added.end());
+}
 
 }  // namespace
 
@@ -26,31 +54,46 @@ bool TraceSwitch::on() {
 }
 
 void TraceSwitch::start() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  TORCH_CHECK(!tracing,
+              "overlap_torch.trace: a trace is being recorded already; there is one at a time in a "
+              "process, so end it first");
+  began = Clock::now();
+  rows.clear();
+  calls.clear();
+#if defined(OVERLAP_WITH_CUDA)
+  cuda_trace().clear();
+#endif
   tracing = true;
 }
 
-void TraceSwitch::add_rows(const std::vector<double>& added) {
-  const std::lock_guard<std::mutex> lock(rows_mutex);
-  for (size_t i = 0; i < added.size(); ++i)
-    rows.push_back(i % kColumns == 0 ? cpu_calls : added[i]);
-  cpu_calls += 1;
+void TraceSwitch::add_call(const plan::Problem& problem, const std::string& group,
+                           Clock::time_point start, std::vector<double> added) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!tracing) return;  // it began before the trace was stopped
+  for (size_t row = 0; row < added.size(); row += kColumns) {
+    if (added[row + 1] < 0.0) {
+      added[row + 3] = std::chrono::duration<double, std::micro>(start - began).count();
+    }
+  }
+  add(std::move(added));
+  calls.push_back(columns_of(problem, group, "cpu"));
 }
 
-at::Tensor TraceSwitch::stop() {
-  TORCH_CHECK(tracing, "trace_stop: no timeline is being recorded; call trace_start first");
+std::tuple<at::Tensor, std::vector<Columns>> TraceSwitch::stop() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  TORCH_CHECK(tracing, "overlap_torch.trace: no trace is being recorded");
   tracing = false;
-  std::vector<double> all;
-  {
-    const std::lock_guard<std::mutex> lock(rows_mutex);
-    all.swap(rows);
-    cpu_calls = 0;
-  }
 #if defined(OVERLAP_WITH_CUDA)
-  const std::vector<double> cuda_rows = cuda_trace().take();
-  all.insert(all.end(), cuda_rows.begin(), cuda_rows.end());
+  for (runtime::Trace::Recorded& call : cuda_trace().take()) {
+    add(std::move(call.rows));
+    calls.push_back(columns_of(call.problem, call.group, c10::str("cuda:", call.device)));
+  }
 #endif
-  const int64_t count = static_cast<int64_t>(all.size()) / kColumns;
-  return at::tensor(all, at::kDouble).view({count, kColumns});
+  const int64_t count = static_cast<int64_t>(rows.size() / kColumns);
+  const at::Tensor table =
+      at::tensor(rows, at::kDouble).view({count, static_cast<int64_t>(kColumns)});
+  return {table, calls};
 }
 
 }  // namespace overlap::binding

@@ -135,6 +135,7 @@ class AllToAllLoop : AllToAllRows {
 
   // `own`: the rows that stay as well, which NCCL moves beside the others.
   void exchange(int step, bool last, cudaStream_t stream, bool own) {
+    const Range range(step);
     std::vector<Communicator::Message> sends;
     std::vector<Communicator::Message> receives;
     if (const plan::Rows rows = rows_for(rank_); own && rows.begin < rows.end) {

@@ -66,6 +66,7 @@ class ConsumeLoop : ExecutorLoop {
 
   // Own rows of the chunk into every peer's memory, by the copy engine.
   void push(int chunk) {
+    const Range range(chunk);
     const cudaStream_t send = device_.side[0].get();
     const cudaStream_t arrive = device_.side[1].get();
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
@@ -107,6 +108,7 @@ class ConsumeLoop : ExecutorLoop {
 
   // Everybody's rows of the chunk into the staging buffer.
   void gather(int chunk) {
+    const Range range(chunk);
     const cudaStream_t side = this->side(chunk);
     hold_side(chunk);
     if (trace_ != nullptr) trace_->begin[chunk]->record(side);

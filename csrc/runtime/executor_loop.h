@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "plan/planner.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
+#include "runtime/range.h"
 #include "runtime/trace.h"
 
 namespace overlap::runtime {
@@ -25,7 +27,8 @@ namespace overlap::runtime {
 class ExecutorLoop {
  protected:
   ExecutorLoop(Group& group, const plan::Plan& plan, cudaStream_t stream, int64_t delay_us)
-      : group_(group),
+      : range_(plan.problem),
+        group_(group),
         device_(group.device()),
         plan_(plan),
         stream_(stream),
@@ -78,7 +81,9 @@ class ExecutorLoop {
   void chain() { device_.chain(stream_, capture_); }
 
   void watch(Trace* trace, int chunks) {
-    if (trace != nullptr && !capture_) trace_ = &trace->add(chunks);
+    if (trace != nullptr && !capture_) {
+      trace_ = trace->add(plan_.problem, group_.name(), device_.device(), chunks);
+    }
     if (trace_ != nullptr) trace_->start.record(stream_);
   }
 
@@ -105,7 +110,10 @@ class ExecutorLoop {
   }
 
   void end(int chunks) {
-    if (trace_ != nullptr) trace_->end.record(stream_);
+    if (trace_ != nullptr) {
+      trace_->end.record(stream_);
+      trace_->ended = true;
+    }
     device_.chained(stream_, capture_);
     if (capture_) {
       group_.mark_captured();
@@ -199,6 +207,7 @@ class ExecutorLoop {
   // Chunks in flight at the same time are on different streams and communicators.
   cudaStream_t side(int chunk) const { return device_.side[lane_of(plan_, chunk)].get(); }
 
+  const Range range_;  // while the host enqueues the call
   Group& group_;
   DeviceState& device_;
   const plan::Plan& plan_;
@@ -213,7 +222,7 @@ class ExecutorLoop {
   Peers::Call peer_call_;
   bool forked_ = false;
   bool copies_ = false;
-  CallTrace* trace_ = nullptr;
+  std::shared_ptr<CallTrace> trace_;
 };
 
 }  // namespace overlap::runtime

@@ -119,6 +119,7 @@ class ProduceLoop : ExecutorLoop {
   }
 
   void communicate(int chunk) {
+    const Range range(chunk);
     const cudaStream_t side = this->side(chunk);
     const plan::DType dtype = plan_.problem.dtype;
     const auto count = static_cast<size_t>(plan::chunk_extent(plan_, chunk).count);

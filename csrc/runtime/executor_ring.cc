@@ -217,6 +217,7 @@ class RingLoop : ExecutorLoop {
 
   // A finished chunk of the own part into every peer's memory.
   void send(int chunk) {
+    const Range range(chunk);
     const cudaStream_t side = device_.side[chunk % kSendLanes].get();
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     hold(side);
@@ -264,6 +265,7 @@ class RingLoop : ExecutorLoop {
 
   // The same chunk of the other parts into the output.
   void receive(int chunk) {
+    const Range range(chunk);
     const cudaStream_t copies = device_.copy.get();
     const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     const int64_t bytes = (rows.end - rows.begin) * row_bytes_;

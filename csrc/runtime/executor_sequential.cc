@@ -73,6 +73,7 @@ void run_sequential(Group& group, const SequentialCall& call) {
     GatherLoop(group, call).run();
     return;
   }
+  const Range range(call.plan->problem);
   group.check();
   const cudaStream_t stream = call.stream;
   const CommunicatorKey key = communicator_of(*call.plan, 0);
@@ -81,8 +82,10 @@ void run_sequential(Group& group, const SequentialCall& call) {
     // Made, or refused in a capture, before anything is launched.
     communicator = &group.communicator(key, capture_id(stream).has_value());
   }
-  CallTrace* trace = nullptr;
-  if (call.trace != nullptr && !capture_id(stream)) trace = &call.trace->add(1);
+  std::shared_ptr<CallTrace> trace;
+  if (call.trace != nullptr && !capture_id(stream)) {
+    trace = call.trace->add(call.plan->problem, group.name(), group.device().device(), 1);
+  }
   if (trace != nullptr) trace->start.record(stream);
   // A GEMM that comes first waits for no peer, so it need not be chained: it starts while the host
   // does the rest.
@@ -107,7 +110,10 @@ void run_sequential(Group& group, const SequentialCall& call) {
     (void)call.gemm();
     if (trace != nullptr) trace->gemm_end.record(stream);
   }
-  if (trace != nullptr) trace->end.record(stream);
+  if (trace != nullptr) {
+    trace->end.record(stream);
+    trace->ended = true;
+  }
   if (capture) {
     group.mark_captured();
   } else {

@@ -1,0 +1,225 @@
+"""overlap_torch.trace over user code, what it saves and draws, and the names that profilers show."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from checks import Failures, message_of
+from overlap_torch import _timeline, plan
+from overlap_torch._timeline import Call, Chunk
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
+from overlap_torch.plan import Op, Problem, row_panels, use_plan
+
+TOKENS = 32  # of each rank
+
+
+def mlp() -> torch.nn.Module:
+    up = ColumnParallelLinear(8, 40, sequence_parallel=True)
+    return torch.nn.Sequential(
+        up, torch.nn.ReLU(), RowParallelLinear(40, 8, sequence_parallel=True)
+    )
+
+
+def gather_in_chunks(chunks: int) -> plan.Plan:
+    """What the MLP's first layer, and its second one's backward, run."""
+    world = dist.get_world_size()
+    problem = Problem(world * TOKENS, 20, 8, plan.DType.FLOAT32, world, Op.ALLGATHER_GEMM)
+    return row_panels(problem, chunks, transport="gloo", tile=(8, 8))
+
+
+def step(model: torch.nn.Module) -> None:
+    model(torch.ones(TOKENS, 8, requires_grad=True)).sum().backward()
+
+
+def expect_ordered(failures: Failures, calls: list[Call]) -> None:
+    """Nothing ends before it begins, and calls follow one another as they do on one thread."""
+    begin_us = 0.0
+    for call in calls:
+        failures.expect(None if call.start_us >= begin_us else f"{call}", "start")
+        begin_us = call.start_us + call.end_us
+        last = max(chunk.end_us for chunk in call.chunks)
+        inside = 0 < call.gemm_end_us <= call.end_us and last <= call.end_us
+        failures.expect(None if inside else f"{call}", "end")
+        for chunk in call.chunks:
+            failures.expect(None if 0 <= chunk.begin_us <= chunk.end_us else f"{call}", "chunk")
+
+
+def check_step() -> tuple[int, list[str]]:
+    failures = Failures()
+    model = mlp()
+    with use_plan(gather_in_chunks(4)):
+        with overlap_torch.trace() as traced:
+            failures.expect(None if traced.calls == [] else f"{traced.calls}", "while it is on")
+            step(model)
+        step(model)  # after the trace
+    found = [(c.op, c.m, c.n, c.k, len(c.chunks)) for c in traced.calls]
+    expected = [
+        ("allgather_gemm", 64, 20, 8, 4),
+        ("gemm_reducescatter", 64, 8, 20, 1),
+        ("allgather_gemm", 64, 20, 8, 4),  # backward
+        ("gemm_reducescatter", 64, 8, 20, 1),
+    ]
+    failures.expect(None if found == expected else f"{found}", "calls")
+    first = traced.calls[0]
+    facts = (first.dtype, first.device, first.world_size, first.group, first.start_us)
+    right = ("float32", "cpu", 2, dist.group.WORLD.group_name, 0.0)
+    failures.expect(None if facts == right else f"{facts}", "facts")
+    expect_ordered(failures, traced.calls)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_trace_sees_forward_and_backward(ranks):
+    ranks.expect_no_failures(check_step)
+
+
+def check_misuse() -> tuple[int, list[str]]:
+    failures = Failures()
+    x, weight = torch.ones(6, 4), torch.ones(5, 4)
+
+    def nest() -> None:
+        with overlap_torch.trace(), overlap_torch.trace():
+            pass
+
+    message = message_of(nest)
+    failures.expect(None if "recorded already" in message else message, "nested")
+
+    traced = overlap_torch.trace()
+
+    def fail() -> None:
+        with traced:
+            overlap_torch.gemm_allreduce(x, weight)
+            raise RuntimeError("the user's own")
+
+    message = message_of(fail)
+    failures.expect(None if message == "the user's own" else message, "an error inside")
+    ops = [call.op for call in traced.calls]
+    failures.expect(None if ops == ["gemm_allreduce"] else f"{ops}", "calls before the error")
+    overlap_torch.gemm_allreduce(x, weight)
+    with traced:
+        pass
+    failures.expect(None if traced.calls == [] else f"{traced.calls}", "a trace is off after it")
+    message = message_of(lambda: torch.ops.overlap._trace_stop())
+    failures.expect(None if "no trace is being recorded" in message else message, "stop")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_trace_is_off_after_an_error_and_refuses_another_inside(ranks):
+    ranks.expect_no_failures(check_misuse)
+
+
+def check_files(folder: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    rank = dist.get_rank()
+    model = mlp()
+    with use_plan(gather_in_chunks(2)), overlap_torch.trace() as traced:
+        step(model)
+    traced.save(f"{folder}/trace{rank}.json")
+    with open(f"{folder}/trace{rank}.json") as file:
+        events = json.load(file)["traceEvents"]
+    processes = {event["pid"] for event in events}
+    failures.expect(None if processes == {rank} else f"{processes}", "process")
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    gather, scatter = "allgather_gemm 64 x 20 x 8 float32", "gemm_reducescatter 64 x 8 x 20 float32"
+    right = [gather, "chunk 0", "chunk 1", scatter, "chunk 0"] * 2
+    failures.expect(None if names == right else f"{names}", "names")
+    starts = [event["ts"] for event in events if event["ph"] == "X" and event["name"] == gather]
+    wanted = [call.start_us for call in traced.calls if call.op == "allgather_gemm"]
+    failures.expect(None if starts == wanted else f"{starts}", "starts")
+
+    traced.plot(f"{folder}/timeline{rank}.png")
+    with open(f"{folder}/timeline{rank}.png", "rb") as file:
+        failures.expect(None if file.read(4) == b"\x89PNG" else "is no PNG", "picture")
+    message = message_of(overlap_torch.trace().plot, f"{folder}/none{rank}.png")
+    failures.expect(None if "no call to draw" in message else message, "a picture of nothing")
+    found = sys.modules["matplotlib.figure"]
+    sys.modules["matplotlib.figure"] = None
+    message = ""
+    try:
+        traced.plot(f"{folder}/none{rank}.png")
+    except ImportError as error:
+        message = str(error)
+    finally:
+        sys.modules["matplotlib.figure"] = found
+    failures.expect(None if "pip install matplotlib" in message else message, "no matplotlib")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_trace_is_saved_and_drawn(ranks, tmp_path):
+    pytest.importorskip("matplotlib")
+    ranks.expect_no_failures(check_files, str(tmp_path))
+
+
+def test_trace_counts_from_the_first_call_of_each_device():
+    # call, chunk, ready, begin, end; closing rows: the GEMM's end, the start, the end
+    rows = torch.tensor(
+        [
+            [0, -1, 9, 120, 10],
+            [1, 1, 6, 7, 9],
+            [1, 0, 1, 2, 6],
+            [1, -1, 5, 100, 10],
+            [2, -1, 9, 7, 10],
+        ],
+        dtype=torch.float64,
+    )
+    problem = {"op": "gemm_allreduce", "m": "3", "n": "4", "k": "5", "dtype": "float32"}
+    columns = [
+        {**problem, "world_size": "2", "group": "g", "device": device}
+        for device in ("cuda:0", "cuda:0", "cpu")
+    ]
+    calls = _timeline.calls_of(rows, columns)
+    starts = [(call.device, call.start_us) for call in calls]
+    assert starts == [("cpu", 0.0), ("cuda:0", 0.0), ("cuda:0", 20.0)]
+    assert calls[1].chunks == (Chunk(0, 1.0, 2.0, 6.0), Chunk(1, 6.0, 7.0, 9.0))
+    assert (calls[1].gemm_end_us, calls[1].end_us) == (5.0, 10.0)
+    assert calls[1].hidden_fraction == 0.5  # of 4 + 2, what lies before 5
+    assert calls[1].title == "gemm_allreduce 3 x 4 x 5 float32"
+
+
+def check_profile() -> tuple[int, list[str]]:
+    failures = Failures()
+    x, weight = torch.ones(TOKENS, 8), torch.ones(20, 8)
+    rows = [TOKENS // 2] * 2
+
+    def names_in(job) -> dict[str, int]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            job()
+        return {event.key: event.count for event in profile.key_averages()}
+
+    def both() -> None:
+        overlap_torch.allgather_gemm(x, weight)  # the short way
+        torch.ops.overlap.allgather_gemm(x, weight, group=dist.group.WORLD.group_name)
+
+    with use_plan(gather_in_chunks(2)):
+        names = names_in(both)
+    for name in (
+        "overlap::allgather_gemm",
+        "overlap::allgather_gemm 64 x 20 x 8",
+        "overlap::chunk 0",
+        "overlap::chunk 1",
+    ):
+        failures.expect(None if names.get(name) == 2 else f"{names.get(name)} times", name)
+    failures.expect(None if "overlap::chunk 2" not in names else "is there", "a third chunk")
+    calls = {
+        "gemm_allreduce 32 x 20 x 8": lambda: overlap_torch.gemm_allreduce(x, weight),
+        "gemm_reducescatter 32 x 20 x 8": lambda: overlap_torch.gemm_reducescatter(x, weight),
+        "gemm_alltoall 32 x 20 x 8": lambda: overlap_torch.gemm_alltoall(x, weight, rows, rows),
+        "allgather_gemm 64 x 40 x 8": lambda: overlap_torch.allgather_gemm(x, [weight, weight]),
+    }
+    for title, job in calls.items():
+        count = names_in(job).get(f"overlap::{title}")
+        failures.expect(None if count == 1 else f"{count} times", title)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_profiles_name_calls_and_chunks(ranks):
+    ranks.expect_no_failures(check_profile)
