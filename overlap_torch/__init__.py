@@ -5,7 +5,7 @@
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
 are its siblings. The same operators are ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has
 layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
-and sets the plans they run by. :func:`trace` records when GEMMs and communication run.
+and sets the plans they run by. :func:`report` says what overlapped in a step, :func:`trace` when it ran.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
 
@@ -20,6 +20,7 @@ from overlap_torch._ops import (
     gemm_alltoall,
     gemm_reducescatter,
 )
+from overlap_torch._report import report
 from overlap_torch._trace import trace
 from overlap_torch.plan import Plan
 
@@ -36,6 +37,7 @@ __all__ = [
     "nn",
     "parallel",
     "plan",
+    "report",
     "trace",
 ]
 

@@ -48,6 +48,12 @@ ENVIRONMENT = (
         "1; 0 if NCCL_P2P_DISABLE=1",
         "0: nothing travels through peers' memory, NCCL does it",
     ),
+    Variable(
+        "OVERLAP_LOG",
+        "none, plans",
+        "none",
+        "plans: each new problem's plan, or why it has none, on the stderr of its group's rank 0",
+    ),
     Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
     Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
     Variable("CUTLASS_PATH", "folder", "nvidia-cutlass", "build: a CUTLASS 4.x checkout"),

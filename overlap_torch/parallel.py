@@ -22,7 +22,10 @@ collectives.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+import torch.nn.utils.parametrize
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -40,6 +43,7 @@ from overlap_torch._dtensor import local_parts, sharded_dim
 from overlap_torch._ops.dtensor import make_ops_known
 from overlap_torch._placements import from_local, redistribute, to_local
 from overlap_torch._prepare import GatheredReader, OverlapPrepareModuleInput
+from overlap_torch._report import note_call, note_fallback
 from overlap_torch._sequence import (
     Operands,
     column_sequences,
@@ -124,8 +128,36 @@ class OverlapRowwiseParallel(RowwiseParallel):
 
 
 def _is_plain_linear(module: torch.nn.Module) -> bool:
+    """Whether its forward can be replaced; warns, once for each class, of Linear layers for which that is not so."""
     # A subclass has a forward of its own, a parametrized layer has other parameters.
-    return type(module) is torch.nn.Linear and set(module._parameters) == {"weight", "bias"}
+    if type(module) is torch.nn.Linear and set(module._parameters) == {"weight", "bias"}:
+        return True
+    if isinstance(module, torch.nn.Linear):  # of others PyTorch's style is what everybody expects
+        _warn_of_fallback(module)
+    return False
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_of_fallback(module: torch.nn.Linear) -> None:
+    kind = type(module)
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        why = "it is parametrized"
+    elif kind is not torch.nn.Linear:
+        why = "it is a subclass of torch.nn.Linear, which may have a forward of its own"
+    else:
+        why = f"its parameters are {', '.join(module._parameters)}, not weight and bias"
+    note_fallback(module, why)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if (name, why) in _warned:
+        return
+    _warned.add((name, why))
+    warnings.warn(
+        f"overlap_torch: a {name} takes PyTorch's style, and its communication is not overlapped, because {why}. "
+        "A plain torch.nn.Linear is; this is said once for each class",
+        stacklevel=2,
+    )
 
 
 def _distribute(
@@ -190,6 +222,7 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
+        note_call(self, input)
         last = input.dim() - 1
         output = self.take_ahead(input)
         if output is None:
@@ -234,6 +267,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
+        note_call(self, input)
         last = input.dim() - 1
         if not isinstance(input, DTensor) and sharded_dim(self.input_layout, input.dim()) != last:
             input = self._as_dtensor(input, self.input_layout)

@@ -269,6 +269,7 @@ def test_on_failure_ends_the_process_or_raises(action, what):
         ("OVERLAP_TIMEOUT_S", "-1", "a number of seconds"),
         ("OVERLAP_PEERS", "perhaps", "0 or 1"),
         ("OVERLAP_ON_FAILURE", "exit", "raise or abort"),
+        ("OVERLAP_LOG", "all", "none or plans"),
     ],
 )
 def test_environment_says_what_is_allowed(monkeypatch, name, value, allowed):

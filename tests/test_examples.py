@@ -72,7 +72,9 @@ def test_readme_snippet_runs(tmp_path):
     for pattern, replacement in changes.items():
         code, count = re.subn(pattern, replacement, code)
         assert count > 0, f"{pattern} is not in\n{code}"
-    code += "print('rows', y.shape[0], layer.weight.grad.to_local().shape[1], dist.is_initialized())\n"
+    code += (
+        "print('rows', y.shape[0], layer.weight.grad.to_local().shape[1], dist.is_initialized())\n"
+    )
     (tmp_path / "snippet.py").write_text(code)
     output = run(*TORCHRUN, "snippet.py", folder=tmp_path)
     assert re.findall(r"rows \d+ \d+ \w+", output) == ["rows 8 4 False"] * 2, output

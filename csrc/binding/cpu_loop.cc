@@ -13,6 +13,7 @@ std::shared_ptr<const PlanEntry> cpu_plan(const OpCall& call) {
   auto entry = call.group->plan(call.problem, at::kCPU, cpu_machine());
   if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCPU);
   call.group->announce(call.description(), entry->communication_hash);
+  entry->tally->count();
   return entry;
 }
 

@@ -6,32 +6,34 @@
 namespace overlap::binding {
 namespace {
 
-void warn() {
+void warn(const OpCall& call) {
   TORCH_WARN_ONCE(
       "overlap_torch was built without CUDA kernels: CUDA tensors take the unfused compositions "
       "(a GEMM, then its collective). Rebuild it where an nvcc of torch's CUDA version is "
       "installed; `python -m overlap_torch doctor` says what is missing.");
+  call.group->count_unplanned(call.problem, at::kCUDA,
+                              "built without CUDA kernels: a GEMM, then its collective");
 }
 
 }  // namespace
 
 at::Tensor gemm_allreduce_cuda(const OpCall& call) {
-  warn();
+  warn(call);
   return gemm_allreduce_composition(call);
 }
 
 at::Tensor gemm_reducescatter_cuda(const OpCall& call) {
-  warn();
+  warn(call);
   return gemm_reducescatter_composition(call);
 }
 
 AllGatherGemmResult allgather_gemm_cuda(const OpCall& call) {
-  warn();
+  warn(call);
   return allgather_gemm_composition(call);
 }
 
 at::Tensor gemm_alltoall_cuda(const OpCall& call) {
-  warn();
+  warn(call);
   return gemm_alltoall_composition(call);
 }
 

@@ -30,7 +30,7 @@ struct CudaCall {
   std::shared_ptr<const PlanEntry> entry;
 };
 
-// Whether the fast path leaves this call to the composition.
+// Whether the fast path leaves this call to the composition, which is then counted.
 bool takes_composition(const OpCall& call);
 
 // Uninitialised memory on the current device. This and the GEMMs below pass no dispatcher, as a call's operands

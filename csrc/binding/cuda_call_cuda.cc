@@ -132,6 +132,7 @@ CudaCall::CudaCall(const OpCall& call)
     }
   }
   if (debug_enabled()) call.group->compare("plan", entry->plan.to_string(), at::kCUDA);
+  entry->tally->count();
 }
 
 runtime::Trace* CudaCall::trace() const {
@@ -147,8 +148,19 @@ at::Tensor CudaCall::staging(const at::TensorOptions& options) const {
 
 bool takes_composition(const OpCall& call) {
   // float64 is the precision of tests, not of training: the composition serves it.
-  return call.problem.dtype == plan::DType::kFloat64 ||
-         !cuda_supported(call.group, call.input.device());
+  std::string why;
+  if (call.problem.dtype == plan::DType::kFloat64) {
+    why = "float64 has no kernels";
+  } else if (cuda_supported(call.group, call.input.device())) {
+    return false;
+  } else if (!has_kernels(call.input.device())) {
+    why = "this build has no kernels for this device (" OVERLAP_BUILD_INFO ")";
+  } else {
+    why = "the group's backend for CUDA tensors is " +
+          call.group->lock()->getBackend(at::kCUDA)->getBackendName() + ", not nccl";
+  }
+  call.group->count_unplanned(call.problem, at::kCUDA, why + ": a GEMM, then its collective");
+  return true;
 }
 
 void check_cuda_groups() {

@@ -38,6 +38,7 @@ Environment read_environment() {
   read.debug = read_choice("OVERLAP_DEBUG", "0", "1", false);
   read.timeout = read_seconds("OVERLAP_TIMEOUT_S");
   read.abort_on_failure = read_choice("OVERLAP_ON_FAILURE", "raise", "abort", false);
+  read.log_plans = read_choice("OVERLAP_LOG", "none", "plans", false);
   // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
   const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");
   const bool wanted = p2p_disabled == nullptr || std::string(p2p_disabled) != "1";

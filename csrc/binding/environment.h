@@ -14,6 +14,7 @@ struct Environment {
   bool peers = true;                                 // OVERLAP_PEERS
   std::string why_no_peers;                          // the setting that turns them off, NAME=value
   bool abort_on_failure = false;                     // OVERLAP_ON_FAILURE
+  bool log_plans = false;                            // OVERLAP_LOG=plans
 };
 
 // As the variables are now. Throws a ValueError that says what is allowed.

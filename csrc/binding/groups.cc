@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "binding/environment.h"
+#include "binding/plan_table.h"
 
 namespace overlap::binding {
 namespace {
@@ -57,13 +58,56 @@ GroupEntry::Key GroupEntry::key(const plan::Problem& problem, at::DeviceType dev
       static_cast<int>(problem.dtype)};
 }
 
+// By what is called, and by what plan or why without one. A new one is logged where that is wanted.
+std::shared_ptr<Tally> GroupEntry::tally(const plan::Problem& problem, at::DeviceType device,
+                                         const std::string& way,
+                                         const std::function<void(Tally&)>& describe) {
+  std::shared_ptr<Tally>& found = tally_by_way_[{key(problem, device), way}];
+  if (found != nullptr) return found;
+  found = std::make_shared<Tally>();
+  found->problem = problem;
+  found->device = device;
+  describe(*found);
+  tallies_.push_back(found);
+  if (environment().log_plans && rank_ == 0) log_plan(*this, *found);
+  return found;
+}
+
+std::shared_ptr<const PlanEntry> GroupEntry::make_entry(plan::Plan plan, at::DeviceType device,
+                                                        bool by_planner,
+                                                        const plan::Machine& machine,
+                                                        bool captured) {
+  auto entry = std::make_shared<PlanEntry>(std::move(plan), by_planner);
+  std::string way = captured ? "captured" : "";
+  for (const int64_t number : plan::encode(entry->plan)) way += " " + std::to_string(number);
+  entry->tally = tally(entry->plan.problem, device, way, [&](Tally& made) {
+    made.plan = entry->plan;
+    made.machine = machine;
+    made.by_planner = by_planner;
+    made.captured = captured;
+  });
+  return entry;
+}
+
+void GroupEntry::count_unplanned(const plan::Problem& problem, at::DeviceType device,
+                                 const std::string& why) {
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  tally(problem, device, why, [&](Tally& made) { made.why_unplanned = why; })->count();
+}
+
+std::vector<std::shared_ptr<const Tally>> GroupEntry::tallies() {
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  return {tallies_.begin(), tallies_.end()};
+}
+
 std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
                                                   at::DeviceType device,
                                                   const plan::Machine& machine) {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = plans_[key(problem, device)];
-  if (entry == nullptr)
-    entry = std::make_shared<PlanEntry>(plan::make_plan(problem, machine), true);
+  if (entry == nullptr) {
+    entry = make_entry(plan::make_plan(problem, machine), device, true, machine, false);
+  }
   return entry;
 }
 
@@ -73,15 +117,16 @@ std::shared_ptr<const PlanEntry> GroupEntry::capture_plan(const plan::Problem& p
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = capture_plans_[key(problem, at::kCUDA)];
   if (entry == nullptr) {
-    entry = std::make_shared<PlanEntry>(plan::make_plan(problem, machine), true);
+    entry = make_entry(plan::make_plan(problem, machine), at::kCUDA, true, machine, true);
   }
   return entry;
 }
 
-void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner) {
+void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner,
+                          const plan::Machine& machine) {
   TORCH_CHECK(plan.problem.world_size == world_size_, "overlap_torch: the plan is for ",
               plan.problem.world_size, " ranks, but group '", name_, "' has ", world_size_);
-  auto entry = std::make_shared<PlanEntry>(plan, by_planner);
+  plan::validate(plan);
   for (const plan::Chunk& chunk : plan.chunks) {
     const bool fits = (device == at::kCPU) == (chunk.transport == plan::Transport::kGloo);
     TORCH_CHECK(fits, "overlap_torch: the plan's transport is ", plan::name(chunk.transport),
@@ -89,7 +134,7 @@ void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by
                 device == at::kCPU ? "gloo" : "nccl or peer");
   }
   const std::lock_guard<std::mutex> lock(plans_mutex_);
-  plans_[key(plan.problem, device)] = std::move(entry);
+  plans_[key(plan.problem, device)] = make_entry(plan, device, by_planner, machine, false);
 }
 
 std::function<std::string(int)> GroupEntry::publish(const std::string& text,

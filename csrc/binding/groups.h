@@ -10,8 +10,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "binding/call_board.h"
 #include "plan/plan.h"
@@ -23,6 +25,20 @@ class Group;
 
 namespace overlap::binding {
 
+// How often a problem was called in one way: by a plan, or without one, and why.
+struct Tally {
+  plan::Problem problem;
+  at::DeviceType device = at::kCPU;
+  std::optional<plan::Plan> plan;
+  plan::Machine machine;      // that the plan is for
+  bool by_planner = true;     // not set by the user
+  bool captured = false;      // what CUDA graphs run in place of a plan with windows
+  std::string why_unplanned;  // where there is no plan
+  std::atomic<int64_t> calls{0};
+
+  void count() { calls.fetch_add(1, std::memory_order_relaxed); }
+};
+
 // A valid plan with its tables, shared by all calls of one problem.
 struct PlanEntry {
   PlanEntry(plan::Plan made, bool by_planner);
@@ -31,6 +47,7 @@ struct PlanEntry {
   uint64_t communication_hash = 0;
   bool by_planner = true;                     // not set by the user
   mutable std::atomic<bool> prepared{false};  // capture plans: their communicators exist
+  std::shared_ptr<Tally> tally;               // of the calls by this plan
 };
 
 // Kept by weak pointer to the ProcessGroup: names come back after a new init_process_group.
@@ -58,8 +75,15 @@ class GroupEntry {
   // memory, planned for as such.
   std::shared_ptr<const PlanEntry> capture_plan(const plan::Problem& problem,
                                                 plan::Machine machine);
-  void set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner);
+  void set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner,
+                const plan::Machine& machine);
   void clear_plans();
+
+  // A call that runs without a plan, and why.
+  void count_unplanned(const plan::Problem& problem, at::DeviceType device, const std::string& why);
+
+  // In the order in which they were first called or planned; they outlive the plans.
+  std::vector<std::shared_ptr<const Tally>> tallies();
 
   // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
   // thing that is communicated. See CallBoard.
@@ -85,6 +109,13 @@ class GroupEntry {
   std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);
   static Key key(const plan::Problem& problem, at::DeviceType device);
 
+  // Both with plans_mutex_ held.
+  std::shared_ptr<const PlanEntry> make_entry(plan::Plan plan, at::DeviceType device,
+                                              bool by_planner, const plan::Machine& machine,
+                                              bool captured);
+  std::shared_ptr<Tally> tally(const plan::Problem& problem, at::DeviceType device,
+                               const std::string& way, const std::function<void(Tally&)>& describe);
+
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
   int rank_ = 0;
@@ -92,6 +123,8 @@ class GroupEntry {
   std::mutex plans_mutex_;
   std::map<Key, std::shared_ptr<const PlanEntry>> plans_;
   std::map<Key, std::shared_ptr<const PlanEntry>> capture_plans_;
+  std::map<std::pair<Key, std::string>, std::shared_ptr<Tally>> tally_by_way_;
+  std::vector<std::shared_ptr<Tally>> tallies_;
   std::unique_ptr<CallBoard> board_;
   std::atomic<int64_t> compared_{0};
 };

@@ -10,6 +10,7 @@
 #include "binding/environment.h"
 #include "binding/op_call.h"
 #include "binding/operands.h"
+#include "binding/plan_table.h"
 #include "binding/profiled.h"
 
 #ifndef OVERLAP_BUILD_INFO
@@ -30,6 +31,10 @@ void compare_calls(const OpCall& call) {
 
 // This rank's part of a call that needs no communication, if all ranks call the same.
 void compare_local_call(const OpCall& call) {
+  call.group->count_unplanned(call.problem, call.input.device().type(),
+                              call.problem.world_size == 1
+                                  ? "a group of one has nothing to communicate"
+                                  : "M, N or K is 0: there is nothing to overlap");
   if (!call.input.is_cpu() || call.problem.world_size == 1) return;
   call.group->announce(call.description(), 0);
   call.group->agree();
@@ -163,6 +168,7 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
     compare_local_call(call);
     output = at::empty({received * each, call.problem.n}, input.options());
   } else if (call.problem.world_size == 1) {
+    compare_local_call(call);
     output = local_gemm(call.input, weight, bias);
   } else {
     output = input.is_cpu() ? gemm_alltoall_cpu(call) : gemm_alltoall_cuda(call);
@@ -241,7 +247,7 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
       "set_plan: the plan's transport is peer, but the ranks of this group do not map "
       "each other's memory; use nccl");
   // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
-  group->set_plan(plan, device.type(), plan == plan::make_plan(plan.problem, machine));
+  group->set_plan(plan, device.type(), plan == plan::make_plan(plan.problem, machine), machine);
 }
 
 void clear_plans(const std::string& group_name) {
@@ -269,6 +275,7 @@ c10::Dict<std::string, std::string> environment_now() {
                 now.timeout ? c10::str(static_cast<double>(now.timeout->count()) / 1000.0) : "");
   values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
   values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
+  values.insert("OVERLAP_LOG", now.log_plans ? "plans" : "none");
   values.insert("why_no_peers", now.why_no_peers);
   return values;
 }
@@ -309,6 +316,7 @@ TORCH_LIBRARY(overlap, m) {
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);
   m.def("check() -> ()", &check_cuda_groups);
+  m.def("plan_table() -> Dict(str, str)[]", &plan_table);
   m.def("_trace_start() -> ()", &TraceSwitch::start);
   m.def("_trace_stop() -> (Tensor, Dict(str, str)[])", &TraceSwitch::stop);
   m.def("machine(Device device, str group) -> str", &machine);

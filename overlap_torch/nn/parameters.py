@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from overlap_torch._dtensor import Placements, group_mesh, local_parts, sharded_dim, wrap
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers
+from overlap_torch._report import note_call
 from overlap_torch._sharding import gather_parts, place_in, shard_range, shard_sizes
 
 
@@ -341,6 +342,7 @@ class ParallelLinear(torch.nn.Module):
                 "with sequence_parallel the input must be [tokens, ..., features], but its shape is "
                 f"{tuple(input.shape)}"
             )
+        note_call(self, input)
 
     def extra_repr(self) -> str:
         if self._several:

@@ -1,0 +1,367 @@
+"""``overlap_torch.report()``: which problems the ops ran, by which plans, what that gains, and why others ran as the sequence."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+import torch
+from torch.compiler import is_compiling
+
+from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
+from overlap_torch.plan import Plan, Schedule, decode, enum_name
+
+_LAST_INPUT = "_overlap_last_input"  # a layer's: the shape of what its forward took last
+_FALLBACK = "_overlap_fallback"  # a module's: why its style is PyTorch's
+_MOST_READERS = 6  # layers that may share a gather, for which all combinations are tried
+
+
+class ReportRow(TypedDict):
+    """One way in which a problem ran.
+
+    ``layer``: the module's path in the model; several, separated by commas, where they share the call; empty for calls
+    outside of layers, and without a model. ``direction``: ``forward`` or ``backward`` of the layer, or empty. ``op``, ``m``,
+    ``n``, ``k``, ``dtype``, ``world_size``: the problem, as in :class:`overlap_torch.plan.Problem`; the op is empty and the
+    numbers are 0 in the row of a layer that called none. ``group``: the process group's name. ``device``: ``cpu`` or
+    ``cuda``. ``calls``: how often this process called the problem on the group, whoever did: layers with the same problem
+    show the same number. ``overlapped``: whether communication runs beside the GEMM. ``plan``: None where no plan ran.
+    ``captured``: whether it is what CUDA graphs run in place of a plan with windows.
+    ``predicted_us``, ``sequence_us``: what the planner's cost model expects of the plan and of a GEMM and a collective one
+    after the other, in microseconds; None where it expects nothing. ``gain``: ``sequence_us / predicted_us``, or None.
+    ``why``: why nothing overlapped; empty where it did.
+    """
+
+    layer: str
+    direction: str
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    world_size: int
+    group: str
+    device: str
+    calls: int
+    overlapped: bool
+    plan: Plan | None
+    captured: bool
+    predicted_us: float | None
+    sequence_us: float | None
+    gain: float | None
+    why: str
+
+
+class Report(list[ReportRow]):
+    """What :func:`overlap_torch.report` returns: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
+
+    The table has one line for layers that differ only in the numbers in their paths.
+    """
+
+    def __str__(self) -> str:
+        if not self:
+            return "No op of overlap_torch has been called."
+        lines: dict[tuple[str, ...], list[str]] = {}
+        for row in self:
+            cells = _cells(row)
+            lines.setdefault((re.sub(r"\d+", "*", row["layer"]), *cells), []).append(row["layer"])
+        table = [("layer", "op", "M x N x K", "ranks", "calls", "plan", "gain", "why not")]
+        for (_, *cells), layers in lines.items():
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            table.append((layers[0] + more, *cells))
+        # Columns that say something, but the last, which may be long.
+        shown = [i for i in range(len(table[0])) if any(line[i] for line in table[1:])]
+        widths = {i: max(len(line[i]) for line in table) for i in shown[:-1]}
+        return "\n".join(
+            "  ".join(line[i].ljust(widths.get(i, 0)) for i in shown).rstrip() for line in table
+        )
+
+
+def _cells(row: ReportRow) -> tuple[str, ...]:
+    op = f"{row['op']}, backward" if row["direction"] == "backward" else row["op"]
+    problem = f"{row['m']} x {row['n']} x {row['k']} {row['dtype']}" if op else ""
+    ranks = f"{row['world_size']} {row['device']}" if op else ""
+    gain = "" if row["gain"] is None else f"{row['gain']:.2f}x"
+    return op, problem, ranks, str(row["calls"]), _plan_in_words(row), gain, row["why"]
+
+
+def _plan_in_words(row: ReportRow) -> str:
+    plan = row["plan"]
+    if plan is None:
+        return ""
+    where = ", in CUDA graphs" if row["captured"] else ""
+    if plan.schedule == Schedule.SEQUENTIAL:
+        return f"sequence{where}"
+    chunks = len(plan.chunks)
+    transport = enum_name(plan.chunks[0].transport) if plan.chunks else ""
+    return (
+        f"{chunks} chunk{'s' if chunks > 1 else ''}, {transport}, {enum_name(plan.kernel)}{where}"
+    )
+
+
+# --- what layers leave ----------------------------------------------------------------------------------------
+
+
+def note_call(layer: torch.nn.Module, input: torch.Tensor) -> None:
+    """A layer's forward was called. Nothing is noted by compiled code."""
+    if not is_compiling():
+        layer.__dict__[_LAST_INPUT] = input.shape
+
+
+def note_fallback(module: torch.nn.Module, why: str) -> None:
+    """An overlapping style left this module to PyTorch's."""
+    module.__dict__[_FALLBACK] = why
+
+
+@dataclass
+class _Layer:
+    """An overlapping layer: the problems that it can have."""
+
+    name: str
+    group: str
+    world_size: int
+    columns: bool  # it cuts N over the ranks, else K
+    n: int  # of its GEMM, on one rank
+    k: int
+    rows: set[int] = field(default_factory=set)  # what M can be after its last input
+    called: bool = False
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
+    for name, module in model.named_modules():
+        kind = _columns(module)
+        if kind is None:
+            continue
+        world_size = module.world_size
+        weights = [
+            parameter
+            for key, parameter in module.named_parameters()
+            if key.split(".")[0] in ("weight", "weights", "parametrizations")
+            and parameter.dim() == 2
+        ]
+        if not weights:
+            continue
+        if kind:
+            n = sum(-(-weight.shape[0] // world_size) for weight in weights)
+            k = weights[0].shape[1]
+        else:
+            n, k = weights[0].shape[0], -(-weights[0].shape[1] // world_size)
+        shape = module.__dict__.get(_LAST_INPUT)
+        layer = _Layer(name, module.group, world_size, kind, n, k, called=shape is not None)
+        if shape is not None and all(isinstance(size, int) for size in shape):
+            layer.rows = _possible_rows(shape[:-1], world_size)
+        yield layer
+
+
+def _columns(module: torch.nn.Module) -> bool | None:
+    """Whether it is a column layer or a row layer of this package, or None."""
+    # Not imported for this: a model has none of a module that nobody has imported.
+    nn, parallel = (sys.modules.get(f"overlap_torch.{name}") for name in ("nn", "parallel"))
+    if nn is not None and isinstance(module, nn.ColumnParallelLinear | nn.RowParallelLinear):
+        return isinstance(module, nn.ColumnParallelLinear)
+    if parallel is not None and isinstance(module, parallel.OverlapColwiseLinear):
+        return True
+    if parallel is not None and isinstance(module, parallel.OverlapRowwiseLinear):
+        return False
+    return None
+
+
+def _possible_rows(leading: Sequence[int], world_size: int) -> set[int]:
+    """M, if one of these dims, or none, is cut over the ranks, and padded so that it comes out even."""
+    total = 1
+    for size in leading:
+        total *= size
+    rows = {total, total * world_size}
+    for size in leading:
+        if size > 0:
+            rows.add(total // size * (-(-size // world_size) * world_size))
+    return rows
+
+
+def _ways(columns: bool, n: int, k: int) -> list[tuple[str, str, int, int]]:
+    """Direction, op, n and k of all calls that layers of these features make."""
+    if columns:
+        return [
+            ("forward", "allgather_gemm", n, k),
+            ("backward", "gemm_reducescatter", k, n),
+            ("backward", "gemm_allreduce", k, n),
+        ]
+    return [
+        ("forward", "gemm_allreduce", n, k),
+        ("forward", "gemm_reducescatter", n, k),
+        ("backward", "allgather_gemm", k, n),
+    ]
+
+
+# --- the report -----------------------------------------------------------------------------------------------
+
+
+def report(model: torch.nn.Module | None = None) -> Report:
+    """What the ops have done so far in this process, and why where nothing overlapped; call it after a step::
+
+        loss.backward()
+        print(overlap_torch.report(model))
+
+    Args:
+        model: whose layers the rows are of. None: all problems of all groups, without layers.
+
+    Returns:
+        A list of :class:`ReportRow`, dicts, in the order of the layers in the model; what no layer called follows. A layer
+        is said to have called a problem that its last input and its features make. Where no layer's do, as for inputs of
+        other sizes before, and in compiled models, the features alone decide, so that all layers that have them are named.
+        Modules that an overlapping style left to PyTorch's style have a row with the reason. ``str()`` makes it a table;
+        times are in microseconds.
+
+    Calls are counted in this process since each process group was made; of CUDA graphs the captures are, not their
+    replays. It does not communicate, and needs not be called on every rank.
+    """
+    known = _problems()
+    if model is None:
+        return Report(known)
+    rows: list[ReportRow] = []
+    places = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    layers = list(_layers(model))
+    taken: set[int] = set()
+    called = [layer for layer in layers if layer.called]
+    steps = (
+        (called, True),  # by the last input
+        (called, False),  # by inputs of other sizes
+        ([layer for layer in layers if not layer.called], False),  # compiled
+    )
+    for candidates, by_rows in steps:
+        found: set[int] = set()
+        for index, problem in enumerate(known):
+            if index in taken:
+                continue
+            for layers_of, direction in _callers(problem, candidates, by_rows):
+                name = ", ".join(layer.name for layer in layers_of)
+                rows.append({**problem, "layer": name, "direction": direction})
+                found.add(index)
+        taken |= found
+    named = {name for row in rows for name in row["layer"].split(", ")}
+    rows += [_without_call(layer) for layer in layers if layer.name not in named]
+    rows += _fallbacks(model)
+    rows.sort(key=lambda row: (places[row["layer"].split(", ")[0]], row["direction"] == "backward"))
+    return Report(rows + [problem for index, problem in enumerate(known) if index not in taken])
+
+
+def _problems() -> list[ReportRow]:
+    return [_row(columns) for columns in torch.ops.overlap.plan_table()]
+
+
+def _row(columns: Mapping[str, str]) -> ReportRow:
+    code = [int(number) for number in columns["plan"].split()]
+    predicted, sequence = (
+        float(columns[name]) if columns[name] else None for name in ("predicted_us", "sequence_us")
+    )
+    return {
+        "layer": "",
+        "direction": "",
+        "op": columns["op"],
+        "m": int(columns["m"]),
+        "n": int(columns["n"]),
+        "k": int(columns["k"]),
+        "dtype": columns["dtype"],
+        "world_size": int(columns["world_size"]),
+        "group": columns["group"],
+        "device": columns["device"],
+        "calls": int(columns["calls"]),
+        "overlapped": columns["overlapped"] == "1",
+        "plan": decode(code) if code else None,
+        "captured": columns["captured"] == "1",
+        "predicted_us": predicted,
+        "sequence_us": sequence,
+        "gain": sequence / predicted if predicted and sequence else None,
+        "why": columns["why"],
+    }
+
+
+def _callers(
+    problem: ReportRow, layers: Sequence[_Layer], by_rows: bool
+) -> list[tuple[Sequence[_Layer], str]]:
+    """The layers that may have called it, each with a direction; or those that may have done so together."""
+
+    def direction_of(columns: bool, n: int, k: int) -> str | None:
+        for direction, *call in _ways(columns, n, k):
+            if call == [problem["op"], problem["n"], problem["k"]]:
+                return direction
+        return None
+
+    fitting = [
+        layer
+        for layer in layers
+        if layer.group == problem["group"] and (not by_rows or problem["m"] in layer.rows)
+    ]
+    found: list[tuple[Sequence[_Layer], str]] = []
+    for layer in fitting:
+        direction = direction_of(layer.columns, layer.n, layer.k)
+        if direction is not None:
+            found.append(([layer], direction))
+    if found:
+        return found
+    # Siblings that read one gathered input: their GEMMs are one problem.
+    readers: dict[tuple[str, int], list[_Layer]] = {}
+    for layer in fitting:
+        if layer.columns:
+            readers.setdefault((layer.parent, layer.k), []).append(layer)
+    for (_, k), siblings in readers.items():
+        for together in _combinations(siblings):
+            direction = direction_of(True, sum(layer.n for layer in together), k)
+            if direction is not None:
+                found.append((together, direction))
+                break
+    return found
+
+
+def _combinations(layers: Sequence[_Layer]) -> Iterable[Sequence[_Layer]]:
+    """Two layers or more, the most first."""
+    sizes = range(len(layers), 1, -1) if len(layers) <= _MOST_READERS else (len(layers),)
+    return itertools.chain.from_iterable(itertools.combinations(layers, size) for size in sizes)
+
+
+def _without_call(layer: _Layer) -> ReportRow:
+    if not layer.called:
+        why = "not called so far"
+    elif layer.world_size == 1:
+        why = "a group of one has nothing to communicate"
+    else:
+        why = "no op so far: its input is whole on every rank, and its gradient, where needed, is reduced elsewhere"
+    return _empty_row(layer.name, why, layer.world_size, layer.group)
+
+
+def _fallbacks(model: torch.nn.Module) -> list[ReportRow]:
+    return [
+        _empty_row(name, f"PyTorch's style: {why}")
+        for name, module in model.named_modules()
+        if (why := module.__dict__.get(_FALLBACK))
+    ]
+
+
+def _empty_row(layer: str, why: str, world_size: int = 0, group: str = "") -> ReportRow:
+    return {
+        "layer": layer,
+        "direction": "",
+        "op": "",
+        "m": 0,
+        "n": 0,
+        "k": 0,
+        "dtype": "",
+        "world_size": world_size,
+        "group": group,
+        "device": "",
+        "calls": 0,
+        "overlapped": False,
+        "plan": None,
+        "captured": False,
+        "predicted_us": None,
+        "sequence_us": None,
+        "gain": None,
+        "why": why,
+    }
