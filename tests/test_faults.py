@@ -313,6 +313,8 @@ def check_behind_failure(failures: Failures, *where: object) -> None:
             message = message_of(again)
             named = f"group '{group.group_name}'" in message
             failures.expect(None if named else f"{again} said {message!r}", *where)
+    else:  # nothing has failed here
+        failures.expect(message_of(overlap_torch.check) or None, *where)
     dist.barrier()
     dist.destroy_process_group(group)
     overlap_torch.check()  # whoever still holds the group does not want to know
