@@ -30,6 +30,12 @@ def test_recorder_finds_what_it_is_there_to_find(program):
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_recorder_ranks_that_make_other_calls_find_that_out(program):
+    """What the watchdog compares over the store: it names the first call that differs, on every rank."""
+    done = subprocess.run([program, "history-check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_recorder_executors_are_as_pinned(records):
     differences = recorder.compare(recorder.pinned(), records.pins)
     assert not differences, (

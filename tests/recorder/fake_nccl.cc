@@ -108,7 +108,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) {
-  *result = ncclSuccess;
+  *result = record().nccl_failed ? ncclRemoteError : ncclSuccess;
   return ncclSuccess;
 }
 

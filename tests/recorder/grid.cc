@@ -731,11 +731,13 @@ void visit_refused(const Visit& visit) {
         one.name = cat("rank ", rank, " ", example.name, ", ", why);
         visit(one);
       };
-      one.failed = true;
       one.refused = 2;
       one.calls = {example.call, captured};
+      one.failed = Failed::kWait;
       visit_as("the group has failed");
-      one.failed = false;
+      one.failed = Failed::kNccl;
+      visit_as("NCCL has failed");
+      one.failed = Failed::kNo;
       if (plan::over_peers(plan)) {
         one.link = Link::kNoPeers;
         one.refused = 1;

@@ -7,6 +7,7 @@
 //                           how many cases have been compared, or why not
 // recorder lower NAME       the list of steps of a case's first call, and a line with the same as JSON
 // recorder self-check       whether the record itself finds what it is there to find
+// recorder history-check    whether ranks that make other calls find that out
 // recorder bench            host time of an executor's call, with fakes that do nothing
 //
 // A case's name is its family and its name in it, as `list` prints them.
@@ -15,6 +16,7 @@
 #include <map>
 
 #include "grid.h"
+#include "history_check.h"
 #include "record.h"
 #include "self_check.h"
 
@@ -103,8 +105,7 @@ int lower(const std::string& name) {
   return found > 0 ? 0 : 1;
 }
 
-int self_check() {
-  const std::vector<std::string> failures = recorder::self_check();
+int say(const std::vector<std::string>& failures) {
   for (const std::string& failure : failures) write(cat("does not hold: ", failure, "\n"));
   return failures.empty() ? 0 : 1;
 }
@@ -125,15 +126,16 @@ int main(int count, char** words) {
   if (command == "grid" && count == 2) return grid();
   if (command == "list" && count == 2) return list();
   if (command == "steps" && count == 2) return steps();
-  if (command == "self-check" && count == 2) return self_check();
+  if (command == "self-check" && count == 2) return say(recorder::self_check());
+  if (command == "history-check" && count == 2) return say(recorder::history_check());
   if (command == "bench" && count == 2) return bench();
   if (command == "lower" && count == 3) return lower(words[2]);
   if (command == "show" && count == 3) return show(words[2], false);
   if (command == "show" && count == 4 && std::strcmp(words[3], "--canonical") == 0) {
     return show(words[2], true);
   }
-  std::fprintf(
-      stderr,
-      "recorder grid | list | steps | self-check | bench | lower NAME | show NAME [--canonical]\n");
+  std::fprintf(stderr,
+               "recorder grid | list | steps | self-check | history-check | bench | lower NAME | "
+               "show NAME [--canonical]\n");
   return 2;
 }

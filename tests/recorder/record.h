@@ -132,6 +132,7 @@ class Record {
   double link_latency_us = 0.0;
   double now_us = 0.0;       // moved on by what takes time in the set-up
   std::string communicator;  // the name of the next one that is made
+  bool nccl_failed = false;  // what NCCL says of any communicator
   // How many of these have been made in this case, before this one.
   int count(const std::string& kind) { return made_[kind]++; }
   int library_gemms = -1;  // that may still be enqueued before one throws; -1: all

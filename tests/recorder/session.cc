@@ -99,12 +99,15 @@ class Session {
     if (one.prepared) {
       for (const Call& call : one.calls) group_->prepare(call.plan);
     }
-    if (one.failed) {
+    if (one.failed == Failed::kWait) {
       group_->report()->failure = kernels::pack({.chunk = 0, .peer = 0, .expected = 1});
-      group_->watch();
     }
+    record().nccl_failed = one.failed == Failed::kNccl;
   }
-  ~Session() { group_report = nullptr; }
+  ~Session() {
+    group_report = nullptr;
+    record().nccl_failed = false;
+  }
 
   const plan::Machine& machine() const { return group_->machine(); }
   cudaStream_t stream_of(const Call& call) const {

@@ -40,6 +40,9 @@ struct Call {
   Mode mode;
 };
 
+// What has failed on the device: a wait whose deadline passed, or what NCCL met asynchronously.
+enum class Failed { kNo, kWait, kNccl };
+
 enum class Link { kFast, kSlow, kNoWindows, kNoPeers };
 
 struct Case {
@@ -49,10 +52,10 @@ struct Case {
   int rank = 0;
   std::vector<Call> calls = {};
   Link link = Link::kFast;
-  bool prepared = false;  // all plans, before the first call
-  bool failed = false;    // the group has failed before the first call
-  int unrecorded = 0;     // calls of which no text is kept
-  int refused = 0;        // calls that must throw before anything is enqueued, the first ones
+  bool prepared = false;        // all plans, before the first call
+  Failed failed = Failed::kNo;  // before the first call; no watchdog has looked
+  int unrecorded = 0;           // calls of which no text is kept
+  int refused = 0;              // calls that must throw before anything is enqueued, the first ones
   int library_gemms =
       -1;  // of the first call; the one behind them throws, as where memory is short
 };
