@@ -17,6 +17,7 @@
 #include <new>
 #include <random>
 #include <stdexcept>
+#include <thread>
 
 #include "binding/environment.h"
 
@@ -24,6 +25,10 @@ namespace overlap::binding {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Of the store.
+constexpr std::chrono::milliseconds kFirstPoll{1};
+constexpr std::chrono::milliseconds kLastPoll{20};
 
 // How often a wait looks whether those that it waits for still live.
 constexpr std::chrono::milliseconds kLook{100};
@@ -140,10 +145,16 @@ CallBoard::CallBoard(Options options) : options_(std::move(options)) {
 void CallBoard::meet() {
   // Rank 0 makes the file, the others open it and say whether they could, rank 0 says whether all could.
   const std::string key = "overlap_torch/call_board";
+  // Polls: the store's own wait would keep other threads, and so other groups, from asking it.
   const auto get = [&](const std::string& what, int peer) {
-    try {
-      options_.store->wait({what}, options_.timeout);
-    } catch (const std::exception&) {
+    const Clock::time_point deadline = Clock::now() + options_.timeout;
+    std::chrono::milliseconds pause = kFirstPoll;
+    while (!options_.store->check({what})) {
+      if (Clock::now() < deadline) {
+        std::this_thread::sleep_for(pause);
+        pause = std::min(2 * pause, kLastPoll);
+        continue;
+      }
       throw std::runtime_error(failure("rank " + std::to_string(peer) +
                                        " has not made its first call on CPU within " +
                                        std::to_string(options_.timeout.count() / 1000.0) +
