@@ -38,7 +38,7 @@ def column(
     """Replicated [..., K] to this rank's [..., N part]. Backward all-reduces the input's gradient behind its GEMM."""
     if world_size == 1 or not _may_need_gradient(input):
         return functional.linear(input, weight, bias)
-    input, weight, bias = _as_under_autocast(input, weight, bias)
+    input, weight, bias = as_under_autocast(input, weight, bias)
     return _Column.apply(input, weight, bias, group, padding)
 
 
@@ -57,7 +57,7 @@ def columns(
             functional.linear(input, weight, bias)
             for weight, bias in zip(weights, biases, strict=True)
         )
-    operands = _as_under_autocast(input, *weights, *biases)
+    operands = as_under_autocast(input, *weights, *biases)
     return _Columns.apply(group, tuple(paddings), *operands)
 
 
@@ -266,7 +266,7 @@ def _may_need_gradient(input: torch.Tensor) -> bool:
     return input.requires_grad or transforms_are_active()
 
 
-def _as_under_autocast(
+def as_under_autocast(
     input: torch.Tensor, *others: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """The operands of a linear map as autocast casts them: backward takes what the Function has kept as it is."""

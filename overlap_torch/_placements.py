@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from overlap_torch._dtensor import Placements, contiguous_strides, sharded_dim
+from overlap_torch._dtensor import Placements, sharded_dim, wrap
 from overlap_torch._ops.gradients import TransformedFunction
 
 
@@ -73,14 +73,7 @@ class _FromLocal(TransformedFunction):
     ) -> DTensor:
         if shape is None:
             return DTensor.from_local(local, mesh, placements, run_check=False)
-        return DTensor.from_local(
-            local.contiguous(),
-            mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=contiguous_strides(shape),
-        )
+        return wrap(local, mesh, placements, shape)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

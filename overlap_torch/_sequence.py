@@ -49,8 +49,8 @@ def column_sequences(
     biases = [
         None if layer.bias is None else pad_end(layer.bias, 0, layer.padding) for layer in layers
     ]
-    input, *weights = _cast_as_autocast(input, *weights)
-    biases = _cast_as_autocast(*biases)
+    input, *operands = _linear.as_under_autocast(input, *weights, *biases)
+    weights, biases = operands[: len(weights)], operands[len(weights) :]
     given = [bias for bias in biases if bias is not None]
     with_bias = [bias is not None for bias in biases]
     *outputs, gathered = _gather_linears(group, world_size, with_bias, input, *weights, *given)
@@ -78,7 +78,7 @@ def row_sequence(
     if bias is not None and bias.requires_grad and (input.requires_grad or weight.requires_grad):
         tokens = input.shape[0]
         input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
-        operands = _cast_as_autocast(input, pad_end(weight, -1, padding), bias)
+        operands = _linear.as_under_autocast(input, pad_end(weight, -1, padding), bias)
         _, size = shard_range(tokens, world_size, rank)
         return _scatter_linear(group, *operands)[:size]
     return _linear.row_sequence(
@@ -90,14 +90,6 @@ def row_sequence(
         rank=rank,
         padding=padding,
     )
-
-
-def _cast_as_autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    device_type = next((tensor.device.type for tensor in tensors if tensor is not None), "cpu")
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
-    return [_linear._cast(tensor, dtype) for tensor in tensors]
 
 
 def let_compile() -> None:
