@@ -350,6 +350,42 @@ def test_faults_check_right_behind_synchronize_misses_nothing(ranks, repeats, tr
     )  # fmt: skip
 
 
+def check_two_failures() -> tuple[int, list[str]]:
+    """Two groups whose calls the last rank leaves out: what ends one of them must not wait for the other."""
+    failures = Failures()
+    groups = [dist.new_group(timeout=timedelta(seconds=40)) for _ in range(2)]
+    steps = [partial(prepared(CASE), group=group) for group in groups]
+    for step in steps:
+        step()
+    torch.cuda.synchronize()
+    overlap_torch.check()
+    dist.barrier()
+    if dist.get_rank() < dist.get_world_size() - 1:
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+        for group, step in zip(groups, steps, strict=True):
+            message = message_of(step)
+            named = f"group '{group.group_name}'" in message
+            failures.expect(None if named else message, "group", group.group_name)
+    else:
+        failures.expect(message_of(overlap_torch.check) or None, "the rank that left them out")
+    dist.barrier()
+    return failures.result()
+
+
+@pytest.mark.parametrize("transport", CHECKED)
+@pytest.mark.ranks((2, "nccl"))
+def test_faults_two_groups_that_fail_both_end(ranks, transport):
+    if transport == "peers":
+        ranks.skip_without_peers()
+    expect_found(
+        rank_pool.run_fresh(
+            2, "nccl", check_two_failures, group_timeout_s=60.0, environment=CHECKED[transport]
+        )
+    )
+
+
 @pytest.mark.parametrize("plan", ["default", "row panels"])
 def test_faults_op_on_cpu_raises_itself(plan):
     """Over gloo the op waits, so that it raises, and check() has nothing to say."""

@@ -463,9 +463,16 @@ void Group::fail(const std::string& message) {
       .compare_exchange_strong(nothing, kernels::pack({.expected = 1}));
 }
 
+// In one NCCL group: all kernels are told to end before any memory is freed. One by one, the first communicator's free
+// waits for the second one's kernel, which nobody has told.
 void Group::abort_communicators() {
-  const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  for (auto& [key, communicator] : communicators_) communicator->abort();
+  {
+    const std::lock_guard<std::mutex> lock(communicators_mutex_);
+    (void)ncclGroupStart();
+    for (auto& [key, communicator] : communicators_) communicator->abort();
+    (void)ncclGroupEnd();
+  }
+  aborted_ = true;
 }
 
 // What a wait whose deadline passed has left behind, or NCCL says: cheap enough for every call.
@@ -508,18 +515,15 @@ int Group::chunk_in_flight() const {
   return std::max(reached, 0);
 }
 
-void Group::watch() {
-  if (failed_) {
-    abort_communicators();
-    return;
+bool Group::watch() {
+  if (!failed_) {
+    std::optional<std::string> failure = reported_failure();
+    if (!failure) failure = history_->look();
+    if (!failure) failure = late_call();
+    // The error can be read from here on, without waiting for the device.
+    if (failure) fail(*failure);
   }
-  std::optional<std::string> failure = reported_failure();
-  if (!failure) failure = history_->look();
-  if (!failure) failure = late_call();
-  if (!failure) return;
-  fail(*failure);
-  // The error can be read from here on, without waiting for the device.
-  abort_communicators();
+  return failed_ && !aborted_;
 }
 
 std::optional<std::string> Group::late_call() {
@@ -547,7 +551,7 @@ std::optional<std::string> Group::late_call() {
 
 bool Group::idle() {
   const std::lock_guard<std::mutex> lock(watch_mutex_);
-  return failed_ || pending_.empty();
+  return failed_ ? aborted_.load() : pending_.empty();
 }
 
 std::vector<int64_t> Group::memory() {

@@ -127,11 +127,14 @@ class Group {
   // A graph now holds this group's communicators, or its peers' memory.
   void mark_captured();
 
-  // Looks for passed deadlines and NCCL errors; aborts the communicators if it finds one. Called by
-  // the watchdog.
-  void watch();
+  // Looks for passed deadlines and NCCL errors. Whether the group has failed, here or in a call, and its communicators
+  // are still to be aborted. Called by the watchdog.
+  bool watch();
 
-  // Whether all tracked ops have ended, or the group has failed.
+  // Aborts all communicators of a group that has failed. Frees memory, which waits for all that runs on the device.
+  void abort_communicators();
+
+  // Whether all tracked ops have ended, or the group has failed and its communicators are aborted.
   bool idle();
 
   std::vector<int64_t> memory();  // [communicators, bytes registered]
@@ -160,7 +163,6 @@ class Group {
   std::optional<std::string> late_call();
   int chunk_in_flight() const;
   void fail(const std::string& message);
-  void abort_communicators();
 
   GroupOptions options_;
   DeviceState& device_;
@@ -185,6 +187,7 @@ class Group {
   std::vector<std::unique_ptr<Pending>> idle_;
   std::string error_;
   std::atomic<bool> failed_{false};
+  std::atomic<bool> aborted_{false};
 };
 
 // Keeps `group`, watched, until its process group is gone and its last op has ended. The watchdog's

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
+#include <functional>
+#include <set>
 #include <thread>
 
 #include "runtime/error.h"
@@ -39,14 +41,12 @@ class Watchdog {
     std::unique_lock<std::mutex> lock(mutex_);
     stopping_ = true;
     wake_.notify_all();
-    // Bounded: aborting a communicator can hang with the device, and an exit must not.
-    stopped_.wait_for(lock, kExitWait, [this] { return !watching_; });
+    // Bounded: ending a communicator can hang with the device, and an exit must not.
+    stopped_.wait_for(lock, kExitWait, [this] { return !watching_ && ending_ == 0; });
   }
 
   void run() {
-    // A capture in another thread must not be invalidated by this thread's event queries.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
+    let_captures_be();
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
       wake_.wait_for(lock, kPeriod);
@@ -54,12 +54,16 @@ class Watchdog {
       watching_ = true;
       std::vector<std::shared_ptr<Group>> groups = groups_;
       lock.unlock();
+      std::vector<std::shared_ptr<Group>> failed;
       std::vector<std::shared_ptr<Group>> ended;
       for (const std::shared_ptr<Group>& group : groups) {
         try {
           cudaSetDevice(group->device().device());
-          group->watch();
-          if (!group->alive() && group->idle()) ended.push_back(group);
+          if (group->watch()) {
+            failed.push_back(group);
+          } else if (!group->alive() && group->idle()) {
+            ended.push_back(group);
+          }
         } catch (const std::exception&) {
           // A failing watch must not end the watch over the others; the group's own calls report
           // the same error.
@@ -70,23 +74,55 @@ class Watchdog {
       std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
         return std::find(ended.begin(), ended.end(), group) != ended.end();
       });
-      if (stopping_) {
-        // An exit waits for nothing that has not begun, and nothing may begin behind it.
-        (void)new std::vector<std::shared_ptr<Group>>(std::move(ended));
-      } else {
-        lock.unlock();
-        ended.clear();  // the communicators of process groups that no longer exist end here
-        lock.lock();
+      for (const std::shared_ptr<Group>& group : failed) {
+        if (aborting_.contains(group.get())) continue;
+        aborting_.insert(group.get());
+        end_beside(group->device().device(), [this, group] {
+          group->abort_communicators();
+          const std::lock_guard<std::mutex> changed(mutex_);
+          aborting_.erase(group.get());
+        });
+      }
+      // The communicators of process groups that no longer exist end with them.
+      for (std::shared_ptr<Group>& group : ended) {
+        const int device = group->device().device();
+        end_beside(device, [group = std::move(group)]() mutable { group.reset(); });
       }
       watching_ = false;
       stopped_.notify_all();
     }
   }
 
+  // With mutex_ held. What ends communicators frees memory, and so waits for all that runs on the device: it has a thread
+  // of its own, as this one has to find out that another group's kernels will never end.
+  void end_beside(int device, std::function<void()> end) {
+    auto* kept = new std::function<void()>(std::move(end));
+    // An exit waits for nothing that has not begun, and nothing may begin behind it.
+    if (stopping_) return;
+    ++ending_;
+    std::thread([this, device, kept] {
+      let_captures_be();
+      cudaSetDevice(device);
+      (*kept)();
+      delete kept;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      --ending_;
+      stopped_.notify_all();
+    }).detach();
+  }
+
+  // A capture in another thread must not be invalidated by this thread's calls.
+  static void let_captures_be() {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  }
+
   std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable stopped_;
   std::vector<std::shared_ptr<Group>> groups_;
+  std::set<const Group*> aborting_;
+  int ending_ = 0;  // threads that end communicators
   bool started_ = false;
   bool stopping_ = false;
   bool watching_ = false;

@@ -1,0 +1,103 @@
+"""What overlap_torch.trace, report and NVTX say of calls on GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.cpp_extension import CUDA_HOME
+
+import overlap_torch
+import rank_pool
+from checks import Failures
+from operands import rank_device
+from overlap_torch.plan import DType, Op, Problem, row_panels, use_plan
+
+M, N, K, CHUNKS = 1024, 512, 256, 2
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor]:
+    device = rank_device()
+    own = M // dist.get_world_size()
+    return (
+        torch.ones(own, K, device=device, dtype=torch.bfloat16),
+        torch.ones(N, K, device=device, dtype=torch.bfloat16),
+    )
+
+
+def in_chunks(group: dist.ProcessGroup | None = None):
+    world = dist.get_world_size()
+    problem = Problem(M, N, K, DType.BFLOAT16, world, Op.ALLGATHER_GEMM)
+    return use_plan(row_panels(problem, CHUNKS, transport="nccl", tile=(128, 128)), group=group)
+
+
+def check_trace_and_report() -> tuple[int, list[str]]:
+    failures = Failures()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    x, weight = operands()
+    with in_chunks(group), overlap_torch.trace() as traced:
+        overlap_torch.allgather_gemm(x, weight, group=group)
+        overlap_torch.allgather_gemm(x, weight, group=group)
+    device = str(rank_device())
+    found = [(c.op, c.m, c.n, c.k, c.dtype, c.device, len(c.chunks)) for c in traced.calls]
+    expected = [("allgather_gemm", M, N, K, "bfloat16", device, CHUNKS)] * 2
+    failures.expect(None if found == expected else f"{traced.calls}", "calls")
+    begin_us = 0.0
+    for call in traced.calls:
+        ordered = begin_us <= call.start_us and 0 < call.gemm_end_us <= call.end_us
+        ordered = ordered and all(
+            0 <= chunk.begin_us <= chunk.end_us <= call.end_us for chunk in call.chunks
+        )
+        failures.expect(None if ordered else f"{call}", "order")
+        begin_us = call.start_us + call.end_us
+    rows = [row for row in overlap_torch.report() if row["group"] == group.group_name]
+    facts = [(row["op"], row["dtype"], row["device"], row["calls"]) for row in rows]
+    failures.expect(
+        None if facts == [("allgather_gemm", "bfloat16", "cuda", 2)] else f"{facts}", "report"
+    )
+    # A few rows: whatever is chosen, the report says why.
+    overlap_torch.gemm_allreduce(x[:3].float(), weight.float(), group=group)
+    rows = [row for row in overlap_torch.report() if row["m"] == 3]
+    said = [(row["device"], row["overlapped"], bool(row["why"])) for row in rows]
+    failures.expect(None if said == [("cuda", False, True)] else f"{said}", "why not")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_trace_and_report_on_gpus(ranks):
+    ranks.expect_no_failures(check_trace_and_report)
+
+
+def call_twice() -> None:
+    x, weight = operands()
+    with in_chunks():
+        overlap_torch.allgather_gemm(x, weight)
+        overlap_torch.allgather_gemm(x, weight)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_nvtx_names_calls_and_chunks(ranks, tmp_path):
+    compiler = os.environ.get("CXX") or shutil.which("c++")
+    if compiler is None or CUDA_HOME is None:
+        pytest.skip("needs a C++ compiler and CUDA's headers")
+    source = Path(__file__).with_name("cuda") / "nvtx_names.cc"
+    library = tmp_path / "nvtx_names.so"
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{CUDA_HOME}/include"]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    names = tmp_path / "names"
+    environment = {"NVTX_INJECTION64_PATH": str(library), "NVTX_NAMES": str(names)}
+    outcomes = rank_pool.run_fresh(ranks.world, "nccl", call_twice, environment=environment)
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * ranks.world, outcomes
+    lines = names.read_text().splitlines()
+    assert lines.count("pop") == len(lines) - lines.count("pop")
+    title = f"push allgather_gemm {M} x {N} x {K}"
+    assert lines.count(title) == 2 * ranks.world
+    chunks = [line for line in lines if line.startswith("push chunk ")]
+    expected = [f"push chunk {chunk}" for chunk in range(CHUNKS)] * (2 * ranks.world)
+    assert sorted(chunks) == sorted(expected)
