@@ -91,10 +91,7 @@ def test_recorder_steps_are_what_the_executors_enqueue(program):
     names = subprocess.run([program, "list"], capture_output=True, text=True, check=True).stdout
     expected = {family: [0, 0, 0] for family in recorder.pinned()}
     for family, name in (line.split(": ", 1) for line in names.splitlines()):
-        if family.startswith("gemm_allreduce ring, "):
-            without = "chunks 1 " not in name or "unaligned" in name
-        else:
-            without = "ring in chunks" in name
+        without = family.startswith("gemm_allreduce ring, ") and family.endswith("unaligned")
         expected[family][2 if without else 1 if name.endswith(", traced") else 0] += 1
     assert {line[0]: list(map(int, line[1:])) for line in lines} == expected
     assert all(expected[family][0] > 0 for family in FAMILIES)

@@ -84,6 +84,7 @@ void visit_modes(const Visit& visit, const Case& base, const Plan& plan, const O
                  bool all = true) {
   for (const NamedMode& mode : modes()) {
     Case one = base;
+    if (mode.mode.traced) one.family += ", traced";
     one.name = cat("rank ", base.rank, " ", base.name, ", ", mode.name);
     one.calls = in_a_row(plan, operands, mode.mode);
     visit(one);
@@ -319,23 +320,19 @@ void visit_ring(const Visit& visit, Op op) {
         .family = family(cat(plan::name(op), " ring"), world), .world = world, .rank = rank};
     for (const Shape& shape : {kWhole, kSmall, kUnaligned}) {
       for (const Kernel kernel : {kPingpong, Kernel::kSm90PingpongWide}) {
-        for (const size_t chunks : {1, 2, 4}) {
-          // A reduce-scatter passes on single tiles, whatever its chunks.
-          if (chunks > 1 && (op != Op::kGemmAllReduce || kernel != kPingpong)) continue;
-          for (const Operands& operands : produce_operands()) {
-            with_plan(
-                [&] {
-                  return panels(problem_of(op, shape.rows * world, world, shape.columns), kernel,
-                                Weights(chunks, 1), {}, 0, Transport::kPeer);
-                },
-                [&](const Plan& plan) {
-                  Case one = base;
-                  one.name = cat(plan::name(kernel), " chunks ", chunks, " ", describe(operands),
-                                 shape.name);
-                  visit_modes(visit, one, plan, operands,
-                              shape.rows == kWhole.rows && chunks < 4 && kernel == kPingpong);
-                });
-          }
+        for (const Operands& operands : produce_operands()) {
+          with_plan(
+              [&] {
+                return panels(problem_of(op, shape.rows * world, world, shape.columns), kernel, {1},
+                              {}, 0, Transport::kPeer);
+              },
+              [&](const Plan& plan) {
+                Case one = base;
+                if (shape.columns == kUnaligned.columns) one.family += ", unaligned";
+                one.name = cat(plan::name(kernel), " chunks 1 ", describe(operands), shape.name);
+                visit_modes(visit, one, plan, operands,
+                            shape.rows == kWhole.rows && kernel == kPingpong);
+              });
         }
       }
     }
@@ -595,10 +592,6 @@ std::vector<Example> examples(int world, int rank) {
   });
   add("ring", [&] {
     return panels(problem_of(kAllReduce, 512 * world, world), kPingpong, {1}, {}, 0,
-                  Transport::kPeer);
-  });
-  add("ring in chunks", [&] {
-    return panels(problem_of(kAllReduce, 1024 * world, world), kPingpong, {1, 1}, {}, 0,
                   Transport::kPeer);
   });
   add("scattering ring", [&] {
