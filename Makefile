@@ -35,7 +35,7 @@ test-gpu: build  ## the GPU tests alone
 test-races: build  ## thousands of calls with random delays; minutes long
 	$(PY) -m pytest -m long --timeout=1800 $(ARGS)
 
-pin: build  ## pins what the executors enqueue and what the planner weighs, as it is now
+pin: build  ## pins what calls enqueue and what the planner weighs, as it is now
 	$(PY) -m tests.recorder --pin
 	$(PY) -m tests.planner_golden --pin
 

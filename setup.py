@@ -157,7 +157,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         *link_with_torch(torch, libraries),
         *library_files,
     ]
-    inputs = [edge.output for edge in edges + planner_edges(folder)]
+    inputs = [edge.output for edge in edges + planner_edges(folder) + steps_edges(folder)]
     return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
 
 

@@ -21,8 +21,8 @@ ALLOWED = {
     "plan": [STANDARD, r"plan/.+"],
     "steps": [STANDARD, r"steps/.+", r"plan/.+"],
     "kernels": [STANDARD, CUDA, CUTLASS, r"kernels/.+", r"plan/.+"],
-    "runtime": [STANDARD, POSIX, CUDA, NCCL, r"runtime/.+", r"kernels/.+", r"plan/.+"],
-    "binding": [STANDARD, POSIX, CUDA, TORCH, r"(binding|runtime|kernels|plan)/.+"],
+    "runtime": [STANDARD, POSIX, CUDA, NCCL, r"(runtime|kernels|steps|plan)/.+"],
+    "binding": [STANDARD, POSIX, CUDA, TORCH, r"(binding|runtime|kernels|steps|plan)/.+"],
     # The planner's Python module is built where there is no torch.
     "binding/plan_module.cc": [STANDARD, r"pybind11/.+", r"binding/steps_module\.h", r"plan/.+"],
     "binding/steps_module.h": [STANDARD, r"pybind11/.+"],

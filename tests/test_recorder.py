@@ -80,23 +80,6 @@ def test_recorder_trace_is_as_pinned(records, name):
     assert not difference, difference
 
 
-def test_recorder_steps_are_what_the_executors_enqueue(program):
-    """In every case, but where a timeline is recorded, or all calls are all-reduces by a ring whose final rows travel
-    in chunks: those have no list, as the planner offers none of them."""
-    done = subprocess.run([program, "steps"], capture_output=True, text=True)
-    lines = [line.split("\t") for line in done.stdout.splitlines()]
-    differing = [line[1] for line in lines if line[0] == "differs"]
-    assert not differing, "\n".join(differing[:20])
-    assert done.returncode == 0
-    names = subprocess.run([program, "list"], capture_output=True, text=True, check=True).stdout
-    expected = {family: [0, 0, 0] for family in recorder.pinned()}
-    for family, name in (line.split(": ", 1) for line in names.splitlines()):
-        without = family.startswith("gemm_allreduce ring, ") and family.endswith("unaligned")
-        expected[family][2 if without else 1 if name.endswith(", traced") else 0] += 1
-    assert {line[0]: list(map(int, line[1:])) for line in lines} == expected
-    assert all(expected[family][0] > 0 for family in FAMILIES)
-
-
 def lowered(program, name: str) -> tuple[str, dict]:
     """The list of steps of a case, as text and from JSON."""
     done = subprocess.run([program, "lower", name], capture_output=True, text=True, check=True)

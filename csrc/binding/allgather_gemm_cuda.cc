@@ -1,73 +1,58 @@
 // allgather_gemm on CUDA.
 #include <c10/cuda/CUDAGuard.h>
 
-#include "binding/cuda_call.h"
-#include "runtime/executor.h"
+#include "binding/cuda_operands.h"
 
 namespace overlap::binding {
 namespace {
 
-AllGatherGemmResult run_overlapped(const OpCall& call, const CudaCall& cuda) {
-  const plan::Plan& plan = cuda.plan();
-  const plan::Problem& problem = plan.problem;
-  const at::TensorOptions options = call.input.options();
-  const at::Tensor input = call.input.contiguous();
-  AllGatherGemmResult result;
-  result.gathered = empty({problem.m, problem.k}, options);
+class Gather : public CudaOperands {
+ public:
+  Gather(const OpCall& call, const CudaCall& cuda)
+      : CudaOperands(call, cuda,
+                     overlapped(cuda.plan()) ? call.input.contiguous() : aligned(call.input)) {}
 
-  runtime::ConsumeCall consume;
-  consume.plan = &plan;
-  consume.input = input.const_data_ptr();
-  consume.gathered = result.gathered.data_ptr();
-  consume.stream = cuda.stream;
-  consume.delay_us = side_delay_us();
-  consume.trace = cuda.trace();
-  const at::Tensor buffer = plan::over_peers(plan) ? at::Tensor() : cuda.staging(options);
-  if (buffer.defined()) consume.buffer = buffer.data_ptr();
-
-  for (size_t i = 0; i < call.weights.size(); ++i) {
-    const at::Tensor& weight = call.weights[i];
-    result.outputs.push_back(empty({problem.m, weight.size(0)}, options));
-    runtime::ConsumeCall::Gemm gemm;
-    gemm.params = gemm_params(input, weight, cuda);
-    gemm.params.m = problem.m;
-    gemm.params.output = result.outputs.back().data_ptr();
-    // The kernels add no bias, the framework's GEMM does.
-    gemm.fast = !call.biases[i].has_value() && weight.size(0) > 0 &&
-                kernel_takes(gemm.params, weight, plan);
-    consume.gemms.push_back(gemm);
-  }
-  consume.library_gemm = [&](size_t i, const void* rows, plan::Rows range) {
-    const int64_t count = range.end - range.begin;
-    const at::Tensor place = result.outputs[i].narrow(0, range.begin, count);
-    if (place.numel() == 0) return;
-    library_gemm(at::from_blob(const_cast<void*>(rows), {count, problem.k}, options),
-                 call.weights[i], call.biases[i], place.data_ptr());
-  };
-  runtime::run_consume(*cuda.group, consume);
-  return result;
-}
-
-AllGatherGemmResult run_sequential(const OpCall& call, const CudaCall& cuda) {
-  const plan::Problem& problem = cuda.plan().problem;
-  const at::Tensor input = aligned(call.input);
-  AllGatherGemmResult result;
-  result.gathered = empty({problem.m, problem.k}, input.options());
-  runtime::SequentialCall sequential;
-  sequential.plan = &cuda.plan();
-  sequential.input = input.const_data_ptr();
-  sequential.output = result.gathered.data_ptr();
-  sequential.gemm = [&]() -> void* {
-    for (size_t i = 0; i < call.weights.size(); ++i) {
-      result.outputs.push_back(library_gemm(result.gathered, call.weights[i], call.biases[i]));
+  AllGatherGemmResult run() {
+    const plan::Problem& problem = plan_.problem;
+    gathered_ = empty({problem.m, problem.k}, options());
+    steps::Variant variant = {.captured = plan_.resources.window && captured()};
+    for (size_t i = 0; i < call_.weights.size() && overlapped(plan_); ++i) {
+      const at::Tensor& weight = call_.weights[i];
+      outputs_.push_back(empty({problem.m, weight.size(0)}, options()));
+      gemms_.push_back(gemm_params(input_, weight, plan_));
+      kernels::GemmParams probe = gemms_.back();
+      probe.m = problem.m;
+      probe.output = outputs_.back().data_ptr();
+      // The kernels add no bias, the framework's GEMM does.
+      const bool takes =
+          !call_.biases[i].has_value() && weight.size(0) > 0 && kernel_takes(probe, weight, plan_);
+      variant.weights.push_back({weight.size(0), takes});
     }
+    CudaOperands::run(variant);
+    return {std::move(outputs_), std::move(gathered_)};
+  }
+
+  void* library(const steps::LibraryGemm& step, const void* input, const void*,
+                void* output) override {
+    if (step.weight == steps::LibraryGemm::kAllWeights) {
+      for (size_t i = 0; i < call_.weights.size(); ++i) {
+        outputs_.push_back(library_gemm(gathered_, call_.weights[i], call_.biases[i]));
+      }
+      return nullptr;
+    }
+    const auto i = static_cast<size_t>(step.weight);
+    if (call_.weights[i].size(0) == 0) return nullptr;
+    const int64_t count = step.rows.end - step.rows.begin;
+    library_gemm(at::from_blob(const_cast<void*>(input), {count, plan_.problem.k}, options()),
+                 call_.weights[i], call_.biases[i], output);
     return nullptr;
-  };
-  sequential.stream = cuda.stream;
-  sequential.trace = cuda.trace();
-  runtime::run_sequential(*cuda.group, sequential);
-  return result;
-}
+  }
+
+ private:
+  static bool overlapped(const plan::Plan& plan) {
+    return plan.schedule == plan::Schedule::kOverlapped;
+  }
+};
 
 }  // namespace
 
@@ -75,8 +60,7 @@ AllGatherGemmResult allgather_gemm_cuda(const OpCall& call) {
   const c10::cuda::CUDAGuard guard(call.input.device());
   if (takes_composition(call)) return allgather_gemm_composition(call);
   const CudaCall cuda(call);
-  return cuda.plan().schedule == plan::Schedule::kOverlapped ? run_overlapped(call, cuda)
-                                                             : run_sequential(call, cuda);
+  return Gather(call, cuda).run();
 }
 
 }  // namespace overlap::binding

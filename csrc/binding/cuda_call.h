@@ -21,10 +21,6 @@ struct CudaCall {
   const plan::Plan& plan() const { return entry->plan; }
   runtime::Trace* trace() const;
 
-  // Memory of plan::buffer_elements that the call owns; undefined where the plan stages chunks in
-  // the group's window. A capture owns its memory, with which NCCL takes its plain kernels.
-  at::Tensor staging(const at::TensorOptions& options) const;
-
   cudaStream_t stream;
   std::shared_ptr<runtime::Group> group;
   std::shared_ptr<const PlanEntry> entry;
@@ -46,10 +42,6 @@ at::Tensor aligned(const at::Tensor& tensor);
 // A GEMM of input and weight; the output, which is not set yet, has the weight's N columns.
 kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
                                 const plan::Plan& plan);
-
-// The same on the SMs that the plan leaves it.
-kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
-                                const CudaCall& call);
 
 // Whether the plan's kernel takes these operands, which depends on this rank's strides alone.
 // Either way the same chunks are communicated.

@@ -56,18 +56,6 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   return group;
 }
 
-// NCCL's window kernels leave wrong elements in parts that begin between multiples of 16 bytes (NCCL
-// 2.28.9). All ranks come to the same answer.
-bool windows_take(const plan::Plan& plan) {
-  constexpr int64_t kBytes = 16;
-  for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
-    const plan::Extent extent = plan::chunk_extent(plan, chunk);
-    const int64_t element = plan::element_bytes(plan.problem.dtype);
-    if (extent.offset * element % kBytes != 0 || extent.count * element % kBytes != 0) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 runtime::Trace& cuda_trace() {
@@ -137,13 +125,6 @@ CudaCall::CudaCall(const OpCall& call)
 
 runtime::Trace* CudaCall::trace() const {
   return TraceSwitch::on() ? &cuda_trace() : nullptr;
-}
-
-at::Tensor CudaCall::staging(const at::TensorOptions& options) const {
-  if (plan().resources.window && windows_take(plan()) && !runtime::capture_id(stream).has_value()) {
-    return {};
-  }
-  return empty({plan::buffer_elements(plan())}, options);
 }
 
 bool takes_composition(const OpCall& call) {

@@ -2,10 +2,41 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/accumulate.h>
 
-#include "binding/cuda_call.h"
-#include "runtime/executor.h"
+#include "binding/cuda_operands.h"
 
 namespace overlap::binding {
+namespace {
+
+class AllToAll : public CudaOperands {
+ public:
+  AllToAll(const OpCall& call, const CudaCall& cuda)
+      : CudaOperands(call, cuda, k_contiguous(call.input)) {}
+
+  at::Tensor run() {
+    outputs_.push_back(empty({c10::sum_integers(call_.recv_rows), plan_.problem.n}, options()));
+    gemms_.push_back(gemm_params(input_, call_.weight(), plan_));
+    steps::Variant variant = {.send_rows = call_.send_rows, .receive_rows = call_.recv_rows};
+    // The kernels add no bias, the framework's GEMM does.
+    variant.kernel_takes = !call_.bias().has_value() && input_.size(0) > 0 &&
+                           kernel_takes(gemms_[0], call_.weight(), plan_);
+    runtime::Group& group = *cuda_.group;
+    if (plan::over_peers(plan_) && group.world_size() > 2) {
+      const int64_t own =
+          steps::longest_message(plan_, group.rank(), call_.send_rows, call_.recv_rows);
+      const std::lock_guard<std::mutex> lock(group.device().mutex);
+      variant.longest_message = group.longest_message(own, captured());
+    }
+    CudaOperands::run(variant);
+    return outputs_[0];
+  }
+
+  void* library(const steps::LibraryGemm& step, const void*, const void*, void* output) override {
+    library_gemm(rows(step.rows), call_.weight(), call_.bias(), output);
+    return nullptr;
+  }
+};
+
+}  // namespace
 
 at::Tensor gemm_alltoall_cuda(const OpCall& call) {
   const c10::cuda::CUDAGuard guard(call.input.device());
@@ -16,39 +47,8 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
     return gemm_alltoall_composition(call);
   }
   const CudaCall cuda(call);
-  const plan::Plan& plan = cuda.plan();
-  if (plan.schedule != plan::Schedule::kOverlapped) return gemm_alltoall_composition(call);
-  const at::TensorOptions options = call.input.options();
-  const at::Tensor input = k_contiguous(call.input);
-  const at::Tensor output = empty({c10::sum_integers(call.recv_rows), plan.problem.n}, options);
-
-  runtime::AllToAllCall all_to_all;
-  all_to_all.plan = &plan;
-  all_to_all.send_rows = call.send_rows;
-  all_to_all.receive_rows = call.recv_rows;
-  at::Tensor product;
-  all_to_all.product = [&] {
-    product = empty({input.size(0), plan.problem.n}, options);
-    return product.data_ptr();
-  };
-  all_to_all.output = output.data_ptr();
-  all_to_all.gemm = gemm_params(input, call.weight(), cuda);
-  // The kernels add no bias, the framework's GEMM does.
-  all_to_all.fast = !call.bias().has_value() && input.size(0) > 0 &&
-                    kernel_takes(all_to_all.gemm, call.weight(), plan);
-  all_to_all.library_gemm = [&](plan::Rows range, void* destination) {
-    library_gemm(input.narrow(0, range.begin, range.end - range.begin), call.weight(), call.bias(),
-                 destination);
-  };
-  all_to_all.stream = cuda.stream;
-  all_to_all.delay_us = side_delay_us();
-  all_to_all.trace = cuda.trace();
-  if (plan::over_peers(plan)) {
-    runtime::run_exchange(*cuda.group, all_to_all);
-  } else {
-    runtime::run_all_to_all(*cuda.group, all_to_all);
-  }
-  return output;
+  if (cuda.plan().schedule != plan::Schedule::kOverlapped) return gemm_alltoall_composition(call);
+  return AllToAll(call, cuda).run();
 }
 
 }  // namespace overlap::binding

@@ -47,13 +47,6 @@ kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weigh
   return params;
 }
 
-kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
-                                const CudaCall& call) {
-  kernels::GemmParams params = gemm_params(input, weight, call.plan());
-  params.ctas = std::max(1, call.group->device().sm_count() - call.plan().resources.comm_sms);
-  return params;
-}
-
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,
                   const plan::Plan& plan) {
   const bool along_k = (weight.stride(1) == 1 || weight.size(1) == 1) &&

@@ -1,147 +1,90 @@
-// gemm_allreduce and gemm_reducescatter on CUDA: look the plan up, turn tensors into plain structs,
-// hand them to the executor.
+// gemm_allreduce and gemm_reducescatter on CUDA.
 #include <c10/cuda/CUDAGuard.h>
 
-#include "binding/cuda_call.h"
-#include "runtime/executor.h"
+#include "binding/cuda_operands.h"
 
 namespace overlap::binding {
 namespace {
 
-at::Tensor run_overlapped(const OpCall& call, const CudaCall& cuda) {
-  const plan::Plan& plan = cuda.plan();
-  const at::TensorOptions options = call.input.options();
-  const at::Tensor output = empty(
-      {plan.problem.op == plan::Op::kGemmReduceScatter ? plan::part_rows(plan) : plan.problem.m,
-       plan.problem.n},
-      options);
-  const at::Tensor input = k_contiguous(call.input);
-
-  runtime::ProduceCall produce;
-  produce.plan = &plan;
-  produce.order = &cuda.entry->order;
-  produce.output = output.data_ptr();
-  produce.stream = cuda.stream;
-  produce.delay_us = side_delay_us();
-  produce.trace = cuda.trace();
-
-  const bool ring = plan::over_peers(plan);
-  at::Tensor buffer;
-  if (!ring) buffer = runtime::communicates_in_place(plan) ? output : cuda.staging(options);
-  if (buffer.defined()) produce.buffer = buffer.data_ptr();
-
-  at::Tensor bias;
-  if (call.bias().has_value()) {
-    bias = call.bias()->contiguous();
-    produce.bias = bias.const_data_ptr();
+class Reduction : public CudaOperands {
+ public:
+  Reduction(const OpCall& call, const CudaCall& cuda)
+      : CudaOperands(call, cuda, overlapped(cuda.plan()) ? k_contiguous(call.input) : call.input),
+        all_reduces_(plan_.problem.op == plan::Op::kGemmAllReduce),
+        direct_(plan_.collective == plan::Collective::kDirect) {
+    makes_product_ = direct_ || !overlapped(plan_);
   }
 
-  produce.gemm = gemm_params(input, call.weight(), cuda);
-  kernels::GemmParams probe = produce.gemm;
-  probe.output = produce.buffer != nullptr ? produce.buffer : produce.output;
-  if (ring) {
-    // From the second phase on: not every kernel adds a source.
-    probe.sources[0] = probe.output;
-  }
-  produce.signals = kernel_takes(probe, call.weight(), plan);
-  at::Tensor counters;
-  produce.counters = [&] {
-    counters = empty({plan::kMaxChunks}, options.dtype(at::kInt));
-    return counters.data_ptr<int32_t>();
-  };
-  at::Tensor rows;
-  if (ring && !produce.signals) {
-    rows = empty({plan::part_rows(plan), plan.problem.n}, options);
-    produce.library_rows = rows.data_ptr();
-    produce.library_phase = [&](plan::Rows range, const void* source, void* destination) {
-      const int64_t count = range.end - range.begin;
-      library_gemm(input.narrow(0, range.begin, count), call.weight(), {}, destination);
-      if (source == nullptr) return;
-      at::Tensor place = at::from_blob(destination, {count, plan.problem.n}, options);
-      place.add_(at::from_blob(const_cast<void*>(source), {count, plan.problem.n}, options));
-    };
-  } else if (!produce.signals) {
-    if (plan.layout == plan::Layout::kPacked) {
-      rows = empty({plan.problem.m, plan.problem.n}, options);
-      produce.library_rows = rows.data_ptr();
+  at::Tensor run() {
+    const bool adds_bias = direct_ || overlapped(plan_);  // its steps do
+    at::Tensor bias;
+    if (call_.bias().has_value() && adds_bias) {
+      bias = direct_ ? aligned(*call_.bias()) : call_.bias()->contiguous();
     }
-    produce.library_gemm = [&](plan::Rows range, void* destination) {
-      library_gemm(input.narrow(0, range.begin, range.end - range.begin), call.weight(), {},
-                   destination);
-    };
-  }
-  if (ring) {
-    runtime::run_ring(*cuda.group, produce);
-  } else {
-    runtime::run_produce(*cuda.group, produce);
-  }
-  return output;
-}
-
-at::Tensor run_direct(const OpCall& call, const CudaCall& cuda) {
-  const plan::Plan& plan = cuda.plan();
-  const bool all_reduces = plan.problem.op == plan::Op::kGemmAllReduce;
-  at::Tensor product;
-  at::Tensor output;
-  at::Tensor input;
-  at::Tensor bias;
-  runtime::ProduceCall direct;
-  direct.plan = &plan;
-  direct.order = &cuda.entry->order;
-  direct.stream = cuda.stream;
-  direct.delay_us = side_delay_us();
-  direct.trace = cuda.trace();
-  if (call.bias().has_value()) {
-    bias = aligned(*call.bias());
-    direct.bias = bias.const_data_ptr();
-  }
-  if (plan.schedule == plan::Schedule::kOverlapped || !all_reduces) {
-    const int64_t rows = all_reduces ? plan.problem.m : plan.problem.m / plan.problem.world_size;
-    output = empty({rows, plan.problem.n}, call.input.options());
-    direct.output = output.data_ptr();
-  }
-  if (plan.schedule == plan::Schedule::kOverlapped) {
-    input = k_contiguous(call.input);
-    direct.gemm = gemm_params(input, call.weight(), cuda);
-    kernels::GemmParams probe = direct.gemm;
-    probe.output = direct.output;
-    probe.mirrors[probe.num_mirrors++] = direct.output;
-    direct.signals = kernel_takes(probe, call.weight(), plan);
-  }
-  direct.library_product = [&] {
-    product = library_gemm(call.input, call.weight());
-    return product.data_ptr();
-  };
-  runtime::run_direct(*cuda.group, direct);
-  return output.defined() ? output : product;
-}
-
-at::Tensor run_sequential(const OpCall& call, const CudaCall& cuda) {
-  at::Tensor product;
-  at::Tensor output;
-  runtime::SequentialCall sequential;
-  sequential.plan = &cuda.plan();
-  sequential.gemm = [&] {
-    product = library_gemm(call.input, call.weight());
-    if (call.problem.op == plan::Op::kGemmReduceScatter) {  // behind the GEMM, which is on its way
-      output = empty({plan::part_rows(cuda.plan()), call.problem.n}, call.input.options());
-      sequential.output = output.data_ptr();
+    steps::Variant variant = {.kernel_takes = false,
+                              .bias = bias.defined(),
+                              .captured = plan_.resources.window && captured()};
+    if (overlapped(plan_)) {
+      make_output();
+      gemms_.push_back(gemm_params(input_, call_.weight(), plan_));
+      variant.kernel_takes = kernel_takes(probe(), call_.weight(), plan_);
+    } else if (direct_ && !all_reduces_) {
+      make_output();
     }
-    return product.data_ptr();
-  };
-  sequential.stream = cuda.stream;
-  sequential.trace = cuda.trace();
-  runtime::run_sequential(*cuda.group, sequential);
-  if (!output.defined()) output = product;
-  if (call.bias().has_value()) output.add_(*call.bias());
-  return output;
-}
+    CudaOperands::run(variant, bias);
+    // Of an all-reduce by the framework's GEMM, the product becomes the output.
+    const at::Tensor output = outputs_.empty() ? made_ : outputs_[0];
+    if (call_.bias().has_value() && !adds_bias) output.add_(*call_.bias());
+    return output;
+  }
+
+  void* base(steps::Buffer buffer, int32_t index) override {
+    // A sequence's is made behind the GEMM, which is on its way.
+    if (buffer == steps::Buffer::kOutput && outputs_.empty()) make_output();
+    return CudaOperands::base(buffer, index);
+  }
+
+  void* library(const steps::LibraryGemm& step, const void*, const void* adds,
+                void* output) override {
+    if (makes_product_) {
+      made_ = library_gemm(call_.input, call_.weight());
+      return made_.data_ptr();
+    }
+    library_gemm(rows(step.rows), call_.weight(), {}, output);
+    if (adds == nullptr) return nullptr;
+    const int64_t count = step.rows.end - step.rows.begin;
+    at::Tensor place = at::from_blob(output, {count, plan_.problem.n}, options());
+    place.add_(at::from_blob(const_cast<void*>(adds), {count, plan_.problem.n}, options()));
+    return nullptr;
+  }
+
+ private:
+  static bool overlapped(const plan::Plan& plan) {
+    return plan.schedule == plan::Schedule::kOverlapped;
+  }
+
+  void make_output() {
+    const int64_t rows = all_reduces_ ? plan_.problem.m : plan::part_rows(plan_);
+    outputs_.push_back(empty({rows, plan_.problem.n}, options()));
+  }
+
+  // Operands as the kernel will have them: not every one adds a source, or stores in two places.
+  kernels::GemmParams probe() const {
+    kernels::GemmParams gemm = gemms_[0];
+    gemm.output = outputs_[0].data_ptr();
+    if (plan_.collective == plan::Collective::kRing) gemm.sources[0] = gemm.output;
+    if (direct_) gemm.mirrors[gemm.num_mirrors++] = gemm.output;
+    return gemm;
+  }
+
+  const bool all_reduces_;
+  const bool direct_;
+  at::Tensor made_;  // the product, by library()
+};
 
 at::Tensor run(const OpCall& call) {
   const CudaCall cuda(call);
-  if (cuda.plan().collective == plan::Collective::kDirect) return run_direct(call, cuda);
-  return cuda.plan().schedule == plan::Schedule::kOverlapped ? run_overlapped(call, cuda)
-                                                             : run_sequential(call, cuda);
+  return Reduction(call, cuda).run();
 }
 
 }  // namespace

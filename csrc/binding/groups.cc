@@ -24,6 +24,24 @@ Registry& registry() {
 
 }  // namespace
 
+std::shared_ptr<const steps::StepList> StepLists::of(const plan::Plan& plan, int rank,
+                                                     const plan::Machine& machine,
+                                                     const steps::Variant& variant) {
+  constexpr size_t kMost = 16;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const Made& one : made_) {
+    if (one.variant == variant) return one.list;
+  }
+  Made one = {variant,
+              std::make_shared<const steps::StepList>(steps::lower(plan, rank, machine, variant))};
+  if (made_.size() < kMost) {
+    made_.push_back(one);
+  } else {
+    made_[next_++ % kMost] = one;
+  }
+  return one.list;
+}
+
 PlanEntry::PlanEntry(plan::Plan made, bool planned) : plan(std::move(made)), by_planner(planned) {
   plan::validate(plan);
   if (plan.schedule == plan::Schedule::kOverlapped) order = plan::tile_order(plan);

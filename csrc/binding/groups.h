@@ -18,6 +18,7 @@
 #include "binding/call_board.h"
 #include "plan/plan.h"
 #include "plan/planner.h"
+#include "steps/step.h"
 
 namespace overlap::runtime {
 class Group;
@@ -39,11 +40,30 @@ struct Tally {
   void count() { calls.fetch_add(1, std::memory_order_relaxed); }
 };
 
+// A plan's lists of steps on this rank, by what is this rank's own of a call: made once, but for the last few of
+// all-to-alls, whose rows change.
+class StepLists {
+ public:
+  std::shared_ptr<const steps::StepList> of(const plan::Plan& plan, int rank,
+                                            const plan::Machine& machine,
+                                            const steps::Variant& variant);
+
+ private:
+  struct Made {
+    steps::Variant variant;
+    std::shared_ptr<const steps::StepList> list;
+  };
+  std::mutex mutex_;
+  std::vector<Made> made_;
+  size_t next_ = 0;  // to be replaced, once there are kMost
+};
+
 // A valid plan with its tables, shared by all calls of one problem.
 struct PlanEntry {
   PlanEntry(plan::Plan made, bool by_planner);
   plan::Plan plan;
-  plan::TileOrder order;  // overlapped plans only
+  plan::TileOrder order;    // overlapped plans only
+  mutable StepLists lists;  // of CUDA calls
   uint64_t communication_hash = 0;
   bool by_planner = true;                     // not set by the user
   mutable std::atomic<bool> prepared{false};  // capture plans: their communicators exist

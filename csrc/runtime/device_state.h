@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <deque>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -69,9 +70,12 @@ class DeviceState {
   Event fork;
   std::array<Event, plan::kMaxLanes> join;
   Event copied;
-  Event computed;
-  std::array<Event, plan::kMaxChunks> produced;      // chunk is computed (library GEMMs)
-  std::array<Event, plan::kMaxChunks> communicated;  // chunk has travelled
+
+  // Of the steps of a call that others come behind, by number.
+  void reserve_events(size_t count) {
+    while (events_.size() < count) events_.emplace_back();
+  }
+  Event& event(int32_t number) { return events_[static_cast<size_t>(number)]; }
 
   // `stream` waits for the last op on this device, on whatever stream and group it ran: at most one
   // op of a device waits for its peers at a time. Ops in different captures, or in a capture and
@@ -103,6 +107,7 @@ class DeviceState {
   Last& last_of(std::optional<unsigned long long> capture) {
     return capture ? last_captured_ : last_;
   }
+  std::deque<Event> events_;
   Last last_;  // op outside of captures
   Last last_captured_;
   int32_t* counters_ = nullptr;

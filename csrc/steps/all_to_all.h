@@ -60,18 +60,21 @@ class AllToAllSteps {
     list_.add(Lane::kCaller, gemm);
   }
 
-  // Messages on the side lane, of what has been computed on the caller's so far. A GEMM of the plan's kernel that goes
+  // A chunk's messages on the side lane, of what has been computed on the caller's so far. A GEMM of the plan's kernel that goes
   // on beside them comes first: where NCCL's CTAs came first, each on an SM of another pair, clusters of the GEMM had
   // to wait for them, and it took 1.7 times as long.
-  void send_beside(SendReceive messages, bool gemm_first) {
+  void send_beside(int32_t chunk, SendReceive messages, bool gemm_first) {
     constexpr int32_t kGemmStartsUs = 4;
     std::vector<StepId> after = {last_on_caller()};
     if (gemm_first) {
       list_.add_held(Lane::kSide0, Delay{kGemmStartsUs}, std::move(after));
+      list_.communicates = chunk;
       list_.add(Lane::kSide0, std::move(messages));
     } else {
+      list_.communicates = chunk;
       list_.add_held(Lane::kSide0, std::move(messages), std::move(after));
     }
+    list_.communicates = -1;
   }
 
   // Memory for what is sent.

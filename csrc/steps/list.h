@@ -17,6 +17,7 @@ class List {
  public:
   StepId add(Lane lane, What what, std::vector<StepId> after = {}) {
     made.steps.push_back({lane, std::move(what), std::move(after)});
+    made.steps.back().communicates = communicates;
     last_ = static_cast<StepId>(made.steps.size()) - 1;
     return last_;
   }
@@ -55,6 +56,7 @@ class List {
   StepId last() const { return last_; }
 
   StepList made;
+  int32_t communicates = -1;  // the steps that are added
 
  private:
   StepId last_ = 0;

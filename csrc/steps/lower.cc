@@ -1,6 +1,4 @@
 // Which family a plan is of, and plans that do one thing after the other.
-#include <stdexcept>
-
 #include "steps/list.h"
 #include "steps/step.h"
 
@@ -29,7 +27,9 @@ StepList lower_one_collective(const plan::Plan& plan) {
     list.add_scratch(Buffer::kProduct, elements * plan::element_bytes(problem.dtype));
   }
   if (!gathers) list.add_unchained(Lane::kCaller, gemm);
+  list.communicates = 0;
   list.add(Lane::kCaller, collective);
+  list.communicates = -1;
   if (gathers) list.add_unchained(Lane::kCaller, gemm);
   return std::move(list.made);
 }
@@ -55,7 +55,9 @@ StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank) {
   }
   List list;
   list.add_slot(plan::peer_slot_bytes(plan));
+  list.communicates = 0;
   list.add(Lane::kCaller, gather);
+  list.communicates = -1;
   list.add(Lane::kCaller,
            LibraryGemm{
                LibraryGemm::kAllWeights, {0, problem.m}, {Buffer::kGathered}, {{Buffer::kOutput}}});
@@ -84,14 +86,10 @@ bool communicates_in_place(const plan::Plan& plan) {
          !plan.resources.window;
 }
 
-bool lowers(const plan::Plan& plan) {
-  const bool ring = plan.collective == plan::Collective::kRing;
-  return !ring || plan.problem.op != plan::Op::kGemmAllReduce || plan::ring_collects(plan);
-}
+namespace {
 
-StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-               const Variant& variant) {
-  if (!lowers(plan)) throw std::invalid_argument("no steps for " + plan.to_string());
+StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                      const Variant& variant) {
   const plan::Op op = plan.problem.op;
   if (op == plan::Op::kGemmAllToAll) {
     return plan::over_peers(plan) ? lower_all_to_all_over_peers(plan, rank, machine, variant)
@@ -104,6 +102,25 @@ StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machin
   if (op == plan::Op::kAllGatherGemm) return lower_consume(plan, rank, machine, variant);
   if (plan.collective == plan::Collective::kRing) return lower_ring(plan, rank, machine, variant);
   return lower_produce(plan, rank, machine, variant);
+}
+
+void number_events(StepList& list) {
+  for (const Step& step : list.steps) {
+    for (const StepId id : step.after) list.steps[static_cast<size_t>(id)].event = 0;
+  }
+  for (Step& step : list.steps) {
+    if (step.event == 0) step.event = list.events++;
+  }
+}
+
+}  // namespace
+
+StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+               const Variant& variant) {
+  StepList list = lower_family(plan, rank, machine, variant);
+  number_events(list);
+  list.communication = plan::communication_hash(plan);
+  return list;
 }
 
 }  // namespace overlap::steps

@@ -36,6 +36,7 @@ class AllToAll : AllToAllSteps {
       compute_beside(rounds);
     } else {
       begin_with_all();
+      list_.communicates = 0;
       list_.add_held(Lane::kCaller, exchange(0, true, true));
     }
     return std::move(list_.made);
@@ -48,12 +49,12 @@ class AllToAll : AllToAllSteps {
       for (int32_t peer = 0; peer < ranks_; ++peer) {
         if (peer != rank_ && takes_part(send_rows(peer), round, false)) compute_piece(peer, round);
       }
-      send_beside(exchange(round, false, false), variant_.kernel_takes);
+      send_beside(round, exchange(round, false, false), variant_.kernel_takes);
     }
     for (int32_t peer = 0; peer < ranks_; ++peer) {
       if (peer != rank_) compute_piece(peer, pieces(send_rows(peer)) - 1);
     }
-    send_beside(exchange(rounds - 1, true, false), variant_.kernel_takes);
+    send_beside(rounds - 1, exchange(rounds - 1, true, false), variant_.kernel_takes);
     compute_own();
     list_.add(Lane::kCaller, Join{});
   }

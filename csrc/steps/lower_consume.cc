@@ -57,8 +57,10 @@ class Consume {
     }
     if (peers_) list_.add(Lane::kSide0, WaitForSlots{});
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      list_.communicates = chunk;
       communicated_.push_back(peers_ ? push(chunk) : gather(chunk));
     }
+    list_.communicates = -1;
     for (int32_t chunk = 0; chunk < chunks_ && !awaits_; ++chunk) compute(chunk + 1);
     if (!carried) copy_gathered();
     list_.add(Lane::kCaller, Join{});

@@ -47,6 +47,7 @@ class Direct {
         send();
       }
     }
+    list_.communicates = 0;
     if (low_latency) {
       list_.add_held(Lane::kCaller,
                      LowLatency{in_pieces, variant_.bias, bytes_, {Buffer::kProduct}, output()});

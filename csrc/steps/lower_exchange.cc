@@ -44,7 +44,7 @@ class Exchange : AllToAllSteps {
       list_.add(Lane::kCaller, WaitForSlots{});
       compute_and_send();
     }
-    if (calls_nccl_) send_beside(long_messages(), stores_);
+    if (calls_nccl_) send_beside(0, long_messages(), stores_);
     if (stores_) {
       // Beside NCCL on the SMs that the plan leaves.
       compute(rank_, output_of(rank_),
@@ -118,6 +118,7 @@ class Exchange : AllToAllSteps {
       }
       step.messages.push_back(messages);
     }
+    list_.communicates = 0;
     list_.add_held(Lane::kCaller, step);
   }
 

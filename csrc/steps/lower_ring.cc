@@ -25,14 +25,17 @@ class Ring {
     list_.made.chunks = static_cast<int32_t>(plan_.chunks.size());
     list_.add_slot(plan::peer_slot_bytes(plan_), sends_on_ || ranks_ == 2);
     list_.add(Lane::kCaller, WaitForSlots{});
+    list_.communicates = 0;
     if (variant_.kernel_takes) {
       launch();
     } else {
       list_.add_scratch(Buffer::kPartial, part_bytes_);
       for (int32_t phase = 0; phase < ranks_; ++phase) compute_by_library(phase);
       if (sends_on_) collect();
+      list_.communicates = -1;
       list_.add(Lane::kCaller, EndCall{});
     }
+    list_.communicates = -1;
     if (variant_.bias) {
       const int64_t rows = sends_on_ ? plan_.problem.m : part_rows_;
       list_.add(Lane::kCaller, AddBias{{Buffer::kOutput}, {Buffer::kOutput}, rows, 0});
@@ -102,10 +105,12 @@ class Ring {
     const Target target = this->target(phase);
     const Where place = last ? target.where : Where{Buffer::kPartial};
     const int64_t row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
+    list_.communicates = -1;
     list_.add(Lane::kCaller, LibraryGemm{0,
                                          {part * part_rows_, (part + 1) * part_rows_},
                                          {Buffer::kInput, part * part_rows_ * row_bytes},
                                          {place, target.adds}});
+    list_.communicates = 0;
     if (last) return;
     list_.add(Lane::kCaller, Copy{place, target.where, part_bytes_});
     list_.add(Lane::kCaller, MeetTiles{phase * part_tiles_, phase * part_tiles_, part_tiles_, 1});

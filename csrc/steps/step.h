@@ -268,6 +268,10 @@ struct Step {
   bool unchained = false;
   // Begins a chunk's communication: tests hold the lane in front of it, or behind a GEMM that communicates itself.
   bool held = false;
+  // The chunk that the step is communication of, or -1: what a timeline shows as such.
+  int32_t communicates = -1;
+  // Of those that steps of other lanes wait for, in the list's order: which; or -1.
+  int32_t event = -1;
 };
 
 // NCCL's of a group, by CTA limit and lane.
@@ -289,6 +293,8 @@ struct StepList {
   std::vector<Step> steps;
   std::vector<plan::TileOrder> orders;  // that steps name
   int32_t chunks = 1;                   // for the watchdog
+  int32_t events = 0;                   // steps that steps of other lanes wait for
+  uint64_t communication = 0;           // plan::communication_hash
   int32_t counters = 0;                 // of finished tiles, zero at first, one for each chunk
   std::vector<Scratch> scratch;
   // What all ranks make, or find made, before the first step:
@@ -303,6 +309,8 @@ struct StepList {
 struct Weight {
   int64_t columns = 0;
   bool kernel_takes = true;
+
+  friend bool operator==(const Weight&, const Weight&) = default;
 };
 
 // What of a rank's call is its own: it changes steps of this rank alone, and no communication.
@@ -318,15 +326,13 @@ struct Variant {
   std::vector<int64_t> send_rows = {};
   std::vector<int64_t> receive_rows = {};
   int64_t longest_message = 0;
+
+  friend bool operator==(const Variant&, const Variant&) = default;
 };
 
-// The steps of a plan on a rank of this machine; of an all-to-all those of one call's rows. Throws
-// std::invalid_argument for plans that have no list. The plan must be valid.
+// The steps of a plan on a rank of this machine; of an all-to-all those of one call's rows. The plan must be valid.
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant);
-
-// Whether lower takes such a plan: all but rings whose final rows travel in chunks.
-bool lowers(const plan::Plan& plan);
 
 // Whether the plan's chunks can be staged in a window: NCCL's window kernels leave wrong elements in parts that begin
 // between multiples of 16 bytes (NCCL 2.28.9).

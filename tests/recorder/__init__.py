@@ -1,4 +1,4 @@
-"""What the executors enqueue, without a GPU: csrc/runtime and csrc/plan, unchanged, over fakes of CUDA, NCCL and the kernels.
+"""What the executor enqueues, without a GPU: csrc/runtime, csrc/steps and csrc/plan over fakes of CUDA, NCCL and the kernels.
 
 `build` makes the program, `record` runs all its cases, and `differences` holds them against what was pinned:
 
@@ -195,7 +195,7 @@ def diff(old: str, new: str, old_name: str, new_name: str) -> str:
 
 
 def checkout(revision: str) -> Path:
-    """A folder with csrc/ as of a commit, and this tree's recorder and build, and the steps that the recorder replays."""
+    """A folder with csrc/ as of a commit, and this tree's recorder and build."""
     tree = ROOT / "build/recorder-of" / revision.replace("/", "-")
     shutil.rmtree(tree / "csrc", ignore_errors=True)
     for name in ("tools", "tests/recorder"):
@@ -208,8 +208,6 @@ def checkout(revision: str) -> Path:
         tarfile.open(fileobj=process.stdout, mode="r|") as tar,
     ):
         tar.extractall(tree, filter="data")
-    shutil.rmtree(tree / "csrc/steps", ignore_errors=True)
-    shutil.copytree(ROOT / "csrc/steps", tree / "csrc/steps")
     return tree
 
 

@@ -2,9 +2,6 @@
 //                           a line "FAMILY<tab>NAME<tab>bytes<tab>bytes", and so many bytes of each
 // recorder show NAME        one case, its machine and plans in front; with --canonical its canonical form
 // recorder list             the names of all cases
-// recorder steps            whether the calls of lists of steps are the executors': a line "differs<tab>NAME" for each case
-//                           where they are not, and for each family "FAMILY<tab>compared<tab>traced<tab>without lists",
-//                           how many cases have been compared, or why not
 // recorder lower NAME       the list of steps of a case's first call, and a line with the same as JSON
 // recorder self-check       whether the record itself finds what it is there to find
 // recorder history-check    whether ranks that make other calls find that out
@@ -13,7 +10,6 @@
 // A case's name is its family and its name in it, as `list` prints them.
 #include <cstdio>
 #include <cstring>
-#include <map>
 
 #include "grid.h"
 #include "history_check.h"
@@ -65,43 +61,14 @@ int list() {
   return 0;
 }
 
-int steps() {
-  struct Counts {
-    int compared = 0;
-    int traced = 0;
-    int without = 0;
-  };
-  std::map<std::string, Counts> families;
-  bool same = true;
-  recorder::visit_grid([&](const Case& one) {
-    Counts& counts = families[one.family];
-    const recorder::Steps has = recorder::has_steps(one);
-    if (has != recorder::Steps::kSome) {
-      ++(has == recorder::Steps::kTraced ? counts.traced : counts.without);
-      return;
-    }
-    ++counts.compared;
-    const recorder::Recording made = recorder::run(one, true);
-    if (made.text == recorder::run(one).text && made.violations.empty()) return;
-    same = false;
-    write(cat("differs\t", recorder::full_name(one), "\n"));
-  });
-  for (const auto& [family, counts] : families) {
-    write(cat(family, "\t", counts.compared, "\t", counts.traced, "\t", counts.without, "\n"));
-  }
-  return same ? 0 : 1;
-}
-
 int lower(const std::string& name) {
   int found = 0;
   recorder::visit_grid([&](const Case& one) {
-    if (recorder::full_name(one) != name || recorder::has_steps(one) != recorder::Steps::kSome ||
-        found++ > 0)
-      return;
+    if (recorder::full_name(one) != name || found++ > 0) return;
     const overlap::steps::StepList list = recorder::lowered(one);
     write(overlap::steps::to_string(list) + overlap::steps::to_json(list) + "\n");
   });
-  if (found == 0) std::fprintf(stderr, "no case '%s' with a list of steps\n", name.c_str());
+  if (found == 0) std::fprintf(stderr, "no case '%s' \n", name.c_str());
   return found > 0 ? 0 : 1;
 }
 
@@ -125,7 +92,6 @@ int main(int count, char** words) {
   const std::string command = count > 1 ? words[1] : "";
   if (command == "grid" && count == 2) return grid();
   if (command == "list" && count == 2) return list();
-  if (command == "steps" && count == 2) return steps();
   if (command == "self-check" && count == 2) return say(recorder::self_check());
   if (command == "history-check" && count == 2) return say(recorder::history_check());
   if (command == "bench" && count == 2) return bench();
@@ -135,7 +101,7 @@ int main(int count, char** words) {
     return show(words[2], true);
   }
   std::fprintf(stderr,
-               "recorder grid | list | steps | self-check | history-check | bench | lower NAME | "
+               "recorder grid | list | self-check | history-check | bench | lower NAME | "
                "show NAME [--canonical]\n");
   return 2;
 }

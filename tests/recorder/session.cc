@@ -2,16 +2,16 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <new>
 #include <numeric>
 
 #include "plan/planner.h"
 #include "record.h"
-#include "replay.h"
 #include "runtime/error.h"
-#include "runtime/executor.h"
 #include "runtime/group.h"
+#include "runtime/run.h"
 #include "runtime/trace.h"
 
 namespace recorder {
@@ -20,6 +20,8 @@ namespace {
 namespace plan = overlap::plan;
 namespace kernels = overlap::kernels;
 namespace runtime = overlap::runtime;
+namespace steps = overlap::steps;
+using steps::Buffer;
 
 const kernels::WaitReport* group_report = nullptr;
 
@@ -66,30 +68,175 @@ bool takes(const Call& call, size_t weight = 0) {
   return call.plan.kernel != plan::Kernel::kLibrary && call.operands.takes.at(weight);
 }
 
-// Registered windows take parts between multiples of 16 bytes, and no captures.
-bool in_window(const Call& call) {
-  constexpr int64_t kBytes = 16;
-  const plan::Plan& plan = call.plan;
-  if (!plan.resources.window || call.mode.captured) return false;
-  const int64_t element = plan::element_bytes(plan.problem.dtype);
-  for (int chunk = 0; chunk < static_cast<int>(plan.chunks.size()); ++chunk) {
-    const plan::Extent extent = plan::chunk_extent(plan, chunk);
-    if (extent.offset * element % kBytes != 0 || extent.count * element % kBytes != 0) {
-      return false;
+// A call's memory and the framework's GEMM, as the bindings have them.
+class CallOperands : public runtime::Operands {
+ public:
+  CallOperands(const Call& call, const steps::StepList& list, cudaStream_t stream)
+      : call_(call), plan_(call.plan), list_(list), stream_(stream) {
+    for (size_t weight = 0; weight < call.operands.takes.size(); ++weight) {
+      const plan::Problem& problem = plan_.problem;
+      kernels::GemmParams gemm;
+      gemm.n = columns_of(call, weight);
+      gemm.k = problem.k;
+      gemm.dtype = problem.dtype;
+      gemm.input_stride = problem.k;
+      gemm.weight = tensor(gathers() ? cat("weight", weight) : "weight", gemm.n, problem.k);
+      gemm.weight_stride = problem.k;
+      gemm.output_stride = gemm.n;
+      gemm.layout = plan_.layout;
+      gemm.smem_pad_bytes = plan_.resources.smem_pad_bytes;
+      gemms_.push_back(gemm);
     }
   }
-  return true;
-}
 
-// A timeline is recorded by the executors alone.
-bool has_list(const Call& call) {
-  return overlap::steps::lowers(call.plan) && !call.mode.traced;
-}
+  // The plan's are those of all weights; the last one has what is left.
+  static int64_t columns_of(const Call& call, size_t weight) {
+    constexpr int64_t kAlignment = 8;
+    const int64_t n = call.plan.problem.n;
+    const auto weights = static_cast<int64_t>(call.operands.takes.size());
+    const int64_t most = n / weights / kAlignment * kAlignment;
+    const auto index = static_cast<int64_t>(weight);
+    return index + 1 < weights ? most : n - index * most;
+  }
+
+  void* base(Buffer buffer, int32_t index) override {
+    char*& memory = memory_[{buffer, index}];
+    if (memory == nullptr) memory = make(buffer, index);
+    return memory;
+  }
+
+  const kernels::GemmParams& gemm(int32_t weight) override {
+    return gemms_.at(static_cast<size_t>(weight));
+  }
+
+  void* library(const steps::LibraryGemm& step, const void* input, const void* adds,
+                void* output) override {
+    const plan::Problem& problem = plan_.problem;
+    if (step.weight == steps::LibraryGemm::kAllWeights) {
+      expect(step.input == steps::Where{Buffer::kGathered}, "input");
+      for (size_t weight = 0; weight < gemms_.size(); ++weight) {
+        enqueue(cat(" of weight", weight), step.rows, input, nullptr);
+      }
+      return nullptr;
+    }
+    const int64_t element = plan::element_bytes(problem.dtype);
+    if (gathers()) {
+      const int64_t row_bytes = gemms_.at(static_cast<size_t>(step.weight)).n * element;
+      const steps::Where place = {Buffer::kOutput, step.rows.begin * row_bytes, step.weight};
+      expect(step.output.where == place, "output");
+      enqueue(cat(" of weight", step.weight), step.rows, input, nullptr);
+      return nullptr;
+    }
+    const steps::Where rows = {Buffer::kInput, step.rows.begin * problem.k * element};
+    expect(step.input == rows, "input");
+    if (!makes_product()) {
+      enqueue(adds == nullptr ? "" : " plus", step.rows, adds, output);
+      return nullptr;
+    }
+    expect(step.rows.begin == 0 && step.rows.end == problem.m, "number of rows");
+    void* const product = tensor("product", problem.m, problem.n);
+    enqueue("", step.rows, nullptr, product);
+    return product;
+  }
+
+  int32_t* counters() override {
+    return static_cast<int32_t*>(record().allocate("captured counters", 4 * plan::kMaxChunks));
+  }
+
+ private:
+  bool gathers() const { return plan_.problem.op == plan::Op::kAllGatherGemm; }
+  bool exchanges() const { return plan_.problem.op == plan::Op::kGemmAllToAll; }
+  // Whether the framework's GEMM makes the memory of its product.
+  bool makes_product() const {
+    return !exchanges() && (plan_.schedule == plan::Schedule::kSequential ||
+                            plan_.collective == plan::Collective::kDirect);
+  }
+
+  static void expect(bool holds, const char* what) {
+    if (!holds) record().violation(cat("a step of the framework's GEMM has another ", what));
+  }
+
+  static int64_t sum(const std::vector<int64_t>& rows) {
+    return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  }
+
+  char* tensor(const std::string& name, int64_t rows, int64_t columns) const {
+    if (!record().on) return reinterpret_cast<char*>(uintptr_t{1} << 40);  // nobody looks
+    const int64_t bytes = rows * columns * plan::element_bytes(plan_.problem.dtype);
+    return static_cast<char*>(record().allocate(name, bytes));
+  }
+
+  // Memory that a list names among what the call makes, of as many bytes.
+  char* scratch(Buffer buffer, const std::string& name, int64_t rows, int64_t columns) const {
+    const int64_t bytes = rows * columns * plan::element_bytes(plan_.problem.dtype);
+    const bool named = std::any_of(
+        list_.scratch.begin(), list_.scratch.end(),
+        [&](const steps::Scratch& one) { return one.buffer == buffer && one.bytes == bytes; });
+    if (!named) record().violation(cat("the list does not hold a ", name, " of ", bytes, " bytes"));
+    return tensor(name, rows, columns);
+  }
+
+  char* make(Buffer buffer, int32_t index) const {
+    const plan::Problem& problem = plan_.problem;
+    const recorder::Operands& operands = call_.operands;
+    const bool sequential = plan_.schedule == plan::Schedule::kSequential;
+    switch (buffer) {
+      case Buffer::kInput:
+        return tensor("input",
+                      gathers()     ? plan::part_rows(plan_)
+                      : exchanges() ? sum(operands.send_rows)
+                                    : problem.m,
+                      problem.k);
+      case Buffer::kOutput:
+        if (gathers() && sequential) return nullptr;  // the framework's GEMM makes them
+        if (gathers()) {
+          const auto weight = static_cast<size_t>(index);
+          return tensor(cat("output", index), problem.m, columns_of(call_, weight));
+        }
+        if (exchanges()) return tensor("output", sum(operands.receive_rows), problem.n);
+        return tensor(
+            "output",
+            problem.op == plan::Op::kGemmReduceScatter ? problem.m / problem.world_size : problem.m,
+            problem.n);
+      case Buffer::kGathered:
+        return tensor("gathered", problem.m, problem.k);
+      case Buffer::kStaging:
+        return scratch(buffer, "staging", 1, plan::buffer_elements(plan_));
+      case Buffer::kProduct:
+        if (makes_product()) return nullptr;
+        if (exchanges()) return scratch(buffer, "product", sum(operands.send_rows), problem.n);
+        return scratch(buffer, "rows", problem.m, problem.n);
+      case Buffer::kPartial:
+        return scratch(buffer, "rows", plan::part_rows(plan_), problem.n);
+      default:
+        record().violation(cat("a step names the ", steps::name(buffer), ", which no call has"));
+        return nullptr;
+    }
+  }
+
+  // The framework's GEMM, on the caller's stream.
+  void enqueue(const std::string& what, plan::Rows rows, const void* from, const void* to) const {
+    if (!record().on) return;
+    if (record().library_gemms == 0) throw std::bad_alloc();
+    if (record().library_gemms > 0) --record().library_gemms;
+    std::string text = cat("library gemm", what, " rows ", rows.begin, " to ", rows.end);
+    if (from != nullptr) text += cat(", ", at(from));
+    if (to != nullptr) text += cat(" -> ", at(to));
+    record().operation(stream_, text);
+  }
+
+  const Call& call_;
+  const plan::Plan& plan_;
+  const steps::StepList& list_;
+  const cudaStream_t stream_;
+  std::vector<kernels::GemmParams> gemms_;
+  std::map<std::pair<Buffer, int32_t>, char*> memory_;
+};
 
 // One case's group, and calls on it with the operands and the memory that the bindings give them.
 class Session {
  public:
-  explicit Session(const Case& one, bool from_steps = false) : from_steps_(from_steps) {
+  explicit Session(const Case& one) {
     record().begin_case(one.world, one.rank);
     set_link(one.link);
     group_ = make_group(one);
@@ -114,246 +261,55 @@ class Session {
     return call.mode.other_stream ? other_caller_ : caller_;
   }
 
-  void run(const Call& call) {
+  // The list of a call, as the bindings make it.
+  steps::StepList lower(const Call& call) const {
     const plan::Plan& plan = call.plan;
-    const plan::Op op = plan.problem.op;
-    if (op == plan::Op::kGemmAllToAll) {
-      all_to_all(call);
-    } else if (plan.collective == plan::Collective::kDirect) {
-      direct(call);
-    } else if (plan.schedule == plan::Schedule::kSequential) {
-      sequential(call);
-    } else if (op == plan::Op::kAllGatherGemm) {
-      consume(call);
-    } else {
-      produce(call);
+    const Operands& operands = call.operands;
+    steps::Variant variant = {.kernel_takes = takes(call),
+                              .bias = operands.bias,
+                              .captured = call.mode.captured,
+                              .send_rows = operands.send_rows,
+                              .receive_rows = operands.receive_rows};
+    // The kernels add no bias, the framework's GEMM does.
+    if (plan.problem.op == plan::Op::kAllGatherGemm) {
+      for (size_t weight = 0; weight < operands.takes.size(); ++weight) {
+        variant.weights.push_back(
+            {CallOperands::columns_of(call, weight), takes(call, weight) && !operands.bias});
+      }
     }
+    if (plan.problem.op == plan::Op::kGemmAllToAll) {
+      const bool some = std::any_of(operands.send_rows.begin(), operands.send_rows.end(),
+                                    [](int64_t rows) { return rows > 0; });
+      variant.kernel_takes = takes(call) && !operands.bias && some;
+      if (plan::over_peers(plan) && group_->world_size() > 2) {
+        variant.longest_message = group_->longest_message(
+            steps::longest_message(plan, group_->rank(), operands.send_rows, operands.receive_rows),
+            call.mode.captured);
+      }
+    }
+    return steps::lower(plan, group_->rank(), group_->machine(), variant);
+  }
+
+  void run(const Call& call) { run(call, lower(call)); }
+
+  void run(const Call& call, const steps::StepList& list) {
+    const cudaStream_t stream = stream_of(call);
+    CallOperands operands(call, list, stream);
+    const char* const bias =
+        call.operands.bias && record().on
+            ? static_cast<const char*>(record().allocate(
+                  "bias", call.plan.problem.n * plan::element_bytes(call.plan.problem.dtype)))
+            : nullptr;
+    runtime::run(*group_, {.plan = &call.plan,
+                           .list = &list,
+                           .operands = &operands,
+                           .bias = bias,
+                           .stream = stream,
+                           .trace = call.mode.traced ? &trace_ : nullptr,
+                           .delay_us = call.mode.delay_us});
   }
 
  private:
-  // A tensor of a call.
-  static char* tensor(const Call& call, const std::string& name, int64_t rows, int64_t columns) {
-    if (!record().on) return reinterpret_cast<char*>(uintptr_t{1} << 40);  // nobody looks
-    const int64_t bytes = rows * columns * plan::element_bytes(call.plan.problem.dtype);
-    return static_cast<char*>(record().allocate(name, bytes));
-  }
-
-  template <typename RuntimeCall>
-  void set_common(const Call& call, RuntimeCall& made) {
-    made.plan = &call.plan;
-    made.stream = stream_of(call);
-    made.trace = call.mode.traced ? &trace_ : nullptr;
-  }
-
-  kernels::GemmParams gemm(const Call& call, int64_t rows, int64_t columns, const void* input,
-                           const std::string& weight) const {
-    const plan::Problem& problem = call.plan.problem;
-    kernels::GemmParams params;
-    params.m = rows;
-    params.n = columns;
-    params.k = problem.k;
-    params.dtype = problem.dtype;
-    params.input = input;
-    params.input_stride = problem.k;
-    params.weight = tensor(call, weight, columns, problem.k);
-    params.weight_stride = problem.k;
-    params.output_stride = columns;
-    params.layout = call.plan.layout;
-    params.smem_pad_bytes = call.plan.resources.smem_pad_bytes;
-    params.ctas = std::max(1, group_->device().sm_count() - call.plan.resources.comm_sms);
-    return params;
-  }
-
-  static void* staging(const Call& call) {
-    return in_window(call) ? nullptr : tensor(call, "staging", 1, plan::buffer_elements(call.plan));
-  }
-
-  static const void* bias(const Call& call) {
-    return call.operands.bias ? tensor(call, "bias", 1, call.plan.problem.n) : nullptr;
-  }
-
-  // The framework's GEMM, which the bindings enqueue on the caller's stream.
-  static void library(cudaStream_t stream, const char* what, plan::Rows rows, const void* from,
-                      const void* to) {
-    if (!record().on) return;
-    if (record().library_gemms == 0) throw std::bad_alloc();
-    if (record().library_gemms > 0) --record().library_gemms;
-    std::string text = cat("library gemm", what, " rows ", rows.begin, " to ", rows.end);
-    if (from != nullptr) text += cat(", ", at(from));
-    if (to != nullptr) text += cat(" -> ", at(to));
-    record().operation(stream, text);
-  }
-
-  // An all-reduce or a reduce-scatter, chunk by chunk or as a ring.
-  void produce(const Call& call) {
-    const plan::Plan& plan = call.plan;
-    const plan::Problem& problem = plan.problem;
-    const plan::TileOrder order = plan::tile_order(plan);
-    const bool ring = plan::over_peers(plan);
-    const bool scatters = problem.op == plan::Op::kGemmReduceScatter;
-    runtime::ProduceCall made;
-    set_common(call, made);
-    made.order = &order;
-    made.delay_us = call.mode.delay_us;
-    made.output = tensor(call, "output", scatters ? plan::part_rows(plan) : problem.m, problem.n);
-    if (!ring) {
-      made.buffer = runtime::communicates_in_place(plan) ? made.output : staging(call);
-    }
-    made.bias = bias(call);
-    const char* input = tensor(call, "input", problem.m, problem.k);
-    made.gemm = gemm(call, problem.m, problem.n, input, "weight");
-    made.signals = takes(call);
-    made.counters = [&] {
-      return static_cast<int32_t*>(record().allocate("captured counters", 4 * plan::kMaxChunks));
-    };
-    const cudaStream_t stream = made.stream;
-    if (!made.signals) {
-      if (ring || plan.layout == plan::Layout::kPacked) {
-        const int64_t rows = ring ? plan::part_rows(plan) : problem.m;
-        made.library_rows = tensor(call, "rows", rows, problem.n);
-      }
-      made.library_gemm = [stream](plan::Rows rows, void* destination) {
-        library(stream, "", rows, nullptr, destination);
-      };
-      made.library_phase = [stream](plan::Rows rows, const void* source, void* destination) {
-        library(stream, source == nullptr ? "" : " plus", rows, source, destination);
-      };
-    }
-    if (from_steps_ && has_list(call)) {
-      replay(*group_, made);
-    } else if (ring) {
-      runtime::run_ring(*group_, made);
-    } else {
-      runtime::run_produce(*group_, made);
-    }
-  }
-
-  void direct(const Call& call) {
-    const plan::Plan& plan = call.plan;
-    const plan::Problem& problem = plan.problem;
-    const plan::TileOrder order = plan::tile_order(plan);
-    const bool all_reduces = problem.op == plan::Op::kGemmAllReduce;
-    const bool overlapped = plan.schedule == plan::Schedule::kOverlapped;
-    runtime::ProduceCall made;
-    set_common(call, made);
-    made.order = &order;
-    made.delay_us = call.mode.delay_us;
-    made.bias = bias(call);
-    if (overlapped || !all_reduces) {
-      const int64_t rows = all_reduces ? problem.m : problem.m / problem.world_size;
-      made.output = tensor(call, "output", rows, problem.n);
-    }
-    if (overlapped) {
-      const char* input = tensor(call, "input", problem.m, problem.k);
-      made.gemm = gemm(call, problem.m, problem.n, input, "weight");
-      made.signals = takes(call);
-    }
-    made.library_product = [&call, &problem, stream = made.stream]() -> void* {
-      void* product = tensor(call, "product", problem.m, problem.n);
-      library(stream, "", {0, problem.m}, nullptr, product);
-      return product;
-    };
-    if (from_steps_ && has_list(call)) {
-      replay(*group_, made);
-    } else {
-      runtime::run_direct(*group_, made);
-    }
-  }
-
-  void consume(const Call& call) {
-    const plan::Plan& plan = call.plan;
-    const plan::Problem& problem = plan.problem;
-    runtime::ConsumeCall made;
-    set_common(call, made);
-    made.delay_us = call.mode.delay_us;
-    made.input = tensor(call, "input", plan::part_rows(plan), problem.k);
-    made.gathered = tensor(call, "gathered", problem.m, problem.k);
-    if (!plan::over_peers(plan)) made.buffer = staging(call);
-    // The plan's columns are those of all weights; the last one has what is left.
-    constexpr int64_t kAlignment = 8;
-    const auto weights = static_cast<int64_t>(call.operands.takes.size());
-    const int64_t most = problem.n / weights / kAlignment * kAlignment;
-    for (int64_t i = 0; i < weights; ++i) {
-      const int64_t columns = i + 1 < weights ? most : problem.n - i * most;
-      runtime::ConsumeCall::Gemm one;
-      one.params = gemm(call, problem.m, columns, made.input, cat("weight", i));
-      one.params.output = tensor(call, cat("output", i), problem.m, columns);
-      one.fast = takes(call, static_cast<size_t>(i)) && !call.operands.bias;
-      made.gemms.push_back(one);
-    }
-    made.library_gemm = [stream = made.stream](size_t weight, const void* input, plan::Rows rows) {
-      library(stream, cat(" of weight", weight).c_str(), rows, input, nullptr);
-    };
-    if (from_steps_ && has_list(call)) {
-      replay(*group_, made);
-    } else {
-      runtime::run_consume(*group_, made);
-    }
-  }
-
-  void all_to_all(const Call& call) {
-    const plan::Plan& plan = call.plan;
-    const plan::Problem& problem = plan.problem;
-    const Operands& operands = call.operands;
-    const auto sum = [](const std::vector<int64_t>& rows) {
-      return std::accumulate(rows.begin(), rows.end(), int64_t{0});
-    };
-    const int64_t sent = sum(operands.send_rows);
-    runtime::AllToAllCall made;
-    set_common(call, made);
-    made.delay_us = call.mode.delay_us;
-    made.send_rows = operands.send_rows;
-    made.receive_rows = operands.receive_rows;
-    made.product = [&call, sent, &problem]() -> void* {
-      return tensor(call, "product", sent, problem.n);
-    };
-    made.output = tensor(call, "output", sum(operands.receive_rows), problem.n);
-    made.gemm = gemm(call, sent, problem.n, tensor(call, "input", sent, problem.k), "weight");
-    made.fast = takes(call) && !operands.bias && sent > 0;
-    made.library_gemm = [stream = made.stream](plan::Rows rows, void* destination) {
-      if (rows.begin < rows.end) library(stream, "", rows, nullptr, destination);
-    };
-    if (from_steps_ && has_list(call)) {
-      replay(*group_, made);
-    } else if (plan::over_peers(plan)) {
-      runtime::run_exchange(*group_, made);
-    } else {
-      runtime::run_all_to_all(*group_, made);
-    }
-  }
-
-  void sequential(const Call& call) {
-    const plan::Plan& plan = call.plan;
-    const plan::Problem& problem = plan.problem;
-    const bool gathers = problem.op == plan::Op::kAllGatherGemm;
-    runtime::SequentialCall made;
-    set_common(call, made);
-    if (gathers) {
-      made.input = tensor(call, "input", plan::part_rows(plan), problem.k);
-      made.output = tensor(call, "gathered", problem.m, problem.k);
-    }
-    made.gemm = [&]() -> void* {
-      if (gathers) {
-        for (size_t i = 0; i < call.operands.takes.size(); ++i) {
-          library(made.stream, cat(" of weight", i).c_str(), {0, problem.m}, made.output, nullptr);
-        }
-        return nullptr;
-      }
-      void* product = tensor(call, "product", problem.m, problem.n);
-      library(made.stream, "", {0, problem.m}, nullptr, product);
-      if (problem.op == plan::Op::kGemmReduceScatter) {
-        made.output = tensor(call, "output", plan::part_rows(plan), problem.n);
-      }
-      return product;
-    };
-    if (from_steps_ && has_list(call)) {
-      replay(*group_, made);
-    } else {
-      runtime::run_sequential(*group_, made);
-    }
-  }
-
-  bool from_steps_ = false;  // calls that have lists of steps are made from these
   runtime::Trace trace_;
   std::unique_ptr<runtime::Group> group_;
   cudaStream_t caller_ = nullptr;
@@ -370,25 +326,14 @@ std::string full_name(const Case& one) {
   return cat(one.family, ": ", one.name);
 }
 
-Steps has_steps(const Case& one) {
-  bool lowers = false;
-  for (const Call& call : one.calls) {
-    if (has_list(call)) return Steps::kSome;
-    lowers = lowers || overlap::steps::lowers(call.plan);
-  }
-  return lowers ? Steps::kTraced : Steps::kNone;
+steps::StepList lowered(const Case& one) {
+  return Session(one).lower(one.calls.at(0));
 }
 
-overlap::steps::StepList lowered(const Case& one) {
-  Session session(one, true);
-  session.run(one.calls.at(0));
-  return last_list();
-}
-
-Recording run(const Case& one, bool from_steps) {
+Recording run(const Case& one) {
   Recording result;
   {
-    Session session(one, from_steps);
+    Session session(one);
     Record& to = record();
     for (size_t i = 0; i < one.calls.size(); ++i) {
       const Call& call = one.calls[i];
@@ -431,11 +376,19 @@ double host_us(const Case& one, int calls, int repeats) {
   Session session(one);
   const Call& call = one.calls.at(0);
   session.run(call);  // makes what calls use
+  const steps::StepList list = session.lower(call);
+  const bool kept = call.plan.problem.op != plan::Op::kGemmAllToAll;  // whose rows change
   record().on = false;
   double best = 0.0;
   for (int repeat = 0; repeat <= repeats; ++repeat) {  // the first one warms up
     const Clock::time_point begin = Clock::now();
-    for (int i = 0; i < calls; ++i) session.run(call);
+    for (int i = 0; i < calls; ++i) {
+      if (kept) {
+        session.run(call, list);
+      } else {
+        session.run(call);
+      }
+    }
     const double us =
         std::chrono::duration<double, std::micro>(Clock::now() - begin).count() / calls;
     if (repeat == 1 || (repeat > 1 && us < best)) best = us;

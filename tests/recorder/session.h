@@ -67,15 +67,10 @@ struct Recording {
   std::string canonical;
   std::vector<std::string> violations;
 };
-// `from_steps`: calls that have lists of steps by these, in place of the executors.
-Recording run(const Case& one, bool from_steps = false);
+Recording run(const Case& one);
 
 // The list of a case's first call.
 overlap::steps::StepList lowered(const Case& one);
-
-// Whether a case has calls with such lists: none has one where a timeline is recorded, or where plans have none.
-enum class Steps { kSome, kTraced, kNone };
-Steps has_steps(const Case& one);
 
 // What the machine of a case is measured to be.
 std::string machine_of(const Case& one);

@@ -1,0 +1,56 @@
+// A CUDA call's tensors, as the executor asks for them.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "binding/cuda_call.h"
+#include "runtime/run.h"
+#include "steps/step.h"
+
+namespace overlap::binding {
+
+// Tensors of every op; what the framework computes is the op's.
+class CudaOperands : public runtime::Operands {
+ public:
+  // `input`: rows of K elements.
+  CudaOperands(const OpCall& call, const CudaCall& cuda, at::Tensor input)
+      : call_(call), cuda_(cuda), plan_(cuda.plan()), input_(std::move(input)) {}
+
+  void* base(steps::Buffer buffer, int32_t index) override;
+  const kernels::GemmParams& gemm(int32_t weight) override {
+    return gemms_[static_cast<size_t>(weight)];
+  }
+  int32_t* counters() override;
+
+ protected:
+  // Makes what the list names as scratch, but for a product that library() makes, and runs it.
+  void run(const steps::Variant& variant, const at::Tensor& bias = {});
+
+  // Rows of the input, [begin, end).
+  at::Tensor rows(plan::Rows range) const {
+    return input_.narrow(0, range.begin, range.end - range.begin);
+  }
+  bool captured() const { return runtime::capture_id(cuda_.stream).has_value(); }
+  at::TensorOptions options() const { return input_.options(); }
+
+  const OpCall& call_;
+  const CudaCall& cuda_;
+  const plan::Plan& plan_;
+  const at::Tensor input_;
+  std::vector<kernels::GemmParams> gemms_;  // of each weight, where the plan's kernel may take it
+  std::vector<at::Tensor> outputs_;
+  at::Tensor gathered_;
+  bool makes_product_ = false;  // library() does
+
+ private:
+  at::Tensor staging_;
+  at::Tensor product_;
+  at::Tensor partial_;
+  at::Tensor counters_;
+};
+
+}  // namespace overlap::binding

@@ -1,0 +1,56 @@
+#include "binding/cuda_operands.h"
+
+namespace overlap::binding {
+
+void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
+  using steps::Buffer;
+  const auto pointer = [](const at::Tensor& tensor) {
+    return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+  };
+  switch (buffer) {
+    case Buffer::kInput:
+      return pointer(input_);
+    case Buffer::kOutput:
+      return static_cast<size_t>(index) < outputs_.size()
+                 ? pointer(outputs_[static_cast<size_t>(index)])
+                 : nullptr;
+    case Buffer::kGathered:
+      return pointer(gathered_);
+    case Buffer::kStaging:
+      return pointer(staging_);
+    case Buffer::kProduct:
+      return pointer(product_);
+    case Buffer::kPartial:
+      return pointer(partial_);
+    case Buffer::kWindow:
+    case Buffer::kSlot:
+      break;
+  }
+  TORCH_INTERNAL_ASSERT(false, "a ", steps::name(buffer), " is the group's, not a call's");
+}
+
+int32_t* CudaOperands::counters() {
+  counters_ = empty({plan::kMaxChunks}, options().dtype(at::kInt));
+  return counters_.data_ptr<int32_t>();
+}
+
+void CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
+  runtime::Group& group = *cuda_.group;
+  const auto list = cuda_.entry->lists.of(plan_, group.rank(), group.machine(), variant);
+  const int64_t element = plan::element_bytes(plan_.problem.dtype);
+  for (const steps::Scratch& one : list->scratch) {
+    const auto make = [&] { return empty({one.bytes / element}, options()); };
+    if (one.buffer == steps::Buffer::kStaging) staging_ = make();
+    if (one.buffer == steps::Buffer::kPartial) partial_ = make();
+    if (one.buffer == steps::Buffer::kProduct && !makes_product_) product_ = make();
+  }
+  runtime::run(group, {.plan = &plan_,
+                       .list = list.get(),
+                       .operands = this,
+                       .bias = bias.defined() ? bias.const_data_ptr() : nullptr,
+                       .stream = cuda_.stream,
+                       .trace = cuda_.trace(),
+                       .delay_us = side_delay_us()});
+}
+
+}  // namespace overlap::binding

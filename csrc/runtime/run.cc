@@ -1,0 +1,509 @@
+#include "runtime/run.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "kernels/peer_collective.h"
+#include "kernels/peer_exchange.h"
+#include "kernels/reorder.h"
+#include "kernels/signal.h"
+#include "runtime/error.h"
+#include "runtime/range.h"
+#include "runtime/step_timer.h"
+
+namespace overlap::runtime {
+namespace {
+
+using steps::Buffer;
+using steps::Lane;
+using steps::Where;
+
+// One call. Made while the device's mutex is held.
+class Run {
+ public:
+  Run(Group& group, const Call& call)
+      : range_(call.plan->problem),
+        group_(group),
+        device_(group.device()),
+        call_(call),
+        plan_(*call.plan),
+        list_(*call.list),
+        caller_(call.stream),
+        element_bytes_(plan::element_bytes(plan_.problem.dtype)),
+        capture_(capture_id(caller_)) {}
+
+  // After an exception half-way: the caller's memory is not used again before what was forked ends.
+  ~Run() {
+    if (!forked_) return;
+    try {
+      join();
+      device_.chained(caller_, capture_);
+    } catch (const std::exception&) {
+      // The first one is on its way to the caller.
+    }
+  }
+
+  void operator()() {
+    prepare();
+    const std::vector<steps::Step>& all = list_.steps;
+    // Steps that wait for no peer need not take their turn among the device's ops: the first ones start while the
+    // host does the rest.
+    size_t first = 0;
+    while (first < all.size() && all[first].unchained) ++first;
+    size_t end = all.size();
+    while (end > first && all[end - 1].unchained) --end;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (i == first) chain();
+      if (i == 0) time_steps();
+      enqueue(static_cast<steps::StepId>(i));
+      if (i + 1 == end) device_.chained(caller_, capture_);
+    }
+    chunk_range_.reset();
+    if (timer_) timer_->end(caller_);
+    if (capture_) {
+      group_.mark_captured();
+    } else {
+      group_.track(caller_, list_.chunks);
+    }
+  }
+
+ private:
+  // Everything that can fail or has to be made comes before the first step.
+  void prepare() {
+    group_.check();
+    for (const steps::Communicator& one : list_.communicators) {
+      keys_.push_back({one.max_ctas, one.lane});
+      communicators_.push_back(&group_.communicator(keys_.back(), capture_.has_value()));
+    }
+    for (const steps::Scratch& one : list_.scratch) {
+      if (one.buffer != Buffer::kWindow) continue;
+      window_ = static_cast<char*>(group_.staging(one.bytes, keys_, capture_.has_value()));
+    }
+    if (list_.over_peers) {
+      peers_ = &group_.peers(list_.slot_bytes, capture_.has_value());
+      if (list_.takes_slot) {
+        peer_call_ = peers_->next_call(list_.hears_all, capture_, list_.communication);
+      }
+    }
+    device_.reserve_events(static_cast<size_t>(list_.events));
+  }
+
+  void time_steps() {
+    if (call_.trace == nullptr || capture_) return;
+    timer_.emplace(list_,
+                   call_.trace->add(plan_.problem, group_.name(), device_.device(), list_.chunks),
+                   caller_);
+  }
+
+  // From here on the op comes behind the device's last one.
+  void chain() {
+    device_.chain(caller_, capture_);
+    if (list_.counters == 0) return;
+    if (!capture_) {
+      counters_ = device_.zeroed_counters(list_.counters, caller_);
+      return;
+    }
+    // Replays would find the device's used.
+    counters_ = call_.operands->counters();
+    check_cuda(kernels::zero_counters(counters_, list_.counters, caller_), "zeroing counters");
+  }
+
+  void enqueue(steps::StepId id) {
+    const steps::Step& step = list_.steps[static_cast<size_t>(id)];
+    const cudaStream_t on = stream(step.lane);
+    name_chunk(step.communicates);
+    const bool held_behind = std::holds_alternative<steps::Gemm>(step.what);
+    if (timer_) observe_tiles(step);
+    if (step.held && !held_behind) hold(on);
+    for (const steps::StepId before : step.after) {
+      device_.event(list_.steps[static_cast<size_t>(before)].event).block(on);
+    }
+    if (timer_) timer_->before(id, on);
+    std::visit([&](const auto& what) { this->enqueue(what, on); }, step.what);
+    if (step.held && held_behind) hold(on);
+    if (timer_) timer_->after(id, on);
+    if (timer_) observe_arrival(id);
+    if (step.event >= 0) device_.event(step.event).record(on);
+  }
+
+  // Of a chunk that is communicated, for tools that read NVTX.
+  void name_chunk(int32_t chunk) {
+    if (chunk == named_chunk_) return;
+    chunk_range_.reset();
+    if (chunk >= 0) chunk_range_.emplace(chunk);
+    named_chunk_ = chunk;
+  }
+
+  // The delay that tests ask for.
+  void hold(cudaStream_t on) {
+    if (call_.delay_us > 0) check_cuda(kernels::delay(call_.delay_us, on), "launching a delay");
+  }
+
+  // Timelines: waits of their own.
+  void observe_tiles(const steps::Step& step) {
+    const auto* wait = std::get_if<steps::WaitForTiles>(&step.what);
+    if (wait == nullptr) return;
+    const cudaStream_t observer = device_.observer.get();
+    wait_for_count(wait->chunk, wait->tiles, observer);
+    timer_->observed(wait->chunk, observer);
+  }
+  void observe_arrival(steps::StepId id) {
+    int32_t chunk = -1;
+    if (!timer_->arrives(id, chunk)) return;
+    const cudaStream_t observer = device_.observer.get();
+    wait_for_peers(arrivals(chunk), chunk, observer);
+    timer_->observed(chunk, observer);
+  }
+
+  // --- where things are ---
+
+  cudaStream_t stream(Lane lane) const {
+    if (lane == Lane::kCaller) return caller_;
+    if (lane == Lane::kCopy) return device_.copy.get();
+    return device_.side[static_cast<size_t>(lane) - static_cast<size_t>(Lane::kSide0)].get();
+  }
+
+  char* base(const Where& where) const {
+    switch (where.buffer) {
+      case Buffer::kWindow:
+        return window_;
+      case Buffer::kSlot:
+        return peers_->slot(peer_call_, where.index);
+      case Buffer::kProduct:
+        if (product_ != nullptr) return product_;
+        [[fallthrough]];
+      default:
+        return static_cast<char*>(call_.operands->base(where.buffer, where.index));
+    }
+  }
+  char* at(const Where& where) const {
+    char* const begin = base(where);
+    return begin == nullptr ? nullptr : begin + where.offset;
+  }
+  char* at(const std::optional<Where>& where) const { return where ? at(*where) : nullptr; }
+
+  Communicator& communicator(int32_t max_ctas, int32_t lane) const {
+    const steps::Communicator wanted = {max_ctas, lane};
+    const auto found = std::find(list_.communicators.begin(), list_.communicators.end(), wanted);
+    return *communicators_[static_cast<size_t>(found - list_.communicators.begin())];
+  }
+
+  const plan::TileOrder& order(int32_t index) const {
+    return list_.orders[static_cast<size_t>(index)];
+  }
+
+  int64_t deadline_ns() const { return std::chrono::nanoseconds(group_.timeout()).count(); }
+
+  template <typename Params>
+  Params with_deadline(Params params) const {
+    params.deadline_ns = deadline_ns();
+    params.report = group_.report();
+    return params;
+  }
+
+  // --- steps: lanes ---
+
+  void enqueue(const steps::Fork& step, cudaStream_t) {
+    forked_ = true;
+    lanes_ = step.side_lanes;
+    copies_ = step.copies;
+    device_.fork.record(caller_);
+    for (int lane = 0; lane < lanes_; ++lane) device_.fork.block(device_.side[lane].get());
+    if (copies_) device_.fork.block(device_.copy.get());
+    if (timer_) device_.fork.block(device_.observer.get());
+  }
+
+  void enqueue(const steps::Join&, cudaStream_t) { join(); }
+  void join() {
+    forked_ = false;
+    for (int lane = 0; lane < lanes_; ++lane) {
+      device_.join[lane].record(device_.side[lane].get());
+      device_.join[lane].block(caller_);
+    }
+    if (copies_) {
+      device_.copied.record(device_.copy.get());
+      device_.copied.block(caller_);
+    }
+  }
+
+  void enqueue(const steps::Delay& step, cudaStream_t on) {
+    check_cuda(kernels::delay(step.us, on), "launching a delay");
+  }
+
+  // --- steps: what computes ---
+
+  void enqueue(const steps::Gemm& step, cudaStream_t on) {
+    kernels::GemmParams gemm = call_.operands->gemm(step.weight);
+    gemm.m = step.rows.end - step.rows.begin;
+    place_operands(step, gemm);
+    gemm.part = step.part;
+    gemm.parts = step.parts;
+    gemm.rows = step.map;
+    gemm.order = order(step.order);
+    gemm.first_tile = step.first_tile;
+    gemm.end_tile = step.end_tile;
+    gemm.ctas = step.ctas;
+    gemm.spread_ns = step.spread_ns;
+    if (step.counts) gemm.counters = counters_;
+    if (step.announces) gemm.peer_tiles = peer_tiles();
+    if (step.awaits_chunks) gemm.arrivals = with_deadline(arrivals(0));
+    if (step.ends_call) gemm.ending = peers_->ending(peer_call_);
+    if (step.ends_call || !step.mirrors.empty() || step.outputs.size() > 1) {
+      gemm.tiles_taken = peers_->tiles_taken(peer_call_);
+    }
+    for (const steps::Move& move : step.moves) {
+      gemm.copies[gemm.num_copies++] = {at(move.from), at(move.to), move.bytes, move.arrival};
+    }
+    check_cuda(kernels::launch_gemm(plan_.kernel, gemm, on), "launching the GEMM");
+  }
+
+  void place_operands(const steps::Gemm& step, kernels::GemmParams& gemm) const {
+    const Where input = {Buffer::kInput};
+    if (step.input.buffer == Buffer::kInput) {
+      // Rows of an operand that need not be contiguous.
+      gemm.input = at(input) + step.rows.begin * gemm.input_stride * element_bytes_;
+    } else {
+      gemm.input = at(step.input);
+    }
+    if (step.map.mode == plan::RowMap::Mode::kGather) gemm.own_input = at(input);
+    for (size_t part = 0; part < step.outputs.size(); ++part) {
+      void* const output = at(step.outputs[part].where);
+      (part == 0 ? gemm.output : gemm.more_outputs[part - 1]) = output;
+      gemm.sources[part] = at(step.outputs[part].adds);
+    }
+    gemm.num_more_outputs = static_cast<int32_t>(step.outputs.size()) - 1;
+    for (const Where& mirror : step.mirrors) gemm.mirrors[gemm.num_mirrors++] = at(mirror);
+    if (step.arriving) {
+      gemm.arriving = at(step.arriving);
+      gemm.collected = at(Where{Buffer::kOutput});
+    }
+  }
+
+  void enqueue(const steps::LibraryGemm& step, cudaStream_t) {
+    void* const made =
+        call_.operands->library(step, at(step.input), at(step.output.adds), at(step.output.where));
+    if (made != nullptr) product_ = static_cast<char*>(made);
+  }
+
+  void enqueue(const steps::Pack& step, cudaStream_t on) {
+    kernels::ReorderParams params = reorder(step);
+    params.row_major = at(step.source);
+    params.packed = at(step.destination);
+    params.part = step.part;
+    check_cuda(kernels::pack_chunk(params, on), "packing a chunk");
+  }
+
+  void enqueue(const steps::Unpack& step, cudaStream_t on) {
+    kernels::ReorderParams params = reorder(step);
+    params.packed = at(step.source);
+    params.row_major = at(step.destination);
+    params.bias = step.bias ? call_.bias : nullptr;
+    check_cuda(kernels::unpack_chunk(params, on), "unpacking a chunk");
+  }
+
+  template <typename PackOrUnpack>
+  kernels::ReorderParams reorder(const PackOrUnpack& step) const {
+    kernels::ReorderParams params;
+    params.m = plan_.problem.m;
+    params.n = plan_.problem.n;
+    params.tile_m = plan_.tile_m;
+    params.tile_n = plan_.tile_n;
+    params.dtype = plan_.problem.dtype;
+    params.order = order(step.order);
+    params.chunk = step.chunk;
+    params.parts = step.parts;
+    params.ctas = step.ctas;
+    return params;
+  }
+
+  void enqueue(const steps::AddBias& step, cudaStream_t on) {
+    kernels::BiasParams params;
+    params.rows = step.rows;
+    params.n = plan_.problem.n;
+    params.dtype = plan_.problem.dtype;
+    params.source = at(step.source);
+    params.destination = at(step.destination);
+    params.bias = call_.bias;
+    params.ctas = step.ctas;
+    check_cuda(kernels::add_bias(params, on), "adding the bias");
+  }
+
+  // --- steps: the own GEMM's chunks and NCCL ---
+
+  void wait_for_count(int32_t chunk, int32_t expected, cudaStream_t on) {
+    kernels::WaitParams wait;
+    wait.counter = counters_ + chunk;
+    wait.expected = expected;
+    wait.chunk = chunk;
+    check_cuda(kernels::wait_counter(with_deadline(wait), on), "launching a wait");
+  }
+  void enqueue(const steps::WaitForTiles& step, cudaStream_t on) {
+    wait_for_count(step.chunk, step.tiles, on);
+  }
+  void enqueue(const steps::Mark& step, cudaStream_t on) {
+    wait_for_count(step.chunk, std::numeric_limits<int32_t>::min(), on);
+  }
+
+  void enqueue(const steps::Collective& step, cudaStream_t on) {
+    Communicator& by = communicator(step.max_ctas, step.lane);
+    const auto count = static_cast<size_t>(step.count);
+    const plan::DType dtype = plan_.problem.dtype;
+    switch (step.kind) {
+      case plan::Collective::kReduceScatter:
+        by.reduce_scatter(at(step.source), at(step.destination), count, dtype, on);
+        return;
+      case plan::Collective::kAllReduce:
+        by.all_reduce(at(step.source), at(step.destination), count, dtype, on);
+        return;
+      default:
+        by.all_gather(at(step.source), at(step.destination), count, dtype, on);
+    }
+  }
+
+  void enqueue(const steps::SendReceive& step, cudaStream_t on) {
+    if (step.sends.empty() && step.receives.empty()) return;
+    const auto messages = [&](const std::vector<steps::Message>& all) {
+      std::vector<Communicator::Message> made;
+      made.reserve(all.size());
+      for (const steps::Message& one : all) {
+        made.push_back({one.peer, at(one.where), static_cast<size_t>(one.bytes)});
+      }
+      return made;
+    };
+    communicator(step.max_ctas, step.lane)
+        .exchange(messages(step.sends), messages(step.receives), on);
+  }
+
+  void enqueue(const steps::Copy& step, cudaStream_t on) {
+    check_cuda(cudaMemcpyAsync(at(step.destination), at(step.source),
+                               static_cast<size_t>(step.bytes), cudaMemcpyDeviceToDevice, on),
+               "copying rows");
+  }
+
+  // --- steps: peers ---
+
+  kernels::PeerWaitParams arrivals(int32_t step) const {
+    return peers_->wait_for(peer_call_, Peers::Flag::kArrived, peers_->everyone_else(), step);
+  }
+  void wait_for_peers(kernels::PeerWaitParams wait, int32_t chunk, cudaStream_t on) {
+    wait.chunk = chunk;
+    check_cuda(kernels::wait_peers_acquire_sys(with_deadline(wait), on), "launching a wait");
+  }
+
+  void enqueue(const steps::WaitForSlots&, cudaStream_t on) {
+    if (!peer_call_.slot_may_be_busy) return;
+    wait_for_peers(peers_->wait_for_slots(peer_call_, peers_->everyone_else()), 0, on);
+  }
+  void enqueue(const steps::WaitForPeers& step, cudaStream_t on) {
+    wait_for_peers(arrivals(step.step), step.step, on);
+  }
+  void enqueue(const steps::Signal& step, cudaStream_t on) {
+    const uint32_t self = step.to_self ? 1u << group_.rank() : 0;
+    peers_->signal(peer_call_, Peers::Flag::kArrived, peers_->everyone_else() | self, step.step,
+                   on);
+  }
+  void enqueue(const steps::EndCall&, cudaStream_t on) { peers_->end(peer_call_, on); }
+
+  // Of a ring.
+  kernels::PeerTiles peer_tiles() const {
+    const int64_t part =
+        static_cast<int64_t>(plan::tiles_m(plan_)) / group_.world_size() * plan::tiles_n(plan_);
+    return with_deadline(peers_->tiles(peer_call_, part));
+  }
+  void enqueue(const steps::MeetTiles& step, cudaStream_t on) {
+    check_cuda(kernels::meet_tiles(peer_tiles(), step.first_announced, step.tiles,
+                                   step.first_awaited, step.tiles, step.distance, on),
+               "launching a signal and a wait");
+  }
+
+  void enqueue(const steps::PeerCollective& step, cudaStream_t on) {
+    constexpr int64_t kBytes = kernels::kPeerAccessBytes;
+    kernels::PeerCollectiveParams params{with_deadline(peers_->meeting(peer_call_))};
+    params.dtype = plan_.problem.dtype;
+    params.reduces = step.reduces;
+    params.gathers = step.gathers;
+    params.stride = step.stride / kBytes;
+    params.first = step.first / kBytes;
+    if (step.reduces) params.row_count = plan_.problem.n * element_bytes_ / kBytes;
+    params.own = at(step.own);
+    params.output = at(step.output);
+    params.bias = step.bias ? call_.bias : nullptr;
+    for (size_t rank = 0; rank < step.pieces.size(); ++rank) {
+      const steps::Piece& piece = step.pieces[rank];
+      params.count[rank] = piece.bytes / kBytes;
+      params.send[rank] = at(piece.send);
+      params.destination[rank] = at(piece.destination);
+      params.received[rank] = at(piece.received);
+      params.final_destination[rank] = at(piece.final_destination);
+      params.final_received[rank] = at(piece.final_received);
+    }
+    check_cuda(kernels::peer_collective(params, on), "launching a collective");
+  }
+
+  void enqueue(const steps::LowLatency& step, cudaStream_t on) {
+    constexpr int64_t kWord = 4;
+    kernels::PeerLowLatencyParams params = with_deadline(peers_->low_latency(list_.communication));
+    params.dtype = plan_.problem.dtype;
+    params.in_pieces = step.in_pieces;
+    params.words = step.bytes / kWord;
+    params.own = at(step.own);
+    params.output = at(step.output);
+    params.bias = step.bias ? call_.bias : nullptr;
+    params.row_words = plan_.problem.n * element_bytes_ / kWord;
+    check_cuda(kernels::peer_all_reduce_low_latency(params, on), "launching an all-reduce");
+  }
+
+  void enqueue(const steps::PeerExchange& step, cudaStream_t on) {
+    constexpr int64_t kBytes = kernels::kPeerAccessBytes;
+    kernels::PeerExchangeParams params{with_deadline(peers_->meeting(peer_call_))};
+    params.sends = step.sends;
+    for (size_t rank = 0; rank < step.messages.size(); ++rank) {
+      const steps::PeerMessages& messages = step.messages[rank];
+      params.send_count[rank] = messages.send_bytes / kBytes;
+      params.send[rank] = at(messages.send);
+      params.destination[rank] = at(messages.destination);
+      params.receive_count[rank] = messages.receive_bytes / kBytes;
+      params.received[rank] = at(messages.received);
+      params.output[rank] = at(messages.output);
+    }
+    check_cuda(kernels::peer_exchange(params, on), "launching an exchange");
+  }
+
+  const Range range_;  // while the host enqueues the call
+  Group& group_;
+  DeviceState& device_;
+  const Call& call_;
+  const plan::Plan& plan_;
+  const steps::StepList& list_;
+  const cudaStream_t caller_;
+  const int64_t element_bytes_;
+  const std::optional<unsigned long long> capture_;
+  std::vector<CommunicatorKey> keys_;  // those of the list, and what they stand for
+  std::vector<Communicator*> communicators_;
+  Peers* peers_ = nullptr;
+  Peers::Call peer_call_;
+  int32_t* counters_ = nullptr;
+  char* window_ = nullptr;
+  char* product_ = nullptr;  // once the framework has made it
+  bool forked_ = false;
+  int lanes_ = 0;
+  bool copies_ = false;
+  std::optional<StepTimer> timer_;
+  std::optional<Range> chunk_range_;
+  int32_t named_chunk_ = -1;
+};
+
+}  // namespace
+
+void run(Group& group, const Call& call) {
+  const std::lock_guard<std::mutex> lock(group.device().mutex);
+  Run(group, call)();
+}
+
+}  // namespace overlap::runtime

@@ -1,0 +1,58 @@
+// The executor: enqueues a call's list of steps.
+//
+//   caller | fork | GEMM: chunk 0, 1, 2 ... signal [A] ......... | join |
+//   side   |      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
+//   copy   |                            | finish 0 | finish 1 | ^
+//
+// Lanes are streams of the device, a step that others come behind records an event. What is computed, communicated
+// and waited for, where and in which order, is the list's (csrc/steps); deadlines, slots, counters and captures are
+// what every call has. Nothing is made once a call is warm.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/gemm.h"
+#include "plan/plan.h"
+#include "runtime/group.h"
+#include "runtime/trace.h"
+#include "steps/step.h"
+
+namespace overlap::runtime {
+
+// What a list of steps does not say of a call: where its memory is, and what the framework computes.
+class Operands {
+ public:
+  virtual ~Operands() = default;
+
+  // Where a buffer of the call begins; of what the call makes, made when it is first asked for. Null: kProduct,
+  // where library() makes it.
+  virtual void* base(steps::Buffer buffer, int32_t index) = 0;
+
+  // The plan's kernel's operands of a weight; what a step says is not looked at.
+  virtual const kernels::GemmParams& gemm(int32_t weight) = 0;
+
+  // Enqueues the framework's GEMM on the call's stream. Without output: into memory that this makes and returns.
+  virtual void* library(const steps::LibraryGemm& step, const void* input, const void* adds,
+                        void* output) = 0;
+
+  // In a capture: memory for plan::kMaxChunks counters, which the graph owns.
+  virtual int32_t* counters() = 0;
+};
+
+struct Call {
+  const plan::Plan* plan = nullptr;
+  const steps::StepList* list = nullptr;  // of the plan on this rank
+  Operands* operands = nullptr;
+  const void* bias = nullptr;  // [n] or null, what steps with a bias add
+  cudaStream_t stream = nullptr;
+  Trace* trace = nullptr;  // records a timeline if set
+  int64_t delay_us = 0;    // tests: hold the lane this long before each chunk's communication
+};
+
+// Enqueues the call; its stream continues behind all of it. Throws before anything is enqueued if the group has
+// failed, or if something would have to be made inside a capture.
+void run(Group& group, const Call& call);
+
+}  // namespace overlap::runtime
