@@ -85,13 +85,9 @@ def build_info(cuda: Cuda | None) -> str:
 
 
 def planner_edges(folder: str) -> list[Edge]:
-    """The planner's C++, shared by `_plan` and `_C`."""
-    return compile_edges("cxx", sources("plan/*.cc"), folder, CXX_FLAGS)
-
-
-def steps_edges(folder: str) -> list[Edge]:
-    """The C++ of plans' steps, which needs the planner's."""
-    return compile_edges("cxx", sources("steps/*.cc"), folder, CXX_FLAGS)
+    """Plans, their steps and the planner, shared by `_plan` and `_C`."""
+    files = [file for part in ("plan", "steps", "planner") for file in sources(f"{part}/*.cc")]
+    return compile_edges("cxx", files, folder, CXX_FLAGS)
 
 
 def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) -> list[Edge]:
@@ -106,7 +102,7 @@ def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) 
 def plan_edges(folder: str) -> list[Edge]:
     """`_plan`: the planner's pybind11 module."""
     files = ["csrc/binding/plan_module.cc", "csrc/binding/steps_module.cc"]
-    module = [*steps_edges(folder), *module_edges(folder, files, [pybind11_include()])]
+    module = module_edges(folder, files, [pybind11_include()])
     inputs = [edge.output for edge in planner_edges(folder) + module]
     return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
 
@@ -157,7 +153,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         *link_with_torch(torch, libraries),
         *library_files,
     ]
-    inputs = [edge.output for edge in edges + planner_edges(folder) + steps_edges(folder)]
+    inputs = [edge.output for edge in edges + planner_edges(folder)]
     return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
 
 

@@ -193,6 +193,14 @@ class Prediction:
     @property
     def total_us(self) -> float: ...
 
+class Price:
+    @property
+    def expected(self) -> Prediction: ...
+    @property
+    def steps(self) -> list[tuple[float, float]]: ...
+    @property
+    def computed_us(self) -> list[float]: ...
+
 def kernel_shape(kernel: Kernel, on_cpu: bool = False) -> KernelShape: ...
 def validate(plan: Plan) -> None: ...
 def encode(plan: Plan) -> list[int]: ...
@@ -253,3 +261,15 @@ def steps_json(
     receive_rows: Sequence[int] = ...,
     longest_message: int = 0,
 ) -> str: ...
+def price_steps(
+    plan: Plan,
+    rank: int,
+    machine: Machine,
+    kernel_takes: bool = True,
+    bias: bool = False,
+    captured: bool = False,
+    weights: Sequence[tuple[int, bool]] = ...,
+    send_rows: Sequence[int] = ...,
+    receive_rows: Sequence[int] = ...,
+    longest_message: int = 0,
+) -> Price: ...

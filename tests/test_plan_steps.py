@@ -22,7 +22,12 @@ REDUCTIONS_AND_GATHERS = [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER
 
 
 def steps(plan: Plan, rank: int, machine: Machine = MACHINES["peers"], **variant: object) -> dict:
-    return json.loads(_plan.steps_json(plan, rank, machine, **variant))
+    def once(pairs: list[tuple[str, object]]) -> dict:
+        assert len({name for name, _ in pairs}) == len(pairs), pairs
+        return dict(pairs)
+
+    text = _plan.steps_json(plan, rank, machine, **variant)
+    return json.loads(text, object_pairs_hook=once)
 
 
 def collectives(made: dict) -> list[tuple]:

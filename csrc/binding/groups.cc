@@ -7,6 +7,7 @@
 
 #include "binding/environment.h"
 #include "binding/plan_table.h"
+#include "planner/planner.h"
 
 namespace overlap::binding {
 namespace {
@@ -124,7 +125,7 @@ std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = plans_[key(problem, device)];
   if (entry == nullptr) {
-    entry = make_entry(plan::make_plan(problem, machine), device, true, machine, false);
+    entry = make_entry(planner::make_plan(problem, machine), device, true, machine, false);
   }
   return entry;
 }
@@ -135,7 +136,7 @@ std::shared_ptr<const PlanEntry> GroupEntry::capture_plan(const plan::Problem& p
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = capture_plans_[key(problem, at::kCUDA)];
   if (entry == nullptr) {
-    entry = make_entry(plan::make_plan(problem, machine), at::kCUDA, true, machine, true);
+    entry = make_entry(planner::make_plan(problem, machine), at::kCUDA, true, machine, true);
   }
   return entry;
 }

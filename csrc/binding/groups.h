@@ -17,7 +17,6 @@
 
 #include "binding/call_board.h"
 #include "plan/plan.h"
-#include "plan/planner.h"
 #include "steps/step.h"
 
 namespace overlap::runtime {

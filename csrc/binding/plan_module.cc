@@ -6,10 +6,12 @@
 #include <vector>
 
 #include "binding/steps_module.h"
+#include "plan/costs.h"
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
-#include "plan/planner.h"
 #include "plan/ring_order.h"
+#include "plan/templates.h"
+#include "planner/planner.h"
 
 namespace py = pybind11;
 
@@ -27,7 +29,6 @@ using plan::Layout;
 using plan::Machine;
 using plan::Op;
 using plan::Plan;
-using plan::Prediction;
 using plan::Problem;
 using plan::Resources;
 using plan::Rows;
@@ -567,20 +568,6 @@ void bind_planner(py::module_& m) {
         return py::str("KernelShape(tile_m={}, tile_n={}, cluster_m={})")
             .format(s.tile_m, s.tile_n, s.cluster_m);
       });
-  py::class_<Prediction>(m, "Prediction", R"(What the cost model expects of a plan.
-
-Attributes:
-    gemm_us: the GEMM beside communication, microseconds.
-    communication_us: the sum of the communication calls, microseconds.
-    total_us: the whole op, microseconds.)")
-      .def_readonly("gemm_us", &Prediction::gemm_us)
-      .def_readonly("communication_us", &Prediction::communication_us)
-      .def_readonly("total_us", &Prediction::total_us)
-      .def("__repr__", [](const Prediction& p) {
-        return py::str("Prediction(gemm_us={:f}, communication_us={:f}, total_us={:f})")
-            .format(p.gemm_us, p.communication_us, p.total_us);
-      });
-
   m.attr("MAX_CHUNKS") = plan::kMaxChunks;
   m.attr("BAND_ROWS") = plan::kBandRows;
   m.attr("MAX_BAND_RUNS") = plan::kMaxBandRuns;
@@ -592,17 +579,9 @@ Attributes:
         "The plan as a flat list of integers, the form in which the op library takes it.");
   m.def("decode", &plan::decode, py::arg("code"),
         "The plan that encode made a list of. Raises ValueError on any other list.");
-  m.def(
-      "predict",
-      [](const Plan& plan, const Machine& machine) {
-        plan::validate(plan);
-        return plan::predict(plan, machine);
-      },
-      py::arg("plan"), py::arg("machine"),
-      "What the cost model expects of the plan. Raises ValueError if it cannot run.");
-  m.def("candidates", &plan::candidates, py::arg("problem"), py::arg("machine"),
+  m.def("candidates", &planner::candidates, py::arg("problem"), py::arg("machine"),
         "All plans that the planner weighs, the sequence first.");
-  m.def("make_plan", &plan::make_plan, py::arg("problem"), py::arg("machine"),
+  m.def("make_plan", &planner::make_plan, py::arg("problem"), py::arg("machine"),
         "The planner's choice: the candidate of the smallest predicted time; the sequence unless "
         "another is expected to gain clearly.");
   m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"),

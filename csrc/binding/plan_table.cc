@@ -7,6 +7,9 @@
 #include <optional>
 
 #include "binding/environment.h"
+#include "plan/templates.h"
+#include "planner/planner.h"
+#include "steps/price.h"
 
 namespace overlap::binding {
 namespace {
@@ -47,9 +50,9 @@ std::string obstacles(const plan::Problem& problem, const plan::Machine& machine
 // Why the planner took the sequence.
 std::string why_sequence(const Tally& tally, double sequence_us) {
   std::optional<double> best_us;
-  for (const plan::Plan& candidate : plan::candidates(tally.problem, tally.machine)) {
+  for (const plan::Plan& candidate : planner::candidates(tally.problem, tally.machine)) {
     if (candidate.schedule != plan::Schedule::kOverlapped) continue;
-    const double us = plan::predict(candidate, tally.machine).total_us;
+    const double us = steps::predict(candidate, tally.machine).total_us;
     best_us = std::min(us, best_us.value_or(us));
   }
   std::string why;
@@ -72,10 +75,10 @@ Expectation expect(const Tally& tally) {
   }
   expected.overlaps = tally.plan->schedule == plan::Schedule::kOverlapped;
   const double sequence_us =
-      plan::predict(plan::make_sequential(tally.problem, tally.machine), tally.machine).total_us;
+      steps::predict(plan::make_sequential(tally.problem, tally.machine), tally.machine).total_us;
   // An all-to-all's rows are not in its problem, and a group without kernels has no machine.
   if (tally.problem.m > 0 && tally.machine.link_gbps > 0.0) {
-    expected.predicted_us = plan::predict(*tally.plan, tally.machine).total_us;
+    expected.predicted_us = steps::predict(*tally.plan, tally.machine).total_us;
     expected.sequence_us = sequence_us;
   }
   if (expected.overlaps) return expected;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "binding/steps_module.h"
+#include "steps/price.h"
 #include "steps/step.h"
 
 namespace py = pybind11;
@@ -65,7 +66,7 @@ steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, 
   check_rows(plan, "send_rows", send_rows);
   check_rows(plan, "receive_rows", receive_rows);
   check_weights(plan, weights);
-  const bool has_kernel = plan.kernel != plan::Kernel::kLibrary;
+  const bool has_kernel = steps::takes_by_default(plan);
   steps::Variant variant;
   variant.kernel_takes = kernel_takes && has_kernel;
   variant.bias = bias;
@@ -91,7 +92,8 @@ void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
               bool captured, const Weights& weights, const std::vector<int64_t>& send_rows,
               const std::vector<int64_t>& receive_rows, int64_t longest_message) {
         return print(lowered(plan, rank, machine, kernel_takes, bias, captured, weights, send_rows,
-                             receive_rows, longest_message));
+                             receive_rows, longest_message),
+                     plan, rank, machine);
       },
       py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("kernel_takes") = true,
       py::arg("bias") = false, py::arg("captured") = false, py::arg("weights") = Weights{},
@@ -102,7 +104,13 @@ void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
 }  // namespace
 
 void bind_steps(py::module_& m) {
-  def_steps(m, "steps_text", steps::to_string,
+  const auto to_text = [](const steps::StepList& list, const Plan&, int32_t, const Machine&) {
+    return steps::to_string(list);
+  };
+  const auto to_json = [](const steps::StepList& list, const Plan&, int32_t, const Machine&) {
+    return steps::to_json(list);
+  };
+  def_steps(m, "steps_text", to_text,
             R"(What a rank enqueues for a call of the plan.
 
 A line for each step, behind those of what is made before and of tile orders.
@@ -112,7 +120,47 @@ A line for each step, behind those of what is made before and of tile orders.
 `receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
 far as the ranks have told each other. Raises ValueError where these do not fit the plan, or where the plan
 has no steps: an all-reduce by a ring whose final rows travel in chunks.)");
-  def_steps(m, "steps_json", steps::to_json, "The same as JSON: an object with a list of steps.");
+  def_steps(m, "steps_json", to_json, "The same as JSON: an object with a list of steps.");
+
+  py::class_<steps::Prediction>(m, "Prediction", R"(What the cost model expects of a plan.
+
+Attributes:
+    gemm_us: the GEMM beside communication, microseconds.
+    communication_us: the sum of the communication calls, microseconds.
+    total_us: the whole op, microseconds.)")
+      .def_readonly("gemm_us", &steps::Prediction::gemm_us)
+      .def_readonly("communication_us", &steps::Prediction::communication_us)
+      .def_readonly("total_us", &steps::Prediction::total_us)
+      .def("__repr__", [](const steps::Prediction& p) {
+        return py::str("Prediction(gemm_us={:f}, communication_us={:f}, total_us={:f})")
+            .format(p.gemm_us, p.communication_us, p.total_us);
+      });
+  py::class_<steps::Price>(m, "Price", R"(What the cost model expects of a list of steps.
+
+Attributes:
+    expected: of the whole call, a Prediction.
+    steps: (begin, end) of each step, microseconds from the call's start.
+    computed_us: when each chunk's tiles are finished, of a GEMM that counts them; else empty.)")
+      .def_readonly("expected", &steps::Price::expected)
+      .def_property_readonly("steps",
+                             [](const steps::Price& price) {
+                               py::list spans;
+                               for (const steps::Span& span : price.steps) {
+                                 spans.append(py::make_tuple(span.begin_us, span.end_us));
+                               }
+                               return spans;
+                             })
+      .def_readonly("computed_us", &steps::Price::computed_us);
+  def_steps(m, "price_steps", &steps::price,
+            "The Price of what steps_text shows. Raises ValueError as it does.");
+  m.def(
+      "predict",
+      [](const Plan& plan, const Machine& machine) {
+        plan::validate(plan);
+        return steps::predict(plan, machine);
+      },
+      py::arg("plan"), py::arg("machine"),
+      "What the cost model expects of the plan. Raises ValueError if it cannot run.");
 }
 
 }  // namespace overlap::binding

@@ -200,7 +200,8 @@ int32_t row_parts(const Plan& plan) {
 }
 
 int64_t part_rows(const Plan& plan) {
-  return plan.problem.m / row_parts(plan);
+  const int32_t parts = row_parts(plan);
+  return parts == 1 ? plan.problem.m : plan.problem.m / parts;
 }
 
 bool over_peers(const Plan& plan) {
@@ -219,16 +220,11 @@ int64_t direct_piece_bytes(const Plan& plan) {
   return round_up_div(round_up_div(bytes, problem.world_size), kPeerAccessBytes) * kPeerAccessBytes;
 }
 
-bool ring_collects(const Plan& plan) {
-  const Problem& problem = plan.problem;
-  return problem.op == Op::kGemmAllReduce && plan.chunks.size() == 1 &&
-         problem.n * element_bytes(problem.dtype) % kPeerAccessBytes == 0;
-}
-
 int64_t ring_tiles(const Plan& plan) {
   const int32_t parts = row_parts(plan);
   const int64_t part = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan) / parts;
-  return (ring_collects(plan) ? 2 : 1) * (parts - 1) * part;
+  // An all-reduce passes on the final ones, too.
+  return (plan.problem.op == Op::kGemmAllReduce ? 2 : 1) * (parts - 1) * part;
 }
 
 int64_t peer_slot_bytes(const Plan& plan) {
@@ -266,14 +262,15 @@ int32_t row_grain(const Plan& plan) {
   if (plan.collective == Collective::kRing || plan.problem.op == Op::kAllGatherGemm) {
     return plan.cluster_m;
   }
-  return plan.cluster_m / std::gcd(plan.cluster_m, row_parts(plan));
+  const int32_t parts = row_parts(plan);
+  return parts == 1 ? plan.cluster_m : plan.cluster_m / std::gcd(plan.cluster_m, parts);
 }
 
 int64_t grid_rows(const Plan& plan) {
   const int32_t parts = row_parts(plan);
   const int64_t grain = row_grain(plan);
   const int64_t tiles = round_up_div(part_rows(plan), plan.tile_m);
-  return round_up_div(tiles, grain) * grain * parts;
+  return (grain == 1 ? tiles : round_up_div(tiles, grain) * grain) * parts;
 }
 
 int32_t tiles_m(const Plan& plan) {

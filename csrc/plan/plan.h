@@ -140,10 +140,6 @@ bool over_peers(const Plan& plan);
 // more of the operands in L2.
 inline constexpr int32_t kBandRows = 16;
 
-// Whether the GEMMs of a ring's ranks collect each other's final tiles, too; else what is final travels
-// in chunks.
-bool ring_collects(const Plan& plan);
-
 // Tiles that a ring passes on, at most: each has a flag.
 inline constexpr int64_t kMaxRingTiles = int64_t{1} << 17;
 int64_t ring_tiles(const Plan& plan);

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "plan/plan.h"
-#include "plan/planner.h"
+#include "plan/templates.h"
 
 namespace overlap::plan {
 namespace {
@@ -253,9 +253,9 @@ void check_peers(const Plan& plan) {
     fail("plan with the collective ring passes on ", ring_tiles(plan), " tiles, allowed are ",
          kMaxRingTiles, ", as each has a flag: take the transport nccl");
   }
-  if (direct && plan.chunks.size() != 1) {
-    fail("plan with the collective direct has ", plan.chunks.size(),
-         " chunks, allowed is one of all tiles: join them, or take the collective ring");
+  if ((direct || ring) && plan.chunks.size() != 1) {
+    fail("plan with the collective ", name(plan.collective), " has ", plan.chunks.size(),
+         " chunks, allowed is one of all tiles, as what travels is single tiles: join them");
   }
   // One kernel moves whole accesses.
   constexpr int64_t kAccess = 16;

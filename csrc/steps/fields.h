@@ -265,7 +265,7 @@ inline const char* name(const WaitForPeers&) {
 }
 template <typename Visit>
 void fields(const WaitForPeers& step, Visit& visit) {
-  visit("step", step.step);
+  visit("number", step.step);
 }
 
 inline const char* name(const Signal&) {
@@ -273,7 +273,7 @@ inline const char* name(const Signal&) {
 }
 template <typename Visit>
 void fields(const Signal& step, Visit& visit) {
-  visit("step", step.step);
+  visit("number", step.step);
   visit("to_self", step.to_self);
 }
 

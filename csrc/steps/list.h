@@ -15,20 +15,26 @@ inline constexpr int64_t kPeerAccessBytes = 16;
 
 class List {
  public:
-  StepId add(Lane lane, What what, std::vector<StepId> after = {}) {
-    made.steps.push_back({lane, std::move(what), std::move(after)});
-    made.steps.back().communicates = communicates;
-    last_ = static_cast<StepId>(made.steps.size()) - 1;
-    return last_;
+  // `what`: a step of any kind, made where it stays, as the planner makes lists by the dozen.
+  template <typename Kind>
+  StepId add(Lane lane, Kind what, std::vector<StepId> after = {}) {
+    Step& step = made.steps.emplace_back();
+    step.lane = lane;
+    step.what = std::move(what);
+    step.after = std::move(after);
+    step.communicates = communicates;
+    return last_ = static_cast<StepId>(made.steps.size()) - 1;
   }
   // Of a list's first and last steps alone.
-  StepId add_unchained(Lane lane, What what) {
+  template <typename Kind>
+  StepId add_unchained(Lane lane, Kind what) {
     const StepId id = add(lane, std::move(what));
     made.steps.back().unchained = true;
     return id;
   }
   // A step that begins a chunk's communication.
-  StepId add_held(Lane lane, What what, std::vector<StepId> after = {}) {
+  template <typename Kind>
+  StepId add_held(Lane lane, Kind what, std::vector<StepId> after = {}) {
     const StepId id = add(lane, std::move(what), std::move(after));
     made.steps.back().held = true;
     return id;
@@ -62,9 +68,29 @@ class List {
   StepId last_ = 0;
 };
 
+// Where each chunk lies; rows only where it has whole ones.
+struct ChunkPlaces {
+  explicit ChunkPlaces(const plan::Plan& plan) {
+    rows.reserve(plan.chunks.size());
+    extents.reserve(plan.chunks.size());
+    for (int32_t chunk = 0; chunk < static_cast<int32_t>(plan.chunks.size()); ++chunk) {
+      const bool whole = plan.layout == plan::Layout::kRowMajor;
+      rows.push_back(whole ? plan::chunk_rows(plan, chunk) : plan::Rows{});
+      extents.push_back(plan::chunk_extent(plan, chunk));
+    }
+  }
+
+  std::vector<plan::Rows> rows;
+  std::vector<plan::Extent> extents;
+};
+
+// Whether chunks in such places can be staged in a window; see windows_take.
+bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& extents);
+
 // Where the plan's chunks are staged.
-inline Buffer staging_of(const plan::Plan& plan, const Variant& variant) {
-  const bool in_window = plan.resources.window && !variant.captured && windows_take(plan);
+inline Buffer staging_of(const plan::Plan& plan, const Variant& variant,
+                         const std::vector<plan::Extent>& extents) {
+  const bool in_window = plan.resources.window && !variant.captured && windows_take(plan, extents);
   return in_window ? Buffer::kWindow : Buffer::kStaging;
 }
 inline int64_t staging_bytes(const plan::Plan& plan) {

@@ -72,18 +72,25 @@ StepList lower_sequential(const plan::Plan& plan, int32_t rank) {
 }
 
 bool windows_take(const plan::Plan& plan) {
+  return windows_take(plan, ChunkPlaces(plan).extents);
+}
+bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& extents) {
   constexpr int64_t kBytes = 16;
   const int64_t element = plan::element_bytes(plan.problem.dtype);
-  for (int32_t chunk = 0; chunk < static_cast<int32_t>(plan.chunks.size()); ++chunk) {
-    const plan::Extent extent = plan::chunk_extent(plan, chunk);
-    if (extent.offset * element % kBytes != 0 || extent.count * element % kBytes != 0) return false;
-  }
-  return true;
+  return std::all_of(extents.begin(), extents.end(), [&](const plan::Extent& extent) {
+    return extent.offset * element % kBytes == 0 && extent.count * element % kBytes == 0;
+  });
 }
 
 bool communicates_in_place(const plan::Plan& plan) {
   return plan.problem.op == plan::Op::kGemmAllReduce && plan.layout == plan::Layout::kRowMajor &&
          !plan.resources.window;
+}
+
+bool takes_by_default(const plan::Plan& plan) {
+  const bool on_cpu = plan.chunks[0].transport == plan::Transport::kGloo;
+  return plan.kernel != plan::Kernel::kLibrary ||
+         (on_cpu && plan.problem.op != plan::Op::kAllGatherGemm);
 }
 
 namespace {

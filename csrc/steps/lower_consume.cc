@@ -25,18 +25,19 @@ class Consume {
         weights_(variant.weights.empty()
                      ? std::vector<Weight>{{plan.problem.n, variant.kernel_takes}}
                      : variant.weights),
-        buffer_{peers_ ? Buffer::kSlot : staging_of(plan, variant), 0, peers_ ? rank : 0} {
+        chunk_places_(plan),
+        rows_(chunk_places_.rows),
+        extents_(chunk_places_.extents),
+        buffer_{peers_ ? Buffer::kSlot : staging_of(plan, variant, extents_), 0,
+                peers_ ? rank : 0} {
     awaits_ = plan::gathers_in_one_launch(plan) &&
               std::all_of(weights_.begin(), weights_.end(),
                           [](const Weight& weight) { return weight.kernel_takes; });
-    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      rows_.push_back(plan::chunk_rows(plan, chunk));
-      extents_.push_back(plan::chunk_extent(plan, chunk));
-    }
     prepare_launches();
   }
 
   StepList lower() {
+    list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
     list_.made.chunks = chunks_;
     if (peers_) {
       list_.add_slot(plan::peer_slot_bytes(plan_));
@@ -190,7 +191,8 @@ class Consume {
   }
 
   // The first step of an arrival is the one that waits for it.
-  void add_on_caller(What what) {
+  template <typename Kind>
+  void add_on_caller(Kind what) {
     list_.add(Lane::kCaller, std::move(what), std::move(after_));
     after_.clear();
   }
@@ -262,11 +264,12 @@ class Consume {
   const int64_t element_bytes_;
   const int64_t row_bytes_;
   const std::vector<Weight> weights_;
+  const ChunkPlaces chunk_places_;
+  const std::vector<plan::Rows>& rows_;
+  const std::vector<plan::Extent>& extents_;
   const Where buffer_;
   bool awaits_ = false;   // the GEMMs wait for what arrives, one launch each
   int32_t carrier_ = -1;  // else the weight whose GEMM copies rows into the gathered input, or none
-  std::vector<plan::Rows> rows_;
-  std::vector<plan::Extent> extents_;
   std::vector<Gemm> gemms_;
   // Of each, unless it waits: own rows, then chunk by chunk.
   std::vector<std::vector<plan::GatherLaunch>> launches_;

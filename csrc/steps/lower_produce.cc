@@ -26,15 +26,14 @@ class Produce {
         exchanges_(plan.collective == plan::Collective::kExchange),
         element_bytes_(plan::element_bytes(plan.problem.dtype)),
         row_bytes_(plan.problem.n * element_bytes_),
-        buffer_(communicates_in_place(plan) ? Buffer::kOutput : staging_of(plan, variant)) {
-    // A chunk's rows follow from the tiles of all chunks before it.
-    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      rows_.push_back(packed_ ? plan::Rows{} : plan::chunk_rows(plan, chunk));
-      extents_.push_back(plan::chunk_extent(plan, chunk));
-    }
-  }
+        chunk_places_(plan),
+        rows_(chunk_places_.rows),
+        extents_(chunk_places_.extents),
+        buffer_(communicates_in_place(plan) ? Buffer::kOutput
+                                            : staging_of(plan, variant, extents_)) {}
 
   StepList lower() {
+    list_.made.steps.reserve(index(chunks_ * (variant_.kernel_takes ? 3 : 2 + row_parts_) + 3));
     list_.made.counters = chunks_;
     list_.made.chunks = chunks_;
     if (buffer_ != Buffer::kOutput) list_.add_scratch(buffer_, staging_bytes(plan_));
@@ -131,7 +130,6 @@ class Produce {
 
   void finish(int32_t chunk, StepId communicated) {
     const plan::Rows rows = rows_[index(chunk)];
-    What what;
     if (packed_) {
       Unpack unpack;
       unpack.chunk = chunk;
@@ -140,14 +138,17 @@ class Produce {
       unpack.parts = exchanges_ ? plan::buffer_parts(plan_) : 1;
       unpack.ctas = finish_ctas_;
       unpack.bias = variant_.bias;
-      what = unpack;
+      list_.add(Lane::kCopy, unpack, {communicated});
     } else if (variant_.bias) {
-      what = AddBias{result(chunk), output(chunk), rows.end - rows.begin, finish_ctas_};
+      list_.add(Lane::kCopy,
+                AddBias{result(chunk), output(chunk), rows.end - rows.begin, finish_ctas_},
+                {communicated});
     } else {
       // The copy engine, which takes no SM from GEMM and communication.
-      what = Copy{result(chunk), output(chunk), (rows.end - rows.begin) * row_bytes_};
+      list_.add(Lane::kCopy,
+                Copy{result(chunk), output(chunk), (rows.end - rows.begin) * row_bytes_},
+                {communicated});
     }
-    list_.add(Lane::kCopy, std::move(what), {communicated});
   }
 
   // Where a chunk, or one part of it, lies in what is communicated.
@@ -180,9 +181,10 @@ class Produce {
   const bool exchanges_;
   const int64_t element_bytes_;
   const int64_t row_bytes_;
+  const ChunkPlaces chunk_places_;
+  const std::vector<plan::Rows>& rows_;
+  const std::vector<plan::Extent>& extents_;
   const Buffer buffer_;
-  std::vector<plan::Rows> rows_;
-  std::vector<plan::Extent> extents_;
   List list_;
 };
 

@@ -62,7 +62,6 @@ def build(root: Path = ROOT) -> Path:
     own = sorted(str(path.relative_to(root)) for path in root.glob("tests/recorder/*.cc"))
     objects = [
         *setup.planner_edges(folder),
-        *setup.steps_edges(folder),
         *setup.compile_edges("cxx", setup.sources("runtime/*.cc"), folder, flags),
         *setup.compile_edges("cxx", own, folder, flags),
     ]

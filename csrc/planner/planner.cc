@@ -1,39 +1,20 @@
-#include "plan/planner.h"
+#include "planner/planner.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
-#include "plan/cost_model.h"
+#include "plan/costs.h"
+#include "plan/templates.h"
+#include "steps/price.h"
 
-namespace overlap::plan {
+namespace overlap::planner {
+
+using namespace plan;  // whose types and templates these are
+using steps::predict;
+using steps::Prediction;
+
 namespace {
-
-// A plan is taken only if it is predicted to need less than this share of the sequence's time, and to
-// save this much: the model is not better than that, and a lost sequence costs more than a missed
-// overlap.
-struct NeededGain {
-  double share;
-  double us;
-};
-NeededGain needed_gain(const Plan& plan, const Machine& machine) {
-  constexpr NeededGain kUsual = {0.95, 12.0};
-  if (plan.schedule != Schedule::kOverlapped) return {1.0, 0.0};
-  if (machine.arch == 0) return {0.95, 2000.0};  // other machines' cores and links are only guessed
-  // A GEMM call per chunk, beside NCCL: least sure.
-  if (plan.kernel == Kernel::kLibrary) return {0.90, 12.0};
-  // No collective of a library's that may not fit beside.
-  if (over_peers(plan)) return {0.97, 8.0};
-  if (!plan.resources.window) return kUsual;
-  // Of four chunks, expected to need 0.96 of the time: they needed 0.84 and 0.87.
-  if (plan.collective == Collective::kExchange) return {0.97, 12.0};
-  // Expected to need 0.95, they gained 1.01x to 1.05x.
-  if (plan.collective == Collective::kReduceScatter) return {0.98, 8.0};
-  return kUsual;
-}
 
 // Ways to communicate that are tried: CTAs of a communicator, lanes, SMs left free. One
 // communicator exists for each lane and CTA limit. Those that measured well on H200s; on slow links
@@ -196,76 +177,6 @@ const std::vector<std::vector<int32_t>>& library_schedules() {
       std::vector<int32_t>(4, 1),
   };
   return schedules;
-}
-
-// Whether the tables' 32-bit tile indices can count the tiles.
-bool grid_fits(const Problem& problem, const KernelShape& shape) {
-  const double rows = static_cast<double>(problem.m) / shape.tile_m + shape.cluster_m + 1;
-  const double columns = static_cast<double>(problem.n) / shape.tile_n + 1;
-  return rows * columns < static_cast<double>(std::numeric_limits<int32_t>::max());
-}
-
-Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
-               const KernelShape& shape) {
-  Plan plan;
-  plan.problem = problem;
-  plan.kernel = kernel;
-  const KernelShape own =
-      shape.tile_m != 0 ? shape : kernel_shape(kernel, transport == Transport::kGloo);
-  if (own.tile_m <= 0 || own.tile_n <= 0 || own.cluster_m <= 0) {
-    throw std::invalid_argument("tile shape " + std::to_string(own.tile_m) + "x" +
-                                std::to_string(own.tile_n) + " in clusters of " +
-                                std::to_string(own.cluster_m) + ": all three must be 1 or more");
-  }
-  if (!grid_fits(problem, own)) {
-    throw std::invalid_argument(problem.to_string() + " has more tiles of " +
-                                std::to_string(own.tile_m) + "x" + std::to_string(own.tile_n) +
-                                " than 32 bits count: split the problem");
-  }
-  plan.tile_m = own.tile_m;
-  plan.tile_n = own.tile_n;
-  plan.cluster_m = own.cluster_m;
-  const bool reduces = problem.op == Op::kGemmAllReduce || problem.op == Op::kGemmReduceScatter;
-  plan.collective =
-      transport == Transport::kPeer && reduces ? Collective::kRing : collective_of(problem.op);
-  return plan;
-}
-
-// Tile rows of one part.
-int32_t part_tile_rows(const Plan& plan) {
-  return tiles_m(plan) / row_parts(plan);
-}
-
-void check_band_rows(int32_t band_rows) {
-  if (band_rows <= 0) {
-    throw std::invalid_argument("band_rows is " + std::to_string(band_rows) +
-                                ", allowed is 1 or more, a multiple of the kernel's cluster_m");
-  }
-}
-
-void add_bands(Plan& plan, int32_t tile_rows, int32_t count) {
-  if (count == 0 || tile_rows == 0) return;
-  if (!plan.bands.empty() && plan.bands.back().tile_rows == tile_rows) {
-    plan.bands.back().count += count;
-  } else {
-    plan.bands.push_back({tile_rows, count});
-  }
-}
-
-// `rows` tile rows as bands of `band_rows`, the last one lower where it does not come out even.
-void cut_into_bands(Plan& plan, int32_t rows, int32_t band_rows) {
-  add_bands(plan, band_rows, rows / band_rows);
-  add_bands(plan, rows % band_rows, 1);
-}
-
-// Bands of one height that all chunks are whole numbers of: for chunks that cut_into_bands would
-// give more runs than the tables hold. Leaves the bands alone where there is no such height.
-void cut_into_equal_bands(Plan& plan, const std::vector<int32_t>& chunk_rows, int32_t band_rows) {
-  int32_t divisor = 0;
-  for (const int32_t rows : chunk_rows) divisor = std::gcd(divisor, rows);
-  int32_t height = std::min(band_rows, divisor) / plan.cluster_m * plan.cluster_m;
-  while (height > 0 && divisor % height != 0) height -= plan.cluster_m;
-  if (height > 0) plan.bands = {{height, tiles_m(plan) / height}};
 }
 
 // `total` in parts as the weights say, each but the last a multiple of `grain`. Empty if a part
@@ -532,104 +443,27 @@ void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Mach
 
 }  // namespace
 
-KernelShape kernel_shape(Kernel kernel, bool on_cpu) {
-  switch (kernel) {
-    case Kernel::kLibrary:  // takes every shape: only the grain in which chunks are cut
-      return on_cpu ? KernelShape{256, 512, 1} : KernelShape{128, 128, 1};
-    case Kernel::kSm80:
-      return {128, 128, 1};
-    case Kernel::kSm90Pingpong:
-      return {128, 128, 2};
-    case Kernel::kSm90Cooperative:
-      return {128, 256, 2};
-    case Kernel::kSm90PingpongWide:
-      return {128, 192, 2};
-  }
-  throw std::invalid_argument("unknown kernel " + std::to_string(static_cast<int32_t>(kernel)));
-}
-
-Plan make_sequential(const Problem& problem, const Machine& machine) {
-  const Transport transport = machine.arch == 0 ? Transport::kGloo : Transport::kNccl;
-  Plan plan = base_plan(problem, Kernel::kLibrary, transport, {});
-  const int32_t rows = tiles_m(plan);
-  add_bands(plan, rows, 1);
-  plan.chunks.push_back({.tiles = rows * tiles_n(plan), .transport = transport, .max_ctas = 0});
-  validate(plan);
-  return plan;
-}
-
-Plan make_row_panels(const Problem& problem, Kernel kernel,
-                     const std::vector<int32_t>& chunk_rows_of_tiles, int32_t band_rows,
-                     const Resources& resources, int32_t max_ctas, Transport transport,
-                     const KernelShape& shape) {
-  check_band_rows(band_rows);
-  Plan plan = base_plan(problem, kernel, transport, shape);
-  plan.schedule = Schedule::kOverlapped;
-  plan.layout = Layout::kRowMajor;
-  plan.resources = resources;
-  const int32_t parts = row_parts(plan);
-  for (const int32_t part_rows : chunk_rows_of_tiles) {
-    if (part_rows <= 0 || part_rows > part_tile_rows(plan)) {
-      throw std::invalid_argument(
-          "a chunk is " + std::to_string(part_rows) + " tile rows high, allowed are 1 to " +
-          std::to_string(part_tile_rows(plan)) + ", the height of " +
-          (parts == 1 ? "the tile grid" : "one rank's part of the tile grid") +
-          ": change chunk_rows_of_tiles");
-    }
-    const int32_t rows = parts * part_rows;
-    cut_into_bands(plan, rows, band_rows);
-    plan.chunks.push_back(
-        {.tiles = rows * tiles_n(plan), .transport = transport, .max_ctas = max_ctas});
-  }
-  if (plan.bands.size() > static_cast<size_t>(kMaxBandRuns)) {
-    std::vector<int32_t> chunk_rows;
-    for (const int32_t part_rows : chunk_rows_of_tiles) chunk_rows.push_back(parts * part_rows);
-    cut_into_equal_bands(plan, chunk_rows, band_rows);
-  }
-  validate(plan);
-  return plan;
-}
-
-Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_t>& chunk_tiles,
-                 int32_t band_rows, const Resources& resources, int32_t max_ctas,
-                 Transport transport, const KernelShape& shape) {
-  check_band_rows(band_rows);
-  Plan plan = base_plan(problem, kernel, transport, shape);
-  plan.schedule = Schedule::kOverlapped;
-  plan.layout = Layout::kPacked;
-  plan.resources = resources;
-  cut_into_bands(plan, tiles_m(plan), band_rows);
-  for (const int32_t tiles : chunk_tiles) {
-    plan.chunks.push_back({.tiles = tiles, .transport = transport, .max_ctas = max_ctas});
-  }
-  validate(plan);
-  return plan;
-}
-
-Plan make_direct(const Problem& problem, Kernel kernel) {
-  Plan plan = base_plan(problem, kernel, Transport::kPeer, {});
-  plan.schedule = kernel == Kernel::kLibrary ? Schedule::kSequential : Schedule::kOverlapped;
-  if (problem.op != Op::kAllGatherGemm) plan.collective = Collective::kDirect;
-  const int32_t rows = tiles_m(plan);
-  const int32_t most = std::max(kBandRows, plan.cluster_m);
-  cut_into_bands(plan, rows, std::max(1, std::min(most, rows)));
-  plan.chunks.push_back({.tiles = rows * tiles_n(plan), .transport = Transport::kPeer});
-  validate(plan);
-  return plan;
-}
-
-Plan make_all_to_all(const Problem& problem, Kernel kernel, const Resources& resources,
-                     int32_t max_ctas, Transport transport) {
-  Plan plan = base_plan(problem, kernel, transport, {});
-  plan.schedule = Schedule::kOverlapped;
-  plan.resources = resources;
-  plan.chunks.push_back({.tiles = 0, .transport = transport, .max_ctas = max_ctas});
-  validate(plan);
-  return plan;
+// The model is not better than that, and a lost sequence costs more than a missed overlap.
+NeededGain needed_gain(const Plan& plan, const Machine& machine) {
+  constexpr NeededGain kUsual = {0.95, 12.0};
+  if (plan.schedule != Schedule::kOverlapped) return {1.0, 0.0};
+  if (machine.arch == 0) return {0.95, 2000.0};  // other machines' cores and links are only guessed
+  // A GEMM call per chunk, beside NCCL: least sure.
+  if (plan.kernel == Kernel::kLibrary) return {0.90, 12.0};
+  // No collective of a library's that may not fit beside.
+  if (over_peers(plan)) return {0.97, 8.0};
+  if (!plan.resources.window) return kUsual;
+  // Of four chunks, expected to need 0.96 of the time: they needed 0.84 and 0.87.
+  if (plan.collective == Collective::kExchange) return {0.97, 12.0};
+  // Expected to need 0.95, they gained 1.01x to 1.05x.
+  if (plan.collective == Collective::kReduceScatter) return {0.98, 8.0};
+  return kUsual;
 }
 
 std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
-  std::vector<Plan> plans = {make_sequential(problem, machine)};
+  std::vector<Plan> plans;
+  plans.reserve(128);  // as many as there are, mostly
+  plans.push_back(make_sequential(problem, machine));
   const bool all_to_all = problem.op == Op::kGemmAllToAll;
   const bool nothing_to_overlap = problem.world_size == 1 || (problem.m == 0 && !all_to_all) ||
                                   problem.n == 0 || problem.k == 0;
@@ -672,4 +506,4 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
   return std::move(plans[best]);
 }
 
-}  // namespace overlap::plan
+}  // namespace overlap::planner

@@ -1,0 +1,177 @@
+#include "plan/costs.h"
+
+#include <cmath>
+
+namespace overlap::plan {
+namespace {
+
+using namespace costs;
+
+// Of the rate of the machine's library in 16 bits.
+double rate_of(const Plan& plan, const Machine& machine) {
+  const DType dtype = plan.problem.dtype;
+  double rate = 1.0;
+  if (dtype == DType::kFloat64) rate = on_cpu(machine) ? kFloat64RateOnCpu : kFloat64Rate;
+  if (dtype == DType::kFloat32 && !on_cpu(machine)) rate = kFloat32Rate;
+  if (plan.kernel == Kernel::kSm80) rate *= machine.arch >= 90 ? kSm80RateOnHopper : kSm80Rate;
+  if (plan.kernel == Kernel::kSm90Pingpong) rate *= kPingpongRate;
+  if (plan.kernel == Kernel::kSm90Cooperative) rate *= kCooperativeRate;
+  if (plan.kernel == Kernel::kSm90PingpongWide) rate *= kPingpongWideRate;
+  return rate;
+}
+
+// An all-to-all of two ranks over NCCL, on one of them.
+struct Pair {
+  Pair(const Plan& for_plan, const Machine& on, int32_t rank, const std::vector<int64_t>& send_rows,
+       const std::vector<int64_t>& receive_rows)
+      : plan(for_plan),
+        machine(on),
+        own(send_rows[static_cast<size_t>(rank)]),
+        sent(send_rows[static_cast<size_t>(1 - rank)]),
+        received(receive_rows[static_cast<size_t>(1 - rank)]) {}
+
+  double bytes(int64_t rows) const {
+    return static_cast<double>(rows * plan.problem.n * element_bytes(plan.problem.dtype));
+  }
+  double rounds_us(int64_t rows, int32_t at_once) const {
+    return launch_us(plan, rows, at_once, per_tile_us);
+  }
+
+  const Plan& plan;
+  const Machine& machine;
+  const int64_t own;  // rows
+  const int64_t sent;
+  const int64_t received;
+  const double per_tile_us = tile_us(plan, machine);
+  const int32_t sms = std::max(1, machine.sm_count);
+  // From when this rank's rows for the peer are computed, until the peer's are.
+  const double wait_us = std::max(0.0, rounds_us(received, sms) - rounds_us(sent, sms));
+};
+
+int64_t rows_beside(const Pair& pair, int32_t sms_beside) {
+  const Plan& plan = pair.plan;
+  const double message_us = pair.bytes(std::max(pair.sent, pair.received)) /
+                            (1e3 * kExchangeRate * pair.machine.link_gbps);
+  const double rounds =
+      std::ceil((pair.wait_us + kExchangeStartUs + message_us) / (kRoundRate * pair.per_tile_us));
+  const auto tile_rows = static_cast<int64_t>(std::ceil(rounds * sms_beside / tiles_n(plan)));
+  const int64_t clusters = (tile_rows + plan.cluster_m - 1) / plan.cluster_m;
+  const int64_t rows = std::min(pair.own, clusters * plan.cluster_m * plan.tile_m);
+  const bool saves = pair.rounds_us(rows, sms_beside) + pair.rounds_us(pair.own - rows, pair.sms) <
+                     pair.rounds_us(pair.own, sms_beside) - kLaunchUs;
+  return saves ? rows : pair.own;
+}
+
+}  // namespace
+
+double tile_us(const Plan& plan, const Machine& machine) {
+  double flops = 2.0 * plan.tile_m * plan.tile_n * static_cast<double>(plan.problem.k);
+  // On CPU tiles that reach beyond the matrix cost what is inside. An all-to-all's plan has no tiles.
+  const double tiles = static_cast<double>(tiles_m(plan)) * tiles_n(plan);
+  if (on_cpu(machine) && tiles > 0.0) {
+    flops = 2.0 * static_cast<double>(plan.problem.m) * static_cast<double>(plan.problem.n) *
+            static_cast<double>(plan.problem.k) / tiles;
+  }
+  const double units = on_cpu(machine) ? std::max(1, machine.sm_count) : 1;
+  return flops / (1e3 * machine.sm_gflops * units * rate_of(plan, machine));
+}
+
+double library_tiles(const Plan& plan, int64_t rows) {
+  const auto along = [](int64_t size, int32_t tile) {
+    return std::max(1.0, static_cast<double>(size) / tile);
+  };
+  return along(rows, plan.tile_m) * along(plan.problem.n, plan.tile_n);
+}
+
+double library_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us) {
+  const double rounds = library_tiles(plan, rows) / sms + kLibraryIdleRounds;
+  return kLibraryRate * std::max(1.0, rounds) * per_tile_us;
+}
+
+double launch_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us) {
+  const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
+  const int64_t tiles = (rows + grain - 1) / grain * plan.cluster_m * tiles_n(plan);
+  return kRoundRate * rounds_of(tiles, sms) * per_tile_us;
+}
+
+double exchange_us(const Machine& machine, double sent_bytes, double received_bytes, bool beside) {
+  const bool fast = !beside && !slow_link(machine);  // with nothing beside it, on a fast link
+  const double rate = 1e3 * (fast ? kExchangeAloneRate : kExchangeBesideRate) * machine.link_gbps;
+  const double mean = (sent_bytes + received_bytes) / 2;
+  const double longer = std::max(sent_bytes, received_bytes);
+  return (fast ? kExchangeAloneStartUs : kExchangeStartUs) +
+         (kLongerMessageShare * longer + (1.0 - kLongerMessageShare) * mean) / rate;
+}
+
+int32_t parts_sent(const Plan& plan) {
+  return (plan.problem.world_size - 1) * (plan.problem.op == Op::kGemmAllReduce ? 2 : 1);
+}
+
+double last_round_us(const Plan& plan, const Machine& machine, int64_t tiles, int32_t sms) {
+  const int64_t bytes = int64_t{plan.tile_m} * plan.tile_n * element_bytes(plan.problem.dtype);
+  return static_cast<double>(std::min<int64_t>(tiles, sms)) *
+         (static_cast<double>(bytes) / (1e3 * machine.peer_gbps));
+}
+
+double store_spread_us(const Plan& plan, const Machine& machine) {
+  if (machine.peer_gbps <= 0.0 || machine.sm_gflops <= 0.0) return 0.0;
+  const double per_tile_us = tile_us(plan, machine);
+  const int32_t sms = std::max(1, machine.sm_count - plan.resources.comm_sms);
+  const double round_us = last_round_us(plan, machine, int64_t{tiles_m(plan)} * tiles_n(plan), sms);
+  if (plan.collective == Collective::kDirect) return std::min(round_us, per_tile_us / 2.0);
+  // As long as the link takes for the round, if there is room beside all that it carries in a tile's time.
+  const double sent = static_cast<double>(parts_sent(plan)) / plan.problem.world_size;
+  return std::clamp(per_tile_us - sent * round_us, 0.0, round_us);
+}
+
+bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
+                     const std::vector<int64_t>& send_rows) {
+  const Problem& problem = plan.problem;
+  const double per_tile_us = tile_us(plan, machine);
+  const int32_t sms = std::max(1, machine.sm_count);
+  const auto element = static_cast<double>(element_bytes(problem.dtype));
+  const double weight_us =
+      static_cast<double>(problem.n * problem.k) * element / (1e3 * kWeightGbps);
+  int64_t rows = 0;
+  double stored_us = -kLaunchUs;  // which is that of one more
+  double sent_us = 0.0;
+  for (size_t to = 0; to < send_rows.size(); ++to) {
+    if (send_rows[to] == 0) continue;
+    rows += send_rows[to];
+    const double bytes_us =
+        static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
+    const bool own = static_cast<int32_t>(to) == rank;
+    // Each launch reads the weight again.
+    stored_us += kLaunchUs + std::max({launch_us(plan, send_rows[to], sms, per_tile_us), weight_us,
+                                       own ? 0.0 : bytes_us});
+    if (!own) sent_us += bytes_us / kCollectiveRate;
+  }
+  return stored_us < library_us(plan, rows, sms, per_tile_us) + sent_us;
+}
+
+int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,
+                             const std::vector<int64_t>& send_rows,
+                             const std::vector<int64_t>& receive_rows, int32_t sms_beside) {
+  return rows_beside(Pair(plan, machine, rank, send_rows, receive_rows), sms_beside);
+}
+
+bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
+                    const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+                    int32_t sms_beside) {
+  const Pair pair(plan, machine, rank, send_rows, receive_rows);
+  const double sent = pair.bytes(pair.sent);
+  const double received = pair.bytes(pair.received);
+  // The peer's rows, then the own ones beside the exchange.
+  const int64_t beside = rows_beside(pair, sms_beside);
+  const double behind_us = kLaunchUs + pair.rounds_us(pair.own - beside, pair.sms);
+  const double apart_us = pair.rounds_us(pair.sent, pair.sms) + kLaunchUs +
+                          std::max(pair.rounds_us(beside, sms_beside),
+                                   pair.wait_us + exchange_us(machine, sent, received, true)) +
+                          (beside < pair.own ? behind_us : 0.0);
+  // The framework's GEMM, then the exchange.
+  const double in_turn_us = library_us(plan, pair.own + pair.sent, pair.sms, pair.per_tile_us) +
+                            exchange_us(machine, sent, received, false);
+  return kNeededGainApart * apart_us < in_turn_us;
+}
+
+}  // namespace overlap::plan

@@ -1,0 +1,575 @@
+#include "steps/price.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <span>
+#include <utility>
+
+#include "plan/costs.h"
+#include "plan/gather_rounds.h"
+#include "plan/ring_order.h"
+#include "steps/list.h"
+
+namespace overlap::steps {
+namespace {
+
+using namespace plan::costs;
+using plan::rounds_of;
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr StepId kNone = -1;
+
+// A lane, and its NCCL call that is under way, if one is.
+struct LaneState {
+  StepId next = kNone;
+  StepId last = kNone;
+  double free_us = 0.0;
+  bool calls = false;
+  double flows_at_us = 0.0;  // start over, bytes flow
+  double bytes = 0.0;
+  double most = 0.0;  // bytes per us, of its CTAs
+};
+
+size_t index(int32_t number) {
+  return static_cast<size_t>(number);
+}
+double local_us(double bytes, double gbps = kLocalGbps) {
+  return bytes / (1e3 * gbps);
+}
+
+struct Walk {
+  const StepList& list;
+  const plan::Plan& plan;
+  const int32_t rank;
+  const plan::Machine& machine;
+
+  const plan::Problem& problem = plan.problem;
+  const int32_t ranks = problem.world_size;
+  const int32_t sms = machine.sm_count;
+  const bool cpu = plan::on_cpu(machine);
+  const bool slow = plan::slow_link(machine);
+  const bool peers = plan::over_peers(plan);
+  const bool gathers = problem.op == plan::Op::kAllGatherGemm;
+  const bool all_to_all = problem.op == plan::Op::kGemmAllToAll;
+  const double tile_us = plan::tile_us(plan, machine);
+  const double element = static_cast<double>(plan::element_bytes(problem.dtype));
+  const double row_bytes = static_cast<double>(problem.n) * element;
+
+  Price price = {};
+  std::array<LaneState, static_cast<size_t>(Lane::kCopy) + 1> lanes = {};
+  std::vector<StepId> next_of_lane = {};
+  std::vector<double> arrived_us = {};  // over peers, chunk by chunk
+  int32_t lanes_beside = 0;
+  bool awaits = false;      // one launch awaits an all-gather's chunks
+  double all_bytes = 0.0;   // of NCCL's calls
+  double counted_us = 0.0;  // the end of a GEMM that counts
+  // A chunk on its way: the framework's GEMMs of its parts, which count as one, or the copies of its rows to peers.
+  int64_t chunk_tiles = 0;
+  double chunk_begin_us = 0.0;
+  double chunk_us = 0.0;
+  double chunk_bytes = 0.0;
+  double now_us = 0.0;  // until which NCCL's calls are known
+
+  // --- the walk --------------------------------------------------------------------------------
+
+  void run() {
+    enqueue();
+    do {
+      for (LaneState& lane : lanes) go_on(lane);
+      go_on(lanes[0]);  // with what waited for the others
+    } while (carry());
+    price.expected.total_us = lanes[0].free_us;
+  }
+
+  // The lanes' steps, and when the host has come to those that depend on it. It issues the first GEMM at once.
+  void enqueue() {
+    price.steps.assign(list.steps.size(), {0.0, kNever});
+    next_of_lane.assign(list.steps.size(), kNone);
+    double host_us = 0.0;
+    for (size_t id = 0; id < list.steps.size(); ++id) {
+      const Step& step = list.steps[id];
+      LaneState& lane = lanes[lane_of(step)];
+      (lane.last == kNone ? lane.next : next_of_lane[index(lane.last)]) = static_cast<StepId>(id);
+      lane.last = static_cast<StepId>(id);
+      double& begin_us = price.steps[id].begin_us;
+      if (const auto* fork = std::get_if<Fork>(&step.what)) {
+        lanes_beside = fork->side_lanes;
+      } else if (const auto* call = std::get_if<Collective>(&step.what)) {
+        all_bytes += bytes_of(*call);
+        if (lanes_beside > 0) begin_us = host_us;
+        host_us += kIssueUs;
+      } else if (const auto* unpack = std::get_if<Unpack>(&step.what)) {
+        if (unpack->parts > 1) host_us += kIssueSumUs;
+      } else if (is_gemm(step)) {
+        if (const auto* gemm = std::get_if<Gemm>(&step.what)) awaits |= gemm->awaits_chunks;
+        if (!step.after.empty()) begin_us = host_us;
+        host_us = std::max(host_us, kFirstIssueUs);
+      }
+      if (cpu || peers || all_to_all) begin_us = 0.0;
+    }
+  }
+
+  // Does the lane's steps, as far as it is known when they begin.
+  void go_on(LaneState& lane) {
+    while (lane.next != kNone && !lane.calls) {
+      const size_t id = index(lane.next);
+      const double after_us = behind(id);
+      if (after_us == kNever) return;
+      double& begin_us = price.steps[id].begin_us;
+      begin_us = std::max({begin_us, lane.free_us, after_us});
+      const auto end_of_step = [&](const auto& what) { return end_of(what, id, begin_us); };
+      finish(lane, std::visit(end_of_step, list.steps[id].what));
+      if (price.steps[id].end_us == kNever) return;
+    }
+  }
+
+  void finish(LaneState& lane, double end_us) {
+    if (end_us == kNever) return;
+    const size_t id = index(lane.next);
+    lane.free_us = price.steps[id].end_us = end_us;
+    lane.next = next_of_lane[id];
+  }
+
+  // Lets the calls under way share the link, until one has ended; false if there is none.
+  bool carry() {
+    const CallModel model = call_model();
+    const double link = machine.link_gbps * model.link_rate * 1e3;
+    while (true) {
+      const auto flows = [&](const LaneState& lane) {
+        return lane.calls && lane.flows_at_us <= now_us;
+      };
+      const auto sides = std::span(lanes).subspan(1, index(lanes_beside));
+      const auto flowing = static_cast<double>(std::count_if(sides.begin(), sides.end(), flows));
+      const auto rate = [&](const LaneState& lane) { return std::min(lane.most, link / flowing); };
+      // The next start of a flow, or end of a call.
+      double next_us = kNever;
+      LaneState* next = nullptr;
+      for (LaneState& lane : sides) {
+        if (!lane.calls) continue;
+        const double at_us = flows(lane) ? now_us + lane.bytes / rate(lane) : lane.flows_at_us;
+        if (at_us < next_us) {
+          next_us = at_us;
+          next = &lane;
+        }
+      }
+      if (next == nullptr) return false;
+      const bool ends = flows(*next);
+      for (LaneState& lane : sides) {
+        if (flows(lane)) lane.bytes -= (next_us - now_us) * rate(lane);
+      }
+      now_us = next_us;
+      if (!ends) continue;
+      next->calls = false;
+      price.expected.communication_us += now_us - price.steps[index(next->next)].begin_us;
+      finish(*next, now_us);
+      return true;
+    }
+  }
+
+  // On CPU one thread communicates.
+  size_t lane_of(const Step& step) const {
+    const bool side = step.lane != Lane::kCaller && step.lane != Lane::kCopy;
+    return static_cast<size_t>(cpu && side ? Lane::kSide0 : step.lane);
+  }
+  static bool is_gemm(const Step& step) {
+    return std::holds_alternative<Gemm>(step.what) ||
+           std::holds_alternative<LibraryGemm>(step.what);
+  }
+  // When what the step comes after on other lanes has ended.
+  double behind(size_t id) const {
+    double us = 0.0;
+    for (const StepId other : list.steps[id].after) {
+      us = std::max(us, price.steps[index(other)].end_us);
+    }
+    return us;
+  }
+
+  // --- when a step ends that could begin at begin_us, which it may put off; kNever: not known yet ----------
+
+  // Delays and the end of a call: counted where they are part of.
+  template <typename Other>
+  double end_of(const Other&, size_t, double begin_us) {
+    return begin_us;
+  }
+
+  double end_of(const Fork& fork, size_t, double begin_us) {
+    const double end_us = begin_us + (gathers && !cpu && !peers ? kForkJoinUs : 0.0);
+    for (int32_t lane = 0; lane < fork.side_lanes; ++lane) {
+      lanes[static_cast<size_t>(side_lane(lane))].free_us =
+          end_us + (cpu && gathers ? kWaitCpuUs : 0.0);
+    }
+    return end_us;
+  }
+  double end_of(const Join&, size_t, double& begin_us) {
+    for (const LaneState& lane : lanes) {
+      if (&lane != &lanes[0] && lane.next != kNone) return kNever;
+      begin_us = std::max(begin_us, lane.free_us);
+    }
+    if (peers || all_to_all) return begin_us;
+    return begin_us + (cpu ? kForkJoinCpuUs : kForkJoinUs);
+  }
+
+  double end_of(const Gemm& gemm, size_t id, double& begin_us) {
+    const plan::TileOrder& order = list.orders[index(gemm.order)];
+    const int64_t tiles = gemm.end_tile - gemm.first_tile;
+    if (gemm.counts) return count(order, begin_us);
+    if (gemm.announces) return pass_on(gemm, begin_us);
+    if (gemm.awaits_chunks) return await_chunks(gemm, order, begin_us);
+    if (plan.collective == plan::Collective::kDirect) return store(tiles, begin_us);
+    if (all_to_all) return launch_apart(gemm, begin_us);
+    return launch(id, 0, tiles, gemm.ctas, begin_us);
+  }
+  double end_of(const LibraryGemm& gemm, size_t id, double& begin_us) {
+    const int64_t rows = gemm.rows.end - gemm.rows.begin;
+    const int64_t tiles = (rows + plan.tile_m - 1) / plan.tile_m * plan::tiles_n(plan);
+    if (lanes_beside == 0 || all_to_all) {  // nothing is beside it
+      if (peers || all_to_all) {
+        return begin_us + computed(plan::library_us(plan, rows, sms, tile_us));
+      }
+      const double work = cpu ? static_cast<double>(plan::tiles_m(plan)) * plan::tiles_n(plan)
+                              : std::max(1.0, plan::library_tiles(plan, rows) / sms);
+      return begin_us + computed(kGemmStartUs + work * tile_us);
+    }
+    const bool goes_on = id > 0 && list.steps[id].after.empty() &&
+                         std::holds_alternative<LibraryGemm>(list.steps[id - 1].what);
+    return launch(id, goes_on ? chunk_tiles : 0, tiles, ctas_beside(plan, machine), begin_us);
+  }
+
+  double end_of(const WaitForTiles& wait, size_t, double begin_us) {
+    return std::max(begin_us, price.computed_us[index(wait.chunk)] + (cpu ? kWaitCpuUs : kWaitUs));
+  }
+  double end_of(const Mark&, size_t id, double begin_us) {
+    return std::max(begin_us, behind(id) + (cpu ? kWaitCpuUs : kWaitUs));
+  }
+
+  double end_of(const Collective& call, size_t, double& begin_us) {
+    const double bytes = bytes_of(call);
+    if (ranks == 1 || bytes == 0.0) return begin_us;
+    if (lanes_beside == 0) return begin_us + communicated(alone_us(bytes));
+    if (cpu) {
+      const double own_us = gathers ? bytes / ranks / (1e3 * kCopyCpuGbps) : 0.0;
+      return begin_us + own_us +
+             communicated(kCallCpuUs + machine.link_latency_us + bytes / (1e3 * machine.link_gbps));
+    }
+    const int32_t ctas = ctas_of(call.max_ctas);
+    // CTAs that find no SM beside a persistent GEMM stay outside until its end.
+    const bool fits = counted_us == 0.0 || plan.resources.comm_sms >= ctas * lanes_beside;
+    if (!fits) begin_us = std::max(begin_us, counted_us + kWaitUs);
+    const CallModel model = call_model();
+    LaneState& lane = lanes[static_cast<size_t>(side_lane(call.lane))];
+    lane.calls = true;
+    lane.flows_at_us = begin_us + (model.start_us + model.latencies * machine.link_latency_us);
+    lane.bytes = bytes;
+    lane.most = ctas * (model.cta_gbps * 1e3);
+    return kNever;
+  }
+  double end_of(const SendReceive& call, size_t id, double& begin_us) {
+    const double sent = bytes_of(call.sends);
+    const double received = bytes_of(call.receives);
+    const bool beside = list.steps[id].lane != Lane::kCaller;
+    if (sent + received == 0.0) return begin_us;
+    if (beside && ranks == 2) {  // until the peer has computed its rows
+      const auto rows = static_cast<int64_t>(received / row_bytes);
+      begin_us = std::max(begin_us, plan::launch_us(plan, rows, sms, tile_us));
+    }
+    return begin_us + communicated(plan::exchange_us(machine, sent, received, beside));
+  }
+
+  double end_of(const Copy& copy, size_t id, double begin_us) {
+    const auto bytes = static_cast<double>(copy.bytes);
+    const bool leaves = copy.destination.buffer == Buffer::kSlot && copy.destination.index != rank;
+    if (leaves && gathers) {
+      if (chunk_bytes == 0.0) chunk_begin_us = begin_us;
+      return chunk_begin_us + sent_us(chunk_bytes += bytes);
+    }
+    if (leaves) return begin_us + communicated(sent_us(bytes));
+    const bool finishes = list.steps[id].lane == Lane::kCopy;
+    if (cpu || hides(id) || (finishes && !plan.resources.window)) return begin_us;
+    return begin_us + kCopyStartUs + (finishes ? bytes_behind(id) : bytes) / (1e3 * kCopyGbps);
+  }
+  double end_of(const Pack& pack, size_t, double begin_us) {
+    const double tiles = plan.chunks[index(pack.chunk)].tiles;
+    return begin_us + finish_us(tiles * plan.tile_m * plan.tile_n * element);
+  }
+  double end_of(const Unpack& unpack, size_t id, double begin_us) {
+    const double bytes = bytes_behind(id);
+    if (unpack.parts > 1 && !slow) return sum(id, bytes, begin_us);
+    return begin_us + (hides(id) ? 0.0 : finish_us(bytes));
+  }
+  double end_of(const AddBias& bias, size_t id, double begin_us) {
+    return begin_us + (hides(id) ? 0.0 : finish_us(static_cast<double>(bias.rows) * row_bytes));
+  }
+
+  double end_of(const WaitForSlots&, size_t, double begin_us) {
+    return begin_us + (awaits ? kGatherUs + kFirstCopyUs : 0.0);
+  }
+  double end_of(const Signal&, size_t, double) {
+    const double bytes = std::exchange(chunk_bytes, 0.0);
+    arrived_us.push_back(chunk_begin_us + communicated(kCopyUs + sent_us(bytes)));
+    return arrived_us.back();
+  }
+  double end_of(const WaitForPeers& wait, size_t, double begin_us) {
+    if (arrived_us.size() <= index(wait.step)) return kNever;
+    return std::max(begin_us, arrived_us[index(wait.step)]);
+  }
+  double end_of(const MeetTiles&, size_t, double begin_us) {
+    return begin_us + communicated(kSequentialUs);
+  }
+
+  double end_of(const PeerCollective& step, size_t, double begin_us) {
+    const bool sends = std::any_of(step.pieces.begin(), step.pieces.end(),
+                                   [](const Piece& piece) { return piece.send.has_value(); });
+    return collect(static_cast<double>(step.stride), sends, step.reduces && step.gathers, begin_us);
+  }
+  double end_of(const LowLatency&, size_t, double begin_us) {
+    return collect(static_cast<double>(plan::direct_piece_bytes(plan)), true,
+                   plan::direct_in_pieces(plan), begin_us);
+  }
+  double end_of(const PeerExchange& step, size_t, double begin_us) {
+    double sent = 0.0;
+    double received = 0.0;
+    for (const PeerMessages& messages : step.messages) {
+      if (messages.destination) sent += static_cast<double>(messages.send_bytes);
+      received += static_cast<double>(messages.receive_bytes);
+    }
+    return begin_us + communicated(kSequentialUs + sent_us(sent) / kCollectiveRate +
+                                   local_us(2.0 * received, kSlotsGbps));
+  }
+
+  // --- GEMMs -------------------------------------------------------------------------------------
+
+  double computed(double us) {
+    price.expected.gemm_us += us;
+    return us;
+  }
+
+  // Chunk after chunk, beside communication that has the other SMs.
+  double count(const plan::TileOrder& order, double begin_us) {
+    const double tiles = order.num_tiles();
+    double all_us = tiles * tile_us;
+    if (!cpu) {
+      const auto low_run = [](const plan::BandRun& run) {
+        return run.tile_rows < 4 && run.count > 2;
+      };
+      const bool low =
+          order.tiles_m >= 8 && std::any_of(order.runs, order.runs + order.num_runs, low_run);
+      const bool many_ctas =
+          slow && ranks == 2 && lanes_beside * ctas_of(plan.chunks[0].max_ctas) > kDefaultCtasSlow;
+      const bool large = plan.kernel == plan::Kernel::kSm90Cooperative ||
+                         plan.kernel == plan::Kernel::kSm90PingpongWide;
+      all_us = std::max(1.0, tiles / sms) * tile_us * kBesideCommunication *
+               (many_ctas ? kBesideManyCtas : 1.0) / (low ? kLowBandRate : 1.0) *
+               std::pow(static_cast<double>(sms) / ctas_beside(plan, machine),
+                        large ? kFewerSmsExponentLarge : kFewerSmsExponent);
+    }
+    price.computed_us.reserve(plan.chunks.size());
+    for (int32_t chunk = 1; chunk <= order.num_chunks; ++chunk) {
+      price.computed_us.push_back(begin_us + kGemmStartUs +
+                                  all_us * order.chunk_begin[chunk] / tiles);
+    }
+    return counted_us = begin_us + computed(kGemmStartUs + all_us);
+  }
+
+  // A launch of an all-gather behind what has arrived, or the framework's GEMM of a chunk's part: whole rounds of tiles,
+  // with those of the parts `before`.
+  double launch(size_t id, int64_t before, int64_t tiles, int32_t at_once, double& begin_us) {
+    const bool waits = !list.steps[id].after.empty();
+    if (before == 0) {
+      const double waited_us = peers ? kGatherUs : cpu || !waits ? 0.0 : kForkJoinUs;
+      chunk_begin_us = begin_us = std::max(begin_us, behind(id) + waited_us);
+      chunk_us = 0.0;
+    }
+    chunk_tiles = before + tiles;
+    const double launched_us = std::exchange(chunk_us, chunk_tiles == 0 ? 0.0 : rounds_us(at_once));
+    if (peers && waits) chunk_us += kCopyUs / 2.0;
+    computed(chunk_us - launched_us);
+    return chunk_begin_us + chunk_us;
+  }
+  double rounds_us(int32_t at_once) const {
+    if (cpu) return static_cast<double>(chunk_tiles) * tile_us;
+    const double rounds = rounds_of(chunk_tiles, at_once);
+    if (peers) return kRoundRate * rounds * tile_us;
+    if (!gathers) return kGemmStartUs + rounds * tile_us;
+    return kGemmStartUs + rounds * tile_us * kBesideGather *
+                              std::pow(static_cast<double>(at_once) / sms, 1.0 - kFewerSmsExponent);
+  }
+
+  // A ring's bands, one after the other: what the GEMM computes in each, and what it stores into peers' memory, once for
+  // each part but those in their last turn. The two hold each other up.
+  double pass_on(const Gemm& gemm, double begin_us) {
+    const double gemm_us = kRoundRate * rounds_of(gemm.end_tile, gemm.ctas) * tile_us;
+    const double sent_part_us = sent_us(gemm.map.part_rows * row_bytes);
+    const auto finals = static_cast<int32_t>(gemm.mirrors.size());
+    const int32_t rounds = gemm.map.part_tile_rows / gemm.map.round_tile_rows;
+    double us = kRingUs + (gemm.map.part_tile_rows <= plan.cluster_m ? kLowPartUs : 0.0);
+    for (int32_t band = 0; band < rounds + ranks - 1; ++band) {
+      const plan::RingBand turns = plan::ring_band(ranks, rounds, band);
+      const int32_t count = turns.end_turn - turns.first_turn;
+      const int32_t sent = turns.end_turn == ranks ? count - 1 + finals : count;
+      us += std::pow(std::pow(count * (gemm_us / ranks) / rounds, kOverlapPower) +
+                         std::pow(sent * sent_part_us / rounds, kOverlapPower),
+                     1.0 / kOverlapPower);
+    }
+    computed(gemm_us);
+    communicated(plan::parts_sent(plan) * sent_part_us);
+    return begin_us + us + kFinalUs * finals;
+  }
+
+  // An all-gather in one launch: each chunk's tiles as it arrives.
+  double await_chunks(const Gemm& gemm, const plan::TileOrder& order, double& begin_us) {
+    if (arrived_us.size() < plan.chunks.size()) return kNever;
+    begin_us += kGatherUs;
+    const auto flow_us = [&](int32_t chunk) {
+      const double tiles = order.chunk_begin[chunk + 1] - order.chunk_begin[chunk];
+      return kRoundRate * tiles / gemm.ctas * tile_us;
+    };
+    double end_us = begin_us + flow_us(0);
+    for (int32_t chunk = 1; chunk < order.num_chunks; ++chunk) {
+      end_us = std::max(end_us, arrived_us[index(chunk - 1)]) + flow_us(chunk);
+    }
+    const double all_us = computed(kRoundRate * rounds_of(order.num_tiles(), gemm.ctas) * tile_us);
+    return std::max(end_us, begin_us + all_us) + kGatherChunkUs * (order.num_chunks - 2);
+  }
+
+  // A direct plan's, which stores into peers' memory; the own piece comes last, and is stored at home.
+  double store(int64_t tiles, double begin_us) {
+    const double gemm_us = computed(kRoundRate * rounds_of(tiles, sms) * tile_us);
+    const double last = !plan::direct_in_pieces(plan) ? 1.0
+                        : tiles <= sms                ? 1.0 - 1.0 / ranks
+                                                      : 0.0;
+    const double piece = static_cast<double>(plan::direct_piece_bytes(plan));
+    return begin_us + kDirectUs +
+           std::max(gemm_us + last * plan::last_round_us(plan, machine, tiles, sms),
+                    communicated(sent_us((ranks - 1) * piece)));
+  }
+
+  // One of an all-to-all's launches.
+  double launch_apart(const Gemm& gemm, double begin_us) {
+    const int64_t rows = gemm.rows.end - gemm.rows.begin;
+    const bool leaves = gemm.outputs[0].where.buffer == Buffer::kSlot;
+    double us = plan::launch_us(plan, rows, gemm.ctas, tile_us);
+    if (peers) us = std::max(us, static_cast<double>(problem.k) * row_bytes / (1e3 * kWeightGbps));
+    if (leaves) us = std::max(us, sent_us(static_cast<double>(rows) * row_bytes));
+    return begin_us + computed(us + (price.expected.gemm_us > 0.0 ? kLaunchUs : 0.0));
+  }
+
+  // --- communication -----------------------------------------------------------------------------
+
+  double communicated(double us) {
+    price.expected.communication_us += us;
+    return us;
+  }
+
+  // A collective that has the machine to itself.
+  double alone_us(double bytes) const {
+    const bool pair = problem.op == plan::Op::kGemmAllReduce && ranks == 2 && !cpu;
+    const double slow_rate = pair ? kSlowLinkPairRate : kSlowLinkCall.link_rate;
+    const double rate = (slow ? slow_rate : kAloneCall.link_rate) * one_way_rate();
+    return (cpu ? 0.0 : kAloneCall.start_us) + machine.link_latency_us +
+           bytes / (1e3 * machine.link_gbps * rate);
+  }
+
+  // Rate of the collective's bytes, of that of an all-reduce's.
+  double one_way_rate() const {
+    const bool one_way = plan.collective == plan::Collective::kReduceScatter ||
+                         plan.collective == plan::Collective::kAllGather;
+    return one_way ? kOneWayRate : 1.0;
+  }
+
+  CallModel call_model() const {
+    const bool window = plan.resources.window;
+    const bool exchanges = plan.collective == plan::Collective::kExchange;
+    if (slow && exchanges) return kSlowLinkExchangeCall;
+    if (slow) {
+      return {kSlowLinkCall.start_us, kSlowLinkCall.link_rate * one_way_rate(),
+              kSlowLinkCall.cta_gbps * one_way_rate(), kSlowLinkCall.latencies};
+    }
+    if (exchanges) return kExchangeCall;
+    switch (plan.collective) {
+      case plan::Collective::kReduceScatter:
+        return window ? kWindowReduceScatter : kPlainReduceScatter;
+      case plan::Collective::kAllGather:
+        return window ? kWindowAllGather : kPlainAllGather;
+      default:
+        if (ranks > 2) return window ? kWindowCallOfMany : kPlainCallOfMany;
+        return window ? kWindowCall : kPlainCall;
+    }
+  }
+
+  int32_t ctas_of(int32_t max_ctas) const {
+    return max_ctas != 0 ? max_ctas : slow ? kDefaultCtasSlow : kDefaultCtas;
+  }
+
+  // Over all ranks' parts.
+  double bytes_of(const Collective& call) const {
+    return static_cast<double>(call.count) * plan::row_parts(problem) * element;
+  }
+  double bytes_of(const std::vector<Message>& messages) const {
+    double bytes = 0.0;
+    for (const Message& one : messages)
+      bytes += one.peer == rank ? 0.0 : static_cast<double>(one.bytes);
+    return bytes;
+  }
+  // What the chunk's communication left for a step that puts it in place.
+  double bytes_behind(size_t id) const {
+    const Step& call = list.steps[index(list.steps[id].after[0])];
+    return static_cast<double>(std::get<Collective>(call.what).count) * element;
+  }
+
+  // A collective over peers in one kernel, of so many bytes for each rank. Sums of pieces go to everyone.
+  double collect(double piece, bool sends, bool twice, double begin_us) {
+    const double out_us = sent_us((ranks - 1) * piece) / kCollectiveRate;
+    if (sends) {
+      const double once_us = out_us + local_us((ranks + 1) * piece);
+      return begin_us + communicated(kSequentialUs + (twice ? 2.0 : 1.0) * once_us);
+    }
+    const double end_us = begin_us + local_us((ranks + 1) * piece, kSlotsGbps);
+    return twice ? end_us + kSequentialUs + out_us + local_us(2 * (ranks - 1) * piece) : end_us;
+  }
+
+  // The sum of an exchanged chunk: on what SMs GEMM and communication leave, and after the GEMM on all.
+  double sum(size_t id, double bytes, double begin_us) const {
+    const double busy = all_bytes / (1e3 * kExchangeCall.cta_gbps * counted_us);
+    const double beside = 1e3 * kSumSmGbps * std::max(0.0, plan.resources.comm_sms - busy);
+    const double until_us = std::max(begin_us, counted_us);
+    const double hidden = (until_us - begin_us) * beside;
+    const double end_us = bytes <= hidden ? begin_us + bytes / beside
+                                          : until_us + (bytes - hidden) / (1e3 * kFinishGbps);
+    return end_us + (next_of_lane[id] == kNone ? kFinishStartUs : 0.0);
+  }
+
+  // What puts chunks in place hides beside the communication of the next one, and what copies an all-gather's rows beside
+  // their GEMM.
+  bool hides(size_t id) const {
+    return list.steps[id].lane == Lane::kCopy && (gathers || next_of_lane[id] != kNone);
+  }
+  double finish_us(double bytes) const {
+    return cpu ? bytes / (1e3 * kCopyCpuGbps) : kFinishStartUs + bytes / (1e3 * kFinishGbps);
+  }
+  double sent_us(double bytes) const { return bytes / (1e3 * machine.peer_gbps); }
+};
+
+}  // namespace
+
+Price price(const StepList& list, const plan::Plan& plan, int32_t rank,
+            const plan::Machine& machine) {
+  Walk walk = {list, plan, rank, machine};
+  walk.run();
+  return std::move(walk.price);
+}
+
+Prediction predict(const plan::Plan& plan, const plan::Machine& machine) {
+  if (plan::tiles_m(plan) == 0 || plan::tiles_n(plan) == 0) return {};
+  // A machine that nobody measured: no plan is better than another.
+  if (machine.sm_count <= 0 || machine.sm_gflops <= 0.0 ||
+      (plan.problem.world_size > 1 && machine.link_gbps <= 0.0)) {
+    return {.total_us = kNever};
+  }
+  Variant variant;
+  variant.kernel_takes = takes_by_default(plan);
+  return price(lower(plan, 0, machine, variant), plan, 0, machine).expected;
+}
+
+}  // namespace overlap::steps
