@@ -192,6 +192,8 @@ def parted_plans_and_grids(
         height = world * grain * grains
         chunks.append(height * columns)
         bands += [cluster * band for band in cut(draw, height // cluster, 2)]
+    if ring:  # what travels is single tiles
+        chunks = [sum(chunks)]
     set_chunks(draw, plan, bands, chunks, Transport.PEER if peers else transport)
     grid = Grid(
         plan.problem.m, n, plan.tile_m, plan.tile_n, sum(bands), columns, bands, chunks, world

@@ -114,7 +114,7 @@ def chunked_plan(
 
     `layout` is "row panels", "packed", "exchange" (packed, two GPUs; with other numbers of ranks it is "packed") or
     "peers" (row panels in the ranks' memory of each other); ops other than gemm_allreduce take the first and the last
-    one only. gemm_alltoall travels by NCCL or gloo, or with "peers" over peers, in as many pieces as it does.
+    one only. A ring, of reductions over peers, has one chunk. gemm_alltoall travels by NCCL or gloo, or with "peers" over peers, in as many pieces as it does.
     """
     problem = OPS[op].problem(case, world)
     peers = layout == "peers"
@@ -123,6 +123,8 @@ def chunked_plan(
         return _all_to_all(problem, kernel, transport, **resources)
     options = {"kernel": kernel, "tile": tile, "transport": transport, **resources}
     whole = row_panels(problem, 1, **options)
+    if peers and problem.op != Op.ALLGATHER_GEMM:
+        return whole  # a ring has no chunks
     if layout in ("row panels", "peers"):
         rows = whole.tiles_m // (world if peers else problem.row_parts)
         return row_panels(problem, max(1, min(chunks, rows // whole.cluster_m)), **options)

@@ -171,8 +171,7 @@ def test_plan_direct_takes_the_library_unless_told() -> None:
     [
         (
             {"chunks": [Chunk(16, Transport.PEER)] * 2},
-            "plan with the collective direct has 2 chunks, allowed is one of all tiles: join them, "
-            "or take the collective ring",
+            "plan with the collective direct has 2 chunks, allowed is one of all tiles, as nothing",
         ),
         (
             {"chunks": [Chunk(32)]},

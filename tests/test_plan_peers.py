@@ -37,9 +37,13 @@ every_op = pytest.mark.parametrize("op", [*COLLECTIVES], ids=lambda op: op.name.
 
 
 def peer_plan(op: Op = Op.GEMM_ALLREDUCE) -> Plan:
-    """2 parts of 4 x 4 tiles of 128 x 128, in two chunks of 2 tile rows of each part."""
+    """2 parts of 4 x 4 tiles of 128 x 128: a ring, or two chunks of 2 tile rows of each part."""
     problem = Problem(1024, 512, 64, DType.BFLOAT16, 2, op)
-    return plans.row_panels(problem, 2, kernel="sm90_pingpong", transport="peer")
+    return plans.row_panels(problem, chunks_of(op), kernel="sm90_pingpong", transport="peer")
+
+
+def chunks_of(op: Op, most: int = 2) -> int:
+    return most if op == Op.ALLGATHER_GEMM else 1
 
 
 # --- form -------------------------------------------------------------------------------------------
@@ -93,8 +97,11 @@ def test_plan_over_peers_says_so_in_json_and_words(op: Op) -> None:
     plan = peer_plan(op)
     data = json.loads(plans.to_json(plan))
     assert data["collective"] == COLLECTIVES[op].name.lower()
-    assert data["chunks"] == [{"tiles": 16, "transport": "peer", "max_ctas": 0}] * 2
-    assert "2 x 16 tiles (peer)" in repr(plan)
+    chunks = chunks_of(op)
+    tiles = 32 // chunks
+    assert data["chunks"] == [{"tiles": tiles, "transport": "peer", "max_ctas": 0}] * chunks
+    said = f"{tiles} tiles (peer)" if chunks == 1 else f"{chunks} x {tiles} tiles (peer)"
+    assert said in repr(plan)
     assert ("ring" in repr(plan)) == (op != Op.ALLGATHER_GEMM)
 
 
@@ -110,6 +117,7 @@ def test_plan_over_peers_says_so_in_json_and_words(op: Op) -> None:
 def test_plan_row_panels_over_peers_splits_one_part_evenly(
     op, rows, n, world, chunks, kernel
 ) -> None:
+    chunks = chunks_of(op, chunks)
     tile_m, tile_n, cluster = SHAPES[kernel]
     clusters = -(-rows // (tile_m * cluster))  # of one part
     problem = Problem(rows * world, n, 64, DType.BFLOAT16, world, op)
@@ -130,9 +138,10 @@ def test_plan_row_panels_over_peers_splits_one_part_evenly(
     assert max(heights) - min(heights) <= 1
 
 
-@every_op
-def test_plan_row_panels_over_peers_takes_heights_of_one_part(op: Op) -> None:
-    problem = Problem(3 * 60, 20, 5, DType.FLOAT32, 3, op)  # parts of 8 tile rows, the last of 4
+def test_plan_row_panels_over_peers_takes_heights_of_one_part() -> None:
+    problem = Problem(
+        3 * 60, 20, 5, DType.FLOAT32, 3, Op.ALLGATHER_GEMM
+    )  # parts of 8 tile rows, the last of 4
     options = {"transport": "peer", "tile": (8, 10)}
     plan = plans.row_panels(problem, [1, 4, 3], **options)
     assert plan.schedule == Schedule.OVERLAPPED
@@ -152,6 +161,10 @@ def test_plan_row_panels_over_peers_takes_heights_of_one_part(op: Op) -> None:
 @every_op
 def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
     problem = Problem(2048, 512, 64, DType.BFLOAT16, 2, op)
+    if op != Op.ALLGATHER_GEMM:
+        with pytest.raises(ValueError, match="collective ring has 2 chunks, allowed is one of all"):
+            plans.row_panels(problem, [4, 4], kernel="sm90_pingpong", transport="peer")
+        return
     options = {"kernel": "sm90_pingpong", "transport": "peer"}  # clusters of two tile rows
     with pytest.raises(ValueError, match="chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4"):
         plans.row_panels(problem, [1, 3, 4], **options)
@@ -166,12 +179,12 @@ def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
     ("changes", "message"),
     [
         (
-            {"chunks": [Chunk(16)] * 2},
+            {"chunks": [Chunk(32)]},
             "collective is ring with the transport nccl, allowed is peer: take that, or the "
             "collective all_reduce",
         ),
         (
-            {"chunks": [Chunk(16, Transport.GLOO)] * 2, "kernel": Kernel.LIBRARY},
+            {"chunks": [Chunk(32, Transport.GLOO)], "kernel": Kernel.LIBRARY},
             "collective is ring with the transport gloo, allowed is peer",
         ),
         (
@@ -211,8 +224,8 @@ def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
             "by peer with m = 1023 on 2 ranks, allowed are multiples .* take the transport nccl",
         ),
         (
-            {"chunks": [Chunk(8, Transport.PEER), Chunk(24, Transport.PEER)]},
-            "chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4 = 16: a chunk of gemm_allreduce",
+            {"chunks": [Chunk(16, Transport.PEER)] * 2},
+            "the collective ring has 2 chunks, allowed is one of all tiles, .* join them",
         ),
     ],
 )

@@ -198,9 +198,9 @@ def test_recorder_steps_of_a_gather_over_peers(program):
     assert steps[2:] == [
         "#2 side0 wait_for_slots",
         f"#3 side0 copy source=input+0 destination=slot@1+0 bytes={own}",
-        "#4 side0 signal step=0 to_self=1",
+        "#4 side0 signal number=0 to_self=1",
         f"#5 side0 copy source=input+{own} destination=slot@1+{2 * own} bytes={own}",
-        "#6 side0 signal step=1 to_self=1",
+        "#6 side0 signal number=1 to_self=1",
         "#7 caller join",
     ]
     gemm = list_["steps"][1]

@@ -255,7 +255,7 @@ void check_peers(const Plan& plan) {
   }
   if ((direct || ring) && plan.chunks.size() != 1) {
     fail("plan with the collective ", name(plan.collective), " has ", plan.chunks.size(),
-         " chunks, allowed is one of all tiles, as what travels is single tiles: join them");
+         " chunks, allowed is one of all tiles, as nothing of it waits for a chunk: join them");
   }
   // One kernel moves whole accesses.
   constexpr int64_t kAccess = 16;
