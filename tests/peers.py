@@ -18,8 +18,9 @@ from plans import chunked_plan
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]
 ALL_TO_ALL = "gemm_alltoall"  # has one way only, whatever the number of chunks
 DIRECT = "direct"
+RING = 1
 
-Way = int | str  # over peers: in so many chunks, or "direct"
+Way = int | str  # over peers: in so many chunks, or "direct"; a ring, of reductions, has one
 
 
 # Of every op's plans over peers.

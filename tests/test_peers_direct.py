@@ -18,6 +18,7 @@ from peers import (
     DIRECT,
     KERNELS,
     PEER_OPS,
+    RING,
     Way,
     check_other_layouts,
     every_kernel,
@@ -163,7 +164,7 @@ def check_misaligned_bias() -> tuple[int, list[str]]:
             return OPS[op].operator(input, weight, misaligned(bias), group=group)
 
         ways: list[tuple[Way, Kernel]] = [(DIRECT, kernel) for kernel in plan_kernels()]
-        for way, kernel in [*ways, (1, Kernel.LIBRARY), (3, Kernel.LIBRARY)]:
+        for way, kernel in [*ways, (RING, Kernel.LIBRARY)]:
             for rows in (17, 2100):
                 case = peer_case(op, rows, 1032, 64, torch.bfloat16, bias=True)
                 with plan_module.use_plan(peer_plan(case, op, way, kernel)):
@@ -193,8 +194,8 @@ def test_direct_takes_a_bias_at_any_address(ranks):
 # --- the same bits everywhere -----------------------------------------------------------------------
 
 REDUCING = [
-    (DIRECT, Kernel.LIBRARY), (DIRECT, Kernel.SM90_PINGPONG), (1, Kernel.SM90_PINGPONG),
-    (3, Kernel.SM90_PINGPONG), (1, Kernel.LIBRARY), (3, Kernel.LIBRARY),
+    (DIRECT, Kernel.LIBRARY), (DIRECT, Kernel.SM90_PINGPONG), (RING, Kernel.SM90_PINGPONG),
+    (RING, Kernel.LIBRARY),
 ]  # fmt: skip
 RUNS = 4
 
@@ -218,8 +219,6 @@ def check_bits(way: Way, kernel: Kernel, dtype: torch.dtype) -> tuple[int, list[
         magnitude = sum(term.abs() for term in terms) + bias.double().abs()
         bound = magnitude * (2 + world) * torch.finfo(dtype).eps + 2**-12
         plan = peer_plan(case, "gemm_allreduce", way, kernel)
-        if way != DIRECT and len(plan.chunks) != way:
-            continue
         with plan_module.use_plan(plan):
             outputs = [OPS["gemm_allreduce"].wrapper(*operands[rank], bias) for _ in range(RUNS)]
         error = (outputs[0].double() - (sum(terms) + bias.double())).abs()
@@ -265,7 +264,7 @@ def runners_of(kernel: Kernel) -> list[Runner]:
         runners.append(Runner(f"{kernel.name} {way}", op, case, plan))
 
     for op in PEER_OPS:
-        for way in (DIRECT, 1, NCCL, DIRECT, 3):
+        for way in (DIRECT, RING, NCCL, DIRECT):
             add(op, way, peer_case(op, 643, 776, 8, torch.bfloat16))
     # Of low latency, and far from it.
     for rows in (1, 17, 2100):
@@ -280,7 +279,9 @@ def runners_of(kernel: Kernel) -> list[Runner]:
 
 def race_of_ways(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
     case = Case((8192,), 4096, 1024, torch.bfloat16, bias=True)
-    larger = Runner("larger", "gemm_allreduce", case, peer_plan(case, "gemm_allreduce", 3, kernel))
+    larger = Runner(
+        "larger", "gemm_allreduce", case, peer_plan(case, "gemm_allreduce", RING, kernel)
+    )
     return race(runners_of(kernel), larger, calls, calls)
 
 
