@@ -10,6 +10,9 @@ communication. The planner makes one for each problem; this module shows it, and
         overlap_torch.gemm_allreduce(input, weight)
 
 All ranks of a group must set the same plans at the same point between their calls of the ops.
+
+``print(plan.explain())`` shows a plan's steps, what they hold and are expected to take, and why it was taken;
+``plan.plot("plan.png")`` draws it. ``python -m overlap_torch explain`` does both.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from overlap_torch import _plan
+from overlap_torch._explain import Explanation, explain
 from overlap_torch._plan import (
     BAND_ROWS,
     MAX_BAND_RUNS,
@@ -56,6 +60,7 @@ from overlap_torch._plan_json import (
     to_dict,
     to_json,
 )
+from overlap_torch._plan_picture import plot
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +77,7 @@ __all__ = [
     "Chunk",
     "Collective",
     "DType",
+    "Explanation",
     "Kernel",
     "Layout",
     "Machine",
@@ -105,6 +111,9 @@ __all__ = [
     "use_plan",
     "validate",
 ]
+
+Plan.explain = explain  # type: ignore[method-assign]
+Plan.plot = plot  # type: ignore[method-assign]
 
 # --- templates ----------------------------------------------------------------------------------------------
 

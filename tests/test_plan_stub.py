@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def parameters(function: ast.FunctionDef) -> list[tuple[str, bool]]:
 
 def bound_parameters(function) -> list[tuple[str, bool]]:
     """The same as pybind11 writes it: `name: type = default`, and no type or default here has a comma outside of brackets."""
+    if inspect.isfunction(function):  # added in Python
+        given = inspect.signature(function).parameters.values()
+        positional = [one for one in given if one.kind == one.POSITIONAL_OR_KEYWORD]
+        return [(one.name, one.default is not one.empty) for one in positional[1:]]
     signature = function.__doc__.splitlines()[0]
     signature = signature[signature.index("(") + 1 : signature.rindex(") -> ")]
     while signature != (flat := re.sub(r"\([^()]*\)|\[[^\[\]]*\]|<[^<>]*>", "", signature)):

@@ -584,6 +584,15 @@ void bind_planner(py::module_& m) {
   m.def("make_plan", &planner::make_plan, py::arg("problem"), py::arg("machine"),
         "The planner's choice: the candidate of the smallest predicted time; the sequence unless "
         "another is expected to gain clearly.");
+  m.def(
+      "needed_gain",
+      [](const Plan& plan, const Machine& machine) {
+        const planner::NeededGain needed = planner::needed_gain(plan, machine);
+        return py::make_tuple(needed.share, needed.us);
+      },
+      py::arg("plan"), py::arg("machine"),
+      "(share, us): the planner takes the plan only where it is expected to need less than this "
+      "share of the sequence's time less so many microseconds.");
   m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"),
         "The sequence: one GEMM, and one collective before or after it.");
   m.def("make_direct", &plan::make_direct, py::arg("problem"), py::arg("kernel"),

@@ -1,0 +1,483 @@
+"""What a plan does and why it was taken: ``Plan.explain()`` and ``python -m overlap_torch explain``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from overlap_torch import _plan
+from overlap_torch._plan import Kernel, Machine, Op, Plan, Prediction, Problem, Schedule
+from overlap_torch._plan_json import enum_name
+
+# As two H200s of one host (NV18 links) are measured.
+H200 = Machine(
+    arch=90,
+    sm_count=132,
+    sm_gflops=5600.0,
+    has_sm80_kernels=True,
+    has_sm90_kernels=True,
+    link_latency_us=9.3,
+    link_gbps=262.7,
+    windows=True,
+    peer_gbps=365.0,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a rank's call.
+
+    Attributes:
+        lane: the stream that it runs on: ``caller``, ``side0`` to ``side3`` or ``copy``.
+        kind: what it is, as ``gemm``, ``wait_for_tiles`` or ``collective``.
+        words: what it does, to be read.
+        chunk: which one it computes, communicates or puts in place; None where it is not of one chunk.
+        begin_us: when it is expected to begin, in microseconds from the call's start.
+        end_us: when it is expected to end.
+    """
+
+    lane: str
+    kind: str
+    words: str
+    chunk: int | None
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that a call holds on each rank beside its operands and results: ``bytes`` of it, for ``whose`` sake."""
+
+    name: str
+    bytes: int
+    whose: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :meth:`Plan.explain` returns; ``str()`` of it is a page to be read.
+
+    Attributes:
+        plan: what is explained.
+        machine: what it is expected to run on.
+        rank: whose steps these are.
+        expected: of these steps, times in microseconds.
+        sequence_us: what a GEMM and one collective, one after the other, are expected to take; None for ``gemm_alltoall``,
+            whose rows no plan knows.
+        others: the planner's other candidates, each with its expected microseconds, the fastest first.
+        why: why this plan runs, or does not.
+        steps: in the order in which the host enqueues them.
+        buffers: what the call holds.
+        computed_us: when each chunk's tiles are finished, of a GEMM that counts them.
+    """
+
+    plan: Plan
+    machine: Machine
+    rank: int
+    expected: Prediction
+    sequence_us: float | None
+    others: tuple[tuple[Plan, float], ...]
+    why: str
+    steps: tuple[Step, ...]
+    buffers: tuple[Buffer, ...]
+    computed_us: tuple[float, ...]
+
+    def __str__(self) -> str:
+        expected = self.expected
+        lines = [f"plan     {self.plan}", f"machine  {self.machine}"]
+        lines.append(
+            f"expected {expected.total_us:.1f} us: the GEMM {expected.gemm_us:.1f}, communication "
+            f"{expected.communication_us:.1f}"
+        )
+        lines.append(f"why      {self.why}")
+        lines += ["", "holds on each rank, beside operands and results"]
+        lines += [f"  {one.name:10}{_size(one.bytes):>12}   {one.whose}" for one in self.buffers]
+        if not self.buffers:
+            lines.append("  nothing")
+        lines += [
+            "",
+            f"steps of rank {self.rank}, from begin to end in us, as expected (what takes no time hides beside others)",
+        ]
+        for number, step in enumerate(self.steps):
+            lines.append(
+                f"  #{number:<4}{step.begin_us:9.1f} {step.end_us:9.1f}  {step.lane:7}{step.words}"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    plan: Plan,
+    machine: Machine | None = None,
+    *,
+    rank: int = 0,
+    send_rows: Sequence[int] = (),
+    receive_rows: Sequence[int] = (),
+) -> Explanation:
+    """What a call by this plan does step by step, what it holds, what it is expected to take, and why it is this plan::
+
+        print(overlap_torch.plan.plan_for(4096, 8192, 7168).explain())
+
+    The steps are those of a rank whose operands the plan's kernel takes, without bias and outside of CUDA graphs.
+
+    Args:
+        machine: what it would run on; None: :func:`overlap_torch.plan.machine`, which all ranks of the default group have
+            to call.
+        rank: whose steps are shown.
+        send_rows: of ``gemm_alltoall``, rows that this rank sends to each rank.
+        receive_rows: of ``gemm_alltoall``, rows that it receives from each.
+
+    Raises:
+        ValueError: the plan cannot run, or has no steps (an all-reduce by a ring in several chunks), or the rows do not
+            fit it.
+    """
+    machine = _machine(plan) if machine is None else machine
+    made, price = walk(plan, machine, rank, send_rows, receive_rows)
+    problem = plan.problem
+    sequence_us = None
+    others: tuple[tuple[Plan, float], ...] = ()
+    if problem.op != Op.GEMM_ALLTOALL:
+        candidates = _plan.candidates(problem, machine)
+        sequence_us = _plan.predict(candidates[0], machine).total_us
+        timed = [(one, _plan.predict(one, machine).total_us) for one in candidates if one != plan]
+        others = tuple(sorted(timed, key=lambda one: one[1]))
+    return Explanation(
+        plan=plan,
+        machine=machine,
+        rank=rank,
+        expected=price.expected,
+        sequence_us=sequence_us,
+        others=others,
+        why=_why(plan, machine, price.expected.total_us, sequence_us, others),
+        steps=_steps(plan, made, price),
+        buffers=_buffers(made),
+        computed_us=tuple(price.computed_us),
+    )
+
+
+def walk(
+    plan: Plan,
+    machine: Machine,
+    rank: int,
+    send_rows: Sequence[int] = (),
+    receive_rows: Sequence[int] = (),
+) -> tuple[dict, _plan.Price]:
+    """A rank's list of steps, as JSON has it, and what is expected of it."""
+    rows = {"send_rows": list(send_rows), "receive_rows": list(receive_rows)}
+    made = json.loads(_plan.steps_json(plan, rank, machine, **rows))
+    return made, _plan.price_steps(plan, rank, machine, **rows)
+
+
+def chunks_of(made: dict) -> list[int | None]:
+    """Which chunk each step of a list, as JSON has it, is of."""
+    chunks: list[int | None] = []
+    communicated = launched = 0
+    for step in made["steps"]:
+        kind = step["step"]
+        chunk = step.get("chunk")
+        if kind == "gemm" and step["after"] or kind == "library_gemm" and step["after"]:
+            launched += 1
+            chunk = launched - 1
+        elif kind in ("collective", "signal", "send_receive"):
+            chunk = communicated
+            communicated += 1
+        elif kind == "copy" and step["lane"].startswith("side"):
+            chunk = communicated
+        elif kind in ("copy", "add_bias", "wait_for_peers") and step["after"]:
+            chunk = chunks[step["after"][0]]
+        chunks.append(chunk)
+    return chunks
+
+
+def short(plan: Plan) -> str:
+    """A plan in a few words, which tell it from the planner's other candidates."""
+    kernel, collective = enum_name(plan.kernel), enum_name(plan.collective)
+    if plan.schedule == Schedule.SEQUENTIAL:
+        over = "over peers, in one kernel" if _over_peers(plan) else "one after the other"
+        return f"the framework's GEMM and {collective}, {over}"
+    sizes = [chunk.tiles for chunk in plan.chunks]
+    chunks = f"{len(sizes)} chunk{'s' if len(sizes) > 1 else ''}"
+    if len(set(sizes)) > 1:
+        chunks += " of " + ", ".join(str(size) for size in sizes) + " tiles"
+    words = [f"{collective} over {enum_name(plan.chunks[0].transport)}", kernel, chunks]
+    if plan.chunks[0].max_ctas:
+        words.append(f"{plan.resources.lanes} x {plan.chunks[0].max_ctas} CTAs")
+    if plan.resources.window:
+        words.append("in a window")
+    return ", ".join(words)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------
+
+
+def _machine(plan: Plan) -> Machine:
+    from overlap_torch.plan import _device, machine
+
+    return machine(_device(None, plan))
+
+
+def _over_peers(plan: Plan) -> bool:
+    return enum_name(plan.chunks[0].transport) == "peer"
+
+
+def _why(
+    plan: Plan,
+    machine: Machine,
+    expected_us: float,
+    sequence_us: float | None,
+    others: Sequence[tuple[Plan, float]],
+) -> str:
+    if sequence_us is None:
+        return "the one way that the planner has: rows differ by rank, so each rank decides how it computes its own"
+    sequence = f"{sequence_us:.1f} us"
+    chosen = _plan.make_plan(plan.problem, machine)
+    count = f"{len(others) + 1} candidates"
+    if plan != chosen:
+        gain = f"{sequence_us / expected_us:.2f}x the sequence, {sequence}"
+        us = _plan.predict(chosen, machine).total_us
+        return f"set by hand; {gain}; the planner would take {short(chosen)}, {us:.1f} us"
+    if plan == _plan.make_sequential(plan.problem, machine):
+        if not others:
+            return "there is nothing to overlap, or no other plan for this problem"
+        best, us = others[0]
+        share, margin = _plan.needed_gain(best, machine)
+        return (
+            f"of {count} the sequence: the next best, {short(best)}, is expected to take {us:.1f} us, and would have to "
+            f"take less than {share * sequence_us - margin:.1f}"
+        )
+    why = f"the best of {count}: {sequence_us / expected_us:.2f}x the sequence, {sequence}"
+    sequential = _plan.make_sequential(plan.problem, machine)
+    rest = [one for one in others if one[0] != sequential]
+    if rest:
+        best, us = rest[0]
+        why += f"; the next, {short(best)}, takes {us:.1f} us, {us / expected_us - 1:+.1%}"
+        why += ", and does not gain as surely" if us < expected_us else ""
+    share, margin = _plan.needed_gain(plan, machine)
+    if share < 1.0:
+        why += f"; it was to take less than {share * sequence_us - margin:.1f} us"
+    return why
+
+
+def _buffers(made: dict) -> tuple[Buffer, ...]:
+    found = []
+    for scratch in made["scratch"]:
+        if scratch["bytes"] > 0:
+            kept = scratch["buffer"] == "window"
+            whose = "the group's, kept, as large as the largest call's" if kept else "the call's"
+            found.append(Buffer(scratch["buffer"], scratch["bytes"], whose))
+    if made["slot_bytes"] > 0:
+        whose = "the group's, kept: two of them, used in turns, for what peers write"
+        found.append(Buffer("slots", 2 * made["slot_bytes"], whose))
+    if made["counters"] > 0:
+        found.append(Buffer("counters", 4 * made["counters"], "of finished tiles, one a chunk"))
+    return tuple(found)
+
+
+def _steps(plan: Plan, made: dict, price: _plan.Price) -> tuple[Step, ...]:
+    element = _element_bytes(plan.problem)
+    return tuple(
+        Step(step["lane"], step["step"], _words(plan, step, element), chunk, begin, end)
+        for step, chunk, (begin, end) in zip(
+            made["steps"], chunks_of(made), price.steps, strict=True
+        )
+    )
+
+
+def _words(plan: Plan, step: dict, element: int) -> str:
+    kind = step["step"]
+    words = kind.replace("_", " ")
+    if kind == "gemm":
+        words = f"gemm {enum_name(plan.kernel)}, tiles {step['first_tile']} to {step['end_tile']}"
+        words += "" if plan.kernel == Kernel.LIBRARY else f" on {step['ctas']} CTAs"
+        words += f" -> {_places(target['to'] for target in step['outputs'])}"
+        if step.get("mirrors"):
+            words += f" and {_places(step['mirrors'])}"
+        words += ", counts chunks" if step.get("counts") else ""
+        words += ", passes on single tiles" if step.get("announces") else ""
+        words += ", awaits chunks" if step.get("awaits_chunks") else ""
+        words += ", copies what has arrived" if step.get("moves") else ""
+    elif kind == "library_gemm":
+        words = (
+            f"framework's gemm, rows {step['begin']} to {step['end']} -> {_place(step['output'])}"
+        )
+    elif kind == "wait_for_tiles":
+        words = f"wait for chunk {step['chunk']}: {step['tiles']} tiles"
+    elif kind == "mark":
+        words = f"chunk {step['chunk']} is computed"
+    elif kind == "collective":
+        words = f"{step['kind']}, {_size(step['count'] * element)} a rank, {_ctas(plan, step)}"
+    elif kind == "send_receive":
+        sent, received = (sum(m["bytes"] for m in step[way]) for way in ("sends", "receives"))
+        words = f"send {_size(sent)}, receive {_size(received)}, {_ctas(plan, step)}"
+    elif kind == "copy":
+        words = (
+            f"copy {_size(step['bytes'])} {_place(step['source'])} -> {_place(step['destination'])}"
+        )
+    elif kind == "unpack":
+        add = ", adding both ranks'" if step["parts"] > 1 else ""
+        words = f"unpack chunk {step['chunk']} -> {_place(step['destination'])}{add}"
+    elif kind == "pack":
+        words = f"pack chunk {step['chunk']} -> {_place(step['destination'])}"
+    elif kind == "delay":
+        words = f"delay of {step['us']} us, so that the GEMM has its SMs first"
+    elif kind == "signal":
+        words = f"signal chunk {step['number']} to the peers"
+    elif kind == "wait_for_peers":
+        words = f"wait for the peers' chunk {step['number']}"
+    elif kind == "peer_collective":
+        does = [name for name in ("reduces", "gathers") if step[name]]
+        words = f"one kernel over peers that {' and '.join(does)}"
+    elif kind == "low_latency":
+        words = f"low-latency all-reduce of {_size(step['bytes'])}"
+    elif kind == "peer_exchange":
+        words = f"one kernel that {'sends and ' if step['sends'] else ''}places the peers' messages"
+    if step["after"]:
+        words += " (after " + ", ".join(f"#{other}" for other in step["after"]) + ")"
+    return words
+
+
+def _ctas(plan: Plan, step: dict) -> str:
+    if enum_name(plan.chunks[0].transport) == "gloo":
+        return "by gloo"
+    return f"{step['max_ctas']} CTAs" if step["max_ctas"] else "as many CTAs as NCCL takes"
+
+
+def _place(where: dict) -> str:
+    return f"slot of rank {where['index']}" if where["buffer"] == "slot" else where["buffer"]
+
+
+def _places(wheres: Iterable[dict]) -> str:
+    return ", ".join(dict.fromkeys(_place(where) for where in wheres))
+
+
+def _size(count: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def _element_bytes(problem: Problem) -> int:
+    return {"float32": 4, "float64": 8}.get(enum_name(problem.dtype), 2)
+
+
+# --- command line ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line asks for; the same on every rank."""
+
+    problem: Problem
+    machine: Machine | None
+    plan: Plan | None
+    device: str | None
+    plot: Path | None
+    send_rows: tuple[int, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Explains the planner's plan for one problem, or a saved one; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m overlap_torch explain",
+        description="Shows the plan of one problem: its steps, what they hold and are expected to take, and why it was taken.",
+    )
+    ops = [name.lower() for name in Op.__members__]
+    parser.add_argument("--op", choices=ops, default="gemm_allreduce")
+    for name, meaning in (
+        (
+            "m",
+            "rows of the GEMM, over all ranks where they are parts of it; none for gemm_alltoall",
+        ),
+        ("n", "columns of the output"),
+        ("k", "inner dimension on each rank"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=0, help=meaning)
+    parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2)")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        help="of ranks here; default: cuda where there is a GPU",
+    )
+    parser.add_argument(
+        "--machine",
+        default="here",
+        help="'here' (default): as ranks started on this machine measure it; 'h200': as two H200s are measured; or text as "
+        "overlap_torch.plan.machine() prints it",
+    )
+    parser.add_argument(
+        "--plan", type=Path, help="a saved plan to explain, in place of the planner's"
+    )
+    parser.add_argument("--plot", type=Path, help="also draws it: PNG, SVG or PDF")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=0,
+        help="of gemm_alltoall: rows that each rank sends to each",
+    )
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(_asked(args))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _asked(args: argparse.Namespace) -> _Asked:
+    from overlap_torch._launch import Ranks
+    from overlap_torch.plan import _parse_machine, load
+
+    machine = {"here": None, "h200": H200}.get(args.machine, args.machine)
+    if isinstance(machine, str):
+        try:
+            machine = _parse_machine(machine)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                f"--machine is '{args.machine}', allowed are here, h200, or fields like 'arch=90 sm_count=132': {error}"
+            ) from error
+    plan = load(args.plan) if args.plan is not None else None
+    if plan is None:
+        world = args.world
+        if world is None:
+            world = Ranks.choose(None, args.device).world_size if machine is None else 2
+        problem = Problem(args.m, args.n, args.k, args.dtype, world, args.op)
+    else:
+        problem = plan.problem
+    rows = (args.rows,) * problem.world_size if problem.op == Op.GEMM_ALLTOALL else ()
+    return _Asked(problem, machine, plan, args.device, args.plot, rows)
+
+
+def _run(asked: _Asked) -> int:
+    if asked.machine is not None:
+        _show(asked, asked.machine)
+        return 0
+    from overlap_torch._launch import Ranks, launch
+
+    launch(Ranks.choose(asked.problem.world_size, asked.device), run_rank, asked)
+    return 0
+
+
+def run_rank(asked: _Asked) -> None:
+    """What each rank does where the machine is measured: the first one shows the plan."""
+    import torch.distributed as dist
+
+    from overlap_torch._launch import current_device
+    from overlap_torch.plan import machine
+
+    measured = machine(current_device())
+    if dist.get_rank() == 0:
+        _show(asked, measured)
+
+
+def _show(asked: _Asked, machine: Machine) -> None:
+    plan = asked.plan or _plan.make_plan(asked.problem, machine)
+    rows = asked.send_rows
+    print(explain(plan, machine, send_rows=rows, receive_rows=rows), flush=True)
+    if asked.plot is not None:
+        from overlap_torch._plan_picture import plot
+
+        plot(plan, asked.plot, machine, send_rows=(rows,) * len(rows))
+        print(f"\npicture  {asked.plot}")

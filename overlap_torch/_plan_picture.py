@@ -1,0 +1,188 @@
+"""A plan as a picture: what its steps are expected to take on all ranks, and its tiles coloured by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from overlap_torch import _plan
+from overlap_torch._explain import _machine, chunks_of, short, walk
+from overlap_torch._plan import Collective, Machine, Op, Plan, Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_GEMM, _OTHER = "#4878a8", "#b0b0b0"
+_LANES = ("caller", "side0", "side1", "side2", "side3", "copy")
+_WAITS = ("wait_for_tiles", "wait_for_peers", "wait_for_slots", "mark", "fork", "join", "delay")
+
+
+def plot(
+    plan: Plan,
+    path: str | Path,
+    machine: Machine | None = None,
+    *,
+    send_rows: Sequence[Sequence[int]] = (),
+) -> None:
+    """Draws what the plan is expected to do, in the format that the path's suffix says (PNG, SVG, PDF).
+
+    Above, the steps of all ranks, a row for each of a rank's streams: GEMMs, with a tick where a chunk's tiles are finished,
+    and what communicates or puts in place each chunk, in its colour. Below, the tiles of the product on rank 0 in the
+    colours of their chunks; where there is one chunk, in those of the order in which they are computed.
+
+    Args:
+        machine: as in :meth:`Plan.explain`.
+        send_rows: of ``gemm_alltoall``: ``send_rows[a][b]`` rows go from rank a to rank b.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: as :meth:`Plan.explain` raises.
+    """
+    draw(plan, _machine(plan) if machine is None else machine, send_rows).savefig(path, dpi=150)
+
+
+def draw(plan: Plan, machine: Machine, send_rows: Sequence[Sequence[int]] = ()) -> Figure:
+    """The figure that :func:`plot` saves."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plan's picture needs matplotlib: pip install matplotlib") from error
+
+    ranks = []
+    for rank in range(plan.problem.world_size):
+        received = [row[rank] for row in send_rows]
+        sent = send_rows[rank] if send_rows else ()
+        ranks.append(walk(plan, machine, rank, sent, received))
+    rows = sum(len(_lanes(made)) for made, _ in ranks)
+    tiles = tile_map(plan, ranks[0][0])
+    height = 1.4 + 0.3 * rows
+    figure = Figure(figsize=(11, height + (4.2 if tiles else 0.0)), layout="constrained")
+    if tiles:
+        above, below = figure.subplots(2, 1, height_ratios=[height, 4.2])
+        _draw_tiles(below, plan, tiles)
+    else:
+        above = figure.subplots()
+    _draw_steps(above, plan, ranks)
+    return figure
+
+
+def tile_map(plan: Plan, made: dict) -> list[tuple[int, int, int]]:
+    """(group, tile row, tile column) of each of the product's tiles, in the order in which rank 0 computes them.
+
+    ``made``: that rank's list of steps, as JSON has it.
+
+    The group is the tile's chunk; of an all-gather 0 for own rows, and one more than the chunk for the peers'; where all
+    would be of one group, each of 16 equal runs of the order. Empty where a plan has no tiles.
+    """
+    problem = plan.problem
+    if problem.op == Op.GEMM_ALLTOALL or plan.tiles_m * plan.tiles_n == 0:
+        return []
+    overlapped = plan.schedule == Schedule.OVERLAPPED
+    if overlapped and problem.op == Op.ALLGATHER_GEMM:
+        part_rows = plan.tiles_m // problem.world_size
+        return [
+            (arrival, part * part_rows + row, column)
+            for arrival, column, _, _, part, row in _plan.gather_rows(plan, problem.n, 0)
+        ]
+    split = [step["rows"] for step in made["steps"] if "round_tile_rows" in step.get("rows", {})]
+    if plan.collective == Collective.RING and split:
+        ordered = _ring_tiles(plan, split[0]["round_tile_rows"])
+    else:
+        parts = problem.row_parts
+        ordered = []
+        for index in range(plan.tiles_m * plan.tiles_n):
+            row, column = plan.tile_coord(index)
+            part, in_part = plan.part_row(row)
+            row = part * (plan.tiles_m // parts) + in_part if parts > 1 else row
+            ordered.append((plan.tile_chunk(index), row, column))
+    if len(plan.chunks) > 1:
+        return ordered
+    return [
+        (16 * index // len(ordered), row, column) for index, (_, row, column) in enumerate(ordered)
+    ]
+
+
+def _ring_tiles(plan: Plan, round_rows: int) -> list[tuple[int, int, int]]:
+    """The same of a ring, on rank 0, which computes the part of the rank before it first, and its own last."""
+    parts = plan.problem.world_size
+    part_rows = plan.tiles_m // parts
+    ring = _plan.ring_tiles(parts, part_rows, plan.tiles_n, round_rows)
+    return [
+        (0, (2 * parts - 1 - phase) % parts * part_rows + row, column)
+        for phase, row, column in ring
+    ]
+
+
+def _lanes(made: dict) -> list[str]:
+    """A list's lanes on which something runs."""
+    used = {step["lane"] for step in made["steps"]} | {"caller"}
+    return [lane for lane in _LANES if lane in used]
+
+
+def _color(group: int | None, groups: int) -> tuple[float, ...] | str:
+    from matplotlib import colormaps
+
+    if group is None:
+        return _OTHER
+    # From yellow to brown: away from the GEMM's blue.
+    return colormaps["YlOrBr"](0.25 + 0.65 * group / max(1, groups - 1))
+
+
+def _draw_steps(axes: Axes, plan: Plan, ranks: Sequence[tuple[dict, _plan.Price]]) -> None:
+    labels: list[str] = []
+    total_us = max(price.expected.total_us for _, price in ranks)
+    scale, unit = (1e-3, "ms") if total_us >= 10_000 else (1.0, "µs")
+    for rank, (made, price) in enumerate(ranks):
+        first = len(labels)
+        lanes = _lanes(made)
+        labels += [f"rank {rank}: {lane}" for lane in lanes]
+        chunks = chunks_of(made)
+        groups = max(len(plan.chunks), 1 + max((c for c in chunks if c is not None), default=0))
+        for step, chunk, (begin, end) in zip(made["steps"], chunks, price.steps, strict=True):
+            if end <= begin or step["step"] in _WAITS:
+                continue
+            row = first + lanes.index(step["lane"])
+            gemm = step["step"] in ("gemm", "library_gemm")
+            color = _GEMM if gemm else _color(chunk, groups)
+            axes.barh(
+                row,
+                (end - begin) * scale,
+                left=begin * scale,
+                height=0.8,
+                color=color,
+                edgecolor="white",
+                linewidth=0.4,
+            )
+            if chunk is not None and not gemm and end - begin > 0.012 * total_us:
+                middle = (begin + end) / 2 * scale
+                axes.text(middle, row, str(chunk), ha="center", va="center", fontsize=7)
+        ticks = [us * scale for us in price.computed_us]
+        axes.vlines(ticks, first - 0.4, first + 0.4, color="black", lw=1.0)
+        if rank > 0:
+            axes.axhline(first - 0.5, color="#808080", lw=0.6)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.02 * total_us * scale)
+    axes.set_xlabel(
+        f"{unit} from the call's start, as expected; ticks: a chunk's tiles are finished"
+    )
+    axes.set_title(f"{plan.problem}\n{short(plan)}: {total_us:.0f} µs", fontsize=9)
+
+
+def _draw_tiles(axes: Axes, plan: Plan, tiles: Sequence[tuple[int, int, int]]) -> None:
+    groups = 1 + max(group for group, _, _ in tiles)
+    gathers = plan.problem.op == Op.ALLGATHER_GEMM and plan.schedule == Schedule.OVERLAPPED
+    picture = [[(1.0, 1.0, 1.0, 1.0)] * plan.tiles_n for _ in range(plan.tiles_m)]
+    for group, row, column in tiles:
+        own = gathers and group == 0
+        color = _color(group - gathers, groups - gathers)
+        picture[row][column] = (0.28, 0.47, 0.66, 1.0) if own else color
+    axes.imshow(picture, aspect="auto", interpolation="nearest")
+    axes.set_xlabel(f"tile columns of {plan.tile_n}")
+    axes.set_ylabel(f"tile rows of {plan.tile_m}")
+    what = "chunk" if len(plan.chunks) > 1 else "the order of computing, in sixteenths"
+    if gathers:
+        what = "arrival; blue: own rows"
+    axes.set_title(f"tiles of the product on rank 0, light to dark by {what}", fontsize=9)

@@ -1,0 +1,304 @@
+"""``Plan.explain()``, ``Plan.plot()`` and ``python -m overlap_torch explain``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+
+import pytest
+
+from machines import big, cpu, hopper, slow
+from overlap_torch import _explain, _launch, _plan
+from overlap_torch import plan as plans
+from overlap_torch.__main__ import main
+from overlap_torch._explain import H200
+from overlap_torch._plan_picture import draw, tile_map, walk
+from overlap_torch.plan import Kernel, Machine, Op, Plan, Resources
+
+MIB = 2**20
+PEERS = hopper(windows=True, peer_gbps=350.0)
+WINDOWS = hopper(windows=True)
+
+
+def panels(chunks: int = 4, **options: object) -> Plan:
+    options = {"kernel": "sm90_pingpong", "comm_sms": 16, "max_ctas": 8, "lanes": 2, **options}
+    return plans.row_panels(big(), chunks, **options)
+
+
+@pytest.mark.parametrize("machine", [PEERS, WINDOWS, slow(), cpu()], ids=str)
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+@pytest.mark.parametrize("world", [2, 4])
+def test_explain_of_all_candidates_shows_the_steps_as_priced(machine, op, world) -> None:
+    problem = big(op=op, world_size=world)
+    candidates = plans.candidates(problem, machine)
+    for plan in candidates:
+        told = plan.explain(machine, rank=world - 1)
+        price = _plan.price_steps(plan, world - 1, machine)
+        assert [(step.begin_us, step.end_us) for step in told.steps] == price.steps
+        assert told.expected.total_us == price.expected.total_us
+        text = str(told)
+        assert all(step.words in text for step in told.steps)
+        assert f"expected {told.expected.total_us:.1f} us" in text
+        # What it is compared with: the sequence, and all others, the fastest first.
+        assert told.sequence_us == plans.predict(candidates[0], machine).total_us
+        times = [us for _, us in told.others]
+        assert times == sorted(times)
+        assert len(times) == len(candidates) - 1
+        # Chunks: all are communicated, each once for each call that carries it.
+        if plan.schedule == plans.Schedule.OVERLAPPED:
+            chunks = {step.chunk for step in told.steps if step.kind in ("collective", "signal")}
+            assert chunks <= set(range(len(plan.chunks)))
+            assert chunks == set(range(len(plan.chunks))) or not chunks
+
+
+def test_explain_says_what_a_call_holds() -> None:
+    def held(plan: Plan, machine: Machine = PEERS) -> dict[str, int]:
+        return {one.name: one.bytes for one in plan.explain(machine).buffers}
+
+    product = 8192 * 8192 * 2
+    assert held(panels(4)) == {"counters": 4 * 4}  # all-reduced in the output
+    assert held(panels(4, window=True)) == {"window": product, "counters": 4 * 4}
+    exchange = plans.packed(
+        big(), 8, collective="exchange", kernel="sm90_pingpong", comm_sms=16, max_ctas=8
+    )
+    assert held(exchange) == {"staging": 2 * product, "counters": 4 * 8}
+    assert held(plans.make_sequential(big(), PEERS)) == {"product": product}
+    # A ring's slot: the partial sums of all phases but the last, and of an all-reduce all finished parts.
+    ring = plans.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer")
+    assert held(ring) == {"slots": 2 * (product // 2 + product)}
+    gather = big(op=Op.ALLGATHER_GEMM, world_size=4)
+    pushed = plans.row_panels(gather, 1, kernel="sm90_pingpong", transport="peer", comm_sms=2)
+    assert held(pushed) == {"slots": 2 * 8192 * 7168 * 2}
+    assert "slots        224.0 MiB" in str(pushed.explain(PEERS))
+
+
+def test_explain_says_why_it_is_the_planners_choice() -> None:
+    plan = plans.make_plan(big(), PEERS)
+    told = plan.explain(PEERS)
+    us = told.expected.total_us
+    assert plan.schedule == plans.Schedule.OVERLAPPED
+    assert told.why.startswith(f"the best of {len(plans.candidates(big(), PEERS))} candidates: ")
+    assert f"{told.sequence_us / us:.2f}x the sequence, {told.sequence_us:.1f} us" in told.why
+    sequence = plans.make_sequential(big(), PEERS)
+    _, next_us = next(one for one in told.others if one[0] != sequence)
+    assert f"takes {next_us:.1f} us, {next_us / us - 1:+.1%}" in told.why
+    assert f"to take less than {0.97 * told.sequence_us - 8:.1f} us" in told.why
+
+
+def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
+    machine, problem = hopper(link_gbps=61.0), big(m=512, n=1024, k=1024)
+    sequence = plans.make_sequential(problem, machine)
+    assert plans.make_plan(problem, machine) == sequence
+    told = sequence.explain(machine)
+    best, us = told.others[0]
+    share, margin = _plan.needed_gain(best, machine)
+    assert (share, margin) == (0.95, 12.0)
+    assert us >= share * told.sequence_us - margin
+    assert told.why.startswith(f"of {len(told.others) + 1} candidates the sequence: ")
+    assert f"is expected to take {us:.1f} us" in told.why
+    assert told.why.endswith(f"less than {share * told.sequence_us - margin:.1f}")
+    alone = plans.make_sequential(big(world_size=1), machine).explain(machine)
+    assert alone.why.startswith("there is nothing to overlap")
+    assert alone.others == ()
+
+
+def test_explain_says_what_the_planner_would_take_in_place_of_a_plan_by_hand() -> None:
+    plan = panels(3, max_ctas=3)
+    told = plan.explain(PEERS)
+    chosen = plans.predict(plans.make_plan(big(), PEERS), PEERS).total_us
+    assert told.why.startswith("set by hand; ")
+    assert told.why.endswith(
+        f"the planner would take ring over peer, sm90_pingpong_wide, 1 chunk, {chosen:.1f} us"
+    )
+    assert len(told.others) == len(plans.candidates(big(), PEERS))
+
+
+def test_explain_of_an_all_to_all_takes_its_rows() -> None:
+    problem = big(m=0, n=4096, k=4096, op=Op.GEMM_ALLTOALL)
+    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(comm_sms=24), 24, "nccl")
+    told = plan.explain(WINDOWS, send_rows=[4096, 2048], receive_rows=[4096, 1024])
+    (message,) = [step for step in told.steps if step.kind == "send_receive"]
+    assert message.words.startswith("send 16.0 MiB, receive 8.0 MiB, 24 CTAs")
+    assert (told.sequence_us, told.others) == (None, ())
+    with pytest.raises(ValueError, match="send_rows has 0 counts; the plan's op takes one of 0 or"):
+        plan.explain(WINDOWS)
+
+
+def test_explain_refuses_what_has_no_steps() -> None:
+    chunks = plans.row_panels(big(), 2, kernel="sm90_pingpong", transport="peer")
+    for ask in (chunks.explain, lambda machine: chunks.plot("unused.png", machine)):
+        with pytest.raises(ValueError, match="no steps for"):
+            ask(PEERS)
+    with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks"):
+        panels().explain(PEERS, rank=2)
+
+
+# --- pictures ---------------------------------------------------------------------------------------
+
+MAPPED = {
+    "panels": (panels(4), WINDOWS),
+    "exchange": (
+        plans.packed(
+            big(m=1000, n=1000),
+            [40, 24],
+            collective="exchange",
+            kernel="sm90_pingpong",
+            comm_sms=16,
+        ),
+        WINDOWS,
+    ),
+    "scatter": (
+        plans.row_panels(
+            big(m=2000, op=Op.GEMM_REDUCESCATTER), [6, 2], kernel="sm90_pingpong", comm_sms=16
+        ),
+        WINDOWS,
+    ),
+    "gather": (
+        plans.row_panels(
+            big(m=2048, world_size=4, op=Op.ALLGATHER_GEMM), 2, kernel="sm90_pingpong", comm_sms=16
+        ),
+        WINDOWS,
+    ),
+    "ring": (plans.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer"), PEERS),
+    "direct": (plans.direct(big(m=512), kernel="sm90_pingpong"), PEERS),
+    "sequence": (plans.make_sequential(big(), PEERS), PEERS),
+    "cpu": (plans.row_panels(big(m=2048, n=2048), 4, transport="gloo"), cpu()),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_plan_tile_map_has_each_tile_once(name: str) -> None:
+    plan, machine = MAPPED[name]
+    made, _ = walk(plan, machine, 0)
+    tiles = tile_map(plan, made)
+    grid = itertools.product(range(plan.tiles_m), range(plan.tiles_n))
+    assert sorted((row, column) for _, row, column in tiles) == list(grid)
+    groups = [group for group, _, _ in tiles]
+    if name == "gather":  # own rows first, a quarter, then two chunks of the others
+        assert groups == sorted(groups)
+        counts = [groups.count(group) for group in (0, 1, 2)]
+        assert counts == [4 * 64, 6 * 64, 6 * 64]
+        assert {row for group, row, _ in tiles if group == 0} == {0, 1, 2, 3}
+    elif len(plan.chunks) > 1:
+        assert [groups.count(c) for c in range(len(plan.chunks))] == [
+            chunk.tiles for chunk in plan.chunks
+        ]
+        if name == "scatter":  # each chunk has as many rows of both parts
+            assert {row for group, row, _ in tiles if group == 0} == {*range(6), *range(8, 14)}
+    else:
+        assert groups == sorted(groups)
+        assert set(groups) == set(range(16))
+    if name == "ring":  # rank 0 begins with rank 1's part, and ends with its own
+        assert tiles[0][1] >= 32 > tiles[-1][1]
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_plan_picture_has_a_bar_for_each_step_that_takes_time(name: str) -> None:
+    pytest.importorskip("matplotlib")
+    plan, machine = MAPPED[name]
+    figure = draw(plan, machine)
+    above, below = figure.axes
+    world = plan.problem.world_size
+    waits = ("wait_for_tiles", "wait_for_peers", "wait_for_slots", "mark", "fork", "join", "delay")
+    bars = []
+    for rank in range(world):
+        steps = plan.explain(machine, rank=rank).steps
+        bars += [
+            step.end_us - step.begin_us
+            for step in steps
+            if step.end_us > step.begin_us and step.kind not in waits
+        ]
+    scale = 1e-3 if max(bars) >= 10_000 or name == "cpu" else 1.0
+    drawn = [patch.get_width() for patch in above.patches]
+    assert drawn == pytest.approx([scale * us for us in bars])
+    labels = [label.get_text() for label in above.get_yticklabels()]
+    assert [label for label in labels if label.endswith(": caller")] == [
+        f"rank {rank}: caller" for rank in range(world)
+    ]
+    (image,) = below.images
+    assert image.get_array().shape == (plan.tiles_m, plan.tiles_n, 4)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_plan_plot_writes_a_file(tmp_path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan.{suffix}"
+    panels().plot(path, WINDOWS)
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    assert path.read_bytes().startswith(begins[suffix])
+
+
+def test_plan_plot_of_an_all_to_all_has_no_tiles() -> None:
+    pytest.importorskip("matplotlib")
+    problem = big(m=0, n=4096, k=4096, op=Op.GEMM_ALLTOALL)
+    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 24, "peer")
+    figure = draw(plan, PEERS, [[4096, 2048], [1024, 4096]])
+    assert len(figure.axes) == 1
+
+
+# --- command line -----------------------------------------------------------------------------------
+
+SHAPE = ["--m", "8192", "--n", "8192", "--k", "7168"]
+
+
+@pytest.mark.parametrize("op", [name.lower() for name in Op.__members__])
+def test_explain_command_prints_the_planners_plan(op: str, capsys) -> None:
+    rows = ["--n", "8192", "--k", "7168", "--rows", "4096"] if op == "gemm_alltoall" else SHAPE
+    assert main(["explain", "--op", op, *rows, "--machine", "h200"]) == 0
+    m = 0 if op == "gemm_alltoall" else 8192
+    counts = [4096, 4096] if op == "gemm_alltoall" else []
+    plan = plans.make_plan(big(m=m, op=Op.__members__[op.upper()]), H200)
+    told = plan.explain(H200, send_rows=counts, receive_rows=counts)
+    assert math.isfinite(told.expected.total_us)
+    assert capsys.readouterr().out == f"{told}\n"
+
+
+def test_explain_command_draws_a_saved_plan_of_a_machine_in_words(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    plan, path, picture = panels(3), tmp_path / "plan.json", tmp_path / "plan.svg"
+    plans.save(plan, path)
+    command = ["explain", "--plan", str(path), "--machine", repr(WINDOWS), "--plot", str(picture)]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{plan.explain(WINDOWS)}\n\npicture  {picture}\n"
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "h300"], "--machine is 'h300', allowed are here, h200, or fields like"),
+        (["--machine", "arch=x"], "--machine is 'arch=x', allowed are here, h200"),
+        (["--machine", "h200", "--m", "-1"], "m = -1, allowed are 0"),
+        (["--op", "none"], "invalid choice: 'none'"),
+    ],
+)
+def test_explain_command_refuses(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", *SHAPE, *arguments])
+    assert message in capsys.readouterr().err
+
+
+HERE = ["--m", "2048", "--n", "2048", "--k", "512", "--dtype", "float32", "--world", "2"]
+
+
+def told_by_ranks(asked: object) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        _explain.run_rank(asked)
+    return out.getvalue()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_explain_command_measures_the_machine_by_its_ranks(ranks, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(_launch, "launch", lambda *what: started.append(what))
+    device = "cpu" if ranks.backend == "gloo" else "cuda"
+    assert main(["explain", *HERE, "--device", device]) == 0
+    ((on, worker, asked),) = started
+    assert (on.world_size, on.device_type, worker) == (2, device, _explain.run_rank)
+    first, second = ranks.run(told_by_ranks, asked)
+    assert first.startswith("plan     gemm_allreduce m=2048 n=2048 k=512 float32 world_size=2: ")
+    assert ("\nmachine  arch=0 " in first) == (device == "cpu")
+    assert second == ""
