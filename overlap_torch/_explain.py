@@ -131,8 +131,7 @@ def explain(
         receive_rows: of ``gemm_alltoall``, rows that it receives from each.
 
     Raises:
-        ValueError: the plan cannot run, or has no steps (an all-reduce by a ring in several chunks), or the rows do not
-            fit it.
+        ValueError: the plan cannot run, or the rows do not fit it.
     """
     machine = _machine(plan) if machine is None else machine
     made, price = walk(plan, machine, rank, send_rows, receive_rows)

@@ -219,14 +219,14 @@ def test_recorder_steps_of_an_all_to_all_are_those_of_its_rows(program):
     text, _ = lowered(program, "gemm_alltoall over NCCL, 2 ranks: rank 0 many kernel, in a row")
     kept, sent, received, row = 12288, 12280, 12296, 4096
     tiles = 96 * 16
-    assert text.splitlines()[3:] == [
+    assert text.splitlines()[2:] == [
         "#0 caller fork side_lanes=1 copies=0",
         f"#1 caller gemm begin={kept} end={kept + sent} input=input+{kept * 2048} outputs=[{{to=product+{kept * row}}}] "
         f"order=0 first_tile=0 end_tile={tiles} ctas=132",
         "#2 side0 delay us=4 after #1",
         f"#3 side0 send_receive max_ctas=24 communicator_lane=0 sends=[{{peer=1 at=product+{kept * row} "
         f"bytes={sent * row}}}] receives=[{{peer=1 at=output+{kept * row} bytes={received * row}}}]",
-        f"#4 caller gemm begin=0 end={kept} input=input+0 outputs=[{{to=output+0}}] order=1 first_tile=0 "
+        f"#4 caller gemm begin=0 end={kept} input=input+0 outputs=[{{to=output+0}}] order=0 first_tile=0 "
         f"end_tile={tiles} ctas=108",
         "#5 caller join",
     ]

@@ -118,8 +118,7 @@ A line for each step, behind those of what is made before and of tile orders.
 `kernel_takes`: whether the plan's kernel takes the operands; of an all-gather so for each of `weights`,
 (columns, takes), by default one of all columns. `captured`: the call is part of a CUDA graph. `send_rows`,
 `receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
-far as the ranks have told each other. Raises ValueError where these do not fit the plan, or where the plan
-has no steps: an all-reduce by a ring whose final rows travel in chunks.)");
+far as the ranks have told each other. Raises ValueError where these do not fit the plan.)");
   def_steps(m, "steps_json", to_json, "The same as JSON: an object with a list of steps.");
 
   py::class_<steps::Prediction>(m, "Prediction", R"(What the cost model expects of a plan.

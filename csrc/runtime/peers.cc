@@ -177,12 +177,6 @@ uint32_t* Peers::tiles_taken(const Call& call) const {
   return reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].tiles_taken;
 }
 
-kernels::PeerRelayParams Peers::relay(const Call& call, Flag flag, uint32_t ranks) const {
-  kernels::PeerRelayParams params;
-  params.signal = signal_params(call, flag, ranks, 0);
-  return params;
-}
-
 kernels::PeerSignalParams Peers::ending(const Call& call) const {
   return signal_params(call, Flag::kEnded, everyone_else(), 0);
 }

@@ -76,10 +76,6 @@ class Peers {
   // Where a GEMM of the call counts the tiles that it takes.
   uint32_t* tiles_taken(const Call& call) const;
 
-  // Announces chunk after chunk, as steps from 0 on; the caller adds what is waited for, deadline and
-  // report.
-  kernels::PeerRelayParams relay(const Call& call, Flag flag, uint32_t ranks) const;
-
   // Flags and counts of a collective or an exchange in one kernel, which ends the call; the caller adds
   // deadline and report.
   kernels::PeerMeeting meeting(const Call& call) const;

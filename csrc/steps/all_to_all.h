@@ -1,6 +1,7 @@
 // What all-to-alls over NCCL and over peers share: whose rows lie where, and the GEMM of some of them.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "steps/list.h"
@@ -9,6 +10,9 @@ namespace overlap::steps {
 
 class AllToAllSteps {
  protected:
+  static constexpr int32_t kStepsOfRank = 8;
+  static constexpr int32_t kOrdersOfRank = 4;
+
   AllToAllSteps(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                 const Variant& variant)
       : plan_(plan),
@@ -19,7 +23,11 @@ class AllToAllSteps {
         element_bytes_(plan::element_bytes(plan.problem.dtype)),
         row_bytes_(plan.problem.n * element_bytes_),
         send_begin_(offsets(variant.send_rows)),
-        receive_begin_(offsets(variant.receive_rows)) {}
+        receive_begin_(offsets(variant.receive_rows)) {
+    // Made anew where rows change from call to call: in one piece.
+    list_.made.steps.reserve(static_cast<size_t>(kStepsOfRank * ranks_));
+    list_.made.orders.reserve(static_cast<size_t>(kOrdersOfRank * ranks_));
+  }
 
   static size_t index(int32_t rank) { return static_cast<size_t>(rank); }
   int64_t send_rows(int32_t rank) const { return variant_.send_rows[index(rank)]; }
@@ -52,10 +60,8 @@ class AllToAllSteps {
     gemm.outputs = {{destination}};
     const int64_t cluster_rows = int64_t{plan_.tile_m} * plan_.cluster_m;
     const int64_t clusters = (rows.end - rows.begin + cluster_rows - 1) / cluster_rows;
-    const plan::TileOrder order = plan::chunked_order(
-        plan_, plan_.problem.n, {static_cast<int32_t>(clusters * plan_.cluster_m)});
-    gemm.order = list_.add_order(order);
-    gemm.end_tile = order.num_tiles();
+    gemm.order = order_of(static_cast<int32_t>(clusters * plan_.cluster_m));
+    gemm.end_tile = list_.made.orders[index(gemm.order)].num_tiles();
     gemm.ctas = ctas;
     list_.add(Lane::kCaller, gemm);
   }
@@ -96,6 +102,15 @@ class AllToAllSteps {
  private:
   Where input(plan::Rows rows) const {
     return {Buffer::kInput, rows.begin * plan_.problem.k * element_bytes_};
+  }
+
+  // That of so many tile rows; messages are often alike.
+  int32_t order_of(int32_t tile_rows) {
+    const std::vector<plan::TileOrder>& made = list_.made.orders;
+    const auto same = [&](const plan::TileOrder& one) { return one.tiles_m == tile_rows; };
+    const auto found = std::find_if(made.begin(), made.end(), same);
+    if (found != made.end()) return static_cast<int32_t>(found - made.begin());
+    return list_.add_order(plan::chunked_order(plan_, plan_.problem.n, {tile_rows}));
   }
 
   StepId last_on_caller() const {
