@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from overlap_torch import __version__
+from overlap_torch import __version__, _symm_mem
 
 _RECORD = Path(__file__).with_name("_build.json")
 _MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
@@ -344,6 +344,7 @@ def report() -> str:
         "GPUs": _gpu_lines(found),
         "Links": _link_lines(found),
         "Fast paths (what none of them takes runs the unfused composition)": paths,
+        "Stand-ins": _symm_mem.lines(),
         "Environment": _environment_lines(),
     }
     return "\n\n".join(

@@ -12,6 +12,7 @@ from typing import TypedDict
 import torch
 from torch.compiler import is_compiling
 
+from overlap_torch import _symm_mem
 from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
 from overlap_torch.plan import Plan, Schedule, decode, enum_name
 
@@ -58,10 +59,16 @@ class ReportRow(TypedDict):
 class Report(list[ReportRow]):
     """What :func:`overlap_torch.report` returns: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
 
-    The table has one line for layers that differ only in the numbers in their paths.
+    The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines that follow the table,
+    on what :func:`overlap_torch.replace_symm_mem` has put in PyTorch's place; none if it has not been called.
     """
 
+    notes: Sequence[str] = ()
+
     def __str__(self) -> str:
+        return "\n".join([self._table(), *self.notes])
+
+    def _table(self) -> str:
         if not self:
             return "No op of overlap_torch has been called."
         lines: dict[tuple[str, ...], list[str]] = {}
@@ -222,9 +229,16 @@ def report(model: torch.nn.Module | None = None) -> Report:
     Calls are counted in this process since each process group was made; of CUDA graphs the captures are, not their
     replays. It does not communicate, and needs not be called on every rank.
     """
+    found = Report(_rows(model))
+    if _symm_mem.is_replaced():
+        found.notes = _symm_mem.lines()
+    return found
+
+
+def _rows(model: torch.nn.Module | None) -> list[ReportRow]:
     known = _problems()
     if model is None:
-        return Report(known)
+        return known
     rows: list[ReportRow] = []
     places = {name: i for i, (name, _) in enumerate(model.named_modules())}
     layers = list(_layers(model))
@@ -249,7 +263,7 @@ def report(model: torch.nn.Module | None = None) -> Report:
     rows += [_without_call(layer) for layer in layers if layer.name not in named]
     rows += _fallbacks(model)
     rows.sort(key=lambda row: (places[row["layer"].split(", ")[0]], row["direction"] == "backward"))
-    return Report(rows + [problem for index, problem in enumerate(known) if index not in taken])
+    return rows + [problem for index, problem in enumerate(known) if index not in taken]
 
 
 def _problems() -> list[ReportRow]:
