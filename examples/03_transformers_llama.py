@@ -1,37 +1,25 @@
-"""A Hugging Face Llama made tensor parallel by one parallelize_module call; needs `pip install transformers`.
+"""A Hugging Face Llama made tensor parallel by its own plan, with these ops; needs `pip install transformers accelerate`.
 
     python examples/03_transformers_llama.py                       starts a rank on each GPU, or 2 on the CPU
     torchrun --nproc-per-node 2 examples/03_transformers_llama.py
 
 The weights are random, from a config: nothing is downloaded. The parallel model's logits, the text it generates and the
-loss and gradients of a training step are compared with those of the same model on one device.
+loss and gradients of a training step are compared with those of the same model on one device. `--sequence` cuts the tokens
+over the ranks between the blocks.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor
 
-from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
+from overlap_torch.integrations import transformers as integration
 from ranks import add_arguments, current_device, launch
-
-PLAN = {
-    "model.layers.*.self_attn.q_proj": OverlapColwiseParallel(),
-    "model.layers.*.self_attn.k_proj": OverlapColwiseParallel(),
-    "model.layers.*.self_attn.v_proj": OverlapColwiseParallel(),
-    "model.layers.*.self_attn.o_proj": OverlapRowwiseParallel(),
-    "model.layers.*.mlp.gate_proj": OverlapColwiseParallel(),
-    "model.layers.*.mlp.up_proj": OverlapColwiseParallel(),
-    "model.layers.*.mlp.down_proj": OverlapRowwiseParallel(),
-    "lm_head": OverlapColwiseParallel(output_layouts=Replicate()),
-}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,11 +33,16 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def work(options: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
 
     world_size, device = dist.get_world_size(), current_device()
     if options.kv_heads % world_size != 0:
         raise SystemExit(
             f"{options.kv_heads} key and value heads cannot be shared out to {world_size} ranks"
+        )
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise SystemExit(
+            "transformers takes the GPUs, where there are any; hide them: CUDA_VISIBLE_DEVICES= python ..."
         )
     heads = 2 * options.kv_heads
     config = LlamaConfig(
@@ -66,8 +59,18 @@ def work(options: argparse.Namespace) -> None:
     )
     torch.manual_seed(0)
     reference = LlamaForCausalLM(config).to(device).eval()
-    model = copy.deepcopy(reference)
-    parallelize_module(model, init_device_mesh(device.type, (world_size,)), PLAN)
+    integration.register()  # the styles that models' own plans name are this package's from here on
+    plan = integration.sequence_plan(config) if options.sequence else "auto"
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = [own_folder]
+        dist.broadcast_object_list(folder, src=0, device=device)
+        if dist.get_rank() == 0:
+            reference.save_pretrained(own_folder)
+        dist.barrier()
+        model = LlamaForCausalLM.from_pretrained(
+            folder[0], distributed_config=DistributedConfig(tp_size=world_size, tp_plan=plan)
+        )
+        dist.barrier()
 
     tokens = torch.randint(config.vocab_size, (2, 32), device=device)
     found = {}
@@ -113,12 +116,13 @@ def main() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        sys.exit("this example needs transformers: pip install transformers")
+        sys.exit("this example needs transformers: pip install transformers accelerate")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, "as many as there are GPUs, or 2 on the CPU")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--sequence", action="store_true", help="cut the tokens over the ranks")
     options = parser.parse_args()
     launch(work, options)
 

@@ -78,12 +78,12 @@ class OverlapColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if not _is_plain_linear(module):
+        if not is_plain_linear(module):
             return super()._apply(module, device_mesh)
         placements = {"weight": Shard(0), "bias": Shard(0)}
         let_compile()
         _distribute(module, device_mesh, placements, self.src_data_rank)
-        return _replace_forward(
+        return replace_forward(
             module,
             OverlapColwiseLinear,
             device_mesh,
@@ -112,12 +112,12 @@ class OverlapRowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if not _is_plain_linear(module):
+        if not is_plain_linear(module):
             return super()._apply(module, device_mesh)
         let_compile()
         placements = {"weight": Shard(1), "bias": Replicate()}
         _distribute(module, device_mesh, placements, self.src_data_rank)
-        return _replace_forward(
+        return replace_forward(
             module,
             OverlapRowwiseLinear,
             device_mesh,
@@ -127,7 +127,7 @@ class OverlapRowwiseParallel(RowwiseParallel):
         )
 
 
-def _is_plain_linear(module: torch.nn.Module) -> bool:
+def is_plain_linear(module: torch.nn.Module) -> bool:
     """Whether its forward can be replaced; warns, once for each class, of Linear layers for which that is not so."""
     # A subclass has a forward of its own, a parametrized layer has other parameters.
     if type(module) is torch.nn.Linear and set(module._parameters) == {"weight", "bias"}:
@@ -297,7 +297,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
         return to_local(output) if self.use_local_output else output
 
 
-def _replace_forward(
+def replace_forward(
     module: torch.nn.Linear,
     kind: type[_OverlapLinear],
     device_mesh: DeviceMesh,

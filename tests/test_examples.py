@@ -98,9 +98,10 @@ def test_examples_gpt_trains_as_with_pytorchs_styles(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-def test_examples_llama_is_the_one_on_one_device(tmp_path):
+@pytest.mark.parametrize("tokens", [(), ("--sequence",)], ids=["whole", "sequence"])
+def test_examples_llama_is_the_one_on_one_device(tmp_path, tokens):
     output = run(
-        *TORCHRUN, example("03_transformers_llama.py"), "--layers", "2", "--width", "64",
+        *TORCHRUN, example("03_transformers_llama.py"), "--layers", "2", "--width", "64", *tokens,
         folder=tmp_path,
     )  # fmt: skip
     found = re.findall(r"^(.*): largest relative difference (\S+)$", output, re.MULTILINE)

@@ -1,0 +1,27 @@
+"""Which releases of a framework an integration knows: it replaces what is private there, or may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+
+
+def require(distribution: str, releases: Sequence[str], extra: str) -> None:
+    """Refuses a framework that is not installed, or of another release than ``releases``, such as "0.3".
+
+    Raises:
+        ImportError: with what is installed, what is known and what to install.
+    """
+    known = " or ".join(f"{distribution} {release}.*" for release in releases)
+    remedy = f"pip install 'overlap_torch[{extra}]'"
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"{distribution} is not installed; this integration is for {known}: {remedy}"
+        ) from None
+    if not any(version == release or version.startswith(f"{release}.") for release in releases):
+        raise ImportError(
+            f"{distribution} {version} is installed, but this integration knows {known}, and may not fit others: {remedy}, or "
+            "an overlap_torch that knows it"
+        )

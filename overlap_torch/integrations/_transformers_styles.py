@@ -1,0 +1,262 @@
+"""The styles that :func:`overlap_torch.integrations.transformers.register` puts into transformers; importing it loads transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    ColwiseParallel,
+    RowwiseParallel,
+    TensorParallelLayer,
+)
+
+from overlap_torch._dtensor import local_parts
+from overlap_torch._placements import from_local, redistribute, to_local
+from overlap_torch._prepare import OverlapPrepareModuleInput
+from overlap_torch._report import note_fallback
+from overlap_torch._sequence import let_compile
+from overlap_torch._sharding import SumGradient
+from overlap_torch.parallel import (
+    OverlapColwiseLinear,
+    OverlapRowwiseLinear,
+    is_plain_linear,
+    replace_forward,
+)
+
+REGISTRY = ALL_PARALLEL_STYLES
+TOKENS = Shard(1)  # of [batch, tokens, features]
+
+
+class OverlapColwise(ColwiseParallel):
+    """transformers' column-parallel style, whose gradient is reduced beside its GEMM, or whose input is gathered so."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Replaces the forward of a plain ``torch.nn.Linear``; leaves all others to transformers' style."""
+        if not _takes(module):
+            return super().install_forward(module, mesh)
+        return _linear(module, OverlapColwiseLinear, mesh, self)
+
+
+class OverlapRowwise(RowwiseParallel):
+    """transformers' row-parallel style, whose output is reduced, or reduce-scattered, beside its GEMM."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Replaces the forward of a plain ``torch.nn.Linear``; leaves all others to transformers' style."""
+        if not _takes(module):
+            return super().install_forward(module, mesh)
+        return _linear(module, OverlapRowwiseLinear, mesh, self)
+
+
+class Sequence(TensorParallelLayer):
+    """A layer whose hidden states are cut over the ranks: DTensors. Whole ones, of the first layer, are cut as they enter."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Replaces ``module.forward``."""
+        return _replace_hidden_states(module, lambda hidden: _cut(hidden, mesh))
+
+
+class SequenceNorm(TensorParallelLayer):
+    """A norm of this rank's tokens: its parameters are replicated, and their gradients summed over the ranks."""
+
+    def shard_param(self, module: torch.nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Makes a replicated DTensor of the parameter."""
+        whole = module._parameters[param]
+        if whole is not None:
+            replicated = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
+            module._parameters[param] = torch.nn.Parameter(
+                replicated, requires_grad=whole.requires_grad
+            )
+
+    def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Replaces ``module.forward``; hidden states that are no DTensor stay whole."""
+        forward = module.forward
+        group = mesh.get_group().group_name
+
+        def norm(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            cut = isinstance(hidden, DTensor)
+            parameters = dict(module._parameters)
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    local, _ = local_parts(parameter, None)
+                    module._parameters[name] = SumGradient.apply(local, group) if cut else local
+            try:
+                output = forward(to_local(hidden) if cut else hidden, *args, **kwargs)
+            finally:
+                module._parameters.update(parameters)
+            return from_local(output, mesh, (TOKENS,), hidden.shape) if cut else output
+
+        module.forward = norm
+        return module
+
+
+class SequenceInput(TensorParallelLayer):
+    """A block whose hidden states are gathered once, beside the GEMMs of the column-parallel layers that read them."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Hooks that gather before the block's forward; the block gets a whole tensor."""
+        return _GatheredHiddenStates()._apply(module, mesh)
+
+
+class _GatheredHiddenStates(OverlapPrepareModuleInput):
+    """Of the first positional input or, where there is none, of the one that transformers calls hidden_states."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            input_kwarg_layouts={"hidden_states": TOKENS},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            use_local_output=True,
+        )
+
+    def _prepare(self, module, args, kwargs, mesh):
+        others = (None,) * (len(args) - 1)
+        self.input_layouts = (TOKENS, *others) if args else None
+        self.desired_input_layouts = (Replicate(), *others) if args else None
+        return super()._prepare(module, args, kwargs, mesh)
+
+
+def _takes(module: torch.nn.Module) -> bool:
+    if getattr(module, "_hf_quantized_needs_local_tp", False):
+        note_fallback(module, "its weight is quantized")
+        return False
+    return is_plain_linear(module)
+
+
+def _linear(
+    module: torch.nn.Linear, kind: type, mesh: DeviceMesh, style: ColwiseParallel | RowwiseParallel
+) -> torch.nn.Module:
+    let_compile()
+    return replace_forward(
+        module, kind, mesh, style.input_layouts, style.output_layouts, style.use_local_output
+    )
+
+
+def _cut(hidden: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    if isinstance(hidden, DTensor):
+        return hidden
+    return redistribute(from_local(hidden, mesh, (Replicate(),)), (TOKENS,))
+
+
+def _replace_hidden_states(
+    module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    forward = module.forward
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (change(args[0]), *args[1:])
+        else:
+            kwargs["hidden_states"] = change(kwargs["hidden_states"])
+        return forward(*args, **kwargs)
+
+    module.forward = changed
+    return module
+
+
+def named() -> dict[str, TensorParallelLayer]:
+    """The styles under names of their own."""
+    return {
+        "overlap_colwise": OverlapColwise(),
+        "overlap_colwise_gather_output": OverlapColwise(output_layouts=Replicate()),
+        "overlap_rowwise": OverlapRowwise(),
+        "overlap_rowwise_split_input": OverlapRowwise(input_layouts=Replicate()),
+        "overlap_rowwise_sequence": OverlapRowwise(output_layouts=TOKENS, use_local_output=False),
+        "overlap_sequence": Sequence(),
+        "overlap_sequence_norm": SequenceNorm(),
+        "overlap_sequence_input": SequenceInput(),
+    }
+
+
+def in_place_of_transformers() -> dict[str, TensorParallelLayer]:
+    """The styles of these types under the names that models' plans have, with the layouts that transformers gives them."""
+    ours = {ColwiseParallel: OverlapColwise, RowwiseParallel: OverlapRowwise}
+    ours |= {kind: kind for kind in ours.values()}  # which another handle has put there
+    return {
+        name: ours[type(style)](
+            input_layouts=style.input_layouts,
+            output_layouts=style.output_layouts,
+            use_local_output=style.use_local_output,
+        )
+        for name, style in REGISTRY.items()
+        if type(style) in ours and name not in named()
+    }
+
+
+# --- plans of sequence parallelism ----------------------------------------------------------------------------
+
+_COLUMNS = ("colwise", "overlap_colwise")
+_ROWS = ("rowwise", "overlap_rowwise")
+_WITHIN_BLOCKS = ("replicated_with_grad_allreduce",)
+_HEADS = ("colwise_gather_output", "colwise_rep", "overlap_colwise_gather_output")
+
+
+def sequence_plan(model: Any) -> dict[str, str]:
+    """As :func:`overlap_torch.integrations.transformers.sequence_plan` says."""
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    if isinstance(model, PretrainedConfig):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model)
+    kind = type(model).__name__
+    modules = {_by_layers(name): module for name, module in model.named_modules()}
+    plan: dict[str, str] = {}
+
+    def refuse(why: str) -> ValueError:
+        return ValueError(
+            f"no plan of sequence parallelism is known for {kind}: {why}. Use its own plan, or write one of the styles that "
+            "overlap_torch.integrations.transformers.register names"
+        )
+
+    blocks = {_parent(name) for name, style in model.tp_plan.items() if style in _ROWS}
+    layers = {_parent(block) for block in blocks}
+    if len(layers) != 1:
+        raise refuse(
+            f"its row-parallel layers are in blocks of {sorted(layers) or 'no layers at all'}"
+        )
+    (layer,) = layers
+    for name, style in model.tp_plan.items():
+        if _parent(name) in blocks and style in _COLUMNS:
+            plan[name] = "overlap_colwise"
+        elif _parent(name) in blocks and style in _ROWS:
+            plan[name] = "overlap_rowwise_sequence"
+        elif _parent(name) not in blocks and style in _HEADS:
+            plan[name] = "overlap_colwise_gather_output"
+        elif name.startswith(f"{layer}.") and style not in _WITHIN_BLOCKS:
+            raise refuse(f"{name} has the style {style}")
+    if "overlap_colwise_gather_output" not in plan.values():
+        raise refuse("it has no column-parallel head, which gathers the last hidden states")
+    plan[layer] = "overlap_sequence"
+    for block in blocks:
+        plan[block] = "overlap_sequence_input"
+    trunk = _parent(_parent(layer))  # layers are numbered in a list
+    for name, module in modules.items():
+        if _parent(name) == layer and name not in blocks and _has_parameters(module):
+            if not _is_norm(module):
+                raise refuse(f"{name}, a {type(module).__name__}, is neither a block nor a norm")
+            plan[name] = "overlap_sequence_norm"
+        elif _parent(name) == trunk and _is_norm(module):
+            plan[name] = "overlap_sequence_norm"
+    return plan
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _by_layers(name: str) -> str:
+    """With * in place of a layer's number, as plans have it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _has_parameters(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    """One weight for each feature, and perhaps a bias."""
+    parameters = list(module.parameters())
+    return bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)

@@ -1,0 +1,117 @@
+"""Hugging Face transformers' tensor parallelism, ``tp_plan="auto"`` and plans by hand, by the ops of this package."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from overlap_torch.integrations._release import require
+
+__all__ = ["Registration", "register", "sequence_plan"]
+
+RELEASES = ("5.21", "5.22", "5.23")
+
+_lock = threading.Lock()
+_held: dict[str, int] = {}  # handles that have not been undone, by the style's name
+_before: dict[str, Any] = {}  # transformers' own styles
+
+
+class Registration:
+    """What :func:`register` returns: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+
+    def undo(self) -> None:
+        """transformers' styles are as before, but for those that another handle holds. Models keep the styles they have."""
+        with _lock:
+            names, self._names = self._names, ()
+            for name in names:
+                _held[name] -= 1
+                if _held[name] == 0:
+                    _restore(name)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def register(*, auto: bool = True) -> Registration:
+    """Puts styles of this package into ``transformers``' ``ALL_PARALLEL_STYLES``; models are loaded behind it as always::
+
+        overlap_torch.integrations.transformers.register()
+        model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan="auto"))
+
+    ``overlap_colwise``, ``overlap_colwise_gather_output``, ``overlap_rowwise`` and ``overlap_rowwise_split_input`` are what
+    transformers' styles without ``overlap_`` are: the same parameters, inputs and outputs, with the all-reduces, of outputs forward
+    and of inputs' gradients backward, beside the GEMMs. ``overlap_sequence``, ``overlap_sequence_norm``,
+    ``overlap_sequence_input`` and ``overlap_rowwise_sequence`` cut the tokens over the ranks between the blocks;
+    :func:`sequence_plan` makes a plan of them.
+
+    A layer that is not a plain ``torch.nn.Linear``, such as a quantized one, takes transformers' own style;
+    ``overlap_torch.report(model)`` names it.
+
+    Args:
+        auto: whether transformers' own names ``colwise``, ``colwise_rep``, ``colwise_gather_output``, ``rowwise``, ``rowwise_rep`` and
+            ``rowwise_split_input`` stand for these styles too, as models' own plans have them.
+
+    Returns:
+        A handle: ``undo()``, or the end of a ``with`` block, takes the styles out. A second call of this function returns another
+        handle; the last of them to be undone ends it.
+
+    Raises:
+        ImportError: transformers is not installed, or of a release other than 5.21 to 5.23.
+    """
+    require("transformers", RELEASES, "transformers")
+    from overlap_torch.integrations import _transformers_styles as styles
+
+    with _lock:
+        found = styles.named()
+        if auto:
+            found |= styles.in_place_of_transformers()
+        for name, style in found.items():
+            if _held.setdefault(name, 0) == 0:
+                _before[name] = styles.REGISTRY.get(name)
+                styles.REGISTRY.register(name, style)
+            _held[name] += 1
+    return Registration(found)
+
+
+def sequence_plan(model: Any) -> dict[str, str]:
+    """A ``tp_plan`` with which the tokens are cut over the ranks between a causal model's blocks.
+
+    Norms and residuals are then computed on this rank's tokens. What enters an attention or an MLP is gathered once beside the
+    GEMMs that read it, and what leaves it is reduce-scattered beside its GEMM, forward and backward; the head gathers the last
+    hidden states beside its GEMM. :func:`register` must have been called before the plan is used::
+
+        config = AutoConfig.from_pretrained(name)
+        plan = overlap_torch.integrations.transformers.sequence_plan(config)
+        model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan=plan))
+
+    It is for training: a step of generation has one token to cut. Hidden states that the model returns are DTensors.
+
+    Args:
+        model: a ``PreTrainedModel``, or the ``PretrainedConfig`` of a causal language model. Its own plan must be one of column- and
+            row-parallel linears in the blocks of its layers, which have norms beside them, as those of Llama, Mistral and Qwen3.
+
+    Raises:
+        ValueError: a model of another kind, with what in it is not known.
+        ImportError: as :func:`register`.
+    """
+    require("transformers", RELEASES, "transformers")
+    from overlap_torch.integrations import _transformers_styles as styles
+
+    return styles.sequence_plan(model)
+
+
+def _restore(name: str) -> None:
+    from overlap_torch.integrations import _transformers_styles as styles
+
+    before = _before.pop(name)
+    if before is None:
+        styles.REGISTRY._global_mapping.pop(name, None)
+    else:
+        styles.REGISTRY.register(name, before)

@@ -1,0 +1,306 @@
+"""Hugging Face transformers' tensor parallelism with the styles of this package: the same models, and the ops are called."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from importlib import metadata
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import overlap_torch
+from checks import Failures
+from overlap_torch.integrations import transformers as integration
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None,
+    reason="transformers is not installed: pip install '.[transformers]', for Python 3.11 or newer",
+)
+
+LAYERS = 2
+TOKENS = 12
+
+
+class OpCounter(TorchDispatchMode):
+    """How often each of this package's ops is called while it is on, in backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what a DTensor does with it comes here too
+        namespace, _, name = function._overloadpacket._qualified_op_name.partition("::")
+        if namespace == "overlap":
+            self.calls[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def config_of(family: str):
+    from transformers import LlamaConfig, Qwen3Config
+
+    sizes = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family == "qwen3":
+        return Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
+    return LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)
+
+
+def saved(family: str, folder: str):
+    """The whole model, whose checkpoint rank 0 has put into the folder."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family))
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases, too
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return model
+
+
+def loaded(folder: str, plan="auto"):
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits, loss, gradients and parameters of an optimizer's step."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    output = model(tokens, labels=tokens, use_cache=False)
+    output.loss.backward()
+    found = {"logits": output.logits, "loss": output.loss}
+    parameters = dict(model.named_parameters())
+    found |= {f"gradient of {name}": full(each.grad) for name, each in parameters.items()}
+    optimizer.step()
+    found |= {f"stepped {name}": full(each) for name, each in parameters.items()}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def expect_same(failures: Failures, found, right, *where) -> None:
+    """float32, sums over a few dozen features in another order."""
+    if found.keys() != right.keys():
+        failures.expect(f"{found.keys() ^ right.keys()}", *where)
+    for name, tensor in found.items():
+        close = torch.allclose(tensor, right[name], rtol=1e-4, atol=1e-6)
+        far = None if close else f"off by {(tensor - right[name]).abs().max():.1e}"
+        failures.expect(far, *where, name)
+
+
+# The whole step's calls. Without sequence parallelism forward reduces behind o_proj and down_proj, and backward behind q, k,
+# v, gate, up and the head. With it the tokens are gathered before attention, MLP and head, and scattered behind
+# attention and MLP; backward does the reverse of each.
+AUTO_CALLS = {"gemm_allreduce": (2 + 5) * LAYERS + 1}
+SEQUENCE_CALLS = {
+    "allgather_gemm": (2 + 2) * LAYERS + 1,
+    "gemm_reducescatter": (2 + 2) * LAYERS + 1,
+}
+
+
+def check_models(family: str, folder: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    whole = saved(family, folder)
+    tokens = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % 60
+    right = trained(whole, tokens)
+    theirs = trained(loaded(folder), tokens)
+    expect_same(failures, theirs, right, "transformers' own")
+    with integration.register():
+        sequence = integration.sequence_plan(config_of(family))
+        models = {"auto": loaded(folder), "sequence": loaded(folder, sequence)}
+    for kind, calls in (("auto", AUTO_CALLS), ("sequence", SEQUENCE_CALLS)):
+        with OpCounter() as counter:
+            found = trained(models[kind], tokens)
+        expect_same(failures, found, right, kind, "and the whole model")
+        expect_same(failures, found, theirs, kind, "and transformers' own")
+        counted = dict(counter.calls)
+        failures.expect(None if counted == calls else f"{counted}, not {calls}", kind, "calls")
+    report = overlap_torch.report(models["auto"])
+    said = {row["layer"] for row in report if row["op"] == "gemm_allreduce"}
+    name = "model.layers.1.mlp.down_proj"
+    failures.expect(None if any(name in layer for layer in said) else str(report), "report")
+    return failures.result()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.ranks((2, "gloo"))
+def test_models_train_as_with_transformers_own_styles(ranks, family, tmp_path):
+    ranks.expect_no_failures(check_models, family, str(tmp_path), timeout_s=300)
+
+
+def check_generation(folder: str) -> tuple[int, list[str]]:
+    """Greedy, with a cache; tokens of an odd number, cut over the ranks; a checkpoint that is saved is the whole model's."""
+    failures = Failures()
+    whole = saved("llama", folder).eval()
+    tokens = torch.arange(10).view(2, 5)
+    with integration.register():
+        model = loaded(folder).eval()
+        sequence = loaded(folder, integration.sequence_plan(whole)).eval()
+    options = {
+        "attention_mask": torch.ones_like(tokens),
+        "max_new_tokens": 6,
+        "do_sample": False,
+    }
+    with OpCounter() as counter:
+        written = model.generate(tokens, **options)
+    right = whole.generate(tokens, **options)
+    failures.expect(None if torch.equal(written, right) else f"{written}, not {right}", "generated")
+    calls = {"gemm_allreduce": 6 * 2 * LAYERS}
+    failures.expect(None if dict(counter.calls) == calls else str(counter.calls), "calls")
+    with torch.no_grad():
+        found = {"logits": sequence(tokens).logits}
+        expect_same(failures, found, {"logits": whole(tokens).logits}, "five tokens of two ranks")
+    model.save_pretrained(f"{folder}/again")
+    dist.barrier()
+    again = type(whole).from_pretrained(f"{folder}/again")
+    for (name, tensor), other in zip(
+        whole.state_dict().items(), again.state_dict().values(), strict=True
+    ):
+        failures.expect(None if torch.equal(tensor, other) else "differs", "saved", name)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_models_generate_and_save(ranks, tmp_path):
+    ranks.expect_no_failures(check_generation, str(tmp_path), timeout_s=300)
+
+
+def check_fallback(folder: str) -> tuple[int, list[str]]:
+    """What is no plain Linear keeps transformers' style, and the report says so."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    failures = Failures()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(Adapted(8, 4), Adapted(4, 8))
+    model = torch.nn.Sequential(Adapted(8, 4), Adapted(4, 8))
+    model.load_state_dict(whole.state_dict())
+    plan = {}
+    for name, style in (("0", "overlap_colwise"), ("1", "overlap_rowwise")):
+        plan |= {f"{name}.weight": style, f"{name}.bias": style, name: style}
+    with integration.register(), pytest.warns(UserWarning, match="subclass of torch.nn.Linear"):
+        apply_tensor_parallelism(model, mesh, plan)
+    input = torch.randn(3, 8)
+    expect_same(failures, {"": model(input).detach()}, {"": whole(input).detach()}, "output")
+    text = str(overlap_torch.report(model))
+    failures.expect(None if "PyTorch's style: it is a subclass" in text else text, "report")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_other_layers_keep_transformers_styles(ranks, tmp_path):
+    ranks.expect_no_failures(check_fallback, str(tmp_path), timeout_s=120)
+
+
+# --- the registry, plans and versions -------------------------------------------------------------------------
+
+
+def styles_now() -> dict[str, type]:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    return {name: type(style) for name, style in ALL_PARALLEL_STYLES.items()}
+
+
+def test_twice_is_once_and_the_last_handle_undoes():
+    before = styles_now()
+    first = integration.register()
+    names = {"colwise", "colwise_rep", "colwise_gather_output"}
+    names |= {"rowwise", "rowwise_rep", "rowwise_split_input"}
+    changed = {name for name, kind in styles_now().items() if before.get(name) is not kind}
+    named = {name for name in changed if name.startswith("overlap_")}
+    assert changed - named == names and len(named) == 8
+    with integration.register():
+        first.undo()
+        first.undo()
+        assert {
+            name for name, kind in styles_now().items() if before.get(name) is not kind
+        } == changed
+    assert styles_now() == before
+    with integration.register(auto=False):
+        assert styles_now().keys() - before.keys() == named
+        assert all(styles_now()[name] is kind for name, kind in before.items())
+    assert styles_now() == before
+
+
+def test_sequence_plan_of_llama():
+    layer = "model.layers.*"
+    assert integration.sequence_plan(config_of("llama")) == {
+        layer: "overlap_sequence",
+        f"{layer}.input_layernorm": "overlap_sequence_norm",
+        f"{layer}.self_attn": "overlap_sequence_input",
+        f"{layer}.self_attn.q_proj": "overlap_colwise",
+        f"{layer}.self_attn.k_proj": "overlap_colwise",
+        f"{layer}.self_attn.v_proj": "overlap_colwise",
+        f"{layer}.self_attn.o_proj": "overlap_rowwise_sequence",
+        f"{layer}.post_attention_layernorm": "overlap_sequence_norm",
+        f"{layer}.mlp": "overlap_sequence_input",
+        f"{layer}.mlp.gate_proj": "overlap_colwise",
+        f"{layer}.mlp.up_proj": "overlap_colwise",
+        f"{layer}.mlp.down_proj": "overlap_rowwise_sequence",
+        "model.norm": "overlap_sequence_norm",
+        "lm_head": "overlap_colwise_gather_output",
+    }
+
+
+def test_sequence_plan_refuses_what_it_does_not_know():
+    from transformers import GPT2Config, MixtralConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = MixtralConfig(**sizes, **heads, vocab_size=60, num_local_experts=2)
+    with pytest.raises(ValueError, match="no plan of sequence parallelism is known for Mixtral"):
+        integration.sequence_plan(experts)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel: its row-parallel layers are in blocks"):
+        integration.sequence_plan(GPT2Config(n_layer=1, n_head=2, n_embd=8))
+
+
+def test_other_versions_are_refused():
+    with mock.patch.object(metadata, "version", lambda name: "5.3.1"):
+        message = message_of_import(integration.register)
+    assert "transformers 5.3.1 is installed" in message and "transformers 5.23.*" in message
+    assert "pip install 'overlap_torch[transformers]'" in message
+
+
+def message_of_import(call) -> str:
+    with pytest.raises(ImportError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
+    import subprocess
+
+    code = (
+        "import sys, overlap_torch.integrations.transformers\n"
+        "sys.exit('transformers' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
