@@ -302,9 +302,11 @@ def main() -> None:
         packages=[
             "overlap_torch",
             "overlap_torch._ops",
+            "overlap_torch.integrations",
             "overlap_torch.nn",
             "overlap_torch.benchmarks",
         ],
+        py_modules=["overlap_torch_plugins"],
         package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
         package_data={
             "overlap_torch": ["py.typed", "*.pyi"],

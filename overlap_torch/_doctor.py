@@ -54,6 +54,13 @@ ENVIRONMENT = (
         "none",
         "plans: each new problem's plan, or why it has none, on the stderr of its group's rank 0",
     ),
+    Variable("OVERLAP_VLLM", "0, 1", "0", "1: vLLM's row-parallel layers run gemm_allreduce"),
+    Variable(
+        "OVERLAP_SGLANG",
+        "0, 1",
+        "0",
+        "1: SGLang's row-parallel layers run gemm_allreduce or gemm_reducescatter",
+    ),
     Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
     Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
     Variable("CUTLASS_PATH", "folder", "nvidia-cutlass", "build: a CUTLASS 4.x checkout"),

@@ -1,0 +1,38 @@
+"""What the plug-ins of serving frameworks share: which of a row-parallel layer's calls an op takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> bool:
+    """Whether the layer computes ``functional.linear(input, weight)`` with this rank's part of a weight [N, K].
+
+    ``unquantized`` is the framework's method of layers that are not quantized. Some of them pack the weight for a kernel.
+    """
+    if type(layer.quant_method) is not unquantized:
+        return False
+    weight = getattr(layer, "weight", None)
+    return (
+        weight is not None
+        and weight.dim() == 2
+        and weight.shape == (layer.output_size, layer.input_size_per_partition)
+        and weight.dtype == input.dtype
+        and weight.device == input.device
+        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+
+
+def run(op: Callable[..., Any], layer: torch.nn.Module, input: torch.Tensor, group: str) -> Any:
+    """The op, with the bias that the layer adds itself. Frameworks' parameters are subclasses, results are plain tensors."""
+    bias = None if layer.skip_bias_add else layer.bias
+    with torch._C.DisableTorchFunctionSubclass():
+        return op(input, layer.weight, bias, group=group)
+
+
+def part_of(layer: torch.nn.Module, input: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """This rank's features of the layer's input."""
+    return input if layer.input_is_parallel else input.chunk(ranks, dim=-1)[rank].contiguous()

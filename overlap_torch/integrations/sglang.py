@@ -1,0 +1,106 @@
+"""SGLang's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce`` and ``gemm_reducescatter``.
+
+A plug-in of SGLang: with ``OVERLAP_SGLANG=1`` every process of SGLang calls :func:`enable` before it makes a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from overlap_torch import gemm_allreduce, gemm_reducescatter
+from overlap_torch.integrations import _serving
+from overlap_torch.integrations._release import require
+
+__all__ = ["TARGET", "enable"]
+
+RELEASES = ("0.5.23",)
+TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
+_enabled = False
+
+
+def enable() -> None:
+    """Registers a hook around the forward of SGLang's ``RowParallelLinear``; a second call does nothing.
+
+    SGLang applies it when it has loaded its plug-ins. The hook computes what the forward would:
+
+    - ``gemm_allreduce`` where that is an unquantized GEMM and an all-reduce over the tensor-parallel group;
+    - ``gemm_reducescatter`` where SGLang's sequence parallelism is active: rows padded to a multiple of the ranks, scattered.
+
+    Everything else is SGLang's forward: quantized layers and weights packed for a CPU's kernel, ``skip_all_reduce``, ``reduce_results=False``
+    (layers whose sum SGLang leaves to the layer's boundary), an ``output_tensor``, groups other than the tensor-parallel one,
+    attention's data parallelism, quantized communication, deterministic inference, and layers with SGLang's own fused kernel.
+
+    Raises:
+        ImportError: SGLang is not installed, or of a release other than 0.5.23.
+    """
+    global _enabled
+    if _enabled:
+        return
+    require("sglang", RELEASES, "sglang")
+    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    linear = importlib.import_module("sglang.srt.layers.linear")
+    unquant = importlib.import_module("sglang.srt.layers.quantization.unquant")
+    hook = forward_hook(linear, unquant.UnquantizedLinearMethod)
+    registry.HookRegistry.register(TARGET, hook, registry.HookType.AROUND)
+    _enabled = True
+
+
+def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:
+    """The hook; ``linear`` is SGLang's module of linear layers, or what has its names."""
+
+    def op_of(
+        layer: torch.nn.Module, skip_all_reduce: bool, forward_batch: Any, output_tensor: Any
+    ) -> Callable[..., Any] | None:
+        group = linear.get_parallel().tp_group
+        if (
+            skip_all_reduce
+            or output_tensor is not None
+            or layer.tp_group is not group
+            or group.world_size == 1
+            or getattr(layer, "use_intel_amx_backend", False)
+            or linear.get_exec().deterministic.enable_deterministic_inference
+        ):
+            return None
+        if linear.get_forward().sp_active:
+            return None if getattr(layer, "_sp_use_cutlass", False) else gemm_reducescatter
+        if (
+            not layer.reduce_results
+            or layer.use_dp_attention_reduce
+            or layer.use_decode_attn_tp
+            or linear.should_skip_mlp_all_reduce()
+        ):
+            return None
+        if (
+            forward_batch is not None
+            and linear.get_exec().comm.enable_quant_communications
+            and not forward_batch.forward_mode.is_decode_or_idle()
+        ):
+            return None
+        return gemm_allreduce
+
+    def forward(
+        original: Callable[..., Any],
+        layer: torch.nn.Module,
+        input_: torch.Tensor,
+        skip_all_reduce: bool = False,
+        forward_batch: Any = None,
+        output_tensor: torch.Tensor | None = None,
+    ) -> Any:
+        op = op_of(layer, skip_all_reduce, forward_batch, output_tensor)
+        if op is None or not _serving.takes(layer, unquantized, input_):
+            return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+        rank, ranks = linear.get_group_rank_size(layer.tp_group)
+        input = _serving.part_of(layer, input_, rank, ranks)
+        if op is gemm_reducescatter:
+            # Rows of zeros behind the last, which SGLang drops where it gathers.
+            behind = (0, 0) * (input.dim() - 1)
+            input = functional.pad(input, (*behind, 0, -input.shape[0] % ranks))
+        output = _serving.run(op, layer, input, layer.tp_group.device_group.group_name)
+        return output, layer.bias if layer.skip_bias_add else None
+
+    return forward

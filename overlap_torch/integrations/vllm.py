@@ -1,0 +1,91 @@
+"""vLLM's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce``.
+
+A plug-in of vLLM: with ``OVERLAP_VLLM=1`` every process of vLLM calls :func:`enable` before it makes a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from overlap_torch import gemm_allreduce
+from overlap_torch.integrations import _serving
+from overlap_torch.integrations._release import require
+
+__all__ = ["enable"]
+
+RELEASES = ("0.33",)
+_enabled: type | None = None
+
+
+def enable() -> type:
+    """Registers a class that vLLM makes in the place of its ``RowParallelLinear``, from here on; a second call does nothing.
+
+    A layer of it has vLLM's parameters, loaders and ``quant_method``. Its forward is ``gemm_allreduce`` where vLLM's would be an
+    unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else is vLLM's forward: quantized
+    layers, ``reduce_results=False``, ``disable_tp``, a group of one, weights packed for a CPU's kernel, and
+    ``VLLM_BATCH_INVARIANT=1``.
+
+    Returns:
+        The class.
+
+    Raises:
+        ImportError: vLLM is not installed, or of a release other than 0.33.
+        RuntimeError: another plug-in has registered a ``RowParallelLinear``.
+    """
+    global _enabled
+    if _enabled is None:
+        require("vllm", RELEASES, "vllm")
+        linear = importlib.import_module("vllm.model_executor.layers.linear")
+        registry = importlib.import_module("vllm.model_executor.custom_op").op_registry_oot
+        distributed = importlib.import_module("vllm.distributed")
+        envs = importlib.import_module("vllm.envs")
+        base = linear.RowParallelLinear
+        if base.__name__ in registry:
+            raise RuntimeError(
+                f"OVERLAP_VLLM=1: another plug-in has put {registry[base.__name__]} in the place of vLLM's {base.__name__}; "
+                "choose one of them by VLLM_PLUGINS"
+            )
+        ours = layer_class(
+            base,
+            linear.UnquantizedLinearMethod,
+            tp_group=distributed.get_tp_group,
+            batch_invariant=lambda: bool(envs.VLLM_BATCH_INVARIANT),
+        )
+        _enabled = base.register_oot(ours)
+    return _enabled
+
+
+def layer_class(
+    base: type[torch.nn.Module],
+    unquantized: type,
+    *,
+    tp_group: Callable[[], Any],
+    batch_invariant: Callable[[], bool],
+) -> type[torch.nn.Module]:
+    """A subclass of vLLM's ``RowParallelLinear``, ``base``, with this forward."""
+
+    class OverlapRowParallelLinear(base):
+        """vLLM's row-parallel layer, whose output is reduced beside its GEMM."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.overlap_group = ""
+            if self.reduce_results and self.tp_size > 1 and not batch_invariant():
+                # Named here: what compiles the model sees a constant.
+                self.overlap_group = tp_group().device_group.group_name
+
+        def forward(self, input_: torch.Tensor) -> Any:
+            """As vLLM's."""
+            if not self.overlap_group or not _serving.takes(self, unquantized, input_):
+                return super().forward(input_)
+            input = _serving.part_of(self, input_, self.tp_rank, self.tp_size)
+            output = _serving.run(gemm_allreduce, self, input, self.overlap_group)
+            if not self.return_bias:
+                return output
+            return output, self.bias if self.skip_bias_add else None
+
+    return OverlapRowParallelLinear

@@ -1,0 +1,711 @@
+"""The plug-ins of vLLM and SGLang: with classes that stand in for theirs, and with their own from their wheels.
+
+Neither can be imported where the tests run: their wheels need CUDA and another PyTorch. With OVERLAP_TEST_SOURCES naming a folder that
+holds the wheels (pip download --no-deps vllm==0.33.0 sglang==0.5.23) the classes that the plug-ins replace are taken out of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import overlap_torch_plugins
+from checks import Failures
+from layers import integers, my_features, my_part
+from modes import SeesDispatches
+from operands import difference
+from overlap_torch import _doctor
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = os.environ.get("OVERLAP_TEST_SOURCES", "")
+N, K, ROWS = 6, 8, 5
+
+
+def ops_of(job) -> tuple[Any, list[str]]:
+    """What the job returns, and the ops of this package that it calls."""
+    with SeesDispatches() as mode:
+        result = job()
+    names = [function._overloadpacket._qualified_op_name for function in mode.seen]
+    return result, [name.removeprefix("overlap::") for name in names if name.startswith("overlap")]
+
+
+class Weight(nn.Parameter):
+    """As frameworks' parameters: a subclass whose results would be of the subclass, too."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Unquantized:
+    def create_weights(self, layer, input_size_per_partition, output_partition_sizes, **others):
+        whole = integers(sum(output_partition_sizes), layer.input_size, seed=1)
+        layer.weight = Weight(my_features(whole), requires_grad=False)
+
+    def apply(self, layer, x, bias=None):
+        return functional.linear(x, layer.weight, bias)
+
+
+class Quantized(Unquantized):
+    """Of another type than the method of layers without quantization."""
+
+
+class Group:
+    """As both frameworks' GroupCoordinator."""
+
+    def __init__(self) -> None:
+        self.device_group = dist.group.WORLD
+        self.world_size, self.rank_in_group = dist.get_world_size(), dist.get_rank()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor).clone()
+        dist.all_reduce(tensor)
+        return tensor
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        dist.reduce_scatter_tensor(output, input.as_subclass(torch.Tensor))
+
+
+class QuantConfig:
+    def get_quant_method(self, layer, prefix):
+        return Quantized()
+
+
+# --- vLLM -----------------------------------------------------------------------------------------------------
+
+
+class VllmLinear(nn.Module):
+    """Stands in for vLLM's RowParallelLinear: what is registered under its name is made in its place."""
+
+    registry: dict[str, type] = {}
+
+    def __new__(cls, *args, **kwargs):
+        return super().__new__(cls.registry.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, layer: type) -> type:
+        assert cls.__name__ not in cls.registry
+        cls.registry[cls.__name__] = layer
+        return layer
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = True,
+        quant_config: QuantConfig | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+    ) -> None:
+        super().__init__()
+        group = Group()
+        self.tp_rank, self.tp_size = (
+            (0, 1) if disable_tp else (group.rank_in_group, group.world_size)
+        )
+        self.input_size, self.output_size = input_size, output_size
+        self.input_size_per_partition = input_size // self.tp_size
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.reduce_results, self.return_bias = reduce_results, return_bias
+        self.quant_method = Quantized() if quant_config else Unquantized()
+        self.quant_method.create_weights(self, self.input_size_per_partition, [output_size])
+        self.bias = Weight(integers(output_size, seed=2), requires_grad=False) if bias else None
+
+    def forward(self, input_):
+        part = input_ if self.input_is_parallel else my_features(input_).contiguous()
+        fused = self.bias if self.tp_rank == 0 and not self.skip_bias_add else None
+        output = self.quant_method.apply(self, part, fused)
+        if self.reduce_results and self.tp_size > 1:
+            output = Group().all_reduce(output)
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+def module(name: str, **members: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(members)
+    return made
+
+
+@contextlib.contextmanager
+def installed(version: str, *modules: ModuleType) -> Iterator[None]:
+    """As if a framework of this version, with these modules, were installed. What else is imported meanwhile stays."""
+    sys.modules.update({made.__name__: made for made in modules})
+    try:
+        with mock.patch.object(metadata, "version", lambda name: version):
+            yield
+    finally:
+        for made in modules:
+            del sys.modules[made.__name__]
+
+
+def vllm_modules(base: type, registry: dict[str, type], unquantized: type) -> list[ModuleType]:
+    return [
+        module("vllm"),
+        module("vllm.model_executor"),
+        module("vllm.model_executor.layers"),
+        module(
+            "vllm.model_executor.layers.linear",
+            RowParallelLinear=base,
+            UnquantizedLinearMethod=unquantized,
+        ),
+        module("vllm.model_executor.custom_op", op_registry_oot=registry),
+        module("vllm.distributed", get_tp_group=Group),
+        module("vllm.envs", VLLM_BATCH_INVARIANT=False),
+    ]
+
+
+def check_row_parallel(failures: Failures, base, sees: str, *where) -> None:
+    """All kinds of vLLM's layers: as the composition says, by the op `sees` where it is to run, or by none."""
+    world = dist.get_world_size()
+    whole = integers(ROWS, K, seed=3)
+    weight, bias = integers(N, K, seed=1), integers(N, seed=2)
+    product = whole @ weight.t()
+    kinds = [
+        ({}, True, product + bias),
+        ({"bias": False}, True, product),
+        ({"input_is_parallel": False}, True, product + bias),
+        ({"skip_bias_add": True}, True, product),
+        ({"return_bias": False}, True, product + bias),
+        ({"quant_config": QuantConfig()}, False, product + bias),
+        ({"reduce_results": False, "bias": False}, False, None),
+    ]
+    for options, ours, right in kinds:
+        layer = base(K, N, **options)
+        input = whole if options.get("input_is_parallel") is False else my_features(whole)
+        result, called = ops_of(lambda: layer(input))  # noqa: B023
+        ours = ours and sees and world > 1
+        expected = [sees] if ours else []
+        failures.expect(None if called == expected else f"called {called}", *where, options)
+        output = result
+        if options.get("return_bias", True):
+            output, left = result
+            right_left = bias if options.get("skip_bias_add") else None
+            same = left is right_left if right_left is None else torch.equal(left, right_left)
+            failures.expect(None if same else str(left), *where, options, "bias")
+        if right is None:
+            right = my_features(whole) @ my_features(weight).t()
+        plain = torch.Tensor if ours else type(output)
+        failures.expect(None if type(output) is plain else str(type(output)), *where, options)
+        failures.expect(difference(output.as_subclass(torch.Tensor), right), *where, options)
+
+
+def check_vllm() -> tuple[int, list[str]]:
+    failures = Failures()
+    from overlap_torch.integrations import vllm
+
+    modules = vllm_modules(VllmLinear, VllmLinear.registry, Unquantized)
+    made_before = VllmLinear(K, N)
+    with installed("0.33.0", *modules), mock.patch.object(vllm, "_enabled", None):
+        overlap_torch_plugins.vllm()
+        failures.expect(
+            str(VllmLinear.registry) if VllmLinear.registry else None, "without the variable"
+        )
+        with mock.patch.dict(os.environ, {"OVERLAP_VLLM": "1"}):
+            overlap_torch_plugins.vllm()
+            overlap_torch_plugins.vllm()
+        ours = VllmLinear.registry["VllmLinear"]
+        made = type(VllmLinear(K, N))
+        failures.expect(
+            None if made is ours and issubclass(made, VllmLinear) else str(made), "class"
+        )
+        check_row_parallel(failures, VllmLinear, "gemm_allreduce", "vLLM")
+        sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = True
+        _, called = ops_of(lambda: VllmLinear(K, N)(my_features(integers(ROWS, K, seed=3))))
+        failures.expect(f"called {called}" if called else None, "batch invariant")
+        with (
+            mock.patch.object(vllm, "_enabled", None),
+            pytest.raises(RuntimeError, match="VLLM_PLUGINS"),
+        ):
+            vllm.enable()
+        VllmLinear.registry.clear()
+    _, called = ops_of(lambda: made_before(my_features(integers(ROWS, K, seed=3))))
+    failures.expect(f"called {called}" if called else None, "a layer made before")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_vllms_row_parallel_layers_run_the_op(ranks):
+    ranks.expect_no_failures(check_vllm)
+
+
+def check_vllm_compiled() -> tuple[int, list[str]]:
+    """vLLM compiles whole graphs: the op is in them."""
+    from overlap_torch.integrations import vllm
+
+    failures = Failures()
+    ours = vllm.layer_class(VllmLinear, Unquantized, tp_group=Group, batch_invariant=lambda: False)
+    layer = ours(K, N)
+    layer.weight = nn.Parameter(layer.weight.as_subclass(torch.Tensor), requires_grad=False)
+    layer.bias = nn.Parameter(layer.bias.as_subclass(torch.Tensor), requires_grad=False)
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.append(str(gm.graph))
+        return gm.forward
+
+    torch._dynamo.reset()
+    input = my_features(integers(ROWS, K, seed=3))
+    output, _ = torch.compile(layer, fullgraph=True, backend=keep)(input)
+    failures.expect(difference(output, layer(input)[0]), "output")
+    calls = [graph.count("overlap.gemm_allreduce") for graph in graphs]
+    failures.expect(None if calls == [1] else str(graphs), "graphs")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_vllms_layers_compile_to_one_graph(ranks):
+    ranks.expect_no_failures(check_vllm_compiled)
+
+
+# --- SGLang ---------------------------------------------------------------------------------------------------
+
+
+class Context(SimpleNamespace):
+    """What SGLang's forward asks for in each call."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            forward=SimpleNamespace(sp_active=False, mlp_reduce_scatter=False),
+            execution=SimpleNamespace(
+                deterministic=SimpleNamespace(enable_deterministic_inference=False),
+                comm=SimpleNamespace(enable_quant_communications=False),
+            ),
+            parallel=SimpleNamespace(tp_group=Group(), attn_tp_group=Group()),
+        )
+
+
+def sglang_names(context: Context) -> dict[str, Any]:
+    """Of sglang.srt.layers.linear."""
+    return {
+        "get_forward": lambda: context.forward,
+        "get_exec": lambda: context.execution,
+        "get_parallel": lambda: context.parallel,
+        "should_skip_mlp_all_reduce": lambda: context.forward.mlp_reduce_scatter,
+        "get_group_rank_size": lambda group: (
+            (0, 1) if group is None else (group.rank_in_group, group.world_size)
+        ),
+    }
+
+
+class SglangLinear(nn.Module):
+    """Stands in for SGLang's RowParallelLinear."""
+
+    context: Context
+
+    def __init__(self, input_size: int, output_size: int, *, bias=True, **options: Any) -> None:
+        super().__init__()
+        parallel = self.context.parallel
+        self.tp_group = parallel.attn_tp_group if options.get("attention") else parallel.tp_group
+        self.input_size, self.output_size = input_size, output_size
+        self.input_size_per_partition = input_size // self.tp_group.world_size
+        self.input_is_parallel = options.get("input_is_parallel", True)
+        self.skip_bias_add = options.get("skip_bias_add", False)
+        self.reduce_results = options.get("reduce_results", True)
+        self.use_dp_attention_reduce = options.get("use_dp_attention_reduce", False)
+        self.use_decode_attn_tp = False
+        self.quant_method = Quantized() if options.get("quantized") else Unquantized()
+        self.quant_method.create_weights(self, self.input_size_per_partition, [output_size])
+        self.bias = Weight(integers(output_size, seed=2), requires_grad=False) if bias else None
+
+    def forward(self, input_, skip_all_reduce=False, forward_batch=None, output_tensor=None):
+        names = sglang_names(self.context)
+        part = input_ if self.input_is_parallel else my_features(input_).contiguous()
+        rank = self.tp_group.rank_in_group
+        fused = self.bias if rank == 0 and not self.skip_bias_add else None
+        left = self.bias if self.skip_bias_add else None
+        group = self.context.parallel.tp_group
+        if names["get_forward"]().sp_active and not skip_all_reduce:
+            ranks = group.world_size
+            padded = functional.pad(part, (0, 0, 0, -part.shape[0] % ranks))
+            whole = self.quant_method.apply(self, padded, fused)
+            output = whole.new_empty((whole.shape[0] // ranks, whole.shape[1]))
+            group.reduce_scatter_tensor(output.as_subclass(torch.Tensor), whole)
+            return output, left
+        output = self.quant_method.apply(self, part, fused)
+        if (
+            self.reduce_results
+            and not skip_all_reduce
+            and not names["should_skip_mlp_all_reduce"]()
+        ):
+            output = group.all_reduce(output)
+        return output, left
+
+
+class Hooks:
+    """Stands in for SGLang's HookRegistry."""
+
+    registered: list[tuple[str, Any, str]] = []
+
+    @classmethod
+    def register(cls, target, hook, hook_type) -> None:
+        cls.registered.append((target, hook, hook_type))
+
+
+def check_sglang_layers(failures: Failures, base: type, forward, context: Context, *where) -> None:
+    """With the hook and without it: the same, and which calls are ours."""
+    world = dist.get_world_size()
+    whole = integers(ROWS, K, seed=3)
+    decode = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: True))
+    extend = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False))
+    everywhere = {"": None}
+    reduced, scattered = ["gemm_allreduce"], ["gemm_reducescatter"]
+    cases = [
+        ({}, {}, everywhere, reduced),
+        ({"bias": False}, {}, everywhere, reduced),
+        ({"skip_bias_add": True}, {}, everywhere, reduced),
+        ({"input_is_parallel": False}, {}, everywhere, reduced),
+        ({"quantized": True}, {}, everywhere, []),
+        ({"reduce_results": False}, {}, everywhere, []),
+        ({"use_dp_attention_reduce": True}, {}, everywhere, []),
+        ({"attention": True}, {}, everywhere, []),
+        ({}, {"skip_all_reduce": True}, everywhere, []),
+        ({}, {}, {"forward.mlp_reduce_scatter": True}, []),
+        ({}, {}, {"forward.sp_active": True}, scattered),
+        ({"reduce_results": False}, {}, {"forward.sp_active": True}, scattered),
+        ({}, {"skip_all_reduce": True}, {"forward.sp_active": True}, []),
+        ({"quantized": True}, {}, {"forward.sp_active": True}, []),
+        ({}, {}, {"execution.deterministic.enable_deterministic_inference": True}, []),
+        (
+            {},
+            {"forward_batch": decode},
+            {"execution.comm.enable_quant_communications": True},
+            reduced,
+        ),
+        ({}, {"forward_batch": extend}, {}, reduced),
+    ]
+    for options, keywords, settings, expected in cases:
+        layer = base(K, N, **options)
+        input = whole if options.get("input_is_parallel") is False else my_features(whole)
+        before = []
+        for path, value in settings.items():
+            if path:
+                *parents, name = path.split(".")
+                place = context
+                for parent in parents:
+                    place = getattr(place, parent)
+                before.append((place, name, getattr(place, name)))
+                setattr(place, name, value)
+        try:
+            right, right_left = base.forward(layer, input, **keywords)
+            (output, left), called = ops_of(lambda: forward(layer, input, **keywords))  # noqa: B023
+        finally:
+            for place, name, value in before:
+                setattr(place, name, value)
+        case = (*where, options, keywords, settings)
+        expected = expected if world > 1 else []
+        failures.expect(None if called == expected else f"called {called}", *case)
+        failures.expect(
+            difference(output.as_subclass(torch.Tensor), right.as_subclass(torch.Tensor)), *case
+        )
+        failures.expect(None if left is right_left else str(left), *case, "bias")
+
+
+def check_sglang() -> tuple[int, list[str]]:
+    failures = Failures()
+    from overlap_torch.integrations import sglang
+
+    context = SglangLinear.context = Context()
+    Hooks.registered.clear()
+    framework = installed(
+        "0.5.23",
+        module("sglang"),
+        module("sglang.srt"),
+        module("sglang.srt.plugins"),
+        module("sglang.srt.layers"),
+        module("sglang.srt.layers.quantization"),
+        module(
+            "sglang.srt.plugins.hook_registry",
+            HookRegistry=Hooks,
+            HookType=SimpleNamespace(AROUND="around"),
+        ),
+        module("sglang.srt.layers.linear", **sglang_names(context)),
+        module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
+    )
+    with framework, mock.patch.object(sglang, "_enabled", False):
+        overlap_torch_plugins.sglang()
+        failures.expect(str(Hooks.registered) if Hooks.registered else None, "without the variable")
+        with mock.patch.dict(os.environ, {"OVERLAP_SGLANG": "1"}):
+            overlap_torch_plugins.sglang()
+            overlap_torch_plugins.sglang()
+    ((target, hook, kind),) = Hooks.registered
+    right = (sglang.TARGET, "around")
+    failures.expect(None if (target, kind) == right else f"{target}, {kind}", "registered")
+
+    def forward(*args, **keywords):
+        return hook(SglangLinear.forward, *args, **keywords)
+
+    check_sglang_layers(failures, SglangLinear, forward, context, "SGLang")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_sglangs_row_parallel_layers_run_the_ops(ranks):
+    ranks.expect_no_failures(check_sglang)
+
+
+# --- entry points, variables, versions ------------------------------------------------------------------------
+
+
+def test_entry_points_name_the_plugins():
+    text = (ROOT / "pyproject.toml").read_text()
+    for group, name in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        found = re.search(
+            rf'^\[project.entry-points."{group}"\]\noverlap_torch = "(.*)"$', text, re.M
+        )
+        place, _, function = found[1].partition(":")
+        assert (
+            getattr(importlib.import_module(place), function) is vars(overlap_torch_plugins)[name]
+        )
+    assert '"overlap_torch_plugins"' in (ROOT / "setup.py").read_text()
+
+
+def test_plugins_import_nothing_until_asked():
+    code = (
+        "import sys, overlap_torch_plugins as plugins\n"
+        "plugins.vllm(); plugins.sglang()\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'overlap_torch', 'vllm', 'sglang')))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if "OVERLAP" not in name}
+    environment |= {"OVERLAP_VLLM": "0", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_plugins_refuse_other_versions_and_values(name, monkeypatch):
+    variable = f"OVERLAP_{name.upper()}"
+    assert variable in {each.name for each in _doctor.ENVIRONMENT}
+    monkeypatch.setenv(variable, "yes")
+    with pytest.raises(ValueError, match=f"{variable} must be 0 or 1, but it is 'yes'"):
+        getattr(overlap_torch_plugins, name)()
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(metadata, "version", lambda distribution: "0.4.1")
+    with pytest.raises(ImportError, match=f"{name} 0.4.1 is installed, but this integration knows"):
+        getattr(overlap_torch_plugins, name)()
+
+
+# --- the frameworks' own classes, from their wheels -----------------------------------------------------------
+
+
+def wheel(name: str) -> zipfile.ZipFile:
+    found = sorted(Path(SOURCES).glob(f"{name}-*.whl")) if SOURCES else []
+    if not found:
+        pytest.skip(
+            f"no wheel of {name}: OVERLAP_TEST_SOURCES={SOURCES!r} names no folder that holds it; see the top of this file"
+        )
+    return zipfile.ZipFile(found[0])
+
+
+def class_source(archive: zipfile.ZipFile, path: str, name: str) -> str:
+    """A class of a module, without its decorators and the annotations' names."""
+    tree = ast.parse(archive.read(path).decode())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    found.decorator_list = []
+    return "from __future__ import annotations\n" + ast.unparse(found)
+
+
+def check_vllms_own(sources: list[str]) -> tuple[int, list[str]]:
+    """vLLM's PluggableLayer, LinearBase and RowParallelLinear, with ours in its place and without."""
+    from overlap_torch.integrations import vllm
+
+    failures = Failures()
+    group = Group()
+    registry: dict[str, type] = {}
+    quantization = "vllm.model_executor.layers.quantization.online.fp8"
+    names = {
+        "torch": torch,
+        "nn": nn,
+        "Parameter": nn.Parameter,
+        "op_registry": {},
+        "op_registry_oot": registry,
+        "logger": mock.Mock(),
+        "UnquantizedLinearMethod": Unquantized,
+        "BasevLLMParameter": type("NoParameter", (), {}),
+        "WEIGHT_LOADER_V2_SUPPORTED": [],
+        "divide": lambda a, b: a // b,
+        "resolve_quant_method": lambda config, layer, prefix: Quantized(),
+        "set_weight_attrs": lambda *arguments: None,
+        "get_tensor_model_parallel_rank": lambda: group.rank_in_group,
+        "get_tensor_model_parallel_world_size": lambda: group.world_size,
+        "tensor_model_parallel_all_reduce": group.all_reduce,
+        "split_tensor_along_last_dim": lambda tensor, num_partitions: tensor.chunk(
+            num_partitions, -1
+        ),
+    }
+    for source in sources:
+        exec(source, names)
+    base = names["RowParallelLinear"]
+
+    def layer_of(*sizes, **options):
+        """vLLM allocates the bias; loading fills it."""
+        layer = base(*sizes, **options)
+        if layer.bias is not None:
+            layer.bias.data.copy_(integers(N, seed=2))
+        return layer
+
+    framework = installed(
+        "0.33.0",
+        *vllm_modules(base, registry, Unquantized),
+        module(quantization, OnlineLinearBase=type("OnlineLinearBase", (), {})),
+    )
+    with framework, mock.patch.object(vllm, "_enabled", None):
+        check_row_parallel(failures, layer_of, "", "vLLM's own class")
+        vllm.enable()
+        made = layer_of(K, N)
+        ours = registry["RowParallelLinear"]
+        failures.expect(None if type(made) is ours else str(type(made)), "made in its place")
+        check_row_parallel(failures, layer_of, "gemm_allreduce", "in its place")
+    return failures.result()
+
+
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"))
+def test_vllms_own_layer_runs_the_op(ranks):
+    with wheel("vllm") as archive:
+        folder = "vllm/model_executor"
+        sources = [
+            class_source(archive, f"{folder}/custom_op.py", "PluggableLayer"),
+            class_source(archive, f"{folder}/layers/linear.py", "LinearBase"),
+            class_source(archive, f"{folder}/layers/linear.py", "RowParallelLinear"),
+        ]
+        groups = archive.read("vllm/plugins/__init__.py").decode()
+        assert 'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"' in groups
+        assert "def get_tp_group()" in archive.read("vllm/distributed/parallel_state.py").decode()
+        assert "VLLM_BATCH_INVARIANT" in archive.read("vllm/envs.py").decode()
+    ranks.expect_no_failures(check_vllms_own, sources)
+
+
+def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
+    """SGLang's RowParallelLinear with the hook that its own HookRegistry puts around its forward."""
+    from overlap_torch.integrations import sglang
+
+    failures = Failures()
+    context = Context()
+
+    class LinearBase(nn.Module):
+        def __init__(self, input_size, output_size, skip_bias_add, dtype, config, prefix) -> None:
+            super().__init__()
+            self.input_size, self.output_size = input_size, output_size
+            self.skip_bias_add, self.params_dtype = skip_bias_add, dtype
+            self.scheme = None
+            self.quant_method = config.get_quant_method(self, prefix) if config else Unquantized()
+
+    def scattered(layer, x, bias):
+        """As layernorm_sp.row_parallel_gbar_matmul."""
+        x = functional.pad(x, (0, 0, 0, -x.shape[0] % context.parallel.tp_group.world_size))
+        output = layer.quant_method.apply(layer, x, bias).as_subclass(torch.Tensor)
+        part = my_part(output, 0).clone()
+        context.parallel.tp_group.reduce_scatter_tensor(part, output)
+        return part
+
+    module_of = module("sglang.srt.layers.linear", **sglang_names(context))
+    names = vars(module_of)
+    names |= {
+        "torch": torch,
+        "Parameter": nn.Parameter,
+        "Literal": Literal,
+        "LinearBase": LinearBase,
+        "_resolve_linear_group": lambda name: context.parallel.tp_group,
+        "_disable_hip_linear_quant": False,
+        "_is_cpu": False,
+        "WEIGHT_LOADER_V2_SUPPORTED": [],
+        "divide": lambda a, b: a // b,
+        "set_weight_attrs": lambda *arguments: None,
+        "layernorm_sp": SimpleNamespace(row_parallel_gbar_matmul=scattered),
+        "use_symmetric_memory": lambda *a, **k: mock.MagicMock(),
+        "is_allocation_symmetric": lambda: False,
+        "tensor_model_parallel_all_reduce": context.parallel.tp_group.all_reduce,
+        "split_tensor_along_last_dim": lambda tensor, num_partitions: tensor.chunk(
+            num_partitions, -1
+        ),
+    }
+    exec(source, names)
+    base = names["RowParallelLinear"]
+    registry = module("sglang.srt.plugins.hook_registry")
+    parents = [module(name) for name in ("sglang", "sglang.srt", "sglang.srt.layers")]
+    parents += [module("sglang.srt.plugins"), module("sglang.srt.layers.quantization")]
+    for parent in parents:
+        parent.__path__ = []
+    framework = installed(
+        "0.5.23",
+        *parents,
+        registry,
+        module_of,
+        module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
+    )
+    options = {"quantized": lambda value: {"quant_config": QuantConfig() if value else None}}
+
+    def layer_of(*sizes, attention=False, **given):
+        translated = {}
+        for name, value in given.items():
+            translated |= options.get(name, lambda v, n=name: {n: v})(value)
+        layer = base(*sizes, **translated)
+        if layer.bias is not None:
+            layer.bias.data.copy_(integers(N, seed=2))
+        if attention:
+            layer.tp_group = context.parallel.attn_tp_group
+        return layer
+
+    layer_of.forward = base.forward
+    with framework, mock.patch.object(sglang, "_enabled", False):
+        exec(hooks, vars(registry))
+        # Whom dotted names lead to.
+        parents[0].srt, parents[1].layers, parents[2].linear = parents[1], parents[2], module_of
+        sglang.enable()
+        registry.HookRegistry.apply_hooks()
+        hooked = base.forward
+        failures.expect(None if hooked is not layer_of.forward else "is not", "hooked")
+        check_sglang_layers(
+            failures,
+            layer_of,
+            lambda layer, *args, **keywords: layer(*args, **keywords),
+            context,
+            "SGLang's own class",
+        )
+    return failures.result()
+
+
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"))
+def test_sglangs_own_layer_runs_the_ops(ranks):
+    with wheel("sglang") as archive:
+        source = class_source(archive, "sglang/srt/layers/linear.py", "RowParallelLinear")
+        hooks = archive.read("sglang/srt/plugins/hook_registry.py").decode()
+        text = archive.read("sglang/srt/layers/linear.py").decode()
+        imported = {
+            alias.name
+            for node in ast.parse(text).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        assert {"get_forward", "get_exec", "get_parallel"} <= imported
+        assert {"should_skip_mlp_all_reduce", "get_group_rank_size"} <= imported
+        plugins = archive.read("sglang/srt/plugins/__init__.py").decode()
+        assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in plugins
+        unquant = archive.read("sglang/srt/layers/quantization/unquant.py").decode()
+        assert "class UnquantizedLinearMethod" in unquant
+    ranks.expect_no_failures(check_sglangs_own, source, hooks)
