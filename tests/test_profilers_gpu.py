@@ -73,6 +73,28 @@ def test_trace_and_report_on_gpus(ranks):
     ranks.expect_no_failures(check_trace_and_report)
 
 
+def check_profile() -> tuple[int, list[str]]:
+    failures = Failures()
+    x, weight = operands()
+    with (
+        in_chunks(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        overlap_torch.allgather_gemm(x, weight)
+        overlap_torch.allgather_gemm(x, weight)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    names = [f"allgather_gemm {M} x {N} x {K}", *(f"chunk {chunk}" for chunk in range(CHUNKS))]
+    for name in names:
+        count = counts.get(f"overlap::{name}")
+        failures.expect(None if count == 2 else f"{count} times", name)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_profiles_name_calls_and_chunks_on_gpus(ranks):
+    ranks.expect_no_failures(check_profile)
+
+
 def call_twice() -> None:
     x, weight = operands()
     with in_chunks():

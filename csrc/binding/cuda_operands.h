@@ -3,11 +3,11 @@
 
 #include <ATen/ATen.h>
 
-#include <array>
-#include <functional>
+#include <optional>
 #include <vector>
 
 #include "binding/cuda_call.h"
+#include "binding/profiled.h"
 #include "runtime/run.h"
 #include "steps/step.h"
 
@@ -24,6 +24,7 @@ class CudaOperands : public runtime::Operands {
   const kernels::GemmParams& gemm(int32_t weight) override {
     return gemms_[static_cast<size_t>(weight)];
   }
+  void name_chunk(int32_t chunk) override;
   int32_t* counters() override;
 
  protected:
@@ -51,6 +52,7 @@ class CudaOperands : public runtime::Operands {
   at::Tensor product_;
   at::Tensor partial_;
   at::Tensor counters_;
+  std::optional<Profiled> chunk_name_;
 };
 
 }  // namespace overlap::binding

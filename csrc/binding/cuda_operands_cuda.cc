@@ -29,6 +29,11 @@ void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
   TORCH_INTERNAL_ASSERT(false, "a ", steps::name(buffer), " is the group's, not a call's");
 }
 
+void CudaOperands::name_chunk(int32_t chunk) {
+  chunk_name_.reset();
+  if (chunk >= 0) chunk_name_.emplace(chunk);
+}
+
 int32_t* CudaOperands::counters() {
   counters_ = empty({plan::kMaxChunks}, options().dtype(at::kInt));
   return counters_.data_ptr<int32_t>();

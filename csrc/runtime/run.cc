@@ -64,7 +64,7 @@ class Run {
       enqueue(static_cast<steps::StepId>(i));
       if (i + 1 == end) device_.chained(caller_, capture_);
     }
-    chunk_range_.reset();
+    name_chunk(-1);
     if (timer_) timer_->end(caller_);
     if (capture_) {
       group_.mark_captured();
@@ -132,11 +132,12 @@ class Run {
     if (step.event >= 0) device_.event(step.event).record(on);
   }
 
-  // Of a chunk that is communicated, for tools that read NVTX.
+  // Of a chunk that is communicated, for profilers and tools that read NVTX.
   void name_chunk(int32_t chunk) {
     if (chunk == named_chunk_) return;
     chunk_range_.reset();
     if (chunk >= 0) chunk_range_.emplace(chunk);
+    call_.operands->name_chunk(chunk);
     named_chunk_ = chunk;
   }
 

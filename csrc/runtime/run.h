@@ -37,6 +37,9 @@ class Operands {
   virtual void* library(const steps::LibraryGemm& step, const void* input, const void* adds,
                         void* output) = 0;
 
+  // What is enqueued from here on is communication of this chunk; of none: -1. For the framework's profiler.
+  virtual void name_chunk(int32_t chunk) = 0;
+
   // In a capture: memory for plan::kMaxChunks counters, which the graph owns.
   virtual int32_t* counters() = 0;
 };

@@ -139,6 +139,20 @@ class CallOperands : public runtime::Operands {
     return product;
   }
 
+  // A chunk is named before anything of it is enqueued, by the list, and none when the call has ended.
+  void name_chunk(int32_t chunk) override {
+    if (chunk == chunk_) record().violation(cat("chunk ", chunk, " is named twice in a row"));
+    if (chunk >= list_.chunks) record().violation(cat("chunk ", chunk, " is not there"));
+    chunk_ = chunk;
+    names_ += chunk >= 0 ? 1 : 0;
+  }
+  void expect_names() const {
+    const int32_t chunks = list_.chunks;
+    if (chunk_ >= 0 || names_ < chunks) {
+      record().violation(cat(names_, " names of ", chunks, " chunks, the last one ", chunk_));
+    }
+  }
+
   int32_t* counters() override {
     return static_cast<int32_t*>(record().allocate("captured counters", 4 * plan::kMaxChunks));
   }
@@ -231,6 +245,8 @@ class CallOperands : public runtime::Operands {
   const cudaStream_t stream_;
   std::vector<kernels::GemmParams> gemms_;
   std::map<std::pair<Buffer, int32_t>, char*> memory_;
+  int32_t chunk_ = -1;  // that is named now
+  int32_t names_ = 0;
 };
 
 // One case's group, and calls on it with the operands and the memory that the bindings give them.
@@ -307,6 +323,7 @@ class Session {
                            .stream = stream,
                            .trace = call.mode.traced ? &trace_ : nullptr,
                            .delay_us = call.mode.delay_us});
+    operands.expect_names();
   }
 
  private:
