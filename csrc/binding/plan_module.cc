@@ -6,12 +6,12 @@
 #include <vector>
 
 #include "binding/steps_module.h"
-#include "plan/costs.h"
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
 #include "plan/ring_order.h"
 #include "plan/templates.h"
 #include "planner/planner.h"
+#include "steps/costs.h"
 
 namespace py = pybind11;
 
@@ -512,7 +512,7 @@ void bind_ring(py::module_& m) {
           throw py::value_error("only rings and direct plans store into peers' memory, not " +
                                 plan.to_string());
         }
-        return plan::store_spread_us(plan, machine);
+        return steps::store_spread_us(plan, machine);
       },
       py::arg("plan"), py::arg("machine"),
       "Microseconds over which a round of tiles leaves for the peers.");
@@ -615,17 +615,17 @@ void bind_planner(py::module_& m) {
               plan.to_string());
         }
         check_counts(plan, rank, send_rows);
-        return plan::stores_messages(plan, machine, rank, send_rows);
+        return steps::stores_messages(plan, machine, rank, send_rows);
       },
       py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
       "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's rows "
       "and "
       "stores them where they go; else the framework's computes all and a kernel sends them.");
-  def_pair<&plan::rows_beside_exchange>(
+  def_pair<&steps::rows_beside_exchange>(
       m, "rows_beside_exchange",
       "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "
       "SMs; the others come behind it, on all.");
-  def_pair<&plan::computes_apart>(
+  def_pair<&steps::computes_apart>(
       m, "computes_apart",
       "Whether gemm_alltoall, on this rank, computes the peer's rows first and its own ones beside "
       "NCCL's exchange; else the framework's GEMM computes all before it.");

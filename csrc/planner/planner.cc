@@ -4,8 +4,8 @@
 #include <numeric>
 #include <utility>
 
-#include "plan/costs.h"
 #include "plan/templates.h"
+#include "steps/costs.h"
 #include "steps/price.h"
 
 namespace overlap::planner {
@@ -13,6 +13,8 @@ namespace overlap::planner {
 using namespace plan;  // whose types and templates these are
 using steps::predict;
 using steps::Prediction;
+using steps::rounds_of;
+using steps::slow_link;
 
 namespace {
 

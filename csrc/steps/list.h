@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/planner.h"
+#include "steps/costs.h"
 #include "steps/step.h"
 
 namespace overlap::steps {
@@ -104,7 +104,7 @@ inline int32_t ctas_beside(const plan::Plan& plan, const plan::Machine& machine)
 
 // Of a GEMM that stores into peers' memory.
 inline int32_t spread_ns(const plan::Plan& plan, const plan::Machine& machine) {
-  return static_cast<int32_t>(1e3 * plan::store_spread_us(plan, machine));
+  return static_cast<int32_t>(1e3 * store_spread_us(plan, machine));
 }
 
 // The families; what lower says holds for each.

@@ -84,8 +84,8 @@ class AllToAll : AllToAllSteps {
   bool computes_apart() const {
     if (ranks_ != 2) return false;
     if (!variant_.kernel_takes) return send_rows(1 - rank_) * row_bytes_ >= kLibraryApartBytes;
-    return plan::computes_apart(plan_, machine_, rank_, variant_.send_rows, variant_.receive_rows,
-                                ctas_beside_);
+    return steps::computes_apart(plan_, machine_, rank_, variant_.send_rows, variant_.receive_rows,
+                                 ctas_beside_);
   }
 
   void compute_piece(int32_t peer, int32_t number) {
@@ -136,8 +136,8 @@ class AllToAll : AllToAllSteps {
     const plan::Rows rows = rows_for(rank_);
     int64_t beside = rows.end - rows.begin;
     if (ranks_ == 2 && variant_.kernel_takes) {
-      beside = plan::rows_beside_exchange(plan_, machine_, rank_, variant_.send_rows,
-                                          variant_.receive_rows, ctas_beside_);
+      beside = rows_beside_exchange(plan_, machine_, rank_, variant_.send_rows,
+                                    variant_.receive_rows, ctas_beside_);
     }
     Where output = output_of(rank_);
     compute({rows.begin, rows.begin + beside}, output, ctas_beside_);

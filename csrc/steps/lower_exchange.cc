@@ -31,8 +31,7 @@ class Exchange : AllToAllSteps {
       : AllToAllSteps(plan, rank, machine, variant),
         message_bytes_(message_room(plan, rank, variant)),
         calls_nccl_(any_too_long()),
-        stores_(variant.kernel_takes &&
-                plan::stores_messages(plan, machine, rank, variant.send_rows)) {}
+        stores_(variant.kernel_takes && stores_messages(plan, machine, rank, variant.send_rows)) {}
 
   StepList lower() {
     if (calls_nccl_ || ranks_ > 2) list_.add_communicators(plan_);

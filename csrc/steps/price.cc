@@ -7,16 +7,15 @@
 #include <span>
 #include <utility>
 
-#include "plan/costs.h"
 #include "plan/gather_rounds.h"
 #include "plan/ring_order.h"
+#include "steps/costs.h"
 #include "steps/list.h"
 
 namespace overlap::steps {
 namespace {
 
-using namespace plan::costs;
-using plan::rounds_of;
+using namespace costs;
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr StepId kNone = -1;
@@ -48,12 +47,12 @@ struct Walk {
   const plan::Problem& problem = plan.problem;
   const int32_t ranks = problem.world_size;
   const int32_t sms = machine.sm_count;
-  const bool cpu = plan::on_cpu(machine);
-  const bool slow = plan::slow_link(machine);
+  const bool cpu = on_cpu(machine);
+  const bool slow = slow_link(machine);
   const bool peers = plan::over_peers(plan);
   const bool gathers = problem.op == plan::Op::kAllGatherGemm;
   const bool all_to_all = problem.op == plan::Op::kGemmAllToAll;
-  const double tile_us = plan::tile_us(plan, machine);
+  const double tile_us = steps::tile_us(plan, machine);
   const double element = static_cast<double>(plan::element_bytes(problem.dtype));
   const double row_bytes = static_cast<double>(problem.n) * element;
 
@@ -226,10 +225,10 @@ struct Walk {
     const int64_t tiles = (rows + plan.tile_m - 1) / plan.tile_m * plan::tiles_n(plan);
     if (lanes_beside == 0 || all_to_all) {  // nothing is beside it
       if (peers || all_to_all) {
-        return begin_us + computed(plan::library_us(plan, rows, sms, tile_us));
+        return begin_us + computed(library_us(plan, rows, sms, tile_us));
       }
       const double work = cpu ? static_cast<double>(plan::tiles_m(plan)) * plan::tiles_n(plan)
-                              : std::max(1.0, plan::library_tiles(plan, rows) / sms);
+                              : std::max(1.0, library_tiles(plan, rows) / sms);
       return begin_us + computed(kGemmStartUs + work * tile_us);
     }
     const bool goes_on = id > 0 && list.steps[id].after.empty() &&
@@ -272,9 +271,9 @@ struct Walk {
     if (sent + received == 0.0) return begin_us;
     if (beside && ranks == 2) {  // until the peer has computed its rows
       const auto rows = static_cast<int64_t>(received / row_bytes);
-      begin_us = std::max(begin_us, plan::launch_us(plan, rows, sms, tile_us));
+      begin_us = std::max(begin_us, launch_us(plan, rows, sms, tile_us));
     }
-    return begin_us + communicated(plan::exchange_us(machine, sent, received, beside));
+    return begin_us + communicated(exchange_us(machine, sent, received, beside));
   }
 
   double end_of(const Copy& copy, size_t id, double begin_us) {
@@ -413,7 +412,7 @@ struct Walk {
                      1.0 / kOverlapPower);
     }
     computed(gemm_us);
-    communicated(plan::parts_sent(plan) * sent_part_us);
+    communicated(parts_sent(plan) * sent_part_us);
     return begin_us + us + kFinalUs * finals;
   }
 
@@ -441,7 +440,7 @@ struct Walk {
                                                       : 0.0;
     const double piece = static_cast<double>(plan::direct_piece_bytes(plan));
     return begin_us + kDirectUs +
-           std::max(gemm_us + last * plan::last_round_us(plan, machine, tiles, sms),
+           std::max(gemm_us + last * last_round_us(plan, machine, tiles, sms),
                     communicated(sent_us((ranks - 1) * piece)));
   }
 
@@ -449,7 +448,7 @@ struct Walk {
   double launch_apart(const Gemm& gemm, double begin_us) {
     const int64_t rows = gemm.rows.end - gemm.rows.begin;
     const bool leaves = gemm.outputs[0].where.buffer == Buffer::kSlot;
-    double us = plan::launch_us(plan, rows, gemm.ctas, tile_us);
+    double us = launch_us(plan, rows, gemm.ctas, tile_us);
     if (peers) us = std::max(us, static_cast<double>(problem.k) * row_bytes / (1e3 * kWeightGbps));
     if (leaves) us = std::max(us, sent_us(static_cast<double>(rows) * row_bytes));
     return begin_us + computed(us + (price.expected.gemm_us > 0.0 ? kLaunchUs : 0.0));

@@ -12,7 +12,7 @@
 #include "kernels/gemm.h"
 #include "kernels/signal.h"
 #include "plan/gather_rounds.h"
-#include "plan/planner.h"
+#include "plan/templates.h"
 
 namespace overlap::check {
 

@@ -19,7 +19,7 @@
 #include "kernels/reorder.h"
 #include "kernels/signal.h"
 #include "peer_case.h"
-#include "plan/planner.h"
+#include "plan/templates.h"
 #include "ring_case.h"
 
 namespace {

@@ -17,8 +17,8 @@
 #include "kernels/gemm.h"
 #include "kernels/peer_signal.h"
 #include "kernels/signal.h"
-#include "plan/planner.h"
 #include "plan/ring_order.h"
+#include "plan/templates.h"
 
 namespace overlap::check {
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "plan/planner.h"
+#include "plan/templates.h"
 #include "record.h"
 
 namespace recorder {

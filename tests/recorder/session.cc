@@ -7,7 +7,7 @@
 #include <new>
 #include <numeric>
 
-#include "plan/planner.h"
+#include "plan/templates.h"
 #include "record.h"
 #include "runtime/error.h"
 #include "runtime/group.h"

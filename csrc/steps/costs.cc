@@ -1,8 +1,11 @@
-#include "plan/costs.h"
+#include "steps/costs.h"
 
 #include <cmath>
 
-namespace overlap::plan {
+namespace overlap::steps {
+
+using namespace plan;  // whose types these are
+
 namespace {
 
 using namespace costs;
@@ -174,4 +177,4 @@ bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
   return kNeededGainApart * apart_us < in_turn_us;
 }
 
-}  // namespace overlap::plan
+}  // namespace overlap::steps

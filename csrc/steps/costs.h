@@ -8,7 +8,7 @@
 
 #include "plan/plan.h"
 
-namespace overlap::plan {
+namespace overlap::steps {
 
 namespace costs {
 
@@ -119,7 +119,6 @@ constexpr double kOverlapPower = 4.0;    // of the sum of powers of what takes p
 constexpr double kGatherUs = 9.7;        // between what has arrived and its GEMM
 constexpr double kGatherChunkUs = 6.0;   // of more than one chunk in one launch, each
 constexpr double kFirstCopyUs = 9.0;     // before the copies that one launch waits for: host, fork
-constexpr double kChunkUs = 14.0;        // of an all-reduce's finished rows: host, wait, copy, SMs
 constexpr double kCopyUs = 6.6;          // wait, copy and signal of a chunk
 constexpr double kCollectiveRate = 1.3;  // of peer_gbps: sends of a collective in one kernel
 constexpr double kLocalGbps = 2550.0;    // what it reads and writes on the own device
@@ -144,14 +143,14 @@ constexpr double kNeededGainApart = 0.95;
 
 }  // namespace costs
 
-inline bool on_cpu(const Machine& machine) {
+inline bool on_cpu(const plan::Machine& machine) {
   return machine.arch == 0;
 }
 
 // GB/s: below it, as over PCIe or host memory, a few CTAs fill the link.
 constexpr double kSlowLinkGbps = 60.0;
 
-inline bool slow_link(const Machine& machine) {
+inline bool slow_link(const plan::Machine& machine) {
   return on_cpu(machine) || machine.link_gbps < kSlowLinkGbps;
 }
 
@@ -161,48 +160,50 @@ inline double rounds_of(int64_t tiles, int32_t at_once) {
 }
 
 // Time of one tile on an SM; on CPU on all cores.
-double tile_us(const Plan& plan, const Machine& machine);
+double tile_us(const plan::Plan& plan, const plan::Machine& machine);
 
 // Tiles of the framework's GEMM as work: it takes other tiles where these would reach beyond the matrix. (That of
 // 1026 x 28672 x 4096 runs at the rate of whole tiles, and has a ninth less to do than nine rows of them.)
-double library_tiles(const Plan& plan, int64_t rows);
+double library_tiles(const plan::Plan& plan, int64_t rows);
 
 // The framework's GEMM of so many rows, where nothing is beside it over peers or in an all-to-all.
-double library_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us);
+double library_us(const plan::Plan& plan, int64_t rows, int32_t sms, double per_tile_us);
 
 // Rows of a GEMM of their own, which takes whole clusters of tiles.
-double launch_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us);
+double launch_us(const plan::Plan& plan, int64_t rows, int32_t sms, double per_tile_us);
 
 // An exchange of two ranks over NCCL, once both are there, of so many bytes each way.
-double exchange_us(const Machine& machine, double sent_bytes, double received_bytes, bool beside);
+double exchange_us(const plan::Machine& machine, double sent_bytes, double received_bytes,
+                   bool beside);
 
 // What a rank's GEMM sends its peers by a ring: partial sums to the next rank, and an all-reduce's finished part to
 // everyone; in parts.
-int32_t parts_sent(const Plan& plan);
+int32_t parts_sent(const plan::Plan& plan);
 
 // The stores of the last round of a GEMM's tiles into peers' memory, which nothing hides.
-double last_round_us(const Plan& plan, const Machine& machine, int64_t tiles, int32_t sms);
+double last_round_us(const plan::Plan& plan, const plan::Machine& machine, int64_t tiles,
+                     int32_t sms);
 
 // Reductions over peers by a GEMM that stores into their memory: over how long a round of its tiles should leave,
 // CTA after CTA, in microseconds. Stored at once, they fill the way to the link, and the loads of the next round,
 // which share it, wait.
-double store_spread_us(const Plan& plan, const Machine& machine);
+double store_spread_us(const plan::Plan& plan, const plan::Machine& machine);
 
 // gemm_alltoall over peers, on one rank: whether its GEMM is better launched once for each rank's rows,
 // storing them where they go, than the framework's once for all, with the rows sent after it.
-bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
+bool stores_messages(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows);
 
 // Of an all-to-all of two ranks over NCCL: how many of the own rows to compute beside the exchange, on
 // `sms_beside`; the others come behind its expected end, on all SMs. All of them if that saves nothing.
-int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,
+int64_t rows_beside_exchange(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                              const std::vector<int64_t>& send_rows,
                              const std::vector<int64_t>& receive_rows, int32_t sms_beside);
 
 // Of the same, on one rank: whether the peer's rows are better computed first and exchanged beside the own
 // ones, in launches of their own, than all by the framework's GEMM and exchanged after it.
-bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
+bool computes_apart(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                     const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
                     int32_t sms_beside);
 
-}  // namespace overlap::plan
+}  // namespace overlap::steps
