@@ -173,21 +173,14 @@ def walk(
 def chunks_of(made: dict) -> list[int | None]:
     """Which chunk each step of a list, as JSON has it, is of."""
     chunks: list[int | None] = []
-    communicated = launched = 0
+    launched = 0
     for step in made["steps"]:
-        kind = step["step"]
-        chunk = step.get("chunk")
-        if kind == "gemm" and step["after"] or kind == "library_gemm" and step["after"]:
-            launched += 1
-            chunk = launched - 1
-        elif kind in ("collective", "signal", "send_receive"):
-            chunk = communicated
-            communicated += 1
-        elif kind == "copy" and step["lane"].startswith("side"):
-            chunk = communicated
-        elif kind in ("copy", "add_bias", "wait_for_peers") and step["after"]:
+        chunk = step.get("chunk", step["communicates"])
+        if chunk < 0 and step["step"] in ("gemm", "library_gemm") and step["after"]:
+            chunk, launched = launched, launched + 1  # behind what has arrived
+        elif chunk < 0 and step["after"]:
             chunk = chunks[step["after"][0]]
-        chunks.append(chunk)
+        chunks.append(None if chunk is None or chunk < 0 else chunk)
     return chunks
 
 

@@ -126,7 +126,12 @@ def test_explain_of_an_all_to_all_takes_its_rows() -> None:
         plan.explain(WINDOWS)
 
 
-def test_explain_refuses_a_rank_that_is_not_there() -> None:
+def test_explain_refuses_what_cannot_run() -> None:
+    plan = panels()
+    plan.chunks = plan.chunks[1:]
+    for ask in (plan.explain, lambda machine: plan.plot("unused.png", machine)):
+        with pytest.raises(ValueError, match="leaves tiles out"):
+            ask(PEERS)
     with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks"):
         panels().explain(PEERS, rank=2)
 

@@ -121,6 +121,7 @@ def test_recorder_steps_of_row_panels(program):
         "after": [],
         "unchained": False,
         "held": False,
+        "communicates": 1,
         "kind": "all_reduce",
         "max_ctas": 8,
         "communicator_lane": 1,

@@ -153,6 +153,7 @@ std::string to_json(const StepList& list) {
     json("after", step.after);
     json("unchained", step.unchained);
     json("held", step.held);
+    json("communicates", step.communicates);
     std::visit([&](const auto& what) { fields(what, json); }, step.what);
     out << "}";
   }
