@@ -486,9 +486,10 @@ def test_price_gather_leaves_out_this_ranks_rows(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_price_gather_over_peers_computes_what_has_arrived(world: int, chunks: int) -> None:
+@pytest.mark.parametrize("n", [8192, 1024])  # the GEMM outlasts the link, or the link the GEMM
+def test_price_gather_over_peers_computes_what_has_arrived(world: int, chunks: int, n: int) -> None:
     machine = hopper(peer_gbps=350.0)
-    problem = big(world_size=world, op=Op.ALLGATHER_GEMM)
+    problem = big(n=n, world_size=world, op=Op.ALLGATHER_GEMM)
     for comm_sms in (0, 2):  # a launch for each arrival, or one that awaits them
         plan = plans.row_panels(
             problem, chunks, kernel="sm90_pingpong", transport="peer", comm_sms=comm_sms
@@ -498,6 +499,9 @@ def test_price_gather_over_peers_computes_what_has_arrived(world: int, chunks: i
         signals = timeline.spans("signal")
         assert len(signals) == chunks
         launches = timeline.spans("gemm")
+        # Behind the last chunk's arrival its tiles are left to compute.
+        left_us = (world - 1) / world / chunks * timeline.expected.gemm_us
+        assert launches[-1][1] > signals[-1][1] + 0.5 * left_us
         if comm_sms == 2:
             ((begin, end),) = launches
             assert begin < signals[0][0] < signals[-1][1] < end
