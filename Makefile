@@ -20,7 +20,7 @@ PARALLEL = $(if $(GPU),-n 4 --dist loadfile)
 # A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
 DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
-.PHONY: demo test test-gpu test-races pin sanitize bench doctor build plan lint format clean distclean help
+.PHONY: demo test test-gpu test-races test-plans pin sanitize bench doctor build plan lint format clean distclean help
 
 demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
@@ -34,6 +34,9 @@ test-gpu: build  ## the GPU tests alone
 
 test-races: build  ## thousands of calls with random delays; minutes long
 	$(PY) -m pytest -m long --timeout=1800 $(ARGS)
+
+test-plans: build  ## the steps of all the planner's candidates, on all ranks, are proved; minutes long
+	$(PY) -m tests.steps_proof
 
 pin: build  ## pins what calls enqueue and what the planner weighs, as it is now
 	$(PY) -m tests.recorder --pin

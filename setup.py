@@ -101,7 +101,7 @@ def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) 
 
 def plan_edges(folder: str) -> list[Edge]:
     """`_plan`: the planner's pybind11 module."""
-    files = ["csrc/binding/plan_module.cc", "csrc/binding/steps_module.cc"]
+    files = [f"csrc/binding/{name}_module.cc" for name in ("plan", "steps", "proof")]
     module = module_edges(folder, files, [pybind11_include()])
     inputs = [edge.output for edge in planner_edges(folder) + module]
     return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]

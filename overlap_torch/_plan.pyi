@@ -220,7 +220,7 @@ class Price:
     def computed_us(self) -> list[float]: ...
 
 def kernel_shape(kernel: Kernel, on_cpu: bool = False) -> KernelShape: ...
-def validate(plan: Plan) -> None: ...
+def validate(plan: Plan, machine: Machine | None = None) -> None: ...
 def encode(plan: Plan) -> list[int]: ...
 def decode(code: Sequence[int]) -> Plan: ...
 def predict(plan: Plan, machine: Machine) -> Prediction: ...
@@ -292,3 +292,44 @@ def price_steps(
     receive_rows: Sequence[int] = ...,
     longest_message: int = 0,
 ) -> Price: ...
+def find_fault(
+    plan: Plan,
+    machine: Machine,
+    kernel_takes: Sequence[bool],
+    bias: bool = False,
+    weights: Sequence[tuple[int, bool]] = ...,
+    rows: Sequence[Sequence[int]] = ...,
+    longest_message: int = 0,
+) -> str: ...
+def structures(
+    plan: Plan,
+    machine: Machine,
+    kernel_takes: Sequence[bool],
+    bias: bool = False,
+    weights: Sequence[tuple[int, bool]] = ...,
+    rows: Sequence[Sequence[int]] = ...,
+    longest_message: int = 0,
+) -> list[tuple[int, int]]: ...
+def communication(
+    plan: Plan,
+    machine: Machine,
+    kernel_takes: Sequence[bool],
+    bias: bool = False,
+    weights: Sequence[tuple[int, bool]] = ...,
+    rows: Sequence[Sequence[int]] = ...,
+    longest_message: int = 0,
+) -> list[str]: ...
+def unnoticed(
+    plan: Plan,
+    machine: Machine,
+    kernel_takes: Sequence[bool],
+    rank: int,
+    work: bool = False,
+    bias: bool = False,
+    weights: Sequence[tuple[int, bool]] = ...,
+    rows: Sequence[Sequence[int]] = ...,
+    longest_message: int = 0,
+) -> tuple[int, list[tuple[int, str, bool]]]: ...
+def find_fault_in_a_row(
+    plans: Sequence[Plan], machine: Machine, kernel_takes: Sequence[bool]
+) -> str: ...

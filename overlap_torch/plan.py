@@ -288,10 +288,12 @@ def plan_for(
 def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
     """From now on the op runs ``plan`` for ``plan.problem``; every rank has to set the same.
 
-    ``device`` None: the CPU for a plan over gloo, else the current CUDA device.
+    ``device`` None: the CPU for a plan over gloo, else the current CUDA device. Raises ValueError for what ``validate``
+    refuses.
     """
     import torch
 
+    validate(plan)
     torch.ops.overlap.set_plan(encode(plan), _device(device, plan), _group_name(group))
 
 

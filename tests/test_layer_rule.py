@@ -33,12 +33,15 @@ ALLOWED = {
         r"steps/costs\.h",
     ],
     "binding/steps_module.h": [STANDARD, r"pybind11/.+"],
-    "binding/steps_module.cc": [
-        STANDARD,
-        r"pybind11/.+",
-        r"binding/steps_module\.h",
-        r"(plan|steps)/.+",
-    ],
+    **{
+        f"binding/{name}_module.cc": [
+            STANDARD,
+            r"pybind11/.+",
+            r"binding/steps_module\.h",
+            r"(plan|steps)/.+",
+        ]
+        for name in ("steps", "proof")
+    },
 }
 
 

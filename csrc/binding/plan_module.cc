@@ -406,7 +406,8 @@ Attributes:
             return plan::buffer_elements(p);
           },
           "Elements of the staging buffer.")
-      .def("validate", &plan::validate, "Raises ValueError if the plan cannot run.")
+      .def("validate", &validate_with_steps,
+           "Raises ValueError if the plan cannot run, as the function does.")
       .def("encode", &plan::encode, "The plan as a flat list of integers.")
       .def(
           "copy", [](const Plan& p) { return Plan(p); }, "A copy that changes apart.")
@@ -573,8 +574,6 @@ void bind_planner(py::module_& m) {
   m.attr("MAX_BAND_RUNS") = plan::kMaxBandRuns;
   m.def("kernel_shape", &plan::kernel_shape, py::arg("kernel"), py::arg("on_cpu") = false,
         "Tile and cluster of a kernel.");
-  m.def("validate", &plan::validate, py::arg("plan"),
-        "Raises ValueError if the plan cannot run: what is wrong, what is allowed, what to do.");
   m.def("encode", &plan::encode, py::arg("plan"),
         "The plan as a flat list of integers, the form in which the op library takes it.");
   m.def("decode", &plan::decode, py::arg("code"),
@@ -650,6 +649,7 @@ PYBIND11_MODULE(_plan, m) {
   bind_plan(m);
   bind_planner(m);
   bind_steps(m);
+  bind_proof(m);
 }
 
 }  // namespace overlap::binding

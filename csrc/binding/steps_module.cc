@@ -77,9 +77,8 @@ steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, 
   variant.send_rows = send_rows;
   variant.receive_rows = receive_rows;
   variant.longest_message = longest_message;
-  if (plan.problem.op == Op::kGemmAllToAll) {
-    const int64_t own = steps::longest_message(plan, rank, send_rows, receive_rows);
-    variant.longest_message = std::max(longest_message, own);
+  if (plan.problem.op == Op::kGemmAllToAll && longest_message == 0) {
+    variant.longest_message = steps::longest_message(plan, rank, send_rows, receive_rows);
   }
   return steps::lower(plan, rank, machine, variant);
 }
@@ -118,7 +117,8 @@ A line for each step, behind those of what is made before and of tile orders.
 `kernel_takes`: whether the plan's kernel takes the operands; of an all-gather so for each of `weights`,
 (columns, takes), by default one of all columns. `captured`: the call is part of a CUDA graph. `send_rows`,
 `receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
-far as the ranks have told each other. Raises ValueError where these do not fit the plan.)");
+far as the ranks have told each other; by default of this rank's. Raises ValueError where these do not fit
+the plan.)");
   def_steps(m, "steps_json", to_json, "The same as JSON: an object with a list of steps.");
 
   py::class_<steps::Prediction>(m, "Prediction", R"(What the cost model expects of a plan.

@@ -1,0 +1,330 @@
+"""The steps of all ranks, gone through together: no deadlock, no race, the right results; and what is taken out is missed.
+
+One case of each structure that steps have. What can be taken out, or put elsewhere, without harm stands in HARMLESS with
+the reason; everything else is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from overlap_torch import _plan
+from overlap_torch import plan as plans
+from overlap_torch._plan import DType, Kernel, Machine, Op, Plan, Problem
+from tests import steps_proof
+from tests.planner_golden import MACHINES
+from tests.steps_proof import PEERS, Case
+
+FEW_RANKS = range(2, 5)
+MANY_RANKS = range(5, 9)
+
+
+def test_steps_proof_of_every_structure_finds_no_fault() -> None:
+    cases = steps_proof.classes()
+    assert len(cases) > 3000
+    assert {case.plan.problem.world_size for case in cases.values()} == set(range(2, 9))
+    assert {case.plan.problem.op for case in cases.values()} == set(Op.__members__.values())
+    faults = [f"{case}: {fault}" for case in cases.values() if (fault := case.fault())]
+    assert faults == []
+
+
+def test_steps_proof_communication_is_alike_whatever_a_ranks_operands_are() -> None:
+    texts: dict[tuple, set[str]] = {}
+    for case in steps_proof.classes().values():
+        # Of an all-to-all the rows decide, which differ by call.
+        key = (str(case.plan), repr(case.machine), case.rows, case.longest_message)
+        texts.setdefault(key, set()).update(_plan.communication(**case.arguments))
+    assert len(texts) > 900
+    assert [key for key, found in texts.items() if len(found) != 1] == []
+
+
+# --- several plans in a row ---
+
+
+def over_peers(world: int) -> list[Plan]:
+    """One plan of each way over peers, with slots of unlike sizes."""
+
+    def problem(op: Op, rows: int = 1024) -> Problem:
+        return Problem(rows * world, 1024, 256, DType.BFLOAT16, world, op)
+
+    ring = {"kernel": Kernel.SM90_PINGPONG, "transport": "peer"}
+    reductions = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER)
+    made = [plans.row_panels(problem(op), 1, **ring) for op in reductions]
+    made += [plans.direct(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
+    made += [plans.direct(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
+    made.append(plans.direct(Problem(8, 1024, 256, DType.BFLOAT16, world)))
+    for comm_sms in (0, 2):
+        gather = problem(Op.ALLGATHER_GEMM)
+        made.append(plans.row_panels(gather, 2, comm_sms=comm_sms, **ring))
+    return made
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_steps_proof_of_several_plans_in_a_row_finds_no_fault(world: int) -> None:
+    draw = random.Random(world)
+    choices = over_peers(world)
+    for _ in range(60 if world < 8 else 15):
+        calls = draw.choices(choices, k=6)
+        takes = [draw.random() < 0.7 for _ in range(world)]
+        assert _plan.find_fault_in_a_row(calls, PEERS, takes) == "", (calls, takes)
+
+
+# --- by mutation ---
+
+Steps = dict  # steps_json's
+
+
+def steps_of(case: Case, rank: int, captured: bool) -> Steps:
+    takes = case.kernel_takes[rank]
+    return json.loads(
+        _plan.steps_json(
+            case.plan,
+            rank,
+            case.machine,
+            kernel_takes=takes,
+            bias=case.bias,
+            captured=captured,
+            weights=[(columns, takes and fast) for columns, fast in case.weights],
+            send_rows=list(case.rows[rank]) if case.rows else [],
+            receive_rows=[row[rank] for row in case.rows],
+            longest_message=case.longest_message,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What was changed in a rank's steps."""
+
+    case: Case
+    rank: int
+    made: Steps
+    index: int
+    what: str
+
+    @property
+    def step(self) -> dict:
+        return self.made["steps"][self.index]
+
+    @property
+    def before(self) -> list[dict]:
+        return self.made["steps"][: self.index]
+
+    @property
+    def behind(self) -> list[dict]:
+        return self.made["steps"][self.index + 1 :]
+
+
+def is_signalled_later(change: Change) -> bool:
+    numbers = [step["number"] for step in change.behind if step["step"] == "signal"]
+    return any(number > change.step["number"] for number in numbers)
+
+
+def ends_in_a_gemm(change: Change) -> bool:
+    return any(step.get("ends_call") for step in change.made["steps"])
+
+
+def lanes_begin_behind_the_caller(change: Change) -> bool:
+    """Whether the side lanes that are not forked carry nothing, or begin behind a step that the caller has since."""
+    forked = int(change.what.split()[2])
+    steps = change.made["steps"]
+    begun = set()
+    for step in change.behind:
+        lane = step["lane"]
+        if not lane.startswith("side") or int(lane[4:]) < forked or lane in begun:
+            continue
+        begun.add(lane)
+        if not any(i > change.index and steps[i]["lane"] == "caller" for i in step["after"]):
+            return False
+    return True
+
+
+def lanes_end_before_the_caller(change: Change) -> bool:
+    """Whether the caller waits for each lane's last step without the join."""
+    steps = change.made["steps"]
+    last = {step["lane"]: i for i, step in enumerate(steps) if step["lane"] != "caller"}
+    waited = {i for step in steps if step["lane"] == "caller" for i in step["after"]}
+    return set(last.values()) <= waited
+
+
+def comes_behind_the_fork(change: Change) -> bool:
+    return change.made["steps"][int(change.what.rpartition("#")[2])]["step"] == "fork"
+
+
+def stores_into_no_slot(change: Change) -> bool:
+    """Whether all that this rank sends is longer than a slot's room for it."""
+    case = change.case
+    if case.plan.problem.op != Op.GEMM_ALLTOALL or case.plan.problem.world_size == 2:
+        return False
+    room = max(1 << 25, 1 << max(0, case.longest_message - 1).bit_length())
+    row_bytes = case.plan.problem.n * 2
+    sent = [n * row_bytes for peer, n in enumerate(case.rows[change.rank]) if peer != change.rank]
+    return all(n == 0 or n > room for n in sent)
+
+
+def takes_own_rows_alone(change: Change) -> bool:
+    gemm = change.step
+    if gemm["step"] != "gemm" or gemm.get("rows", {}).get("mode") != "gather":
+        return False
+    return gemm["end_tile"] <= change.made["orders"][gemm["order"]]["chunks_end_at"][0]
+
+
+def comes_behind_all_chunks(change: Change) -> bool:
+    """Whether a launch before, on the same lane, awaits all chunks."""
+    ends = [order["chunks_end_at"][-1] for order in change.made["orders"]]
+    return any(
+        step.get("awaits_chunks") and step["end_tile"] == ends[step["order"]]
+        for step in change.before
+        if step["lane"] == change.step["lane"]
+    )
+
+
+# What was changed, why that may do no harm, and when.
+HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
+    (
+        "signal left out",
+        "numbers only grow: a later step's stands for this one's",
+        is_signalled_later,
+    ),
+    (
+        "signal to itself",
+        "a rank awaits its own last step alone, and only in a GEMM that ends the call",
+        lambda change: is_signalled_later(change) or not ends_in_a_gemm(change),
+    ),
+    (
+        "fork of ",
+        "the lane carries nothing, or begins behind a step of the caller's",
+        lanes_begin_behind_the_caller,
+    ),
+    (
+        "join left out",
+        "the caller's last launches wait for the last step of each lane",
+        lanes_end_before_the_caller,
+    ),
+    (
+        "send_receive without after",
+        "it names the fork, behind which its lane is anyway",
+        comes_behind_the_fork,
+    ),
+    (
+        "wait_for_slots left out",
+        "all of this rank's messages travel by NCCL",
+        stores_into_no_slot,
+    ),
+    (
+        "gemm without awaits_chunks",
+        "it takes the own rows alone, or comes behind a launch that has awaited all chunks",
+        lambda change: takes_own_rows_alone(change) or comes_behind_all_chunks(change),
+    ),
+    (
+        "gemm with place 0 shifted",
+        "a launch of the own rows' tiles reads the op's input, not the gathered rows",
+        takes_own_rows_alone,
+    ),
+]
+
+
+def harmful(case: Case, rank: int, work: bool) -> Iterator[str]:
+    """Changes that nothing noticed and nothing excuses."""
+    made: dict[bool, Steps] = {}
+    for index, what, captured in case.unnoticed(rank, work)[1]:
+        if captured not in made:
+            made[captured] = steps_of(case, rank, captured)
+        change = Change(case, rank, made[captured], index, what)
+        if not any(what.startswith(name) and harmless(change) for name, _, harmless in HARMLESS):
+            yield f"rank {rank} #{index} {what} of {case}"
+
+
+def check_mutations(cases: list[tuple[Case, int]], work: bool) -> None:
+    assert len(cases) > 100
+    assert [found for case, rank in cases for found in harmful(case, rank, work)] == []
+
+
+def cases_of(worlds: range, most_chunks: int = 64) -> list[tuple[Case, int]]:
+    return [
+        (case, rank)
+        for case, rank in steps_proof.lists()
+        if case.plan.problem.world_size in worlds and len(case.plan.chunks) <= most_chunks
+    ]
+
+
+def test_steps_proof_misses_each_wait_dependency_signal_and_join() -> None:
+    check_mutations(cases_of(FEW_RANKS), work=False)
+
+
+@pytest.mark.long
+def test_steps_proof_misses_each_wait_dependency_signal_and_join_of_many_ranks() -> None:
+    check_mutations(cases_of(MANY_RANKS), work=False)
+
+
+def test_steps_proof_misses_work_left_out_and_finds_it_elsewhere() -> None:
+    check_mutations(cases_of(range(2, 3), most_chunks=3), work=True)
+
+
+@pytest.mark.long
+def test_steps_proof_misses_work_of_many_chunks_and_ranks() -> None:
+    check_mutations(cases_of(range(2, 4)), work=True)
+
+
+# --- what users are told ---
+
+
+def panels(max_ctas: int, lanes: int) -> Plan:
+    problem = Problem(8192, 8192, 1024, DType.BFLOAT16, 2)
+    return plans.row_panels(
+        problem, 4, kernel=Kernel.SM90_PINGPONG, comm_sms=32, max_ctas=max_ctas, lanes=lanes
+    )
+
+
+def test_validate_refuses_more_communication_than_there_are_sms() -> None:
+    plan = panels(max_ctas=32, lanes=4)
+    plan.validate()
+    plan.chunks = [plans.Chunk(chunk.tiles, chunk.transport, 40) for chunk in plan.chunks]
+    with pytest.raises(ValueError) as refused:
+        plan.validate()
+    text = str(refused.value)
+    assert "rank 0, call 1, step #" in text
+    assert "step #1 (gemm on caller) takes 2 of 132 SMs" in text
+    assert "hold 160: rank 0, call 1, step #3 (collective on side0)" in text
+    assert "lower max_ctas or lanes, or raise comm_sms" in text
+    with pytest.raises(ValueError, match="takes 2 of 132 SMs"):
+        plans.validate(plan)
+    with pytest.raises(ValueError, match="takes 2 of 132 SMs"):
+        plans.from_json(plans.to_json(plan))
+
+
+def test_validate_counts_the_sms_of_the_machine_that_it_is_given() -> None:
+    plan = panels(max_ctas=8, lanes=2)
+    plans.validate(plan)
+    plans.validate(plan, MACHINES["hopper"])
+    with pytest.raises(ValueError, match="of 16 SMs"):
+        plans.validate(plan, MACHINES["hopper of 16 SMs"])
+    plans.validate(plan, Machine())  # a CPU has none to hold
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel_takes": [True]}, "kernel_takes has 1 values, the plan has 2 ranks"),
+        ({"rows": [[1, 2], [3, 4]]}, "is for gemm_alltoall"),
+    ],
+)
+def test_find_fault_refuses_what_does_not_fit_the_plan(arguments: dict, message: str) -> None:
+    given = {"kernel_takes": [True, True], **arguments}
+    with pytest.raises(ValueError, match=message):
+        _plan.find_fault(panels(8, 2), PEERS, **given)
+
+
+def test_find_fault_in_a_row_refuses_no_plans() -> None:
+    with pytest.raises(ValueError, match="give one for each call"):
+        _plan.find_fault_in_a_row([], PEERS, [True, True])
+
+
+def test_unnoticed_refuses_a_rank_that_the_plan_has_not() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks"):
+        _plan.unnoticed(panels(8, 2), PEERS, [True, True], 2)
