@@ -60,6 +60,8 @@ def check_all_gather() -> tuple[int, list[str]]:
     with overlap_torch.replace_symm_mem() as replacement:
         for shape, dim, dtype in cases:
             where = ("all-gather", shape, dim, dtype)
+            if rank_device().type == "cuda" and dim % len(shape) == len(shape) - 1:
+                continue  # PyTorch's kernel: another test
             gathered = torch.cat(of_ranks(lambda r: operand(r, *shape, dtype=dtype)), dim=dim)  # noqa: B023
             k = gathered.shape[-1]
             Bs = [integers(k, 3, seed=1, dtype=dtype), integers(4, k, seed=2, dtype=dtype).t()]
@@ -348,11 +350,12 @@ def check_cuda_kernel() -> tuple[int, list[str]]:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     A, B = operand(rank, 4, 6), integers(6, 4, seed=2)
     with overlap_torch.replace_symm_mem() as replacement:
-        gather, scatter, scaled = (
+        gather, scatter, scaled_gather, scaled = (
             torch.library.get_kernel(f"symm_mem::{name}", "CUDA")
             for name in (
                 "fused_all_gather_matmul",
                 "fused_matmul_reduce_scatter",
+                "fused_all_gather_scaled_matmul",
                 "fused_scaled_matmul_reduce_scatter",
             )
         )
@@ -363,17 +366,32 @@ def check_cuda_kernel() -> tuple[int, list[str]]:
             wide, _ = gather.call_boxed(keys, A, [integers(6 * world, 4, seed=3)], 1, group)
             right = torch.cat(of_ranks(lambda r: operand(r, 4, 6)), dim=1)
             failures.expect(difference(wide, right), "PyTorch's, features gathered")
+            nothing, _ = gather.call_boxed(
+                keys, A, [integers(6 * world, 4, seed=3)], 1, group, return_A=False
+            )
+            failures.expect(None if nothing is None else str(nothing), "PyTorch's, no A")
+            one, columns = torch.tensor(1.0), B.t().contiguous().t().to(FP8)
+            # Gloo sends no fp8: what PyTorch's kernel gets is all there is to see.
+            seen = mock.Mock(return_value=(A, [B]))
+            with mock.patch.object(
+                symmetric_memory, "_fused_all_gather_scaled_matmul_fallback", seen
+            ):
+                scaled_gather.call_boxed(
+                    keys, A.to(FP8), [columns], one, [one], 0, group, [None], [None], [torch.float32], [False]
+                )  # fmt: skip
+            found = list(seen.call_args.args[4:])
+            right = [0, group, [None], [None], [torch.float32], [False]]
+            failures.expect(None if found == right else str(found), "PyTorch's, with scales")
             summed = scatter.call_boxed(keys, A, B, "sum", 1, group)
             right = sum(of_ranks(lambda r: operand(r, 4, 6) @ B)).chunk(world, 1)[rank]
             failures.expect(difference(summed, right), "PyTorch's, features scattered")
             summed = scaled.call_boxed(
-                keys, A.to(FP8), B.t().contiguous().t().to(FP8), torch.tensor(1.0), torch.tensor(1.0),
-                "sum", 0, 0, group, [4, 4], None, None, torch.float32, False,
+                keys, A.to(FP8), columns, one, one, "sum", 0, 0, group, [4, 4], None, None, torch.float32, False,
             )  # fmt: skip
             right = sum(of_ranks(lambda r: operand(r, 4, 6) @ B)).chunk(world)[rank]
             failures.expect(difference(summed, right), "PyTorch's, with scales")
         found = [(call.device, bool(call.why), call.calls) for call in replacement.calls]
-    right = [("cuda", False, 1), ("cuda", True, 1), ("cuda", True, 1), ("cuda", True, 1)]
+    right = [("cuda", False, 1), ("cuda", True, 2)] + [("cuda", True, 1)] * 3
     failures.expect(None if found == right else str(found), "calls")
     return failures.result()
 
