@@ -301,6 +301,7 @@ def main() -> None:
     setuptools.setup(
         packages=[
             "overlap_torch",
+            "overlap_torch._inductor",
             "overlap_torch._ops",
             "overlap_torch.integrations",
             "overlap_torch.nn",

@@ -5,8 +5,9 @@
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
 are its siblings. The same operators are ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has
 layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
-and sets the plans they run by. :func:`report` says what overlapped in a step, :func:`trace` when it ran.
-:func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones.
+and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
+:func:`report` says what overlapped in a step, :func:`trace` when it ran. :func:`replace_symm_mem` puts the ops in the
+place of PyTorch's own fused ones.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
 
@@ -36,6 +37,7 @@ __all__ = [
     "gemm_allreduce",
     "gemm_alltoall",
     "gemm_reducescatter",
+    "inductor",
     "nn",
     "parallel",
     "plan",
@@ -46,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    # Imported when asked for: torch.distributed.tensor takes a second to load.
-    if name in ("nn", "parallel"):
+    # Imported when asked for: torch.distributed.tensor and torch._inductor take a second to load.
+    if name in ("inductor", "nn", "parallel"):
         return importlib.import_module(f"overlap_torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

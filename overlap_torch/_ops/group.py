@@ -76,6 +76,14 @@ def world_size(name: str) -> int:
     return process_group(name).size()
 
 
+def sizes() -> tuple[tuple[str, int], ...]:
+    """Name and number of ranks of each process group that this rank is in, in the order of their names."""
+    if not dist.is_initialized():
+        return ()
+    groups = torch.distributed.distributed_c10d._world.pg_names
+    return tuple(sorted((str(name), group.size()) for group, name in groups.items()))
+
+
 def group_rank(name: str) -> int:
     """This rank's number in the group that has this name."""
     return process_group(name).rank()

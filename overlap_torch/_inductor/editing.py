@@ -1,0 +1,434 @@
+"""Reading and writing graphs of ATen operators."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.utils._sympy.functions import FloorDiv
+
+from overlap_torch._inductor.layouts import (
+    Layout,
+    as_expr,
+    divide,
+    flat,
+    moves,
+    regroup,
+    size_of,
+)
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+WAIT = c10d.wait_tensor.default
+_VIEWS = {
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+}
+_SAME = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+}
+_CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
+_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+# Products that are no `mm`, and why the ops do not take them.
+_OTHER_PRODUCTS = {
+    "_scaled_mm": "its GEMM is aten._scaled_mm: the ops take no fp8",
+    "_scaled_mm_v2": "its GEMM is aten._scaled_mm_v2: the ops take no fp8",
+    "_grouped_mm": "its GEMM is aten._grouped_mm: the ops take one GEMM, not a group of them",
+    "_scaled_grouped_mm": "its GEMM is aten._scaled_grouped_mm: the ops take one GEMM, without fp8",
+    "bmm": "its GEMM is aten.bmm: the ops take no batches of weights",
+    "baddbmm": "its GEMM is aten.baddbmm: the ops take no batches of weights",
+    "_int_mm": "its GEMM is aten._int_mm: the ops take bf16, fp16, fp32 and fp64",
+}
+
+
+class NotFused(Exception):
+    """Why a collective is not fused; ``missed``: although there is a GEMM beside it."""
+
+    def __init__(self, why: str, missed: bool = True) -> None:
+        super().__init__(why)
+        self.why = why
+        self.missed = missed
+
+
+def value(node: Node) -> torch.Tensor:
+    """The tensor that stands for the node's result."""
+    return node.meta["val"]
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether it is a node whose result is a tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def describe(node: Node) -> str:
+    """An operator by its short name; other nodes in words."""
+    if node.op == "placeholder":
+        return "an input of the graph"
+    if node.op == "output":
+        return "the graph's caller"
+    if node.target is WAIT:
+        return "another collective"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._overloadpacket)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def other_product(node: Node) -> str | None:
+    """Why the ops do not take this product, if it is one that they do not take."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    name = node.target._overloadpacket.__name__
+    if node.target.namespace == "aten" and name in _OTHER_PRODUCTS:
+        return _OTHER_PRODUCTS[name]
+    if name in ("mm", "addmm") and gemm_of(node) is None:
+        return f"its GEMM is {describe(node)} with scales or another result's dtype"
+    return None
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """``left @ right + bias``; the bias [N] or None."""
+
+    node: Node
+    left: Node  # [M, K]
+    right: Node  # [K, N]
+    bias: Node | None
+
+
+def gemm_of(node: Node) -> Gemm | None:
+    """What the node computes, if that is a GEMM as the ops have it."""
+    if node.target is aten.mm.default:
+        return Gemm(node, *node.args, None)
+    if node.target is aten.addmm.default:
+        bias, left, right = node.args
+        if value(bias).dim() == 1 and all(
+            node.kwargs.get(key, 1) == 1 for key in ("beta", "alpha")
+        ):
+            bias_fits = as_expr(value(bias).shape[0]) == as_expr(value(node).shape[1])
+            return Gemm(node, left, right, bias) if bias_fits else None
+    return None
+
+
+def check_dtype(gemm: Gemm) -> None:
+    """Raises NotFused unless the ops take the GEMM's dtype."""
+    dtype = value(gemm.node).dtype
+    operands = [value(operand).dtype for operand in (gemm.left, gemm.right)]
+    if dtype not in _DTYPES or any(operand != dtype for operand in operands):
+        raise NotFused(f"its GEMM is in {name_of(dtype)}: the ops take bf16, fp16, fp32 and fp64")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cast_dtype(node: Node) -> torch.dtype | None:
+    """The dtype that the node casts its input to and does nothing else; None for other nodes."""
+    if node.target not in _CASTS:
+        return None
+    source, result = value(node.args[0]), value(node)
+    same = source.device == result.device and source.layout == result.layout
+    return result.dtype if same else None
+
+
+def is_identity(node: Node) -> bool:
+    """Whether it has the elements of its first argument in their places, maybe in other memory."""
+    if node.target not in _SAME or not is_tensor(node.args[0]):
+        return False
+    return same_shape(value(node), value(node.args[0]))
+
+
+def same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the shapes are equal for any value of the symbols."""
+    return one.dim() == other.dim() and all(
+        as_expr(a) == as_expr(b) for a, b in zip(one.shape, other.shape, strict=True)
+    )
+
+
+def is_view(node: Node) -> bool:
+    """Whether it cuts and merges dims and does nothing else."""
+    return node.target in _VIEWS
+
+
+def permutation(node: Node) -> list[int] | None:
+    """For each dim of the result the dim of the input; None for nodes that do not permute."""
+    if node.target not in (aten.permute.default, aten.transpose.int, aten.t.default):
+        return None
+    count = value(node).dim()
+    order = list(range(count))
+    if node.target is aten.permute.default:
+        return [dim % count for dim in node.args[1]]
+    if node.target is aten.transpose.int:
+        first, second = (dim % count for dim in node.args[1:3])
+        order[first], order[second] = second, first
+        return order
+    return order[::-1]
+
+
+@dataclass(frozen=True)
+class Recat:
+    """A tensor cut along one dim into equal parts, which are put behind each other along another one."""
+
+    source: Node
+    result: Node
+    count: int
+    cut_dim: int
+    cat_dim: int
+    inner: tuple[Node, ...]  # the cut and its parts, which nobody else reads
+
+
+def recat_of(cat: Node) -> Recat | None:
+    """What a ``cat`` is a part of, if it is that."""
+    if cat.target is not aten.cat.default or not isinstance(cat.args[0], list | tuple):
+        return None
+    parts = list(cat.args[0])
+    if len(parts) < 2 or any(
+        not isinstance(part, Node) or part.target is not operator.getitem for part in parts
+    ):
+        return None
+    split = parts[0].args[0]
+    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return None
+    whole = [part.args == (split, i) for i, part in enumerate(parts)]
+    alone = [list(part.users) == [cat] for part in parts]
+    if not all(whole) or not all(alone) or len(split.users) != len(parts):
+        return None
+    if len(split.meta["val"]) != len(parts):
+        return None
+    if not all(same_shape(value(part), value(parts[0])) for part in parts):
+        return None
+    count = value(split.args[0]).dim()
+    cut_dim = argument(split, 2, "dim", 0) % count
+    cat_dim = argument(cat, 1, "dim", 0) % count
+    return Recat(split.args[0], cat, len(parts), cut_dim, cat_dim, (split, *parts))
+
+
+def argument(node: Node, position: int, name: str, default: Any) -> Any:
+    """An argument of the node, wherever it stands."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def after(node: Node, layout: Layout) -> Layout | None:
+    """The layout of a view's, a permutation's or an identity's result, given that of its input; None for other nodes."""
+    if is_identity(node):
+        return layout
+    order = permutation(node)
+    if order is not None:
+        return [layout[dim] for dim in order]
+    if is_view(node):
+        return regroup(flat(layout), [as_expr(size) for size in value(node).shape])
+    return None
+
+
+def before(node: Node, layout: Layout) -> Layout | None:
+    """The layout of the input of a view, a permutation or an identity, given that of its result; None for other nodes."""
+    if is_identity(node):
+        return layout
+    order = permutation(node)
+    if order is not None:
+        source: Layout = [[] for _ in order]
+        for dim, place in zip(layout, order, strict=True):
+            source[place] = dim
+        return source
+    if is_view(node):
+        return regroup(flat(layout), [as_expr(size) for size in value(node.args[0]).shape])
+    return None
+
+
+def after_recat(recat: Recat, layout: Layout) -> Layout | None:
+    """The layout of the result, given that of the tensor that is cut."""
+    count = sympy.Integer(recat.count)
+    rest = divide(size_of(flat([layout[recat.cut_dim]])), count)
+    parts = None if rest is None else regroup(layout[recat.cut_dim], [count, rest])
+    if parts is None:
+        return None
+    result = list(layout)
+    result[recat.cut_dim] = parts[1]
+    result[recat.cat_dim] = parts[0] + result[recat.cat_dim]
+    return result
+
+
+def before_recat(recat: Recat, layout: Layout) -> Layout | None:
+    """The layout of the tensor that is cut, given that of the result."""
+    count = sympy.Integer(recat.count)
+    rest = divide(size_of(flat([layout[recat.cat_dim]])), count)
+    parts = None if rest is None else regroup(layout[recat.cat_dim], [count, rest])
+    if parts is None:
+        return None
+    source = list(layout)
+    source[recat.cat_dim] = parts[1]
+    source[recat.cut_dim] = parts[0] + source[recat.cut_dim]
+    return source
+
+
+def descendants(roots: Sequence[Node]) -> set[Node]:
+    """The nodes that depend on one of these, and these."""
+    found = set(roots)
+    waiting = list(roots)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found:
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*(\n +(?!File ")(?P<code>[^\n]+))?'
+)
+
+
+def source_line(node: Node) -> str:
+    """``file:line: code`` of the innermost line that is not PyTorch's own; empty where the compiler knows of none."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in frames if not frame["file"].startswith(_TORCH)] or frames
+    if not own:
+        return ""
+    code = f": {own[-1]['code'].strip()}" if own[-1]["code"] else ""
+    return f"{own[-1]['file']}:{own[-1]['line']}{code}"
+
+
+def module_path(node: Node) -> str:
+    """The module whose forward, or whose backward, made the node: its path in the model; empty where nobody knows."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [path for path, *_ in stack.values()]
+    # As Dynamo writes it: L['self']._modules['blocks'][0].down
+    path = re.sub(r"^[LG]\['\w+'\]\.?", r"", paths[-1]) if paths else ""
+    return (
+        re.sub(r"(?:\._modules)?\['?(\w+)'?\]", r".\1", path).replace("_modules.", "").lstrip(".")
+    )
+
+
+def forget_intermediate_sizes(graph: Graph) -> None:
+    """Computes sizes that are read from intermediate results from those of the inputs: they need no result to be there."""
+    for node in list(graph.nodes):
+        if node.target is not aten.sym_size.int or node.args[0].op == "placeholder":
+            continue
+        size = node.meta["val"]
+        editor = Editor(node, value(node.args[0]).fake_mode)
+        try:
+            known = editor.size(size.node.expr if isinstance(size, torch.SymInt) else as_expr(size))
+        except NotFused:
+            editor.undo()
+            continue
+        if isinstance(known, int):
+            for user in list(node.users):
+                arguments = (user.args, user.kwargs)
+                user.args, user.kwargs = torch.fx.map_arg(
+                    arguments, lambda arg, known=known, node=node: known if arg is node else arg
+                )
+        else:
+            node.replace_all_uses_with(known)
+        graph.erase_node(node)
+
+
+class Editor:
+    """Inserts nodes before one of the graph, with their values and the source of that one."""
+
+    def __init__(self, place: Node, fake_mode: FakeTensorMode) -> None:
+        self.graph = place.graph
+        self.place = place
+        self.fake_mode = fake_mode
+        self.made: list[Node] = []
+        # It knows no dims, only memory: results lie there as those did in whose place they are.
+        self._reads_memory = any(
+            node.target is aten.as_strided.default for node in place.graph.nodes
+        )
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node."""
+        with self.graph.inserting_before(self.place):
+            node = self.graph.call_function(target, args, kwargs)
+        values = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        with self.fake_mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        if "stack_trace" in self.place.meta:
+            node.meta["stack_trace"] = self.place.meta["stack_trace"]
+        self.made.append(node)
+        return node
+
+    def undo(self) -> None:
+        """Takes the new nodes away, which nothing else reads yet."""
+        for node in reversed(self.made):
+            self.graph.erase_node(node)
+        self.made.clear()
+
+    def rearrange(self, node: Node, source: Layout, target: Layout) -> Node:
+        """The node's tensor, whose layout is ``source``, in another layout."""
+        source, target = [flat([dim]) for dim in source], [flat([dim]) for dim in target]
+        blocks, order = moves(source, target)
+        if order != list(range(len(order))):
+            node = self._reshape(node, [size_of(block) for block in blocks])
+            node = self.call(aten.permute.default, node, order)
+        node = self._reshape(node, [size_of(dim) for dim in target])
+        if self._reads_memory and not value(node).is_contiguous():
+            return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return node
+
+    def transposed(self, matrix: Node) -> Node:
+        """[N, K] of [K, N]."""
+        if permutation(matrix) == [1, 0]:
+            return matrix.args[0]
+        return self.call(aten.permute.default, matrix, [1, 0])
+
+    def _reshape(self, node: Node, sizes: Sequence[sympy.Expr]) -> Node:
+        if [as_expr(size) for size in value(node).shape] == list(sizes):
+            return node
+        return self.call(aten.reshape.default, node, [self.size(size) for size in sizes])
+
+    def size(self, expr: sympy.Expr) -> Any:
+        """An integer, or a node that computes it."""
+        if expr.is_Integer:
+            return int(expr)
+        if expr.is_Symbol:
+            return self._symbol(expr)
+        numerator, denominator = sympy.fraction(sympy.together(expr))
+        if denominator != 1:
+            return self.call(operator.floordiv, self.size(numerator), self.size(denominator))
+        if isinstance(expr, FloorDiv):
+            return self.call(operator.floordiv, *(self.size(part) for part in expr.args))
+        if expr.is_Pow and expr.exp.is_Integer:
+            return self._folded(operator.mul, [expr.base] * int(expr.exp))
+        if expr.is_Mul or expr.is_Add:
+            return self._folded(operator.mul if expr.is_Mul else operator.add, expr.args)
+        raise NotFused(f"a size is {expr}, which the pass cannot compute")
+
+    def _folded(self, function: Any, parts: Sequence[sympy.Expr]) -> Node:
+        result = self.size(parts[0])
+        for part in parts[1:]:
+            result = self.call(function, result, self.size(part))
+        return result
+
+    def _symbol(self, symbol: sympy.Symbol) -> Node:
+        for node in self.graph.nodes:
+            if node is self.place:
+                break
+            known = node.meta.get("val")
+            if isinstance(known, torch.SymInt) and known.node.expr == symbol:
+                return node
+            if isinstance(known, torch.Tensor) and node.op == "placeholder":
+                for dim, size in enumerate(known.shape):
+                    if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                        return self.call(aten.sym_size.int, node, dim)
+        raise NotFused(f"a size is {symbol}, which no input of the graph has")

@@ -1,0 +1,171 @@
+"""The pass over a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from overlap_torch._inductor.editing import (
+    NotFused,
+    c10d,
+    forget_intermediate_sizes,
+    is_view,
+    module_path,
+    name_of,
+    permutation,
+    source_line,
+    value,
+)
+from overlap_torch._inductor.gathers import fuse_gather
+from overlap_torch._inductor.reductions import fuse_reduction
+from overlap_torch._inductor.report import FusionRow
+from overlap_torch._ops.group import world_size
+
+_KINDS = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_gather_into_tensor.default: "all_gather",
+}
+_NAMESPACES = ("_c10d_functional", "_dtensor", "c10d_functional")
+_NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`overlap_torch.inductor.enable` was given. ``groups``: names, or None for all."""
+
+    strict: bool = False
+    groups: tuple[str, ...] | None = None
+
+
+def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
+    """Puts the ops into a graph, in place; a row for each of its collectives, in the graph's order.
+
+    What it does follows from the graph and the settings alone, so that all ranks do the same.
+    """
+    collectives = [node for node in graph.nodes if _name(node) is not None]
+    if not collectives:
+        return []
+    forget_intermediate_sizes(graph)
+    rows = {node: _row(node) for node in collectives}
+    direction = "backward" if _is_backward(graph) else "forward"
+    # Reductions first: where a GEMM stands between two collectives, they gain more by it.
+    for node in collectives:
+        rows[node]["direction"] = direction
+        if node.target in _KINDS and _KINDS[node.target] != "all_gather":
+            _fuse_reduction(node, rows[node], settings)
+    gathers: dict[tuple[Node, str], list[Node]] = {}
+    for node in collectives:
+        if _KINDS.get(node.target) == "all_gather":
+            gathers.setdefault((node.args[0], rows[node]["group"]), []).append(node)
+        elif node.target not in _KINDS:
+            rows[node]["why"] = "the pass knows no op for it"
+    for nodes in gathers.values():
+        _fuse_gathers(nodes, [rows[node] for node in nodes], settings)
+    for node in reversed(graph.nodes):
+        if not node.users and (is_view(node) or permutation(node) is not None):
+            graph.erase_node(node)  # what transposed a weight for its GEMM
+    stable_topological_sort(graph)
+    graph.lint()
+    return list(rows.values())
+
+
+def _fuse_reduction(node: Node, row: FusionRow, settings: Settings) -> None:
+    try:
+        _check_group(row, settings)
+        fused = fuse_reduction(node, row["group"], row["world_size"])
+    except NotFused as error:
+        row["why"], row["missed"] = error.why, error.missed
+        return
+    row["op"], row["gemms"], row["note"] = fused.op, fused.gemms, fused.note
+
+
+def _fuse_gathers(nodes: Sequence[Node], rows: Sequence[FusionRow], settings: Settings) -> None:
+    try:
+        _check_group(rows[0], settings)
+        gemms = fuse_gather(nodes, rows[0]["group"], rows[0]["world_size"])
+    except NotFused as error:
+        for row in rows:
+            row["why"], row["missed"] = error.why, error.missed
+        return
+    for row in rows:
+        row["op"], row["gemms"] = (
+            "allgather_gemm" if gemms == 1 else "allgather_gemm.weights",
+            gemms,
+        )
+        if len(rows) > 1:
+            row["note"] = f"{len(rows)} gathers of one tensor share the op"
+
+
+def _check_group(row: FusionRow, settings: Settings) -> None:
+    if settings.groups is not None and row["group"] not in settings.groups:
+        raise NotFused(f"it is of group {row['group']!r}, which groups= leaves out", missed=False)
+    if row["world_size"] == 0:
+        raise NotFused(f"no process group is named {row['group']!r} on this rank", missed=False)
+    if row["world_size"] == 1:
+        raise NotFused("a group of one has nothing to communicate", missed=False)
+
+
+def _name(node: Node) -> str | None:
+    """The name of a collective; None for other nodes."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._overloadpacket.__name__
+    if target.namespace not in _NAMESPACES or name in _NOT_COLLECTIVES:
+        return None
+    return _KINDS.get(target, name)
+
+
+def _row(node: Node) -> FusionRow:
+    group = _group(node)
+    tensor = node.meta.get("val")
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if source is not None and isinstance(source.meta.get("val"), torch.Tensor):
+        tensor = value(source)
+    is_tensor = isinstance(tensor, torch.Tensor)
+    return {
+        "graph": 0,
+        "direction": "",
+        "collective": _name(node) or "",
+        "node": node.name,
+        "shape": [str(size) for size in tensor.shape] if is_tensor else [],
+        "dtype": name_of(tensor.dtype) if is_tensor else "",
+        "group": group,
+        "world_size": _world_size(group),
+        "op": "",
+        "gemms": 0,
+        "missed": False,
+        "why": "",
+        "note": "",
+        "module": module_path(node),
+        "source": source_line(node),
+    }
+
+
+def _group(node: Node) -> str:
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "group_name":
+            if position < len(node.args):
+                return str(node.args[position])
+            return str(node.kwargs.get("group_name", ""))
+    return ""
+
+
+def _world_size(group: str) -> int:
+    """0 where this rank knows no group of this name."""
+    try:
+        return world_size(group)
+    except ValueError:
+        return 0
+
+
+def _is_backward(graph: Graph) -> bool:
+    """AOTAutograd calls the gradients that reach a backward graph tangents."""
+    return any(
+        node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes
+    )

@@ -1,0 +1,375 @@
+"""GEMMs whose product is all-reduced or reduce-scattered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from overlap_torch._inductor.editing import (
+    WAIT,
+    Editor,
+    Gemm,
+    NotFused,
+    after,
+    argument,
+    aten,
+    before,
+    before_recat,
+    c10d,
+    cast_dtype,
+    check_dtype,
+    describe,
+    gemm_of,
+    is_tensor,
+    is_view,
+    name_of,
+    other_product,
+    recat_of,
+    same_shape,
+    value,
+)
+from overlap_torch._inductor.layouts import (
+    Atom,
+    Atoms,
+    Layout,
+    as_expr,
+    cut,
+    flat,
+    layout_of,
+    leaves,
+)
+
+_ops = torch.ops.overlap
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A GEMM and where its rows and columns are in what is reduced. Its operands may be cut to a part of the result."""
+
+    gemm: Gemm
+    layout: Layout
+    cuts: tuple[Node, ...] = ()  # slices of its result, the last one first
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What is reduced: a sum of products of one shape, and the nodes that make it of them."""
+
+    products: list[_Product]
+    inner: list[Node]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What became of a collective."""
+
+    op: str
+    gemms: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A collective, and how its result lies."""
+
+    node: Node
+    kind: str  # "sum" or "avg"
+    group: str
+    world_size: int
+    ranks: Atom  # the factor of a dim that is cut between the ranks; in no layout if it is an all-reduce
+    result: Layout
+    waits: Sequence[Node]
+
+    @property
+    def scatters(self) -> bool:
+        return self.node.target is c10d.reduce_scatter_tensor.default
+
+
+def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
+    """Puts one op in the place of an all-reduce or reduce-scatter and the GEMMs before it.
+
+    Raises:
+        NotFused: there is no such op, and the graph is as it was.
+    """
+    whole, kind = collective.args[:2]
+    ranks = Atom(as_expr(world_size), whole=True)
+    layout = result = layout_of(value(whole).shape)
+    waits = [user for user in collective.users if user.target is WAIT]
+    if collective.target is c10d.reduce_scatter_tensor.default:
+        result = layout_of(value(collective).shape)
+        layout = [[ranks, *result[0]], *result[1:]]
+    reduction = _Reduction(collective, kind, group, world_size, ranks, result, waits)
+    found = _producers(whole, layout, collective)
+    _check(reduction, found.products)
+    editor = Editor(collective, value(collective).fake_mode)
+    try:
+        output, bias_add, note = _emit(editor, reduction, found.products)
+    except NotFused:
+        editor.undo()
+        raise
+    for node in (collective, *waits):
+        node.replace_all_uses_with(output, delete_user_cb=lambda user: user not in waits)
+    if bias_add is not None:
+        bias_add.node.replace_all_uses_with(output if bias_add.sum in waits else bias_add.sum)
+        _erase([bias_add.node])
+    _erase([*waits, collective, *found.inner])
+    op = "gemm_reducescatter" if reduction.scatters else "gemm_allreduce"
+    return Fused(op, len(found.products), note)
+
+
+def _check(reduction: _Reduction, products: Sequence[_Product]) -> None:
+    """Raises NotFused unless the ops can have the sum of these products."""
+    if reduction.kind not in ("sum", "avg"):
+        raise NotFused(f"it reduces by {reduction.kind!r}: the ops sum")
+    first = cut(products[0].layout)
+    for product in products:
+        check_dtype(product.gemm)
+        if cut(product.layout) != first:
+            raise NotFused("it reduces a sum of GEMMs whose rows and columns lie differently")
+        if product.gemm.bias is not None and reduction.ranks in first[1]:
+            raise NotFused("its GEMM adds a bias along the dim that is scattered")
+
+
+def _emit(
+    editor: Editor, reduction: _Reduction, products: Sequence[_Product]
+) -> tuple[Node, _BiasAdd | None, str]:
+    """The op's result as the collective's; the addition behind it that it takes over; a note for the report."""
+    ranks, result = reduction.ranks, reduction.result
+    rows, columns = cut(products[0].layout)
+    left, right = _side_by_side(editor, products)  # [M, K], [N, K]
+    by_columns = ranks in columns
+    bias = bias_add = None
+    note = ""
+    if any(product.gemm.bias is not None for product in products):
+        bias, note = _whole_bias(editor, reduction, products)
+    elif not by_columns and reduction.kind == "sum":
+        bias_add = _bias_behind(reduction, columns)
+        bias = None if bias_add is None else bias_add.bias
+    if by_columns:  # the product's transpose, whose rows are cut
+        left, right, rows, columns = right, left, columns, rows
+    order = rows
+    if reduction.scatters:
+        # In the result's order, so that nothing is rearranged behind the op.
+        order = [ranks, *(atom for atom in flat(result) if atom in rows)]
+    k = layout_of([value(left).shape[1]])
+    input = editor.rearrange(left, [rows, *k], [order, *k])
+    own = [atom for atom in order if atom is not ranks]
+    op = _ops.gemm_reducescatter.default if reduction.scatters else _ops.gemm_allreduce.default
+    if reduction.kind == "sum":
+        output = editor.call(op, input, right, bias, group=reduction.group)
+        return editor.rearrange(output, [own, columns], result), bias_add, note
+    output = editor.call(op, input, right, None, group=reduction.group)
+    output = editor.call(aten.div.Tensor, output, reduction.world_size)
+    if bias is not None:
+        output = editor.call(aten.add.Tensor, output, bias)
+    return editor.rearrange(output, [own, columns], result), None, note
+
+
+def _erase(nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
+    """The GEMMs of which ``node`` is the sum; ``layout`` is that of the node, which ``reader`` reads."""
+    gemm = gemm_of(node)
+    if gemm is not None:
+        _check_users(node, reader)
+        return _Sum([_Product(gemm, layout)], [node])
+    why = other_product(node)
+    if why is not None:
+        raise NotFused(why)
+    recat = recat_of(node)
+    if recat is not None:
+        source = before_recat(recat, layout)
+        return _through(node, recat.source, source, reader, recat.inner[0], recat.inner[::-1])
+    if node.target is aten.add.Tensor:
+        return _sum_of(node, layout, reader)
+    source_node = node.args[0] if node.args and is_tensor(node.args[0]) else None
+    source = None if source_node is None else before(node, layout)
+    if source is not None or is_view(node):
+        return _through(node, source_node, source, reader, node, ())
+    dtype = cast_dtype(node)
+    if dtype is not None:
+        found = _through(node, source_node, layout, reader, node, ())
+        if dtype == value(source_node).dtype:
+            return found
+        raise NotFused(
+            f"it reduces in {name_of(dtype)} what its GEMM computes in {name_of(value(source_node).dtype)}"
+        )
+    if node.target is aten.slice.Tensor:
+        return _part_of(node, layout, reader)
+    if node.op == "placeholder":
+        raise NotFused("it reduces an input of the graph, no GEMM's product", missed=False)
+    raise NotFused(f"it reduces what {describe(node)} computes, no GEMM's product", missed=False)
+
+
+def _through(
+    node: Node,
+    source_node: Node,
+    source: Layout | None,
+    reader: Node,
+    source_reader: Node,
+    between: Sequence[Node],
+) -> _Sum:
+    """`_producers` of the input of a node that rearranges it."""
+    if source is None:
+        source = layout_of(value(source_node).shape)  # to see whether there is a GEMM
+        found = _producers(source_node, source, source_reader)
+        raise NotFused(f"{describe(node)} cuts the product of {_names(found)} across rows or ranks")
+    found = _producers(source_node, source, source_reader)
+    _check_users(node, reader)
+    return _Sum(found.products, [node, *between, *found.inner])
+
+
+def _names(found: _Sum) -> str:
+    return ", ".join(dict.fromkeys(describe(product.gemm.node) for product in found.products))
+
+
+def _sum_of(node: Node, layout: Layout, reader: Node) -> _Sum:
+    operands = node.args[:2]
+    if not all(is_tensor(operand) for operand in operands):
+        raise NotFused("it reduces what aten.add computes, no GEMM's product", missed=False)
+    found: list[_Sum] = []
+    others: list[Node] = []
+    for operand in operands:
+        try:
+            found.append(_producers(operand, layout, node))
+        except NotFused as error:
+            if error.missed:
+                raise
+            others.append(operand)
+    if not found:
+        raise NotFused("it reduces what aten.add computes, no GEMM's product", missed=False)
+    whole = all(same_shape(value(operand), value(node)) for operand in operands)
+    if others or not whole or operands[0] is operands[1] or node.kwargs.get("alpha", 1) != 1:
+        other = describe((others or operands)[0])
+        raise NotFused(f"its GEMM's product is added to the result of {other} before it is reduced")
+    _check_users(node, reader)
+    inner = [node]
+    for part in found:
+        inner += part.inner
+    return _Sum([product for part in found for product in part.products], inner)
+
+
+def _part_of(node: Node, layout: Layout, reader: Node) -> _Sum:
+    """A slice of rows or columns of a GEMM's product is the product of slices."""
+    source = node.args[0]
+    found = _producers(source, layout_of(value(source).shape), node)
+    product = found.products[0]
+    if source not in (product.gemm.node, *product.cuts[:1]):
+        raise NotFused("aten.slice cuts its GEMM's product behind a change of shape or a sum")
+    if product.gemm.bias is not None:
+        raise NotFused("aten.slice cuts its GEMM's product with a bias")
+    _check_users(node, reader)
+    return _Sum([_Product(product.gemm, layout, (node, *product.cuts))], [node, *found.inner])
+
+
+def _check_users(node: Node, reader: Node) -> None:
+    others = [user for user in node.users if user is not reader]
+    if others:
+        names = ", ".join(dict.fromkeys(describe(user) for user in others))
+        raise NotFused(
+            f"its GEMM's product is also read by {names}, and the op returns none that is not reduced"
+        )
+
+
+def _side_by_side(editor: Editor, products: Sequence[_Product]) -> tuple[Node, Node]:
+    """One GEMM's operands [M, K] and [N, K], whose product is the sum of all."""
+    lefts, rights = [], []
+    for product in products:
+        left, right = product.gemm.left, product.gemm.right
+        for part in reversed(product.cuts):
+            bounds = part.args[2:]
+            if argument(part, 1, "dim", 0) % 2 == 0:
+                left = editor.call(aten.slice.Tensor, left, 0, *bounds)
+            else:
+                right = editor.call(aten.slice.Tensor, right, 1, *bounds)
+        lefts.append(left)
+        rights.append(right)
+    if len(products) == 1:
+        return lefts[0], editor.transposed(rights[0])
+    return (
+        editor.call(aten.cat.default, lefts, 1),
+        editor.transposed(editor.call(aten.cat.default, rights, 0)),
+    )
+
+
+# --- the bias -------------------------------------------------------------------------------------------------
+
+
+def _whole_bias(
+    editor: Editor, reduction: _Reduction, products: Sequence[_Product]
+) -> tuple[Node, str]:
+    """What the collective makes of the biases that each rank adds before it."""
+    partial = [product.gemm.bias for product in products if product.gemm.bias is not None]
+    replicated = [_replicated_part(bias, reduction.world_size) for bias in partial]
+    known = reduction.kind == "sum" and None not in replicated
+    total, *others = replicated if known else partial
+    for bias in others:
+        total = editor.call(aten.add.Tensor, total, bias)
+    if known:
+        return total, ""
+    reduced = editor.call(c10d.all_reduce.default, total, reduction.kind, reduction.group)
+    note = "its bias, which every rank adds, is reduced by an all-reduce of its own"
+    return editor.call(WAIT, reduced), note
+
+
+def _replicated_part(bias: Node, world_size: int) -> Node | None:
+    """``b`` where the bias is ``b / world_size`` and ``b`` a DTensor's: its sum over the ranks is ``b``.
+
+    That is how DTensor adds a replicated bias to partial products.
+    """
+    if bias.target is not aten.div.Tensor or bias.args[1] != world_size:
+        return None
+    source = bias.args[0]
+    origin = source
+    while is_tensor(origin) and origin.op == "call_function" and _keeps_values(origin):
+        origin = origin.args[0]
+    described = getattr(origin, "meta", {}).get("desc")
+    return source if getattr(described, "attr", None) == "_local_tensor" else None
+
+
+def _keeps_values(node: Node) -> bool:
+    whole = layout_of(value(node).shape)
+    return cast_dtype(node) is not None or before(node, whole) is not None
+
+
+@dataclass(frozen=True)
+class _BiasAdd:
+    node: Node
+    sum: Node  # what it adds to
+    bias: Node
+
+
+def _bias_behind(reduction: _Reduction, columns: Atoms) -> _BiasAdd | None:
+    """The addition of a bias [N] to the reduced product, if nothing else reads that."""
+    if len(reduction.waits) != 1 or len(reduction.node.users) != 1:
+        return None
+    node, layout = reduction.waits[0], reduction.result
+    while True:
+        if len(node.users) != 1 or layout is None:
+            return None
+        (user,) = node.users
+        if user.target is aten.add.Tensor:
+            break
+        if after(user, layout) is None or user.args[0] is not node:
+            return None
+        node, layout = user, after(user, layout)
+    first, second = user.args
+    bias = second if first is node else first
+    fits = (
+        is_tensor(bias)
+        and bias is not node
+        and value(bias).dim() == 1
+        and value(bias).dtype == value(node).dtype == value(user).dtype
+        and user.kwargs.get("alpha", 1) == 1
+        and bool(layout)
+        and leaves(layout[-1]) == leaves(columns)
+        and as_expr(value(bias).shape[0]) == as_expr(value(node).shape[-1])
+    )
+    return _BiasAdd(user, node, bias) if fits else None

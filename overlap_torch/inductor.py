@@ -1,0 +1,200 @@
+"""``torch.compile`` puts the ops into models that know nothing of them, and says where it did::
+
+    with overlap_torch.inductor.enable():                   # or enable() ... disable(), or the backend below
+        model = torch.compile(model)
+        model(x).sum().backward()
+    print(overlap_torch.inductor.report())
+
+A pass of Inductor finds GEMMs beside functional collectives, both those that DTensor's styles make and those written by hand:
+
+- a GEMM whose product is all-reduced, or reduce-scattered along any dim, becomes ``gemm_allreduce`` or ``gemm_reducescatter``,
+  with the bias behind it; a sum of GEMMs, as backward has it, becomes one;
+- a GEMM that reads what is all-gathered along any dim becomes ``allgather_gemm``; several of them share the gather.
+
+Views, permutations, slices, casts, and equal parts put together again may stand between. The pass sees forward and backward
+graphs with static and dynamic shapes, on CPU and CUDA. It runs before PyTorch's own ``_micro_pipeline_tp`` pass, which takes
+what is left. :func:`report` lists every collective of every graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule
+
+from overlap_torch import _inductor
+from overlap_torch._inductor import report as _reports
+from overlap_torch._inductor.fusion import Settings, fuse
+from overlap_torch._inductor.report import FusionReport, FusionRow
+from overlap_torch._ops.group import Group, group_name
+from overlap_torch._ops.group import sizes as group_sizes
+
+__all__ = [
+    "FusionReport",
+    "FusionRow",
+    "MissedCollective",
+    "backend",
+    "disable",
+    "enable",
+    "report",
+]
+
+_log = logging.getLogger(__name__)
+_SOURCES = sorted(Path(_inductor.__file__).parent.glob("*.py"))
+_VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
+
+
+class MissedCollective(RuntimeError):
+    """A collective beside a GEMM is not fused, and ``strict`` says that it must be; ``rows`` are the graph's."""
+
+    def __init__(self, rows: Sequence[FusionRow]) -> None:
+        self.rows = FusionReport(rows)
+        missed = "\n".join(
+            f"  {row['collective']} {row['node']} ({row['direction']}, {row['source'] or 'source unknown'}): {row['why']}"
+            for row in rows
+            if row["missed"]
+        )
+        super().__init__(
+            f"overlap_torch.inductor: collectives beside a GEMM that are not fused, under strict=True:\n{missed}\n"
+            "Change the model there, or compile without strict=True"
+        )
+
+
+class _Pass(CustomGraphPass):
+    """What stands in Inductor's slot: the pass that stood there before, then this one."""
+
+    def __init__(self, settings: Settings, previous: Callable[[Graph], None] | None) -> None:
+        self.settings = settings
+        self.previous = previous
+
+    def __call__(self, graph: Graph) -> None:
+        if self.previous is not None:
+            self.previous(graph)
+        rows = fuse(graph, self.settings)
+        if not rows:
+            return
+        _log.info("%s", FusionReport(rows))
+        if self.settings.strict and any(row["missed"] for row in rows):
+            raise MissedCollective(rows)
+        _reports.keep(rows)
+
+    def uuid(self) -> Any:
+        """Inductor's key for graphs that went through here; None, which is no caching, if the pass before has none.
+
+        What is fused depends on the groups' sizes, which not every collective names.
+        """
+        key = (_VERSION, self.settings, group_sizes())
+        if self.previous is None:
+            return key
+        previous = self.previous.uuid() if isinstance(self.previous, CustomGraphPass) else None
+        return None if previous is None else (*key, previous)
+
+
+class _Enabled:
+    """What :func:`enable` returns: a context at whose end the slot is as it was before."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __enter__(self) -> _Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        config.post_grad_custom_pre_pass = self._before
+
+
+def _settings(strict: bool, groups: Iterable[Group] | None) -> Settings:
+    names = None if groups is None else tuple(sorted({group_name(group) for group in groups}))
+    return Settings(strict, names)
+
+
+def _chained(settings: Settings) -> _Pass:
+    previous = config.post_grad_custom_pre_pass
+    return _Pass(settings, previous.previous if isinstance(previous, _Pass) else previous)
+
+
+def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> _Enabled:
+    """Lets Inductor put the ops into the graphs that this process compiles from now on.
+
+    Every rank calls it alike, before the model is first called: what has been compiled stays as it is. It takes the slot
+    ``torch._inductor.config.post_grad_custom_pre_pass``; a pass that stands there runs first. Called again, it changes the
+    settings.
+
+    Args:
+        strict: raise :class:`MissedCollective` while compiling where a collective beside a GEMM cannot be fused.
+            Collectives that have no GEMM beside them, such as those of a parallel loss, are no reason.
+        groups: names, process groups or one-dimensional meshes whose collectives are looked at; None: those of all.
+
+    Returns:
+        A context manager, at whose end the slot is as it was before. Backward is compiled at its first call, and has to be
+        within it.
+    """
+    before = config.post_grad_custom_pre_pass
+    config.post_grad_custom_pre_pass = _chained(_settings(strict, groups))
+    return _Enabled(before)
+
+
+def disable() -> None:
+    """Takes the pass out of Inductor's slot; what has been compiled stays as it is. Nothing happens if it is not there.
+
+    Raises:
+        RuntimeError: another pass has taken the slot, and may call this one.
+    """
+    current = config.post_grad_custom_pre_pass
+    if isinstance(current, _Pass):
+        config.post_grad_custom_pre_pass = current.previous
+    elif current is not None:
+        raise RuntimeError(
+            f"overlap_torch.inductor.disable(): torch._inductor.config.post_grad_custom_pre_pass is {current!r}, which was "
+            "put there later or by others: take that out first"
+        )
+
+
+def report(clear: bool = False) -> FusionReport:
+    """Every collective of every graph that was compiled with the pass: into which op it is fused, or why it is not.
+
+    Args:
+        clear: forget the rows afterwards, so that the next report is of what is compiled from now on.
+
+    Returns:
+        A list of :class:`FusionRow`, dicts, in the order of the graphs and of the collectives in them; ``str()`` of it is a
+        table. Graphs that Inductor took from its cache are in it. Graphs without a collective are not.
+    """
+    return _reports.report(clear)
+
+
+def backend(
+    model: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    strict: bool = False,
+    groups: Iterable[Group] | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Inductor with the pass, for one model: ``torch.compile(model, backend=overlap_torch.inductor.backend)``.
+
+    ``functools.partial(overlap_torch.inductor.backend, strict=True)`` sets what :func:`enable` describes; ``mode`` and
+    ``options`` are those of ``torch.compile`` for Inductor, which hands them on.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = {}
+    if mode is not None:
+        patches.update(torch._inductor.list_mode_options(mode))
+    patches.update(options or {})
+    patches["post_grad_custom_pre_pass"] = _chained(_settings(strict, groups))
+    return compile_fx(model, inputs, config_patches=patches)

@@ -1,0 +1,468 @@
+"""The compile pass on functional collectives written by hand: what it fuses, what it says of the rest, that results are right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.nn.functional import linear
+
+from checks import Failures
+from graphs import OPS, Graphs
+from operands import difference, integers, rank_device, subgroup
+from overlap_torch._inductor.fusion import Settings
+
+WORLD = 2
+
+
+class Functional:
+    """The functional collectives, which the pass sees."""
+
+    group = dist.group.WORLD
+
+    def all_reduce(self, x: torch.Tensor, kind: str = "sum") -> torch.Tensor:
+        return functional.all_reduce(x, kind, dist.group.WORLD)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return functional.reduce_scatter_tensor(x, "sum", dim, dist.group.WORLD)
+
+    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        g = functional.all_gather_tensor(x, 0, dist.group.WORLD)
+        # all_gather_tensor does the rest itself, but Dynamo does not trace into that (PyTorch 2.11).
+        return g if dim == 0 else torch.cat(g.chunk(dist.get_world_size()), dim)
+
+
+class Eager:
+    """The same, of torch.distributed: what is right."""
+
+    def all_reduce(self, x: torch.Tensor, kind: str = "sum") -> torch.Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y)
+        return y / dist.get_world_size() if kind == "avg" else y
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return self.all_reduce(x).chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            for _ in range(dist.get_world_size())
+        ]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A computation ``run(collectives, *tensors)``, the tensors' shapes, and the ops that it must become."""
+
+    run: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    ops: dict[str, int]
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+def reduced_then_read(c, x, w, b):
+    y = c.all_reduce(linear(x, w)) + b
+    return y.relu(), y.sum(-1)
+
+
+def bias_of_every_rank(c, x, w, b):
+    return c.all_reduce(linear(x, w, b))
+
+
+def biases_of_several(c, x, y, w, v, b):
+    return c.reduce_scatter(linear(x, w, b) + linear(y, v, b))
+
+
+def heads_apart(c, x, w):
+    """As attention's output comes: [B, heads, S, D]."""
+    y = x.transpose(1, 2).flatten(2)
+    return c.all_reduce(linear(y, w)).unflatten(-1, (2, -1)).transpose(1, 2)
+
+
+def view_by_hand(c, x, w):
+    """The sequence is gathered in another spelling: as a dim of its own."""
+    g = (
+        c.all_gather(x)
+        .view(WORLD, *x.shape)
+        .permute(1, 0, 2, 3)
+        .reshape(x.shape[0], -1, x.shape[2])
+    )
+    return linear(g, w)
+
+
+def scattered_in_front(c, x, w):
+    """[B, S, N], moved so that the sequence is dim 0, and back."""
+    return c.reduce_scatter(linear(x, w).transpose(0, 1)).transpose(0, 1) * 2
+
+
+def gathered_for_all(c, x, w, v):
+    g = c.all_gather(x, 1)
+    return linear(g, w), linear(g, v).relu(), g + 1, g.sum(1)
+
+
+def gathered_and_strided(c, x, w):
+    """Memory is read as it lies, which is in another order behind the op."""
+    g = c.all_gather(x, 1)
+    return linear(g, w), g.as_strided((2, 5), (8, 1))
+
+
+def gathered_and_sliced(c, x, w, v):
+    g = c.all_gather(x, 0)
+    return linear(g[:-1], w), linear(g[1:3], v).relu() * 2
+
+
+def gathered_in_fewer_bytes(c, x, w):
+    return linear(c.all_gather(x, 1).to(torch.bfloat16), w)
+
+
+def weight_gathered(c, x, w):
+    """The gathered tensor is the second operand, and no input of the graph."""
+    return x @ c.all_gather((w * 2).relu(), 1)
+
+
+PATTERNS = {
+    "mm, all-reduce": Pattern(
+        lambda c, x, w: c.all_reduce(x @ w), ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+    ),
+    "linear, all-reduce": Pattern(
+        lambda c, x, w: c.all_reduce(linear(x, w)), ((2, 3, 5), (7, 5)), {"gemm_allreduce": 1}
+    ),
+    "bias behind, two readers": Pattern(
+        reduced_then_read, ((2, 3, 5), (7, 5), (7,)), {"gemm_allreduce": 1}
+    ),
+    "bias of every rank": Pattern(
+        bias_of_every_rank, ((2, 3, 5), (7, 5), (7,)), {"gemm_allreduce": 1, "all_reduce": 1}
+    ),
+    "average": Pattern(
+        lambda c, x, w: c.all_reduce(x @ w, "avg"), ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+    ),
+    "average, bias of every rank": Pattern(
+        lambda c, x, w, b: c.all_reduce(linear(x, w, b), "avg"),
+        ((6, 5), (7, 5), (7,)),
+        {"gemm_allreduce": 1, "all_reduce": 1},
+    ),
+    "transposed product": Pattern(
+        lambda c, x, w: c.all_reduce((x @ w).t()) * 2, ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+    ),
+    "heads apart": Pattern(heads_apart, ((2, 4, 3, 2), (6, 8)), {"gemm_allreduce": 1}),
+    "sum of products": Pattern(
+        lambda c, x, y, w, v: c.all_reduce(x @ w + y @ v),
+        ((6, 5), (6, 3), (5, 7), (3, 7)),
+        {"gemm_allreduce": 1},
+    ),
+    "biases of several, scattered": Pattern(
+        biases_of_several,
+        ((4, 5), (4, 3), (7, 5), (7, 3), (7,)),
+        {"gemm_reducescatter": 1, "all_reduce": 1},
+    ),
+    "slice, all-reduce": Pattern(
+        lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+    ),
+    "reduce-scatter of dim 0": Pattern(
+        lambda c, x, w: c.reduce_scatter(linear(x, w)),
+        ((4, 3, 5), (7, 5)),
+        {"gemm_reducescatter": 1},
+    ),
+    "reduce-scatter of dim 1, bias": Pattern(
+        lambda c, x, w, b: c.reduce_scatter(linear(x, w), 1) + b,
+        ((3, 4, 5), (7, 5), (7,)),
+        {"gemm_reducescatter": 1},
+    ),
+    "reduce-scatter of dim 1 of one": Pattern(
+        lambda c, x, w: c.reduce_scatter(linear(x, w), 1),
+        ((1, 4, 5), (7, 5)),
+        {"gemm_reducescatter": 1},
+    ),
+    "reduce-scatter of columns": Pattern(
+        lambda c, x, w: c.reduce_scatter(linear(x, w), 2),
+        ((3, 4, 5), (6, 5)),
+        {"gemm_reducescatter": 1},
+    ),
+    "reduce-scatter of rows moved to the front": Pattern(
+        scattered_in_front, ((3, 4, 5), (7, 5)), {"gemm_reducescatter": 1}
+    ),
+    "all-gather of dim 0": Pattern(
+        lambda c, x, w: linear(c.all_gather(x), w), ((2, 3, 5), (7, 5)), {"allgather_gemm": 1}
+    ),
+    "all-gather of dim 1": Pattern(
+        lambda c, x, w, b: linear(c.all_gather(x, 1), w, b),
+        ((2, 3, 5), (7, 5), (7,)),
+        {"allgather_gemm": 1},
+    ),
+    "all-gather of dim 1 of one": Pattern(
+        lambda c, x, w: linear(c.all_gather(x, 1), w), ((1, 3, 5), (7, 5)), {"allgather_gemm": 1}
+    ),
+    "all-gather by views": Pattern(view_by_hand, ((2, 3, 5), (7, 5)), {"allgather_gemm": 1}),
+    "all-gather for all": Pattern(
+        gathered_for_all, ((2, 3, 5), (7, 5), (4, 5)), {"allgather_gemm": 1}
+    ),
+    "all-gather with a bias of one": Pattern(
+        lambda c, x, w, v, b: (lambda g: (linear(g, w), linear(g, v, b)))(c.all_gather(x)),
+        ((2, 3, 5), (7, 5), (4, 5), (4,)),
+        {"allgather_gemm": 1},
+    ),
+    "two all-gathers of one tensor": Pattern(
+        lambda c, x, w, v: linear(c.all_gather(x), w) + linear(c.all_gather(x), v),
+        ((2, 5), (7, 5), (7, 5)),
+        {"allgather_gemm": 1},
+    ),
+    "all-gather, strides": Pattern(
+        gathered_and_strided, ((2, 3, 5), (7, 5)), {"allgather_gemm": 1}
+    ),
+    "all-gather, slices": Pattern(
+        gathered_and_sliced, ((2, 3, 5), (7, 5), (4, 5)), {"allgather_gemm": 1}
+    ),
+    "all-gather, cast": Pattern(
+        gathered_in_fewer_bytes,
+        ((2, 3, 5), (7, 5)),
+        {"allgather_gemm": 1},
+        (torch.float32, torch.bfloat16),
+    ),
+    "all-gather of columns": Pattern(weight_gathered, ((4, 5), (5, 3)), {"allgather_gemm": 1}),
+    "all-gather, all-reduce": Pattern(
+        lambda c, x, w, v: c.all_reduce(linear(linear(c.all_gather(x), w).relu(), v)),
+        ((2, 3, 5), (7, 5), (4, 7)),
+        {"allgather_gemm": 1, "gemm_allreduce": 1},
+    ),
+}
+
+
+def tensors_of(pattern: Pattern, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+    """Integers, other ones on every rank."""
+    dtypes = pattern.dtypes or (torch.float32,) * len(shapes)
+    return [
+        integers(shape, rank_device(), dist.get_rank(), i).to(dtype)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+
+
+def compare(failures: Failures, found: Any, right: Any, *where: object) -> None:
+    found, right = ([r] if isinstance(r, torch.Tensor) else list(r) for r in (found, right))
+    for one, other in zip(found, right, strict=True):
+        failures.expect(difference(one, other), *where)
+
+
+def check_patterns(names: list[str], dynamic: bool) -> tuple[int, list[str]]:
+    failures = Failures()
+    for name in names:
+        pattern = PATTERNS[name]
+        graphs = Graphs()
+        compiled = graphs.compile(
+            lambda *tensors, run=pattern.run: run(Functional(), *tensors), dynamic=dynamic
+        )
+        tensors = tensors_of(pattern, pattern.shapes)
+        with torch.no_grad():
+            found = compiled(*tensors)
+        compare(failures, found, pattern.run(Eager(), *tensors), name)
+        failures.expect(
+            None if graphs.ops == Counter(pattern.ops) else f"{graphs.ops}", name, "calls"
+        )
+        for row in graphs.rows:
+            failures.expect(None if row["op"] and not row["why"] else row["why"], name, row["node"])
+            failures.expect(None if row["source"] else "has no source", name, row["node"])
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_inductor_fuses_what_is_written_by_hand(ranks):
+    ranks.expect_no_failures(check_patterns, list(PATTERNS), False, timeout_s=300)
+
+
+DYNAMIC = [
+    "heads apart",
+    "slice, all-reduce",
+    "reduce-scatter of dim 1, bias",
+    "reduce-scatter of columns",
+    "all-gather of dim 1",
+    "all-gather, slices",
+    "all-gather, cast",
+]
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_fuses_dynamic_shapes(ranks):
+    ranks.expect_no_failures(check_patterns, DYNAMIC, True, timeout_s=300)
+
+
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_fuses_every_dynamic_shape(ranks):
+    rest = [name for name in PATTERNS if name not in DYNAMIC]
+    ranks.expect_no_failures(check_patterns, rest, True, timeout_s=600)
+
+
+# --- what is not fused ----------------------------------------------------------------------------------------
+
+
+def saved_too(c, x, w):
+    y = x @ w
+    return c.all_reduce(y), y.sum()
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def scaled(x, w, scale):
+    return torch._scaled_mm(x.to(FP8), w.to(FP8).t(), scale, scale, out_dtype=torch.bfloat16)
+
+
+def cut_by_rows_and_columns(c, x, w):
+    """[6, 8] read as [2, 24]: half of the rows, of all columns, but not as a part of either."""
+    return c.reduce_scatter((x @ w).reshape(16, 3))
+
+
+# Why a computation is not fused (a part of what is said), and whether it counts as missed.
+REFUSED = {
+    "two users": (saved_too, ((6, 5), (5, 7)), "also read by aten.sum", True),
+    "dtype": (
+        lambda c, x, w: c.all_reduce((x @ w).double()),
+        ((6, 5), (5, 7)),
+        "reduces in float64 what its GEMM computes in float32",
+        True,
+    ),
+    "kind": (
+        lambda c, x, w: c.all_reduce(x @ w, "max"),
+        ((6, 5), (5, 7)),
+        "reduces by 'max'",
+        True,
+    ),
+    "no GEMM": (lambda c, x: c.all_reduce(x.relu()), ((6, 5),), "what aten.relu computes", False),
+    "no GEMM, summed": (
+        lambda c, x, y: c.all_reduce(x.relu() + y.relu()),
+        ((6, 5), (6, 5)),
+        "what aten.add computes",
+        False,
+    ),
+    "input": (lambda c, x: c.all_reduce(x), ((6, 5),), "an input of the graph", False),
+    "residual": (
+        lambda c, x, w, y: c.all_reduce(x @ w + y.relu()),
+        ((6, 5), (5, 7), (6, 7)),
+        "added to the result of aten.relu before",
+        True,
+    ),
+    "bias cut by columns": (
+        lambda c, x, w, b: c.reduce_scatter(linear(x, w, b), 1),
+        ((6, 5), (8, 5), (8,)),
+        "a bias along the dim that is scattered",
+        True,
+    ),
+    "batched": (
+        lambda c, x, w: c.all_reduce(torch.bmm(x, w)),
+        ((2, 6, 5), (2, 5, 7)),
+        "aten.bmm",
+        True,
+    ),
+    "fp8": (
+        lambda c, x, w, s: c.reduce_scatter(scaled(x, w, s)),
+        ((16, 16), (16, 16), ()),
+        "aten._scaled_mm: the ops take no fp8",
+        True,
+    ),
+    "fp8, gathered": (
+        lambda c, x, w, s: scaled(c.all_gather(x.to(FP8).view(torch.uint8)).view(FP8), w, s),
+        ((16, 16), (16, 16), ()),
+        "aten._scaled_mm: the ops take no fp8",
+        True,
+    ),
+    "cut across": (cut_by_rows_and_columns, ((6, 5), (5, 8)), "across rows or ranks", True),
+    "gathered for others": (
+        lambda c, x: c.all_gather(x).relu(),
+        ((6, 5),),
+        "no GEMM reads it, but aten.relu",
+        False,
+    ),
+    "gathered along K": (
+        lambda c, x, w: c.all_gather(x, 1) @ w,
+        ((6, 5), (10, 7)),
+        "along the dim that its GEMM sums over",
+        False,
+    ),
+    "gathered weight": (
+        lambda c, x, w: linear(x, c.all_gather(w)),
+        ((6, 5), (7, 5)),
+        "it gathers a weight",
+        False,
+    ),
+    "gathered twice over": (
+        lambda c, x: (lambda g: g @ (g * 2).t())(c.all_gather(x)),
+        ((6, 5),),
+        "other operand depends on it",
+        False,
+    ),
+    "gathered and cast, read by others": (
+        lambda c, x, w: (lambda g: (linear(g.bfloat16(), w.bfloat16()), g.relu()))(c.all_gather(x)),
+        ((6, 5), (7, 5)),
+        "but aten.relu reads it in float32",
+        True,
+    ),
+    "gathered, widened": (
+        lambda c, x, w: linear(c.all_gather(x.bfloat16()).float(), w),
+        ((6, 5), (7, 5)),
+        "gather more bytes",
+        True,
+    ),
+}
+
+
+def refusals() -> list[tuple[str, list[dict[str, Any]], int]]:
+    """Name, rows and number of ops of computations that are compiled but not run."""
+    found = []
+    for name, (run, shapes, *_) in REFUSED.items():
+        graphs = Graphs(runs=False)
+        tensors = [integers(shape, rank_device(), i).float() for i, shape in enumerate(shapes)]
+        with torch.no_grad():
+            graphs.compile(lambda *given, run=run: run(Functional(), *given))(*tensors)
+        rows = [dict(row) for row in graphs.rows]
+        ops = sum(graphs.ops[name] for name in OPS)
+        found.append((name, rows, ops))
+    return found
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_says_why_it_leaves_a_collective(ranks):
+    for found in ranks.run(refusals):
+        assert [name for name, *_ in found] == list(REFUSED)
+        for name, rows, ops in found:
+            _, _, why, missed = REFUSED[name]
+            assert len(rows) == 1 and ops == 0, (name, rows)
+            assert why in rows[0]["why"] and rows[0]["missed"] == missed, (name, rows[0])
+            assert rows[0]["op"] == "" and rows[0]["gemms"] == 0
+
+
+def left_alone() -> list[tuple[str, str, bool]]:
+    """What is said of collectives of groups that are left out, or of one rank, and of those that no op stands for."""
+    alone = [subgroup((rank,)) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+    def function(x, w):
+        product = x @ w
+        first = functional.all_reduce(product, "sum", dist.group.WORLD)
+        second = functional.all_reduce(x @ (w + 1), "sum", alone)
+        third = functional.all_to_all_single(x @ (w + 2), None, None, dist.group.WORLD)
+        return first, second, third
+
+    found = []
+    for settings in (Settings(groups=("no group",)), Settings()):
+        graphs = Graphs(runs=False, settings=settings)
+        with torch.no_grad():
+            graphs.compile(function)(torch.ones(4, 5), torch.ones(5, 6))
+        found += [(row["op"], row["why"], row["missed"]) for row in graphs.rows]
+    return found
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_leaves_other_groups_alone(ranks):
+    for found in ranks.run(left_alone):
+        ops, whys, missed = zip(*found, strict=True)
+        assert ops == ("", "", "", "gemm_allreduce", "", "")
+        assert not any(missed)
+        assert "groups= leaves out" in whys[0] and "groups= leaves out" in whys[1]
+        assert whys[2] == whys[5] == "the pass knows no op for it"
+        assert whys[3] == "" and "a group of one" in whys[4]
