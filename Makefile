@@ -1,12 +1,18 @@
 # `make demo` and `make test` do everything on a fresh machine; `make help` lists the rest.
 #   PYTHON=python3.12   the Python that .venv is made with      VENV=path     an environment of yours
+#   TORCH="torch==2.15.*"  another PyTorch, in an environment of its own for each of them and each PYTHON
 #   ARGS="..."          passed on to demo, bench and pytest     CXX, MAX_JOBS compiler, parallel jobs
 SHELL := /bin/bash
 PYTHON ?= python3
-VENV ?= .venv
+DEFAULT_TORCH := torch==2.11.*
+TORCH ?= $(DEFAULT_TORCH)
+# torch==2.15.* -> .venv-2.15-python3.12
+VENV ?= .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(patsubst %.,%,$(subst *,,$(subst torch==,,$(TORCH))))-$(notdir $(PYTHON)))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
-TORCH ?= torch==2.11.*
+# What Megatron-core 0.19 and torchtitan 0.3 both take.
+INTEGRATIONS_PYTHON ?= python3.12
+INTEGRATIONS_TORCH ?= torch==2.15.*
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 LINTERS := ruff==0.15.22 clang-format==20.1.8
 
@@ -20,7 +26,7 @@ PARALLEL = $(if $(GPU),-n 4 --dist loadfile)
 # A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
 DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
-.PHONY: demo test test-gpu test-races test-plans pin sanitize bench doctor build plan lint format clean distclean help
+.PHONY: demo test test-gpu test-integrations integrations test-races test-plans pin sanitize bench doctor build plan lint format clean distclean help
 
 demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
@@ -31,6 +37,15 @@ test: build  ## all tests but the long races; GPU tests are skipped where there 
 
 test-gpu: build  ## the GPU tests alone
 	$(PY) -m pytest $(PARALLEL) -m "gpu or gpu2" --timeout=900 $(ARGS)
+
+test-integrations:  ## frameworks' own layers beside this package's, on CPU, in an environment of their own
+	@$(MAKE) --no-print-directory integrations VENV=.venv-integrations PYTHON=$(INTEGRATIONS_PYTHON) \
+	    TORCH="$(INTEGRATIONS_TORCH)" OVERLAP_CUDA=0
+
+# Installed, not built into the checkout, whose libraries are for another PyTorch; bin/pytest does not look there.
+integrations: $(VENV)/.torch
+	$(PIP) --no-build-isolation '.[megatron,torchtitan]' numpy pytest pytest-timeout
+	$(VENV)/bin/pytest --timeout=900 tests/test_integration_megatron.py tests/test_integration_torchtitan.py $(ARGS)
 
 test-races: build  ## thousands of calls with random delays; minutes long
 	$(PY) -m pytest -m long --timeout=1800 $(ARGS)
@@ -72,10 +87,10 @@ clean:  ## what was built
 	rm -rf build dist *.egg-info overlap_torch/*.so overlap_torch/_build.json
 
 distclean: clean  ## and the environment
-	rm -rf .venv
+	rm -rf .venv .venv-*
 
 help:
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 20
 
 # What a fresh Debian or Ubuntu lacks is named in one line, before anything is downloaded.
 $(PY):

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TypedDict
 
 import torch
@@ -119,7 +120,7 @@ def note_call(layer: torch.nn.Module, input: torch.Tensor) -> None:
 
 
 def note_fallback(module: torch.nn.Module, why: str) -> None:
-    """An overlapping style left this module to PyTorch's."""
+    """A style or a layer left this module to another's, such as PyTorch's style, as ``why`` says."""
     module.__dict__[_FALLBACK] = why
 
 
@@ -155,11 +156,12 @@ def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
         ]
         if not weights:
             continue
+        parts = 1 if _holds_parts(module) else world_size
         if kind:
-            n = sum(-(-weight.shape[0] // world_size) for weight in weights)
+            n = sum(-(-weight.shape[0] // parts) for weight in weights)
             k = weights[0].shape[1]
         else:
-            n, k = weights[0].shape[0], -(-weights[0].shape[1] // world_size)
+            n, k = weights[0].shape[0], -(-weights[0].shape[1] // parts)
         shape = module.__dict__.get(_LAST_INPUT)
         layer = _Layer(name, module.group, world_size, kind, n, k, called=shape is not None)
         if shape is not None and all(isinstance(size, int) for size in shape):
@@ -177,7 +179,21 @@ def _columns(module: torch.nn.Module) -> bool | None:
         return True
     if parallel is not None and isinstance(module, parallel.OverlapRowwiseLinear):
         return False
+    if _holds_parts(module):
+        return isinstance(module, _megatron().OverlapColumnParallelLinear)
     return None
+
+
+def _megatron() -> ModuleType | None:
+    return sys.modules.get("overlap_torch.integrations.megatron")
+
+
+def _holds_parts(module: torch.nn.Module) -> bool:
+    """Whether its parameters are this rank's parts as plain tensors, as Megatron's are; else they are DTensors."""
+    megatron = _megatron()
+    return megatron is not None and isinstance(
+        module, megatron.OverlapColumnParallelLinear | megatron.OverlapRowParallelLinear
+    )
 
 
 def _possible_rows(leading: Sequence[int], world_size: int) -> set[int]:
@@ -223,7 +239,8 @@ def report(model: torch.nn.Module | None = None) -> Report:
         A list of :class:`ReportRow`, dicts, in the order of the layers in the model; what no layer called follows. A layer
         is said to have called a problem that its last input and its features make. Where no layer's do, as for inputs of
         other sizes before, and in compiled models, the features alone decide, so that all layers that have them are named.
-        Modules that an overlapping style left to PyTorch's style have a row with the reason. ``str()`` makes it a table;
+        Modules that an overlapping style left to PyTorch's style, and calls that a layer of
+        :mod:`overlap_torch.integrations.megatron` left to Megatron's, have a row with the reason. ``str()`` makes it a table;
         times are in microseconds.
 
     Calls are counted in this process since each process group was made; of CUDA graphs the captures are, not their
@@ -352,7 +369,7 @@ def _without_call(layer: _Layer) -> ReportRow:
 
 def _fallbacks(model: torch.nn.Module) -> list[ReportRow]:
     return [
-        _empty_row(name, f"PyTorch's style: {why}")
+        _empty_row(name, why)
         for name, module in model.named_modules()
         if (why := module.__dict__.get(_FALLBACK))
     ]

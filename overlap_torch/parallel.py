@@ -148,7 +148,7 @@ def _warn_of_fallback(module: torch.nn.Linear) -> None:
         why = "it is a subclass of torch.nn.Linear, which may have a forward of its own"
     else:
         why = f"its parameters are {', '.join(module._parameters)}, not weight and bias"
-    note_fallback(module, why)
+    note_fallback(module, f"PyTorch's style: {why}")
     name = f"{kind.__module__}.{kind.__qualname__}"
     if (name, why) in _warned:
         return

@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "binding/environment.h"
+#include "binding/torch_version.h"
 
 namespace overlap::binding {
 namespace {
@@ -215,7 +216,7 @@ void CallBoard::gather() {
   gathered_ = at::empty({own.numel() * options_.world_size}, at::kByte);
   c10d::AllgatherOptions options;
   options.timeout = options_.timeout;
-  gathering_ = group->_allgather_base(gathered_, own, options);
+  gathering_ = all_gather_single(*group, gathered_, own, options);
 }
 
 void CallBoard::agree() {

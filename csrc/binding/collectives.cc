@@ -3,6 +3,7 @@
 #include <exception>
 
 #include "binding/environment.h"
+#include "binding/torch_version.h"
 
 namespace overlap::binding {
 namespace {
@@ -52,7 +53,7 @@ void reduce_scatter(const GroupEntry& group, const at::Tensor& output, const at:
   at::Tensor from = input;
   collective<c10d::ReduceScatterOptions>(group, input.device().type(), "reduce-scatter", chunk,
                                          [&](c10d::ProcessGroup& all, auto& options) {
-                                           return all._reduce_scatter_base(to, from, options);
+                                           return reduce_scatter_single(all, to, from, options);
                                          });
 }
 
@@ -62,7 +63,7 @@ void all_gather(const GroupEntry& group, const at::Tensor& output, const at::Ten
   at::Tensor from = input;
   collective<c10d::AllgatherOptions>(group, input.device().type(), "all-gather", chunk,
                                      [&](c10d::ProcessGroup& all, auto& options) {
-                                       return all._allgather_base(to, from, options);
+                                       return all_gather_single(all, to, from, options);
                                      });
 }
 
@@ -72,7 +73,7 @@ void all_to_all(const GroupEntry& group, const at::Tensor& output, const at::Ten
   at::Tensor from = input;
   collective<c10d::AllToAllOptions>(group, input.device().type(), "all-to-all", chunk,
                                     [&](c10d::ProcessGroup& all, auto& options) {
-                                      return all.alltoall_base(to, from, recv_rows, send_rows,
+                                      return all_to_all_single(all, to, from, recv_rows, send_rows,
                                                                options);
                                     });
 }

@@ -22,6 +22,7 @@ from overlap_torch._ops.gradients import (
     weight_gradient,
 )
 from overlap_torch._ops.group import Group, world_size
+from overlap_torch._torch_versions import SingleLevelFunction
 
 _op = torch.ops.overlap.allgather_gemm.default
 _op_weights = torch.ops.overlap.allgather_gemm.weights
@@ -85,7 +86,7 @@ class _Call:
         return _op_weights.redispatch(keyset, input, weights, biases, group=self.group)
 
 
-class _AllGatherGemm(torch.autograd.Function):
+class _AllGatherGemm(SingleLevelFunction):
     """Both overloads, between the autograd keys and those below.
 
     The shard is saved and gathered again in backward, so that the whole need not be kept. Whether backward communicates

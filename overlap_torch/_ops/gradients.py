@@ -19,11 +19,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from overlap_torch._ops import dtensor
+from overlap_torch._torch_versions import (
+    SingleLevelFunction,
+    enable_single_level_autograd_function,
+    unwrap_dead_wrappers,
+)
 
 # Whether the call is within one of torch.func's transforms.
 transforms_are_active = torch._C._are_functorch_transforms_active
@@ -145,7 +149,7 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
 
 
-class _RecordedProduct(torch.autograd.Function):
+class _RecordedProduct(SingleLevelFunction):
     """An op of one output, between the autograd keys and those below."""
 
     @staticmethod
@@ -204,17 +208,16 @@ def _refuse_tangents(op: str, operands: Iterable[torch.Tensor | None]) -> None:
             )
 
 
-def record(function: type[torch.autograd.Function], *args: Any) -> Any:
+def record(function: type[SingleLevelFunction], *args: Any) -> Any:
     """``function.apply`` within an autograd kernel.
 
     There the dispatcher has taken one of torch.func's levels, as it does for PyTorch's own operators, and takes the
-    others below the kernel. ``Function.apply`` would take them all, from the first.
+    others below the kernel. A ``torch.autograd.Function`` would take them all, from the first.
     """
-    apply = super(torch.autograd.Function, function).apply
     if not transforms_are_active():
-        return apply(*args)
+        return function.apply(*args)
     with enable_single_level_autograd_function():
-        return apply(*args)
+        return function.apply(*args)
 
 
 def below_autograd(

@@ -121,7 +121,7 @@ class _GatheredHiddenStates(OverlapPrepareModuleInput):
 
 def _takes(module: torch.nn.Module) -> bool:
     if getattr(module, "_hf_quantized_needs_local_tp", False):
-        note_fallback(module, "its weight is quantized")
+        note_fallback(module, "transformers' style: its weight is quantized")
         return False
     return is_plain_linear(module)
 

@@ -1,0 +1,155 @@
+"""The Functions of ``torchtitan.distributed.linear``, of release 0.3, by this package's ops.
+
+Their bases say how torchtitan's type checker sees a call: by the names that `torchtitan.enable` swaps.
+"""
+
+from __future__ import annotations
+
+import spmd_types
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import linear
+
+from overlap_torch._ops import allgather_gemm, gemm_reducescatter
+from overlap_torch._ops.gradients import Gradient, rows, weight_gradient
+from overlap_torch.integrations._gradients import of_gathered_input, of_scattered_output
+
+
+@spmd_types.register_autograd_function
+class AllGatherLinear(linear.AllGatherLinear):
+    """This rank's tokens [rows, K] to all tokens' [ranks * rows, N part]."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x_shard_m: torch.Tensor,
+        w_shard_n: torch.Tensor,
+        bias_shard_n: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        group_name: str,
+    ) -> torch.Tensor:
+        output, _ = allgather_gemm(x_shard_m, w_shard_n, bias_shard_n, group=group_name)
+        ctx.save_for_backward(x_shard_m, w_shard_n)
+        ctx.group_name, ctx.ranks = group_name, group.size()
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_y_shard_n: torch.Tensor) -> tuple[Gradient, ...]:
+        shard, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        grad_shard, gathered = of_gathered_input(
+            [grad_y_shard_n],
+            [weight],
+            shard,
+            ctx.group_name,
+            ctx.ranks,
+            needs_input=needs_input,
+            needs_weights=needs_weight,
+        )
+        return (
+            grad_shard,
+            weight_gradient(grad_y_shard_n, gathered) if needs_weight else None,
+            rows(grad_y_shard_n).sum(0) if needs_bias else None,
+            None,
+            None,
+        )
+
+
+@spmd_types.register_autograd_function
+class AllGatherLinearMulti(linear.AllGatherLinearMulti):
+    """`AllGatherLinear` of two weights: one gather, and backward one reduce-scatter."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x_shard_m: torch.Tensor,
+        wa_shard_n: torch.Tensor,
+        wb_shard_n: torch.Tensor,
+        group: dist.ProcessGroup,
+        group_name: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, _ = allgather_gemm(x_shard_m, [wa_shard_n, wb_shard_n], group=group_name)
+        ctx.save_for_backward(x_shard_m, wa_shard_n, wb_shard_n)
+        ctx.group_name, ctx.ranks = group_name, group.size()
+        return outputs[0], outputs[1]
+
+    @staticmethod
+    def backward(
+        ctx, grad_ya_shard_n: torch.Tensor, grad_yb_shard_n: torch.Tensor
+    ) -> tuple[Gradient, ...]:
+        shard, weight_a, weight_b = ctx.saved_tensors
+        needs_input, needs_a, needs_b, _, _ = ctx.needs_input_grad
+        grad_shard, gathered = of_gathered_input(
+            [grad_ya_shard_n, grad_yb_shard_n],
+            [weight_a, weight_b],
+            shard,
+            ctx.group_name,
+            ctx.ranks,
+            needs_input=needs_input,
+            needs_weights=needs_a or needs_b,
+        )
+        return (
+            grad_shard,
+            weight_gradient(grad_ya_shard_n, gathered) if needs_a else None,
+            weight_gradient(grad_yb_shard_n, gathered) if needs_b else None,
+            None,
+            None,
+        )
+
+
+@spmd_types.register_autograd_function
+class LinearReduceScatter(linear.LinearReduceScatter):
+    """All tokens' [rows, K part] to this rank's [rows / ranks, N]. The bias's gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x_shard_k: torch.Tensor,
+        w_shard_k: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        group_name: str,
+    ) -> torch.Tensor:
+        output = gemm_reducescatter(x_shard_k, w_shard_k, bias, group=group_name)
+        ctx.save_for_backward(x_shard_k, w_shard_k)
+        ctx.group, ctx.group_name, ctx.ranks = group, group_name, group.size()
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_y_shard_m: torch.Tensor) -> tuple[Gradient, ...]:
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        grad_input, gathered = of_scattered_output(
+            grad_y_shard_m,
+            weight,
+            ctx.group_name,
+            ctx.ranks,
+            needs_input=needs_input,
+            needs_weight=needs_weight,
+        )
+        grad_bias = None
+        if needs_bias:
+            grad_bias = rows(grad_y_shard_m).sum(0)
+            dist.all_reduce(grad_bias, group=ctx.group)
+        return (
+            grad_input,
+            _summed_in_float32(gathered, input) if needs_weight else None,
+            grad_bias,
+            None,
+            None,
+        )
+
+
+def _summed_in_float32(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """The weight's gradient, whose parts cuBLAS may otherwise add up in bfloat16; torchtitan's Function does the same."""
+    if input.device.type == "cpu" or input.dtype not in (torch.bfloat16, torch.float16):
+        return weight_gradient(grad, input)
+    product = torch.mm(rows(grad).t(), rows(input), out_dtype=torch.float32)
+    return product.to(input.dtype)
+
+
+PAIRS: dict[type, type] = {
+    linear.AllGatherLinear: AllGatherLinear,
+    linear.AllGatherLinearMulti: AllGatherLinearMulti,
+    linear.LinearReduceScatter: LinearReduceScatter,
+}

@@ -1,0 +1,418 @@
+"""Megatron-core's tensor-parallel linears by the ops of this package; Transformer Engine is not needed.
+
+Importing this module imports Megatron-core, and raises ImportError unless that is release 0.19.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from overlap_torch._linear import as_under_autocast
+from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
+from overlap_torch._ops.gradients import Gradient, rows, weight_gradient
+from overlap_torch._report import note_call, note_fallback
+from overlap_torch.integrations._gradients import of_gathered_input, of_scattered_output
+from overlap_torch.integrations._release import require
+
+require("megatron-core", ("0.19",), "megatron")
+
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider  # noqa: E402
+from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+__all__ = [
+    "OverlapColumnParallelLinear",
+    "OverlapRowParallelLinear",
+    "OverlapSpecProvider",
+    "TorchNorm",
+    "gpt_block_spec",
+    "gpt_layer_spec",
+]
+
+
+class _InGroup:
+    """What the report asks a layer for."""
+
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def group(self) -> str:
+        """Name of the tensor-parallel group; empty where there is none."""
+        return "" if self.tp_group is None else self.tp_group.group_name
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+
+class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
+    """Megatron's column-parallel linear, whose communication runs beside its GEMMs.
+
+    Arguments, parameters, what they are initialized with, ``sharded_state_dict`` and what forward takes and returns are those of
+    ``megatron.core.tensor_parallel.ColumnParallelLinear``. With ``config.sequence_parallel`` forward is an
+    :func:`overlap_torch.allgather_gemm`, and the input's gradient a ``gemm_reducescatter``, beside which the input is gathered again
+    for the weight's gradient. Without, the input's gradient is a ``gemm_allreduce``. ``gradient_accumulation_fusion`` adds to
+    ``weight.main_grad`` by Megatron's own kernel.
+
+    Where Megatron does not communicate (experts, ``disable_grad_reduce``, one rank) its own layer runs; and, with the reason in
+    :func:`overlap_torch.report`, where it defers the weight's gradient, gathers the weight first (GTP), or accumulates gradients
+    for Megatron-FSDP or under autocast.
+    """
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's: input [sequence, batch, input_size], this rank's part of the sequence with sequence parallelism."""
+        note_call(self, input_)
+        return super().forward(input_, weight, runtime_gather_output)
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        *args: Any,
+        bias: torch.Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        **keywords: Any,
+    ) -> torch.Tensor:
+        why = _why_not(self, weight)
+        if not why and keywords.get("grad_output_buffer") is not None:
+            why = "the weight's gradient is deferred"
+        if why or not (allreduce_dgrad or sequence_parallel):
+            if why:
+                note_fallback(self, f"Megatron's own layer: {why}")
+            return super()._forward_impl(
+                input,
+                weight,
+                *args,
+                bias=bias,
+                allreduce_dgrad=allreduce_dgrad,
+                sequence_parallel=sequence_parallel,
+                **keywords,
+            )
+        call = _Call.of(self, weight, sequence_parallel)
+        return _Column.apply(call, *as_under_autocast(input, weight, bias))
+
+
+class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
+    """Megatron's row-parallel linear, whose communication runs beside its GEMMs.
+
+    Arguments, parameters, what they are initialized with, ``sharded_state_dict`` and what forward takes and returns are those of
+    ``megatron.core.tensor_parallel.RowParallelLinear``. Forward is an :func:`overlap_torch.gemm_allreduce`; with
+    ``config.sequence_parallel`` a ``gemm_reducescatter``, whose backward is one ``allgather_gemm`` for both gradients.
+    ``gradient_accumulation_fusion`` adds to ``weight.main_grad`` by Megatron's own kernel.
+
+    Where Megatron does not communicate (experts, one rank) its own layer runs; and, with the reason in
+    :func:`overlap_torch.report`, where it gathers the weight first (GTP), offloads activations to the CPU, or accumulates
+    gradients for Megatron-FSDP or under autocast.
+    """
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's: [sequence, batch, this rank's part of input_size] to [sequence, batch, output_size], of which each rank has
+        its part of the sequence with sequence parallelism."""
+        note_call(self, input_)
+        why = _why_not(self, self.weight)
+        offloading = self.config._cpu_offloading_context
+        if not why and offloading is not None and offloading.inside_context:
+            why = "activations are offloaded to the CPU"
+        if why or self.world_size == 1 or self.explicit_expert_comm:
+            if why:
+                note_fallback(self, f"Megatron's own layer: {why}")
+            return super().forward(input_)
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        call = _Call.of(self, self.weight, self.sequence_parallel)
+        bias = None if self.skip_bias_add else self.bias
+        output = _Row.apply(call, *as_under_autocast(input_, self.weight, bias))
+        return output, self.bias if self.skip_bias_add else None
+
+
+class TorchNorm:
+    """Megatron's ``WrappedTorchNorm``, which makes a norm of PyTorch's, and refuses sequence parallelism.
+
+    Here its parameters are marked as those of Megatron's other norms are: the gradients of a rank's tokens are summed over the
+    ranks by ``megatron.core.distributed.finalize_model_grads``.
+    """
+
+    def __new__(cls, config: TransformerConfig, *args: Any, **keywords: Any) -> torch.nn.Module:
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = WrappedTorchNorm(whole, *args, **keywords)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class OverlapSpecProvider(BackendSpecProvider):
+    """What Megatron's specs are built of, with this package's column- and row-parallel linears.
+
+    Args:
+        fallback: a ``BackendSpecProvider`` for all the rest: norms, attention, activations and the experts' modules, which stay
+            as they are. None: Megatron's ``LocalSpecProvider``, which needs neither Transformer Engine nor Apex.
+
+    Give it to Megatron's functions that take a ``backend``, such as ``get_mlp_module_spec_for_backend``; :func:`gpt_layer_spec`
+    builds a GPT's layer by it, :func:`gpt_block_spec` all of them.
+    """
+
+    def __init__(self, fallback: BackendSpecProvider | None = None) -> None:
+        self.fallback = LocalSpecProvider() if fallback is None else fallback
+
+    def __getattr__(self, name: str) -> Any:
+        # What a fallback has besides the protocol; `fallback` itself is not there while it is unpickled.
+        if name == "fallback":
+            raise AttributeError(name)
+        return getattr(self.fallback, name)
+
+    def column_parallel_linear(self) -> type:
+        return OverlapColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return OverlapRowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """False: a norm is a module of its own."""
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> None:
+        """There is none."""
+
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> Any:
+        """The fallback's; for Megatron's ``WrappedTorchNorm`` :class:`TorchNorm`, which takes sequence parallelism too."""
+        norm = self.fallback.layer_norm(rms_norm=rms_norm, for_qk=for_qk, has_residual=has_residual)
+        return TorchNorm if norm is WrappedTorchNorm else norm
+
+    def core_attention(self) -> type:
+        return self.fallback.core_attention()
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        """The fallback's: experts are not touched."""
+        return self.fallback.grouped_mlp_modules(moe_use_grouped_gemm)
+
+    def activation_func(self) -> Any:
+        return self.fallback.activation_func()
+
+
+def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any) -> ModuleSpec:
+    """``megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec(**arguments)``, built by a provider.
+
+    Attention's projections, the dense MLP's and the shared experts' linears are the provider's (None:
+    ``OverlapSpecProvider()``), and so are norms and the experts' modules; all others are those of Megatron's local spec.
+    """
+    provider = OverlapSpecProvider() if provider is None else provider
+    submodules = gpt_layer_specs.get_gpt_layer_local_submodules(**arguments)
+    rms_norm = arguments.get("normalization") == "RMSNorm"
+    local_norm = LocalSpecProvider().layer_norm(rms_norm=rms_norm)
+    attention = submodules.self_attention
+    attention = dataclasses.replace(
+        attention,
+        submodules=_replaced(
+            attention.submodules,
+            {
+                layers.ColumnParallelLinear: provider.column_parallel_linear(),
+                layers.RowParallelLinear: provider.row_parallel_linear(),
+                local_norm: provider.layer_norm(rms_norm=rms_norm, for_qk=True),
+            },
+        ),
+    )
+    mlp = gpt_layer_specs.get_mlp_module_spec_for_backend(
+        backend=provider,
+        num_experts=arguments.get("num_experts"),
+        moe_grouped_gemm=arguments.get("moe_grouped_gemm", False),
+    )
+    norm = provider.layer_norm(rms_norm=rms_norm, has_residual=True)
+    submodules = _replaced(submodules, {local_norm: norm})
+    return ModuleSpec(
+        module=gpt_layer_specs.TransformerLayer,
+        submodules=dataclasses.replace(submodules, self_attention=attention, mlp=mlp),
+    )
+
+
+def gpt_block_spec(
+    config: TransformerConfig,
+    provider: OverlapSpecProvider | None = None,
+    *,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+    **arguments: Any,
+) -> TransformerBlockSubmodules:
+    """The layers of a GPT's pipeline stage, all of them alike, and the norm behind them::
+
+        GPTModel(config, transformer_layer_spec=gpt_block_spec(config), vocab_size=..., max_sequence_length=...)
+
+    Args:
+        config: of the model; ``num_layers`` and ``normalization`` are read.
+        provider: None: ``OverlapSpecProvider()``.
+        vp_stage, pp_rank: as those of ``megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec``.
+        arguments: of :func:`gpt_layer_spec`.
+    """
+    provider = OverlapSpecProvider() if provider is None else provider
+    arguments = {"normalization": config.normalization, **arguments}
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(
+        layer_specs=[gpt_layer_spec(provider, **arguments)] * count,
+        layer_norm=provider.layer_norm(rms_norm=arguments["normalization"] == "RMSNorm"),
+    )
+
+
+def _replaced(submodules: Any, others: dict[Any, Any]) -> Any:
+    """A dataclass of modules, with others in the place of those that are keys."""
+    found = {
+        field.name: others[module]
+        for field in dataclasses.fields(submodules)
+        if isinstance(module := getattr(submodules, field.name), type) and module in others
+    }
+    return dataclasses.replace(submodules, **found)
+
+
+def _why_not(layer: torch.nn.Module, weight: torch.Tensor) -> str:
+    """Why Megatron's own layer has to run though it communicates; empty if it has not."""
+    if layer.gtp_remat_size > 1:
+        return "the weight is gathered before its GEMM (GTP)"
+    if layer.gradient_accumulation_fusion and weight.requires_grad:
+        if hasattr(weight, "__fsdp_param__"):
+            return "Megatron-FSDP makes main_grad in backward"
+        if torch.is_autocast_enabled(weight.device.type):
+            return "gradients are accumulated under autocast"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a Function knows beside its operands."""
+
+    group: str
+    ranks: int
+    sequence_parallel: bool
+    # The parameter and its main_grad, as forward has found it, to which backward adds; None: backward returns the gradient.
+    accumulates: tuple[torch.Tensor, torch.Tensor | None] | None
+
+    @staticmethod
+    def of(layer: torch.nn.Module, weight: torch.Tensor, sequence_parallel: bool) -> _Call:
+        accumulates = None
+        if layer.gradient_accumulation_fusion and weight.requires_grad:
+            accumulates = weight, getattr(weight, "main_grad", None)
+        return _Call(layer.group, layer.world_size, sequence_parallel, accumulates)
+
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> Gradient:
+        """Of [tokens, ..., N] and [tokens, ..., K]: [N, K], or what Megatron's hooks expect where it was added to main_grad."""
+        if self.accumulates is None:
+            return weight_gradient(grad, input)
+        weight, main_grad = self.accumulates
+        if main_grad is None:
+            raise RuntimeError(
+                "gradient_accumulation_fusion=True adds to weight.main_grad, but the weight had none in forward: wrap the model "
+                "in megatron.core.distributed.DistributedDataParallel, or set it to False"
+            )
+        weight.main_grad = main_grad
+        kernels = layers.fused_weight_gradient_mlp_cuda
+        if main_grad.dtype == torch.float32:
+            add = kernels.wgrad_gemm_accum_fp32
+        elif main_grad.dtype in (torch.float16, torch.bfloat16):
+            add = kernels.wgrad_gemm_accum_fp16
+        else:
+            raise RuntimeError(
+                "gradient_accumulation_fusion takes main_grad in float32, bfloat16 or float16, but it is "
+                f"{main_grad.dtype}"
+            )
+        add(rows(input).contiguous(), rows(grad).contiguous(), main_grad)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        # Its data-parallel hooks run when a gradient arrives, whose values nobody reads but where zeros are asked for.
+        weight.grad_added_to_main_grad = True
+        make = input.new_zeros if getattr(weight, "zero_out_wgrad", False) else input.new_empty
+        return make(main_grad.shape)
+
+
+class _Column(torch.autograd.Function):
+    """The column-parallel product: of the gathered input with sequence parallelism, else of a replicated one."""
+
+    @staticmethod
+    def forward(
+        ctx, call: _Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.save_for_backward(input, weight)
+        if call.sequence_parallel:
+            return allgather_gemm(input, weight, bias, group=call.group)[0]
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
+        call: _Call = ctx.call
+        input, weight = ctx.saved_tensors
+        _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_input = None
+        if call.sequence_parallel:
+            grad_input, input = of_gathered_input(
+                [grad],
+                [weight],
+                input,
+                call.group,
+                call.ranks,
+                needs_input=needs_input,
+                needs_weights=needs_weight,
+            )
+        elif needs_input:
+            grad_input = gemm_allreduce(grad, weight.t(), group=call.group)
+        return (
+            None,
+            grad_input,
+            call.weight_gradient(grad, input) if needs_weight else None,
+            rows(grad).sum(0) if needs_bias else None,
+        )
+
+
+class _Row(torch.autograd.Function):
+    """The row-parallel product: its sum is scattered with sequence parallelism, else replicated."""
+
+    @staticmethod
+    def forward(
+        ctx, call: _Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.save_for_backward(input, weight)
+        op = gemm_reducescatter if call.sequence_parallel else gemm_allreduce
+        return op(input, weight, bias, group=call.group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
+        call: _Call = ctx.call
+        input, weight = ctx.saved_tensors
+        _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_bias = rows(grad).sum(0) if needs_bias else None
+        if call.sequence_parallel:
+            grad_input, grad = of_scattered_output(
+                grad,
+                weight,
+                call.group,
+                call.ranks,
+                needs_input=needs_input,
+                needs_weight=needs_weight,
+            )
+        else:
+            grad_input = grad @ weight if needs_input else None
+        grad_weight = call.weight_gradient(grad, input) if needs_weight else None
+        return None, grad_input, grad_weight, grad_bias

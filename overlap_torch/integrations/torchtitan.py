@@ -1,0 +1,88 @@
+"""torchtitan's fused linears of tensor parallelism, ``tp_gemm_backend="dist_gemm"``, by the ops of this package."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType
+
+from overlap_torch.integrations._release import require
+
+__all__ = ["Swap", "enable"]
+
+_lock = threading.Lock()
+_held = 0  # handles that have not been undone
+
+
+class Swap:
+    """What :func:`enable` returns: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+
+    def __init__(self) -> None:
+        self._undone = False
+
+    def undo(self) -> None:
+        """torchtitan's own Functions are back, unless another handle holds the swap. A second call does nothing."""
+        global _held
+        with _lock:
+            if self._undone:
+                return
+            self._undone = True
+            _held -= 1
+            if _held == 0:
+                _swap({ours: theirs for theirs, ours in _pairs().items()})
+
+    def __enter__(self) -> Swap:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def enable() -> Swap:
+    """Swaps the autograd Functions of ``torchtitan.distributed.linear`` for ones that run this package's ops.
+
+    ``AllGatherLinear``, ``AllGatherLinearMulti`` and ``LinearReduceScatter`` take and return what torchtitan's do, under the
+    names that its modules have imported, and those that later ones will. Models with ``tp_gemm_backend="dist_gemm"``, made before
+    or after, then overlap on GPUs that PyTorch's symmetric memory does not serve, too, and run on CPU::
+
+        with overlap_torch.integrations.torchtitan.enable():
+            trainer.train()
+
+    Forward keeps this rank's rows, as many bytes as torchtitan's Functions keep, but without a copy of a part of the gathered input;
+    backward gathers them beside its GEMM. A graph that was recorded before a swap runs the backward of its own Function. Call it
+    before ``torch.compile`` traces the model.
+
+    Returns:
+        A handle: ``undo()``, or the end of a ``with`` block, puts torchtitan's Functions back. A second call of this function swaps
+        nothing and returns another handle; the last of them to be undone ends it.
+
+    Raises:
+        ImportError: torchtitan is not installed, or of another release than 0.3.
+    """
+    global _held
+    require("torchtitan", ("0.3",), "torchtitan")
+    with _lock:
+        if _held == 0:
+            _swap(_pairs())
+        _held += 1
+        return Swap()
+
+
+def _pairs() -> dict[type, type]:
+    """torchtitan's Functions and ours."""
+    from overlap_torch.integrations import _torchtitan_functions as functions
+
+    return functions.PAIRS
+
+
+def _swap(pairs: dict[type, type]) -> None:
+    """In all modules: one that has imported a name holds the class itself."""
+    from overlap_torch.integrations import _torchtitan_functions as functions
+
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module is functions:
+            continue
+        names = vars(module)
+        for old, new in pairs.items():
+            if names.get(old.__name__) is old:
+                names[old.__name__] = new

@@ -1,0 +1,425 @@
+"""Megatron-core's linears by this package's ops: the layers, a GPT that trains, and its experts, which stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from checks import Failures, message_of
+from layers import integers, my_features, my_tokens, ops_called
+from operands import difference
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None,
+        reason="megatron-core is not installed: make test-integrations",
+    ),
+    pytest.mark.ranks((2, "gloo")),
+]
+
+TOKENS, BATCH, IN, OUT = 6, 3, 8, 12
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Megatron's own sequence parallelism makes its buffers on the current GPU, here the CPU, and its dropout has a state there."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
+    ):
+        yield
+
+
+def config(sequence_parallel: bool, **fields: object):
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=sequence_parallel,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **fields,
+    )
+
+
+def classes() -> dict[str, tuple[type, type]]:
+    """Megatron's layers and ours."""
+    from megatron.core.tensor_parallel import layers
+
+    from overlap_torch.integrations import megatron
+
+    return {
+        "column": (layers.ColumnParallelLinear, megatron.OverlapColumnParallelLinear),
+        "row": (layers.RowParallelLinear, megatron.OverlapRowParallelLinear),
+    }
+
+
+def pair(name: str, settings, **arguments: object) -> list[torch.nn.Module]:
+    """Megatron's layer and ours, with integers in their parameters, each rank others."""
+    sizes = {"bias": True, "skip_bias_add": False, **arguments}
+    if name == "row":
+        sizes = {"input_is_parallel": True, **sizes}
+    found = []
+    for kind in classes()[name]:
+        layer = kind(
+            IN, OUT, config=settings, init_method=lambda weight: weight.fill_(1.0), **sizes
+        )
+        with torch.no_grad():
+            layer.weight.copy_(integers(*layer.weight.shape, seed=1 + dist.get_rank()))
+            if layer.bias is not None:
+                layer.bias.copy_(integers(*layer.bias.shape, seed=5))
+        found.append(layer)
+    return found
+
+
+def operand(name: str, layer: torch.nn.Module) -> torch.Tensor:
+    whole = integers(TOKENS, BATCH, IN, seed=3)
+    if name == "row":
+        return my_features(whole) if layer.input_is_parallel else whole
+    return my_tokens(whole) if layer.sequence_parallel else whole
+
+
+def run(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """What the layer returns, and its gradients."""
+    input = operand(name, layer).detach().clone().requires_grad_()
+    output, bias = layer(input)
+    gradient = integers(TOKENS, BATCH, OUT, seed=7)
+    if name == "column":
+        cut = torch.Tensor.detach if layer.gather_output else my_features
+    else:
+        cut = my_tokens if layer.sequence_parallel else torch.Tensor.detach
+    output.backward(cut(gradient).contiguous())
+    found = {"output": output.detach(), "bias": bias, "input's gradient": input.grad}
+    return found | {key: value.grad for key, value in layer.named_parameters()}
+
+
+def compare(failures: Failures, name: str, own: torch.nn.Module, ours: torch.nn.Module, *where):
+    right = run(name, own)
+    for key, value in run(name, ours).items():
+        if value is None or right[key] is None:
+            alike = value is right[key]
+            failures.expect(None if alike else f"{value}, expected {right[key]}", key, name, *where)
+        else:
+            failures.expect(difference(value.detach(), right[key].detach()), key, name, *where)
+
+
+def check_layers() -> tuple[int, list[str]]:
+    """Outputs and gradients beside Megatron's own layers, bit for bit."""
+    failures = Failures()
+    for name, sequence, bias, skip, frozen in itertools.product(
+        ("column", "row"), (False, True), (False, True), (False, True), (False, True)
+    ):
+        with on_cpu():
+            own, ours = pair(name, config(sequence), bias=bias, skip_bias_add=skip)
+            for layer in (own, ours):
+                # Megatron's frozen column layers give their biases no gradient either.
+                layer.requires_grad_(not frozen)
+            compare(
+                failures,
+                name,
+                own,
+                ours,
+                "sequence",
+                sequence,
+                "bias",
+                bias,
+                skip,
+                "frozen",
+                frozen,
+            )
+    with on_cpu():
+        compare(failures, "column", *pair("column", config(True), gather_output=True), "gathered")
+        compare(failures, "row", *pair("row", config(False), input_is_parallel=False), "whole")
+        own, ours = pair("column", config(False), disable_grad_reduce=True)
+        compare(failures, "column", own, ours, "not reduced")
+    return failures.result()
+
+
+def test_megatron_layers_are_megatrons(ranks):
+    ranks.expect_no_failures(check_layers)
+
+
+def check_ops() -> tuple[int, list[str]]:
+    """The ops that run, and what the report says of the layers."""
+    failures = Failures()
+    for name, sequence, forward, backward in (
+        ("column", False, set(), {"gemm_allreduce"}),
+        ("column", True, {"allgather_gemm"}, {"gemm_reducescatter"}),
+        ("row", False, {"gemm_allreduce"}, set()),
+        ("row", True, {"gemm_reducescatter"}, {"allgather_gemm"}),
+    ):
+        with on_cpu():
+            _, layer = pair(name, config(sequence))
+            input = operand(name, layer).clone().requires_grad_()
+            outputs = []
+            called = ops_called(lambda: outputs.append(layer(input)[0].sum()))  # noqa: B023, called at once
+            failures.expect(None if called == forward else f"ran {called}", name, sequence)
+            called = ops_called(outputs[0].backward)
+            failures.expect(None if called == backward else f"ran {called}", name, sequence)
+        rows = [row for row in overlap_torch.report(layer) if row["direction"]]
+        said = {direction: set() for direction in ("forward", "backward")}
+        for row in rows:
+            said[row["direction"]].add(row["op"])
+        right = said["forward"] >= forward and said["backward"] >= backward
+        failures.expect(None if right else f"report says {said}", name, sequence)
+    return failures.result()
+
+
+def test_megatron_layers_run_the_ops(ranks):
+    ranks.expect_no_failures(check_ops)
+
+
+def check_accumulation() -> tuple[int, list[str]]:
+    """Gradients that are added to main_grad: the same sums in it, and what Megatron's hooks look at."""
+    from megatron.core.tensor_parallel import layers
+
+    failures = Failures()
+
+    def add(input: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad += grad.t() @ input
+
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    with (
+        on_cpu(),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True),
+    ):
+        for name, sequence, hooks, zeros in itertools.product(
+            ("column", "row"), (False, True), (False, True), (False, True)
+        ):
+            settings = config(sequence, gradient_accumulation_fusion=True)
+            found = []
+            for layer in pair(name, settings):
+                weight = layer.weight
+                weight.main_grad = integers(*weight.shape, seed=9)
+                weight.zero_out_wgrad = zeros
+                if hooks:
+                    weight.grad_added_to_main_grad = False
+                results = [run(name, layer) for _ in range(2)]
+                del results[0]["weight"], results[1]["weight"]  # the second adds to the first
+                grad = weight.grad
+                found.append(
+                    {
+                        "main_grad": weight.main_grad,
+                        "output": results[0]["output"],
+                        "input's gradient": results[0]["input's gradient"],
+                        "hooks": torch.tensor(getattr(weight, "grad_added_to_main_grad", False)),
+                        "arrived": torch.tensor(grad is not None),
+                        "zeros": grad if zeros and hooks else torch.zeros(()),
+                    }
+                )
+            own, ours = found
+            for key in own:
+                failures.expect(
+                    difference(ours[key], own[key].detach()), key, name, sequence, hooks, zeros
+                )
+        _, layer = pair("row", config(True, gradient_accumulation_fusion=True))
+        message = message_of(run, "row", layer)
+        said = "but the weight had none in forward" in message
+        failures.expect(None if said else f"said {message!r}", "no main_grad")
+    return failures.result()
+
+
+def test_megatron_layers_accumulate_into_main_grad(ranks):
+    ranks.expect_no_failures(check_accumulation)
+
+
+def check_state() -> tuple[int, list[str]]:
+    """Sharded state dicts are Megatron's, and either layer loads the other's."""
+    failures = Failures()
+    for name in ("column", "row"):
+        with on_cpu():
+            own, ours = pair(name, config(True))
+            metadata = {"dp_cp_group": None}
+            from megatron.core import parallel_state
+
+            metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(
+                with_context_parallel=True
+            )
+            right, found = (
+                layer.sharded_state_dict("layer.", metadata=metadata) for layer in (own, ours)
+            )
+            failures.expect(None if list(found) == list(right) else f"{list(found)}", name)
+            for key in ("layer.weight", "layer.bias"):
+                for field in ("key", "dtype", "local_shape", "global_shape", "global_offset"):
+                    one, other = getattr(found[key], field), getattr(right[key], field)
+                    failures.expect(
+                        None if one == other else f"{one}, not {other}", name, key, field
+                    )
+            with torch.no_grad():
+                own.weight += 1
+            ours.load_state_dict(own.state_dict())
+            failures.expect(difference(ours.weight.detach(), own.weight.detach()), name, "loaded")
+            for tag in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
+                one, other = getattr(ours.weight, tag), getattr(own.weight, tag)
+                failures.expect(None if one == other else f"{one}, not {other}", name, tag)
+    return failures.result()
+
+
+def test_megatron_layers_have_megatrons_state(ranks):
+    ranks.expect_no_failures(check_state)
+
+
+def check_left() -> tuple[int, list[str]]:
+    """What Megatron's own layer runs: experts in silence, the rest with a reason in the report."""
+    failures = Failures()
+    with on_cpu():
+        for name in ("column", "row"):
+            own, ours = pair(name, config(False), is_expert=True, skip_bias_add=True, bias=False)
+            called = ops_called(lambda: compare(failures, name, own, ours, "expert"))  # noqa: B023, called at once
+            failures.expect(None if not called else f"ran {called}", name, "expert")
+            _, layer = pair(name, config(False))
+            layer.gtp_remat_size = 2
+            with contextlib.suppress(AttributeError):  # the weight is not one of GTP's
+                layer(operand(name, layer))
+            whys = [row["why"] for row in overlap_torch.report(layer) if not row["op"]]
+            right = "Megatron's own layer: the weight is gathered before its GEMM (GTP)"
+            failures.expect(None if right in whys else f"report says {whys}", name)
+    return failures.result()
+
+
+def test_megatron_layers_leave_experts_alone(ranks):
+    ranks.expect_no_failures(check_left)
+
+
+def gpt(spec, settings) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        settings,
+        transformer_layer_spec=spec,
+        vocab_size=64,
+        max_sequence_length=16,
+        position_embedding_type="rope",
+        parallel_output=True,
+    )
+
+
+def check_gpt(sequence: bool) -> tuple[int, list[str]]:
+    """Losses, gradients and parameters of three steps beside Megatron's local spec, whose norms refuse sequence parallelism."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from overlap_torch.integrations import megatron
+
+    failures = Failures()
+    with on_cpu():
+        torch.manual_seed(1)
+        own = gpt(get_gpt_layer_local_spec(), config(False))
+        settings = config(sequence)
+        ours = gpt(megatron.gpt_block_spec(settings), settings)
+        ours.load_state_dict(own.state_dict())
+        tokens = torch.arange(2 * 12).view(2, 12) * 7 % 64
+        positions = torch.arange(12).expand(2, 12)
+        mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (own, ours)]
+        for step in range(3):
+            losses = []
+            for model, optimizer in zip((own, ours), optimizers, strict=True):
+                optimizer.zero_grad()
+
+                def train(model=model):
+                    loss = model(tokens, positions, mask, labels=tokens).mean()
+                    loss.backward()
+                    losses.append(loss.detach())  # noqa: B023, called at once
+
+                called = ops_called(train)
+                right = set()
+                if model is ours:
+                    right = {"gemm_allreduce"}
+                    if sequence:
+                        right = {"allgather_gemm", "gemm_reducescatter"}
+                failures.expect(None if called == right else f"ran {called}", "step", step)
+            failures.expect(close(losses[1], losses[0]), "loss of step", step)
+            mine = dict(ours.named_parameters())
+            for parameter in mine.values():  # as Megatron's finalize_model_grads
+                if getattr(parameter, "sequence_parallel", False):
+                    dist.all_reduce(parameter.grad)
+            for name, parameter in own.named_parameters():
+                failures.expect(close(mine[name].grad, parameter.grad), "gradient", name, step)
+            for optimizer in optimizers:
+                optimizer.step()
+            for name, parameter in own.named_parameters():
+                failures.expect(close(mine[name].detach(), parameter.detach()), name, step)
+    return failures.result()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """What is wrong with a float32 result that was summed in another order."""
+    try:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+def test_megatron_gpt_trains(ranks, sequence):
+    ranks.expect_no_failures(check_gpt, sequence)
+
+
+def check_specs() -> tuple[int, list[str]]:
+    """Which classes a layer is built of: ours outside the experts, Megatron's in them."""
+    from megatron.core.models.backends import LocalSpecProvider
+
+    from overlap_torch.integrations import megatron
+
+    failures = Failures()
+    column, row = (names[1] for names in classes().values())
+    own_column, own_row = (names[0] for names in classes().values())
+    with on_cpu():
+        settings = config(False, num_moe_experts=2, add_bias_linear=False)
+        model = gpt(megatron.gpt_layer_spec(num_experts=2), settings)
+        for name, module in model.named_modules():
+            if isinstance(module, (own_column, own_row)):
+                inside = "experts" in name or "output_layer" in name
+                right = {own_column, own_row} if inside else {column, row}
+                alike = type(module) in right
+                failures.expect(None if alike else f"is {type(module)}", name)
+
+    class Fallback(LocalSpecProvider):
+        """With something that the protocol does not have."""
+
+        def linear(self) -> type:
+            return torch.nn.Linear
+
+    provider = megatron.OverlapSpecProvider(Fallback())
+    found = [provider.linear(), provider.column_parallel_linear(), provider.row_parallel_linear()]
+    right = [torch.nn.Linear, column, row]
+    failures.expect(None if found == right else f"{found}", "fallback")
+    local = LocalSpecProvider()
+    for name in ("core_attention", "activation_func"):
+        one, other = getattr(provider, name)(), getattr(local, name)()
+        failures.expect(None if one is other else f"{one}, not {other}", name)
+    norms = [provider.layer_norm(), provider.layer_norm(rms_norm=True, for_qk=True)]
+    failures.expect(None if norms == [megatron.TorchNorm] * 2 else f"{norms}", "norms")
+    spec = megatron.gpt_layer_spec(multi_latent_attention=True).submodules
+    linears = [
+        getattr(spec.self_attention.submodules, f"linear_{name}_proj")
+        for name in ("q", "q_down", "q_up", "kv_down", "kv_up")
+    ]
+    failures.expect(None if linears == [column] * 5 else f"{linears}", "latent attention")
+    alike = spec.self_attention.submodules.linear_proj is row
+    failures.expect(None if alike else "not ours", "latent attention's output")
+    return failures.result()
+
+
+def test_megatron_specs_hold_our_linears_outside_experts(ranks):
+    ranks.expect_no_failures(check_specs)
