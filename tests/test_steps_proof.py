@@ -288,21 +288,20 @@ def test_validate_refuses_more_communication_than_there_are_sms() -> None:
     with pytest.raises(ValueError) as refused:
         plan.validate()
     text = str(refused.value)
-    assert "rank 0, call 1, step #" in text
-    assert "step #1 (gemm on caller) takes 2 of 132 SMs" in text
-    assert "hold 160: rank 0, call 1, step #3 (collective on side0)" in text
+    assert "rank 0, call 0, step #3 (collective on side0) takes 40 of 132 SMs" in text
+    assert "hold 120: rank 0, call 0, step #6 (collective on side1)" in text
     assert "lower max_ctas or lanes, or raise comm_sms" in text
-    with pytest.raises(ValueError, match="takes 2 of 132 SMs"):
+    with pytest.raises(ValueError, match="takes 40 of 132 SMs"):
         plans.validate(plan)
-    with pytest.raises(ValueError, match="takes 2 of 132 SMs"):
+    with pytest.raises(ValueError, match="takes 40 of 132 SMs"):
         plans.from_json(plans.to_json(plan))
 
 
 def test_validate_counts_the_sms_of_the_machine_that_it_is_given() -> None:
-    plan = panels(max_ctas=8, lanes=2)
+    plan = panels(max_ctas=12, lanes=2)
     plans.validate(plan)
     plans.validate(plan, MACHINES["hopper"])
-    with pytest.raises(ValueError, match="of 16 SMs"):
+    with pytest.raises(ValueError, match="takes 12 of 16 SMs"):
         plans.validate(plan, MACHINES["hopper of 16 SMs"])
     plans.validate(plan, Machine())  # a CPU has none to hold
 

@@ -94,37 +94,64 @@ void Simulation::check_races() {
   }
 }
 
-// What is waited for must find SMs, whichever of the steps that wait and hold some have come first: at the most those
-// that can run beside it, one on each lane. What nobody waits for cannot keep others from ending.
+// SMs that others may hold when a step is to start: those that wait, at the most one on each lane. `ended`: of each
+// holder, whether it ends in any case.
+int32_t Simulation::held_beside(const Holder& one, const std::vector<bool>& ended,
+                                std::string* who) const {
+  std::map<Lane, const Holder*> most;
+  for (size_t i = 0; i < holders_.size(); ++i) {
+    const Holder& other = holders_[i];
+    if (!other.waits || other.rank != one.rank || ended[i] || &other == &one) continue;
+    if (graph_.before(other.last, one.first) || graph_.before(one.first, other.first)) continue;
+    const Holder*& found = most[other.lane];
+    if (found == nullptr || found->held < other.held) found = &other;
+  }
+  int32_t held = 0;
+  for (const auto& [lane, other] : most) {
+    // A warp keeps a cluster from the SM beside it, too.
+    held += other->one_warp ? std::max(other->held, one.needed > 1 ? 2 : 1) : other->held;
+    if (who != nullptr) *who += (who->empty() ? "" : "; ") + says(other->first);
+  }
+  return held;
+}
+
+// Whatever steps that wait have come to their SMs first, all get on: a step starts once all before it have ended and
+// those that may never end leave it room; it ends once all that it waits for have started, or ended. Of the first calls,
+// as those behind them are alike.
 void Simulation::check_progress() {
-  const int32_t looked_at = std::min<int32_t>(1, static_cast<int32_t>(turns_.size()) - 1);
-  const auto in_time = [&](const Holder& holder) {
-    return std::abs(labels_[at(holder.first)].turn - looked_at) <= 1;
-  };
-  // Whether somebody who may hold SMs by then cannot end without it.
-  const auto is_waited_for = [&](const Holder& one) {
-    return std::any_of(holders_.begin(), holders_.end(), [&](const Holder& other) {
-      return other.waits && in_time(other) && graph_.before(one.last, other.last) &&
-             !graph_.before(one.last, other.first);
-    });
-  };
-  for (const Holder& one : holders_) {
-    if (labels_[at(one.first)].turn != looked_at) continue;
-    std::map<Lane, const Holder*> most;
-    for (const Holder& other : holders_) {
-      if (!other.waits || other.rank != one.rank || !in_time(other) || &other == &one) continue;
-      if (graph_.before(other.last, one.first) || graph_.before(one.last, other.first)) continue;
-      const Holder*& found = most[other.lane];
-      if (found == nullptr || found->held < other.held) found = &other;
+  constexpr int32_t kTurns = 3;
+  std::erase_if(holders_, [&](const Holder& one) { return labels_[at(one.first)].turn >= kTurns; });
+  const std::vector<bool> none(holders_.size(), false);
+  const bool fit = std::all_of(holders_.begin(), holders_.end(), [&](const Holder& one) {
+    return held_beside(one, none, nullptr) + one.needed <= machine_.sm_count;
+  });
+  if (fit) return;
+  std::vector<bool> started = none;
+  std::vector<bool> ended = none;
+  const auto all_before = [&](const Holder& one, Node node) {
+    for (size_t i = 0; i < holders_.size(); ++i) {
+      if (&holders_[i] == &one) continue;
+      if (!started[i] && graph_.before(holders_[i].first, node)) return false;
+      if (!ended[i] && graph_.before(holders_[i].last, node)) return false;
     }
-    int32_t held = 0;
+    return true;
+  };
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (size_t i = 0; i < holders_.size(); ++i) {
+      const Holder& one = holders_[i];
+      if (!started[i] && all_before(one, one.first) &&
+          held_beside(one, ended, nullptr) + one.needed <= machine_.sm_count) {
+        started[i] = changed = true;
+      }
+      if (started[i] && !ended[i] && all_before(one, one.last)) ended[i] = changed = true;
+    }
+  }
+  for (size_t i = 0; i < holders_.size(); ++i) {
+    const Holder& one = holders_[i];
+    if (started[i] || !all_before(one, one.first)) continue;
     std::string who;
-    for (const auto& [lane, other] : most) {
-      // A warp keeps a cluster from the SM beside it, too.
-      held += other->one_warp ? std::max(other->held, one.needed > 1 ? 2 : 1) : other->held;
-      who += (who.empty() ? "" : "; ") + says(other->first);
-    }
-    if (held + one.needed <= machine_.sm_count || !is_waited_for(one)) continue;
+    const int32_t held = held_beside(one, ended, &who);
     fail(Fault::Kind::kProgress,
          says(one.first) + " takes " + std::to_string(one.needed) + " of " +
              std::to_string(machine_.sm_count) +

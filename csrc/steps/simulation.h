@@ -264,6 +264,7 @@ class Simulation {
   void check_circles();
   bool flags_disturb(const Access& a, const Access& b) const;
   void check_races();
+  int32_t held_beside(const Holder& one, const std::vector<bool>& ended, std::string* who) const;
   void check_progress();
   void check_results();
   void share(Node hub, const std::map<int32_t, CommunicatorCall>& calls, const Turn& turn,
