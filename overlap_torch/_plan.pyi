@@ -1,7 +1,7 @@
 # Types of the planner's module, csrc/binding/plan_module.cc: what overlap_torch.plan exports or uses.
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,6 +70,7 @@ class Layout(_Enum):
     PACKED: ClassVar[Layout]
 
 class Problem:
+    __fields__: ClassVar[dict[str, Any]]
     op: Op
     m: int
     n: int
@@ -89,6 +90,7 @@ class Problem:
     def row_parts(self) -> int: ...
 
 class Machine:
+    __fields__: ClassVar[dict[str, Any]]
     arch: int
     sm_count: int
     sm_gflops: float
@@ -112,6 +114,7 @@ class Machine:
     ) -> None: ...
 
 class Chunk:
+    __fields__: ClassVar[dict[str, Any]]
     def __init__(self, tiles: int, transport: Transport = ..., max_ctas: int = 0) -> None: ...
     def __hash__(self) -> int: ...
     @property
@@ -122,6 +125,7 @@ class Chunk:
     def max_ctas(self) -> int: ...
 
 class BandRun:
+    __fields__: ClassVar[dict[str, Any]]
     def __init__(self, tile_rows: int, count: int) -> None: ...
     def __hash__(self) -> int: ...
     @property
@@ -130,6 +134,7 @@ class BandRun:
     def count(self) -> int: ...
 
 class Resources:
+    __fields__: ClassVar[dict[str, Any]]
     comm_sms: int
     smem_pad_bytes: int
     window: bool
@@ -145,6 +150,7 @@ class Resources:
     ) -> None: ...
 
 class Plan:
+    __fields__: ClassVar[dict[str, Any]]
     problem: Problem
     schedule: Schedule
     kernel: Kernel

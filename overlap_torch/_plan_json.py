@@ -1,69 +1,35 @@
-"""Plans as JSON, the form in which they are saved, read and edited by hand."""
+"""Plans as JSON, the form in which they are saved, read and edited by hand.
+
+The fields are those that the bound classes list in ``__fields__``: a type for each name.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from overlap_torch._plan import (
-    BandRun,
-    Chunk,
     Collective,
     DType,
     Kernel,
     Layout,
     Op,
     Plan,
-    Problem,
-    Resources,
     Schedule,
     Transport,
     validate,
 )
 
-_VERSION = 1  # of the fields below; it changes when they do
+_VERSION = 1  # of the fields (csrc/plan/plan_fields.h); it changes when they do
 
 _Enum = TypeVar("_Enum", Op, DType, Schedule, Kernel, Transport, Layout, Collective)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as dicts, lists, strings and numbers, the form in which it is saved as JSON."""
-    problem, resources = plan.problem, plan.resources
-    return {
-        "version": _VERSION,
-        "problem": {
-            "op": enum_name(problem.op),
-            "m": problem.m,
-            "n": problem.n,
-            "k": problem.k,
-            "dtype": enum_name(problem.dtype),
-            "world_size": problem.world_size,
-        },
-        "schedule": enum_name(plan.schedule),
-        "kernel": enum_name(plan.kernel),
-        "tile_m": plan.tile_m,
-        "tile_n": plan.tile_n,
-        "cluster_m": plan.cluster_m,
-        "layout": enum_name(plan.layout),
-        "collective": enum_name(plan.collective),
-        "bands": [{"tile_rows": run.tile_rows, "count": run.count} for run in plan.bands],
-        "chunks": [
-            {
-                "tiles": chunk.tiles,
-                "transport": enum_name(chunk.transport),
-                "max_ctas": chunk.max_ctas,
-            }
-            for chunk in plan.chunks
-        ],
-        "resources": {
-            "comm_sms": resources.comm_sms,
-            "smem_pad_bytes": resources.smem_pad_bytes,
-            "window": resources.window,
-            "finish_ctas": resources.finish_ctas,
-            "lanes": resources.lanes,
-        },
-    }
+    return {"version": _VERSION, **_plain(plan)}
 
 
 def from_dict(data: dict[str, Any]) -> Plan:
@@ -75,43 +41,8 @@ def from_dict(data: dict[str, Any]) -> Plan:
             f"plan has version {data.get('version')!r}, this release reads {_VERSION}: "
             "make the plan again and save it"
         )
-    _check_fields(
-        "plan",
-        data,
-        "version problem schedule kernel tile_m tile_n cluster_m layout collective bands chunks resources",
-    )
-    problem, resources = data["problem"], data["resources"]
-    _check_fields("plan's problem", problem, "op m n k dtype world_size")
-    _check_fields("plan's resources", resources, "comm_sms smem_pad_bytes window finish_ctas lanes")
-    for name in ("bands", "chunks"):
-        if not isinstance(data[name], list):
-            raise ValueError(f"plan's {name} are {data[name]!r}, expected a list")
-    for run in data["bands"]:
-        _check_fields("plan's band run", run, "tile_rows count")
-    for chunk in data["chunks"]:
-        _check_fields("plan's chunk", chunk, "tiles transport max_ctas")
-
     try:
-        plan = Plan()
-        plan.problem = Problem(
-            m=problem["m"],
-            n=problem["n"],
-            k=problem["k"],
-            dtype=enum_member(DType, problem["dtype"]),
-            world_size=problem["world_size"],
-            op=enum_member(Op, problem["op"]),
-        )
-        plan.schedule = enum_member(Schedule, data["schedule"])
-        plan.kernel = enum_member(Kernel, data["kernel"])
-        plan.tile_m, plan.tile_n, plan.cluster_m = data["tile_m"], data["tile_n"], data["cluster_m"]
-        plan.layout = enum_member(Layout, data["layout"])
-        plan.collective = enum_member(Collective, data["collective"])
-        plan.bands = [BandRun(run["tile_rows"], run["count"]) for run in data["bands"]]
-        plan.chunks = [
-            Chunk(chunk["tiles"], enum_member(Transport, chunk["transport"]), chunk["max_ctas"])
-            for chunk in data["chunks"]
-        ]
-        plan.resources = Resources(**resources)
+        plan = _read("plan", Plan, {name: data[name] for name in data if name != "version"})
     except TypeError as error:
         raise ValueError(f"plan has a field of a wrong type or range: {error}") from error
     validate(plan)
@@ -153,8 +84,40 @@ def enum_member(enum: type[_Enum], value: Any) -> _Enum:
     return names[value]
 
 
-def _check_fields(what: str, data: Any, names: str) -> None:
-    expected = names.split()
+def _plain(value: Any) -> Any:
+    """A field's value in JSON's types."""
+    if hasattr(value, "__fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__fields__}
+    if hasattr(value, "__members__"):
+        return enum_name(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _read(what: str, kind: Any, data: Any) -> Any:
+    """A field of this type: a class, (an item's class,), an enumeration, or a type of numbers."""
+    if isinstance(kind, tuple):
+        if not isinstance(data, list):
+            raise ValueError(f"{what} are {data!r}, expected a list")
+        return [_read(f"{what}[{i}]", kind[0], item) for i, item in enumerate(data)]
+    if hasattr(kind, "__members__"):
+        return enum_member(kind, data)
+    if not hasattr(kind, "__fields__"):
+        return data  # the class checks it
+    _check_fields(what, data, kind.__fields__)
+    owner = f"{what}'s" if what == "plan" else what
+    values = {
+        name: _read(f"{owner} {name}", field, data[name]) for name, field in kind.__fields__.items()
+    }
+    if kind is not Plan:
+        return kind(**values)
+    plan = Plan()
+    for name, value in values.items():
+        setattr(plan, name, value)
+    return plan
+
+
+def _check_fields(what: str, data: Any, names: Iterable[str]) -> None:
+    expected = list(names)
     if not isinstance(data, dict):
         raise ValueError(f"{what} is {data!r}, expected a dict with {', '.join(expected)}")
     missing = [name for name in expected if name not in data]

@@ -199,7 +199,10 @@ def test_plan_json_is_readable_and_checked() -> None:
         ({"tile_m": 128.5}, "wrong type or range"),
         ({"tile_m": 2**40}, "wrong type or range"),
         ({"chunks": None}, "chunks are None, expected a list"),
-        ({"bands": [[2, 4]]}, "band run is .* expected a dict"),
+        ({"bands": [[2, 4]]}, r"plan's bands\[0\] is .* expected a dict"),
+        ({"bands": [{"count": 4}]}, r"bands\[0\] lacks the fields \['tile_rows'\]"),
+        ({"problem": 3}, "plan's problem is 3, expected a dict with op, m, n"),
+        ({"layout": "tiled"}, "Layout is 'tiled', allowed are row_major, packed"),
         ({"extra": 1}, r"unknown fields \['extra'\]"),
         ({"tile_m": 64}, "given tiles of 64x128"),
     ]:
@@ -213,3 +216,27 @@ def test_plan_json_is_readable_and_checked() -> None:
 def test_plan_saves_and_loads(tmp_path) -> None:
     plans.save(example(), tmp_path / "plan.json")
     assert plans.load(tmp_path / "plan.json") == example()
+
+
+def test_plan_saved_by_earlier_releases_loads() -> None:
+    """As they wrote it: all fields, in an order of their own."""
+    text = """
+    {"version": 1,
+     "problem": {"op": "gemm_allreduce", "m": 512, "n": 512, "k": 64, "dtype": "float16", "world_size": 2},
+     "schedule": "overlapped", "kernel": "sm90_cooperative", "tile_m": 128, "tile_n": 256, "cluster_m": 2,
+     "layout": "packed", "collective": "exchange", "bands": [{"tile_rows": 4, "count": 1}],
+     "chunks": [{"tiles": 3, "transport": "nccl", "max_ctas": 4}, {"tiles": 5, "transport": "nccl", "max_ctas": 4}],
+     "resources": {"comm_sms": 8, "smem_pad_bytes": 0, "window": true, "finish_ctas": 6, "lanes": 2}}
+    """
+    problem = Problem(512, 512, 64, "float16", 2)
+    plan = plans.packed(
+        problem, [3, 5], kernel="sm90_cooperative", band_rows=4, comm_sms=8, max_ctas=4,
+        window=True, finish_ctas=6, lanes=2, collective="exchange",
+    )  # fmt: skip
+    assert plans.from_json(text) == plan
+    assert json.loads(plans.to_json(plan)) == json.loads(text)
+    assert repr(plan) == (
+        "gemm_allreduce m=512 n=512 k=64 float16 world_size=2: overlapped, sm90_cooperative 128x256 cluster 2, packed, "
+        "bands of 1 x 4 tile rows, chunks of 3 tiles (nccl, 4 CTAs), 5 tiles (nccl, 4 CTAs), exchange, "
+        "8 SMs left to communication, in a window, finished by 6 CTAs, 2 lanes"
+    )

@@ -2,12 +2,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cctype>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "binding/steps_module.h"
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
+#include "plan/plan_fields.h"
 #include "plan/ring_order.h"
 #include "plan/templates.h"
 #include "planner/planner.h"
@@ -83,250 +87,191 @@ Enum member(const py::object& given) {
                         py::repr(given).cast<std::string>() + ", allowed are " + allowed);
 }
 
-// Pickled, and so copied by the module copy, member by member.
-template <typename Item, typename... Members>
-auto pickled(Members Item::*... members) {
-  return py::pickle([=](const Item& item) { return py::make_tuple(item.*members...); },
-                    [=](const py::tuple& state) {
-                      if (state.size() != sizeof...(members)) {
-                        throw py::value_error("pickled by another release: it has " +
-                                              std::to_string(state.size()) + " members, not " +
-                                              std::to_string(sizeof...(members)));
-                      }
-                      Item item{};
-                      size_t next = 0;
-                      ((item.*members = state[next++].template cast<Members>()), ...);
-                      return item;
-                    });
+// In Python's capitals.
+std::string capitals(std::string name) {
+  for (char& letter : name) letter = static_cast<char>(std::toupper(letter));
+  return name;
+}
+
+template <typename Enum>
+void bind_enum(py::module_& m) {
+  using plan::Enumeration;
+  py::enum_<Enum> bound(m, Enumeration<Enum>::kName, Enumeration<Enum>::kDoc);
+  for (const plan::Member<Enum>& one : Enumeration<Enum>::kMembers) {
+    bound.value(capitals(one.name).c_str(), one.value, *one.doc == '\0' ? nullptr : one.doc);
+  }
+}
+
+// In Python: an item's class, (an item's class,) for a sequence, a number's type.
+template <typename Value>
+py::object python_type() {
+  if constexpr (plan::kIsSequence<Value>) {
+    return py::make_tuple(python_type<typename Value::value_type>());
+  } else {
+    return py::type::of(py::cast(Value{}));
+  }
+}
+
+template <typename Item>
+std::string class_doc() {
+  std::string doc = std::string(plan::Fields<Item>::kDoc) + "\n\nAttributes:";
+  plan::for_each_field<Item>(
+      [&](const auto& field) { doc += std::string("\n    ") + field.name + ": " + field.doc; });
+  return doc;
+}
+
+// All that follows from a struct's fields alone but its constructor. Items of sequences are frozen.
+template <typename Item, bool kFrozen = false>
+py::class_<Item> bind_fields(py::module_& m) {
+  py::class_<Item> bound(m, plan::Fields<Item>::kName, class_doc<Item>().c_str());
+  py::dict types;
+  plan::for_each_field<Item>([&](const auto& field) {
+    using Value = typename std::decay_t<decltype(field)>::Type;
+    const auto member = field.member;
+    types[field.name] = python_type<Value>();
+    if constexpr (kFrozen) {
+      bound.def_readonly(field.name, member);
+    } else if constexpr (plan::kIsSequence<Value>) {
+      bound.def_property(
+          field.name, [member](const Item& item) { return as_tuple(item.*member); },
+          [member](Item& item, Value given) { item.*member = std::move(given); });
+    } else {
+      bound.def_readwrite(field.name, member);
+    }
+  });
+  bound.attr("__fields__") = types;
+  return bound;
+}
+
+template <typename Item>
+py::tuple field_values(const Item& item) {
+  return std::apply([&](const auto&... field) { return py::make_tuple(item.*field.member...); },
+                    plan::Fields<Item>::kAll);
+}
+
+template <typename Item, size_t I>
+auto argument() {
+  constexpr auto kField = std::get<I>(plan::Fields<Item>::kAll);
+  if constexpr (I < plan::Fields<Item>::kRequired) {
+    return py::arg(kField.name);
+  } else {
+    return py::arg(kField.name) = Item{}.*kField.member;
+  }
+}
+
+// A constructor that takes all fields in order.
+template <typename Item>
+void def_init(py::class_<Item>& bound) {
+  [&]<size_t... I>(std::index_sequence<I...>) {
+    bound.def(py::init([](typename std::tuple_element_t<
+                           I, std::decay_t<decltype(plan::Fields<Item>::kAll)>>::Type... values) {
+                Item item{};
+                ((item.*std::get<I>(plan::Fields<Item>::kAll).member = values), ...);
+                return item;
+              }),
+              argument<Item, I>()...);
+  }(std::make_index_sequence<plan::kFieldCount<Item>>());
+}
+
+template <typename Item>
+void def_equality(py::class_<Item>& bound) {
+  bound.def("__eq__", [](const Item& a, const Item& b) { return a == b; }, py::is_operator());
+}
+
+template <typename Item>
+void def_hash(py::class_<Item>& bound) {
+  bound.def("__hash__", [](const Item& item) { return py::hash(field_values(item)); });
+}
+
+// Class(name=value, ...), enumerations by their members' names.
+template <typename Item>
+void def_repr(py::class_<Item>& bound) {
+  bound.def("__repr__", [](const Item& item) {
+    std::string text;
+    plan::for_each_field<Item>([&](const auto& field) {
+      const auto& value = item.*field.member;
+      text += (text.empty() ? "" : ", ") + std::string(field.name) + "=";
+      if constexpr (std::is_enum_v<std::decay_t<decltype(value)>>) {
+        text += plan::member_name(value);
+      } else {
+        text += py::str(py::cast(value)).template cast<std::string>();
+      }
+    });
+    return plan::Fields<Item>::kName + ("(" + text + ")");
+  });
+}
+
+// Pickled, and so copied by the module copy, field by field.
+template <typename Item>
+void def_pickle(py::class_<Item>& bound) {
+  bound.def(py::pickle([](const Item& item) { return field_values(item); },
+                       [](const py::tuple& state) {
+                         if (state.size() != plan::kFieldCount<Item>) {
+                           throw py::value_error("pickled by another release: it has " +
+                                                 std::to_string(state.size()) + " members, not " +
+                                                 std::to_string(plan::kFieldCount<Item>));
+                         }
+                         Item item{};
+                         size_t next = 0;
+                         plan::for_each_field<Item>([&](const auto& field) {
+                           using Value = typename std::decay_t<decltype(field)>::Type;
+                           item.*field.member = state[next++].template cast<Value>();
+                         });
+                         return item;
+                       }));
 }
 
 void bind_enums(py::module_& m) {
-  py::enum_<Op>(m, "Op", "The op that a problem is of.")
-      .value("GEMM_ALLREDUCE", Op::kGemmAllReduce)
-      .value("GEMM_REDUCESCATTER", Op::kGemmReduceScatter)
-      .value("ALLGATHER_GEMM", Op::kAllGatherGemm)
-      .value("GEMM_ALLTOALL", Op::kGemmAllToAll);
-  py::enum_<DType>(m, "DType", "Element type of operands and result.")
-      .value("BFLOAT16", DType::kBFloat16)
-      .value("FLOAT16", DType::kFloat16)
-      .value("FLOAT32", DType::kFloat32)
-      .value("FLOAT64", DType::kFloat64);
-  py::enum_<Schedule>(m, "Schedule", "When an op communicates.")
-      .value("SEQUENTIAL", Schedule::kSequential, "one GEMM, and one collective before or after it")
-      .value("OVERLAPPED", Schedule::kOverlapped,
-             "beside the GEMM: chunk by chunk, or, over peers, by its own stores");
-  py::enum_<Kernel>(m, "Kernel", "Which GEMM computes the tiles.")
-      .value("LIBRARY", Kernel::kLibrary,
-             "the framework's, a call for each chunk; takes every dtype, stride and alignment")
-      .value("SM80", Kernel::kSm80,
-             "128 x 128, bfloat16 and float16, compute capability 8.0 and newer")
-      .value("SM90_PINGPONG", Kernel::kSm90Pingpong, "128 x 128, bfloat16 and float16, Hopper")
-      .value("SM90_COOPERATIVE", Kernel::kSm90Cooperative,
-             "128 x 256, bfloat16 and float16, Hopper")
-      .value("SM90_PINGPONG_WIDE", Kernel::kSm90PingpongWide,
-             "128 x 192, bfloat16 and float16, Hopper");
-  py::enum_<Transport>(m, "Transport", "How chunks travel.")
-      .value("NCCL", Transport::kNccl, "CUDA tensors, any ranks")
-      .value("GLOO", Transport::kGloo, "tensors on CPU")
-      .value("PEER", Transport::kPeer,
-             "memory that 2 to 8 ranks of one host map into each other: stores of the GEMM, and "
-             "copy engines");
-  py::enum_<Collective>(m, "Collective", "What communicates a chunk.")
-      .value("ALL_REDUCE", Collective::kAllReduce, "of gemm_allreduce")
-      .value("EXCHANGE", Collective::kExchange,
-             "of gemm_allreduce between two ranks: an all-gather of both chunks, then a sum")
-      .value("REDUCE_SCATTER", Collective::kReduceScatter, "of gemm_reducescatter")
-      .value("ALL_GATHER", Collective::kAllGather, "of allgather_gemm")
-      .value("ALL_TO_ALL", Collective::kAllToAll, "of gemm_alltoall")
-      .value("RING", Collective::kRing,
-             "of reductions over peers: partial sums go from rank to rank, each adding its own")
-      .value("DIRECT", Collective::kDirect,
-             "of reductions over peers: partial sums go to the ranks that need them, which add "
-             "them up");
-  py::enum_<Layout>(m, "Layout", "Where finished tiles are stored until their chunk has arrived.")
-      .value("ROW_MAJOR", Layout::kRowMajor, "chunks are whole row panels of the output")
-      .value("PACKED", Layout::kPacked,
-             "one after the other in tile order: chunks end after any tile");
+  bind_enum<Op>(m);
+  bind_enum<DType>(m);
+  bind_enum<Schedule>(m);
+  bind_enum<Kernel>(m);
+  bind_enum<Transport>(m);
+  bind_enum<Collective>(m);
+  bind_enum<Layout>(m);
 }
 
 void bind_parts(py::module_& m) {
-  py::class_<Problem>(m, "Problem",
-                      R"(What all ranks of a call share, so that each makes the same plan.
-
-Attributes:
-    op: the op; the constructor takes its name as well.
-    m: rows of the GEMM; of all ranks together for allgather_gemm, 0 for gemm_alltoall, whose rows differ by rank.
-    n: columns of the output, of all weights together.
-    k: inner dimension on one rank.
-    dtype: of operands and result; the constructor takes its name or a torch.dtype as well.
-    world_size: number of ranks.)")
+  auto problem = bind_fields<Problem>(m);
+  problem
       .def(py::init([](int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
                        int32_t world_size, const py::object& op) {
              return Problem{member<Op>(op), rows, columns, inner, member<DType>(dtype), world_size};
            }),
            py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
            py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce)
-      .def_readwrite("op", &Problem::op)
-      .def_readwrite("m", &Problem::m)
-      .def_readwrite("n", &Problem::n)
-      .def_readwrite("k", &Problem::k)
-      .def_readwrite("dtype", &Problem::dtype)
-      .def_readwrite("world_size", &Problem::world_size)
       .def_property_readonly(
           "row_parts", [](const Problem& p) { return plan::row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")
-      .def(
-          "__eq__", [](const Problem& a, const Problem& b) { return a == b; }, py::is_operator())
-      .def("__repr__", &Problem::to_string)
-      .def(pickled(&Problem::op, &Problem::m, &Problem::n, &Problem::k, &Problem::dtype,
-                   &Problem::world_size));
+      .def("__repr__", &Problem::to_string);
+  def_equality(problem);
+  def_pickle(problem);
 
-  py::class_<Machine>(
-      m, "Machine",
-      R"(The device and the link that a plan is made for; overlap_torch.plan.machine() measures them.
+  auto machine = bind_fields<Machine>(m);
+  def_init(machine);
+  machine.def("__repr__", &Machine::to_string);
+  def_pickle(machine);
 
-Attributes:
-    arch: compute capability, 80, 89, 90 ...; 0: the CPU.
-    sm_count: SMs of the device.
-    sm_gflops: sustained 16-bit tensor-core rate of one SM, GFLOP/s.
-    has_sm80_kernels, has_sm90_kernels: what this build and this device can run.
-    link_latency_us: fixed time of one all-reduce, microseconds.
-    link_gbps: all-reduced message bytes in a second, GB/s.
-    windows: whether NCCL's symmetric windows work in the group.
-    peer_gbps: copies into a peer's memory, GB/s; 0: the ranks do not map each other's.)")
-      .def(
-          py::init([](int32_t arch, int32_t sm_count, double sm_gflops, bool has_sm80_kernels,
-                      bool has_sm90_kernels, double link_latency_us, double link_gbps, bool windows,
-                      double peer_gbps) {
-            return Machine{
-                arch,      sm_count, sm_gflops, has_sm80_kernels, has_sm90_kernels, link_latency_us,
-                link_gbps, windows,  peer_gbps};
-          }),
-          py::arg("arch") = 0, py::arg("sm_count") = 0, py::arg("sm_gflops") = 0.0,
-          py::arg("has_sm80_kernels") = false, py::arg("has_sm90_kernels") = false,
-          py::arg("link_latency_us") = 0.0, py::arg("link_gbps") = 0.0, py::arg("windows") = false,
-          py::arg("peer_gbps") = 0.0)
-      .def_readwrite("peer_gbps", &Machine::peer_gbps)
-      .def_readwrite("arch", &Machine::arch)
-      .def_readwrite("sm_count", &Machine::sm_count)
-      .def_readwrite("sm_gflops", &Machine::sm_gflops)
-      .def_readwrite("has_sm80_kernels", &Machine::has_sm80_kernels)
-      .def_readwrite("has_sm90_kernels", &Machine::has_sm90_kernels)
-      .def_readwrite("link_latency_us", &Machine::link_latency_us)
-      .def_readwrite("link_gbps", &Machine::link_gbps)
-      .def_readwrite("windows", &Machine::windows)
-      .def("__repr__", &Machine::to_string)
-      .def(pickled(&Machine::arch, &Machine::sm_count, &Machine::sm_gflops,
-                   &Machine::has_sm80_kernels, &Machine::has_sm90_kernels,
-                   &Machine::link_latency_us, &Machine::link_gbps, &Machine::windows,
-                   &Machine::peer_gbps));
-
-  py::class_<Chunk>(
-      m, "Chunk",
-      R"(A run of tiles in tile order, communicated as one unit. Frozen: assign plan.chunks a new sequence.
-
-Attributes:
-    tiles: number of tiles; 0 in plans of gemm_alltoall, and of problems that have none.
-    transport: how it travels, the same for all chunks of a plan.
-    max_ctas: CTA limit of the communicator that carries it; 0: NCCL's own choice.)")
-      .def(py::init([](int32_t tiles, Transport transport, int32_t max_ctas) {
-             return Chunk{tiles, transport, max_ctas};
-           }),
-           py::arg("tiles"), py::arg("transport") = Transport::kNccl, py::arg("max_ctas") = 0)
-      .def_readonly("tiles", &Chunk::tiles)
-      .def_readonly("transport", &Chunk::transport)
-      .def_readonly("max_ctas", &Chunk::max_ctas)
-      .def(
-          "__eq__", [](const Chunk& a, const Chunk& b) { return a == b; }, py::is_operator())
-      .def("__hash__",
-           [](const Chunk& c) {
-             return py::hash(py::make_tuple(c.tiles, static_cast<int>(c.transport), c.max_ctas));
-           })
-      .def("__repr__",
-           [](const Chunk& c) {
-             return py::str("Chunk(tiles={}, transport={}, max_ctas={})")
-                 .format(c.tiles, plan::name(c.transport), c.max_ctas);
-           })
-      .def(pickled(&Chunk::tiles, &Chunk::transport, &Chunk::max_ctas));
-
-  py::class_<BandRun>(m, "BandRun",
-                      "`count` bands of `tile_rows` tile rows each. Frozen: assign plan.bands a "
-                      "new sequence.")
-      .def(py::init([](int32_t tile_rows, int32_t count) { return BandRun{tile_rows, count}; }),
-           py::arg("tile_rows"), py::arg("count"))
-      .def_readonly("tile_rows", &BandRun::tile_rows)
-      .def_readonly("count", &BandRun::count)
-      .def(
-          "__eq__", [](const BandRun& a, const BandRun& b) { return a == b; }, py::is_operator())
-      .def("__hash__",
-           [](const BandRun& r) { return py::hash(py::make_tuple(r.tile_rows, r.count)); })
-      .def("__repr__",
-           [](const BandRun& r) {
-             return py::str("BandRun(tile_rows={}, count={})").format(r.tile_rows, r.count);
-           })
-      .def(pickled(&BandRun::tile_rows, &BandRun::count));
-
-  py::class_<Resources>(m, "Resources", R"(What the GEMM leaves to communication (arXiv 2606.09200).
-
-Attributes:
-    comm_sms: SMs that the GEMM leaves free.
-    smem_pad_bytes: shared memory added to each GEMM block, bytes.
-    window: whether chunks are staged in an NCCL symmetric window.
-    finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
-    lanes: chunks in flight at a time, each on a stream and a communicator of its own.)")
-      .def(py::init([](int32_t comm_sms, int32_t smem_pad_bytes, bool window, int32_t finish_ctas,
-                       int32_t lanes) {
-             return Resources{comm_sms, smem_pad_bytes, window, finish_ctas, lanes};
-           }),
-           py::arg("comm_sms") = 0, py::arg("smem_pad_bytes") = 0, py::arg("window") = false,
-           py::arg("finish_ctas") = 0, py::arg("lanes") = 1)
-      .def_readwrite("comm_sms", &Resources::comm_sms)
-      .def_readwrite("smem_pad_bytes", &Resources::smem_pad_bytes)
-      .def_readwrite("window", &Resources::window)
-      .def_readwrite("finish_ctas", &Resources::finish_ctas)
-      .def_readwrite("lanes", &Resources::lanes)
-      .def(
-          "__eq__", [](const Resources& a, const Resources& b) { return a == b; },
-          py::is_operator())
-      .def("__repr__",
-           [](const Resources& r) {
-             return py::str(
-                        "Resources(comm_sms={}, smem_pad_bytes={}, window={}, finish_ctas={}, "
-                        "lanes={})")
-                 .format(r.comm_sms, r.smem_pad_bytes, r.window, r.finish_ctas, r.lanes);
-           })
-      .def(pickled(&Resources::comm_sms, &Resources::smem_pad_bytes, &Resources::window,
-                   &Resources::finish_ctas, &Resources::lanes));
+  auto chunk = bind_fields<Chunk, true>(m);
+  auto run = bind_fields<BandRun, true>(m);
+  auto resources = bind_fields<Resources>(m);
+  const auto plain = [](auto& bound) {
+    def_init(bound);
+    def_equality(bound);
+    def_repr(bound);
+    def_pickle(bound);
+  };
+  plain(chunk);
+  plain(run);
+  plain(resources);
+  def_hash(chunk);
+  def_hash(run);
 }
 
 void bind_plan(py::module_& m) {
-  py::class_<Plan>(m, "Plan",
-                   R"(How one problem runs. Plain data; validate() says whether it can run.
-
-Attributes:
-    problem: what it is a plan for.
-    schedule, kernel, layout, collective: see the enumerations.
-    tile_m, tile_n: the kernel's tile, elements.
-    cluster_m: tile rows that a cluster computes together.
-    bands: BandRuns, the tile order: band after band, within each column after column.
-    chunks: Chunks, in tile order; their tiles sum up to the grid's.
-    resources: what the GEMM leaves to communication.)")
-      .def(py::init<>())
-      .def_readwrite("problem", &Plan::problem)
-      .def_readwrite("schedule", &Plan::schedule)
-      .def_readwrite("kernel", &Plan::kernel)
-      .def_readwrite("tile_m", &Plan::tile_m)
-      .def_readwrite("tile_n", &Plan::tile_n)
-      .def_readwrite("cluster_m", &Plan::cluster_m)
-      .def_readwrite("layout", &Plan::layout)
-      .def_readwrite("collective", &Plan::collective)
-      .def_readwrite("resources", &Plan::resources)
-      .def_property(
-          "bands", [](const Plan& p) { return as_tuple(p.bands); },
-          [](Plan& p, std::vector<BandRun> bands) { p.bands = std::move(bands); })
-      .def_property(
-          "chunks", [](const Plan& p) { return as_tuple(p.chunks); },
-          [](Plan& p, std::vector<Chunk> chunks) { p.chunks = std::move(chunks); })
+  auto bound = bind_fields<Plan>(m);
+  def_equality(bound);
+  bound.def(py::init<>())
       .def_property_readonly(
           "tiles_m", [](const Plan& p) { return valid_order(p).tiles_m; },
           "Tile rows of all parts, rounded up so that clusters come out even.")
@@ -411,8 +356,6 @@ Attributes:
       .def("encode", &plan::encode, "The plan as a flat list of integers.")
       .def(
           "copy", [](const Plan& p) { return Plan(p); }, "A copy that changes apart.")
-      .def(
-          "__eq__", [](const Plan& a, const Plan& b) { return a == b; }, py::is_operator())
       .def("__repr__", &Plan::to_string)
       .def(py::pickle([](const Plan& p) { return py::make_tuple(plan::encode(p)); },
                       [](const py::tuple& state) {

@@ -5,6 +5,10 @@
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
+#include <utility>
+
+#include "plan/plan_fields.h"
 
 namespace overlap::plan {
 namespace {
@@ -21,16 +25,94 @@ std::string exact(double value) {
   return std::string(text, result.ptr);
 }
 
+// All fields in order: enumerations by their members' names, numbers as name=value, in the shortest
+// form that reads back exactly.
+template <typename Item>
+std::string by_name(const Item& item) {
+  std::ostringstream out;
+  const char* between = "";
+  for_each_field<Item>([&](const auto& field) {
+    const auto& value = item.*field.member;
+    using Value = std::decay_t<decltype(value)>;
+    out << std::exchange(between, " ");
+    if constexpr (std::is_enum_v<Value>) {
+      out << member_name(value);
+    } else if constexpr (std::is_floating_point_v<Value>) {
+      out << field.name << "=" << exact(value);
+    } else {
+      out << field.name << "=" << value;
+    }
+  });
+  return out.str();
+}
+
+template <typename Value>
+void print(std::ostringstream& out, const Value& value);
+
+// What goes without saying.
+template <typename Item, typename Value>
+bool is_usual(const Item& item, const Field<Item, Value>& field) {
+  if constexpr (std::is_same_v<Value, Collective>) {
+    return item.*field.member == collective_of(item.problem.op);
+  } else {
+    return item.*field.member == Item{}.*field.member;
+  }
+}
+
+template <typename Item>
+void print_phrases(std::ostringstream& out, const Item& item) {
+  for_each_field<Item>([&](const auto& field) {
+    if (field.quiet && is_usual(item, field)) return;
+    const std::string_view phrase = field.phrase;
+    const size_t place = phrase.find("{}");
+    out << phrase.substr(0, place);
+    if (place == phrase.npos) return;
+    print(out, item.*field.member);
+    out << phrase.substr(place + 2);
+  });
+}
+
+void print_item(std::ostringstream& out, const BandRun& run) {
+  out << run.count << " x " << run.tile_rows;
+}
+
+void print_item(std::ostringstream& out, const Chunk& chunk) {
+  print_phrases(out, chunk);
+  out << ")";
+}
+
 // Equal neighbours are printed once, with their number in front.
-template <typename T, typename Print>
-void print_runs(std::ostringstream& out, const std::vector<T>& items, Print print) {
+template <typename Item>
+void print_items(std::ostringstream& out, const std::vector<Item>& items) {
   for (size_t begin = 0; begin < items.size();) {
     size_t end = begin + 1;
     while (end < items.size() && items[end] == items[begin]) ++end;
     out << (begin == 0 ? "" : ", ");
     if (end - begin > 1) out << (end - begin) << " x ";
-    print(items[begin]);
+    print_item(out, items[begin]);
     begin = end;
+  }
+}
+
+template <typename Value>
+void print(std::ostringstream& out, const Value& value) {
+  if constexpr (std::is_same_v<Value, std::vector<BandRun>>) {
+    for (size_t r = 0; r < value.size(); ++r) {
+      out << (r == 0 ? "" : ", ");
+      print_item(out, value[r]);
+    }
+    if (value.empty()) out << "0";
+  } else if constexpr (kIsSequence<Value>) {
+    print_items(out, value);
+    if (value.empty()) out << "0 tiles";
+  } else if constexpr (std::is_same_v<Value, Problem>) {
+    out << by_name(value);
+  } else if constexpr (kHasFields<Value>) {
+    print_phrases(out, value);
+  } else if constexpr (std::is_enum_v<Value>) {
+    out << member_name(value);
+  } else {
+    out << value;
   }
 }
 
@@ -50,140 +132,39 @@ int64_t element_bytes(DType dtype) {
 }
 
 const char* name(Op op) {
-  switch (op) {
-    case Op::kGemmAllReduce:
-      return "gemm_allreduce";
-    case Op::kGemmReduceScatter:
-      return "gemm_reducescatter";
-    case Op::kAllGatherGemm:
-      return "allgather_gemm";
-    case Op::kGemmAllToAll:
-      return "gemm_alltoall";
-  }
-  return "unknown op";
+  return member_name(op);
 }
-
 const char* name(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-  }
-  return "unknown dtype";
+  return member_name(dtype);
 }
-
 const char* name(Schedule schedule) {
-  switch (schedule) {
-    case Schedule::kSequential:
-      return "sequential";
-    case Schedule::kOverlapped:
-      return "overlapped";
-  }
-  return "unknown schedule";
+  return member_name(schedule);
 }
-
 const char* name(Kernel kernel) {
-  switch (kernel) {
-    case Kernel::kLibrary:
-      return "library";
-    case Kernel::kSm80:
-      return "sm80";
-    case Kernel::kSm90Pingpong:
-      return "sm90_pingpong";
-    case Kernel::kSm90Cooperative:
-      return "sm90_cooperative";
-    case Kernel::kSm90PingpongWide:
-      return "sm90_pingpong_wide";
-  }
-  return "unknown kernel";
+  return member_name(kernel);
 }
-
 const char* name(Transport transport) {
-  switch (transport) {
-    case Transport::kNccl:
-      return "nccl";
-    case Transport::kGloo:
-      return "gloo";
-    case Transport::kPeer:
-      return "peer";
-  }
-  return "unknown transport";
+  return member_name(transport);
 }
-
 const char* name(Layout layout) {
-  switch (layout) {
-    case Layout::kRowMajor:
-      return "row_major";
-    case Layout::kPacked:
-      return "packed";
-  }
-  return "unknown layout";
+  return member_name(layout);
 }
-
 const char* name(Collective collective) {
-  switch (collective) {
-    case Collective::kAllReduce:
-      return "all_reduce";
-    case Collective::kExchange:
-      return "exchange";
-    case Collective::kReduceScatter:
-      return "reduce_scatter";
-    case Collective::kAllGather:
-      return "all_gather";
-    case Collective::kAllToAll:
-      return "all_to_all";
-    case Collective::kRing:
-      return "ring";
-    case Collective::kDirect:
-      return "direct";
-  }
-  return "unknown collective";
+  return member_name(collective);
 }
 
 std::string Problem::to_string() const {
-  std::ostringstream out;
-  out << name(op) << " m=" << m << " n=" << n << " k=" << k << " " << name(dtype)
-      << " world_size=" << world_size;
-  return out.str();
+  return by_name(*this);
 }
 
-// All fields by name, numbers in the shortest form that reads back exactly: overlap_torch.plan
-// parses it.
+// overlap_torch.plan parses it.
 std::string Machine::to_string() const {
-  std::ostringstream out;
-  out << "arch=" << arch << " sm_count=" << sm_count << " sm_gflops=" << exact(sm_gflops)
-      << " has_sm80_kernels=" << has_sm80_kernels << " has_sm90_kernels=" << has_sm90_kernels
-      << " link_latency_us=" << exact(link_latency_us) << " link_gbps=" << exact(link_gbps)
-      << " windows=" << windows << " peer_gbps=" << exact(peer_gbps);
-  return out.str();
+  return by_name(*this);
 }
 
 std::string Plan::to_string() const {
   std::ostringstream out;
-  out << problem.to_string() << ": " << name(schedule) << ", " << name(kernel) << " " << tile_m
-      << "x" << tile_n << " cluster " << cluster_m << ", " << name(layout) << ", bands of ";
-  for (size_t r = 0; r < bands.size(); ++r) {
-    out << (r == 0 ? "" : ", ") << bands[r].count << " x " << bands[r].tile_rows;
-  }
-  if (bands.empty()) out << "0";
-  out << " tile rows, chunks of ";
-  print_runs(out, chunks, [&out](const Chunk& chunk) {
-    out << chunk.tiles << " tiles (" << name(chunk.transport);
-    if (chunk.max_ctas != 0) out << ", " << chunk.max_ctas << " CTAs";
-    out << ")";
-  });
-  if (chunks.empty()) out << "0 tiles";
-  if (collective != collective_of(problem.op)) out << ", " << name(collective);
-  out << ", " << resources.comm_sms << " SMs left to communication";
-  if (resources.smem_pad_bytes != 0) out << ", smem pad " << resources.smem_pad_bytes << " bytes";
-  if (resources.window) out << ", in a window";
-  if (resources.finish_ctas != 0) out << ", finished by " << resources.finish_ctas << " CTAs";
-  if (resources.lanes != 1) out << ", " << resources.lanes << " lanes";
+  print_phrases(out, *this);
   return out.str();
 }
 

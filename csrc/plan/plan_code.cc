@@ -4,54 +4,60 @@
 #include <string>
 
 #include "plan/plan.h"
+#include "plan/plan_fields.h"
 
 namespace overlap::plan {
 namespace {
 
-// First number of every list. It changes whenever the fields below do, so that a list that another
-// version made is refused, not misread.
-constexpr int64_t kCodeVersion = 1;
+// First number of every list. It changes whenever the fields or their order do, so that a list that
+// another version made is refused, not misread.
+constexpr int64_t kCodeVersion = 2;
+
+// Numbers of an item without sequences.
+template <typename Item>
+constexpr size_t numbers() {
+  if constexpr (!kHasFields<Item>) {
+    return 1;
+  } else {
+    size_t sum = 0;
+    for_each_field<Item>(
+        [&](const auto& field) { sum += numbers<typename std::decay_t<decltype(field)>::Type>(); });
+    return sum;
+  }
+}
 
 // Takes the list apart from front to back, and says which field was wrong.
 class Reader {
  public:
-  explicit Reader(const std::vector<int64_t>& code) : code_(code) {}
-
-  int64_t take(const char* field, int64_t low, int64_t high) {
-    if (next_ == code_.size()) {
-      throw std::invalid_argument("encoded plan ends after " + std::to_string(code_.size()) +
-                                  " numbers, where " + field +
-                                  " should follow: pass the whole list that encode() returned");
-    }
-    const int64_t value = code_[next_++];
-    if (value < low || value > high) {
+  explicit Reader(const std::vector<int64_t>& code) : code_(code) {
+    if (!code.empty() && code[0] != kCodeVersion) {
       throw std::invalid_argument(
-          "encoded plan has " + std::string(field) + " = " + std::to_string(value) +
-          " at position " + std::to_string(next_ - 1) + ", allowed are " + std::to_string(low) +
-          " to " + std::to_string(high) + ": pass a list that encode() returned");
+          "encoded plan has version = " + std::to_string(code[0]) + ", this release reads " +
+          std::to_string(kCodeVersion) +
+          ": make the plan again, or save and load plans as JSON, which releases share");
     }
-    return value;
+    take("version", kCodeVersion, kCodeVersion);
   }
 
-  int64_t take_int64(const char* field) {
-    return take(field, std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max());
-  }
-
-  int32_t take_int32(const char* field) {
-    return static_cast<int32_t>(
-        take(field, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()));
-  }
-
-  template <typename Enum>
-  Enum take_enum(const char* field, Enum last) {
-    return static_cast<Enum>(take(field, 0, static_cast<int64_t>(last)));
-  }
-
-  // A length that the rest of the list can hold, so that a broken list allocates nothing large.
-  size_t take_length(const char* field, size_t numbers_each) {
-    const size_t left = code_.size() - next_;
-    const size_t limit = left == 0 ? 0 : (left - 1) / numbers_each;
-    return static_cast<size_t>(take(field, 0, static_cast<int64_t>(limit)));
+  template <typename Value>
+  void read(const std::string& name, Value& value) {
+    if constexpr (kIsSequence<Value>) {
+      using Item = typename Value::value_type;
+      value.resize(take_length("number of " + name, numbers<Item>()));
+      for (size_t i = 0; i < value.size(); ++i) {
+        read(name + "[" + std::to_string(i) + "]", value[i]);
+      }
+    } else if constexpr (kHasFields<Value>) {
+      for_each_field<Value>([&](const auto& field) {
+        read(name.empty() ? field.name : name + "." + field.name, value.*field.member);
+      });
+    } else if constexpr (std::is_enum_v<Value>) {
+      constexpr int64_t kLast = Enumeration<Value>::kMembers.size() - 1;
+      value = static_cast<Value>(take(name, 0, kLast));
+    } else {
+      using Limits = std::numeric_limits<Value>;
+      value = static_cast<Value>(take(name, Limits::min(), Limits::max()));
+    }
   }
 
   void finish() const {
@@ -63,6 +69,29 @@ class Reader {
   }
 
  private:
+  int64_t take(const std::string& field, int64_t low, int64_t high) {
+    if (next_ == code_.size()) {
+      throw std::invalid_argument("encoded plan ends after " + std::to_string(code_.size()) +
+                                  " numbers, where " + field +
+                                  " should follow: pass the whole list that encode() returned");
+    }
+    const int64_t value = code_[next_++];
+    if (value < low || value > high) {
+      throw std::invalid_argument("encoded plan has " + field + " = " + std::to_string(value) +
+                                  " at position " + std::to_string(next_ - 1) + ", allowed are " +
+                                  std::to_string(low) + " to " + std::to_string(high) +
+                                  ": pass a list that encode() returned");
+    }
+    return value;
+  }
+
+  // A length that the rest of the list can hold, so that a broken list allocates nothing large.
+  size_t take_length(const std::string& field, size_t numbers_each) {
+    const size_t left = code_.size() - next_;
+    const size_t limit = left == 0 ? 0 : (left - 1) / numbers_each;
+    return static_cast<size_t>(take(field, 0, static_cast<int64_t>(limit)));
+  }
+
   const std::vector<int64_t>& code_;
   size_t next_ = 0;
 };
@@ -74,14 +103,6 @@ class Hash {
     value_ = (value_ ^ static_cast<uint64_t>(number)) * 0x100000001b3;
     value_ ^= value_ >> 29;
   }
-  void add(const Problem& problem) {
-    add(static_cast<int64_t>(problem.op));
-    add(problem.m);
-    add(problem.n);
-    add(problem.k);
-    add(static_cast<int64_t>(problem.dtype));
-    add(problem.world_size);
-  }
   uint64_t value() const {
     const uint64_t mixed = (value_ ^ value_ >> 32) * 0x9e3779b97f4a7c15;
     return mixed ^ mixed >> 32;
@@ -91,103 +112,49 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325;
 };
 
+// add(number) for each number of the value in order; with `shared`, only for what all ranks agree on.
+template <typename Value, typename Add>
+void for_each_number(const Value& value, bool shared, const Add& add) {
+  if constexpr (kIsSequence<Value>) {
+    add(static_cast<int64_t>(value.size()));
+    for (const auto& item : value) for_each_number(item, shared, add);
+  } else if constexpr (kHasFields<Value>) {
+    for_each_field<Value>([&](const auto& field) {
+      if (shared && field.scope == Scope::kRank) return;
+      for_each_number(value.*field.member, shared, add);
+    });
+  } else {
+    add(static_cast<int64_t>(value));
+  }
+}
+
+template <typename Item>
+uint64_t shared_hash(const Item& item) {
+  Hash all;
+  for_each_number(item, true, [&](int64_t number) { all.add(number); });
+  return all.value();
+}
+
 }  // namespace
 
 uint64_t hash(const Problem& problem) {
-  Hash all;
-  all.add(problem);
-  return all.value();
+  return shared_hash(problem);
 }
 
 uint64_t communication_hash(const Plan& plan) {
-  Hash all;
-  all.add(plan.problem);
-  for (const int64_t number :
-       {static_cast<int64_t>(plan.schedule), static_cast<int64_t>(plan.layout),
-        static_cast<int64_t>(plan.collective), static_cast<int64_t>(plan.tile_m),
-        static_cast<int64_t>(plan.tile_n), static_cast<int64_t>(plan.cluster_m)}) {
-    all.add(number);
-  }
-  for (const BandRun& run : plan.bands) {
-    all.add(run.tile_rows);
-    all.add(run.count);
-  }
-  for (const Chunk& chunk : plan.chunks) {
-    all.add(chunk.tiles);
-    all.add(static_cast<int64_t>(chunk.transport));
-  }
-  return all.value();
+  return shared_hash(plan);
 }
 
 std::vector<int64_t> encode(const Plan& plan) {
-  std::vector<int64_t> code = {
-      kCodeVersion,
-      static_cast<int64_t>(plan.problem.op),
-      plan.problem.m,
-      plan.problem.n,
-      plan.problem.k,
-      static_cast<int64_t>(plan.problem.dtype),
-      plan.problem.world_size,
-      static_cast<int64_t>(plan.schedule),
-      static_cast<int64_t>(plan.kernel),
-      plan.tile_m,
-      plan.tile_n,
-      plan.cluster_m,
-      static_cast<int64_t>(plan.layout),
-      plan.resources.comm_sms,
-      plan.resources.smem_pad_bytes,
-      plan.resources.window ? 1 : 0,
-      plan.resources.finish_ctas,
-      plan.resources.lanes,
-      static_cast<int64_t>(plan.collective),
-  };
-  code.push_back(static_cast<int64_t>(plan.bands.size()));
-  for (const BandRun& run : plan.bands) {
-    code.push_back(run.tile_rows);
-    code.push_back(run.count);
-  }
-  code.push_back(static_cast<int64_t>(plan.chunks.size()));
-  for (const Chunk& chunk : plan.chunks) {
-    code.push_back(chunk.tiles);
-    code.push_back(static_cast<int64_t>(chunk.transport));
-    code.push_back(chunk.max_ctas);
-  }
+  std::vector<int64_t> code = {kCodeVersion};
+  for_each_number(plan, false, [&](int64_t number) { code.push_back(number); });
   return code;
 }
 
 Plan decode(const std::vector<int64_t>& code) {
   Reader reader(code);
-  reader.take("version", kCodeVersion, kCodeVersion);
   Plan plan;
-  plan.problem.op = reader.take_enum("op", Op::kGemmAllToAll);
-  plan.problem.m = reader.take_int64("m");
-  plan.problem.n = reader.take_int64("n");
-  plan.problem.k = reader.take_int64("k");
-  plan.problem.dtype = reader.take_enum("dtype", DType::kFloat64);
-  plan.problem.world_size = reader.take_int32("world_size");
-  plan.schedule = reader.take_enum("schedule", Schedule::kOverlapped);
-  plan.kernel = reader.take_enum("kernel", kLastKernel);
-  plan.tile_m = reader.take_int32("tile_m");
-  plan.tile_n = reader.take_int32("tile_n");
-  plan.cluster_m = reader.take_int32("cluster_m");
-  plan.layout = reader.take_enum("layout", Layout::kPacked);
-  plan.resources.comm_sms = reader.take_int32("comm_sms");
-  plan.resources.smem_pad_bytes = reader.take_int32("smem_pad_bytes");
-  plan.resources.window = reader.take("window", 0, 1) == 1;
-  plan.resources.finish_ctas = reader.take_int32("finish_ctas");
-  plan.resources.lanes = reader.take_int32("lanes");
-  plan.collective = reader.take_enum("collective", Collective::kDirect);
-  plan.bands.resize(reader.take_length("number of band runs", 2));
-  for (BandRun& run : plan.bands) {
-    run.tile_rows = reader.take_int32("band height");
-    run.count = reader.take_int32("band count");
-  }
-  plan.chunks.resize(reader.take_length("number of chunks", 3));
-  for (Chunk& chunk : plan.chunks) {
-    chunk.tiles = reader.take_int32("chunk tiles");
-    chunk.transport = reader.take_enum("chunk transport", Transport::kPeer);
-    chunk.max_ctas = reader.take_int32("chunk max_ctas");
-  }
+  reader.read("", plan);
   reader.finish();
   return plan;
 }
