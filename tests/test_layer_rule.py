@@ -1,8 +1,11 @@
-"""The layers of csrc look downward only: each folder includes what its line below allows, and nothing else."""
+"""The layers of csrc look downward only: each folder includes what its line below allows, and nothing else. And Python's modules
+import each other in no circle."""
 
 from __future__ import annotations
 
+import ast
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -129,3 +132,68 @@ def test_layer_rule_finds_what_looks_upward(name, include):
 )
 def test_layer_rule_lets_pass_what_looks_downward(name, include):
     assert forbidden(name, f"#include {include}\n") == []
+
+
+PACKAGE = CSRC.parent / "overlap_torch"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST, names: set[str], everywhere: bool) -> set[str]:
+    """Modules among `names` that a module imports: `everywhere`, or only where it is itself imported."""
+    found = set()
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not everywhere:
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & names or {node.module}
+    return found & names
+
+
+def graph(folder: Path, everywhere: bool) -> dict[str, set[str]]:
+    """What each module of the folder imports of the others; without the folder's own, which all of them run behind."""
+    paths = {module_name(path): path for path in sorted(folder.rglob("*.py"))}
+    del paths[module_name(folder / "__init__.py")]
+    trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}
+    return {name: imported(tree, {*trees}, everywhere) for name, tree in trees.items()}
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_layer_rule_ops_import_each_other_in_no_circle():
+    edges = graph(PACKAGE / "_ops", everywhere=True)
+    assert edges["overlap_torch._ops.eager"] >= {"overlap_torch._ops.group"}
+    assert len(edges) > 10
+    assert circle(edges) == []
+
+
+def test_layer_rule_package_imports_in_no_circle():
+    edges = graph(PACKAGE, everywhere=False)
+    assert edges["overlap_torch.plan"] >= {"overlap_torch._explain", "overlap_torch._plan_json"}
+    assert circle(edges) == []
+
+
+def test_layer_rule_finds_a_circle():
+    text = "from overlap_torch._ops import b\nif TYPE_CHECKING:\n    import c\ndef late():\n    import d\n"
+    names = {"overlap_torch._ops", "overlap_torch._ops.b", "c", "d"}
+    assert imported(ast.parse(text), names, True) == {"overlap_torch._ops.b", "d"}
+    assert imported(ast.parse(text), names, False) == {"overlap_torch._ops.b"}
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
