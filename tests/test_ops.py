@@ -72,6 +72,18 @@ def test_ops_are_exact_on_every_shape(ranks, op, dtype):
     ranks.expect_no_failures(check_cases, op, shape_cases(shapes, dtype))
 
 
+# As many ranks as a kernel's tables of peers hold. They share few cores, so few and small shapes: nothing, one row, fewer
+# rows than ranks, and ragged ones.
+EIGHT_SHAPES = [(0, 8, 8), (8, 8, 0), (1, 1, 1), (7, 11, 13), (129, 66, 20), (256, 40, 8)]
+
+
+@every_op
+@pytest.mark.ranks((8, "gloo"))
+def test_ops_are_exact_between_eight_ranks(ranks, op):
+    cases = shape_cases(EIGHT_SHAPES, torch.float32) + shape_cases(EIGHT_SHAPES, torch.bfloat16)
+    ranks.expect_no_failures(check_cases, op, [*cases, Case((3, 4), 9, 5, torch.float64, True)])
+
+
 @every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_ops_take_any_leading_dims(ranks, op, dtype):

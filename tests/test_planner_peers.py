@@ -31,7 +31,10 @@ COLLECTIVES = {
 every_op = pytest.mark.parametrize("op", [*COLLECTIVES], ids=lambda op: op.name.lower())
 
 TRAIN_NK = [(8192, 7168), (8192, 2048), (16384, 4096)]
-TRAIN = list(itertools.product(COLLECTIVES, [2, 4], [8192, 16384], TRAIN_NK))
+TRAIN = [
+    *itertools.product(COLLECTIVES, [2, 4], [8192, 16384], TRAIN_NK),
+    *itertools.product(COLLECTIVES, [8], [16384, 32768], TRAIN_NK),
+]
 
 
 def fast(**changes: object) -> Machine:
