@@ -21,22 +21,25 @@ NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell comma
 NVCC := $(strip $(NVCC))
 # CUTLASS's headers, only where something is compiled with them.
 CUTLASS = $(if $(NVCC),$(if $(filter 0,$(OVERLAP_CUDA))$(CUTLASS_PATH),,$(VENV)/.cutlass))
-# GPU tests wait for their ranks most of the time: several files at a time, with ranks of their own.
-PARALLEL = $(if $(GPU),-n 4 --dist loadfile)
+# Tests wait for their ranks, for deadlines and compilers much of the time: several files at a time, with ranks of their own.
+PARALLEL = -n $(if $(GPU),4,2) --dist loadfile
 # A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
 DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
-.PHONY: demo test test-gpu test-integrations integrations test-races test-plans pin sanitize bench doctor build plan lint format clean distclean help
+.PHONY: demo test test-gpu test-integrations integrations test-long test-races test-plans pin sanitize bench doctor build plan lint format clean distclean help
 
 demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
 	$(PY) -m overlap_torch demo $(ARGS)
 
-test: build  ## all tests but the long races; GPU tests are skipped where there are too few GPUs
+test: build  ## all tests but the long ones; GPU tests are skipped where there are too few GPUs
 	$(PY) -m pytest $(PARALLEL) --timeout=900 $(ARGS)
 
 test-gpu: build  ## the GPU tests alone
 	$(PY) -m pytest $(PARALLEL) -m "gpu or gpu2" --timeout=900 $(ARGS)
+
+test-long: build  ## what would make `make test` too long, but the races; CI runs it as well
+	$(PY) -m pytest $(PARALLEL) -m "long and not races" --timeout=1800 $(ARGS)
 
 test-integrations:  ## frameworks' own layers beside this package's, on CPU, in an environment of their own
 	@$(MAKE) --no-print-directory integrations VENV=.venv-integrations PYTHON=$(INTEGRATIONS_PYTHON) \
@@ -48,7 +51,7 @@ integrations: $(VENV)/.torch
 	$(VENV)/bin/pytest --timeout=900 tests/test_integration_megatron.py tests/test_integration_torchtitan.py $(ARGS)
 
 test-races: build  ## thousands of calls with random delays; minutes long
-	$(PY) -m pytest -m long --timeout=1800 $(ARGS)
+	$(PY) -m pytest -m races --timeout=1800 $(ARGS)
 
 test-plans: build  ## the steps of all the planner's candidates, on all ranks, are proved; minutes long
 	$(PY) -m tests.steps_proof
