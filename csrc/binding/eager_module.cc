@@ -159,7 +159,7 @@ using ConsumeWeights = std::tuple<std::vector<at::Tensor>, at::Tensor>(const at:
                                                                        at::TensorList,
                                                                        const OptionalTensors&,
                                                                        const std::string&);
-using Exchange = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
+using AllToAll = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
                             const OptionalTensor&, const std::string&);
 
 template <const auto& kOp, typename Signature>
@@ -178,7 +178,7 @@ PyMODINIT_FUNC PyInit__eager() {
       method<kReduceScatter, Produce>("gemm_reducescatter"),
       method<kAllGather, Consume>("allgather_gemm"),
       method<kAllGatherWeights, ConsumeWeights>("allgather_gemm_weights"),
-      method<kAllToAll, Exchange>("gemm_alltoall"),
+      method<kAllToAll, AllToAll>("gemm_alltoall"),
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef module = [] {

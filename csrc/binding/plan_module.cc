@@ -241,7 +241,7 @@ void bind_parts(py::module_& m) {
            py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
            py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce)
       .def_property_readonly(
-          "row_parts", [](const Problem& p) { return plan::row_parts(p); },
+          "row_parts", [](const Problem& p) { return plan::op_row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")
       .def("__repr__", &Problem::to_string);
   def_equality(problem);

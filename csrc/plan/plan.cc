@@ -168,7 +168,7 @@ std::string Plan::to_string() const {
   return out.str();
 }
 
-int32_t row_parts(const Problem& problem) {
+int32_t op_row_parts(const Problem& problem) {
   const bool parted = problem.op == Op::kGemmReduceScatter || problem.op == Op::kAllGatherGemm;
   return parted ? problem.world_size : 1;
 }
@@ -177,7 +177,7 @@ int32_t row_parts(const Plan& plan) {
   const bool owned = plan.collective == Collective::kRing ||
                      (plan.collective == Collective::kDirect &&
                       plan.schedule == Schedule::kOverlapped && direct_in_pieces(plan));
-  return owned ? plan.problem.world_size : row_parts(plan.problem);
+  return owned ? plan.problem.world_size : op_row_parts(plan.problem);
 }
 
 int64_t part_rows(const Plan& plan) {

@@ -122,12 +122,12 @@ struct Plan {
   std::string to_string() const;
 };
 
-// Parts that the rows of this op's output (reduce-scatter) or input (all-gather) are cut into, one
-// for each rank; else 1.
-int32_t row_parts(const Problem& problem);
+// Parts that the rows of this op's output (reduce-scatter) or input (all-gather) are cut into whatever
+// the plan, one for each rank; else 1.
+int32_t op_row_parts(const Problem& problem);
 
-// The same of a plan: a ring cuts the rows of an all-reduce, too, and so do direct ones between more
-// than two ranks.
+// The parts that a plan cuts the rows into: its op's, but a ring cuts the rows of an all-reduce, too,
+// and so do direct plans between more than two ranks.
 int32_t row_parts(const Plan& plan);
 
 // Rows of one part.

@@ -325,7 +325,7 @@ void check_problem(const Problem& problem) {
   check_range("k", problem.k, 0, kMaxSize, remedy);
   check_range("world_size", problem.world_size, 1, std::numeric_limits<int32_t>::max(),
               "take the process group's size");
-  if (problem.m % row_parts(problem) != 0) {
+  if (problem.m % op_row_parts(problem) != 0) {
     fail("problem of ", name(problem.op), " has m = ", problem.m, " rows on ", problem.world_size,
          " ranks, allowed are multiples of the number of ranks, as each has an equal part");
   }

@@ -73,8 +73,8 @@ void Communicator::reduce_scatter(const void* source, void* destination, size_t 
       "ncclReduceScatter");
 }
 
-void Communicator::exchange(const std::vector<Message>& sends, const std::vector<Message>& receives,
-                            cudaStream_t stream) {
+void Communicator::send_receive(const std::vector<Message>& sends,
+                                const std::vector<Message>& receives, cudaStream_t stream) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
   check_alive("all-to-all");
   check_nccl(ncclGroupStart(), "ncclGroupStart");

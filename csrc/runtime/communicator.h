@@ -59,8 +59,8 @@ class Communicator {
   };
 
   // Sends and receives at the same time; a pair's messages match in their order.
-  void exchange(const std::vector<Message>& sends, const std::vector<Message>& receives,
-                cudaStream_t stream);
+  void send_receive(const std::vector<Message>& sends, const std::vector<Message>& receives,
+                    cudaStream_t stream);
 
   // Registers [pointer, pointer + bytes) of ncclMemAlloc memory as a symmetric window. Collective
   // and slow (21 ms for 64 MiB): once per buffer. Null where NCCL cannot; it then takes its plain

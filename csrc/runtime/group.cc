@@ -221,7 +221,7 @@ ncclUniqueId Group::unique_id(CommunicatorKey key) {
 
 std::vector<uint8_t> Group::all_gather_bytes(const std::vector<uint8_t>& own) {
   const std::string key =
-      "overlap_torch/" + options_.name + "/exchange/" + std::to_string(exchanges_++);
+      "overlap_torch/" + options_.name + "/bytes/" + std::to_string(byte_gathers_++);
   (void)meet(key, {1});
   // As 16-bit words, which NCCL does not look at.
   const size_t words = (own.size() + 1) / 2;
@@ -357,11 +357,11 @@ void Group::measure_link() {
 void Group::measure_peers() {
   constexpr int64_t kBytes = int64_t{1} << 25;
   constexpr int kRepeats = 5;
-  const auto exchange = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
+  const auto all_gather = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
   const auto wanted = static_cast<uint8_t>(options_.peers);
-  const std::vector<uint8_t> all = exchange({wanted, wanted});
+  const std::vector<uint8_t> all = all_gather({wanted, wanted});
   if (std::find(all.begin(), all.end(), 0) != all.end()) return;
-  peers_ = Peers::make(exchange, options_.rank, options_.world_size, device_.side[0].get());
+  peers_ = Peers::make(all_gather, options_.rank, options_.world_size, device_.side[0].get());
   if (peers_ == nullptr) return;
   float gbps = 0.0f;
   try {

@@ -174,7 +174,7 @@ class Group {
   std::unique_ptr<Staging> staging_;
   std::vector<std::unique_ptr<Staging>> outgrown_;
   std::unique_ptr<Peers> peers_;  // null: the ranks do not map each other's memory
-  int exchanges_ = 0;
+  int byte_gathers_ = 0;
 
   uint64_t message_calls_ = 0;       // of longest_message, but for captures
   int64_t own_longest_message_ = 0;  // not all of it told yet

@@ -18,18 +18,18 @@ std::array<char, 40> host_id() {
 
 }  // namespace
 
-std::unique_ptr<PeerMemory> PeerMemory::make(const Exchange& exchange, int rank, int world_size,
-                                             int64_t bytes, cudaStream_t stream) {
+std::unique_ptr<PeerMemory> PeerMemory::make(const ByteAllGather& all_gather, int rank,
+                                             int world_size, int64_t bytes, cudaStream_t stream) {
   std::unique_ptr<PeerMemory> memory(new PeerMemory(rank, world_size, bytes));
-  const bool mapped = memory->map(exchange, stream);
+  const bool mapped = memory->map(all_gather, stream);
   // A region that works between some ranks only is one that no rank may use.
-  const std::vector<uint8_t> answers = exchange({mapped, mapped});
+  const std::vector<uint8_t> answers = all_gather({mapped, mapped});
   if (std::find(answers.begin(), answers.end(), 0) != answers.end()) memory.reset();
   return memory;
 }
 
-// Every rank takes part in the exchange, whatever went wrong before.
-bool PeerMemory::map(const Exchange& exchange, cudaStream_t stream) {
+// Every rank takes part in the all-gather, whatever went wrong before.
+bool PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream) {
   struct Offer {
     cudaIpcMemHandle_t handle;
     std::array<char, 40> host;
@@ -47,7 +47,7 @@ bool PeerMemory::map(const Exchange& exchange, cudaStream_t stream) {
   offer.works = works;
   std::vector<uint8_t> value(sizeof(offer));
   std::memcpy(value.data(), &offer, sizeof(offer));
-  const std::vector<uint8_t> offers = exchange(value);
+  const std::vector<uint8_t> offers = all_gather(value);
   for (size_t peer = 0; peer < addresses_.size(); ++peer) {
     if (static_cast<int>(peer) == rank_) continue;
     std::memcpy(&offer, offers.data() + peer * sizeof(offer), sizeof(offer));

@@ -11,7 +11,7 @@
 namespace overlap::runtime {
 
 // Every rank's bytes in rank order, given this rank's; as many from each. Collective.
-using Exchange = std::function<std::vector<uint8_t>(const std::vector<uint8_t>& own)>;
+using ByteAllGather = std::function<std::vector<uint8_t>(const std::vector<uint8_t>& own)>;
 
 // One allocation on each rank, mapped by all others through CUDA IPC: no communicator is needed, and
 // where it does not work (another host, no peer access, one process for several ranks) the calls
@@ -20,7 +20,7 @@ class PeerMemory {
  public:
   // Collective. Null on all ranks if any of them cannot map the memory of any other. The memory is
   // zeroed on the stream, which is synchronised.
-  static std::unique_ptr<PeerMemory> make(const Exchange& exchange, int rank, int world_size,
+  static std::unique_ptr<PeerMemory> make(const ByteAllGather& all_gather, int rank, int world_size,
                                           int64_t bytes, cudaStream_t stream);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
@@ -35,7 +35,7 @@ class PeerMemory {
  private:
   PeerMemory(int rank, int world_size, int64_t bytes)
       : rank_(rank), bytes_(bytes), addresses_(static_cast<size_t>(world_size)) {}
-  bool map(const Exchange& exchange, cudaStream_t stream);
+  bool map(const ByteAllGather& all_gather, cudaStream_t stream);
 
   int rank_ = 0;
   int64_t bytes_ = 0;

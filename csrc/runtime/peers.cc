@@ -42,15 +42,15 @@ static_assert(plan::kMaxPeerRanks == kernels::kMaxPeers);
 
 }  // namespace
 
-Peers::Peers(Exchange exchange, int rank, int world_size, cudaStream_t stream)
-    : exchange_(std::move(exchange)), rank_(rank), world_size_(world_size), stream_(stream) {}
+Peers::Peers(ByteAllGather all_gather, int rank, int world_size, cudaStream_t stream)
+    : all_gather_(std::move(all_gather)), rank_(rank), world_size_(world_size), stream_(stream) {}
 
-std::unique_ptr<Peers> Peers::make(Exchange exchange, int rank, int world_size,
+std::unique_ptr<Peers> Peers::make(ByteAllGather all_gather, int rank, int world_size,
                                    cudaStream_t stream) {
   if (world_size < 2 || world_size > kernels::kMaxPeers) return nullptr;
-  std::unique_ptr<Peers> peers(new Peers(std::move(exchange), rank, world_size, stream));
+  std::unique_ptr<Peers> peers(new Peers(std::move(all_gather), rank, world_size, stream));
   peers->flags_ = PeerMemory::make(
-      peers->exchange_, rank, world_size,
+      peers->all_gather_, rank, world_size,
       kFlagBytes + kTileFlagBytes + (world_size - 1) * 2 * low_latency_buffer(world_size), stream);
   return peers->flags_ != nullptr ? std::move(peers) : nullptr;
 }
@@ -93,7 +93,7 @@ void Peers::reserve(int64_t slot_bytes) {
   if (fits(slot_bytes)) return;
   int64_t rounded = kMinSlotBytes;
   while (rounded < slot_bytes) rounded *= 2;
-  auto larger = PeerMemory::make(exchange_, rank_, world_size_, 2 * rounded, stream_);
+  auto larger = PeerMemory::make(all_gather_, rank_, world_size_, 2 * rounded, stream_);
   if (larger == nullptr) {
     throw Error(
         "overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +

@@ -32,7 +32,7 @@ class Peers {
 
   // Collective. Null on all ranks where memory cannot be mapped. The stream is used, and
   // synchronised, whenever memory is made.
-  static std::unique_ptr<Peers> make(Exchange exchange, int rank, int world_size,
+  static std::unique_ptr<Peers> make(ByteAllGather all_gather, int rank, int world_size,
                                      cudaStream_t stream);
   // Waits a moment for peers that still write to this rank's memory, and leaves it to the process if
   // they do not come to an end. Does not wait after leak().
@@ -94,14 +94,14 @@ class Peers {
  private:
   static constexpr int kSlots = 2;
 
-  Peers(Exchange exchange, int rank, int world_size, cudaStream_t stream);
+  Peers(ByteAllGather all_gather, int rank, int world_size, cudaStream_t stream);
   uint64_t* flag(int slot, Flag flag, int owner, int writer) const;
   kernels::PeerSignalParams signal_params(const Call& call, Flag flag, uint32_t ranks,
                                           int step) const;
   uint64_t* block_flags(int slot, int step, int owner, int writer) const;
   uint64_t* calls_ended(int slot) const;  // own memory, as all that follow
 
-  Exchange exchange_;
+  ByteAllGather all_gather_;
   int rank_ = 0;
   int world_size_ = 1;
   cudaStream_t stream_ = nullptr;

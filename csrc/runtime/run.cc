@@ -378,7 +378,7 @@ class Run {
       return made;
     };
     communicator(step.max_ctas, step.lane)
-        .exchange(messages(step.sends), messages(step.receives), on);
+        .send_receive(messages(step.sends), messages(step.receives), on);
   }
 
   void enqueue(const steps::Copy& step, cudaStream_t on) {

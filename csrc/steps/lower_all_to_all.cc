@@ -37,7 +37,7 @@ class AllToAll : AllToAllSteps {
     } else {
       begin_with_all();
       list_.communicates = 0;
-      list_.add_held(Lane::kCaller, exchange(0, true, true));
+      list_.add_held(Lane::kCaller, send_receive(0, true, true));
     }
     return std::move(list_.made);
   }
@@ -49,12 +49,12 @@ class AllToAll : AllToAllSteps {
       for (int32_t peer = 0; peer < ranks_; ++peer) {
         if (peer != rank_ && takes_part(send_rows(peer), round, false)) compute_piece(peer, round);
       }
-      send_beside(round, exchange(round, false, false), variant_.kernel_takes);
+      send_beside(round, send_receive(round, false, false), variant_.kernel_takes);
     }
     for (int32_t peer = 0; peer < ranks_; ++peer) {
       if (peer != rank_) compute_piece(peer, pieces(send_rows(peer)) - 1);
     }
-    send_beside(rounds - 1, exchange(rounds - 1, true, false), variant_.kernel_takes);
+    send_beside(rounds - 1, send_receive(rounds - 1, true, false), variant_.kernel_takes);
     compute_own();
     list_.add(Lane::kCaller, Join{});
   }
@@ -105,7 +105,7 @@ class AllToAll : AllToAllSteps {
   }
 
   // `own`: the rows that stay as well, which NCCL moves beside the others.
-  SendReceive exchange(int32_t round, bool last, bool own) const {
+  SendReceive send_receive(int32_t round, bool last, bool own) const {
     SendReceive messages = no_messages();
     if (own && send_rows(rank_) > 0) {
       const int64_t bytes = send_rows(rank_) * row_bytes_;

@@ -503,7 +503,7 @@ struct Walk {
 
   // Over all ranks' parts.
   double bytes_of(const Collective& call) const {
-    return static_cast<double>(call.count) * plan::row_parts(problem) * element;
+    return static_cast<double>(call.count) * plan::op_row_parts(problem) * element;
   }
   double bytes_of(const std::vector<Message>& messages) const {
     double bytes = 0.0;

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
-from overlap_torch._ops.collectives import exchange
+from overlap_torch._ops.collectives import all_to_all
 from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
@@ -94,7 +94,7 @@ class _Product:
     def gradients(
         self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
     ) -> Gradients:
-        grad = exchange(grad, self.recv_rows, self.send_rows, self.group)
+        grad = all_to_all(grad, self.recv_rows, self.send_rows, self.group)
         return (
             None if weight is None else grad @ weight,
             None if input is None else weight_gradient(grad, input),

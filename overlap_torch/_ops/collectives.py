@@ -29,7 +29,7 @@ def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
     return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size(group), group)
 
 
-def exchange(
+def all_to_all(
     whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
 ) -> torch.Tensor:
     """The first send_rows[0] rows of ``whole`` to rank 0, and so on; what is received, in rank order."""
