@@ -134,3 +134,12 @@ def check_plan(
                 None if seen == expected else f"communicated chunks {seen}", *where, case
             )
         check_call(failures, case, *where, seed=2, group=group, op=op)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """What is wrong with a float32 result that was summed in another order."""
+    try:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    except AssertionError as error:
+        return str(error)
+    return None

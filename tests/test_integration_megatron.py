@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from checks import Failures, message_of
+from checks import Failures, close, message_of
 from layers import integers, my_features, my_tokens, ops_called
 from operands import difference
 
@@ -359,15 +359,6 @@ def check_gpt(sequence: bool) -> tuple[int, list[str]]:
             for name, parameter in own.named_parameters():
                 failures.expect(close(mine[name].detach(), parameter.detach()), name, step)
     return failures.result()
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """What is wrong with a float32 result that was summed in another order."""
-    try:
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    except AssertionError as error:
-        return str(error)
-    return None
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checks import Failures
+from checks import Failures, close
 from layers import integers, my_features, my_tokens, ops_called
 from operands import difference, world_name
 
@@ -340,15 +340,6 @@ def check_model() -> tuple[int, list[str]]:
         for name, parameter in own.named_parameters():
             failures.expect(close(mine[name].detach(), parameter.detach()), name, step)
     return failures.result()
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """What is wrong with a float32 result that was summed in another order."""
-    try:
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    except AssertionError as error:
-        return str(error)
-    return None
 
 
 def test_torchtitan_model_trains(ranks):

@@ -47,11 +47,6 @@ class Gather : public CudaOperands {
                  call_.weights[i], call_.biases[i], output);
     return nullptr;
   }
-
- private:
-  static bool overlapped(const plan::Plan& plan) {
-    return plan.schedule == plan::Schedule::kOverlapped;
-  }
 };
 
 }  // namespace

@@ -31,6 +31,10 @@ class CudaOperands : public runtime::Operands {
   // Makes what the list names as scratch, but for a product that library() makes, and runs it.
   void run(const steps::Variant& variant, const at::Tensor& bias = {});
 
+  static bool overlapped(const plan::Plan& plan) {
+    return plan.schedule == plan::Schedule::kOverlapped;
+  }
+
   // Rows of the input, [begin, end).
   at::Tensor rows(plan::Rows range) const {
     return input_.narrow(0, range.begin, range.end - range.begin);

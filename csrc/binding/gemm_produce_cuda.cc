@@ -59,10 +59,6 @@ class Reduction : public CudaOperands {
   }
 
  private:
-  static bool overlapped(const plan::Plan& plan) {
-    return plan.schedule == plan::Schedule::kOverlapped;
-  }
-
   void make_output() {
     const int64_t rows = all_reduces_ ? plan_.problem.m : plan::part_rows(plan_);
     outputs_.push_back(empty({rows, plan_.problem.n}, options()));

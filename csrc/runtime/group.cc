@@ -147,12 +147,6 @@ Communicator& Group::make_communicator(CommunicatorKey key, const ncclUniqueId& 
   return *(communicators_[key] = std::move(communicator));
 }
 
-Communicator* Group::find_communicator(CommunicatorKey key) {
-  const std::lock_guard<std::mutex> lock(communicators_mutex_);
-  const auto found = communicators_.find(key);
-  return found == communicators_.end() ? nullptr : found->second.get();
-}
-
 void Group::prepare(const plan::Plan& plan) {
   if (plan::over_peers(plan)) {
     (void)peers(plan::peer_slot_bytes(plan), false);

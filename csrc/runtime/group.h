@@ -95,9 +95,6 @@ class Group {
   // inside a capture.
   Communicator& communicator(CommunicatorKey key, bool capturing);
 
-  // The same if it has been made, else null.
-  Communicator* find_communicator(CommunicatorKey key);
-
   // Makes the communicators, or maps the memory, that a plan needs, collectively.
   void prepare(const plan::Plan& plan);
 

@@ -257,28 +257,25 @@ def before(node: Node, layout: Layout) -> Layout | None:
 
 def after_recat(recat: Recat, layout: Layout) -> Layout | None:
     """The layout of the result, given that of the tensor that is cut."""
-    count = sympy.Integer(recat.count)
-    rest = divide(size_of(flat([layout[recat.cut_dim]])), count)
-    parts = None if rest is None else regroup(layout[recat.cut_dim], [count, rest])
-    if parts is None:
-        return None
-    result = list(layout)
-    result[recat.cut_dim] = parts[1]
-    result[recat.cat_dim] = parts[0] + result[recat.cat_dim]
-    return result
+    return _move_parts(layout, recat.count, recat.cut_dim, recat.cat_dim)
 
 
 def before_recat(recat: Recat, layout: Layout) -> Layout | None:
     """The layout of the tensor that is cut, given that of the result."""
-    count = sympy.Integer(recat.count)
-    rest = divide(size_of(flat([layout[recat.cat_dim]])), count)
-    parts = None if rest is None else regroup(layout[recat.cat_dim], [count, rest])
+    return _move_parts(layout, recat.count, recat.cat_dim, recat.cut_dim)
+
+
+def _move_parts(layout: Layout, count: int, from_dim: int, to_dim: int) -> Layout | None:
+    """One dim's outer factor, so many parts, put in front of another's factors; None where it does not divide."""
+    parts_count = sympy.Integer(count)
+    rest = divide(size_of(flat([layout[from_dim]])), parts_count)
+    parts = None if rest is None else regroup(layout[from_dim], [parts_count, rest])
     if parts is None:
         return None
-    source = list(layout)
-    source[recat.cat_dim] = parts[1]
-    source[recat.cut_dim] = parts[0] + source[recat.cut_dim]
-    return source
+    result = list(layout)
+    result[from_dim] = parts[1]
+    result[to_dim] = parts[0] + result[to_dim]
+    return result
 
 
 def descendants(roots: Sequence[Node]) -> set[Node]:
