@@ -328,7 +328,7 @@ def check_behind_failures(repeats: int) -> tuple[int, list[str]]:
 
 
 # Ranks that share a GPU wait for their turns of it.
-SHORT = {"OVERLAP_TIMEOUT_S": "2" if rank_pool.shares_gpus() else "0.2"}
+SHORT = {"OVERLAP_TIMEOUT_S": "1" if rank_pool.shares_gpus() else "0.2"}
 CHECKED = {"peers": SHORT, "nccl": SHORT | {"OVERLAP_PEERS": "0"}}
 
 

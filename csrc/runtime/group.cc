@@ -299,11 +299,17 @@ int64_t Group::longest_message(int64_t own_bytes, bool capturing) {
 void Group::measure_link() {
   constexpr size_t kSmallBytes = size_t{1} << 18;
   constexpr size_t kLargeBytes = size_t{1} << 25;
-  constexpr int kRepeats = 5;
-  // Behind large ones, so that the host's time does not count: on a slow one it is three times a small call's.
-  constexpr int kSmallLead = 4;
-  constexpr int kLargeLead = 1;
-  constexpr int kCalls = 8;
+  // The median of `repeats`, each the mean of `calls` back to back. Small ones run behind `lead` large ones, so that
+  // the host's time does not count: on a slow host it is three times a small call's.
+  struct Effort {
+    int repeats;
+    int calls;
+    int lead;
+  };
+  constexpr Effort kFull{.repeats = 5, .calls = 8, .lead = 4};
+  // Over sockets a large call takes tens of milliseconds: a hundred of them would be felt at each new group.
+  constexpr Effort kShort{.repeats = 3, .calls = 2, .lead = 1};
+  constexpr double kSlowUs = 3000.0;
   Communicator& nccl = communicator({}, false);
   Event begin(cudaEventDefault);
   Event end(cudaEventDefault);
@@ -316,32 +322,38 @@ void Group::measure_link() {
       nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
     }
   };
-  const auto median_us = [&](size_t bytes, int lead) {
+  const auto median_us = [&](const Effort& effort, size_t bytes, int lead) {
     std::vector<double> times;
-    for (int i = 0; i < kRepeats; ++i) {
+    for (int i = 0; i < effort.repeats; ++i) {
       all_reduce(kLargeBytes, lead);
       begin.record(stream);
-      all_reduce(bytes, kCalls);
+      all_reduce(bytes, effort.calls);
       end.record(stream);
       check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-      times.push_back(elapsed_us(begin, end) / kCalls);
+      times.push_back(elapsed_us(begin, end) / effort.calls);
     }
     std::sort(times.begin(), times.end());
     return times[times.size() / 2];
   };
-  // Warm up, then measure; the ranks' sum of times is the same on all of them, so that they plan
-  // alike.
-  (void)median_us(kLargeBytes, kLargeLead);
-  float times[2] = {static_cast<float>(median_us(kSmallBytes, kSmallLead)),
-                    static_cast<float>(median_us(kLargeBytes, kLargeLead))};
-  check_cuda(cudaMemcpyAsync(scratch.get(), times, sizeof(times), cudaMemcpyHostToDevice, stream),
-             "cudaMemcpyAsync");
-  nccl.all_reduce(scratch.get(), scratch.get(), 2, plan::DType::kFloat32, stream);
-  check_cuda(cudaMemcpyAsync(times, scratch.get(), sizeof(times), cudaMemcpyDeviceToHost, stream),
-             "cudaMemcpyAsync");
-  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  const double small_us = times[0] / options_.world_size;
-  const double large_us = std::max<double>(times[1] / options_.world_size, small_us + 1.0);
+  // The same on all ranks, so that they measure and plan alike.
+  const auto mean_over_ranks = [&](double time_us) {
+    float time = static_cast<float>(time_us);
+    check_cuda(cudaMemcpyAsync(scratch.get(), &time, sizeof(time), cudaMemcpyHostToDevice, stream),
+               "cudaMemcpyAsync");
+    nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, stream);
+    check_cuda(cudaMemcpyAsync(&time, scratch.get(), sizeof(time), cudaMemcpyDeviceToHost, stream),
+               "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    return static_cast<double>(time) / options_.world_size;
+  };
+  // The first call of a communicator connects the ranks; the second one says how much measuring is worth its time.
+  const double first_us =
+      mean_over_ranks(median_us({.repeats = 1, .calls = 1, .lead = 0}, kLargeBytes, 1));
+  const Effort effort = first_us > kSlowUs ? kShort : kFull;
+  if (first_us <= kSlowUs) (void)median_us(effort, kLargeBytes, 1);  // warms up
+  const double small_us = mean_over_ranks(median_us(effort, kSmallBytes, effort.lead));
+  const double large_us =
+      std::max(mean_over_ranks(median_us(effort, kLargeBytes, 1)), small_us + 1.0);
   machine_.windows = windows_work();
   machine_.link_latency_us = small_us;
   machine_.link_gbps = (kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3);
