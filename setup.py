@@ -3,6 +3,7 @@
     pip install --no-build-isolation .         against the torch that is installed
     python setup.py build_ext --inplace        the same, into the checkout (what `make build` runs)
     python setup.py build_plan                 only `_plan`, into the checkout; needs no CUDA
+    python setup.py build_kernel_check         the program that checks the CUDA kernels; prints its path
 
 Nothing is downloaded here. Environment variables: `python -m overlap_torch doctor` lists them.
 """
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +124,16 @@ def eager_edges(folder: str, torch: ModuleType) -> list[Edge]:
     return [*module, Edge("link", f"{folder}/{EAGER_NAME}", [module[0].output], flags)]
 
 
+def kernel_edges(folder: str, cuda: Cuda) -> list[Edge]:
+    """The CUDA kernels and what launches them; no torch."""
+    flags = [*NVCC_FLAGS, *cuda.defines, *isystem([cuda.cutlass_include])]
+    edges: list[Edge] = []
+    for file in sources("kernels/*/*.cu"):
+        if targets := gencode(file, cuda.archs):
+            edges += compile_edges("nvcc", [file], folder, [*flags, *targets])
+    return edges
+
+
 def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
     """`_C`: the bindings; with CUDA also kernels and runtime."""
     edges: list[Edge] = []
@@ -135,10 +146,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         bindings = [file for file in bindings if not file.endswith("_cuda.cc")]
     else:
         flags += [*cuda.defines, *isystem(cuda.includes)]
-        nvcc_flags = [*NVCC_FLAGS, *cuda.defines, *isystem([cuda.cutlass_include])]
-        for file in sources("kernels/*.cu"):
-            if targets := gencode(file, cuda.archs):
-                edges += compile_edges("nvcc", [file], folder, [*nvcc_flags, *targets])
+        edges += kernel_edges(folder, cuda)
         edges += compile_edges("cxx", sources("runtime/*.cc"), folder, flags)
         libraries += ["c10_cuda", "torch_cuda"]
         library_files = [str(cuda.cudart), str(cuda.nccl / "lib/libnccl.so.2")]
@@ -155,6 +163,22 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
     ]
     inputs = [edge.output for edge in edges + planner_edges(folder)]
     return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
+
+
+def kernel_check_edges(folder: str, cuda: Cuda) -> list[Edge]:
+    """The program that checks the kernels alone, of the objects that `_C` is made of."""
+    file = "tests/cuda/kernel_check.cu"
+    includes = isystem([cuda.cutlass_include])
+    flags = [*NVCC_FLAGS, *cuda.defines, *includes, *gencode(file, cuda.archs)]
+    objects = [
+        *kernel_edges(folder, cuda),
+        *compile_edges("cxx", sources("plan/*.cc"), folder, CXX_FLAGS),
+        *compile_edges("nvcc", [file], folder, flags),
+    ]
+    home = Path(cuda.cudart).parent
+    link_flags = [str(cuda.cudart), f"-Wl,-rpath,{home}", "-pthread", "-ldl"]
+    inputs = [edge.output for edge in objects]
+    return [*objects, Edge("program", f"{folder}/kernel_check", inputs, link_flags)]
 
 
 def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
@@ -292,9 +316,26 @@ def build_plan() -> None:
     place(ROOT / folder / PLAN_NAME, ROOT / "overlap_torch" / PLAN_NAME)
 
 
+def build_kernel_check() -> Path:
+    """Builds the program that checks the kernels; its path."""
+    torch = import_torch()
+    cuda = find_cuda(torch)
+    folder = f"build/torch-{torch.__version__}-cuda"
+    run_ninja(folder, kernel_check_edges(folder, cuda), cuda)
+    return ROOT / folder / "kernel_check"
+
+
+# By any setuptools: these need no metadata.
+COMMANDS: dict[str, Callable[[], Path | None]] = {
+    "build_plan": build_plan,
+    "build_kernel_check": build_kernel_check,
+}
+
+
 def main() -> None:
-    if sys.argv[1:] == ["build_plan"]:  # by any setuptools: the planner needs no metadata
-        build_plan()
+    if len(sys.argv) == 2 and sys.argv[1] in COMMANDS:
+        if (program := COMMANDS[sys.argv[1]]()) is not None:
+            print(program)
         return
     if int(setuptools.__version__.split(".")[0]) < 77:
         raise BuildError(f"setuptools {setuptools.__version__} is too old: {BUILD_INSTALL}")

@@ -309,7 +309,7 @@ def _words(plan: Plan, step: dict, element: int) -> str:
             f"copy {_size(step['bytes'])} {_place(step['source'])} -> {_place(step['destination'])}"
         )
     elif kind == "unpack":
-        add = ", adding both ranks'" if step["parts"] > 1 else ""
+        add = ", adding both ranks'" if step["terms"] > 1 else ""
         words = f"unpack chunk {step['chunk']} -> {_place(step['destination'])}{add}"
     elif kind == "pack":
         words = f"pack chunk {step['chunk']} -> {_place(step['destination'])}"

@@ -140,6 +140,7 @@ class Resources:
     window: bool
     finish_ctas: int
     lanes: int
+    one_launch: bool
     def __init__(
         self,
         comm_sms: int = 0,
@@ -147,6 +148,7 @@ class Resources:
         window: bool = False,
         finish_ctas: int = 0,
         lanes: int = 1,
+        one_launch: bool = False,
     ) -> None: ...
 
 class Plan:

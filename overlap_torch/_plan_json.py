@@ -17,6 +17,7 @@ from overlap_torch._plan import (
     Layout,
     Op,
     Plan,
+    Resources,
     Schedule,
     Transport,
     validate,
@@ -93,6 +94,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
+# Fields that earlier releases did not write, and what their plans had.
+_SINCE: dict[type, dict[str, Any]] = {Resources: {"one_launch": False}}
+
+
 def _read(what: str, kind: Any, data: Any) -> Any:
     """A field of this type: a class, (an item's class,), an enumeration, or a type of numbers."""
     if isinstance(kind, tuple):
@@ -103,6 +108,8 @@ def _read(what: str, kind: Any, data: Any) -> Any:
         return enum_member(kind, data)
     if not hasattr(kind, "__fields__"):
         return data  # the class checks it
+    if isinstance(data, dict):
+        data = _SINCE.get(kind, {}) | data
     _check_fields(what, data, kind.__fields__)
     owner = f"{what}'s" if what == "plan" else what
     values = {

@@ -246,7 +246,8 @@ def make_all_to_all(
     """An overlapped plan of ``gemm_alltoall``: rows are sent while the GEMM computes others.
 
     ``problem.m`` is 0, as rows differ by rank; ``resources`` None: the defaults. ``kernel``, ``max_ctas``
-    and ``transport`` are as in :func:`row_panels`.
+    and ``transport`` are as in :func:`row_panels`. Over peers ``Resources(one_launch=True)`` asks for one launch that
+    computes the peers' rows first, stores and announces them, and copies those that arrive; the planner does not choose it.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.

@@ -18,9 +18,12 @@ from plans import chunked_plan
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]
 ALL_TO_ALL = "gemm_alltoall"  # has one way only, whatever the number of chunks
 DIRECT = "direct"
+ONE_LAUNCH = "one launch"  # of an all-to-all
 RING = 1
 
-Way = int | str  # over peers: in so many chunks, or "direct"; a ring, of reductions, has one
+Way = (
+    int | str
+)  # over peers: in so many chunks, "direct" or "one launch"; a ring, of reductions, has one
 
 
 # Of every op's plans over peers.
@@ -48,9 +51,16 @@ def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: ob
 
 
 def peer_plan(case: Case, op: str, way: Way, kernel: Kernel) -> Plan:
+    world = dist.get_world_size()
     if way == DIRECT:
-        return direct(OPS[op].problem(case, dist.get_world_size()), kernel=kernel)
-    return chunked_plan(case, dist.get_world_size(), "cuda", "peers", way, kernel, op=op)
+        return direct(OPS[op].problem(case, world), kernel=kernel)
+    if way == ONE_LAUNCH:
+        return chunked_plan(case, world, "cuda", "peers", 1, kernel, op=op, one_launch=True)
+    return chunked_plan(case, world, "cuda", "peers", way, kernel, op=op)
+
+
+def alltoall_ways(kernel: Kernel) -> list[Way]:
+    return [1] if kernel == Kernel.LIBRARY else [1, ONE_LAUNCH]
 
 
 def has_bias(op: str) -> bool:

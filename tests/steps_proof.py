@@ -206,8 +206,12 @@ def rows_patterns(world: int) -> Iterator[tuple[tuple[int, ...], ...]]:
 def all_to_alls() -> Iterator[Case]:
     for world, transport in itertools.product((2, 3, 4, 8), (Transport.NCCL, Transport.PEER)):
         problem = Problem(0, 4096, 1024, DType.BFLOAT16, world, Op.GEMM_ALLTOALL)
-        for kernel in (Kernel.SM90_PINGPONG, Kernel.LIBRARY):
-            plan = _plan.make_all_to_all(problem, kernel, Resources(comm_sms=16), 16, transport)
+        ways = [(Kernel.SM90_PINGPONG, False), (Kernel.LIBRARY, False)]
+        if transport == Transport.PEER:
+            ways.append((Kernel.SM90_PINGPONG, True))
+        for kernel, one_launch in ways:
+            resources = Resources(comm_sms=16, one_launch=one_launch)
+            plan = _plan.make_all_to_all(problem, kernel, resources, 16, transport)
             for rows, takes in itertools.product(rows_patterns(world), takers(plan)):
                 # Messages of 8 KiB a row: longer ones than ranks have heard of travel by NCCL.
                 for longest in {1, max(1, max(map(max, rows)) * 8192)}:

@@ -57,10 +57,10 @@ def test_select_archs_names_what_it_takes(requested):
 def test_gencode_follows_the_file_name():
     both = ["sm_80", "sm_90a"]
     sm80, sm90 = toolchain.GENCODE["sm_80"], toolchain.GENCODE["sm_90a"]
-    assert toolchain.gencode("csrc/kernels/signal.cu", both) == [sm80, sm90]
-    assert toolchain.gencode("csrc/kernels/gemm_sm80.cu", both) == [sm80, sm90]
-    assert toolchain.gencode("csrc/kernels/gemm_pingpong_bf16_sm90.cu", both) == [sm90]
-    assert toolchain.gencode("csrc/kernels/gemm_pingpong_bf16_sm90.cu", ["sm_80"]) == []
+    assert toolchain.gencode("csrc/kernels/signal/signal.cu", both) == [sm80, sm90]
+    assert toolchain.gencode("csrc/kernels/gemm/gemm_sm80.cu", both) == [sm80, sm90]
+    assert toolchain.gencode("csrc/kernels/gemm/gemm_pingpong_bf16_sm90.cu", both) == [sm90]
+    assert toolchain.gencode("csrc/kernels/gemm/gemm_pingpong_bf16_sm90.cu", ["sm_80"]) == []
     assert "compute_80]" in sm80, "newer GPUs need the PTX"
 
 

@@ -16,6 +16,8 @@ from overlap_torch.plan import Kernel
 from peer_races import Runner, race
 from peers import (
     ALL_TO_ALL,
+    ONE_LAUNCH,
+    alltoall_ways,
     check_other_layouts,
     every_kernel,
     fixed_counts,
@@ -76,8 +78,9 @@ def check_both(
     for bias in (False, True):
         mine = case.with_(bias=bias)
         with fixed_counts(counts):
-            plan = peer_plan(mine, ALL_TO_ALL, 1, kernel)
-            check_plan(failures, mine, plan, *where, kernel.name, op=ALL_TO_ALL)
+            for way in alltoall_ways(kernel):
+                plan = peer_plan(mine, ALL_TO_ALL, way, kernel)
+                check_plan(failures, mine, plan, *where, kernel.name, way, op=ALL_TO_ALL)
 
 
 # --- results ----------------------------------------------------------------------------------------
@@ -147,8 +150,10 @@ def check_ranks_that_differ(kernel: Kernel) -> tuple[int, list[str]]:
                     continue
                 case = Case((0,), *MANY, torch.bfloat16)
                 mine = case.with_(**{field: layout}) if rank == other else case
+                # One rank in one launch, the others as ever.
+                way = alltoall_ways(kernel)[-1 if rank == other else 0]
                 with fixed_counts(counts):
-                    plan = peer_plan(mine, ALL_TO_ALL, 1, kernel)
+                    plan = peer_plan(mine, ALL_TO_ALL, way, kernel)
                     check_plan(failures, mine, plan, "rank", other, layout, op=ALL_TO_ALL)
     # One rank has many rows to send, another few.
     with fixed_counts([[4000 if s == 0 else 3 for _ in range(world)] for s in range(world)]):
@@ -279,6 +284,11 @@ def all_to_alls(kernel: Kernel) -> list[Runner]:
             case, world, "cuda", "row panels", 1, kernel, op=ALL_TO_ALL, comm_sms=16, max_ctas=16
         )
         runners.append(Runner(f"{rows} rows over NCCL", ALL_TO_ALL, case, plan))
+    if kernel != Kernel.LIBRARY:
+        for rows, n, k in ((643, 776, 184), (1, 4096, 192), (2100, 4096, 1040)):
+            case = Case((rows,), n, k, torch.bfloat16)
+            plan = peer_plan(case, ALL_TO_ALL, ONE_LAUNCH, kernel)
+            runners.append(Runner(f"{rows} rows in one launch", ALL_TO_ALL, case, plan))
     # The planner's.
     runners.append(Runner("planned", ALL_TO_ALL, Case((643,), 776, 176, torch.bfloat16), None))
     return runners

@@ -238,23 +238,23 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         plans.decode(code[: data.draw(st.integers(0, len(code) - 1))])
     with pytest.raises(ValueError, match="encoded plan has .* numbers, expected"):
         plans.decode([*code, 0])
-    for version in (1, 99):
-        with pytest.raises(ValueError, match=f"version = {version}, this release reads 2: make"):
+    for version in (1, 2, 99):
+        with pytest.raises(ValueError, match=f"version = {version}, this release reads 3: make"):
             plans.decode([version, *code[1:]])
 
 
 def test_plan_code_is_its_fields_in_order() -> None:
     """What the op library takes: version, problem, how it runs, bands and chunks with their number in front, resources."""
-    code = [2, 0, 1024, 512, 64, 0, 2, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0, 8, 16, 0, 8, 0]
-    code += [8, 0, 0, 0, 1]
+    code = [3, 0, 1024, 512, 64, 0, 2, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0, 8, 16, 0, 8, 0]
+    code += [8, 0, 0, 0, 1, 0]
     assert plans.encode(example()) == code
     assert plans.decode(code) == example()
 
 
 def test_plan_pickled_by_another_release_is_refused() -> None:
     text = pickle.dumps(example(), protocol=2)
-    (version,) = re.findall(rb"K\x02K\x00M\x00\x04", text)  # 2, gemm_allreduce, 1024
-    with pytest.raises(ValueError, match="version = 1, this release reads 2"):
+    (version,) = re.findall(rb"K\x03K\x00M\x00\x04", text)  # 3, gemm_allreduce, 1024
+    with pytest.raises(ValueError, match="version = 1, this release reads 3"):
         pickle.loads(text.replace(version, b"K\x01" + version[2:]))
 
 
@@ -264,7 +264,7 @@ def test_plan_pickled_by_another_release_is_refused() -> None:
         (Problem, "op m n k dtype world_size"),
         (BandRun, "tile_rows count"),
         (Chunk, "tiles transport max_ctas"),
-        (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes"),
+        (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch"),
         (
             Plan,
             "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources",

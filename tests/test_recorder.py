@@ -140,8 +140,8 @@ def test_recorder_steps_of_an_exchange_by_the_library_finish_behind_it(program):
     chunk_bytes = chunk_tiles * tile_bytes  # of each of two ranks, one after the other
     count = chunk_tiles * 128 * 128
     any_ctas = 2**31 - 1
-    pack = f"order=0 source=product+0 destination=window+0 part=1 parts=2 ctas={any_ctas}"
-    unpack = f"order=0 source=window+0 destination=output+0 parts=2 ctas={any_ctas} bias=1"
+    pack = f"order=0 source=product+0 destination=window+0 term=1 terms=2 ctas={any_ctas}"
+    unpack = f"order=0 source=window+0 destination=output+0 terms=2 ctas={any_ctas} bias=1"
     head, order, *steps = text.splitlines()
     assert (
         f" scratch=[{{buffer=window bytes={4 * chunk_bytes}}} {{buffer=product bytes={2 * chunk_bytes}}}] "

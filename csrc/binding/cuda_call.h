@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "binding/op_call.h"
-#include "kernels/gemm.h"
+#include "kernels/gemm/gemm.h"
 #include "runtime/group.h"
 #include "runtime/trace.h"
 

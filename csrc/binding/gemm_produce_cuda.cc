@@ -68,8 +68,7 @@ class Reduction : public CudaOperands {
   kernels::GemmParams probe() const {
     kernels::GemmParams gemm = gemms_[0];
     gemm.output = outputs_[0].data_ptr();
-    if (plan_.collective == plan::Collective::kRing) gemm.sources[0] = gemm.output;
-    if (direct_) gemm.mirrors[gemm.num_mirrors++] = gemm.output;
+    if (plan_.collective == plan::Collective::kRing || direct_) gemm.peers.emplace();
     return gemm;
   }
 

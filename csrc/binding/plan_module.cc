@@ -441,7 +441,7 @@ void bind_ring(py::module_& m) {
         for (int32_t index = 0; index < order.num_tiles(); ++index) {
           const TileCoord coord = plan::tile_coord(order, index);
           const plan::SplitRow row = plan::split_row(order, map, coord.row);
-          tiles.append(py::make_tuple(row.turn, row.row, coord.column));
+          tiles.append(py::make_tuple(row.phase, row.row, coord.column));
         }
         return tiles;
       },

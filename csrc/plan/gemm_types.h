@@ -6,7 +6,14 @@
 
 namespace overlap::plan {
 
-enum class DType : int32_t { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
+enum class DType : int32_t {
+  kBFloat16 = 0,
+  kFloat16 = 1,
+  kFloat32 = 2,
+  kFloat64 = 3,
+  kFloat8E4M3 = 4,
+  kFloat8E5M2 = 5,
+};
 
 // Which GEMM counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
 // tile with the framework's GEMM); it takes every dtype, stride and alignment, so any rank can

@@ -101,6 +101,8 @@ struct Resources {
   int32_t finish_ctas =
       0;              // CTAs that put chunks back to row-major, add bias or parts; 0: a default
   int32_t lanes = 1;  // chunks in flight at a time, each on a stream and communicator of its own
+  bool one_launch =
+      false;  // all-to-all over peers: one GEMM stores, announces and receives all messages
 
   friend bool operator==(const Resources&, const Resources&) = default;
 };

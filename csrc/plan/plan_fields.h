@@ -255,6 +255,9 @@ struct Fields<Resources> {
       Field{"lanes", &Resources::lanes, Scope::kRank,
             "chunks in flight at a time, each on a stream and a communicator of its own.",
             ", {} lanes", true},
+      Field{"one_launch", &Resources::one_launch, Scope::kRank,
+            "gemm_alltoall over peers: whether one launch computes, sends and receives all rows.",
+            ", in one launch", true},
   };
 };
 

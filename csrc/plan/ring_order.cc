@@ -24,8 +24,8 @@ TileOrder ring_order(int32_t parts, int32_t part_tile_rows, int32_t tiles_n, int
   order.parts = parts;
   const int32_t rounds = part_tile_rows / round_rows;
   for (int32_t band = 0; band < rounds + parts - 1; ++band) {
-    const RingBand turns = ring_band(parts, rounds, band);
-    add_bands(order, (turns.end_turn - turns.first_turn) * round_rows, 1);
+    const RingBand phases = ring_band(parts, rounds, band);
+    add_bands(order, (phases.end_phase - phases.first_phase) * round_rows, 1);
   }
   order.num_chunks = 1;
   order.chunk_begin[1] = order.num_tiles();

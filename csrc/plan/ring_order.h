@@ -1,11 +1,11 @@
-// The order in which a ring's GEMM takes its tiles in one launch. A part is computed in turns, one on each
-// rank, and in its last turn, on its owner, an all-reduce's tile goes to everyone: taken turn after turn, the
+// The order in which a ring's GEMM takes its tiles in one launch. A part is computed in phases, one on each
+// rank, and in its last phase, on its owner, an all-reduce's tile goes to everyone: taken phase after phase, the
 // link would have less to carry than it can at first, and more at last. So the tile rows of the parts are cut
-// into rounds, and each band of tiles holds one round of every turn, each behind the one whose sums it adds:
+// into rounds, and each band of tiles holds one round of every phase, each behind the one whose sums it adds:
 //
 //   band         0     1      2        3     4      three parts of three rounds;
-//   turn, round  0,0   0,1    0,2      1,2   2,2    turn t of a round lies in the band behind
-//                      1,0    1,1      2,1          that of its turn t - 1
+//   phase, round  0,0   0,1    0,2      1,2   2,2    phase t of a round lies in the band behind
+//                      1,0    1,1      2,1          that of its phase t - 1
 //                             2,0
 #pragma once
 
@@ -19,10 +19,10 @@ namespace overlap::plan {
 // Tile rows of each part in a round of such a plan.
 int32_t ring_round_rows(const Plan& plan);
 
-// The turns of which a band, of rounds + parts - 1, holds a round each.
+// The phases of which a band, of rounds + parts - 1, holds a round each.
 struct RingBand {
-  int32_t first_turn = 0;
-  int32_t end_turn = 0;
+  int32_t first_phase = 0;
+  int32_t end_phase = 0;
 };
 RingBand ring_band(int32_t parts, int32_t rounds, int32_t band);
 

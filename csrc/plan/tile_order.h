@@ -30,6 +30,7 @@ inline constexpr int kMaxBandRuns = 16;
 inline constexpr int kMaxChunks = 64;
 inline constexpr int kMaxLanes = 4;
 inline constexpr int kMaxCopyRuns = 16;  // that a GEMM copies meanwhile
+inline constexpr int kMaxRanges = 8;     // parts of rows, of any number each
 
 // `count` consecutive bands of `tile_rows` tile rows each.
 struct BandRun {
@@ -138,21 +139,24 @@ struct RowMap {
                    // each, in order. The own rows are an input of their own; the others' lie in the
                    // input chunk by chunk, which has room for all parts in each
     kSplit = 3,  // the input's rows are parts, one after the other; each has an output of its own.
-                 // Each is taken in a turn, part_tile_rows after part_tile_rows; or in rounds
+                 // Each is taken in a phase, part_tile_rows after part_tile_rows; or in rounds
+    kRanges =
+        4,  // the same, of any number of rows each; each is taken as one of the order's chunks
   };
   Mode mode = Mode::kPlain;
   int32_t part_rows =
       0;                 // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
   int32_t own_part = 0;  // kGather: this rank's
   int32_t part_tile_rows = 0;  // kSplit: tile rows of a part ...
-  // ... and of a round, a divisor: rounds are mixed as ring_order.h has it. 0: turn after turn.
+  // ... and of a round, a divisor: rounds are mixed as ring_order.h has it. 0: phase after phase.
   int32_t round_tile_rows = 0;
-  int32_t first_part = 0;  // kSplit: the part that is computed first ...
+  int32_t first_part = 0;  // kSplit, kRanges: the part that is computed first ...
   int32_t part_step = 1;   // ... and what to add, modulo the number of parts, for the next one
+  int32_t range_begin[kMaxRanges] = {};  // kRanges: where each part begins in the input
 };
 
 // Where one tile row begins: `input_row` counts rows, `output_row` tile rows of part `output_part`,
-// or of output `output_part` (kSplit).
+// or of output `output_part` (kSplit, kRanges).
 struct TileRowPlace {
   int32_t input_row = 0;
   int32_t output_row = 0;
@@ -160,13 +164,13 @@ struct TileRowPlace {
   bool own_input = false;  // kGather: the row lies in the input that holds the own part
 };
 
-// With rows of mode kSplit: in which turn a tile row is taken, and which of that part's tile rows it is.
+// With rows of mode kSplit: in which phase a tile row is taken, and which of that part's tile rows it is.
 struct SplitRow {
-  int32_t turn = 0;
+  int32_t phase = 0;
   int32_t row = 0;
 };
 
-// Which round of which turn is the `index`-th of ring_order.h's.
+// Which round of which phase is the `index`-th of ring_order.h's.
 OVERLAP_HOST_DEVICE constexpr SplitRow ring_round(int32_t parts, int32_t rounds, int32_t index) {
   const int32_t most = parts < rounds ? parts : rounds;  // in a band
   const int32_t rising = most * (most - 1) / 2;
@@ -181,7 +185,7 @@ OVERLAP_HOST_DEVICE constexpr SplitRow ring_round(int32_t parts, int32_t rounds,
   } else {
     band = most - 1 + level / most;
     place = index - rising - level;
-    for (int32_t turns = most - 1; place >= turns; ++band) place -= turns--;
+    for (int32_t phases = most - 1; place >= phases; ++band) place -= phases--;
   }
   const int32_t first = band >= rounds ? band - rounds + 1 : 0;
   return {first + place, band - first - place};
@@ -191,12 +195,12 @@ OVERLAP_HOST_DEVICE constexpr SplitRow split_row(const TileOrder& order, const R
                                                  int32_t tile_row) {
   const int32_t height = map.round_tile_rows;
   if (height == 0) {
-    const int32_t turn = tile_row / map.part_tile_rows;
-    return {turn, tile_row - turn * map.part_tile_rows};
+    const int32_t phase = tile_row / map.part_tile_rows;
+    return {phase, tile_row - phase * map.part_tile_rows};
   }
   const int32_t index = tile_row / height;
   const SplitRow round = ring_round(order.parts, map.part_tile_rows / height, index);
-  return {round.turn, round.row * height + tile_row - index * height};
+  return {round.phase, round.row * height + tile_row - index * height};
 }
 
 // The same with rows of mode kGather.
@@ -209,9 +213,9 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace gathered_row_place(const TileOrder& o
   const int32_t own_height = order.chunk_begin[1] / order.tiles_n;
   const int32_t first = order.chunk_begin[chunk] / order.tiles_n;
   const int32_t height = (order.chunk_begin[chunk + 1] / order.tiles_n - first) / others;
-  const int32_t turn = (tile_row - first) / height;
-  const int32_t row = tile_row - first - turn * height;
-  const int32_t part = turn < map.own_part ? turn : turn + 1;
+  const int32_t other = (tile_row - first) / height;
+  const int32_t row = tile_row - first - other * height;
+  const int32_t part = other < map.own_part ? other : other + 1;
   // In each part the chunk begins at this tile row, and has so many rows: the last chunk may end
   // before its tiles do.
   const int32_t chunk_row = (first - own_height) / others;
@@ -225,11 +229,17 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order
                                                           int32_t tile_m, int32_t tile_row) {
   if (map.mode == RowMap::Mode::kPlain) return {tile_row * tile_m, tile_row, 0};
   if (map.mode == RowMap::Mode::kSplit) {
-    const auto [turn, row] = split_row(order, map, tile_row);
-    const int32_t part = (map.first_part + turn * map.part_step) % order.parts;
+    const auto [phase, row] = split_row(order, map, tile_row);
+    const int32_t part = (map.first_part + phase * map.part_step) % order.parts;
     return {part * map.part_rows + row * tile_m, row, part};
   }
   if (map.mode == RowMap::Mode::kGather) return gathered_row_place(order, map, tile_m, tile_row);
+  if (map.mode == RowMap::Mode::kRanges) {
+    const int32_t chunk = tile_chunk(order, tile_row * order.tiles_n);
+    const int32_t row = tile_row - order.chunk_begin[chunk] / order.tiles_n;
+    const int32_t part = (map.first_part + chunk * map.part_step) % order.parts;
+    return {map.range_begin[part] + row * tile_m, row, part};
+  }
   const PartRow place = part_row(order, tile_row);
   return {place.part * map.part_rows + place.row * tile_m, tile_row, 0};
 }
@@ -245,13 +255,13 @@ OVERLAP_HOST_DEVICE constexpr int64_t packed_offset(int32_t index, int32_t tile_
   return static_cast<int64_t>(index) * tile_m * tile_n;
 }
 
-// Packed layout in which each chunk's region holds `parts` copies of the chunk, one after the
-// other: the place, in tiles, of tile `index` of copy `part`. With one part it is the index itself.
+// Packed layout in which each chunk's region holds `terms` of a sum, one after the other: the place, in tiles,
+// of tile `index` of term `term`. With one it is the index itself.
 OVERLAP_HOST_DEVICE constexpr int32_t packed_slot(const TileOrder& order, int32_t index,
-                                                  int32_t parts, int32_t part) {
-  if (parts == 1) return index;
+                                                  int32_t terms, int32_t term) {
+  if (terms == 1) return index;
   const int32_t chunk = tile_chunk(order, index);
-  return index + (parts - 1) * order.chunk_begin[chunk] + part * chunk_tiles(order, chunk);
+  return index + (terms - 1) * order.chunk_begin[chunk] + term * chunk_tiles(order, chunk);
 }
 
 }  // namespace overlap::plan

@@ -224,7 +224,12 @@ void check_resources(const Plan& plan) {
 
 // What travels through the peers' memory.
 void check_peers(const Plan& plan) {
-  if (!over_peers(plan)) return;
+  if (!over_peers(plan)) {
+    if (plan.resources.one_launch) {
+      fail("plan has one_launch, but no chunk travels by peer: clear it, or take that transport");
+    }
+    return;
+  }
   const Problem& problem = plan.problem;
   const bool overlapped = plan.schedule == Schedule::kOverlapped;
   const bool direct = plan.collective == Collective::kDirect;
@@ -252,6 +257,11 @@ void check_peers(const Plan& plan) {
   if (ring && ring_tiles(plan) > kMaxRingTiles) {
     fail("plan with the collective ring passes on ", ring_tiles(plan), " tiles, allowed are ",
          kMaxRingTiles, ", as each has a flag: take the transport nccl");
+  }
+  if (plan.resources.one_launch && !(exchanges && is_pingpong(plan.kernel))) {
+    fail(
+        "plan with the collective ", name(plan.collective), " and the kernel ", name(plan.kernel),
+        " has one_launch, allowed is that of all_to_all by peer with a ping-pong kernel: clear it");
   }
   if ((direct || ring) && plan.chunks.size() != 1) {
     fail("plan with the collective ", name(plan.collective), " has ", plan.chunks.size(),

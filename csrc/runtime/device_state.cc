@@ -3,8 +3,8 @@
 #include <map>
 #include <memory>
 
-#include "kernels/gemm.h"
-#include "kernels/signal.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/signal/signal.h"
 #include "runtime/error.h"
 
 namespace overlap::runtime {

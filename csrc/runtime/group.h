@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/signal.h"
+#include "kernels/signal/signal.h"
 #include "plan/plan.h"
 #include "runtime/bootstrap.h"
 #include "runtime/call_history.h"

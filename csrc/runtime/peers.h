@@ -9,9 +9,9 @@
 #include <optional>
 #include <vector>
 
-#include "kernels/peer_collective.h"
-#include "kernels/peer_low_latency.h"
-#include "kernels/peer_signal.h"
+#include "kernels/peer/peer_collective.h"
+#include "kernels/peer/peer_low_latency.h"
+#include "kernels/peer/peer_signal.h"
 #include "runtime/peer_memory.h"
 
 namespace overlap::runtime {

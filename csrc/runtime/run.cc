@@ -9,10 +9,10 @@
 #include <variant>
 #include <vector>
 
-#include "kernels/peer_collective.h"
-#include "kernels/peer_exchange.h"
-#include "kernels/reorder.h"
-#include "kernels/signal.h"
+#include "kernels/chunk/reorder.h"
+#include "kernels/peer/peer_collective.h"
+#include "kernels/peer/peer_exchange.h"
+#include "kernels/signal/signal.h"
 #include "runtime/error.h"
 #include "runtime/range.h"
 #include "runtime/step_timer.h"
@@ -243,23 +243,17 @@ class Run {
     kernels::GemmParams gemm = call_.operands->gemm(step.weight);
     gemm.m = step.rows.end - step.rows.begin;
     place_operands(step, gemm);
-    gemm.part = step.part;
-    gemm.parts = step.parts;
+    gemm.term = step.term;
+    gemm.terms = step.terms;
     gemm.rows = step.map;
     gemm.order = order(step.order);
     gemm.first_tile = step.first_tile;
     gemm.end_tile = step.end_tile;
     gemm.ctas = step.ctas;
-    gemm.spread_ns = step.spread_ns;
     if (step.counts) gemm.counters = counters_;
-    if (step.announces) gemm.peer_tiles = peer_tiles();
-    if (step.awaits_chunks) gemm.arrivals = with_deadline(arrivals(0));
-    if (step.ends_call) gemm.ending = peers_->ending(peer_call_);
-    if (step.ends_call || !step.mirrors.empty() || step.outputs.size() > 1) {
-      gemm.tiles_taken = peers_->tiles_taken(peer_call_);
-    }
-    for (const steps::Move& move : step.moves) {
-      gemm.copies[gemm.num_copies++] = {at(move.from), at(move.to), move.bytes, move.arrival};
+    if (step.ends_call) gemm.ending.signal = peers_->ending(peer_call_);
+    if (step.ends_call || gemm.peers) {
+      gemm.ending.tiles_taken = peers_->tiles_taken(peer_call_);
     }
     check_cuda(kernels::launch_gemm(plan_.kernel, gemm, on), "launching the GEMM");
   }
@@ -272,18 +266,45 @@ class Run {
     } else {
       gemm.input = at(step.input);
     }
-    if (step.map.mode == plan::RowMap::Mode::kGather) gemm.own_input = at(input);
+    gemm.output = at(step.outputs[0].where);
+    if (step.map.mode == plan::RowMap::Mode::kGather) gemm.gather = gather(step);
+    if (step.stores_for_peers()) gemm.peers = peers(step);
+  }
+
+  kernels::GemmGather gather(const steps::Gemm& step) const {
+    kernels::GemmGather gather;
+    gather.own_input = at(Where{Buffer::kInput});
+    if (step.awaits_chunks) gather.arrivals = with_deadline(arrivals(0));
+    for (const steps::Move& move : step.moves) {
+      gather.copies[gather.num_copies++] = {at(move.from), at(move.to), move.bytes, move.arrival};
+    }
+    return gather;
+  }
+
+  kernels::GemmPeers peers(const steps::Gemm& step) const {
+    kernels::GemmPeers peers;
     for (size_t part = 0; part < step.outputs.size(); ++part) {
-      void* const output = at(step.outputs[part].where);
-      (part == 0 ? gemm.output : gemm.more_outputs[part - 1]) = output;
-      gemm.sources[part] = at(step.outputs[part].adds);
+      if (part > 0) peers.more_outputs[part - 1] = at(step.outputs[part].where);
+      peers.sources[part] = at(step.outputs[part].adds);
     }
-    gemm.num_more_outputs = static_cast<int32_t>(step.outputs.size()) - 1;
-    for (const Where& mirror : step.mirrors) gemm.mirrors[gemm.num_mirrors++] = at(mirror);
+    peers.num_more_outputs = static_cast<int32_t>(step.outputs.size()) - 1;
+    for (const Where& mirror : step.mirrors) peers.mirrors[peers.num_mirrors++] = at(mirror);
     if (step.arriving) {
-      gemm.arriving = at(step.arriving);
-      gemm.collected = at(Where{Buffer::kOutput});
+      peers.arriving = at(step.arriving);
+      peers.collected = at(Where{Buffer::kOutput});
     }
+    peers.spread_ns = step.spread_ns;
+    if (step.announces) peers.tiles = peer_tiles();
+    if (step.sends_messages) peers.messages = messages(step);
+    return peers;
+  }
+
+  kernels::GemmMessages messages(const steps::Gemm& step) const {
+    kernels::GemmMessages messages{with_deadline(peers_->meeting(peer_call_)), counters_};
+    for (const steps::Move& move : step.moves) {
+      messages.received[move.arrival] = {at(move.from), at(move.to), move.bytes};
+    }
+    return messages;
   }
 
   void enqueue(const steps::LibraryGemm& step, cudaStream_t) {
@@ -296,7 +317,7 @@ class Run {
     kernels::ReorderParams params = reorder(step);
     params.row_major = at(step.source);
     params.packed = at(step.destination);
-    params.part = step.part;
+    params.term = step.term;
     check_cuda(kernels::pack_chunk(params, on), "packing a chunk");
   }
 
@@ -318,7 +339,7 @@ class Run {
     params.dtype = plan_.problem.dtype;
     params.order = order(step.order);
     params.chunk = step.chunk;
-    params.parts = step.parts;
+    params.terms = step.terms;
     params.ctas = step.ctas;
     return params;
   }

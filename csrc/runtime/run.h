@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "kernels/gemm.h"
+#include "kernels/gemm/gemm.h"
 #include "plan/plan.h"
 #include "runtime/group.h"
 #include "runtime/trace.h"

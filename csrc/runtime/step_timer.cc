@@ -54,6 +54,7 @@ StepTimer::StepTimer(const steps::StepList& list, std::shared_ptr<CallTrace> tra
     }
   }
   trace_->start.record(caller_);
+  if (last_gemm_ < 0) trace_->gemm_end.record(caller_);  // a rank of an all-to-all may have no rows
 }
 
 void StepTimer::before(steps::StepId id, cudaStream_t on) {

@@ -58,12 +58,16 @@ class AllToAllSteps {
     gemm.rows = rows;
     gemm.input = input(rows);
     gemm.outputs = {{destination}};
-    const int64_t cluster_rows = int64_t{plan_.tile_m} * plan_.cluster_m;
-    const int64_t clusters = (rows.end - rows.begin + cluster_rows - 1) / cluster_rows;
-    gemm.order = order_of(static_cast<int32_t>(clusters * plan_.cluster_m));
+    gemm.order = order_of(tile_rows(rows.end - rows.begin));
     gemm.end_tile = list_.made.orders[index(gemm.order)].num_tiles();
     gemm.ctas = ctas;
     list_.add(Lane::kCaller, gemm);
+  }
+
+  // Of so many rows, in whole clusters.
+  int32_t tile_rows(int64_t rows) const {
+    const int64_t cluster_rows = int64_t{plan_.tile_m} * plan_.cluster_m;
+    return static_cast<int32_t>((rows + cluster_rows - 1) / cluster_rows) * plan_.cluster_m;
   }
 
   // A chunk's messages on the side lane, of what has been computed on the caller's so far. A GEMM of the plan's kernel that goes

@@ -127,6 +127,13 @@ double store_spread_us(const Plan& plan, const Machine& machine) {
   return std::clamp(per_tile_us - sent * round_us, 0.0, round_us);
 }
 
+double message_spread_us(const Plan& plan, const Machine& machine) {
+  if (machine.peer_gbps <= 0.0 || machine.sm_gflops <= 0.0) return 0.0;
+  const int32_t sms = std::max(1, machine.sm_count);
+  const double round_us = last_round_us(plan, machine, sms, sms);
+  return std::clamp(tile_us(plan, machine) - round_us, 0.0, round_us);
+}
+
 bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows) {
   const Problem& problem = plan.problem;

@@ -189,6 +189,9 @@ double last_round_us(const plan::Plan& plan, const plan::Machine& machine, int64
 // which share it, wait.
 double store_spread_us(const plan::Plan& plan, const plan::Machine& machine);
 
+// The same of messages to the peers, of which every tile is stored there.
+double message_spread_us(const plan::Plan& plan, const plan::Machine& machine);
+
 // gemm_alltoall over peers, on one rank: whether its GEMM is better launched once for each rank's rows,
 // storing them where they go, than the framework's once for all, with the rows sent after it.
 bool stores_messages(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,

@@ -82,7 +82,7 @@ void fields(const plan::TileOrder& order, Visit& visit) {
 }
 
 inline const char* name(plan::RowMap::Mode mode) {
-  constexpr const char* kNames[] = {"plain", "scatter", "gather", "split"};
+  constexpr const char* kNames[] = {"plain", "scatter", "gather", "split", "ranges"};
   return kNames[static_cast<size_t>(mode)];
 }
 
@@ -90,6 +90,11 @@ template <typename Visit>
 void fields(const plan::RowMap& map, Visit& visit) {
   using Mode = plan::RowMap::Mode;
   visit("mode", name(map.mode));
+  if (map.mode == Mode::kRanges) {
+    visit("first_part", map.first_part);
+    visit("begins", std::vector<int32_t>(std::begin(map.range_begin), std::end(map.range_begin)));
+    return;
+  }
   visit("part_rows", map.part_rows);
   if (map.mode == Mode::kGather) visit("own_part", map.own_part);
   if (map.mode != Mode::kSplit) return;
@@ -126,9 +131,9 @@ void fields(const Gemm& step, Visit& visit) {
   visit("outputs", step.outputs);
   unless_empty(visit, "mirrors", step.mirrors);
   if (step.map.mode != plan::RowMap::Mode::kPlain) visit("rows", step.map);
-  if (step.parts > 1) {
-    visit("part", step.part);
-    visit("parts", step.parts);
+  if (step.terms > 1) {
+    visit("term", step.term);
+    visit("terms", step.terms);
   }
   visit("order", step.order);
   visit("first_tile", step.first_tile);
@@ -139,6 +144,7 @@ void fields(const Gemm& step, Visit& visit) {
   unless(visit, "awaits_chunks", step.awaits_chunks, false);
   optional_field(visit, "arriving", step.arriving);
   unless(visit, "spread_ns", step.spread_ns, 0);
+  unless(visit, "sends_messages", step.sends_messages, false);
   unless(visit, "ends_call", step.ends_call, false);
   unless_empty(visit, "moves", step.moves);
 }
@@ -224,8 +230,8 @@ void fields(const Pack& step, Visit& visit) {
   visit("order", step.order);
   visit("source", step.source);
   visit("destination", step.destination);
-  visit("part", step.part);
-  visit("parts", step.parts);
+  visit("term", step.term);
+  visit("terms", step.terms);
   visit("ctas", step.ctas);
 }
 
@@ -238,7 +244,7 @@ void fields(const Unpack& step, Visit& visit) {
   visit("order", step.order);
   visit("source", step.source);
   visit("destination", step.destination);
-  visit("parts", step.parts);
+  visit("terms", step.terms);
   visit("ctas", step.ctas);
   visit("bias", step.bias);
 }

@@ -1,6 +1,7 @@
 // Rows that go to the ranks that own them, over peers: the GEMM stores them there, or, where the framework computes or
-// there are few, the kernel that moves them into the outputs. Messages that are too long for a slot go by NCCL. How
-// rows are computed and stored is each rank's own choice: the peers see no difference.
+// there are few, the kernel that moves them into the outputs. Messages that are too long for a slot go by NCCL. In one
+// launch, where the plan wants that, the GEMM takes the peers' rows first, announces each message with its last tile,
+// and copies what has come. How rows are computed and stored is each rank's own choice: the peers see no difference.
 #include <bit>
 
 #include "steps/all_to_all.h"
@@ -31,13 +32,22 @@ class Exchange : AllToAllSteps {
       : AllToAllSteps(plan, rank, machine, variant),
         message_bytes_(message_room(plan, rank, variant)),
         calls_nccl_(any_too_long()),
-        stores_(variant.kernel_takes && stores_messages(plan, machine, rank, variant.send_rows)) {}
+        one_launch_(plan.resources.one_launch && variant.kernel_takes && !calls_nccl_ &&
+                    send_begin_.back() > 0),
+        stores_(one_launch_ ||
+                (variant.kernel_takes && stores_messages(plan, machine, rank, variant.send_rows))) {
+  }
 
   StepList lower() {
     if (calls_nccl_ || ranks_ > 2) list_.add_communicators(plan_);
     list_.add_slot(ranks_ * message_bytes_);
     if (!stores_ || calls_nccl_) add_product();
     if (!stores_) begin_with_all();
+    if (one_launch_) {
+      list_.add(Lane::kCaller, WaitForSlots{});
+      compute_and_meet();
+      return std::move(list_.made);
+    }
     if (calls_nccl_) list_.add(Lane::kCaller, Fork{plan_.resources.lanes, false});
     if (stores_) {
       list_.add(Lane::kCaller, WaitForSlots{});
@@ -75,6 +85,40 @@ class Exchange : AllToAllSteps {
       compute(peer, by_nccl ? product_row(rows_for(peer).begin) : place(peer, rank_),
               machine_.sm_count);
     }
+  }
+
+  // All rows in one launch: those of the next rank first, the own ones last.
+  void compute_and_meet() {
+    Gemm gemm;
+    gemm.rows = {0, send_begin_.back()};
+    gemm.input = {Buffer::kInput};
+    gemm.map.mode = plan::RowMap::Mode::kRanges;
+    gemm.map.first_part = (rank_ + 1) % ranks_;
+    std::vector<int32_t> heights;
+    for (int32_t distance = 1; distance <= ranks_; ++distance) {
+      heights.push_back(tile_rows(send_rows((rank_ + distance) % ranks_)));
+    }
+    plan::TileOrder order = plan::chunked_order(plan_, plan_.problem.n, heights);
+    order.parts = ranks_;
+    for (int32_t peer = 0; peer < ranks_; ++peer) {
+      gemm.map.range_begin[peer] = static_cast<int32_t>(rows_for(peer).begin);
+      gemm.outputs.push_back({peer == rank_ ? output_of(rank_) : place(peer, rank_)});
+    }
+    gemm.order = list_.add_order(order);
+    gemm.end_tile = order.num_tiles();
+    gemm.ctas = machine_.sm_count;
+    gemm.spread_ns = static_cast<int32_t>(1e3 * message_spread_us(plan_, machine_));
+    gemm.sends_messages = true;
+    gemm.ends_call = true;
+    for (int32_t distance = 1; distance < ranks_; ++distance) {
+      const int32_t from = (rank_ + ranks_ - distance) % ranks_;
+      if (receive_rows(from) == 0) continue;
+      gemm.moves.push_back(
+          {place(rank_, from), output_of(from), receive_rows(from) * row_bytes_, from});
+    }
+    list_.made.counters = ranks_;  // of tiles for each of them
+    list_.communicates = 0;
+    list_.add_held(Lane::kCaller, gemm);
   }
 
   void compute(int32_t peer, Where destination, int32_t ctas) {
@@ -123,6 +167,7 @@ class Exchange : AllToAllSteps {
 
   const int64_t message_bytes_;  // at most, over peers
   const bool calls_nccl_;
+  const bool one_launch_;
   const bool stores_;
 };
 

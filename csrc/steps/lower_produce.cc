@@ -73,8 +73,8 @@ class Produce {
     gemm.rows = {0, plan_.problem.m};
     gemm.input = {Buffer::kInput};
     gemm.outputs = {{{buffer_}}};
-    gemm.part = exchanges_ ? rank_ : 0;
-    gemm.parts = exchanges_ ? plan::buffer_parts(plan_) : 1;
+    gemm.term = exchanges_ ? rank_ : 0;
+    gemm.terms = exchanges_ ? plan::buffer_parts(plan_) : 1;
     if (row_parts_ > 1) {
       gemm.map.mode = plan::RowMap::Mode::kScatter;
       gemm.map.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
@@ -96,8 +96,8 @@ class Produce {
       pack.chunk = chunk;
       pack.source = {Buffer::kProduct};
       pack.destination = {buffer_};
-      pack.part = exchanges_ ? rank_ : 0;
-      pack.parts = exchanges_ ? plan::buffer_parts(plan_) : 1;
+      pack.term = exchanges_ ? rank_ : 0;
+      pack.terms = exchanges_ ? plan::buffer_parts(plan_) : 1;
       pack.ctas = finish_ctas_;
       return list_.add(Lane::kCaller, pack);
     }
@@ -135,7 +135,7 @@ class Produce {
       unpack.chunk = chunk;
       unpack.source = {buffer_};
       unpack.destination = {Buffer::kOutput};
-      unpack.parts = exchanges_ ? plan::buffer_parts(plan_) : 1;
+      unpack.terms = exchanges_ ? plan::buffer_parts(plan_) : 1;
       unpack.ctas = finish_ctas_;
       unpack.bias = variant_.bias;
       list_.add(Lane::kCopy, unpack, {communicated});

@@ -140,6 +140,7 @@ std::vector<Changed> weakened(const StepList& list) {
             without("counts", &Gemm::counts);
             without("announces", &Gemm::announces);
             without("awaits_chunks", &Gemm::awaits_chunks);
+            without("sends_messages", &Gemm::sends_messages);
             without("ends_call", &Gemm::ends_call);
             for (size_t j = 0; j < one.moves.size() && one.awaits_chunks; ++j) {
               if (one.moves[j].arrival == 0) continue;

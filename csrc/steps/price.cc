@@ -100,7 +100,7 @@ struct Walk {
         if (lanes_beside > 0) begin_us = host_us;
         host_us += kIssueUs;
       } else if (const auto* unpack = std::get_if<Unpack>(&step.what)) {
-        if (unpack->parts > 1) host_us += kIssueSumUs;
+        if (unpack->terms > 1) host_us += kIssueSumUs;
       } else if (is_gemm(step)) {
         if (const auto* gemm = std::get_if<Gemm>(&step.what)) awaits |= gemm->awaits_chunks;
         if (!step.after.empty()) begin_us = host_us;
@@ -217,6 +217,7 @@ struct Walk {
     if (gemm.announces) return pass_on(gemm, begin_us);
     if (gemm.awaits_chunks) return await_chunks(gemm, order, begin_us);
     if (plan.collective == plan::Collective::kDirect) return store(tiles, begin_us);
+    if (gemm.sends_messages) return send_messages(gemm, tiles, begin_us);
     if (all_to_all) return launch_apart(gemm, begin_us);
     return launch(id, 0, tiles, gemm.ctas, begin_us);
   }
@@ -294,7 +295,7 @@ struct Walk {
   }
   double end_of(const Unpack& unpack, size_t id, double begin_us) {
     const double bytes = bytes_behind(id);
-    if (unpack.parts > 1 && !slow) return sum(id, bytes, begin_us);
+    if (unpack.terms > 1 && !slow) return sum(id, bytes, begin_us);
     return begin_us + (hides(id) ? 0.0 : finish_us(bytes));
   }
   double end_of(const AddBias& bias, size_t id, double begin_us) {
@@ -404,9 +405,9 @@ struct Walk {
     const int32_t rounds = gemm.map.part_tile_rows / gemm.map.round_tile_rows;
     double us = kRingUs + (gemm.map.part_tile_rows <= plan.cluster_m ? kLowPartUs : 0.0);
     for (int32_t band = 0; band < rounds + ranks - 1; ++band) {
-      const plan::RingBand turns = plan::ring_band(ranks, rounds, band);
-      const int32_t count = turns.end_turn - turns.first_turn;
-      const int32_t sent = turns.end_turn == ranks ? count - 1 + finals : count;
+      const plan::RingBand phases = plan::ring_band(ranks, rounds, band);
+      const int32_t count = phases.end_phase - phases.first_phase;
+      const int32_t sent = phases.end_phase == ranks ? count - 1 + finals : count;
       us += std::pow(std::pow(count * (gemm_us / ranks) / rounds, kOverlapPower) +
                          std::pow(sent * sent_part_us / rounds, kOverlapPower),
                      1.0 / kOverlapPower);
@@ -452,6 +453,20 @@ struct Walk {
     if (peers) us = std::max(us, static_cast<double>(problem.k) * row_bytes / (1e3 * kWeightGbps));
     if (leaves) us = std::max(us, sent_us(static_cast<double>(rows) * row_bytes));
     return begin_us + computed(us + (price.expected.gemm_us > 0.0 ? kLaunchUs : 0.0));
+  }
+
+  // An all-to-all's in one launch: messages leave as they are made, and arrive as the peers make theirs; what came last
+  // is still to be copied.
+  double send_messages(const Gemm& gemm, int64_t tiles, double begin_us) {
+    double received = 0.0;
+    for (const Move& move : gemm.moves) received += static_cast<double>(move.bytes);
+    const int32_t* const ranges = gemm.map.range_begin;
+    const int64_t own_end = rank + 1 < ranks ? ranges[rank + 1] : gemm.rows.end;
+    const auto sent = static_cast<double>(gemm.rows.end - (own_end - ranges[rank])) * row_bytes;
+    const double gemm_us = computed(kRoundRate * rounds_of(tiles, gemm.ctas) * tile_us);
+    return begin_us + kDirectUs +
+           std::max(gemm_us, communicated(sent_us(std::max(sent, received)))) +
+           last_round_us(plan, machine, tiles, sms);
   }
 
   // --- communication -----------------------------------------------------------------------------

@@ -42,9 +42,9 @@ struct StructureFields {
   }
   static bool is_size(const char* field) {
     constexpr const char* kSizes[] = {
-        "tiles",     "ctas",           "spread_ns",       "max_ctas", "first_tile",   "end_tile",
-        "part_rows", "part_tile_rows", "round_tile_rows", "us",       "order",        "offset",
-        "first",     "stride",         "first_announced", "begin",    "first_awaited"};
+        "tiles",     "ctas",           "spread_ns",       "max_ctas", "first_tile",    "end_tile",
+        "part_rows", "part_tile_rows", "round_tile_rows", "us",       "order",         "offset",
+        "first",     "stride",         "first_announced", "begin",    "first_awaited", "begins"};
     return std::any_of(std::begin(kSizes), std::end(kSizes),
                        [field](const char* size) { return std::strcmp(field, size) == 0; });
   }

@@ -52,6 +52,15 @@ Simulation::TileRows Simulation::tile_rows(const Here& here, const Gemm& step,
       rows.output_row = first;
       break;
     }
+    case Mode::kRanges: {
+      const int32_t part = place.output_part;
+      const int64_t all = step.rows.end - step.rows.begin;
+      const int64_t end = part + 1 < order.parts ? step.map.range_begin[part + 1] : all;
+      rows.rows = std::clamp<int64_t>(end - place.input_row, 0, tile);
+      rows.output = part;
+      rows.output_row = int64_t{place.output_row} * tile;
+      break;
+    }
   }
   rows.stored_rows = std::max(rows.stored_rows, rows.rows);
   return rows;
@@ -89,13 +98,13 @@ std::vector<Simulation::Piece> Simulation::pieces(const Here& here, const Gemm& 
     plan::SplitRow place;
     if (split) {
       place = plan::split_row(order, step.map, row);
-      which = {place.turn, place.row * groups / height};
+      which = {place.phase, place.row * groups / height};
     }
     Piece& piece = found[which];
     piece.chunk = which.first;
     piece.tiles += rows.columns;
     if (split) {
-      piece.turn = place.turn;
+      piece.phase = place.phase;
       piece.first_row = (which.second * height + groups - 1) / groups;
       piece.end_row = ((which.second + 1) * height + groups - 1) / groups;
     }
@@ -125,7 +134,7 @@ void Simulation::compute(Node by, Here& here, const Gemm& step, const Piece& pie
     return;
   }
   const bool split = step.map.mode == plan::RowMap::Mode::kSplit;
-  const bool mirrors = !split || piece.turn + 1 == here.list->orders[at(step.order)].parts;
+  const bool mirrors = !split || piece.phase + 1 == here.list->orders[at(step.order)].parts;
   for (const TileRows& rows : piece.rows) compute_rows(by, here, step, rows, mirrors);
 }
 
@@ -137,7 +146,7 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Pie
       int64_t{plan.tile_m} * plan.tile_n * plan::element_bytes(plan.problem.dtype);
   const int64_t first = here.list->orders[at(step.order)].chunk_begin[piece.chunk];
   Where to = step.outputs[0].where;
-  to.offset += (first * step.parts + int64_t{step.part} * piece.tiles) * tile_bytes;
+  to.offset += (first * step.terms + int64_t{step.term} * piece.tiles) * tile_bytes;
   const int64_t bytes = (step.rows.end - step.rows.begin) * from_row;
   reads(by, by, here, step.input, bytes);
   writes(by, by, here, to, piece.tiles * tile_bytes);
@@ -212,14 +221,14 @@ void Simulation::pass_tiles(const Span& span, Here& here, const Gemm& step, cons
   const int64_t end = int64_t{piece.end_row} * order.tiles_n;
   const Node by = span.last;
   reads_calls(span, here);
-  if (piece.turn > 0) {
-    await_tiles(span, here, (piece.turn - 1) * part + begin, (piece.turn - 1) * part + end);
+  if (piece.phase > 0) {
+    await_tiles(span, here, (piece.phase - 1) * part + begin, (piece.phase - 1) * part + end);
   }
-  if (piece.turn + 1 < ranks_) {
-    announce_tiles(by, here, 1, piece.turn * part + begin, piece.turn * part + end);
+  if (piece.phase + 1 < ranks_) {
+    announce_tiles(by, here, 1, piece.phase * part + begin, piece.phase * part + end);
   } else if (!step.mirrors.empty()) {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      announce_tiles(by, here, distance, piece.turn * part + begin, piece.turn * part + end);
+      announce_tiles(by, here, distance, piece.phase * part + begin, piece.phase * part + end);
     }
   }
 }
@@ -255,6 +264,23 @@ void Simulation::collect(Here& here, const Gemm& step, const Span& span) {
   }
 }
 
+// Messages to all peers, and theirs: flags as in a kernel that exchanges them. (Each is announced by itself, at the
+// latest when all have been made, which is what stands here.)
+void Simulation::exchange(Here& here, const Gemm& step, const Span& span, Node made) {
+  announce(made, here, 0);
+  const Node met = node(here, "has met the peers");
+  graph_.edge(span.first, met);
+  await(met, here, 0);
+  for (const Move& move : step.moves) {
+    const Node by = node(here, "receives");
+    graph_.edge(met, by);
+    graph_.edge(by, span.last);
+    moves(by, place(here, move.from, move.bytes, by), place(here, move.to, move.bytes, by),
+          move.bytes);
+  }
+  graph_.edge(met, span.last);
+}
+
 // Clusters draw tiles in their order, and wait with them in hand: what a tile adds has to come before it, so that
 // whatever clusters run come to it.
 void Simulation::check_drawing(const Here& here, const Gemm& step) const {
@@ -263,7 +289,7 @@ void Simulation::check_drawing(const Here& here, const Gemm& step) const {
   std::vector<int32_t> first(at(order.parts * height), -1);
   for (int32_t row = 0; row < order.tiles_m; ++row) {
     const plan::SplitRow place = plan::split_row(order, step.map, row);
-    first[at(place.turn * height + place.row)] = plan::tile_index(order, {row, 0});
+    first[at(place.phase * height + place.row)] = plan::tile_index(order, {row, 0});
   }
   for (size_t i = at(height); i < first.size(); ++i) {
     if (first[i - at(height)] < first[i]) continue;
@@ -286,16 +312,24 @@ void Simulation::take(Here& here, const Gemm& step, Span& span) {
     }
   };
   if (step.announces) check_drawing(here, step);
+  if (step.sends_messages) meet(span.first, here, "peer_exchange");
+  const Node made = step.sends_messages ? node(here, "has made all messages") : end;
   for (const Piece& piece : pieces(here, step)) {
     const Node by = node(here, "");
     graph_.edge(span.first, by);
-    graph_.edge(by, end);
+    graph_.edge(by, made);
     compute(by, here, step, piece);
     if (step.counts) here.counted[piece.chunk] = {by, piece.tiles};
     if (gathers) rows_arrive(by, piece.chunk);
     if (step.announces) pass_tiles({span.first, by}, here, step, piece);
   }
+  if (step.sends_messages) {
+    graph_.edge(span.first, made);
+    graph_.edge(made, end);
+    exchange(here, step, span, made);
+  }
   for (const Move& move : step.moves) {
+    if (step.sends_messages) break;
     const Node by = node(here, "moves");
     graph_.edge(span.first, by);
     graph_.edge(by, end);
@@ -314,7 +348,7 @@ void Simulation::take(Here& here, const Gemm& step, Span& span) {
     }
     ends_call(end, here);
   }
-  const bool waits = step.awaits_chunks || step.announces;
+  const bool waits = step.awaits_chunks || step.announces || step.sends_messages;
   holds(here, span.first, end, step.ctas, here.plan->cluster_m, waits);
 }
 

@@ -131,7 +131,7 @@ void Simulation::take(Here& here, const Pack& step, Span& span) {
   const int32_t first = order.chunk_begin[step.chunk];
   const int32_t tiles = plan::chunk_tiles(order, step.chunk);
   Where to = step.destination;
-  to.offset += (int64_t{first} * step.parts + int64_t{step.part} * tiles) * tile_bytes;
+  to.offset += (int64_t{first} * step.terms + int64_t{step.term} * tiles) * tile_bytes;
   const int64_t bytes = plan.problem.m * row_bytes(here, 0);
   reads(span.first, span.first, here, step.source, bytes);
   writes(span.first, span.first, here, to, tiles * tile_bytes);
@@ -161,8 +161,8 @@ void Simulation::take(Here& here, const Unpack& step, Span& span) {
   const int32_t tiles = plan::chunk_tiles(order, step.chunk);
   const Node by = span.first;
   Where from = step.source;
-  from.offset += int64_t{first} * step.parts * tile_bytes;
-  reads(by, by, here, from, step.parts * tiles * tile_bytes);
+  from.offset += int64_t{first} * step.terms * tile_bytes;
+  reads(by, by, here, from, step.terms * tiles * tile_bytes);
   // First and last column of each row.
   std::map<int32_t, std::pair<int32_t, int32_t>> columns;
   for (int32_t index = first; index < first + tiles; ++index) {
@@ -189,8 +189,8 @@ void Simulation::take(Here& here, const Unpack& step, Span& span) {
   const int32_t all = order.tiles_n;
   effect(by, [=, this, &step] {
     std::vector<std::vector<Run>> terms;
-    for (int32_t part = 0; part < step.parts; ++part) {
-      const int64_t begin = from.offset + int64_t{part} * tiles * tile_bytes;
+    for (int32_t term = 0; term < step.terms; ++term) {
+      const int64_t begin = from.offset + int64_t{term} * tiles * tile_bytes;
       terms.push_back(read(source, begin, tiles * tile_bytes, by));
     }
     std::vector<Run> sum = add(terms, false, by);

@@ -167,7 +167,7 @@ class Simulation {
   // What a GEMM does at a time.
   struct Piece {
     int32_t chunk = 0;      // of the order
-    int32_t turn = 0;       // with kSplit
+    int32_t phase = 0;      // with kSplit
     int32_t first_row = 0;  // with kSplit, of the part's tile rows
     int32_t end_row = 0;
     int32_t tiles = 0;
@@ -239,6 +239,7 @@ class Simulation {
   void compute_rows(Node node, Here& here, const Gemm& step, const TileRows& rows, bool mirrors);
   void pass_tiles(const Span& span, Here& here, const Gemm& step, const Piece& piece);
   void collect(Here& here, const Gemm& step, const Span& span);
+  void exchange(Here& here, const Gemm& step, const Span& span, Node made);
   void check_drawing(const Here& here, const Gemm& step) const;
   void announce_tiles(Node node, const Here& here, int32_t distance, int64_t begin, int64_t end);
   void await_tiles(const Span& span, const Here& here, int64_t begin, int64_t end);

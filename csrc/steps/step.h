@@ -64,7 +64,8 @@ struct Move {
   Where from;
   Where to;
   int64_t bytes = 0;
-  int32_t arrival = 0;  // behind how many arrived chunks, of a GEMM that awaits them
+  int32_t arrival =
+      0;  // behind how many arrived chunks, of a GEMM that awaits them; or whose message
 };
 
 // One launch of the plan's kernel. Which rows of input and output a tile stands for follows from `order` and `map`
@@ -73,12 +74,12 @@ struct Gemm {
   int32_t weight = 0;
   plan::Rows rows;  // of the operand
   Where input;      // of all ranks' rows with map kGather, which has kInput as the own ones
-  // With map kSplit, one for each part, in the ranks' order; else one.
+  // With map kSplit or kRanges, one for each part, in the ranks' order; else one.
   std::vector<Target> outputs;
   std::vector<Where> mirrors;  // where it stores as well; with kSplit the part that comes last
   plan::RowMap map;
-  int32_t part = 0;  // of a packed chunk's copies, the one that is written
-  int32_t parts = 1;
+  int32_t term = 0;  // of the terms of a packed chunk's sum, the one that is written
+  int32_t terms = 1;
   int32_t order = 0;  // which of the list's
   int32_t first_tile = 0;
   int32_t end_tile = 0;
@@ -88,8 +89,15 @@ struct Gemm {
   bool awaits_chunks = false;     // until the chunks' rows have arrived, WaitForPeers' steps
   std::optional<Where> arriving;  // where peers' mirrors arrive, to be copied into the output
   int32_t spread_ns = 0;          // over which a round's stores to peers leave
-  bool ends_call = false;         // as EndCall does
+  // Outputs are messages to their ranks, announced to each with its last tile; the moves are those that come in.
+  bool sends_messages = false;
+  bool ends_call = false;  // as EndCall does
   std::vector<Move> moves;
+
+  // Whether tiles go to peers' memory, or are added to what came from there, by the kernel for peers.
+  bool stores_for_peers() const {
+    return outputs.size() > 1 || !mirrors.empty() || outputs[0].adds.has_value();
+  }
 };
 
 // The framework's GEMM, of rows of the product.
@@ -149,25 +157,25 @@ struct Delay {
   int32_t us = 0;
 };
 
-// A row-major product's tiles of the chunk into the packed buffer, as one of its copies. CTAs of this step and the
+// A row-major product's tiles of the chunk into the packed buffer, as one of its terms. CTAs of this step and the
 // next two: at most; 0: as many as the device holds at once.
 struct Pack {
   int32_t chunk = 0;
   int32_t order = 0;
   Where source;
   Where destination;  // the packed buffer
-  int32_t part = 0;
-  int32_t parts = 1;
+  int32_t term = 0;
+  int32_t terms = 1;
   int32_t ctas = 0;
 };
 
-// The sum of the copies of the chunk's tiles into the row-major output, plus bias.
+// The sum of the terms of the chunk's tiles into the row-major output, plus bias.
 struct Unpack {
   int32_t chunk = 0;
   int32_t order = 0;
   Where source;  // the packed buffer
   Where destination;
-  int32_t parts = 1;
+  int32_t terms = 1;
   int32_t ctas = 0;
   bool bias = false;
 };

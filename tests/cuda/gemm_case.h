@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "checking.h"
-#include "kernels/gemm.h"
-#include "kernels/signal.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/signal/signal.h"
 #include "plan/gather_rounds.h"
 #include "plan/templates.h"
 
@@ -105,7 +105,7 @@ class GemmCase {
     params_.order = expectation_.order;
     params_.counters = counters_.data();
     tiles_taken_.zero(nullptr);
-    params_.tiles_taken = tiles_taken_.data();
+    params_.ending.tiles_taken = tiles_taken_.data();
     params_.ctas = gemm_ctas();
     name_ = plan_.to_string() + (k_contiguous ? ", weight along k" : ", weight along n") +
             ", gap " + std::to_string(gap);
@@ -127,10 +127,12 @@ class GemmCase {
     Buffer<T> source(params_.m * output_stride_);
     fill(source.data(), params_.m, params_.n, output_stride_, 3);
     fill_reference(source.data());
-    params_.sources[0] = source.data();
+    const std::optional<kernels::GemmPeers> before = params_.peers;
+    if (!params_.peers) params_.peers.emplace();
+    params_.peers->sources[0] = source.data();
     if (!supported()) fail("%s: not supported with a source", name().c_str());
     check(ctas, 0, true);
-    params_.sources[0] = nullptr;
+    params_.peers = before;
     fill_reference(nullptr);
   }
 
@@ -138,12 +140,13 @@ class GemmCase {
   void check_mirror(int32_t ctas) {
     Buffer<T> mirror(output_.elements());
     mirror_ = &mirror;
-    params_.num_mirrors = 1;
-    params_.mirrors[0] = mirror.data() + kGuard;
+    kernels::GemmPeers& peers = params_.peers.emplace();
+    peers.num_mirrors = 1;
+    peers.mirrors[0] = mirror.data() + kGuard;
     if (!supported()) fail("%s: not supported with a second output", name().c_str());
     check(ctas, 0, true);
     check_source(ctas);
-    params_.num_mirrors = 0;
+    params_.peers.reset();
     mirror_ = nullptr;
   }
 
@@ -166,9 +169,10 @@ class GemmCase {
     params_.order.runs[0] = {plan_.cluster_m, height * parts / plan_.cluster_m};
     params_.order.num_chunks = 1;
     params_.order.chunk_begin[1] = params_.order.num_tiles();
-    params_.num_more_outputs = parts - 1;
+    kernels::GemmPeers& peers = params_.peers.emplace();
+    peers.num_more_outputs = parts - 1;
     for (int32_t part = 1; part < parts; ++part) {
-      params_.more_outputs[part - 1] = output_.data() + kGuard + part * part_rows * output_stride_;
+      peers.more_outputs[part - 1] = output_.data() + kGuard + part * part_rows * output_stride_;
     }
     if (!supported()) fail("%s: not supported in parts", name().c_str());
     check(ctas, 0, true);
@@ -203,6 +207,7 @@ class GemmCase {
   void check_gather(int32_t ctas, int32_t parts, int32_t own, const std::vector<int32_t>& heights,
                     bool awaits = false) {
     const kernels::GemmParams whole = params_;
+    kernels::GemmGather& gather = params_.gather.emplace();
     const plan::Problem problem{
         plan::Op::kAllGatherGemm, params_.m, params_.n, params_.k, params_.dtype, parts};
     const plan::Plan plan = plan::make_row_panels(
@@ -213,9 +218,9 @@ class GemmCase {
     const bool copies = kernels::copies_beside(kernel_);
     const auto copy_beside = [&](const T* from, int64_t to_row, int64_t rows, int32_t chunk) {
       if (!copies) return;
-      params_.copies[params_.num_copies++] = {
-          from, gathered.data() + kGuard + to_row * input_stride_,
-          rows * input_stride_ * static_cast<int64_t>(sizeof(T)), chunk};
+      gather.copies[gather.num_copies++] = {from, gathered.data() + kGuard + to_row * input_stride_,
+                                            rows * input_stride_ * static_cast<int64_t>(sizeof(T)),
+                                            chunk};
     };
     const auto copy_rows = [&](T* to, int64_t from_row, int64_t rows, cudaStream_t stream) {
       const size_t bytes = static_cast<size_t>(rows * input_stride_) * sizeof(T);
@@ -244,7 +249,7 @@ class GemmCase {
     };
 
     params_.input = staged.data();
-    params_.own_input = own_input.data();
+    gather.own_input = own_input.data();
     params_.rows.mode = plan::RowMap::Mode::kGather;
     params_.rows.part_rows = static_cast<int32_t>(part_rows);
     params_.rows.own_part = own;
@@ -263,7 +268,7 @@ class GemmCase {
       launch_awaiting(parts, own, chunks, arrive);
     }
     for (size_t i = 0; i < launches.size() && !awaits; ++i) {
-      params_.num_copies = 0;
+      gather.num_copies = 0;
       if (i > 0) {
         arrive(static_cast<int32_t>(i) - 1, nullptr);
         copy_arrived(static_cast<int32_t>(i) - 1, 0);
@@ -295,15 +300,16 @@ class GemmCase {
     Buffer<uint64_t> flags(parts), ended(1), calls(1);
     for (Buffer<uint64_t>* words : {&flags, &ended}) words->zero(nullptr);
     CUDA_CHECK(cudaMemcpy(calls.data(), &kCalls, sizeof(kCalls), cudaMemcpyHostToDevice));
-    params_.arrivals.flags = flags.data();
-    params_.arrivals.ranks = ((1u << parts) - 1) & ~(1u << own);
-    params_.arrivals.calls = calls.data();
-    params_.arrivals.tag = kTag;
-    params_.arrivals.step = kStep;
-    params_.arrivals.deadline_ns = kWaitNs;
-    params_.ending.calls = calls.data();
-    params_.ending.count = 1;
-    params_.ending.flags[0] = ended.data();
+    kernels::PeerWaitParams& arrivals = params_.gather->arrivals;
+    arrivals.flags = flags.data();
+    arrivals.ranks = ((1u << parts) - 1) & ~(1u << own);
+    arrivals.calls = calls.data();
+    arrivals.tag = kTag;
+    arrivals.step = kStep;
+    arrivals.deadline_ns = kWaitNs;
+    params_.ending.signal.calls = calls.data();
+    params_.ending.signal.count = 1;
+    params_.ending.signal.flags[0] = ended.data();
     cudaStream_t main_stream, side_stream;
     for (cudaStream_t* stream : {&main_stream, &side_stream}) {
       CUDA_CHECK(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));

@@ -2,22 +2,24 @@
 // counters, and whether a chunk is complete at the moment it is signalled. The operands are small
 // integers, so every sum is exact in fp32.
 //
-//   kernel_check [sm80|sm90pp|sm90ppwide|sm90coop|ring|peers|reorder|signal|all] [--repeat N] [--small]
+//   kernel_check [TARGET] [--repeat N] [--small]
 //
 // --repeat: rounds of the race check (0: none). --small: small shapes only, for compute-sanitizer.
-// Ends with 1 and a message at the first mismatch. `all` leaves out the kernels that this build or
-// this device does not have.
+// Ends with 1 and a message at the first mismatch. `list` names the targets that this build and this device have;
+// `all`, the default, checks those.
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <utility>
 #include <vector>
 
 #include "checking.h"
 #include "gemm_case.h"
-#include "kernels/gemm.h"
-#include "kernels/peer_signal.h"
-#include "kernels/reorder.h"
-#include "kernels/signal.h"
+#include "kernels/chunk/reorder.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/peer/peer_signal.h"
+#include "kernels/signal/signal.h"
+#include "message_case.h"
 #include "peer_case.h"
 #include "plan/templates.h"
 #include "ring_case.h"
@@ -310,17 +312,6 @@ void check_signal() {
   peers.report = report;
   CUDA_CHECK(kernels::signal_peers_release_sys(signal, stream));
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
-  kernels::PeerRelayParams relay;  // its counter was reached long ago
-  relay.signal = signal;
-  relay.signal.step = 3;
-  relay.counters = counter.data();
-  relay.chunks = 1;
-  relay.expected[0] = 3;
-  relay.deadline_ns = kWaitNs;
-  relay.report = report;
-  peers.step = 3;
-  CUDA_CHECK(kernels::relay_chunks(relay, stream));
-  CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
   if (report->failure != 0) fail("signal: a met wait for peers failed");
   // The same step of another call, by a larger and by a smaller tag.
@@ -340,12 +331,12 @@ void check_signal() {
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
   const kernels::WaitFailure failure = kernels::unpack(report->failure);
-  // The fourth step behind seven calls of 256 steps each.
-  if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 * 256 + 4 ||
+  // The third step behind seven calls of 256 steps each.
+  if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 * 256 + 3 ||
       failure.seen != 0) {
     fail(
         "signal: the report says chunk %d, peer %d, expected %d, seen %d; it should say 3, 6, "
-        "1796, 0",
+        "1795, 0",
         failure.chunk, failure.peer, failure.expected, failure.seen);
   }
   // Whoever synchronizes behind a wait that failed sees its report at once.
@@ -385,10 +376,48 @@ bool available(Kernel kernel, int major) {
          kernels::gemm_supported(kernel, params);
 }
 
+// What can be checked, and the kernels without which it cannot.
+struct Target {
+  const char* name;
+  std::vector<Kernel> kernels;
+  std::function<void()> check;
+};
+
+std::vector<Target> targets(bool small, int rounds) {
+  const std::vector<Kernel> pingpong = {Kernel::kSm90Pingpong, Kernel::kSm90PingpongWide};
+  std::vector<Target> all = {
+      {"signal", {}, check_signal},
+      {"peers", {}, check_peers},
+      {"reorder", {}, [=] { check_reorder_all(small); }},
+      {"ring", pingpong,
+       [=] {
+         for (const Kernel kernel : pingpong) check_ring(kernel, small);
+       }},
+      {"messages", pingpong,
+       [=] {
+         for (const Kernel kernel : pingpong) check_messages(kernel, small, rounds);
+       }},
+  };
+  for (const auto& [name, kernel] :
+       {std::pair{"sm80", Kernel::kSm80}, std::pair{"sm90pp", Kernel::kSm90Pingpong},
+        std::pair{"sm90ppwide", Kernel::kSm90PingpongWide},
+        std::pair{"sm90coop", Kernel::kSm90Cooperative}}) {
+    all.push_back({name, {kernel}, [=, name = name, kernel = kernel] {
+                     int cases = 0, races = 0;
+                     check_gemm<__nv_bfloat16>(kernel, small, rounds, cases, races);
+                     check_gemm<__half>(kernel, small, rounds, cases, races);
+                     check_gathers<__nv_bfloat16>(kernel, small, cases);
+                     check_gathers<__half>(kernel, small, cases);
+                     std::printf("%s: %d cases and %d race rounds good\n", name, cases, races);
+                   }});
+  }
+  return all;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string target = "all";
+  std::string wanted = "all";
   int rounds = 20;
   bool small = false;
   for (int i = 1; i < argc; ++i) {
@@ -397,57 +426,30 @@ int main(int argc, char** argv) {
     } else if (std::strcmp(argv[i], "--repeat") == 0 && i + 1 < argc) {
       rounds = std::atoi(argv[++i]);
     } else {
-      target = argv[i];
+      wanted = argv[i];
     }
   }
   int major = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA_CHECK(kernels::load_kernels());
 
-  bool known = target == "all";
-  const std::pair<const char*, Kernel> gemms[] = {{"sm80", Kernel::kSm80},
-                                                  {"sm90pp", Kernel::kSm90Pingpong},
-                                                  {"sm90ppwide", Kernel::kSm90PingpongWide},
-                                                  {"sm90coop", Kernel::kSm90Cooperative}};
-  if (target == "all" || target == "signal") {
-    known = true;
-    check_signal();
-  }
-  if (target == "all" || target == "peers") {
-    known = true;
-    check_peers();
-  }
-  if (target == "all" || target == "reorder") {
-    known = true;
-    check_reorder_all(small);
-  }
-  const auto skipped = [&](const char* name, Kernel kernel) {
-    if (available(kernel, major)) return false;
-    if (target != "all") fail("%s: this build or this device does not have the kernel", name);
-    std::printf("%s: skipped, this build or this device does not have the kernel\n", name);
-    return true;
-  };
-  if (target == "all" || target == "ring") {
-    known = true;
-    for (const Kernel kernel : {Kernel::kSm90Pingpong, Kernel::kSm90PingpongWide}) {
-      if (!skipped("ring", kernel)) check_ring(kernel, small);
+  bool known = wanted == "all" || wanted == "list";
+  std::string names;
+  for (const Target& target : targets(small, rounds)) {
+    names += std::string(target.name) + ", ";
+    known = known || wanted == target.name;
+    const bool here = std::all_of(target.kernels.begin(), target.kernels.end(),
+                                  [&](Kernel kernel) { return available(kernel, major); });
+    if (wanted == "list" && here) std::puts(target.name);
+    if (wanted != "all" && wanted != target.name) continue;
+    if (here) {
+      target.check();
+    } else if (wanted == "all") {
+      std::printf("%s: skipped, this build or this device does not have the kernel\n", target.name);
+    } else {
+      fail("%s: this build or this device does not have the kernel", target.name);
     }
   }
-  for (const auto& [name, kernel] : gemms) {
-    if (target != "all" && target != name) continue;
-    known = true;
-    if (skipped(name, kernel)) continue;
-    int cases = 0, races = 0;
-    check_gemm<__nv_bfloat16>(kernel, small, rounds, cases, races);
-    check_gemm<__half>(kernel, small, rounds, cases, races);
-    check_gathers<__nv_bfloat16>(kernel, small, cases);
-    check_gathers<__half>(kernel, small, cases);
-    std::printf("%s: %d cases and %d race rounds good\n", name, cases, races);
-  }
-  if (!known)
-    fail(
-        "unknown target '%s': take sm80, sm90pp, sm90ppwide, sm90coop, ring, peers, reorder, "
-        "signal or all",
-        target.c_str());
+  if (!known) fail("unknown target '%s': take %slist or all", wanted.c_str(), names.c_str());
   return 0;
 }

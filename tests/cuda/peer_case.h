@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "checking.h"
-#include "kernels/peer_collective.h"
-#include "kernels/peer_exchange.h"
-#include "kernels/peer_low_latency.h"
-#include "kernels/peer_signal.h"
+#include "kernels/peer/peer_collective.h"
+#include "kernels/peer/peer_exchange.h"
+#include "kernels/peer/peer_low_latency.h"
+#include "kernels/peer/peer_signal.h"
 
 namespace overlap::check {
 
@@ -108,9 +108,10 @@ class PeerCase {
 
   // Of one writer's message.
   static int64_t low_latency_room(int64_t elements, int ranks) {
-    return kernels::low_latency_bytes(
-        std::max(kernels::low_latency_message(elements * 4, ranks, false),
-                 kernels::low_latency_message(elements * 4, ranks, true)));
+    // All of it in one step, or, in pieces, terms of the peer's and sums of the own.
+    const int64_t bytes = elements * 4;
+    const int64_t piece = kernels::low_latency_piece(bytes, ranks) * kernels::kUnitBytes;
+    return kernels::low_latency_bytes(std::max(bytes, 2 * piece));
   }
 
   static float term(int call, int rank, int64_t index) {

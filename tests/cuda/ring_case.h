@@ -14,9 +14,9 @@
 
 #include "checking.h"
 #include "gemm_case.h"
-#include "kernels/gemm.h"
-#include "kernels/peer_signal.h"
-#include "kernels/signal.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/peer/peer_signal.h"
+#include "kernels/signal/signal.h"
 #include "plan/ring_order.h"
 #include "plan/templates.h"
 
@@ -103,8 +103,8 @@ class RingCase {
     prepare();
     kernels::GemmParams gemm = params(0);
     gemm.ctas = 4;
-    gemm.ending = {};
-    gemm.peer_tiles.deadline_ns = 20'000'000;
+    gemm.ending.signal = {};
+    gemm.peers->tiles.deadline_ns = 20'000'000;
     CUDA_CHECK(kernels::launch_gemm(kernel_, gemm, memory_[0]->stream));
     CUDA_CHECK(cudaDeviceSynchronize());
     const kernels::WaitFailure failure = kernels::unpack(report_->failure);
@@ -261,39 +261,40 @@ class RingCase {
     gemm.rows.part_tile_rows = part_tile_rows_;
     gemm.rows.first_part = part_of(rank, 0);
     gemm.rows.part_step = ranks_ - 1;
-    gemm.num_more_outputs = ranks_ - 1;
+    kernels::GemmPeers& peers = gemm.peers.emplace();
+    peers.num_more_outputs = ranks_ - 1;
     for (int phase = 0; phase < ranks_; ++phase) {
       const int part = part_of(rank, phase);
       const auto place = static_cast<size_t>(phase);
-      (part == 0 ? gemm.output : gemm.more_outputs[part - 1]) =
+      (part == 0 ? gemm.output : peers.more_outputs[part - 1]) =
           (phase + 1 == ranks_ ? own.output : *next.partial[place]).data() + kGuard;
-      if (phase > 0) gemm.sources[part] = own.partial[place - 1]->data() + kGuard;
+      if (phase > 0) peers.sources[part] = own.partial[place - 1]->data() + kGuard;
     }
     gemm.rows.round_tile_rows = round_tile_rows_;
     for (int distance = 1; distance < ranks_; ++distance) {
       Memory& other = memory(rank + distance);
       if (mirrors_) {
-        gemm.mirrors[gemm.num_mirrors++] = other.mirrored.data() + kGuard + rank * part_stride();
+        peers.mirrors[peers.num_mirrors++] = other.mirrored.data() + kGuard + rank * part_stride();
       }
-      gemm.peer_tiles.announce[distance - 1] = other.flags.data() + (distance - 1) * part_tiles();
+      peers.tiles.announce[distance - 1] = other.flags.data() + (distance - 1) * part_tiles();
     }
     if (collects_) {
-      gemm.arriving = own.mirrored.data() + kGuard;
-      gemm.collected = own.collected.data() + kGuard;
+      peers.arriving = own.mirrored.data() + kGuard;
+      peers.collected = own.collected.data() + kGuard;
     }
-    gemm.peer_tiles.arrived = own.flags.data();
-    gemm.peer_tiles.calls = own.calls.data();
-    gemm.peer_tiles.tag = kTag;
-    gemm.peer_tiles.deadline_ns = kWaitNs;
-    gemm.peer_tiles.rank = rank;
-    gemm.peer_tiles.ranks = ranks_;
-    gemm.peer_tiles.report = report_;
-    gemm.tiles_taken = own.tiles_taken.data();
-    gemm.spread_ns = rank % 2 == 0 ? 10'000 : 0;  // each rank's own affair
-    gemm.ending.calls = own.calls.data();
-    gemm.ending.count = ranks_ - 1;
+    peers.tiles.arrived = own.flags.data();
+    peers.tiles.calls = own.calls.data();
+    peers.tiles.tag = kTag;
+    peers.tiles.deadline_ns = kWaitNs;
+    peers.tiles.rank = rank;
+    peers.tiles.ranks = ranks_;
+    peers.tiles.report = report_;
+    gemm.ending.tiles_taken = own.tiles_taken.data();
+    peers.spread_ns = rank % 2 == 0 ? 10'000 : 0;  // each rank's own affair
+    gemm.ending.signal.calls = own.calls.data();
+    gemm.ending.signal.count = ranks_ - 1;
     for (int distance = 1; distance < ranks_; ++distance) {
-      gemm.ending.flags[distance - 1] = memory(rank + distance).ended.data() + rank;
+      gemm.ending.signal.flags[distance - 1] = memory(rank + distance).ended.data() + rank;
     }
     gemm.order = order_;
     gemm.counters = own.counters.data();

@@ -40,7 +40,8 @@ class MissingHeadersError(Exception):
     """Why the program cannot be built here."""
 
 
-def _load_setup(root: Path) -> ModuleType:
+def load_setup(root: Path) -> ModuleType:
+    """The setup.py of the checkout at `root`, as a module."""
     spec = importlib.util.spec_from_file_location("overlap_torch_setup", root / "setup.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look themselves up
@@ -50,7 +51,7 @@ def _load_setup(root: Path) -> ModuleType:
 
 def build(root: Path = ROOT) -> Path:
     """Compiles what has changed in the checkout at `root`; the program's path."""
-    setup = _load_setup(root)
+    setup = load_setup(root)
     import toolchain
 
     try:

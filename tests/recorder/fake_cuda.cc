@@ -89,6 +89,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t) {
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  if (!record().event(begin).recorded || !record().event(end).recorded) {
+    return cudaErrorInvalidResourceHandle;
+  }
   *milliseconds = static_cast<float>((record().event(end).us - record().event(begin).us) * 1e-3);
   return cudaSuccess;
 }

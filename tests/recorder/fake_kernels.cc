@@ -1,13 +1,13 @@
 // The host functions of csrc/kernels: each launch with all its parameters, but for those that are as usual.
 #include <limits>
 
-#include "kernels/gemm.h"
-#include "kernels/peer_collective.h"
-#include "kernels/peer_exchange.h"
-#include "kernels/peer_low_latency.h"
-#include "kernels/peer_signal.h"
-#include "kernels/reorder.h"
-#include "kernels/signal.h"
+#include "kernels/chunk/reorder.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/peer/peer_collective.h"
+#include "kernels/peer/peer_exchange.h"
+#include "kernels/peer/peer_low_latency.h"
+#include "kernels/peer/peer_signal.h"
+#include "kernels/signal/signal.h"
 #include "record.h"
 #include "session.h"
 
@@ -56,6 +56,12 @@ std::string rows_of(const plan::RowMap& rows) {
     case Mode::kSplit:
       return cat(", split rows of ", rows.part_rows, " in ", rows.part_tile_rows, " rounds of ",
                  rows.round_tile_rows, " from ", rows.first_part, " by ", rows.part_step);
+    case Mode::kRanges: {
+      std::string text =
+          cat(", rows from ", rows.first_part, " by ", rows.part_step, " that begin at");
+      for (const int32_t begin : rows.range_begin) text += cat(" ", begin);
+      return text;
+    }
   }
   return ", rows of an unknown mode";
 }
@@ -109,26 +115,49 @@ std::string ctas_of(int32_t ctas) {
   return ctas == std::numeric_limits<int32_t>::max() ? "any CTAs" : cat(ctas, " CTAs");
 }
 
+std::string peers_of(const GemmParams& gemm) {
+  if (!gemm.peers) return {};
+  const GemmPeers& peers = *gemm.peers;
+  std::string text;
+  for (int i = 0; i < peers.num_more_outputs; ++i) text += cat(" ", at(peers.more_outputs[i]));
+  if (peers.num_mirrors > 0) text += ", mirrors";
+  for (int i = 0; i < peers.num_mirrors; ++i) text += cat(" ", at(peers.mirrors[i]));
+  for (int part = 0; part <= kMaxMoreOutputs; ++part) {
+    if (peers.sources[part] == nullptr) continue;
+    text += cat(", part ", part, " adds ", at(peers.sources[part]));
+  }
+  if (peers.arriving != nullptr || peers.collected != nullptr) {
+    text += cat(", collects ", at(peers.arriving), " -> ", at(peers.collected));
+  }
+  return text;
+}
+
+std::string messages_of(const GemmParams& gemm) {
+  if (!gemm.peers || !gemm.peers->messages) return {};
+  const GemmMessages& messages = *gemm.peers->messages;
+  std::string text = cat(", messages {", meeting_of(messages.meeting), "} stored ",
+                         at(messages.stored, 4 * gemm.order.num_chunks));
+  for (int rank = 0; rank < messages.meeting.ranks; ++rank) {
+    const CopyRun& run = messages.received[rank];
+    if (run.bytes == 0) continue;
+    text += cat(", receives ", at(run.from, run.bytes), " -> ", at(run.to, run.bytes), " ",
+                run.bytes, " bytes");
+  }
+  return text;
+}
+
 std::string gemm_of(plan::Kernel kernel, const GemmParams& gemm) {
   const int64_t element = plan::element_bytes(gemm.dtype);
   std::string text = cat("gemm ", plan::name(kernel), " ", gemm.m, "x", gemm.n, "x", gemm.k, " ",
                          plan::name(gemm.dtype), " ", at(gemm.input), "/", gemm.input_stride);
-  if (gemm.own_input != nullptr) text += cat(" own ", at(gemm.own_input));
+  if (gemm.gather && gemm.gather->own_input != nullptr) {
+    text += cat(" own ", at(gemm.gather->own_input));
+  }
   text += cat(" ", at(gemm.weight), "/", gemm.weight_stride,
               gemm.weight_k_contiguous ? "" : " contiguous along n");
-  text += cat(" -> ", at(gemm.output), "/", gemm.output_stride);
-  for (int i = 0; i < gemm.num_more_outputs; ++i) text += cat(" ", at(gemm.more_outputs[i]));
-  if (gemm.num_mirrors > 0) text += ", mirrors";
-  for (int i = 0; i < gemm.num_mirrors; ++i) text += cat(" ", at(gemm.mirrors[i]));
-  for (int part = 0; part <= kMaxMoreOutputs; ++part) {
-    if (gemm.sources[part] == nullptr) continue;
-    text += cat(", part ", part, " adds ", at(gemm.sources[part]));
-  }
-  if (gemm.arriving != nullptr || gemm.collected != nullptr) {
-    text += cat(", collects ", at(gemm.arriving), " -> ", at(gemm.collected));
-  }
+  text += cat(" -> ", at(gemm.output), "/", gemm.output_stride, peers_of(gemm));
   text += cat(", ", plan::name(gemm.layout));
-  if (gemm.parts != 1 || gemm.part != 0) text += cat(" part ", gemm.part, " of ", gemm.parts);
+  if (gemm.terms != 1 || gemm.term != 0) text += cat(" part ", gemm.term, " of ", gemm.terms);
   text += rows_of(gemm.rows);
   text += cat(" [", order_of(gemm.order), "] tiles ", gemm.first_tile, " to ", gemm.tiles_end(),
               ", ", ctas_of(gemm.ctas));
@@ -136,13 +165,18 @@ std::string gemm_of(plan::Kernel kernel, const GemmParams& gemm) {
   if (gemm.counters != nullptr) {
     text += cat(", counters ", at(gemm.counters, 4 * gemm.order.num_chunks));
   }
-  if (gemm.tiles_taken != nullptr) text += cat(", taken ", at(gemm.tiles_taken, 8));
-  if (gemm.spread_ns != 0) text += cat(", spread ", gemm.spread_ns, " ns");
-  if (gemm.peer_tiles.ranks != 1) text += cat(", tiles {", tiles_of(gemm.peer_tiles), "}");
-  if (gemm.arrivals.flags != nullptr) text += cat(", arrivals {", wait_of(gemm.arrivals), "}");
-  if (gemm.ending.calls != nullptr) text += cat(", ending {", signal_of(gemm.ending), "}");
-  for (int i = 0; i < gemm.num_copies; ++i) {
-    const CopyRun& run = gemm.copies[i];
+  if (gemm.ending.tiles_taken != nullptr) text += cat(", taken ", at(gemm.ending.tiles_taken, 8));
+  if (gemm.peers) {
+    if (gemm.peers->spread_ns != 0) text += cat(", spread ", gemm.peers->spread_ns, " ns");
+    if (gemm.peers->tiles.ranks != 1) text += cat(", tiles {", tiles_of(gemm.peers->tiles), "}");
+  }
+  if (gemm.awaits_rows()) text += cat(", arrivals {", wait_of(gemm.gather->arrivals), "}");
+  text += messages_of(gemm);
+  if (gemm.ending.signal.calls != nullptr) {
+    text += cat(", ending {", signal_of(gemm.ending.signal), "}");
+  }
+  for (int i = 0; gemm.gather && i < gemm.gather->num_copies; ++i) {
+    const CopyRun& run = gemm.gather->copies[i];
     text += cat(", carries ", at(run.from, run.bytes), " -> ", at(run.to, run.bytes), " ",
                 run.bytes, " bytes chunk ", run.chunk);
   }
@@ -162,7 +196,7 @@ cudaError_t launch(cudaStream_t stream, Text text) {
 std::string reorder_of(const ReorderParams& params) {
   return cat("chunk ", params.chunk, " of ", params.m, "x", params.n, " ", plan::name(params.dtype),
              " tiles of ", params.tile_m, "x", params.tile_n, " [", order_of(params.order), "] ",
-             at(params.packed), " part ", params.part, " of ", params.parts, ", rows ",
+             at(params.packed), " part ", params.term, " of ", params.terms, ", rows ",
              at(params.row_major), ", bias ", at(params.bias), ", ", ctas_of(params.ctas));
 }
 
@@ -211,17 +245,6 @@ cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_
 
 cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream) {
   return launch(stream, [&] { return cat("wait for peers ", wait_of(params)); });
-}
-
-cudaError_t relay_chunks(const PeerRelayParams& params, cudaStream_t stream) {
-  return launch(stream, [&] {
-    std::string text =
-        cat("relay ", params.chunks, " chunks of ", at(params.counters, 4 * params.chunks), " =");
-    for (int chunk = 0; chunk < params.chunks; ++chunk) {
-      text += cat(" ", params.expected[chunk]);
-    }
-    return text + cat(", ", signal_of(params.signal)) + deadline(params.deadline_ns, params.report);
-  });
 }
 
 cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,

@@ -485,13 +485,13 @@ Operands all_to_all_operands(const Pattern& pattern, int world, int rank, bool t
   return operands;
 }
 
-void visit_all_to_all(const Visit& visit, Transport transport) {
+void visit_all_to_all(const Visit& visit, Transport transport, bool one_launch = false) {
   const bool peers = transport == Transport::kPeer;
+  const char* const way = one_launch ? "gemm_alltoall in one launch"
+                          : peers    ? "gemm_alltoall over peers"
+                                     : "gemm_alltoall over NCCL";
   for (const auto& [world, rank] : places(transport)) {
-    const Case base = {
-        .family = family(peers ? "gemm_alltoall over peers" : "gemm_alltoall over NCCL", world),
-        .world = world,
-        .rank = rank};
+    const Case base = {.family = family(way, world), .world = world, .rank = rank};
     for (const int64_t columns : {kColumns, kColumns - 40}) {
       for (const Link link : {Link::kFast, Link::kSlow}) {
         if (link == Link::kSlow && (peers || columns != kColumns)) continue;
@@ -505,7 +505,8 @@ void visit_all_to_all(const Visit& visit, Transport transport) {
                   const int32_t ctas = link == Link::kSlow ? 4 : world == 2 ? 24 : 16;
                   return plan::make_all_to_all(
                       problem_of(Op::kGemmAllToAll, 0, world, columns), kPingpong,
-                      {.comm_sms = peers && world == 2 ? 0 : ctas}, ctas, transport);
+                      {.comm_sms = peers && world == 2 ? 0 : ctas, .one_launch = one_launch}, ctas,
+                      transport);
                 },
                 [&](const Plan& plan) {
                   Case one = base;
@@ -826,6 +827,7 @@ void visit_grid(const Visit& visit) {
   visit_gather(visit, Transport::kPeer, false);
   visit_all_to_all(visit, Transport::kNccl);
   visit_all_to_all(visit, Transport::kPeer);
+  visit_all_to_all(visit, Transport::kPeer, true);
   for (const Op op : {Op::kGemmAllReduce, Op::kGemmReduceScatter, Op::kAllGatherGemm}) {
     visit_sequential(visit, op, false);
   }

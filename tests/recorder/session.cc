@@ -324,9 +324,21 @@ class Session {
                            .trace = call.mode.traced ? &trace_ : nullptr,
                            .delay_us = call.mode.delay_us});
     operands.expect_names();
+    if (call.mode.traced) expect_timeline();
   }
 
  private:
+  // Every event of the call's timeline has been recorded.
+  void expect_timeline() {
+    const bool was_on = std::exchange(record().on, false);
+    try {
+      (void)trace_.take();
+    } catch (const runtime::Error& error) {
+      record().violation(cat("no timeline: ", error.what()));
+    }
+    record().on = was_on;
+  }
+
   runtime::Trace trace_;
   std::unique_ptr<runtime::Group> group_;
   cudaStream_t caller_ = nullptr;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/signal.h"
+#include "kernels/signal/signal.h"
 #include "plan/plan.h"
 #include "steps/step.h"
 

@@ -1,0 +1,162 @@
+// Which GEMM takes which operands, and loading them all before anything waits.
+#include "kernels/gemm/gemm.h"
+
+#include "kernels/chunk/reorder.h"
+#include "kernels/peer/peer_collective.h"
+#include "kernels/peer/peer_exchange.h"
+#include "kernels/peer/peer_low_latency.h"
+#include "kernels/peer/peer_signal.h"
+#include "kernels/signal/signal.h"
+
+#if defined(OVERLAP_WITH_SM80)
+#include "kernels/gemm/gemm_sm80.h"
+#endif
+#if defined(OVERLAP_WITH_SM90)
+#include "kernels/gemm/gemm_sm90_instance.h"
+#endif
+
+namespace overlap::kernels {
+namespace {
+
+#if defined(OVERLAP_WITH_SM90)
+constexpr int64_t kMaxTmaExtent = int64_t{1} << 31;
+constexpr int64_t kTmaElements = 8;  // of 16 bits, in 16 bytes
+
+bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+// The instances for peers hand out all tiles, of one input, to row-major outputs.
+bool peers_supported(const GemmParams& params) {
+  using Mode = plan::RowMap::Mode;
+  const GemmPeers& peers = *params.peers;
+  const bool whole = params.first_tile == 0 && params.tiles_end() == params.order.num_tiles();
+  const bool has_outputs = params.rows.mode == Mode::kSplit || params.rows.mode == Mode::kRanges;
+  if (params.layout != plan::Layout::kRowMajor || params.gather || !whole) return false;
+  if (peers.num_more_outputs > 0 && !has_outputs) return false;
+  if (peers.messages.has_value() != (params.rows.mode == Mode::kRanges)) return false;
+  for (int32_t output = 0; output < peers.num_more_outputs; ++output) {
+    if (!is_aligned(peers.more_outputs[output])) return false;
+  }
+  for (int32_t mirror = 0; mirror < peers.num_mirrors; ++mirror) {
+    if (!is_aligned(peers.mirrors[mirror])) return false;
+  }
+  for (const void* source : peers.sources) {
+    if (!is_aligned(source)) return false;
+  }
+  return is_aligned(peers.arriving) && is_aligned(peers.collected);
+}
+
+// What TMA can address: 16-byte aligned bases and strides, rows of whole 16-byte pieces, extents
+// that fit an int.
+bool gemm_sm90_supported(const GemmParams& params) {
+  if (params.dtype != plan::DType::kBFloat16 && params.dtype != plan::DType::kFloat16) return false;
+  if (params.m <= 0 || params.n <= 0 || params.k <= 0) return false;
+  if (params.m >= kMaxTmaExtent || params.n >= kMaxTmaExtent || params.k >= kMaxTmaExtent)
+    return false;
+  if (params.n % kTmaElements != 0 || params.k % kTmaElements != 0) return false;
+  if (params.peers && !peers_supported(params)) return false;
+  const bool row_major = params.layout == plan::Layout::kRowMajor;
+  return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
+         (!params.gather || is_aligned(params.gather->own_input)) &&
+         params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
+         (!row_major || params.output_stride % kTmaElements == 0);
+}
+
+GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
+  const bool bf16 = dtype == plan::DType::kBFloat16;
+  switch (kernel) {
+    case plan::Kernel::kSm90PingpongWide:
+      if (peers) return bf16 ? gemm_sm90_peers_wide_bf16() : gemm_sm90_peers_wide_fp16();
+      return bf16 ? gemm_sm90_pingpong_wide_bf16() : gemm_sm90_pingpong_wide_fp16();
+    case plan::Kernel::kSm90Cooperative:
+      return bf16 ? gemm_sm90_cooperative_bf16() : gemm_sm90_cooperative_fp16();
+    default:
+      if (peers) return bf16 ? gemm_sm90_peers_bf16() : gemm_sm90_peers_fp16();
+      return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
+  }
+}
+#endif
+
+bool gather_supported(plan::Kernel kernel, const GemmParams& params) {
+  const bool gathers = params.rows.mode == plan::RowMap::Mode::kGather;
+  if (gathers != (params.gather && params.gather->own_input != nullptr)) return false;
+  if (params.awaits_rows() && !gathers) return false;
+  return copies_beside(kernel) || (!params.awaits_rows() && params.ending.signal.count == 0);
+}
+
+}  // namespace
+
+bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
+  if (!gather_supported(kernel, params)) return false;
+  switch (kernel) {
+#if defined(OVERLAP_WITH_SM80)
+    case plan::Kernel::kSm80:
+      return !params.peers && gemm_sm80_supported(params);
+#endif
+#if defined(OVERLAP_WITH_SM90)
+    case plan::Kernel::kSm90Pingpong:
+    case plan::Kernel::kSm90PingpongWide:
+      return gemm_sm90_supported(params);
+    case plan::Kernel::kSm90Cooperative:
+      return !params.peers && gemm_sm90_supported(params);
+#endif
+    default:
+      return false;
+  }
+}
+
+bool copies_beside(plan::Kernel kernel) {
+  return plan::is_sm90(kernel);
+}
+
+cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream) {
+  switch (kernel) {
+#if defined(OVERLAP_WITH_SM80)
+    case plan::Kernel::kSm80:
+      return launch_gemm_sm80(params, stream);
+#endif
+#if defined(OVERLAP_WITH_SM90)
+    case plan::Kernel::kSm90Pingpong:
+    case plan::Kernel::kSm90PingpongWide:
+    case plan::Kernel::kSm90Cooperative:
+      return sm90_instance(kernel, params.dtype, params.peers.has_value()).launch(params, stream);
+#endif
+    default:
+      return cudaErrorNotSupported;
+  }
+}
+
+cudaError_t load_kernels() {
+  cudaError_t error = load_signal_kernels();
+  if (error == cudaSuccess) error = load_reorder_kernels();
+  if (error == cudaSuccess) error = load_peer_signal_kernels();
+  if (error == cudaSuccess) error = load_peer_collective_kernels();
+  if (error == cudaSuccess) error = load_peer_low_latency_kernels();
+  if (error == cudaSuccess) error = load_peer_exchange_kernel();
+#if defined(OVERLAP_WITH_SM80)
+  if (error == cudaSuccess) error = load_gemm_sm80();
+#endif
+#if defined(OVERLAP_WITH_SM90)
+  int device = 0;
+  int major = 0;
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess && major == 9) {
+    for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90PingpongWide,
+                                      plan::Kernel::kSm90Cooperative}) {
+      for (const plan::DType dtype : {plan::DType::kBFloat16, plan::DType::kFloat16}) {
+        if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
+        if (error == cudaSuccess && plan::is_pingpong(kernel)) {
+          error = sm90_instance(kernel, dtype, true).load();
+        }
+      }
+    }
+  }
+#endif
+  return error;
+}
+
+}  // namespace overlap::kernels

@@ -1,0 +1,147 @@
+// GEMMs that take their tiles in a plan's order, store each where the plan says and signal its
+// chunk. output = input @ weight^T, accumulated in fp32. No torch here: plain pointers and structs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "kernels/peer/peer_collective.h"
+#include "kernels/peer/peer_signal.h"
+#include "plan/gemm_types.h"
+#include "plan/tile_order.h"
+
+namespace overlap::kernels {
+
+inline constexpr int kMaxMoreOutputs = 7;
+
+struct GemmOperands {
+  int64_t m = 0;  // rows of the input
+  int64_t n = 0;
+  int64_t k = 0;
+  plan::DType dtype = plan::DType::kBFloat16;
+  const void* input = nullptr;   // [m, k], contiguous along k
+  int64_t input_stride = 0;      // elements between rows
+  const void* weight = nullptr;  // [n, k]
+  int64_t weight_stride = 0;  // elements between the vectors along the dim that is not contiguous
+  bool weight_k_contiguous = true;  // false: contiguous along n
+};
+
+// Where the product goes.
+struct GemmStore {
+  plan::Layout layout = plan::Layout::kRowMajor;
+  void* output = nullptr;     // row-major, of m rows or as `rows` says, or the packed buffer
+  int64_t output_stride = 0;  // elements between rows (row-major only)
+  // Packed: the terms of a sum, one of each rank, that lie in a chunk's region of the buffer, and which of
+  // them this GEMM makes.
+  int32_t terms = 1;
+  int32_t term = 0;
+};
+
+// Which tiles are computed, in which order, on how many SMs, and who hears of them.
+struct GemmSchedule {
+  plan::TileOrder order;
+  plan::RowMap rows;  // row-major: where tile rows lie in input and output
+  // The tiles that this launch computes, one or more of whole clusters: [first_tile, end_tile) in the
+  // order's index, by default all. Part of them only without GemmPeers.
+  int32_t first_tile = 0;
+  int32_t end_tile = -1;  // -1: the order's end
+  int32_t* counters =
+      nullptr;                 // one per chunk, zeroed earlier on the same stream; null: no signals
+  int32_t ctas = 0;            // size of the persistent grid
+  int32_t smem_pad_bytes = 0;  // shared memory added to each CTA
+
+  int32_t tiles_end() const { return end_tile < 0 ? order.num_tiles() : end_tile; }
+};
+
+// Bytes to copy within the device: 16-byte aligned, and as many of them.
+struct CopyRun {
+  const void* from = nullptr;
+  void* to = nullptr;
+  int64_t bytes = 0;
+  int32_t chunk = 0;  // which GemmGather::arrivals announces; 0: the bytes are there
+};
+
+// With rows of mode kGather: rows that peers send meanwhile. The copies and arrivals only with a kernel of
+// copies_beside.
+struct GemmGather {
+  const void* own_input = nullptr;  // the own part's: [part_rows, k], of the input's stride
+  // What an idle warp of each CTA copies.
+  int32_t num_copies = 0;
+  CopyRun copies[plan::kMaxCopyRuns] = {};
+  // What chunk 1's tiles and copies wait for; those of the chunks behind it for a step more each. Or no
+  // flags: all rows are there. If the GEMM ends the call, this rank announces its rows to itself, too.
+  PeerWaitParams arrivals;
+};
+
+// Rows that go to the ranks that own them, and come from them, in this launch (rows of mode kRanges): whoever
+// stores the last tile for a rank announces its message by the first block flag of the meeting's first step,
+// and idle warps copy what the others have announced.
+struct GemmMessages {
+  PeerMeeting meeting;
+  int32_t* stored =
+      nullptr;  // tiles stored for each rank, in the order in which they are computed; zero before
+  // Of each rank but this one, in own memory: what arrives, where it goes, and how many bytes, of 16 each.
+  CopyRun received[kMaxPeers] = {};
+};
+
+// What ranks store into each other's memory (rows of mode kSplit or kRanges). Only ping-pong kernels,
+// row-major, of all tiles.
+struct GemmPeers {
+  // The outputs of the parts behind the first one, with its stride.
+  int32_t num_more_outputs = 0;
+  void* more_outputs[kMaxMoreOutputs] = {};
+  // Where every tile, or with kSplit each of the part that is computed last, is stored, too.
+  int32_t num_mirrors = 0;
+  void* mirrors[kMaxMoreOutputs] = {};
+  // With kSplit, of ranks that mirror to each other, or null: where the peers' mirrors arrive, in own memory,
+  // and where the GEMM copies each of their tiles, once it has been announced. Both hold all parts, one after
+  // the other, the own one untouched, with the output's stride.
+  const void* arriving = nullptr;
+  void* collected = nullptr;
+  // For each part of the rows (else the first alone): row-major with the output's shape and stride, or
+  // null: added to the product in fp32, before it is rounded.
+  const void* sources[1 + kMaxMoreOutputs] = {};
+  // What passes between the ranks' GEMMs: tiles of the first parts are announced to whoever adds them,
+  // those of the last parts are added to once they have been announced here. Where something is
+  // collected, mirrored tiles are announced to all peers, too.
+  PeerTiles tiles;
+  // The CTAs' tiles that go to peers' memory leave over so long a time, but those of the last round. A round
+  // of tiles is finished at once, and stores that wait for the link hold up the loads of the next one.
+  int32_t spread_ns = 0;
+  std::optional<GemmMessages> messages;
+};
+
+// What the kernel says, when everything is done, of the call. Only kernels that copies_beside names.
+struct GemmEnding {
+  // Where tiles are counted as they are taken, in own memory: two words, zero before and after. Needed with
+  // GemmPeers.
+  uint32_t* tiles_taken = nullptr;
+  PeerSignalParams signal;  // of no peers: nobody is told
+};
+
+struct GemmParams : GemmOperands, GemmStore, GemmSchedule {
+  std::optional<GemmGather> gather;
+  std::optional<GemmPeers> peers;
+  GemmEnding ending;
+
+  bool awaits_rows() const { return gather && gather->arrivals.flags != nullptr; }
+};
+
+// Whether this build holds `kernel` and it can take these operands: 16-bit type, 16-byte aligned
+// pointers and strides; GemmPeers only with ping-pong.
+bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
+
+// Whether a GEMM of this kernel copies what GemmGather::copies says.
+bool copies_beside(plan::Kernel kernel);
+
+// Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.
+cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStream_t stream);
+
+// Loads every kernel of this library that `device` can run, so that no later launch loads a module
+// while something waits (lazy loading synchronises the context and could hang). Once per process
+// and device.
+cudaError_t load_kernels();
+
+}  // namespace overlap::kernels

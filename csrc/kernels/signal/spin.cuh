@@ -1,0 +1,72 @@
+// How a kernel waits: polling with pauses, up to a deadline, and the report that it leaves behind.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/signal/signal.h"
+
+namespace overlap::kernels {
+
+inline constexpr uint32_t kFirstSleepNs = 20;
+inline constexpr uint32_t kLastSleepNs = 100;  // an idle poll every 100 ns costs the GEMM nothing
+inline constexpr int64_t kReportPollNs =
+    1'000'000;  // the report lies across the bus: read it rarely
+
+__device__ __forceinline__ int64_t global_time_ns() {
+  int64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
+  return time;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(int32_t* address, int32_t value) {
+  asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// One store, so that the host never reads half a report, and waits that fail on several streams
+// leave that of one of them. No atomic: host memory may take none from the device.
+__device__ __forceinline__ void write_report(WaitReport* report, const WaitFailure& failure) {
+  if (report == nullptr || load_relaxed_sys(&report->failure) != 0) return;
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&report->failure), "l"(pack(failure))
+               : "memory");
+}
+
+// Some 100 ns more, rather than less.
+__device__ __forceinline__ void pause(int64_t duration_ns) {
+  if (duration_ns <= 0) return;
+  const int64_t start = global_time_ns();
+  while (global_time_ns() - start < duration_ns) __nanosleep(kLastSleepNs);
+}
+
+// Polls until `reached()`, or until the deadline has passed or another wait of the group has failed:
+// then the results are void, and later waits need not sit out a deadline each. True if reached; calls
+// `expired()` at the deadline.
+template <class Reached, class Expired>
+__device__ __forceinline__ bool spin(int64_t deadline_ns, const WaitReport* report, Reached reached,
+                                     Expired expired) {
+  if (reached()) return true;
+  const int64_t start = global_time_ns();
+  int64_t next_report_poll = kReportPollNs;
+  uint32_t sleep_ns = kFirstSleepNs;
+  while (true) {
+    __nanosleep(sleep_ns);
+    sleep_ns = min(2 * sleep_ns, kLastSleepNs);
+    if (reached()) return true;
+    const int64_t waited = global_time_ns() - start;
+    if (waited >= deadline_ns) {
+      expired();
+      return false;
+    }
+    if (waited >= next_report_poll) {
+      next_report_poll = waited + kReportPollNs;
+      if (report != nullptr && load_relaxed_sys(&report->failure) != 0) return false;
+    }
+  }
+}
+
+}  // namespace overlap::kernels
