@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx import GraphModule
 
+from checks import Failures
 from overlap_torch._inductor.fusion import Settings, fuse
 from overlap_torch._inductor.report import FusionRow
 
@@ -61,6 +62,26 @@ def count(graph: GraphModule) -> Counter[str]:
         if isinstance(node.target, torch._ops.OpOverload)
     )
     return Counter(name for name in names if name in COLLECTIVES + OPS)
+
+
+def expect_counts(
+    failures: Failures,
+    graphs: Graphs,
+    fused: dict[tuple[str, str], int],
+    apart: dict[tuple[str, str], int],
+) -> None:
+    """``fused``: ops, and ``apart``: collectives that have no GEMM beside them, by direction and as counted by hand."""
+    found = Counter((row["direction"], row["op"]) for row in graphs.rows if row["op"])
+    failures.expect(None if found == Counter(fused) else f"{dict(found)}", "fused")
+    others = [row for row in graphs.rows if not row["op"]]
+    found = Counter((row["direction"], row["collective"]) for row in others)
+    said = [f"{row['direction']} {row['collective']}: {row['why']}" for row in others]
+    failures.expect(None if found == Counter(apart) else f"{said}", "not fused")
+    missed = [row["why"] for row in others if row["missed"]]
+    failures.expect(None if not missed else f"{missed}", "missed")
+    calls = [sum(graphs.ops[name] for name in names) for names in (OPS, COLLECTIVES)]
+    right = [sum(fused.values()), sum(apart.values())]  # a bias makes no collective of its own
+    failures.expect(None if calls == right else f"{graphs.ops}", "calls")
 
 
 def zeros_like_results(graph: GraphModule) -> Callable[..., list[Any]]:

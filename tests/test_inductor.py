@@ -437,6 +437,126 @@ def test_inductor_says_why_it_leaves_a_collective(ranks):
             assert rows[0]["op"] == "" and rows[0]["gemms"] == 0
 
 
+# Another collective between a GEMM and a collective: the rows' collectives, ops and why (a part of it), and which count as missed.
+BETWEEN = "is waited for between"
+WAITED = {
+    "reduced twice": (
+        lambda c, x, w: c.reduce_scatter(c.all_reduce(x @ w).reshape(4, 6)) * 2,
+        ((6, 5), (5, 4)),
+        [
+            ("all_reduce", "gemm_allreduce", "", False),
+            ("reduce_scatter", "", f"all_reduce, {BETWEEN} its GEMM and it", False),
+        ],
+    ),
+    "averaged, then reduced": (
+        lambda c, x, w: c.all_reduce(c.all_reduce(x @ w, "avg")),
+        ((6, 5), (5, 4)),
+        [
+            ("all_reduce", "gemm_allreduce", "", False),
+            ("all_reduce", "", f"all_reduce, {BETWEEN} its GEMM and it", False),
+        ],
+    ),
+    "no op for the first two": (
+        lambda c, x, w: c.all_reduce(c.all_reduce(c.all_reduce(x @ w, "max"), "min")),
+        ((6, 5), (5, 4)),
+        [
+            ("all_reduce", "", "reduces by 'max'", True),
+            ("all_reduce", "", f"all_reduce, {BETWEEN} its GEMM and it", False),
+            ("all_reduce", "", f"all_reduce, {BETWEEN} its GEMM and it", False),
+        ],
+    ),
+    "no GEMM before the first": (
+        lambda c, x: c.all_reduce(c.all_reduce(x.relu())),
+        ((6, 5),),
+        [
+            ("all_reduce", "", "what aten.relu computes, no GEMM's product", False),
+            ("all_reduce", "", "what another collective computes, no GEMM's product", False),
+        ],
+    ),
+    "added to a product": (
+        lambda c, x, w, y: c.all_reduce(x @ w + c.all_reduce(y).t()),
+        ((6, 5), (5, 4), (4, 6)),
+        [
+            ("all_reduce", "", "an input of the graph", False),
+            ("all_reduce", "", "to the result of all_reduce, which is waited for in between", True),
+        ],
+    ),
+    "fused, added to a product": (
+        lambda c, x, w, v: c.all_reduce(x @ w + c.all_reduce(x @ v)),
+        ((6, 5), (5, 4), (5, 4)),
+        [
+            ("all_reduce", "gemm_allreduce", "", False),
+            ("all_reduce", "", "to the result of all_reduce, which is waited for in between", True),
+        ],
+    ),
+    "gathered twice": (
+        lambda c, x, w: linear(c.all_gather(c.all_gather(x), 1), w),
+        ((2, 3, 5), (7, 5)),
+        [
+            ("all_gather", "", f"all_gather, {BETWEEN} it and its GEMM", False),
+            ("all_gather", "allgather_gemm", "", False),
+        ],
+    ),
+    "gathered, reduced, gathered": (
+        lambda c, x, w: linear(c.all_gather(c.reduce_scatter(c.all_gather(x, 1), 1)), w),
+        ((2, 3, 5), (7, 5)),
+        [
+            ("all_gather", "", f"reduce_scatter, {BETWEEN} it and its GEMM", False),
+            ("reduce_scatter", "", "what another collective computes", False),
+            ("all_gather", "allgather_gemm", "", False),
+        ],
+    ),
+    "gathered twice for no GEMM": (
+        lambda c, x: c.all_gather(c.all_gather(x)).relu(),
+        ((6, 5),),
+        [
+            ("all_gather", "", "no GEMM reads it, but _c10d_functional.all_gather", False),
+            ("all_gather", "", "no GEMM reads it, but aten.relu", False),
+        ],
+    ),
+}
+
+
+class EagerKinds(Eager):
+    """All kinds of reduction."""
+
+    def all_reduce(self, x: torch.Tensor, kind: str = "sum") -> torch.Tensor:
+        if kind in ("sum", "avg"):
+            return super().all_reduce(x, kind)
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, getattr(dist.ReduceOp, kind.upper()))
+        return y
+
+
+def check_waited() -> tuple[int, list[str]]:
+    failures = Failures()
+    for name, (run, shapes, right) in WAITED.items():
+        graphs = Graphs()
+        compiled = graphs.compile(lambda *tensors, run=run: run(Functional(), *tensors))
+        tensors = [
+            integers(shape, rank_device(), dist.get_rank(), i).float()
+            for i, shape in enumerate(shapes)
+        ]
+        with torch.no_grad():
+            found = compiled(*tensors)
+        compare(failures, found, run(EagerKinds(), *tensors), name)
+        rows = [(row["collective"], row["op"], row["why"], row["missed"]) for row in graphs.rows]
+        same = len(rows) == len(right) and all(
+            row[:2] == part[:2]
+            and part[2] in row[2]
+            and bool(part[2]) == bool(row[2])
+            and row[3] == part[3]
+            for row, part in zip(rows, right, strict=False)
+        )
+        failures.expect(None if same else f"{rows}, not {right}", name)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_says_what_is_waited_for_in_between(ranks):
+    ranks.expect_no_failures(check_waited, timeout_s=300)
+
+
 def left_alone() -> list[tuple[str, str, bool]]:
     """What is said of collectives of groups that are left out, or of one rank, and of those that no op stands for."""
     alone = [subgroup((rank,)) for rank in range(dist.get_world_size())][dist.get_rank()]

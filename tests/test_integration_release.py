@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 
 import pytest
@@ -11,8 +12,12 @@ from overlap_torch.integrations._release import require
 
 @pytest.mark.parametrize("version", ["0.3", "0.3.0", "0.3.12+git1234567"])
 def test_integration_takes_the_releases_that_it_knows(monkeypatch, version):
-    monkeypatch.setattr(metadata, "version", {"other": "9", "torchtitan": version}.__getitem__)
-    require("torchtitan", ("0.2", "0.3"), "torchtitan")
+    asked = []
+    monkeypatch.setattr(metadata, "version", lambda name: asked.append(name) or version)
+    require("torchtitan", ("0.2", "0.3"), "extra")
+    assert asked == ["torchtitan"]
+    with pytest.raises(ImportError, match=f"torchtitan {re.escape(version)} is installed"):
+        require("torchtitan", ("0.2",), "extra")
 
 
 @pytest.mark.parametrize("version", ["0.4.0", "0.30.1", "0.0.0+unknown"])

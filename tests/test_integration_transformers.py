@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from importlib import metadata
@@ -12,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlap_torch
 from checks import Failures
+from graphs import Graphs, expect_counts
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = pytest.mark.skipif(
@@ -152,6 +155,42 @@ def check_models(family: str, folder: str) -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"))
 def test_models_train_as_with_transformers_own_styles(ranks, family, tmp_path):
     ranks.expect_no_failures(check_models, family, str(tmp_path), timeout_s=300)
+
+
+# As AUTO_CALLS, by direction; and the collectives without a GEMM: of the embedding's output, and of the whole logits.
+AUTO_FUSED = {
+    ("forward", "gemm_allreduce"): 2 * LAYERS,
+    ("backward", "gemm_allreduce"): 5 * LAYERS + 1,
+}
+AUTO_APART = {("forward", "all_reduce"): 1, ("forward", "all_gather"): 1}
+
+
+def check_compiled(family: str, folder: str) -> tuple[int, list[str]]:
+    """transformers' own styles, compiled with the pass."""
+    failures = Failures()
+    whole = saved(family, folder)
+    tokens = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % 60
+    right = trained(whole, tokens)
+    model = loaded(folder)
+    graphs = Graphs()
+    logits = graphs.compile(lambda tokens: model(tokens, use_cache=False).logits)(tokens)
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    found = {"logits": logits.detach(), "loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        found[f"gradient of {name}"] = full(parameter.grad)
+    expect_same(failures, found, {name: right[name] for name in found}, family)
+    expect_counts(failures, graphs, AUTO_FUSED, AUTO_APART)
+    for row in graphs.rows:
+        line = re.match(rf"\S+modeling_{family}\.py:\d+: ", row["source"])
+        failures.expect(None if line else row["source"], row["module"])
+    return failures.result()
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_fuses_all_of_transformers_own_styles(ranks, family, tmp_path):
+    ranks.expect_no_failures(check_compiled, family, str(tmp_path), timeout_s=300)
 
 
 def check_generation(folder: str) -> tuple[int, list[str]]:

@@ -29,6 +29,14 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 WAIT = c10d.wait_tensor.default
+KINDS = {  # of the collectives that ops stand for
+    c10d.all_reduce.default: "all_reduce",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_gather_into_tensor.default: "all_gather",
+}
+_NAMESPACES = ("_c10d_functional", "_dtensor", "c10d_functional")
+_NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+_STANDS_FOR = "overlap_torch_stands_for"  # in a node's meta: the collective whose result it has
 _VIEWS = {
     aten.reshape.default,
     aten.view.default,
@@ -68,6 +76,13 @@ class NotFused(Exception):
         self.missed = missed
 
 
+class WaitedFor(NotFused):
+    """Another collective stands between this one and its GEMM: there is none beside it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, missed=False)
+
+
 def value(node: Node) -> torch.Tensor:
     """The tensor that stands for the node's result."""
     return node.meta["val"]
@@ -101,6 +116,37 @@ def other_product(node: Node) -> str | None:
     if name in ("mm", "addmm") and gemm_of(node) is None:
         return f"its GEMM is {describe(node)} with scales or another result's dtype"
     return None
+
+
+def collective_name(node: Node) -> str | None:
+    """The name of a collective; None for other nodes."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._overloadpacket.__name__
+    if target.namespace not in _NAMESPACES or name in _NOT_COLLECTIVES:
+        return None
+    return KINDS.get(target, name)
+
+
+def stand_for(output: Node, collective: Node) -> None:
+    """Notes that ``output`` takes the place of a collective's result, for :func:`waited_for`."""
+    output.meta[_STANDS_FOR] = collective_name(collective)
+
+
+def is_fused(node: Node) -> bool:
+    """Whether the node takes the place of a collective's result."""
+    return _STANDS_FOR in node.meta
+
+
+def waited_for(node: Node) -> str | None:
+    """The name of the collective whose result this is, be it fused or not; None for other nodes."""
+    if node.target is not WAIT:
+        return node.meta.get(_STANDS_FOR)
+    collective = node.args[0]
+    while collective.target is operator.getitem:  # one of several that are called together
+        collective = collective.args[0]
+    return collective_name(collective)
 
 
 @dataclass(frozen=True)
@@ -291,15 +337,20 @@ def descendants(roots: Sequence[Node]) -> set[Node]:
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_STYLES = os.path.join("", "transformers", "distributed", "")  # Hugging Face's own, of tp_plan
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*(\n +(?!File ")(?P<code>[^\n]+))?'
 )
 
 
 def source_line(node: Node) -> str:
-    """``file:line: code`` of the innermost line that is not PyTorch's own; empty where the compiler knows of none."""
+    """``file:line: code`` of the model's innermost line, not PyTorch's or a style's; empty where the compiler knows of none."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    own = [frame for frame in frames if not frame["file"].startswith(_TORCH)] or frames
+    own = [
+        frame
+        for frame in frames
+        if not frame["file"].startswith(_TORCH) and _STYLES not in frame["file"]
+    ] or frames
     if not own:
         return ""
     code = f": {own[-1]['code'].strip()}" if own[-1]["code"] else ""

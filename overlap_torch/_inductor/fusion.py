@@ -10,8 +10,9 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from overlap_torch._inductor.editing import (
+    KINDS,
     NotFused,
-    c10d,
+    collective_name,
     forget_intermediate_sizes,
     is_view,
     module_path,
@@ -24,14 +25,6 @@ from overlap_torch._inductor.gathers import fuse_gather
 from overlap_torch._inductor.reductions import fuse_reduction
 from overlap_torch._inductor.report import FusionRow
 from overlap_torch._ops.group import world_size
-
-_KINDS = {
-    c10d.all_reduce.default: "all_reduce",
-    c10d.reduce_scatter_tensor.default: "reduce_scatter",
-    c10d.all_gather_into_tensor.default: "all_gather",
-}
-_NAMESPACES = ("_c10d_functional", "_dtensor", "c10d_functional")
-_NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
 
     What it does follows from the graph and the settings alone, so that all ranks do the same.
     """
-    collectives = [node for node in graph.nodes if _name(node) is not None]
+    collectives = [node for node in graph.nodes if collective_name(node) is not None]
     if not collectives:
         return []
     forget_intermediate_sizes(graph)
@@ -56,13 +49,13 @@ def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
     # Reductions first: where a GEMM stands between two collectives, they gain more by it.
     for node in collectives:
         rows[node]["direction"] = direction
-        if node.target in _KINDS and _KINDS[node.target] != "all_gather":
+        if node.target in KINDS and KINDS[node.target] != "all_gather":
             _fuse_reduction(node, rows[node], settings)
     gathers: dict[tuple[Node, str], list[Node]] = {}
     for node in collectives:
-        if _KINDS.get(node.target) == "all_gather":
+        if KINDS.get(node.target) == "all_gather":
             gathers.setdefault((node.args[0], rows[node]["group"]), []).append(node)
-        elif node.target not in _KINDS:
+        elif node.target not in KINDS:
             rows[node]["why"] = "the pass knows no op for it"
     for nodes in gathers.values():
         _fuse_gathers(nodes, [rows[node] for node in nodes], settings)
@@ -110,17 +103,6 @@ def _check_group(row: FusionRow, settings: Settings) -> None:
         raise NotFused("a group of one has nothing to communicate", missed=False)
 
 
-def _name(node: Node) -> str | None:
-    """The name of a collective; None for other nodes."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return None
-    name = target._overloadpacket.__name__
-    if target.namespace not in _NAMESPACES or name in _NOT_COLLECTIVES:
-        return None
-    return _KINDS.get(target, name)
-
-
 def _row(node: Node) -> FusionRow:
     group = _group(node)
     tensor = node.meta.get("val")
@@ -131,7 +113,7 @@ def _row(node: Node) -> FusionRow:
     return {
         "graph": 0,
         "direction": "",
-        "collective": _name(node) or "",
+        "collective": collective_name(node) or "",
         "node": node.name,
         "shape": [str(size) for size in tensor.shape] if is_tensor else [],
         "dtype": name_of(tensor.dtype) if is_tensor else "",

@@ -15,6 +15,7 @@ from overlap_torch._inductor.editing import (
     Gemm,
     NotFused,
     Recat,
+    WaitedFor,
     after,
     after_recat,
     argument,
@@ -22,10 +23,12 @@ from overlap_torch._inductor.editing import (
     before,
     cast_dtype,
     check_dtype,
+    collective_name,
     descendants,
     describe,
     gemm_of,
     is_identity,
+    is_tensor,
     is_view,
     name_of,
     other_product,
@@ -103,6 +106,11 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> int:
     if not readers:
         if walk.refused:
             raise walk.refused[0]
+        for node in walk.others:
+            if collective_name(node) is not None and _has_gemm(node):
+                raise WaitedFor(
+                    f"another collective, {collective_name(node)}, is waited for between it and its GEMM"
+                )
         others = ", ".join(dict.fromkeys(describe(node) for node in walk.others))
         raise NotFused(f"no GEMM reads it, but {others or 'nothing'}", missed=False)
     cast, inner = readers[0].at.cast, leaves(readers[0].inner)
@@ -128,6 +136,19 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> int:
     replayed = [node for reader in readers for node in reader.replayed]
     _erase_unused({*own, *replayed}, gathers[0])
     return len(readers)
+
+
+def _has_gemm(collective: Node) -> bool:
+    """Whether a GEMM reads what this collective makes, or what others make of that."""
+    roots = [collective, *(user for user in collective.users if user.target is WAIT)]
+    walk = _Walk()
+    for root in roots:
+        if not is_tensor(root):
+            return False  # several that are called together
+        walk.reached[root] = _Reached(root, layout_of(value(root).shape), None)
+    _walk(walk, roots)
+    others = [node for node in walk.others if collective_name(node) is not None]
+    return bool(walk.readers or walk.refused) or any(_has_gemm(node) for node in others)
 
 
 def _own(inside: dict[Node, _Reached], walk: _Walk) -> set[Node]:

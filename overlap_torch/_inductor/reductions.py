@@ -13,6 +13,7 @@ from overlap_torch._inductor.editing import (
     Editor,
     Gemm,
     NotFused,
+    WaitedFor,
     after,
     argument,
     aten,
@@ -23,13 +24,16 @@ from overlap_torch._inductor.editing import (
     check_dtype,
     describe,
     gemm_of,
+    is_fused,
     is_tensor,
     is_view,
     name_of,
     other_product,
     recat_of,
     same_shape,
+    stand_for,
     value,
+    waited_for,
 )
 from overlap_torch._inductor.layouts import (
     Atom,
@@ -110,6 +114,7 @@ def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
     except NotFused:
         editor.undo()
         raise
+    stand_for(output, collective)
     for node in (collective, *waits):
         node.replace_all_uses_with(output, delete_user_cb=lambda user: user not in waits)
     if bias_add is not None:
@@ -183,6 +188,9 @@ def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
     why = other_product(node)
     if why is not None:
         raise NotFused(why)
+    between = waited_for(node)
+    if between is not None and _has_gemm(node):
+        raise WaitedFor(f"another collective, {between}, is waited for between its GEMM and it")
     recat = recat_of(node)
     if recat is not None:
         source = before_recat(recat, layout)
@@ -206,6 +214,21 @@ def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
     if node.op == "placeholder":
         raise NotFused("it reduces an input of the graph, no GEMM's product", missed=False)
     raise NotFused(f"it reduces what {describe(node)} computes, no GEMM's product", missed=False)
+
+
+def _has_gemm(result: Node) -> bool:
+    """Whether what a collective has reduced or moved, whose result this is, is made of a GEMM's product."""
+    if is_fused(result):
+        return True
+    collective = result.args[0]
+    source = collective.args[0] if collective.args and is_tensor(collective.args[0]) else None
+    if source is None:
+        return False
+    try:
+        _producers(source, layout_of(value(source).shape), collective)
+    except NotFused as error:
+        return error.missed or isinstance(error, WaitedFor)
+    return True
 
 
 def _through(
@@ -247,13 +270,24 @@ def _sum_of(node: Node, layout: Layout, reader: Node) -> _Sum:
         raise NotFused("it reduces what aten.add computes, no GEMM's product", missed=False)
     whole = all(same_shape(value(operand), value(node)) for operand in operands)
     if others or not whole or operands[0] is operands[1] or node.kwargs.get("alpha", 1) != 1:
-        other = describe((others or operands)[0])
+        other = _describe_result((others or operands)[0])
         raise NotFused(f"its GEMM's product is added to the result of {other} before it is reduced")
     _check_users(node, reader)
     inner = [node]
     for part in found:
         inner += part.inner
     return _Sum([product for part in found for product in part.products], inner)
+
+
+def _describe_result(node: Node) -> str:
+    """As `describe`, but a collective's result by the collective, also where it is rearranged."""
+    source = node
+    while waited_for(source) is None and source.args and is_tensor(source.args[0]):
+        if not _keeps_values(source):
+            return describe(node)
+        source = source.args[0]
+    name = waited_for(source)
+    return describe(node) if name is None else f"{name}, which is waited for in between,"
 
 
 def _part_of(node: Node, layout: Layout, reader: Node) -> _Sum:
