@@ -26,7 +26,7 @@ PARALLEL = -n $(if $(GPU),4,2) --dist loadfile
 # A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
 DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
-.PHONY: demo test test-gpu test-integrations integrations test-long test-races test-plans pin sanitize bench doctor build plan lint format clean distclean help
+.PHONY: demo test test-gpu test-integrations integrations test-long test-races test-plans pin pictures sanitize bench doctor build plan lint format clean distclean help
 
 demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
@@ -59,6 +59,9 @@ test-plans: build  ## the steps of all the planner's candidates, on all ranks, a
 pin: build  ## pins what calls enqueue and what the planner weighs, as it is now
 	$(PY) -m tests.recorder --pin
 	$(PY) -m tests.planner_golden --pin
+
+pictures: build  ## the documents' timelines, from the plans as they are now
+	$(PY) docs/pictures.py
 
 sanitize: build  ## compute-sanitizer over each kernel, on one GPU
 	PATH="$(abspath $(VENV))/bin:$$PATH" bash scripts/sanitize.sh

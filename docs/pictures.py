@@ -1,0 +1,405 @@
+"""Draws the timelines of the documents, as SVG, from the steps of plans: `make pictures`.
+
+    python docs/pictures.py            writes docs/pictures/*.svg
+    python docs/pictures.py --check    names those that are not up to date, and fails
+
+Each picture has the sequence and the op's plans for one problem, one below the other on one axis of time. Plans are the
+planner's for two or four H200s; steps and times are what `Plan.explain` prints. Nothing is drawn by hand, so a picture
+changes with the plans. Needs neither GPU nor matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from overlap_torch import _plan
+from overlap_torch._explain import H200, chunks_of, walk
+from overlap_torch.plan import Machine, Op, Plan, Problem
+
+FOLDER = Path(__file__).resolve().parent / "pictures"
+
+GEMM, PLACE, LINE, TEXT = "#4878a8", "#b0b0b0", "#808080", "#202020"
+CHUNKS = ("#f2c14e", "#e8923a")  # neighbours differ
+PARTS = ("#4878a8", "#2f5d8a")
+WAITS = ("wait_for_tiles", "wait_for_peers", "wait_for_slots", "mark", "fork", "join", "delay")
+COMMUNICATES = (
+    "collective",
+    "send_receive",
+    "peer_collective",
+    "low_latency",
+    "peer_exchange",
+    "signal",
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that a stream, or the link, does from begin to end; in microseconds."""
+
+    begin: float
+    end: float
+    color: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plan on one rank: rows of bars with their names, and when chunks' tiles are finished."""
+
+    title: str
+    total_us: float
+    rows: tuple[tuple[str, tuple[Bar, ...]], ...]
+    ticks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A problem, and how it runs: the sequence first."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    legend: tuple[tuple[str, str], ...]
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------
+
+
+def nccl_alone() -> Machine:
+    """The same GPUs without memory that the ranks map into each other."""
+    machine = copy.copy(H200)
+    machine.peer_gbps = 0.0
+    return machine
+
+
+def panel(
+    title: str, plan: Plan, machine: Machine, send_rows: tuple[tuple[int, ...], ...] = ()
+) -> Panel:
+    """What rank 0 does by this plan."""
+    received = tuple(row[0] for row in send_rows)
+    made, price = walk(plan, machine, 0, send_rows[0] if send_rows else (), received)
+    lanes: dict[str, list[Bar]] = {}
+    link: list[Bar] = []
+    ring: list[tuple[str, tuple[Bar, ...]]] = []
+    for step, chunk, (begin, end) in zip(made["steps"], chunks_of(made), price.steps, strict=True):
+        if step["step"] in WAITS or end - begin <= 0:
+            continue
+        lane = lanes.setdefault(step["lane"], [])
+        if step["step"] == "gemm" and step.get("announces"):
+            ring = ring_rows(plan, step, begin, end, machine)
+        elif step["step"] in ("gemm", "library_gemm"):
+            lane.append(Bar(begin, end, GEMM, "GEMM"))
+            if step["step"] == "gemm" and step["outputs"][0]["to"]["buffer"] == "slot":
+                link.append(Bar(begin, end, CHUNKS[0], "the GEMM's stores"))
+        elif step["step"] in COMMUNICATES or (
+            step["step"] == "copy" and step["destination"]["buffer"] == "slot"
+        ):
+            number = chunk or 0
+            several = len(plan.chunks) > 1
+            label = str(number) if several else short_name(step)
+            lane.append(Bar(begin, end, CHUNKS[number % 2], label))
+        else:
+            lane.append(Bar(begin, end, PLACE, "" if chunk is None else str(chunk)))
+    names = {"caller": "caller's stream", **{f"side{i}": f"side stream {i}" for i in range(4)}}
+    names["copy"] = "copy stream"
+    rows = ring + [(names[lane], tuple(lanes[lane])) for lane in names if lanes.get(lane)]
+    if link:
+        rows.append(("link", tuple(link)))
+    return Panel(title, price.expected.total_us, tuple(rows), tuple(price.computed_us))
+
+
+def short_name(step: dict) -> str:
+    """A word for the bar of a step that communicates."""
+    if step["step"] == "collective":
+        return step["kind"].replace("_", "-")
+    return {
+        "copy": "copy engine",
+        "send_receive": "send, receive",
+        "peer_exchange": "places what came",
+        "low_latency": "send, add",
+        "peer_collective": "send, add",
+        "signal": "signal",
+    }[step["step"]]
+
+
+def ring_rows(
+    plan: Plan, step: dict, begin: float, end: float, machine: Machine
+) -> list[tuple[str, tuple[Bar, ...]]]:
+    """A ring's GEMM: a row of rounds for each phase, and how much of the link's rate its tiles need meanwhile.
+
+    Tiles are finished evenly over the GEMM, in the plan's order. Those of a phase but the last travel to the next rank;
+    an all-reduce's final ones travel to all.
+    """
+    world, round_rows = plan.problem.world_size, step["rows"]["round_tile_rows"]
+    tiles = _plan.ring_tiles(world, step["rows"]["part_tile_rows"], plan.tiles_n, round_rows)
+    tile_us = (end - begin) / len(tiles)
+    spans: dict[tuple[int, int], list[int]] = {}
+    for place, (phase, row, _) in enumerate(tiles):
+        spans.setdefault((phase, row // round_rows), []).append(place)
+    rows = []
+    for phase in range(world):
+        part = (2 * world - 1 - phase) % world
+        bars = tuple(
+            Bar(
+                begin + places[0] * tile_us,
+                begin + (places[-1] + 1) * tile_us,
+                PARTS[number % 2],
+                str(number),
+            )
+            for (of, number), places in spans.items()
+            if of == phase
+        )
+        rows.append((f"GEMM: part {part}", bars))
+    # A band of tiles begins where a round of the first phase does, or, behind those, of the last.
+    starts = sorted({places[0] for (phase, _), places in spans.items() if phase == 0})
+    last = sorted(places[0] for (phase, _), places in spans.items() if phase == world - 1)
+    starts += [place for place in last if place > spans[(0, max(n for _, n in spans))][-1]]
+    link = []
+    for start, stop in zip(starts, [*starts[1:], len(tiles)], strict=True):
+        final = world - 1 if step.get("mirrors") else 0
+        sent = sum(1 if phase < world - 1 else final for phase, _, _ in tiles[start:stop])
+        load = sent * plan.tile_m * plan.tile_n * 2 / (machine.peer_gbps * 1e3)
+        share = load / ((stop - start) * tile_us)
+        if sent:
+            link.append(
+                Bar(
+                    begin + start * tile_us,
+                    begin + stop * tile_us,
+                    CHUNKS[len(link) % 2],
+                    f"{share:.0%}",
+                )
+            )
+    return [*rows, ("link, share used", tuple(link))]
+
+
+def reduction(op: Op, world: int, m: int, n: int, k: int, name: str) -> Picture:
+    problem = Problem(m, n, k, "bfloat16", world, op)
+    sequence = _plan.make_sequential(problem, H200)
+    panels = (
+        panel(f"one after the other: torch.mm, then {name}", sequence, H200),
+        panel("the op over NCCL: chunks", _plan.make_plan(problem, nccl_alone()), nccl_alone()),
+        panel("the op over peer memory: single tiles", _plan.make_plan(problem, H200), H200),
+    )
+    return Picture(
+        f"{op.name.lower()}, {m} x {n} x {k}, bfloat16, rank 0 of {world} H200s",
+        panels,
+        (
+            (GEMM, "GEMM (over peer memory: rounds of tile rows, a line for each rank's part)"),
+            (CHUNKS[0], "communication, with the chunk's number"),
+            (PLACE, "puts a chunk in place"),
+            ("|", "a chunk's tiles are finished"),
+        ),
+    )
+
+
+def all_reduce() -> Picture:
+    return reduction(Op.GEMM_ALLREDUCE, 2, 8192, 8192, 3584, "all_reduce")
+
+
+def reduce_scatter() -> Picture:
+    return reduction(Op.GEMM_REDUCESCATTER, 4, 8192, 8192, 3584, "reduce_scatter")
+
+
+def all_gather() -> Picture:
+    problem = Problem(8192, 8192, 3584, "bfloat16", 2, Op.ALLGATHER_GEMM)
+    panels = (
+        panel(
+            "one after the other: all_gather, then torch.mm",
+            _plan.make_sequential(problem, H200),
+            H200,
+        ),
+        panel(
+            "the op over NCCL: own rows first, then what has arrived",
+            _plan.make_plan(problem, nccl_alone()),
+            nccl_alone(),
+        ),
+        panel(
+            "the op over peer memory: one GEMM, whose loads wait for rows",
+            _plan.make_plan(problem, H200),
+            H200,
+        ),
+    )
+    return Picture(
+        "allgather_gemm, 8192 x 8192 x 3584, bfloat16, rank 0 of 2 H200s",
+        panels,
+        ((GEMM, "GEMM"), (CHUNKS[0], "communication"), (PLACE, "copies own rows")),
+    )
+
+
+def all_to_all() -> Picture:
+    problem = Problem(0, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLTOALL)
+    rows = ((4096, 4096), (4096, 4096))
+    # No plan is the sequence: its GEMM is that of an all-reduce, its exchange the one over NCCL.
+    alone = Problem(8192, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLREDUCE)
+    _, gemm = walk(_plan.make_sequential(alone, H200), H200, 0)
+    made, price = walk(_plan.make_plan(problem, nccl_alone()), nccl_alone(), 0, rows[0], rows[0])
+    steps = [step["step"] for step in made["steps"]]
+    begin, end = price.steps[steps.index("send_receive")]
+    computed = gemm.steps[0][1]
+    sent = computed + end - begin
+    bars = (Bar(0.0, computed, GEMM, "GEMM"), Bar(computed, sent, CHUNKS[0], "all-to-all"))
+    one_after_the_other = Panel(
+        "one after the other: torch.mm, then all_to_all", sent, (("caller's stream", bars),)
+    )
+    panels = (
+        one_after_the_other,
+        panel(
+            "the op over NCCL: the peer's rows first",
+            _plan.make_plan(problem, nccl_alone()),
+            nccl_alone(),
+            rows,
+        ),
+        panel(
+            "the op over peer memory: the GEMM stores the peer's rows where they go",
+            _plan.make_plan(problem, H200),
+            H200,
+            rows,
+        ),
+    )
+    return Picture(
+        "gemm_alltoall, 8192 x 8192 x 3584, bfloat16, half of the rows to each, rank 0 of 2 H200s",
+        panels,
+        ((GEMM, "GEMM"), (CHUNKS[0], "communication")),
+    )
+
+
+def few_rows() -> Picture:
+    problem = Problem(128, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLREDUCE)
+    panels = (
+        panel(
+            "one after the other: torch.mm, then all_reduce",
+            _plan.make_sequential(problem, H200),
+            H200,
+        ),
+        panel("the op over peer memory: direct", _plan.make_plan(problem, H200), H200),
+    )
+    return Picture(
+        "gemm_allreduce, 128 x 8192 x 3584, bfloat16, rank 0 of 2 H200s",
+        panels,
+        ((GEMM, "GEMM"), (CHUNKS[0], "communication")),
+    )
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "allreduce": all_reduce,
+    "reducescatter": reduce_scatter,
+    "allgather": all_gather,
+    "alltoall": all_to_all,
+    "few_rows": few_rows,
+}
+
+
+# --- as SVG -----------------------------------------------------------------------------------------------------
+
+WIDTH, LEFT, RIGHT, ROW, BAR = 880, 118, 76, 22, 17
+
+
+def svg(picture: Picture) -> str:
+    """The picture's text: the same for the same plans, whatever draws it."""
+    longest = max(panel.total_us for panel in picture.panels)
+    step = next(s * 10**e for e in range(6) for s in (1, 2, 5) if longest / (s * 10**e) <= 8)
+    scale = (WIDTH - LEFT - RIGHT) / longest
+    body: list[str] = [text(12, 20, picture.title, 13, weight="bold")]
+    y = 34
+    for one in picture.panels:
+        body += panel_svg(one, y, scale)
+        y += 24 + ROW * len(one.rows) + 8
+    body.append(rect(LEFT, y, WIDTH - LEFT - RIGHT, 0.8, LINE))
+    ticks = int(longest / step)
+    for i in range(ticks + 1):
+        x = LEFT + i * step * scale
+        body.append(rect(x, y, 0.8, 4, LINE))
+        body.append(text(x, y + 16, f"{i * step}", 10, anchor="middle"))
+    body.append(text(WIDTH - RIGHT + 6, y + 16, "µs", 10))
+    y += 36
+    x = 12.0
+    for color, words in picture.legend:
+        if x + 24 + 6.4 * len(words) > WIDTH:
+            x, y = 12.0, y + 18
+        if color == "|":
+            body.append(rect(x + 5, y - 10, 1.4, 12, "black"))
+        else:
+            body.append(rect(x, y - 9, 11, 11, color))
+        body.append(text(x + 16, y, words, 11))
+        x += 34 + 6.4 * len(words)
+    height = y + 12
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif">\n'
+        f"<title>{escape(picture.title)}</title>\n"
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def panel_svg(one: Panel, y: int, scale: float) -> Iterable[str]:
+    yield text(12, y + 16, one.title, 12)
+    y += 24
+    for row, (name, bars) in enumerate(one.rows):
+        top = y + ROW * row
+        yield text(LEFT - 8, top + 13, name, 10, anchor="end")
+        for bar in bars:
+            x, width = LEFT + bar.begin * scale, (bar.end - bar.begin) * scale
+            yield rect(x, top, max(width - 0.6, 0.6), BAR, bar.color)
+            if bar.label and width > 6.2 * len(bar.label) + 2:
+                fill = "white" if bar.color in (GEMM, *PARTS) else TEXT
+                yield text(x + width / 2, top + 12.5, bar.label, 10, anchor="middle", fill=fill)
+        if row == 0:
+            for tick in one.ticks:
+                yield rect(LEFT + tick * scale - 0.7, top - 2, 1.4, BAR + 4, "black")
+    end = LEFT + one.total_us * scale
+    yield rect(end, y - 3, 1, ROW * len(one.rows) + 2, LINE)
+    yield text(end + 6, y + 12.5, f"{one.total_us:.0f} µs", 11, weight="bold")
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>'
+    )
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    size: int,
+    anchor: str = "start",
+    weight: str = "normal",
+    fill: str = TEXT,
+) -> str:
+    style = f'font-size="{size}" text-anchor="{anchor}" fill="{fill}"'
+    if weight != "normal":
+        style += f' font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+
+
+def outdated() -> list[str]:
+    """The pictures whose files are missing, or not what would be drawn now."""
+    files = {name: FOLDER / f"{name}.svg" for name in PICTURES}
+    return [
+        name
+        for name, path in files.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != svg(PICTURES[name]())
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draws the timelines of the documents.")
+    parser.add_argument("--check", action="store_true", help="only say which are not up to date")
+    if parser.parse_args().check:
+        names = outdated()
+        if names:
+            print(f"not up to date: {', '.join(names)}; run `make pictures`", file=sys.stderr)
+        return 1 if names else 0
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(svg(make()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""README and docs/: every snippet runs, every link leads somewhere, every picture is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import overlap_torch
+from run_snippets import BLOCK, program
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_SNIPPETS = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+TEXTS = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+    ROOT / "examples/README.md",
+]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> str:
+    """What two CPU ranks print that run all pages, one after the other."""
+    folder = tmp_path_factory.mktemp("snippets")
+    log = folder / "output"
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MPLCONFIGDIR": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]),
+        }
+        with log.open("ab") as sink:
+            script = str(ROOT / "tests/run_snippets.py")
+            pages = map(str, WITH_SNIPPETS)
+            command = [sys.executable, script, str(folder), str(rank), "2", *pages]
+            ranks.append(
+                subprocess.Popen(command, cwd=folder, env=environment, stdout=sink, stderr=sink)
+            )
+    end = time.monotonic() + 240
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > end or any(rank.poll() for rank in ranks):
+            time.sleep(1)  # what the other one has to say
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.05)
+    return log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name)
+def test_docs_snippets_run_on_two_cpu_ranks(output, page):
+    ran = re.findall(rf"^ran {re.escape(str(page))}, group left: (\w+)$", output, re.MULTILINE)
+    assert ran == ["False", "False"], output
+
+
+def test_docs_pages_run_their_snippets_but_those_that_say_why_not():
+    """A page whose blocks were all left out, or not recognised, would pass for nothing."""
+    for page in WITH_SNIPPETS:
+        text = page.read_text(encoding="utf-8")
+        marks = re.findall(r"^```python(.*)$", text, re.MULTILINE)
+        assert len(marks) == sum(block["shown"] is not None for block in BLOCK.finditer(text)), page
+        assert all(re.fullmatch(r"( gpu| needs=\w+)?", mark) for mark in marks), (page, marks)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ran = program(readme)
+    assert "gemm_allreduce(x, weight)" in ran and "OverlapRowwiseParallel" in ran
+    assert ran.splitlines().index("import overlap_torch") == readme.splitlines().index(
+        "import overlap_torch"
+    )
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name)
+def test_docs_links_lead_somewhere(page):
+    """Files, and headings in them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name(page)}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {
+                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }
+            assert anchor in anchors, f"{name(page)}: {target}, there are {sorted(anchors)}"
+
+
+def test_docs_pages_are_as_short_as_they_promise():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+    design = (ROOT / "docs/design.md").read_text(encoding="utf-8").split()
+    assert sum(re.search(r"\w", word) is not None for word in design) <= 2500
+
+
+def pictures():
+    spec = importlib.util.spec_from_file_location("docs_pictures", ROOT / "docs/pictures.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_docs_pictures_are_what_the_plans_are_now():
+    assert pictures().outdated() == [], "run `make pictures`"
+
+
+def test_docs_pictures_show_the_steps_as_priced():
+    """The picture of the all-reduce: each panel as long as its plan is expected to take, each chunk once."""
+    module = pictures()
+    sequence, nccl, peers = module.all_reduce().panels
+    problem = module.Problem(8192, 8192, 3584, "bfloat16", 2, module.Op.GEMM_ALLREDUCE)
+    plan = module._plan.make_plan(problem, module.nccl_alone())
+    assert nccl.total_us == module._plan.predict(plan, module.nccl_alone()).total_us
+    shown = [bar for row, bars in nccl.rows if row.startswith("side") for bar in bars]
+    assert sorted(int(bar.label) for bar in shown) == list(range(len(plan.chunks)))
+    assert len(nccl.ticks) == len(plan.chunks) > 1
+    # The sequence's bars do not overlap, and the ring's rounds of one part follow each other.
+    (_, (gemm, collective)), *_ = sequence.rows
+    assert gemm.end <= collective.begin
+    rounds = [bar for row, bars in peers.rows if row == "GEMM: part 0" for bar in bars]
+    assert all(a.begin < b.begin for a, b in zip(rounds, rounds[1:], strict=False))
+    assert max(bar.end for _, bars in peers.rows for bar in bars) <= peers.total_us + 1e-6
