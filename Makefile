@@ -26,7 +26,7 @@ PARALLEL = -n $(if $(GPU),4,2) --dist loadfile
 # A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
 DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
-.PHONY: demo test test-gpu test-integrations integrations test-long test-races test-plans pin pictures sanitize bench doctor build plan lint format clean distclean help
+.PHONY: demo test test-gpu test-install test-integrations integrations test-long test-races test-plans pin pictures sanitize bench doctor build plan lint format clean distclean help
 
 demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
@@ -49,6 +49,9 @@ test-integrations:  ## frameworks' own layers beside this package's, on CPU, in 
 integrations: $(VENV)/.torch
 	$(PIP) --no-build-isolation '.[megatron,torchtitan]' numpy pytest pytest-timeout
 	$(VENV)/bin/pytest --timeout=900 tests/test_integration_megatron.py tests/test_integration_torchtitan.py $(ARGS)
+
+test-install: $(VENV)/.torch  ## wheel, source distribution and editable checkout, each in an environment of its own, on CPU
+	bash scripts/try_install.sh $(PY)
 
 test-races: build  ## thousands of calls with random delays; minutes long
 	$(PY) -m pytest -m races --timeout=1800 $(ARGS)

@@ -1,6 +1,6 @@
 """Builds overlap_torch: one build.ninja for the op library `_C` and the modules `_plan` (planner) and `_eager` (calls).
 
-    pip install --no-build-isolation .         against the torch that is installed
+    pip install .                              against the torch that is installed (tools/build_backend.py)
     python setup.py build_ext --inplace        the same, into the checkout (what `make build` runs)
     python setup.py build_plan                 only `_plan`, into the checkout; needs no CUDA
     python setup.py build_kernel_check         the program that checks the CUDA kernels; prints its path
@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from toolchain import (  # noqa: E402  (found through the path above)
     BUILD_INSTALL,
+    MIN_TORCH,
     BuildError,
     Cuda,
     NoCudaError,
@@ -40,6 +41,7 @@ from toolchain import (  # noqa: E402  (found through the path above)
     gencode,
     import_torch,
     pybind11_include,
+    torch_pin,
 )
 
 # The modules of the Python that runs: pybind11's planner, and the ops' short way in.
@@ -309,6 +311,14 @@ class build_ext(setuptools_build_ext):
             place(built / name, package / name)
 
 
+def requirement() -> str:
+    """What the metadata says of torch. A source distribution holds for all releases, a build for one."""
+    try:
+        return torch_pin(import_torch())
+    except BuildError:
+        return f"torch>={'.'.join(map(str, MIN_TORCH))}"
+
+
 def build_plan() -> None:
     """Builds only `_plan`, into the checkout."""
     folder = "build/plan"
@@ -340,6 +350,7 @@ def main() -> None:
     if int(setuptools.__version__.split(".")[0]) < 77:
         raise BuildError(f"setuptools {setuptools.__version__} is too old: {BUILD_INSTALL}")
     setuptools.setup(
+        install_requires=[requirement()],
         packages=[
             "overlap_torch",
             "overlap_torch._inductor",

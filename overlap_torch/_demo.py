@@ -1,11 +1,11 @@
-"""``python -m overlap_torch demo``: the op on this machine's devices, checked, timed and drawn."""
+"""``python -m overlap_torch demo``: an op beside its sequence on this machine's devices, checked, timed and drawn."""
 
 from __future__ import annotations
 
 import argparse
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,45 +13,91 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from overlap_torch import _bench_entry, _composition, _timeline, _verify
+from overlap_torch import _bench_entry, _plan, _timeline
+from overlap_torch._explain import H200
 from overlap_torch._launch import Ranks, current_device, launch
-from overlap_torch._ops import check, gemm_allreduce, group_name
+from overlap_torch._ops import check, group_name
+from overlap_torch._timeline import Bar
 from overlap_torch._trace import trace
-from overlap_torch.plan import Plan, Schedule, plan_for, row_panels, set_plan
+from overlap_torch.plan import (
+    Op,
+    Plan,
+    Problem,
+    Schedule,
+    make_all_to_all,
+    plan_for,
+    row_panels,
+    set_plan,
+)
 
 _REPEATS = 20
 _TRACED_CALLS = 3  # the picture shows the last one, when everything is warm
+_COLLECTIVES = {
+    "gemm_allreduce": "all-reduce",
+    "gemm_reducescatter": "reduce-scatter",
+    "allgather_gemm": "all-gather",
+    "gemm_alltoall": "all-to-all",
+}
 
 
 @dataclass(frozen=True)
 class _Demo:
     """What the demo runs; the same on every rank."""
 
-    m: int
+    op: str
+    m: int  # rows of the whole GEMM; of each rank's input of an all-to-all
     n: int
     k: int
     dtype: torch.dtype
     out: Path
 
+    def problem(self, world_size: int) -> Problem:
+        m = 0 if self.op == "gemm_alltoall" else self.m
+        return Problem(m, self.n, self.k, self.dtype, world_size, self.op)
 
-def _demo_for(ranks: Ranks, out: Path) -> _Demo:
+
+@dataclass(frozen=True)
+class _Times:
+    """Microseconds, medians of the slowest rank."""
+
+    sequence: float
+    op: float
+    gemm: float  # the sequence's, alone
+
+
+def _demo_for(ranks: Ranks, args: argparse.Namespace) -> _Demo:
     if ranks.device_type == "cpu":
-        return _Demo(2048, 2048, 512, torch.float32, out)
-    small = torch.cuda.get_device_properties(0).total_memory < 20 << 30
-    return (
-        _Demo(4096, 4096, 4096, torch.bfloat16, out)
-        if small
-        else _Demo(8192, 8192, 7168, torch.bfloat16, out)
-    )
+        sizes, dtype = (2048, 2048, 512), torch.float32
+    else:
+        small = torch.cuda.get_device_properties(0).total_memory < 20 << 30
+        sizes, dtype = (4096, 4096, 4096) if small else (8192, 8192, 7168), torch.bfloat16
+    m, n, k = (given or own for given, own in zip((args.m, args.n, args.k), sizes, strict=True))
+    if args.op in ("gemm_reducescatter", "allgather_gemm"):
+        m = -(-m // ranks.world_size) * ranks.world_size  # as layers pad it
+    return _Demo(args.op, m, n, k, dtype, args.out)
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"is {value}, must be 1 or more")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo with these command line arguments; returns the exit status: 1 if a check failed."""
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch demo",
-        description="Runs gemm_allreduce on all GPUs with NCCL, or on two CPU ranks with gloo: checks it against the "
-        "unfused composition, times both, and writes timeline.png and trace.json.",
+        description="Runs an op on all GPUs with NCCL, or on two CPU ranks with gloo: checks it against its sequence (a GEMM "
+        "and a collective, one after the other), times both, and writes timeline.png, both of them, and trace.json.",
     )
+    parser.add_argument("--op", choices=list(_COLLECTIVES), default="gemm_allreduce")
+    for name, meaning in (
+        ("m", "rows of the whole GEMM; of gemm_alltoall, of each rank's input"),
+        ("n", "columns of the output"),
+        ("k", "inner dimension on each rank"),
+    ):
+        parser.add_argument(f"--{name}", type=_size, help=f"{meaning} (default: by the device)")
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU"
@@ -69,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        launch(ranks, run_rank, _demo_for(ranks, args.out))
+        launch(ranks, run_rank, _demo_for(ranks, args))
     except torch.multiprocessing.ProcessExitedException as error:
         return error.exit_code or 1
     return 0
@@ -77,34 +123,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_rank(demo: _Demo) -> None:
     """What each rank of the demo does."""
+    _bench_entry.load()
+    from overlap_torch.benchmarks.computations import Case, Computations
+    from overlap_torch.benchmarks.measure import Stopwatch
+    from overlap_torch.benchmarks.shapes import Shape
+
     first = dist.get_rank() == 0
     device, group = current_device(), group_name()
     plan, why = _choose_plan(demo, device, group)
     if first:
         _describe(demo, device, plan, why)
+    split = "even" if demo.op == "gemm_alltoall" else ""
+    case = Case(demo.op, Shape("custom", demo.m, demo.n, demo.k), split)
+    computations = Computations(case, demo.dtype, device, group)
     with torch.inference_mode():
-        verdict = _verify.verify(demo.m, demo.n, demo.k, demo.dtype, device, group)
+        exact = computations.exact_op()
         if first:
-            print(f"check     {verdict}", flush=True)
-        operands = _verify.normal_operands(
-            demo.m, demo.n, demo.k, demo.dtype, device, seed=dist.get_rank()
-        )
-        sequence_us, op_us = _time(operands, device, group)
-        traced = _trace(operands, device, group)
+            verdict = "equals the sequence, bit for bit, on integers, on every rank"
+            print(f"check     {verdict if exact else 'DIFFERS from the sequence'}", flush=True)
+        sequence, op = computations.variants()
+        gemm, _ = computations.parts()
+        times = Stopwatch(device).compare("call", [sequence, op, gemm], _REPEATS)
+        traced = _trace(lambda: op(0))
     check()
     if first:
-        print(f"sequence  {sequence_us:10.1f} us   a GEMM, then an all-reduce")
-        print(
-            f"op        {op_us:10.1f} us   speed-up {sequence_us / op_us:.3f}x  (medians of the slowest rank)"
-        )
-        if device.type == "cpu" and dist.get_world_size() > 1:
-            print(
-                "          (gloo moves bytes with the cores that compute: few of them gain little)"
-            )
-        _draw(demo, traced)
-    if not verdict.passed:
-        if first:
+        median = _Times(*(time.median for time in times))
+        _report(demo, device, median)
+        _draw(demo, traced, median)
+        if not exact:
             print("the check FAILED", file=sys.stderr, flush=True)
+    if not exact:
         sys.exit(1)
 
 
@@ -114,14 +162,23 @@ def _choose_plan(demo: _Demo, device: torch.device, group: str) -> tuple[Plan, s
     gloo moves bytes with the cores that also compute, so on a machine with few cores overlap hides communication but
     gains little time, and the planner may rightly prefer the sequence.
     """
-    plan = plan_for(demo.m, demo.n, demo.k, demo.dtype, device=device, group=group)
-    if device.type == "cuda" or plan.schedule == Schedule.OVERLAPPED or dist.get_world_size() == 1:
+    problem = demo.problem(dist.get_world_size())
+    plan = plan_for(
+        problem.m, problem.n, problem.k, demo.dtype, device=device, group=group, op=problem.op
+    )
+    rows = demo.m // problem.row_parts
+    alone = dist.get_world_size() == 1 or rows < 2
+    if device.type == "cuda" or plan.schedule == Schedule.OVERLAPPED or alone:
         return plan, "the planner's"
-    plan = row_panels(plan.problem, 4, transport="gloo")
+    if problem.op == Op.GEMM_ALLTOALL:
+        plan = make_all_to_all(problem, transport="gloo")
+    else:
+        chunks = min(4, rows)
+        plan = row_panels(problem, chunks, transport="gloo", tile=(min(256, rows // chunks), 512))
     set_plan(plan, device=device, group=group)
     return (
         plan,
-        "a template's; the planner would take the sequence here: gloo needs the cores that compute",
+        "a template's, so that there is something to see; the planner would take the sequence",
     )
 
 
@@ -131,38 +188,47 @@ def _describe(demo: _Demo, device: torch.device, plan: Plan, why: str) -> None:
     alone = "; a group of one has nothing to communicate" if world_size == 1 else ""
     print(f"ranks     {world_size} x {name}, {dist.get_backend()}{alone}")
     print(
-        f"problem   gemm_allreduce, M={demo.m} N={demo.n} K={demo.k} per rank, {str(demo.dtype).split('.')[1]}"
+        f"problem   {demo.op}, M={demo.m} N={demo.n} K={demo.k} per rank, {str(demo.dtype).split('.')[1]}"
     )
     print(f"plan      {why}\n          {plan}", flush=True)
 
 
-def _time(
-    operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str
-) -> tuple[float, float]:
-    """Median times of the sequence and of the op in microseconds, measured in turns."""
-    _bench_entry.load()
-    from overlap_torch.benchmarks.measure import Stopwatch
-
-    input, weight = operands
-    variants = [
-        lambda turn: _composition.gemm_allreduce(input, weight, None, group),
-        lambda turn: gemm_allreduce(input, weight, group=group),
-    ]
-    sequence, op = Stopwatch(device).compare("call", variants, _REPEATS)
-    return sequence.median, op.median
+def _one_after_the_other(demo: _Demo) -> str:
+    collective = _COLLECTIVES[demo.op]
+    if demo.op == "allgather_gemm":
+        return f"an {collective}, then a GEMM"
+    return f"a GEMM, then {'a' if collective[0] == 'r' else 'an'} {collective}"
 
 
-def _trace(
-    operands: tuple[torch.Tensor, torch.Tensor], device: torch.device, group: str
-) -> dict[int, list[_timeline.Call]]:
+def _report(demo: _Demo, device: torch.device, times: _Times) -> None:
+    print(f"sequence  {times.sequence:10.1f} us   {_one_after_the_other(demo)}")
+    print(f"op        {times.op:10.1f} us   medians of {_REPEATS}, of the slowest rank")
+    if device.type == "cuda":
+        print(f"speed-up  {times.sequence / times.op:10.2f}x")
+        return
+    print(
+        "          A CPU shows that results are right, not what overlap gains: gloo moves bytes with the cores that compute."
+    )
+    if demo.op == "gemm_alltoall":
+        return
+    shown = Problem(8192, 8192, 7168, "bfloat16", 2, demo.op)
+    sequence_us = _plan.predict(_plan.make_sequential(shown, H200), H200).total_us
+    op_us = _plan.predict(_plan.make_plan(shown, H200), H200).total_us
+    print(
+        f"          What it is for: on two H200s the model expects of 8192 x 8192 x 7168, bfloat16, {sequence_us:.0f} us one "
+        f"after\n          the other, and {op_us:.0f} us by the op: {sequence_us / op_us:.2f}x."
+    )
+
+
+def _trace(call: Callable[[], None]) -> dict[int, list[_timeline.Call]]:
     """Every rank's calls."""
     dist.barrier()
     with trace() as traced:
         for _ in range(_TRACED_CALLS):
-            gemm_allreduce(*operands, group=group)
+            call()
     # torch.distributed's functions for objects need numpy.
     own = torch.frombuffer(bytearray(pickle.dumps(traced.calls)), dtype=torch.uint8)
-    parts = _gather_rows(own.to(device))
+    parts = _gather_rows(own.to(current_device()))
     return {rank: pickle.loads(bytes(part.tolist())) for rank, part in enumerate(parts)}
 
 
@@ -178,7 +244,18 @@ def _gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
     return [part[: int(count.item())].cpu() for part, count in zip(parts, counts, strict=True)]
 
 
-def _draw(demo: _Demo, traced: dict[int, list[_timeline.Call]]) -> None:
+def _sequence_bars(demo: _Demo, times: _Times) -> list[Bar]:
+    """The sequence as it was timed: its GEMM as it is alone, its collective the rest."""
+    collective, rest = _COLLECTIVES[demo.op], times.sequence - min(times.gemm, times.sequence)
+    if demo.op == "allgather_gemm":
+        return [Bar(collective, 0.0, rest), Bar("GEMM", rest, times.sequence)]
+    return [
+        Bar("GEMM", 0.0, times.sequence - rest),
+        Bar(collective, times.sequence - rest, times.sequence),
+    ]
+
+
+def _draw(demo: _Demo, traced: dict[int, list[_timeline.Call]], times: _Times) -> None:
     last_calls = {f"rank {rank}": calls[-1:] for rank, calls in traced.items() if calls}
     for rank, (call,) in last_calls.items():
         print(
@@ -192,11 +269,10 @@ def _draw(demo: _Demo, traced: dict[int, list[_timeline.Call]]) -> None:
         return
     _timeline.write_chrome_trace(traced, trace_path)
     print(f"wrote     {trace_path} (open it in ui.perfetto.dev)")
-    title = (
-        f"gemm_allreduce {demo.m} x {demo.n} x {demo.k}, {len(traced)} ranks, {dist.get_backend()}"
-    )
+    title = f"{demo.op} {demo.m} x {demo.n} x {demo.k}, {len(traced)} ranks, {dist.get_backend()}"
     try:
-        _timeline.write_picture(last_calls, picture_path, title)
-        print(f"wrote     {picture_path}")
+        sequence = {"one after the other": _sequence_bars(demo, times)}
+        _timeline.write_picture(last_calls, picture_path, title, before=sequence)
+        print(f"wrote     {picture_path} (above one after the other, below the op)")
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)

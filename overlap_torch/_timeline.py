@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+_GEMM, _CHUNKS = "#4878a8", ("#e8a33d", "#c9742b")
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -149,10 +151,24 @@ def write_chrome_trace(ranks: Mapping[int, Iterable[Call]], path: str | Path) ->
     Path(path).write_text(json.dumps(chrome_trace(ranks)) + "\n")
 
 
-def write_picture(lanes: Mapping[str, Sequence[Call]], path: str | Path, title: str) -> None:
+@dataclass(frozen=True)
+class Bar:
+    """A GEMM, which is named so, or a collective, beside which nothing runs; times in microseconds."""
+
+    name: str
+    begin_us: float
+    end_us: float
+
+
+def write_picture(
+    lanes: Mapping[str, Sequence[Call]],
+    path: str | Path,
+    title: str,
+    before: Mapping[str, Sequence[Bar]] | None = None,
+) -> None:
     """Draws each lane's calls: the GEMMs, a tick where each chunk was ready, the communication.
 
-    A lane's times are from the start of its first call.
+    A lane's times are from the start of its first call. ``before``: lanes that stand above, of bars one after the other.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -160,6 +176,8 @@ def write_picture(lanes: Mapping[str, Sequence[Call]], path: str | Path, title: 
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
             "the timeline's picture needs matplotlib: pip install matplotlib"
@@ -176,18 +194,28 @@ def write_picture(lanes: Mapping[str, Sequence[Call]], path: str | Path, title: 
         for name, calls in lanes.items()
         for call in calls
     )
+    above = list((before or {}).items())
+    total_us = max([total_us, *(bar.end_us for _, bars in above for bar in bars)])
     scale, unit = (1e-3, "ms") if total_us >= 10_000 else (1.0, "µs")
-    figure = Figure(figsize=(11, 1.2 + 1.1 * len(lanes)), layout="constrained")
+    figure = Figure(figsize=(11, 1.7 + 0.6 * len(above) + 1.1 * len(lanes)), layout="constrained")
     axes = figure.subplots()
     labels: list[str] = []
+    for row, (name, bars) in enumerate(above):
+        for bar in bars:
+            left, width = bar.begin_us * scale, (bar.end_us - bar.begin_us) * scale
+            color = _GEMM if bar.name == "GEMM" else _CHUNKS[0]
+            axes.barh(1.4 * row, width, left=left, height=0.8, color=color)
+            if width > 0.08 * total_us * scale:  # room for a word
+                middle = left + width / 2
+                axes.text(middle, 1.4 * row, bar.name, ha="center", va="center", fontsize=8)
+        labels.append(name)
+    first = 1.4 * len(above)
     for row, (name, calls) in enumerate(lanes.items()):
-        gemm, communication = 2.4 * row, 2.4 * row + 1
+        gemm, communication = first + 2.4 * row, first + 2.4 * row + 1
         for call in calls:
             start = call.start_us - starts[name]
             end = (start + call.gemm_end_us) * scale
-            axes.barh(
-                gemm, call.gemm_end_us * scale, left=start * scale, height=0.8, color="#4878a8"
-            )
+            axes.barh(gemm, call.gemm_end_us * scale, left=start * scale, height=0.8, color=_GEMM)
             axes.vlines(
                 [(start + chunk.ready_us) * scale for chunk in call.chunks],
                 gemm - 0.4,
@@ -196,7 +224,7 @@ def write_picture(lanes: Mapping[str, Sequence[Call]], path: str | Path, title: 
                 lw=1.2,
             )
             for chunk in call.chunks:
-                color = "#e8a33d" if chunk.index % 2 == 0 else "#c9742b"
+                color = _CHUNKS[chunk.index % 2]
                 width = (chunk.end_us - chunk.begin_us) * scale
                 left = (start + chunk.begin_us) * scale
                 axes.barh(communication, width, left=left, height=0.8, color=color)
@@ -204,7 +232,7 @@ def write_picture(lanes: Mapping[str, Sequence[Call]], path: str | Path, title: 
                     middle = left + width / 2
                     number = str(chunk.index)
                     axes.text(middle, communication, number, ha="center", va="center", fontsize=7)
-            axes.vlines(end, gemm - 0.4, communication + 0.4, color="#4878a8", ls="--", lw=1)
+            axes.vlines(end, gemm - 0.4, communication + 0.4, color=_GEMM, ls="--", lw=1)
         last = calls[-1]
         axes.annotate(
             f"{hidden_fraction(calls):.0%} hidden",
@@ -214,12 +242,20 @@ def write_picture(lanes: Mapping[str, Sequence[Call]], path: str | Path, title: 
             va="center",
         )
         labels += [f"{name}: GEMM", "communication"]
-    positions = [2.4 * row + lane for row in range(len(lanes)) for lane in (0, 1)]
+    positions = [1.4 * row for row in range(len(above))]
+    positions += [first + 2.4 * row + lane for row in range(len(lanes)) for lane in (0, 1)]
     axes.set_yticks(positions, labels)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.13 * total_us * scale)
-    axes.set_xlabel(f"{unit} from the first call's start; ticks: a chunk's tiles are finished")
+    axes.set_xlabel(f"{unit} from the first call's start")
     axes.set_title(title, fontsize=10)
+    marks = [
+        Patch(color=_GEMM, label="GEMM"),
+        Patch(color=_CHUNKS[0], label="communication, with the chunk's number"),
+        Line2D([], [], color="black", marker="|", ls="", ms=9, label="a chunk is ready"),
+        Line2D([], [], color=_GEMM, ls="--", lw=1, label="the GEMM has ended"),
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -130,6 +131,53 @@ def test_missing_cutlass_names_the_command(monkeypatch, tmp_path):
     (tmp_path / "include/cutlass").mkdir(parents=True)
     (tmp_path / "include/cutlass/cutlass.h").touch()
     assert toolchain.find_cutlass() == tmp_path / "include"
+
+
+@pytest.mark.parametrize(
+    ("environment", "nvcc", "installed", "needed"),
+    [
+        ({}, "13.0", False, True),
+        ({}, "13.0", True, False),
+        ({}, "12.8", False, False),  # a build without CUDA
+        ({}, None, False, False),
+        ({"OVERLAP_CUDA": "0"}, "13.0", False, False),
+        ({"CUTLASS_PATH": "/somewhere"}, "13.0", False, False),
+    ],
+)
+def test_cutlass_is_asked_for_only_where_cuda_is_compiled(
+    monkeypatch, environment, nvcc, installed, needed
+):
+    for name in ("OVERLAP_CUDA", "CUTLASS_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = (Path("/nvcc"), nvcc) if nvcc else None
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: found)
+    spec = object() if installed else None
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: spec)
+    fake = SimpleNamespace(version=SimpleNamespace(cuda="13.0"), __version__="2.15.1+cu130")
+    assert toolchain.needs_cutlass(fake) == needed
+    assert toolchain.torch_pin(fake) == "torch==2.15.*"
+
+
+def test_backend_finds_what_the_build_of_pip_hides(monkeypatch, tmp_path):
+    """In pip's environment the interpreter's packages are off the path; in another Python's there is no torch."""
+    pytest.importorskip("setuptools")
+    backend = importlib.import_module("build_backend")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    monkeypatch.setattr(backend.site, "getsitepackages", lambda: [str(tmp_path), "/nowhere"])
+    monkeypatch.setattr(backend.sys, "prefix", "/an/environment")
+    monkeypatch.setattr(backend.sys, "path", ["/the/builds/own"])
+    backend.show_installed()
+    assert backend.sys.path == ["/the/builds/own", str(tmp_path)]
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(toolchain.BuildError) as raised:
+        toolchain.import_torch()
+    for words in ("uv pip install --no-build-isolation .", "--no-isolation", "Install torch>=2.11"):
+        assert words in str(raised.value)
+    assert backend.missing_requirements() == []  # the build says it
 
 
 def test_version_is_the_same_everywhere():

@@ -35,7 +35,7 @@ def name(page: Path) -> str:
 def output(tmp_path_factory) -> str:
     """What two CPU ranks print that run all pages, one after the other."""
     folder = tmp_path_factory.mktemp("snippets")
-    log = folder / "output"
+    logs = [folder / "rank0", folder / "rank1"]
     ranks = []
     for rank in range(2):
         environment = os.environ | {
@@ -45,7 +45,7 @@ def output(tmp_path_factory) -> str:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]),
         }
-        with log.open("ab") as sink:
+        with logs[rank].open("wb") as sink:
             script = str(ROOT / "tests/run_snippets.py")
             pages = map(str, WITH_SNIPPETS)
             command = [sys.executable, script, str(folder), str(rank), "2", *pages]
@@ -59,7 +59,7 @@ def output(tmp_path_factory) -> str:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.05)
-    return log.read_text(errors="replace")
+    return "".join(log.read_text(errors="replace") for log in logs)
 
 
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name)

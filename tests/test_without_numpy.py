@@ -53,7 +53,7 @@ def test_layers_do_without_numpy(without_numpy, tmp_path):
 
 def test_demo_does_without_numpy(without_numpy, tmp_path):
     output = run("-m", "overlap_torch", "demo", "--device", "cpu", folder=tmp_path)
-    assert "bit-exact" in output, output
+    assert "bit for bit" in output, output
     assert "no picture" in output, "it needs matplotlib, and that needs NumPy"
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}

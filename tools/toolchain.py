@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ GENCODE = {
 }
 MIN_TORCH = (2, 11)
 BUILD_INSTALL = 'pip install "setuptools>=77,<82" ninja pybind11'
-CUTLASS_INSTALL = "pip install --no-deps nvidia-cutlass==4.2.0.0"
+CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
+CUTLASS_INSTALL = f"pip install --no-deps {CUTLASS_REQUIREMENT}"
 
 
 class BuildError(BaseError):
@@ -144,15 +146,32 @@ def find_cutlass() -> Path:
     )
 
 
+def needs_cutlass(torch: ModuleType) -> bool:
+    """Whether a build compiles CUDA kernels and CUTLASS's headers are not here."""
+    release = (find_nvcc() or (None, None))[1]
+    if os.environ.get("OVERLAP_CUDA") == "0" or nvcc_mismatch(torch.version.cuda, release):
+        return False
+    return not os.environ.get("CUTLASS_PATH") and not importlib.util.find_spec("cutlass_library")
+
+
+def torch_pin(torch: ModuleType) -> str:
+    """What a build requires where it runs: the release of torch whose C++ it was compiled with."""
+    major, minor = torch.__version__.split(".")[:2]
+    return f"torch=={major}.{minor}.*"
+
+
 def import_torch() -> ModuleType:
     """The torch that is installed, if it is new enough."""
     try:
         import torch
     except ImportError as error:
         raise BuildError(
-            f"torch cannot be imported ({error}). overlap_torch builds against the torch that is "
-            "installed, which pip hides unless it is told not to: install torch>=2.11, run "
-            f"`{BUILD_INSTALL}`, then `pip install --no-build-isolation .`"
+            f"torch cannot be imported by {sys.executable} ({error}). overlap_torch is built against "
+            "the torch that it will run with. Install torch>=2.11 first, then `pip install .`. If "
+            "torch is installed, the tool at work (uv, build, ...) hides it: run "
+            f"`{BUILD_INSTALL}` (where nvcc is used, also `{CUTLASS_INSTALL}`), then "
+            "`pip install --no-build-isolation .` (or `uv pip install --no-build-isolation .`, or "
+            "`python -m build --no-isolation`)"
         ) from error
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
         raise BuildError(f"torch {torch.__version__} is installed; torch>=2.11 is needed")

@@ -13,7 +13,7 @@ def _load_library() -> None:
     if not _LIBRARY.exists():
         raise ImportError(
             f"overlap_torch is not built: {_LIBRARY} does not exist. Build it with "
-            "`pip install --no-build-isolation .` in the project's folder, or with `make build` in a checkout."
+            "`pip install .` in the project's folder, or with `make build` in a checkout."
         )
     try:
         torch.ops.load_library(_LIBRARY)
@@ -21,7 +21,7 @@ def _load_library() -> None:
         raise ImportError(
             f"cannot load {_LIBRARY} with torch {torch.__version__}: {error.__cause__ or error}. "
             "The library has to be built against the torch that loads it; rebuild it with "
-            "`pip install --no-build-isolation .` (`make build` in a checkout)."
+            "`pip install .` in the project's folder (`make build` in a checkout)."
         ) from error
 
 
