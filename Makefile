@@ -26,7 +26,7 @@ PARALLEL = -n $(if $(GPU),4,2) --dist loadfile
 # A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
 DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
-.PHONY: demo test test-gpu test-install test-integrations integrations test-long test-races test-plans pin pictures sanitize bench doctor build plan lint format clean distclean help
+.PHONY: demo test test-gpu test-install test-integrations integrations test-long test-races test-plans pin pictures docs sanitize bench doctor build plan lint format clean distclean help
 
 demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
@@ -65,6 +65,10 @@ pin: build  ## pins what calls enqueue and what the planner weighs, as it is now
 
 pictures: build  ## the documents' timelines, from the plans as they are now
 	$(PY) docs/pictures.py
+
+docs: build $(VENV)/.docs  ## the pages and the reference as HTML, in build/docs; warnings are errors
+	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo build/docs/index.html
 
 sanitize: build  ## compute-sanitizer over each kernel, on one GPU
 	PATH="$(abspath $(VENV))/bin:$$PATH" bash scripts/sanitize.sh
@@ -133,6 +137,10 @@ $(VENV)/.cutlass: | $(VENV)/.torch
 # Makes the checkout importable from everywhere, and installs what demo and tests need.
 $(VENV)/.package: pyproject.toml
 	$(PIP) --no-build-isolation --editable '.[demo,test]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.torch
+	$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.linters: Makefile | $(PY)
