@@ -99,6 +99,14 @@ def test_docs_links_lead_somewhere(page):
             assert anchor in anchors, f"{name(page)}: {target}, there are {sorted(anchors)}"
 
 
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.name != "notes.md"], ids=name)
+def test_docs_name_files_that_exist(page):
+    """What stands in backticks and looks like a path of this repository."""
+    folders = "csrc|overlap_torch|tests|tools|scripts|benchmarks|docs|examples"
+    for path in re.findall(rf"`((?:{folders})/[\w./*-]*)`", page.read_text(encoding="utf-8")):
+        assert list(ROOT.glob(path.rstrip("/"))), f"{name(page)}: {path}"
+
+
 def test_docs_pages_are_as_short_as_they_promise():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
     design = (ROOT / "docs/design.md").read_text(encoding="utf-8").split()
