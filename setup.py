@@ -48,6 +48,7 @@ from toolchain import (  # noqa: E402  (found through the path above)
 PLAN_NAME = f"_plan{sysconfig.get_config_var('EXT_SUFFIX')}"
 EAGER_NAME = f"_eager{sysconfig.get_config_var('EXT_SUFFIX')}"
 EXTENSIONS = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}  # and their files
+PROFILE = "overlap_torch/profiles/h200.json"
 CXX_FLAGS = "-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc".split()
 NVCC_FLAGS = [
     *"-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc".split(),
@@ -80,6 +81,11 @@ def compile_edges(rule: str, files: Iterable[str], folder: str, flags: list[str]
     return [Edge(rule, f"{folder}/{f.removeprefix('csrc/')}.o", [f], flags) for f in files]
 
 
+def objects(edges: Iterable[Edge]) -> list[str]:
+    """What a link takes of these."""
+    return [edge.output for edge in edges if edge.output.endswith(".o")]
+
+
 def build_info(cuda: Cuda | None) -> str:
     """What torch.ops.overlap.build_info() returns."""
     if cuda is None:
@@ -90,7 +96,11 @@ def build_info(cuda: Cuda | None) -> str:
 def planner_edges(folder: str) -> list[Edge]:
     """Plans, their steps and the planner, shared by `_plan` and `_C`."""
     files = [file for part in ("plan", "steps", "planner") for file in sources(f"{part}/*.cc")]
-    return compile_edges("cxx", files, folder, CXX_FLAGS)
+    # The profile that is shipped is compiled in: the planner reads no files.
+    text = f"{folder}/plan/shipped_profile.cc"
+    embed = Edge("embed", text, [PROFILE], ["kShippedProfile"], ["tools/embed.py"])
+    compiled = Edge("cxx", f"{text}.o", [text], CXX_FLAGS)
+    return [embed, compiled, *compile_edges("cxx", files, folder, CXX_FLAGS)]
 
 
 def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) -> list[Edge]:
@@ -106,7 +116,7 @@ def plan_edges(folder: str) -> list[Edge]:
     """`_plan`: the planner's pybind11 module."""
     files = [f"csrc/binding/{name}_module.cc" for name in ("plan", "steps", "proof")]
     module = module_edges(folder, files, [pybind11_include()])
-    inputs = [edge.output for edge in planner_edges(folder) + module]
+    inputs = objects(planner_edges(folder) + module)
     return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
 
 
@@ -163,7 +173,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         *link_with_torch(torch, libraries),
         *library_files,
     ]
-    inputs = [edge.output for edge in edges + planner_edges(folder)]
+    inputs = objects(edges + planner_edges(folder))
     return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
 
 
@@ -174,7 +184,7 @@ def kernel_check_edges(folder: str, cuda: Cuda) -> list[Edge]:
     flags = [*NVCC_FLAGS, *cuda.defines, *includes, *gencode(file, cuda.archs)]
     objects = [
         *kernel_edges(folder, cuda),
-        *compile_edges("cxx", sources("plan/*.cc"), folder, CXX_FLAGS),
+        *planner_edges(folder),
         *compile_edges("nvcc", [file], folder, flags),
     ]
     home = Path(cuda.cudart).parent
@@ -192,6 +202,7 @@ def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
         "cxx": [*cached, *find_cxx(), *compile_],
         "link": [*find_cxx(), *"-shared $in $flags -o $out".split()],
         "program": [*find_cxx(), *"$in $flags -o $out".split()],
+        "embed": [sys.executable, *"tools/embed.py $in $out $flags".split()],
     }
     if cuda:
         rules["nvcc"] = [*cached, str(cuda.nvcc), "-ccbin", find_cxx()[0], *compile_]
@@ -362,7 +373,7 @@ def main() -> None:
         py_modules=["overlap_torch_plugins"],
         package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
         package_data={
-            "overlap_torch": ["py.typed", "*.pyi"],
+            "overlap_torch": ["py.typed", "*.pyi", "profiles/*.json"],
             "overlap_torch.benchmarks": ["*.json"],
         },
         # No sources: build_ext finds them by the conventions above.

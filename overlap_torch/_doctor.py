@@ -11,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from overlap_torch import __version__, _symm_mem
+from overlap_torch._plan import Profile
 
 _RECORD = Path(__file__).with_name("_build.json")
 _MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
@@ -60,6 +62,12 @@ ENVIRONMENT = (
         "0, 1",
         "0",
         "1: SGLang's row-parallel layers run gemm_allreduce or gemm_reducescatter",
+    ),
+    Variable(
+        "OVERLAP_PROFILE",
+        "file",
+        "the shipped h200",
+        "what work takes on this machine, as JSON; the same numbers on all ranks",
     ),
     Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
     Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
@@ -264,6 +272,50 @@ def _environment() -> Mapping[str, str]:
         return {"error": str(error).split("\n")[0]}
 
 
+def _profile() -> Profile:
+    """What OVERLAP_PROFILE names; the shipped one if that is an error, which the environment's lines tell."""
+    now = _environment()
+    if "error" in now:
+        return Profile.shipped()
+    return Profile.parse(now["profile"], now["OVERLAP_PROFILE"])
+
+
+def profile_lines(profile: Profile, gpus: Sequence[str], today: date) -> list[str]:
+    """Which profile plans are made by, how old it is, and what it lacks; pure, as :func:`fast_paths`."""
+    made = f"by {profile.made_by}" if profile.made_by else ""
+    if profile.made_at:
+        days = (today - date.fromisoformat(profile.made_at[:10])).days
+        ago = f"{days} day{'' if days == 1 else 's'} ago" if days > 0 else "today"
+        made = f"{made}, {profile.made_at}, {ago}" if made else f"{profile.made_at}, {ago}"
+    lines = [
+        f"name      {profile.name}",
+        f"from      {profile.source}",
+        f"made      {made or 'not known how or when'}",
+        f"measured  on {profile.gpu or 'a GPU that it does not name'}",
+    ]
+    if profile.note:
+        lines.append(f"note      {profile.note}")
+    groups: dict[str, list[str]] = {}
+    for name in Profile.fields():
+        groups.setdefault(name.split(".")[0], []).append(name)
+    lacks: list[str] = []
+    for group, names in groups.items():
+        missing = [name for name in names if name in profile.missing]
+        lacks += [f"all of {group}"] if missing == names else missing
+    shipped = Profile.shipped().name
+    lines.append(
+        f"lacks     {', '.join(lacks)}: as in the shipped profile '{shipped}'"
+        if lacks
+        else "complete"
+    )
+    others = sorted({gpu for gpu in gpus if gpu != profile.gpu})
+    if profile.gpu and others:
+        lines.append(
+            f"WARNING: it is of {profile.gpu}; times on {', '.join(others)} are guessed by it"
+        )
+    return lines
+
+
 def _software_lines(found: Findings) -> list[str]:
     driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
     nccl = ".".join(map(str, found.nccl)) if found.nccl else "none"
@@ -350,6 +402,9 @@ def report() -> str:
         "Build": _build_lines(),
         "GPUs": _gpu_lines(found),
         "Links": _link_lines(found),
+        "Profile (what work is expected to take)": profile_lines(
+            _profile(), [gpu.name for gpu in found.gpus], date.today()
+        ),
         "Fast paths (what none of them takes runs the unfused composition)": paths,
         "Stand-ins": _symm_mem.lines(),
         "Environment": _environment_lines(),

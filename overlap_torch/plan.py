@@ -39,6 +39,7 @@ from overlap_torch._plan import (
     Plan,
     Prediction,
     Problem,
+    Profile,
     Resources,
     Schedule,
     Transport,
@@ -85,6 +86,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Problem",
+    "Profile",
     "Resources",
     "Schedule",
     "Transport",
@@ -327,7 +329,10 @@ def machine(device: Device = None, group: Group = None) -> Machine:
     """
     import torch
 
-    return _parse_machine(torch.ops.overlap.machine(_device(device), _group_name(group)))
+    where = (_device(device), _group_name(group))
+    result = _parse_machine(torch.ops.overlap.machine(*where))
+    result.profile = Profile.parse(*torch.ops.overlap.machine_profile(*where))
+    return result
 
 
 # --- helpers --------------------------------------------------------------------------------------------------

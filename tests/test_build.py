@@ -378,7 +378,7 @@ def test_doctor_command_reports_every_section(hidden):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    for section in ("Software", "Build", "GPUs", "Links", "Fast paths", "Environment"):
+    for section in ("Software", "Build", "GPUs", "Links", "Profile", "Fast paths", "Environment"):
         assert f"\n{section}" in f"\n{done.stdout}"
     assert torch.ops.overlap.build_info() in done.stdout
     assert torch.__version__ in done.stdout

@@ -50,6 +50,7 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   };
   options.peers = environment().peers;
   options.abort_on_failure = environment().abort_on_failure;
+  options.profile = environment().profile;
   auto group = std::make_shared<runtime::Group>(std::move(options));
   runtime::watch_group(group);
   slot = group;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
 
 namespace overlap::binding {
 namespace {
@@ -31,6 +32,17 @@ std::optional<std::chrono::milliseconds> read_seconds(const char* name) {
   return std::chrono::milliseconds(std::llround(seconds * 1000));
 }
 
+// The file that the variable names, or the profile that is shipped.
+plan::SharedProfile read_profile(const char* name) {
+  const char* path = std::getenv(name);
+  if (path == nullptr) return plan::shipped_profile();
+  try {
+    return plan::load_profile(path);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, "overlap_torch: ", name, ": ", error.what());
+  }
+}
+
 }  // namespace
 
 Environment read_environment() {
@@ -39,6 +51,7 @@ Environment read_environment() {
   read.timeout = read_seconds("OVERLAP_TIMEOUT_S");
   read.abort_on_failure = read_choice("OVERLAP_ON_FAILURE", "raise", "abort", false);
   read.log_plans = read_choice("OVERLAP_LOG", "none", "plans", false);
+  read.profile = read_profile("OVERLAP_PROFILE");
   // Whoever keeps NCCL from the GPUs' access to each other has a reason that holds here, too.
   const char* p2p_disabled = std::getenv("NCCL_P2P_DISABLE");
   const bool wanted = p2p_disabled == nullptr || std::string(p2p_disabled) != "1";

@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "plan/profile.h"
+
 namespace overlap::binding {
 
 struct Environment {
@@ -15,6 +17,7 @@ struct Environment {
   std::string why_no_peers;                          // the setting that turns them off, NAME=value
   bool abort_on_failure = false;                     // OVERLAP_ON_FAILURE
   bool log_plans = false;                            // OVERLAP_LOG=plans
+  plan::SharedProfile profile;                       // OVERLAP_PROFILE
 };
 
 // As the variables are now. Throws a ValueError that says what is allowed.

@@ -13,9 +13,12 @@
 namespace overlap::binding {
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{1}
-                                << 20;  // smaller messages cost more calls than they hide
-constexpr int64_t kMaxPieces = 4;       // of a pair
+constexpr int64_t kMaxPieces = 4;  // of a pair
+
+// Smaller messages cost more calls than they hide.
+int64_t piece_bytes() {
+  return cpu_machine().profile->cpu.message_bytes;
+}
 
 // Rows [begin, end) that travel between this rank and a peer as one message.
 struct Piece {
@@ -27,7 +30,7 @@ struct Piece {
 
 // In how many pieces a pair's rows travel is a function of their number, which both ranks know.
 std::vector<Piece> cut(int peer, int64_t first, int64_t rows, int64_t row_bytes) {
-  const int64_t count = std::clamp<int64_t>(rows * row_bytes / kPieceBytes, 1, kMaxPieces);
+  const int64_t count = std::clamp<int64_t>(rows * row_bytes / piece_bytes(), 1, kMaxPieces);
   std::vector<Piece> pieces;
   for (int64_t i = 0; i < count && rows > 0; ++i) {
     pieces.push_back(
@@ -77,7 +80,7 @@ class CpuAllToAllLoop : CpuLoop {
     const int64_t own = std::accumulate(sent.begin(), sent.begin() + rank, int64_t{0});
     const int64_t kept = std::accumulate(received.begin(), received.begin() + rank, int64_t{0});
     // One GEMM for few rows: several small ones take longer than their messages.
-    const bool at_once = static_cast<int64_t>(product_.nbytes()) <= kPieceBytes;
+    const bool at_once = static_cast<int64_t>(product_.nbytes()) <= piece_bytes();
     if (at_once) compute(product_, 0, product_.size(0));
     for (size_t i = 0; i < sends_.size() && !stopped(); ++i) {
       if (!at_once) compute(rows_of(product_, sends_[i]), sends_[i].begin, sends_[i].end);

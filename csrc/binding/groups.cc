@@ -266,12 +266,17 @@ std::vector<std::shared_ptr<GroupEntry>> all_groups() {
   return groups;
 }
 
-plan::Machine cpu_machine() {
-  plan::Machine machine;
-  machine.sm_count = 4;  // a constant: ranks with other numbers of threads must plan the same
-  machine.sm_gflops = 20.0;
-  machine.link_latency_us = 200.0;
-  machine.link_gbps = 1.0;
+const plan::Machine& cpu_machine() {
+  static const plan::Machine machine = [] {
+    const plan::SharedProfile& profile = environment().profile;
+    plan::Machine made;
+    made.sm_count = static_cast<int32_t>(profile->cpu.cores);
+    made.sm_gflops = profile->cpu.core_gflops;
+    made.link_latency_us = profile->cpu.link_latency_us;
+    made.link_gbps = profile->cpu.link_gbps;
+    made.profile = profile;
+    return made;
+  }();
   return machine;
 }
 

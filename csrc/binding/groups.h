@@ -155,7 +155,7 @@ std::shared_ptr<GroupEntry> find_group(const std::string& name);
 std::vector<std::shared_ptr<GroupEntry>> all_groups();
 
 // A machine model for the CPU: one library kernel, gloo.
-plan::Machine cpu_machine();
+const plan::Machine& cpu_machine();
 
 plan::DType to_plan_dtype(at::ScalarType dtype);
 bool has_plan_dtype(at::ScalarType dtype);

@@ -259,6 +259,12 @@ std::string machine(at::Device device, const std::string& group_name) {
   return machine_of(find_group(group_name), device).to_string();
 }
 
+// What that machine's work takes: JSON text, and where it is from.
+std::vector<std::string> machine_profile(at::Device device, const std::string& group_name) {
+  const plan::SharedProfile profile = machine_of(find_group(group_name), device).profile;
+  return {profile->to_json(), profile->source};
+}
+
 std::vector<int64_t> memory(const std::string& group_name) {
   return cuda_memory(find_group(group_name));
 }
@@ -267,7 +273,8 @@ std::string build_info() {
   return OVERLAP_BUILD_INFO;
 }
 
-// What the environment says now, by variable; `why_no_peers` is the setting that turns peers off, or "".
+// What the environment says now, by variable; `why_no_peers` is the setting that turns peers off, or ""; `profile` is
+// the JSON text of what OVERLAP_PROFILE names.
 c10::Dict<std::string, std::string> environment_now() {
   const Environment now = read_environment();
   c10::Dict<std::string, std::string> values;
@@ -277,6 +284,8 @@ c10::Dict<std::string, std::string> environment_now() {
   values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
   values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
   values.insert("OVERLAP_LOG", now.log_plans ? "plans" : "none");
+  values.insert("OVERLAP_PROFILE", now.profile->source);
+  values.insert("profile", now.profile->to_json());
   values.insert("why_no_peers", now.why_no_peers);
   return values;
 }
@@ -321,6 +330,7 @@ TORCH_LIBRARY(overlap, m) {
   m.def("_trace_start() -> ()", &TraceSwitch::start);
   m.def("_trace_stop() -> (Tensor, Dict(str, str)[])", &TraceSwitch::stop);
   m.def("machine(Device device, str group) -> str", &machine);
+  m.def("machine_profile(Device device, str group) -> str[]", &machine_profile);
   m.def("memory(str group) -> int[]", &memory);
   m.def("build_info() -> str", &build_info);
   m.def("environment() -> Dict(str, str)", &environment_now);

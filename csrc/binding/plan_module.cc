@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cctype>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
 #include "plan/plan_fields.h"
+#include "plan/profile.h"
 #include "plan/ring_order.h"
 #include "plan/templates.h"
 #include "planner/planner.h"
@@ -34,6 +36,7 @@ using plan::Machine;
 using plan::Op;
 using plan::Plan;
 using plan::Problem;
+using plan::Profile;
 using plan::Resources;
 using plan::Rows;
 using plan::Schedule;
@@ -102,11 +105,28 @@ void bind_enum(py::module_& m) {
   }
 }
 
+// A profile is shared and never changes; pybind11 holds it by a pointer that could, and has no names that do.
+template <typename Value>
+inline constexpr bool kIsProfile = std::is_same_v<Value, plan::SharedProfile>;
+template <typename Value>
+using InPython = std::conditional_t<kIsProfile<Value>, std::shared_ptr<Profile>, Value>;
+
+template <typename Value>
+InPython<Value> in_python(const Value& value) {
+  if constexpr (kIsProfile<Value>) {
+    return std::const_pointer_cast<Profile>(value);
+  } else {
+    return value;
+  }
+}
+
 // In Python: an item's class, (an item's class,) for a sequence, a number's type.
 template <typename Value>
 py::object python_type() {
   if constexpr (plan::kIsSequence<Value>) {
     return py::make_tuple(python_type<typename Value::value_type>());
+  } else if constexpr (kIsProfile<Value>) {
+    return py::type::of<Profile>();
   } else {
     return py::type::of(py::cast(Value{}));
   }
@@ -131,6 +151,15 @@ py::class_<Item> bind_fields(py::module_& m) {
     types[field.name] = python_type<Value>();
     if constexpr (kFrozen) {
       bound.def_readonly(field.name, member);
+    } else if constexpr (kIsProfile<Value>) {
+      bound.def_property(
+          field.name, [member](const Item& item) { return in_python(item.*member); },
+          [member, name = field.name](Item& item, const InPython<Value>& given) {
+            if (given == nullptr) {
+              throw py::value_error(std::string(name) + " is None, allowed is a Profile");
+            }
+            item.*member = given;
+          });
     } else if constexpr (plan::kIsSequence<Value>) {
       bound.def_property(
           field.name, [member](const Item& item) { return as_tuple(item.*member); },
@@ -145,8 +174,9 @@ py::class_<Item> bind_fields(py::module_& m) {
 
 template <typename Item>
 py::tuple field_values(const Item& item) {
-  return std::apply([&](const auto&... field) { return py::make_tuple(item.*field.member...); },
-                    plan::Fields<Item>::kAll);
+  return std::apply(
+      [&](const auto&... field) { return py::make_tuple(in_python(item.*field.member)...); },
+      plan::Fields<Item>::kAll);
 }
 
 template <typename Item, size_t I>
@@ -155,7 +185,7 @@ auto argument() {
   if constexpr (I < plan::Fields<Item>::kRequired) {
     return py::arg(kField.name);
   } else {
-    return py::arg(kField.name) = Item{}.*kField.member;
+    return py::arg(kField.name).none(false) = in_python(Item{}.*kField.member);
   }
 }
 
@@ -163,13 +193,14 @@ auto argument() {
 template <typename Item>
 void def_init(py::class_<Item>& bound) {
   [&]<size_t... I>(std::index_sequence<I...>) {
-    bound.def(py::init([](typename std::tuple_element_t<
-                           I, std::decay_t<decltype(plan::Fields<Item>::kAll)>>::Type... values) {
-                Item item{};
-                ((item.*std::get<I>(plan::Fields<Item>::kAll).member = values), ...);
-                return item;
-              }),
-              argument<Item, I>()...);
+    bound.def(
+        py::init([](InPython<typename std::tuple_element_t<
+                        I, std::decay_t<decltype(plan::Fields<Item>::kAll)>>::Type>... values) {
+          Item item{};
+          ((item.*std::get<I>(plan::Fields<Item>::kAll).member = values), ...);
+          return item;
+        }),
+        argument<Item, I>()...);
   }(std::make_index_sequence<plan::kFieldCount<Item>>());
 }
 
@@ -201,21 +232,23 @@ void def_repr(py::class_<Item>& bound) {
   });
 }
 
+void check_members(const py::tuple& state, size_t count) {
+  if (state.size() == count) return;
+  throw py::value_error("pickled by another release: it has " + std::to_string(state.size()) +
+                        " members, not " + std::to_string(count));
+}
+
 // Pickled, and so copied by the module copy, field by field.
 template <typename Item>
 void def_pickle(py::class_<Item>& bound) {
   bound.def(py::pickle([](const Item& item) { return field_values(item); },
                        [](const py::tuple& state) {
-                         if (state.size() != plan::kFieldCount<Item>) {
-                           throw py::value_error("pickled by another release: it has " +
-                                                 std::to_string(state.size()) + " members, not " +
-                                                 std::to_string(plan::kFieldCount<Item>));
-                         }
+                         check_members(state, plan::kFieldCount<Item>);
                          Item item{};
                          size_t next = 0;
                          plan::for_each_field<Item>([&](const auto& field) {
                            using Value = typename std::decay_t<decltype(field)>::Type;
-                           item.*field.member = state[next++].template cast<Value>();
+                           item.*field.member = state[next++].template cast<InPython<Value>>();
                          });
                          return item;
                        }));
@@ -229,6 +262,70 @@ void bind_enums(py::module_& m) {
   bind_enum<Transport>(m);
   bind_enum<Collective>(m);
   bind_enum<Layout>(m);
+}
+
+void bind_profile(py::module_& m) {
+  py::class_<Profile, std::shared_ptr<Profile>>(
+      m, "Profile",
+      R"(What work takes on a machine: all numbers that are fitted to one, as data. Frozen.
+
+Read from JSON: names and units are those of the shipped file, overlap_torch/profiles/h200.json; what a profile lacks is
+taken from it. Times are in microseconds, rates in GB/s, sizes in bytes.
+
+Attributes:
+    name: what it calls itself.
+    source: the file that it was read from.
+    made_by, made_at, note: how it was made, when (YYYY-MM-DD, with a time or without), remarks; empty: not known.
+    gpu: what it was measured on; empty: not known.
+    missing: names of the fields that it lacks, such as "gemm.start_us".)")
+      .def_static(
+          "shipped", [] { return in_python(plan::shipped_profile()); },
+          "The profile that is shipped, compiled in.")
+      .def_static(
+          "load",
+          [](const py::object& path) {
+            const auto text = py::module_::import("os").attr("fspath")(path).cast<std::string>();
+            return in_python(plan::load_profile(text));
+          },
+          py::arg("path"),
+          "The profile in a JSON file. ValueError names file and field, and says what is allowed.")
+      .def_static(
+          "parse",
+          [](const std::string& text, const std::string& source) {
+            return in_python(plan::parse_profile(text, source));
+          },
+          py::arg("text"), py::arg("source") = "<text>",
+          "The same from JSON text; `source` names it in messages.")
+      .def_static(
+          "fields",
+          [] {
+            py::dict result;
+            for (const plan::ProfileField& field : plan::profile_fields()) {
+              result[py::str(field.name)] = field.allowed;
+            }
+            return result;
+          },
+          "{name: what is allowed} of all fields, in the shipped file's order.")
+      .def_readonly("name", &Profile::name)
+      .def_readonly("source", &Profile::source)
+      .def_readonly("made_by", &Profile::made_by)
+      .def_readonly("made_at", &Profile::made_at)
+      .def_readonly("note", &Profile::note)
+      .def_readonly("gpu", &Profile::gpu)
+      .def_property_readonly("missing", [](const Profile& p) { return as_tuple(p.missing); })
+      .def("to_json", &Profile::to_json,
+           "The file's text again: what it holds, and reads back to the same numbers.")
+      .def(
+          "__eq__", [](const Profile& a, const Profile& b) { return a.to_json() == b.to_json(); },
+          py::is_operator())
+      .def("__hash__", [](const Profile& p) { return py::hash(py::str(p.to_json())); })
+      .def("__repr__", [](const Profile& p) { return "Profile '" + p.name + "' of " + p.source; })
+      .def(py::pickle([](const Profile& p) { return py::make_tuple(p.to_json(), p.source); },
+                      [](const py::tuple& state) {
+                        check_members(state, 2);
+                        return in_python(plan::parse_profile(state[0].cast<std::string>(),
+                                                             state[1].cast<std::string>()));
+                      }));
 }
 
 void bind_parts(py::module_& m) {
@@ -588,6 +685,7 @@ void bind_planner(py::module_& m) {
 PYBIND11_MODULE(_plan, m) {
   m.doc() = "Problems, plans, the planner, and the steps of plans.";
   bind_enums(m);
+  bind_profile(m);
   bind_parts(m);
   bind_plan(m);
   bind_planner(m);

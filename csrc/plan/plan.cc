@@ -26,7 +26,7 @@ std::string exact(double value) {
 }
 
 // All fields in order: enumerations by their members' names, numbers as name=value, in the shortest
-// form that reads back exactly.
+// form that reads back exactly. A profile has a text of its own.
 template <typename Item>
 std::string by_name(const Item& item) {
   std::ostringstream out;
@@ -34,13 +34,15 @@ std::string by_name(const Item& item) {
   for_each_field<Item>([&](const auto& field) {
     const auto& value = item.*field.member;
     using Value = std::decay_t<decltype(value)>;
-    out << std::exchange(between, " ");
-    if constexpr (std::is_enum_v<Value>) {
-      out << member_name(value);
-    } else if constexpr (std::is_floating_point_v<Value>) {
-      out << field.name << "=" << exact(value);
-    } else {
-      out << field.name << "=" << value;
+    if constexpr (!std::is_same_v<Value, SharedProfile>) {
+      out << std::exchange(between, " ");
+      if constexpr (std::is_enum_v<Value>) {
+        out << member_name(value);
+      } else if constexpr (std::is_floating_point_v<Value>) {
+        out << field.name << "=" << exact(value);
+      } else {
+        out << field.name << "=" << value;
+      }
     }
   });
   return out.str();

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "plan/gemm_types.h"
+#include "plan/profile.h"
 #include "plan/tile_order.h"
 
 namespace overlap::plan {
@@ -80,6 +81,8 @@ struct Machine {
   bool windows = false;    // NCCL symmetric windows work on this group
   double peer_gbps =
       0.0;  // copies into a peer's memory, GB/s; 0: the ranks do not map each other's
+  // What work takes there; never null. All ranks of a group must have the same numbers.
+  SharedProfile profile = shipped_profile();
 
   std::string to_string() const;
 };

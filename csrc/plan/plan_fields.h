@@ -203,6 +203,8 @@ struct Fields<Machine> {
             "whether NCCL's symmetric windows work in the group."},
       Field{"peer_gbps", &Machine::peer_gbps, Scope::kRank,
             "copies into a peer's memory, GB/s; 0: the ranks do not map each other's."},
+      Field{"profile", &Machine::profile, Scope::kRank,
+            "the Profile that says what work takes there; the shipped one unless given."},
   };
 };
 

@@ -18,167 +18,41 @@ using steps::slow_link;
 
 namespace {
 
-// Ways to communicate that are tried: CTAs of a communicator, lanes, SMs left free. One
-// communicator exists for each lane and CTA limit. Those that measured well on H200s; on slow links
-// a few CTAs are enough.
+// One of the profile's ways: CTAs of a communicator, lanes.
 struct Way {
   int32_t ctas;
   int32_t lanes;
 };
-constexpr Way kPlainWays[] = {{8, 2}, {16, 2}};
-constexpr Way kWindowWays[] = {{4, 2}, {6, 2}, {8, 2}, {6, 3}, {8, 3}};
-// Of exchanges on fast links, single calls of 12 shapes: 1.27x, where one lane of 8 to 16 reached 1.18x.
-constexpr Way kExchange = {8, 2};
-constexpr Way kSlowLinkWays[] = {{4, 1}, {4, 2}};
-constexpr Way kSlowLinkExchanges[] = {{2, 2}, {2, 4}};
-// Of reduce-scatters between two ranks: where the link outlasts the GEMM, four lanes in 16 chunks gained 7 to 14 %
-// over one or two of 4 CTAs in 8.
-constexpr Way kSlowLinkScatters[] = {{4, 1}, {2, 4}};
-constexpr Way kOneWayWindowWays[] = {{8, 1}, {8, 2}};  // reduce-scatter, all-gather: most SMs last
+Way way_of(const std::vector<int32_t>& pair) {
+  return {pair[0], pair[1]};
+}
 
-// The peer transport: stores of the GEMM into a slow link would hold up the GEMM.
-constexpr double kFastPeerGbps = 100.0;
+using Schedules = Profile::Lists;
+
 // SMs left to kernels of one warp: an all-gather's signals keep the GEMM out of their SM and, as CTAs come
 // in clusters of two, out of that SM's neighbour. What a ring's GEMM waits for takes no SM.
 int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
 
-// What the host's time weighs in.
-constexpr int64_t kFewRows = 2048;
-constexpr double kShortCallUs = 700.0;
-
-// A GEMM of up to this is over before the chip is at its power limit, if it comes alone.
-constexpr double kCoolGemmUs = 1400.0;
-// Of up to this K the cooperative kernel's stores, beside which nothing is multiplied, weigh.
-constexpr int64_t kShortK = 2560;
-
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
 constexpr int64_t kMaxDirectBytes = int64_t{1} << 27;
 constexpr int64_t kDirectAccess = 16;  // bytes
-// Smaller ones NCCL gathers and scatters in as little time; an all-reduce has the low-latency kernel.
-constexpr int64_t kMinPeerBytes = int64_t{1} << 17;
 
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
-constexpr double kMinCpuChunkFlops = 1e6;  // less work than this hides no communication call
 
-// The chunks' shares of the output, first to last.
-const std::vector<std::vector<int32_t>>& gpu_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(2, 1),
-      std::vector<int32_t>(4, 1),
-      std::vector<int32_t>(8, 1),
-      std::vector<int32_t>(16, 1),
-      // Communication is the longer part: start it early, then make few calls.
-      {1, 3},
-      {1, 3, 4},
-      {1, 3, 6, 6},
-      {1, 2, 4, 8},
-      // The GEMM is the longer part: little may be left to communicate when it ends.
-      {3, 1},
-      {4, 3, 1},
-      {4, 4, 4, 2, 1, 1},
-      {3, 3, 3, 3, 2, 1, 1},
-      {4, 4, 4, 4, 4, 4, 3, 2, 1, 1},
-      // Neither hides the other.
-      {2, 4, 4, 3, 2, 1},
-      {1, 2, 3, 4, 4, 4, 3, 1},
-      {1, 2, 1},
-      {1, 3, 3, 1},
-      {1, 3, 4, 4, 3, 1},
-      {1, 2, 3, 3, 3, 2, 1, 1},
-  };
-  return schedules;
-}
-
-// Those that measured well. All tiles are computed in one launch, and a small last chunk is a short tail; but a
-// chunk costs the host 30 us.
-const std::vector<std::vector<int32_t>>& scatter_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(8, 1), {4, 3, 1},          {2, 4, 4, 3, 2, 1},
-      {3, 4, 4, 4, 3, 2, 1},      {4, 4, 4, 2, 1, 1}, {4, 4, 4, 4, 4, 4, 3, 2, 1, 1},
-  };
-  return schedules;
-}
-
-// Launches end with whole rounds of tiles, but each call has a start: few chunks, of which the first
-// is small, as the others arrive beside the own rows' tiles and its own; or one, where the own rows'
-// tiles hide it.
-const std::vector<std::vector<int32_t>>& gather_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {{1}, {1, 3}, {1, 3, 4}, {1, 2, 4, 8}};
-  return schedules;
-}
-
-const std::vector<std::vector<int32_t>>& schedules_of(Op op) {
-  if (op == Op::kGemmReduceScatter) return scatter_schedules();
-  return op == Op::kAllGatherGemm ? gather_schedules() : gpu_schedules();
-}
-
-// Few first, as the link is idle until then, and few last, which nothing hides. In 8 chunks within 2 % of the
-// best of 4 to 16, equal or not, on each of 12 shapes.
-const std::vector<std::vector<int32_t>>& exchange_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(4, 1), {1, 2, 1}, {2, 3, 2, 1}, {2, 4, 4, 3, 2, 1},
-      {1, 2, 3, 4, 4, 4, 3, 1},
-  };
-  return schedules;
-}
-
-// Of short calls of few rows. Each chunk costs the host 17 us, and four shapes gained no more in six or eight
-// (1.27x in calls and 1.21x in a row, 1.26x and 1.20x).
-const std::vector<std::vector<int32_t>>& short_exchange_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(4, 1), {1, 2, 1}, {2, 3, 2, 1}};
-  return schedules;
-}
-
-// Over slow links. In two lanes, for long GEMMs, what a chunk costs is hidden: 1.52x to 1.59x in 16 equal ones,
-// 1.37x to 1.48x in 8, 10, 12, 20 or 24, 1.43x to 1.53x with small ones at the ends. In four, for GEMMs that the
-// link outlasts, small ones at the ends gain 3 % over 16 equal ones (geometric mean of 7 shapes); short GEMMs want
-// few.
-const std::vector<std::vector<int32_t>>& slow_exchange_schedules(int32_t lanes) {
-  static const std::vector<std::vector<int32_t>> equal = {
-      std::vector<int32_t>(4, 1),
-      std::vector<int32_t>(8, 1),
-      std::vector<int32_t>(16, 1),
-  };
-  static const std::vector<std::vector<int32_t>> many_lanes = {
-      std::vector<int32_t>(8, 1),
-      {1, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2, 1},
-  };
-  return lanes > 2 ? many_lanes : equal;
-}
-
-// Reduce-scatters over slow links, between two ranks.
-const std::vector<std::vector<int32_t>>& slow_scatter_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(8, 1),
-      std::vector<int32_t>(16, 1),
-      {4, 3, 1},
-  };
-  return schedules;
+// All tiles are computed in one launch, and a small last chunk is a short tail; but a chunk costs the host. An
+// all-gather's launches end with whole rounds of tiles, and each call has a start: few chunks.
+const Schedules& schedules_of(Op op, const Profile& profile) {
+  if (op == Op::kGemmReduceScatter) return profile.schedules.reduce_scatter;
+  return op == Op::kAllGatherGemm ? profile.schedules.all_gather : profile.schedules.all_reduce;
 }
 
 // A ring passes on single tiles, and chunks of what an all-reduce has finished cost its GEMM more than they
 // save; an all-gather computes what has arrived.
-const std::vector<std::vector<int32_t>>& peer_schedules(Op op) {
-  static const std::vector<std::vector<int32_t>> one = {{1}};
-  static const std::vector<std::vector<int32_t>> some = {
-      std::vector<int32_t>(1, 1),
-      std::vector<int32_t>(2, 1),
-      {1, 3},
-      std::vector<int32_t>(4, 1),
-  };
-  return op == Op::kAllGatherGemm ? some : one;
-}
-
-const std::vector<std::vector<int32_t>>& library_schedules() {
-  static const std::vector<std::vector<int32_t>> schedules = {
-      std::vector<int32_t>(2, 1),
-      std::vector<int32_t>(3, 1),
-      std::vector<int32_t>(4, 1),
-  };
-  return schedules;
+const Schedules& peer_schedules(Op op, const Profile& profile) {
+  static const Schedules one = {{1}};
+  return op == Op::kAllGatherGemm ? profile.schedules.peer_all_gather : one;
 }
 
 // `total` in parts as the weights say, each but the last a multiple of `grain`. Empty if a part
@@ -211,8 +85,8 @@ int32_t band_height(int32_t rows, int32_t grain, const std::vector<int32_t>& wei
 }
 
 void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
-                    const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
-                    int32_t max_ctas, Transport transport) {
+                    const Schedules& schedules, const Resources& resources, int32_t max_ctas,
+                    Transport transport) {
   const Plan base = base_plan(problem, kernel, transport, {});
   const int32_t parts = row_parts(base);
   const int32_t rows = part_tile_rows(base);
@@ -231,8 +105,7 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
 
 // Chunks of tiles that are exchanged between two ranks.
 void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
-                   const std::vector<std::vector<int32_t>>& schedules, const Resources& resources,
-                   int32_t max_ctas) {
+                   const Schedules& schedules, const Resources& resources, int32_t max_ctas) {
   const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
   const int32_t rows = tiles_m(base);
   for (const std::vector<int32_t>& weights : schedules) {
@@ -250,8 +123,9 @@ int64_t peer_bytes(const Problem& problem) {
   return problem.m * columns * element_bytes(problem.dtype);
 }
 
-bool too_small_for_peers(const Problem& problem) {
-  return problem.op != Op::kGemmAllReduce && peer_bytes(problem) < kMinPeerBytes;
+bool too_small_for_peers(const Problem& problem, const Machine& machine) {
+  return problem.op != Op::kGemmAllReduce &&
+         peer_bytes(problem) < machine.profile->peer.least_bytes;
 }
 
 // Whether there is a flag for each tile that a ring would pass on. Other ops' plans pass on none.
@@ -262,14 +136,16 @@ bool has_ring_flags(const Problem& problem, Kernel kernel) {
 }
 
 // Whether a kernel's larger tiles, in two rounds or more, fill about as many SMs as ping-pong's of 128 x 128.
-bool fills_tiles(const Problem& problem, int32_t sms, Transport transport, Kernel kernel) {
+bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
+                 Transport transport, Kernel kernel) {
   const Plan large = base_plan(problem, kernel, transport, {});
   const Plan small = base_plan(problem, Kernel::kSm90Pingpong, transport, {});
   const auto rounds = [&](const Plan& plan) {
     return rounds_of(int64_t{tiles_m(plan)} * tiles_n(plan), sms);
   };
   const double larger = static_cast<double>(large.tile_n) / small.tile_n;
-  return rounds(large) >= 2.0 && larger * rounds(large) <= 1.05 * rounds(small);
+  return rounds(large) >= gemm.large_tile_rounds &&
+         larger * rounds(large) <= gemm.large_tile_factor * rounds(small);
 }
 
 // The kernels of what moves each byte once, the preferred one first. Two H200s, m_train, the same plans with
@@ -282,18 +158,21 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
                                     const Prediction& sequence, Kernel kernel,
                                     Transport transport) {
   if (kernel != Kernel::kSm90Pingpong) return {kernel};
+  const Profile& profile = *machine.profile;
   const bool gathers = problem.op == Op::kAllGatherGemm;
   // An all-gather's last launch has all SMs. A reduce-scatter's GEMM leaves some to NCCL.
-  const Way& most = std::end(kOneWayWindowWays)[-1];
+  const Way most = way_of(profile.ways.one_way_window.back());
   const int32_t sms = std::max(1, machine.sm_count - (gathers ? 0 : most.ctas * most.lanes));
-  const auto fills = [&](Kernel own) { return fills_tiles(problem, sms, transport, own); };
+  const auto fills = [&](Kernel own) {
+    return fills_tiles(problem, profile.gemm, sms, transport, own);
+  };
   const bool wide = fills(Kernel::kSm90PingpongWide);
   const bool large = fills(Kernel::kSm90Cooperative);
-  const Kernel shorter = problem.k <= kShortK && wide ? Kernel::kSm90PingpongWide
-                         : large                      ? Kernel::kSm90Cooperative
-                                                      : kernel;
+  const Kernel shorter = problem.k <= profile.gemm.short_k && wide ? Kernel::kSm90PingpongWide
+                         : large                                   ? Kernel::kSm90Cooperative
+                                                                   : kernel;
   if (!gathers) return {shorter};
-  if (sequence.gemm_us > kCoolGemmUs) return {wide ? Kernel::kSm90PingpongWide : kernel};
+  if (sequence.gemm_us > profile.gemm.cool_us) return {wide ? Kernel::kSm90PingpongWide : kernel};
   if (shorter == kernel) return {kernel};
   return {shorter, kernel};  // which takes fewer rounds for what arrives
 }
@@ -310,43 +189,52 @@ std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
 
 void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
                     const Prediction& sequence, Kernel kernel) {
+  const Profile& profile = *machine.profile;
   const auto resources_of = [&](const Way& way, bool window) {
     return Resources{.comm_sms = way.ctas * way.lanes, .window = window, .lanes = way.lanes};
   };
   const auto fits = [&](const Way& way) {  // the GEMM keeps at least half of a small GPU
     return 2 * way.ctas * way.lanes <= machine.sm_count;
   };
-  const auto add_panels = [&](Kernel own, const Way& way, bool window) {
-    if (!fits(way)) return;
-    add_row_panels(plans, problem, own, schedules_of(problem.op), resources_of(way, window),
-                   way.ctas, Transport::kNccl);
+  const auto add_panels = [&](Kernel own, const Profile::Lists& ways, const Schedules& schedules,
+                              bool window) {
+    for (const std::vector<int32_t>& pair : ways) {
+      const Way way = way_of(pair);
+      if (!fits(way)) continue;
+      add_row_panels(plans, problem, own, schedules, resources_of(way, window), way.ctas,
+                     Transport::kNccl);
+    }
   };
-  const auto add_exchanges_in = [&](const Way& way, bool window, const auto& schedules) {
+  const auto add_exchanges_in = [&](const Way& way, bool window, const Schedules& schedules) {
     if (!fits(way)) return;
     add_exchanges(plans, problem, kernel, schedules, resources_of(way, window), way.ctas);
   };
+  const Profile::Ways& ways = profile.ways;
+  const Schedules& usual = schedules_of(problem.op, profile);
   if (slow_link(machine)) {
     if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
-      for (const Way& way : kSlowLinkExchanges) {
-        add_exchanges_in(way, false, slow_exchange_schedules(way.lanes));
+      // In two lanes, for long GEMMs, what a chunk costs is hidden. In four, for GEMMs that the link outlasts, small
+      // chunks at the ends gain; short GEMMs want few.
+      for (const std::vector<int32_t>& pair : ways.slow_link_exchange) {
+        const Way way = way_of(pair);
+        add_exchanges_in(way, false,
+                         way.lanes > 2 ? profile.schedules.slow_link_exchange_in_many_lanes
+                                       : profile.schedules.slow_link_exchange);
       }
     } else if (problem.op == Op::kGemmReduceScatter && problem.world_size == 2) {
-      for (const Way& way : kSlowLinkScatters) {
-        if (!fits(way)) continue;
-        add_row_panels(plans, problem, kernel, slow_scatter_schedules(), resources_of(way, false),
-                       way.ctas, Transport::kNccl);
-      }
+      add_panels(kernel, ways.slow_link_scatter, profile.schedules.slow_link_scatter, false);
     } else {
-      for (const Way& way : kSlowLinkWays) add_panels(kernel, way, false);
+      add_panels(kernel, ways.slow_link, usual, false);
     }
     return;
   }
-  if (machine.peer_gbps >= kFastPeerGbps && problem.m % problem.world_size == 0 &&
+  if (machine.peer_gbps >= profile.peer.fast_gbps && problem.m % problem.world_size == 0 &&
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
-      !too_small_for_peers(problem) && has_ring_flags(problem, kernel)) {
+      !too_small_for_peers(problem, machine) && has_ring_flags(problem, kernel)) {
     const size_t first = plans.size();
     for (const Kernel own : peer_kernels(problem, machine, sequence, kernel)) {
-      add_row_panels(plans, problem, own, peer_schedules(problem.op), {}, 0, Transport::kPeer);
+      add_row_panels(plans, problem, own, peer_schedules(problem.op, profile), {}, 0,
+                     Transport::kPeer);
     }
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
     return;  // measured better than anything through NCCL
@@ -360,21 +248,23 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     if (machine.windows) {
       for (const Kernel own :
            one_way_kernels(problem, machine, sequence, kernel, Transport::kNccl)) {
-        for (const Way& way : kOneWayWindowWays) add_panels(own, way, true);
+        add_panels(own, ways.one_way_window, usual, true);
       }
     } else {
-      for (const Way& way : kPlainWays) add_panels(kernel, way, false);
+      add_panels(kernel, ways.plain, usual, false);
     }
   } else if (machine.windows && problem.world_size == 2) {
-    const bool brief = problem.m <= kFewRows && sequence.total_us < kShortCallUs;
-    add_exchanges_in(kExchange, true, brief ? short_exchange_schedules() : exchange_schedules());
-  } else if (machine.windows) {
-    for (const Way& way : kWindowWays) add_panels(kernel, way, true);
+    const bool brief =
+        problem.m <= profile.host.few_rows && sequence.total_us < profile.host.short_call_us;
+    for (const std::vector<int32_t>& pair : ways.exchange) {
+      add_exchanges_in(way_of(pair), true,
+                       brief ? profile.schedules.short_exchange : profile.schedules.exchange);
+    }
+  } else {
     // Windows suit a reduction that is the shorter part; the other way about plain calls carry
     // more.
-    for (const Way& way : kPlainWays) add_panels(kernel, way, false);
-  } else {
-    for (const Way& way : kPlainWays) add_panels(kernel, way, false);
+    if (machine.windows) add_panels(kernel, ways.all_reduce_window, usual, true);
+    add_panels(kernel, ways.plain, usual, false);
   }
 }
 
@@ -394,9 +284,9 @@ Kernel best_kernel(const Problem& problem, const Machine& machine) {
 void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
   const bool gathers = problem.op == Op::kAllGatherGemm;
   const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
-  if (machine.peer_gbps < kFastPeerGbps || problem.world_size > kMaxPeerRanks ||
+  if (machine.peer_gbps < machine.profile->peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
       row_bytes % kDirectAccess != 0 || peer_bytes(problem) > kMaxDirectBytes ||
-      too_small_for_peers(problem) || problem.dtype == DType::kFloat64) {
+      too_small_for_peers(problem, machine) || problem.dtype == DType::kFloat64) {
     return;
   }
   plans.push_back(make_direct(problem, Kernel::kLibrary));
@@ -409,18 +299,23 @@ void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine&
 
 // Library GEMMs, a call per chunk: what the kernels cannot take.
 void add_gpu_library(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
-  const int32_t ctas = slow_link(machine) ? 4 : 16;
-  if (2 * ctas > machine.sm_count) return;
-  const Resources resources = {.comm_sms = ctas};
-  add_row_panels(plans, problem, Kernel::kLibrary, library_schedules(), resources, ctas,
-                 Transport::kNccl);
+  const Profile& profile = *machine.profile;
+  for (const std::vector<int32_t>& pair :
+       slow_link(machine) ? profile.ways.slow_link_library : profile.ways.library) {
+    const Way way = way_of(pair);
+    if (2 * way.ctas * way.lanes > machine.sm_count) continue;
+    const Resources resources = {.comm_sms = way.ctas * way.lanes, .lanes = way.lanes};
+    add_row_panels(plans, problem, Kernel::kLibrary, profile.schedules.library, resources, way.ctas,
+                   Transport::kNccl);
+  }
 }
 
-void add_cpu(std::vector<Plan>& plans, const Problem& problem) {
+void add_cpu(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+  const Profile& profile = *machine.profile;
   const double flops = 2.0 * static_cast<double>(problem.m) * static_cast<double>(problem.n) *
                        static_cast<double>(problem.k);
-  for (const std::vector<int32_t>& weights : library_schedules()) {
-    if (flops < kMinCpuChunkFlops * static_cast<double>(weights.size())) continue;
+  for (const std::vector<int32_t>& weights : profile.schedules.library) {
+    if (flops < profile.cpu.chunk_flops * static_cast<double>(weights.size())) continue;
     add_row_panels(plans, problem, Kernel::kLibrary, {weights}, Resources{}, 0, Transport::kGloo);
   }
 }
@@ -428,10 +323,14 @@ void add_cpu(std::vector<Plan>& plans, const Problem& problem) {
 // Row counts differ by rank, so the plan says only how pieces are computed and how they travel.
 void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
   const bool cpu = machine.arch == 0;
-  const int32_t fast = problem.world_size == 2 ? 24 : 16;
-  const int32_t ctas = cpu ? 0 : slow_link(machine) ? 4 : fast;
+  const Profile::AllToAll& sizes = machine.profile->all_to_all;
+  const int64_t fast = problem.world_size == 2 ? sizes.pair_ctas : sizes.many_ctas;
+  const auto ctas = static_cast<int32_t>(cpu                  ? 0
+                                         : slow_link(machine) ? sizes.slow_link_ctas
+                                                              : fast);
   if (2 * ctas > machine.sm_count) return;
-  const bool peers = machine.peer_gbps >= kFastPeerGbps && problem.world_size <= kMaxPeerRanks &&
+  const bool peers = machine.peer_gbps >= machine.profile->peer.fast_gbps &&
+                     problem.world_size <= kMaxPeerRanks &&
                      problem.n * element_bytes(problem.dtype) % kDirectAccess == 0 &&
                      problem.dtype != DType::kFloat64;
   // Over peers, between more than two ranks, long messages travel by NCCL.
@@ -447,19 +346,16 @@ void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Mach
 
 // The model is not better than that, and a lost sequence costs more than a missed overlap.
 NeededGain needed_gain(const Plan& plan, const Machine& machine) {
-  constexpr NeededGain kUsual = {0.95, 12.0};
+  const Profile::NeededGain& needed = machine.profile->needed_gain;
+  const auto gain = [](const Profile::Gain& of) { return NeededGain{of.share, of.us}; };
   if (plan.schedule != Schedule::kOverlapped) return {1.0, 0.0};
-  if (machine.arch == 0) return {0.95, 2000.0};  // other machines' cores and links are only guessed
-  // A GEMM call per chunk, beside NCCL: least sure.
-  if (plan.kernel == Kernel::kLibrary) return {0.90, 12.0};
-  // No collective of a library's that may not fit beside.
-  if (over_peers(plan)) return {0.97, 8.0};
-  if (!plan.resources.window) return kUsual;
-  // Of four chunks, expected to need 0.96 of the time: they needed 0.84 and 0.87.
-  if (plan.collective == Collective::kExchange) return {0.97, 12.0};
-  // Expected to need 0.95, they gained 1.01x to 1.05x.
-  if (plan.collective == Collective::kReduceScatter) return {0.98, 8.0};
-  return kUsual;
+  if (machine.arch == 0) return gain(needed.cpu);
+  if (plan.kernel == Kernel::kLibrary) return gain(needed.library);
+  if (over_peers(plan)) return gain(needed.peer);
+  if (!plan.resources.window) return gain(needed.usual);
+  if (plan.collective == Collective::kExchange) return gain(needed.exchange_window);
+  if (plan.collective == Collective::kReduceScatter) return gain(needed.reduce_scatter_window);
+  return gain(needed.usual);
 }
 
 std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
@@ -477,7 +373,7 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
     return plans;
   }
   if (machine.arch == 0) {
-    add_cpu(plans, problem);
+    add_cpu(plans, problem, machine);
     return plans;
   }
   add_direct(plans, problem, machine);

@@ -19,14 +19,12 @@ constexpr int kPreparedPending = 64;
 constexpr std::chrono::milliseconds kFirstPoll{1};  // of the store
 constexpr std::chrono::milliseconds kLastPoll{20};
 
-// Dense 16-bit tensor-core operations of one SM and clock, by architecture; about three quarters of
-// it are sustained.
+// Dense 16-bit tensor-core operations of one SM and clock, by architecture; the profile says how much is sustained.
 double tensor_flop_per_clock(int arch) {
   if (arch == 90) return 4096;
   if (arch == 80) return 2048;
   return 1024;
 }
-constexpr double kSustained = 0.69;
 
 double elapsed_us(const Event& begin, const Event& end) {
   float milliseconds = 0;
@@ -84,8 +82,9 @@ HostReport::~HostReport() {
 Group::Group(GroupOptions options) : options_(std::move(options)), device_(DeviceState::current()) {
   machine_.arch = device_.arch();
   machine_.sm_count = device_.sm_count();
-  machine_.sm_gflops =
-      tensor_flop_per_clock(device_.arch()) * kSustained * device_.clock_khz() * 1e3 / 1e9;
+  if (options_.profile != nullptr) machine_.profile = options_.profile;
+  machine_.sm_gflops = tensor_flop_per_clock(device_.arch()) *
+                       machine_.profile->gemm.sustained_rate * device_.clock_khz() * 1e3 / 1e9;
 #if defined(OVERLAP_WITH_SM80)
   machine_.has_sm80_kernels = device_.arch() >= 80;
 #endif

@@ -56,6 +56,8 @@ struct GroupOptions {
   std::function<bool()> alive;    // whether the process group still exists
   bool peers = true;              // whether this rank lets others map its memory
   bool abort_on_failure = false;  // a failure ends the process
+  // What work takes on the ranks' machine, the same on all of them; null: the shipped one.
+  plan::SharedProfile profile;
 };
 
 // What a wait kernel and the watchdog share: pinned host memory.

@@ -74,10 +74,11 @@ class AllToAllSteps {
   // on beside them comes first: where NCCL's CTAs came first, each on an SM of another pair, clusters of the GEMM had
   // to wait for them, and it took 1.7 times as long.
   void send_beside(int32_t chunk, SendReceive messages, bool gemm_first) {
-    constexpr int32_t kGemmStartsUs = 4;
     std::vector<StepId> after = {last_on_caller()};
     if (gemm_first) {
-      list_.add_held(Lane::kSide0, Delay{kGemmStartsUs}, std::move(after));
+      list_.add_held(Lane::kSide0,
+                     Delay{static_cast<int32_t>(machine_.profile->all_to_all.gemm_first_us)},
+                     std::move(after));
       list_.communicates = chunk;
       list_.add(Lane::kSide0, std::move(messages));
     } else {

@@ -8,18 +8,19 @@ using namespace plan;  // whose types these are
 
 namespace {
 
-using namespace costs;
-
 // Of the rate of the machine's library in 16 bits.
 double rate_of(const Plan& plan, const Machine& machine) {
+  const Profile& profile = *machine.profile;
   const DType dtype = plan.problem.dtype;
   double rate = 1.0;
-  if (dtype == DType::kFloat64) rate = on_cpu(machine) ? kFloat64RateOnCpu : kFloat64Rate;
-  if (dtype == DType::kFloat32 && !on_cpu(machine)) rate = kFloat32Rate;
-  if (plan.kernel == Kernel::kSm80) rate *= machine.arch >= 90 ? kSm80RateOnHopper : kSm80Rate;
-  if (plan.kernel == Kernel::kSm90Pingpong) rate *= kPingpongRate;
-  if (plan.kernel == Kernel::kSm90Cooperative) rate *= kCooperativeRate;
-  if (plan.kernel == Kernel::kSm90PingpongWide) rate *= kPingpongWideRate;
+  if (dtype == DType::kFloat64)
+    rate = on_cpu(machine) ? profile.cpu.float64_rate : profile.gemm.float64_rate;
+  if (dtype == DType::kFloat32 && !on_cpu(machine)) rate = profile.gemm.float32_rate;
+  if (plan.kernel == Kernel::kSm80)
+    rate *= machine.arch >= 90 ? profile.gemm.sm80_on_hopper_rate : profile.gemm.sm80_rate;
+  if (plan.kernel == Kernel::kSm90Pingpong) rate *= profile.gemm.pingpong_rate;
+  if (plan.kernel == Kernel::kSm90Cooperative) rate *= profile.gemm.cooperative_rate;
+  if (plan.kernel == Kernel::kSm90PingpongWide) rate *= profile.gemm.pingpong_wide_rate;
   return rate;
 }
 
@@ -37,7 +38,7 @@ struct Pair {
     return static_cast<double>(rows * plan.problem.n * element_bytes(plan.problem.dtype));
   }
   double rounds_us(int64_t rows, int32_t at_once) const {
-    return launch_us(plan, rows, at_once, per_tile_us);
+    return launch_us(plan, machine, rows, at_once, per_tile_us);
   }
 
   const Plan& plan;
@@ -53,15 +54,16 @@ struct Pair {
 
 int64_t rows_beside(const Pair& pair, int32_t sms_beside) {
   const Plan& plan = pair.plan;
+  const Profile& profile = *pair.machine.profile;
   const double message_us = pair.bytes(std::max(pair.sent, pair.received)) /
-                            (1e3 * kExchangeRate * pair.machine.link_gbps);
-  const double rounds =
-      std::ceil((pair.wait_us + kExchangeStartUs + message_us) / (kRoundRate * pair.per_tile_us));
+                            (1e3 * profile.all_to_all.low_rate * pair.machine.link_gbps);
+  const double rounds = std::ceil((pair.wait_us + profile.all_to_all.start_us + message_us) /
+                                  (profile.gemm.round_factor * pair.per_tile_us));
   const auto tile_rows = static_cast<int64_t>(std::ceil(rounds * sms_beside / tiles_n(plan)));
   const int64_t clusters = (tile_rows + plan.cluster_m - 1) / plan.cluster_m;
   const int64_t rows = std::min(pair.own, clusters * plan.cluster_m * plan.tile_m);
   const bool saves = pair.rounds_us(rows, sms_beside) + pair.rounds_us(pair.own - rows, pair.sms) <
-                     pair.rounds_us(pair.own, sms_beside) - kLaunchUs;
+                     pair.rounds_us(pair.own, sms_beside) - profile.host.launch_us;
   return saves ? rows : pair.own;
 }
 
@@ -86,24 +88,32 @@ double library_tiles(const Plan& plan, int64_t rows) {
   return along(rows, plan.tile_m) * along(plan.problem.n, plan.tile_n);
 }
 
-double library_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us) {
-  const double rounds = library_tiles(plan, rows) / sms + kLibraryIdleRounds;
-  return kLibraryRate * std::max(1.0, rounds) * per_tile_us;
+double library_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t sms,
+                  double per_tile_us) {
+  const Profile& profile = *machine.profile;
+  const double rounds = library_tiles(plan, rows) / sms + profile.gemm.library_idle_rounds;
+  return profile.gemm.library_factor * std::max(1.0, rounds) * per_tile_us;
 }
 
-double launch_us(const Plan& plan, int64_t rows, int32_t sms, double per_tile_us) {
+double launch_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t sms,
+                 double per_tile_us) {
   const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
   const int64_t tiles = (rows + grain - 1) / grain * plan.cluster_m * tiles_n(plan);
-  return kRoundRate * rounds_of(tiles, sms) * per_tile_us;
+  return machine.profile->gemm.round_factor * rounds_of(tiles, sms) * per_tile_us;
 }
 
 double exchange_us(const Machine& machine, double sent_bytes, double received_bytes, bool beside) {
+  const Profile& profile = *machine.profile;
   const bool fast = !beside && !slow_link(machine);  // with nothing beside it, on a fast link
-  const double rate = 1e3 * (fast ? kExchangeAloneRate : kExchangeBesideRate) * machine.link_gbps;
+  const double rate = 1e3 *
+                      (fast ? profile.all_to_all.alone_rate : profile.all_to_all.beside_rate) *
+                      machine.link_gbps;
   const double mean = (sent_bytes + received_bytes) / 2;
   const double longer = std::max(sent_bytes, received_bytes);
-  return (fast ? kExchangeAloneStartUs : kExchangeStartUs) +
-         (kLongerMessageShare * longer + (1.0 - kLongerMessageShare) * mean) / rate;
+  return (fast ? profile.all_to_all.alone_start_us : profile.all_to_all.start_us) +
+         (profile.all_to_all.longer_message_share * longer +
+          (1.0 - profile.all_to_all.longer_message_share) * mean) /
+             rate;
 }
 
 int32_t parts_sent(const Plan& plan) {
@@ -136,14 +146,15 @@ double message_spread_us(const Plan& plan, const Machine& machine) {
 
 bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows) {
+  const Profile& profile = *machine.profile;
   const Problem& problem = plan.problem;
   const double per_tile_us = tile_us(plan, machine);
   const int32_t sms = std::max(1, machine.sm_count);
   const auto element = static_cast<double>(element_bytes(problem.dtype));
   const double weight_us =
-      static_cast<double>(problem.n * problem.k) * element / (1e3 * kWeightGbps);
+      static_cast<double>(problem.n * problem.k) * element / (1e3 * profile.gemm.weight_gbps);
   int64_t rows = 0;
-  double stored_us = -kLaunchUs;  // which is that of one more
+  double stored_us = -profile.host.launch_us;  // which is that of one more
   double sent_us = 0.0;
   for (size_t to = 0; to < send_rows.size(); ++to) {
     if (send_rows[to] == 0) continue;
@@ -152,11 +163,12 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
         static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
     const bool own = static_cast<int32_t>(to) == rank;
     // Each launch reads the weight again.
-    stored_us += kLaunchUs + std::max({launch_us(plan, send_rows[to], sms, per_tile_us), weight_us,
-                                       own ? 0.0 : bytes_us});
-    if (!own) sent_us += bytes_us / kCollectiveRate;
+    stored_us += profile.host.launch_us +
+                 std::max({launch_us(plan, machine, send_rows[to], sms, per_tile_us), weight_us,
+                           own ? 0.0 : bytes_us});
+    if (!own) sent_us += bytes_us / profile.peer.collective_rate;
   }
-  return stored_us < library_us(plan, rows, sms, per_tile_us) + sent_us;
+  return stored_us < library_us(plan, machine, rows, sms, per_tile_us) + sent_us;
 }
 
 int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,
@@ -168,20 +180,22 @@ int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t r
 bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
                     const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
                     int32_t sms_beside) {
+  const Profile& profile = *machine.profile;
   const Pair pair(plan, machine, rank, send_rows, receive_rows);
   const double sent = pair.bytes(pair.sent);
   const double received = pair.bytes(pair.received);
   // The peer's rows, then the own ones beside the exchange.
   const int64_t beside = rows_beside(pair, sms_beside);
-  const double behind_us = kLaunchUs + pair.rounds_us(pair.own - beside, pair.sms);
-  const double apart_us = pair.rounds_us(pair.sent, pair.sms) + kLaunchUs +
+  const double behind_us = profile.host.launch_us + pair.rounds_us(pair.own - beside, pair.sms);
+  const double apart_us = pair.rounds_us(pair.sent, pair.sms) + profile.host.launch_us +
                           std::max(pair.rounds_us(beside, sms_beside),
                                    pair.wait_us + exchange_us(machine, sent, received, true)) +
                           (beside < pair.own ? behind_us : 0.0);
   // The framework's GEMM, then the exchange.
-  const double in_turn_us = library_us(plan, pair.own + pair.sent, pair.sms, pair.per_tile_us) +
-                            exchange_us(machine, sent, received, false);
-  return kNeededGainApart * apart_us < in_turn_us;
+  const double in_turn_us =
+      library_us(plan, machine, pair.own + pair.sent, pair.sms, pair.per_tile_us) +
+      exchange_us(machine, sent, received, false);
+  return profile.all_to_all.needed_gain_apart * apart_us < in_turn_us;
 }
 
 }  // namespace overlap::steps

@@ -12,10 +12,7 @@
 namespace overlap::steps {
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{8} << 20;  // smaller messages do not fill the link
-constexpr int64_t kMaxPieces = 4;                  // of a pair, the last one included
-// Two ranks' rows that are worth a GEMM of the framework's of their own.
-constexpr int64_t kLibraryApartBytes = 2 * kPieceBytes;
+constexpr int64_t kMaxPieces = 4;  // of a pair, the last one included
 
 class AllToAll : AllToAllSteps {
  public:
@@ -62,8 +59,8 @@ class AllToAll : AllToAllSteps {
   // Both ranks of a pair come to the same number, whatever operands they have.
   int32_t pieces(int64_t rows) const {
     if (ranks_ == 2) return 1;
-    return static_cast<int32_t>(
-        std::clamp<int64_t>(rows * row_bytes_ / kPieceBytes, 1, kMaxPieces));
+    return static_cast<int32_t>(std::clamp<int64_t>(
+        rows * row_bytes_ / machine_.profile->all_to_all.message_bytes, 1, kMaxPieces));
   }
 
   plan::Rows piece(int64_t rows, int32_t number) const {
@@ -83,7 +80,9 @@ class AllToAll : AllToAllSteps {
   // Of two ranks: whether the peer's rows are computed before the own ones.
   bool computes_apart() const {
     if (ranks_ != 2) return false;
-    if (!variant_.kernel_takes) return send_rows(1 - rank_) * row_bytes_ >= kLibraryApartBytes;
+    if (!variant_.kernel_takes) {  // whether they are worth a GEMM of the framework's of their own
+      return send_rows(1 - rank_) * row_bytes_ >= 2 * machine_.profile->all_to_all.message_bytes;
+    }
     return steps::computes_apart(plan_, machine_, rank_, variant_.send_rows, variant_.receive_rows,
                                  ctas_beside_);
   }

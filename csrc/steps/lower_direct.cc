@@ -5,10 +5,8 @@
 namespace overlap::steps {
 namespace {
 
-// What a rank sends to all its peers in an all-reduce whose data are their own signal, at most; and from how much on,
-// of more than two ranks, each adds up one piece and sends its sums on, a step later.
+// What a rank sends to all its peers in an all-reduce whose data are their own signal, at most.
 constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
-constexpr int64_t kOneStepBytes = int64_t{5} << 18;
 constexpr int64_t kUnitBytes = 12;  // of the 16 that travel at a time: the data
 
 class Direct {
@@ -27,7 +25,8 @@ class Direct {
         piece_bytes_(plan::direct_piece_bytes(plan)) {}
 
   StepList lower() {
-    const bool in_pieces = ranks_ > 2 && low_latency_sent(false) > kOneStepBytes;
+    const bool in_pieces =
+        ranks_ > 2 && low_latency_sent(false) > machine_.profile->peer.one_step_bytes;
     const bool low_latency =
         sequential_ && all_reduces_ && low_latency_sent(in_pieces) <= kLowLatencyBytes;
     list_.add_slot(plan::peer_slot_bytes(plan_));

@@ -15,8 +15,6 @@
 namespace overlap::steps {
 namespace {
 
-using namespace costs;
-
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr StepId kNone = -1;
 
@@ -34,9 +32,6 @@ struct LaneState {
 size_t index(int32_t number) {
   return static_cast<size_t>(number);
 }
-double local_us(double bytes, double gbps = kLocalGbps) {
-  return bytes / (1e3 * gbps);
-}
 
 struct Walk {
   const StepList& list;
@@ -45,6 +40,7 @@ struct Walk {
   const plan::Machine& machine;
 
   const plan::Problem& problem = plan.problem;
+  const plan::Profile& profile = *machine.profile;
   const int32_t ranks = problem.world_size;
   const int32_t sms = machine.sm_count;
   const bool cpu = on_cpu(machine);
@@ -98,13 +94,13 @@ struct Walk {
       } else if (const auto* call = std::get_if<Collective>(&step.what)) {
         all_bytes += bytes_of(*call);
         if (lanes_beside > 0) begin_us = host_us;
-        host_us += kIssueUs;
+        host_us += profile.host.issue_us;
       } else if (const auto* unpack = std::get_if<Unpack>(&step.what)) {
-        if (unpack->terms > 1) host_us += kIssueSumUs;
+        if (unpack->terms > 1) host_us += profile.host.issue_sum_us;
       } else if (is_gemm(step)) {
         if (const auto* gemm = std::get_if<Gemm>(&step.what)) awaits |= gemm->awaits_chunks;
         if (!step.after.empty()) begin_us = host_us;
-        host_us = std::max(host_us, kFirstIssueUs);
+        host_us = std::max(host_us, profile.host.first_issue_us);
       }
       if (cpu || peers || all_to_all) begin_us = 0.0;
     }
@@ -133,7 +129,7 @@ struct Walk {
 
   // Lets the calls under way share the link, until one has ended; false if there is none.
   bool carry() {
-    const CallModel model = call_model();
+    const plan::Profile::Call model = call_model();
     const double link = machine.link_gbps * model.link_rate * 1e3;
     while (true) {
       const auto flows = [&](const LaneState& lane) {
@@ -194,10 +190,10 @@ struct Walk {
   }
 
   double end_of(const Fork& fork, size_t, double begin_us) {
-    const double end_us = begin_us + (gathers && !cpu && !peers ? kForkJoinUs : 0.0);
+    const double end_us = begin_us + (gathers && !cpu && !peers ? profile.sync.fork_join_us : 0.0);
     for (int32_t lane = 0; lane < fork.side_lanes; ++lane) {
       lanes[static_cast<size_t>(side_lane(lane))].free_us =
-          end_us + (cpu && gathers ? kWaitCpuUs : 0.0);
+          end_us + (cpu && gathers ? profile.cpu.wait_us : 0.0);
     }
     return end_us;
   }
@@ -207,7 +203,7 @@ struct Walk {
       begin_us = std::max(begin_us, lane.free_us);
     }
     if (peers || all_to_all) return begin_us;
-    return begin_us + (cpu ? kForkJoinCpuUs : kForkJoinUs);
+    return begin_us + (cpu ? profile.cpu.fork_join_us : profile.sync.fork_join_us);
   }
 
   double end_of(const Gemm& gemm, size_t id, double& begin_us) {
@@ -226,11 +222,11 @@ struct Walk {
     const int64_t tiles = (rows + plan.tile_m - 1) / plan.tile_m * plan::tiles_n(plan);
     if (lanes_beside == 0 || all_to_all) {  // nothing is beside it
       if (peers || all_to_all) {
-        return begin_us + computed(library_us(plan, rows, sms, tile_us));
+        return begin_us + computed(library_us(plan, machine, rows, sms, tile_us));
       }
       const double work = cpu ? static_cast<double>(plan::tiles_m(plan)) * plan::tiles_n(plan)
                               : std::max(1.0, library_tiles(plan, rows) / sms);
-      return begin_us + computed(kGemmStartUs + work * tile_us);
+      return begin_us + computed(profile.gemm.start_us + work * tile_us);
     }
     const bool goes_on = id > 0 && list.steps[id].after.empty() &&
                          std::holds_alternative<LibraryGemm>(list.steps[id - 1].what);
@@ -238,10 +234,11 @@ struct Walk {
   }
 
   double end_of(const WaitForTiles& wait, size_t, double begin_us) {
-    return std::max(begin_us, price.computed_us[index(wait.chunk)] + (cpu ? kWaitCpuUs : kWaitUs));
+    return std::max(begin_us, price.computed_us[index(wait.chunk)] +
+                                  (cpu ? profile.cpu.wait_us : profile.sync.wait_us));
   }
   double end_of(const Mark&, size_t id, double begin_us) {
-    return std::max(begin_us, behind(id) + (cpu ? kWaitCpuUs : kWaitUs));
+    return std::max(begin_us, behind(id) + (cpu ? profile.cpu.wait_us : profile.sync.wait_us));
   }
 
   double end_of(const Collective& call, size_t, double& begin_us) {
@@ -249,20 +246,21 @@ struct Walk {
     if (ranks == 1 || bytes == 0.0) return begin_us;
     if (lanes_beside == 0) return begin_us + communicated(alone_us(bytes));
     if (cpu) {
-      const double own_us = gathers ? bytes / ranks / (1e3 * kCopyCpuGbps) : 0.0;
+      const double own_us = gathers ? bytes / ranks / (1e3 * profile.cpu.copy_gbps) : 0.0;
       return begin_us + own_us +
-             communicated(kCallCpuUs + machine.link_latency_us + bytes / (1e3 * machine.link_gbps));
+             communicated(profile.cpu.call_us + machine.link_latency_us +
+                          bytes / (1e3 * machine.link_gbps));
     }
-    const int32_t ctas = ctas_of(call.max_ctas);
+    const int64_t ctas = ctas_of(call.max_ctas);
     // CTAs that find no SM beside a persistent GEMM stay outside until its end.
     const bool fits = counted_us == 0.0 || plan.resources.comm_sms >= ctas * lanes_beside;
-    if (!fits) begin_us = std::max(begin_us, counted_us + kWaitUs);
-    const CallModel model = call_model();
+    if (!fits) begin_us = std::max(begin_us, counted_us + profile.sync.wait_us);
+    const plan::Profile::Call model = call_model();
     LaneState& lane = lanes[static_cast<size_t>(side_lane(call.lane))];
     lane.calls = true;
     lane.flows_at_us = begin_us + (model.start_us + model.latencies * machine.link_latency_us);
     lane.bytes = bytes;
-    lane.most = ctas * (model.cta_gbps * 1e3);
+    lane.most = static_cast<double>(ctas) * (model.cta_gbps * 1e3);
     return kNever;
   }
   double end_of(const SendReceive& call, size_t id, double& begin_us) {
@@ -272,7 +270,7 @@ struct Walk {
     if (sent + received == 0.0) return begin_us;
     if (beside && ranks == 2) {  // until the peer has computed its rows
       const auto rows = static_cast<int64_t>(received / row_bytes);
-      begin_us = std::max(begin_us, launch_us(plan, rows, sms, tile_us));
+      begin_us = std::max(begin_us, launch_us(plan, machine, rows, sms, tile_us));
     }
     return begin_us + communicated(exchange_us(machine, sent, received, beside));
   }
@@ -287,7 +285,8 @@ struct Walk {
     if (leaves) return begin_us + communicated(sent_us(bytes));
     const bool finishes = list.steps[id].lane == Lane::kCopy;
     if (cpu || hides(id) || (finishes && !plan.resources.window)) return begin_us;
-    return begin_us + kCopyStartUs + (finishes ? bytes_behind(id) : bytes) / (1e3 * kCopyGbps);
+    return begin_us + profile.local.copy_start_us +
+           (finishes ? bytes_behind(id) : bytes) / (1e3 * profile.local.copy_gbps);
   }
   double end_of(const Pack& pack, size_t, double begin_us) {
     const double tiles = plan.chunks[index(pack.chunk)].tiles;
@@ -303,11 +302,11 @@ struct Walk {
   }
 
   double end_of(const WaitForSlots&, size_t, double begin_us) {
-    return begin_us + (awaits ? kGatherUs + kFirstCopyUs : 0.0);
+    return begin_us + (awaits ? profile.peer.gather_us + profile.peer.first_copy_us : 0.0);
   }
   double end_of(const Signal&, size_t, double) {
     const double bytes = std::exchange(chunk_bytes, 0.0);
-    arrived_us.push_back(chunk_begin_us + communicated(kCopyUs + sent_us(bytes)));
+    arrived_us.push_back(chunk_begin_us + communicated(profile.peer.copy_us + sent_us(bytes)));
     return arrived_us.back();
   }
   double end_of(const WaitForPeers& wait, size_t, double begin_us) {
@@ -315,7 +314,7 @@ struct Walk {
     return std::max(begin_us, arrived_us[index(wait.step)]);
   }
   double end_of(const MeetTiles&, size_t, double begin_us) {
-    return begin_us + communicated(kSequentialUs);
+    return begin_us + communicated(profile.peer.sequential_us);
   }
 
   double end_of(const PeerCollective& step, size_t, double begin_us) {
@@ -334,8 +333,9 @@ struct Walk {
       if (messages.destination) sent += static_cast<double>(messages.send_bytes);
       received += static_cast<double>(messages.receive_bytes);
     }
-    return begin_us + communicated(kSequentialUs + sent_us(sent) / kCollectiveRate +
-                                   local_us(2.0 * received, kSlotsGbps));
+    return begin_us +
+           communicated(profile.peer.sequential_us + sent_us(sent) / profile.peer.collective_rate +
+                        slots_us(2.0 * received));
   }
 
   // --- GEMMs -------------------------------------------------------------------------------------
@@ -350,26 +350,28 @@ struct Walk {
     const double tiles = order.num_tiles();
     double all_us = tiles * tile_us;
     if (!cpu) {
-      const auto low_run = [](const plan::BandRun& run) {
-        return run.tile_rows < 4 && run.count > 2;
+      const auto low_run = [&](const plan::BandRun& run) {
+        return run.tile_rows < profile.gemm.low_band_rows && run.count > 2;
       };
-      const bool low =
-          order.tiles_m >= 8 && std::any_of(order.runs, order.runs + order.num_runs, low_run);
+      const bool low = order.tiles_m >= 2 * profile.gemm.low_band_rows &&
+                       std::any_of(order.runs, order.runs + order.num_runs, low_run);
       const bool many_ctas =
-          slow && ranks == 2 && lanes_beside * ctas_of(plan.chunks[0].max_ctas) > kDefaultCtasSlow;
+          slow && ranks == 2 &&
+          lanes_beside * ctas_of(plan.chunks[0].max_ctas) > profile.link.slow_default_ctas;
       const bool large = plan.kernel == plan::Kernel::kSm90Cooperative ||
                          plan.kernel == plan::Kernel::kSm90PingpongWide;
-      all_us = std::max(1.0, tiles / sms) * tile_us * kBesideCommunication *
-               (many_ctas ? kBesideManyCtas : 1.0) / (low ? kLowBandRate : 1.0) *
+      all_us = std::max(1.0, tiles / sms) * tile_us * profile.beside.nccl_factor *
+               (many_ctas ? profile.beside.many_ctas_factor : 1.0) /
+               (low ? profile.gemm.low_band_rate : 1.0) *
                std::pow(static_cast<double>(sms) / ctas_beside(plan, machine),
-                        large ? kFewerSmsExponentLarge : kFewerSmsExponent);
+                        large ? profile.gemm.fewer_sms_power_large : profile.gemm.fewer_sms_power);
     }
     price.computed_us.reserve(plan.chunks.size());
     for (int32_t chunk = 1; chunk <= order.num_chunks; ++chunk) {
-      price.computed_us.push_back(begin_us + kGemmStartUs +
+      price.computed_us.push_back(begin_us + profile.gemm.start_us +
                                   all_us * order.chunk_begin[chunk] / tiles);
     }
-    return counted_us = begin_us + computed(kGemmStartUs + all_us);
+    return counted_us = begin_us + computed(profile.gemm.start_us + all_us);
   }
 
   // A launch of an all-gather behind what has arrived, or the framework's GEMM of a chunk's part: whole rounds of tiles,
@@ -377,70 +379,77 @@ struct Walk {
   double launch(size_t id, int64_t before, int64_t tiles, int32_t at_once, double& begin_us) {
     const bool waits = !list.steps[id].after.empty();
     if (before == 0) {
-      const double waited_us = peers ? kGatherUs : cpu || !waits ? 0.0 : kForkJoinUs;
+      const double waited_us = peers           ? profile.peer.gather_us
+                               : cpu || !waits ? 0.0
+                                               : profile.sync.fork_join_us;
       chunk_begin_us = begin_us = std::max(begin_us, behind(id) + waited_us);
       chunk_us = 0.0;
     }
     chunk_tiles = before + tiles;
     const double launched_us = std::exchange(chunk_us, chunk_tiles == 0 ? 0.0 : rounds_us(at_once));
-    if (peers && waits) chunk_us += kCopyUs / 2.0;
+    if (peers && waits) chunk_us += profile.peer.copy_us / 2.0;
     computed(chunk_us - launched_us);
     return chunk_begin_us + chunk_us;
   }
   double rounds_us(int32_t at_once) const {
     if (cpu) return static_cast<double>(chunk_tiles) * tile_us;
     const double rounds = rounds_of(chunk_tiles, at_once);
-    if (peers) return kRoundRate * rounds * tile_us;
-    if (!gathers) return kGemmStartUs + rounds * tile_us;
-    return kGemmStartUs + rounds * tile_us * kBesideGather *
-                              std::pow(static_cast<double>(at_once) / sms, 1.0 - kFewerSmsExponent);
+    if (peers) return profile.gemm.round_factor * rounds * tile_us;
+    if (!gathers) return profile.gemm.start_us + rounds * tile_us;
+    return profile.gemm.start_us +
+           rounds * tile_us * profile.beside.gather_factor *
+               std::pow(static_cast<double>(at_once) / sms, 1.0 - profile.gemm.fewer_sms_power);
   }
 
   // A ring's bands, one after the other: what the GEMM computes in each, and what it stores into peers' memory, once for
   // each part but those in their last turn. The two hold each other up.
   double pass_on(const Gemm& gemm, double begin_us) {
-    const double gemm_us = kRoundRate * rounds_of(gemm.end_tile, gemm.ctas) * tile_us;
+    const double gemm_us =
+        profile.gemm.round_factor * rounds_of(gemm.end_tile, gemm.ctas) * tile_us;
     const double sent_part_us = sent_us(gemm.map.part_rows * row_bytes);
     const auto finals = static_cast<int32_t>(gemm.mirrors.size());
     const int32_t rounds = gemm.map.part_tile_rows / gemm.map.round_tile_rows;
-    double us = kRingUs + (gemm.map.part_tile_rows <= plan.cluster_m ? kLowPartUs : 0.0);
+    double us = profile.peer.ring_us +
+                (gemm.map.part_tile_rows <= plan.cluster_m ? profile.peer.low_part_us : 0.0);
     for (int32_t band = 0; band < rounds + ranks - 1; ++band) {
       const plan::RingBand phases = plan::ring_band(ranks, rounds, band);
       const int32_t count = phases.end_phase - phases.first_phase;
       const int32_t sent = phases.end_phase == ranks ? count - 1 + finals : count;
-      us += std::pow(std::pow(count * (gemm_us / ranks) / rounds, kOverlapPower) +
-                         std::pow(sent * sent_part_us / rounds, kOverlapPower),
-                     1.0 / kOverlapPower);
+      us += std::pow(std::pow(count * (gemm_us / ranks) / rounds, profile.beside.overlap_power) +
+                         std::pow(sent * sent_part_us / rounds, profile.beside.overlap_power),
+                     1.0 / profile.beside.overlap_power);
     }
     computed(gemm_us);
     communicated(parts_sent(plan) * sent_part_us);
-    return begin_us + us + kFinalUs * finals;
+    return begin_us + us + profile.peer.final_us * finals;
   }
 
   // An all-gather in one launch: each chunk's tiles as it arrives.
   double await_chunks(const Gemm& gemm, const plan::TileOrder& order, double& begin_us) {
     if (arrived_us.size() < plan.chunks.size()) return kNever;
-    begin_us += kGatherUs;
+    begin_us += profile.peer.gather_us;
     const auto flow_us = [&](int32_t chunk) {
       const double tiles = order.chunk_begin[chunk + 1] - order.chunk_begin[chunk];
-      return kRoundRate * tiles / gemm.ctas * tile_us;
+      return profile.gemm.round_factor * tiles / gemm.ctas * tile_us;
     };
     double end_us = begin_us + flow_us(0);
     for (int32_t chunk = 1; chunk < order.num_chunks; ++chunk) {
       end_us = std::max(end_us, arrived_us[index(chunk - 1)]) + flow_us(chunk);
     }
-    const double all_us = computed(kRoundRate * rounds_of(order.num_tiles(), gemm.ctas) * tile_us);
-    return std::max(end_us, begin_us + all_us) + kGatherChunkUs * (order.num_chunks - 2);
+    const double all_us =
+        computed(profile.gemm.round_factor * rounds_of(order.num_tiles(), gemm.ctas) * tile_us);
+    return std::max(end_us, begin_us + all_us) +
+           profile.peer.gather_chunk_us * (order.num_chunks - 2);
   }
 
   // A direct plan's, which stores into peers' memory; the own piece comes last, and is stored at home.
   double store(int64_t tiles, double begin_us) {
-    const double gemm_us = computed(kRoundRate * rounds_of(tiles, sms) * tile_us);
+    const double gemm_us = computed(profile.gemm.round_factor * rounds_of(tiles, sms) * tile_us);
     const double last = !plan::direct_in_pieces(plan) ? 1.0
                         : tiles <= sms                ? 1.0 - 1.0 / ranks
                                                       : 0.0;
     const double piece = static_cast<double>(plan::direct_piece_bytes(plan));
-    return begin_us + kDirectUs +
+    return begin_us + profile.peer.direct_us +
            std::max(gemm_us + last * last_round_us(plan, machine, tiles, sms),
                     communicated(sent_us((ranks - 1) * piece)));
   }
@@ -449,10 +458,12 @@ struct Walk {
   double launch_apart(const Gemm& gemm, double begin_us) {
     const int64_t rows = gemm.rows.end - gemm.rows.begin;
     const bool leaves = gemm.outputs[0].where.buffer == Buffer::kSlot;
-    double us = launch_us(plan, rows, gemm.ctas, tile_us);
-    if (peers) us = std::max(us, static_cast<double>(problem.k) * row_bytes / (1e3 * kWeightGbps));
+    double us = launch_us(plan, machine, rows, gemm.ctas, tile_us);
+    if (peers)
+      us = std::max(us,
+                    static_cast<double>(problem.k) * row_bytes / (1e3 * profile.gemm.weight_gbps));
     if (leaves) us = std::max(us, sent_us(static_cast<double>(rows) * row_bytes));
-    return begin_us + computed(us + (price.expected.gemm_us > 0.0 ? kLaunchUs : 0.0));
+    return begin_us + computed(us + (price.expected.gemm_us > 0.0 ? profile.host.launch_us : 0.0));
   }
 
   // An all-to-all's in one launch: messages leave as they are made, and arrive as the peers make theirs; what came last
@@ -463,8 +474,9 @@ struct Walk {
     const int32_t* const ranges = gemm.map.range_begin;
     const int64_t own_end = rank + 1 < ranks ? ranges[rank + 1] : gemm.rows.end;
     const auto sent = static_cast<double>(gemm.rows.end - (own_end - ranges[rank])) * row_bytes;
-    const double gemm_us = computed(kRoundRate * rounds_of(tiles, gemm.ctas) * tile_us);
-    return begin_us + kDirectUs +
+    const double gemm_us =
+        computed(profile.gemm.round_factor * rounds_of(tiles, gemm.ctas) * tile_us);
+    return begin_us + profile.peer.direct_us +
            std::max(gemm_us, communicated(sent_us(std::max(sent, received)))) +
            last_round_us(plan, machine, tiles, sms);
   }
@@ -479,9 +491,9 @@ struct Walk {
   // A collective that has the machine to itself.
   double alone_us(double bytes) const {
     const bool pair = problem.op == plan::Op::kGemmAllReduce && ranks == 2 && !cpu;
-    const double slow_rate = pair ? kSlowLinkPairRate : kSlowLinkCall.link_rate;
-    const double rate = (slow ? slow_rate : kAloneCall.link_rate) * one_way_rate();
-    return (cpu ? 0.0 : kAloneCall.start_us) + machine.link_latency_us +
+    const double slow_rate = pair ? profile.link.slow_pair_rate : profile.calls.slow_link.link_rate;
+    const double rate = (slow ? slow_rate : profile.link.alone_rate) * one_way_rate();
+    return (cpu ? 0.0 : profile.link.alone_start_us) + machine.link_latency_us +
            bytes / (1e3 * machine.link_gbps * rate);
   }
 
@@ -489,31 +501,34 @@ struct Walk {
   double one_way_rate() const {
     const bool one_way = plan.collective == plan::Collective::kReduceScatter ||
                          plan.collective == plan::Collective::kAllGather;
-    return one_way ? kOneWayRate : 1.0;
+    return one_way ? profile.link.one_way_rate : 1.0;
   }
 
-  CallModel call_model() const {
+  plan::Profile::Call call_model() const {
     const bool window = plan.resources.window;
     const bool exchanges = plan.collective == plan::Collective::kExchange;
-    if (slow && exchanges) return kSlowLinkExchangeCall;
+    if (slow && exchanges) return profile.calls.slow_link_exchange;
     if (slow) {
-      return {kSlowLinkCall.start_us, kSlowLinkCall.link_rate * one_way_rate(),
-              kSlowLinkCall.cta_gbps * one_way_rate(), kSlowLinkCall.latencies};
+      return {profile.calls.slow_link.start_us, profile.calls.slow_link.link_rate * one_way_rate(),
+              profile.calls.slow_link.cta_gbps * one_way_rate(), profile.calls.slow_link.latencies};
     }
-    if (exchanges) return kExchangeCall;
+    if (exchanges) return profile.calls.exchange;
     switch (plan.collective) {
       case plan::Collective::kReduceScatter:
-        return window ? kWindowReduceScatter : kPlainReduceScatter;
+        return window ? profile.calls.reduce_scatter_window : profile.calls.reduce_scatter;
       case plan::Collective::kAllGather:
-        return window ? kWindowAllGather : kPlainAllGather;
+        return window ? profile.calls.all_gather_window : profile.calls.all_gather;
       default:
-        if (ranks > 2) return window ? kWindowCallOfMany : kPlainCallOfMany;
-        return window ? kWindowCall : kPlainCall;
+        if (ranks > 2)
+          return window ? profile.calls.all_reduce_window_of_many
+                        : profile.calls.all_reduce_of_many;
+        return window ? profile.calls.all_reduce_window : profile.calls.all_reduce;
     }
   }
 
-  int32_t ctas_of(int32_t max_ctas) const {
-    return max_ctas != 0 ? max_ctas : slow ? kDefaultCtasSlow : kDefaultCtas;
+  int64_t ctas_of(int32_t max_ctas) const {
+    if (max_ctas != 0) return max_ctas;
+    return slow ? profile.link.slow_default_ctas : profile.link.default_ctas;
   }
 
   // Over all ranks' parts.
@@ -534,24 +549,27 @@ struct Walk {
 
   // A collective over peers in one kernel, of so many bytes for each rank. Sums of pieces go to everyone.
   double collect(double piece, bool sends, bool twice, double begin_us) {
-    const double out_us = sent_us((ranks - 1) * piece) / kCollectiveRate;
+    const double out_us = sent_us((ranks - 1) * piece) / profile.peer.collective_rate;
     if (sends) {
       const double once_us = out_us + local_us((ranks + 1) * piece);
-      return begin_us + communicated(kSequentialUs + (twice ? 2.0 : 1.0) * once_us);
+      return begin_us + communicated(profile.peer.sequential_us + (twice ? 2.0 : 1.0) * once_us);
     }
-    const double end_us = begin_us + local_us((ranks + 1) * piece, kSlotsGbps);
-    return twice ? end_us + kSequentialUs + out_us + local_us(2 * (ranks - 1) * piece) : end_us;
+    const double end_us = begin_us + slots_us((ranks + 1) * piece);
+    return twice ? end_us + profile.peer.sequential_us + out_us + local_us(2 * (ranks - 1) * piece)
+                 : end_us;
   }
 
   // The sum of an exchanged chunk: on what SMs GEMM and communication leave, and after the GEMM on all.
   double sum(size_t id, double bytes, double begin_us) const {
-    const double busy = all_bytes / (1e3 * kExchangeCall.cta_gbps * counted_us);
-    const double beside = 1e3 * kSumSmGbps * std::max(0.0, plan.resources.comm_sms - busy);
+    const double busy = all_bytes / (1e3 * profile.calls.exchange.cta_gbps * counted_us);
+    const double beside =
+        1e3 * profile.beside.sum_sm_gbps * std::max(0.0, plan.resources.comm_sms - busy);
     const double until_us = std::max(begin_us, counted_us);
     const double hidden = (until_us - begin_us) * beside;
-    const double end_us = bytes <= hidden ? begin_us + bytes / beside
-                                          : until_us + (bytes - hidden) / (1e3 * kFinishGbps);
-    return end_us + (next_of_lane[id] == kNone ? kFinishStartUs : 0.0);
+    const double end_us = bytes <= hidden
+                              ? begin_us + bytes / beside
+                              : until_us + (bytes - hidden) / (1e3 * profile.local.finish_gbps);
+    return end_us + (next_of_lane[id] == kNone ? profile.local.finish_start_us : 0.0);
   }
 
   // What puts chunks in place hides beside the communication of the next one, and what copies an all-gather's rows beside
@@ -560,8 +578,11 @@ struct Walk {
     return list.steps[id].lane == Lane::kCopy && (gathers || next_of_lane[id] != kNone);
   }
   double finish_us(double bytes) const {
-    return cpu ? bytes / (1e3 * kCopyCpuGbps) : kFinishStartUs + bytes / (1e3 * kFinishGbps);
+    return cpu ? bytes / (1e3 * profile.cpu.copy_gbps)
+               : profile.local.finish_start_us + bytes / (1e3 * profile.local.finish_gbps);
   }
+  double local_us(double bytes) const { return bytes / (1e3 * profile.local.read_write_gbps); }
+  double slots_us(double bytes) const { return bytes / (1e3 * profile.local.slot_gbps); }
   double sent_us(double bytes) const { return bytes / (1e3 * machine.peer_gbps); }
 };
 

@@ -61,14 +61,13 @@ def build(root: Path = ROOT) -> Path:
     folder = "build/recorder"
     flags = [*setup.CXX_FLAGS, *DEFINES, *setup.isystem(includes)]
     own = sorted(str(path.relative_to(root)) for path in root.glob("tests/recorder/*.cc"))
-    objects = [
+    edges = [
         *setup.planner_edges(folder),
         *setup.compile_edges("cxx", setup.sources("runtime/*.cc"), folder, flags),
         *setup.compile_edges("cxx", own, folder, flags),
     ]
-    inputs = [edge.output for edge in objects]
-    program = setup.Edge("program", f"{folder}/recorder", inputs, ["-pthread"])
-    setup.run_ninja(folder, [*objects, program])
+    program = setup.Edge("program", f"{folder}/recorder", setup.objects(edges), ["-pthread"])
+    setup.run_ninja(folder, [*edges, program])
     return root / program.output
 
 

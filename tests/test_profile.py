@@ -1,0 +1,258 @@
+"""Profiles: what work takes on a machine, as data; the shipped one, partial ones, files that are wrong, what doctor says."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import random
+import re
+from copy import deepcopy
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch
+
+import rank_pool
+from machines import ada, big, cpu, hopper, slow, total
+from overlap_torch import _doctor, plan
+from overlap_torch.plan import Machine, Op, Profile
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ROOT / "overlap_torch/profiles/h200.json"
+HEAD = {"schema": 1, "kind": "overlap_torch.profile", "name": "own"}
+ABOUT = {"schema", "kind", "name", "made", "machine"}
+
+
+def leaves(tree: dict, path: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in tree.items():
+        full = f"{path}{name}"
+        found.update(leaves(value, full + ".") if isinstance(value, dict) else {full: value})
+    return found
+
+
+def numbers() -> dict:
+    return {k: v for k, v in json.loads(SHIPPED.read_text()).items() if k not in ABOUT}
+
+
+def own(**groups: object) -> Profile:
+    return Profile.parse(json.dumps({**HEAD, **groups}), "own.json")
+
+
+def test_profile_shipped_is_the_file_whole():
+    shipped = Profile.shipped()
+    assert json.loads(shipped.to_json()) == json.loads(SHIPPED.read_text())
+    assert (shipped.name, shipped.gpu, shipped.made_by) == ("h200", "NVIDIA H200", "transcribed")
+    assert shipped.missing == ()
+    assert list(Profile.fields()) == list(leaves(numbers()))
+    assert Profile.load(SHIPPED) == shipped
+    assert Machine().profile == shipped
+
+
+def test_profile_of_a_part_takes_the_rest_from_the_shipped_one():
+    profile = own(gemm={"start_us": 8}, sync={"wait_us": 7})
+    assert "gemm.start_us" not in profile.missing and "sync.wait_us" not in profile.missing
+    assert len(profile.missing) == len(Profile.fields()) - 2
+    # Of the shipped profile the GEMM starts in 3 us: the sequence takes 5 more, whatever follows.
+    for machine in (hopper(), slow(), ada()):
+        sequence = plan.make_sequential(big(), machine)
+        before = total(sequence, machine)
+        machine.profile = profile
+        assert total(sequence, machine) == pytest.approx(before + 5.0, rel=1e-12)
+
+
+def test_profile_changes_what_is_weighed_and_taken():
+    ways = own(ways={"plain": [[2, 1]]}, schedules={"all_reduce": [[1, 1, 1]]})
+    _, *candidates = plan.candidates(big(), hopper(profile=ways))
+    assert [len(one.chunks) for one in candidates] == [3]
+    assert (candidates[0].chunks[0].max_ctas, candidates[0].resources.lanes) == (2, 1)
+    never = own(needed_gain={"usual": {"share": 0.0}})
+    assert plan.make_plan(big(), hopper()).schedule == plan.Schedule.OVERLAPPED
+    assert plan.make_plan(big(), hopper(profile=never)).schedule == plan.Schedule.SEQUENTIAL
+
+
+def test_profile_goes_with_its_machine():
+    profile = own(gemm={"start_us": 5})
+    machine = hopper(profile=profile)
+    for copy in (pickle.loads(pickle.dumps(machine)), deepcopy(machine)):
+        assert copy.profile == profile and copy.profile.source == "own.json"
+        assert copy.profile.missing == profile.missing
+        assert repr(copy) == repr(machine)
+    assert hash(own(gemm={"start_us": 5})) == hash(profile) and own() != profile
+    with pytest.raises(ValueError, match="profile is None, allowed is a Profile"):
+        machine.profile = None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schema": 2}, "schema is 2; allowed is 1"),
+        ({"schema": "1"}, 'schema is "1"; allowed is 1'),
+        ({"kind": "plan"}, 'kind is "plan"; allowed is "overlap_torch.profile"'),
+        ({"name": ""}, 'name is ""; allowed is a string'),
+        ({"made": {"at": "2026-02-30"}}, 'made.at is "2026-02-30"; allowed is a date, YYYY-MM-DD'),
+        ({"made": {"who": "x"}}, 'it has "made.who", which is no field; allowed are made.at'),
+        ({"gem": {}}, 'it has "gem", which is no field; allowed are schema, kind, .*gemm, beside'),
+        ({"gemm": {"start": 1}}, 'it has "gemm.start", which is no field; .*gemm.start_us'),
+        ({"gemm": 3}, "gemm is 3; allowed is an object"),
+        ({"gemm": {"start_us": "3"}}, 'gemm.start_us is "3"; allowed is a number, 0 to'),
+        ({"gemm": {"start_us": None}}, "gemm.start_us is null; allowed is a number"),
+        ({"gemm": {"start_us": True}}, "gemm.start_us is true; allowed is a number"),
+        ({"gemm": {"start_us": {}}}, "gemm.start_us is {}; allowed is a number"),
+        ({"gemm": {"start_us": -1}}, "gemm.start_us is -1; allowed is a number, 0 to"),
+        ({"gemm": {"sm80_rate": 0}}, "gemm.sm80_rate is 0; allowed is a number, 1e-04 to"),
+        ({"gemm": {"short_k": 2.5}}, "gemm.short_k is 2.5; allowed is a whole number"),
+        ({"calls": {"exchange": 1}}, "calls.exchange is 1; allowed is an object"),
+        ({"ways": {"plain": [[8, 5]]}}, r"ways.plain is \[\[8, 5\]\]; .* lanes from 1 to 4"),
+        ({"ways": {"plain": []}}, r"ways.plain is \[\]; allowed is 1 to 64 lists of two"),
+        ({"schedules": {"library": [[1, 0.5]]}}, "schedules.library is .* from 1 to 1000"),
+    ],
+    ids=str,
+)
+def test_profile_that_is_wrong_names_file_field_and_what_is_allowed(tmp_path, given, message):
+    file = tmp_path / "wrong.json"
+    file.write_text(json.dumps({**HEAD, **given}))
+    with pytest.raises(ValueError, match=f"^profile {re.escape(str(file))}: {message}"):
+        Profile.load(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1, column 1 is not JSON: a value is missing"),
+        ("{", "line 1, column 2 is not JSON: a name in quotes is missing"),
+        ('{"schema": 1,\n "schema": 1}', "line 2, column 10 is not JSON: 'schema' is there twice"),
+        ('{"schema": 01}', "is not JSON: a value is missing"),
+        ('{"schema": NaN}', "is not JSON: a value is missing"),
+        ('{"schema": 1e999}', "is not JSON: the number is beyond what 64 bits hold"),
+        ('{"schema": 1} 2', "is not JSON: there is more behind the value"),
+        ('{"name": "a', "is not JSON: the string has no end"),
+        ("[" * 100, "is not JSON: it is nested too deep"),
+        ("[1]", r"the file is \[1\]; allowed is an object"),
+        ("{}", "kind is missing; allowed is"),
+    ],
+    ids=str,
+)
+def test_profile_that_is_not_json_says_where(text, message):
+    with pytest.raises(ValueError, match=f"profile here: .*{message}"):
+        Profile.parse(text, "here")
+
+
+def test_profile_that_cannot_be_read_says_so(tmp_path):
+    with pytest.raises(ValueError, match="none.json: cannot be read .No such file"):
+        Profile.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("text", ['"\\/\b\f\n\r\t', "é", "日本", "🙂", "\u001f"])
+def test_profile_text_reads_back(text):
+    for ascii_only in (True, False):
+        written = json.dumps({**HEAD, "made": {"note": text}}, ensure_ascii=ascii_only)
+        note = Profile.parse(written).note
+        assert note == text
+        assert json.loads(Profile.parse(written).to_json())["made"]["note"] == text
+
+
+def perturbed(random_: random.Random) -> Profile:
+    """All numbers of the shipped one moved by 30 %; needed gains, which are shares, are kept."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: moved(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return value
+        factor = random_.uniform(0.7, 1.3)
+        return max(1, round(value * factor)) if isinstance(value, int) else value * factor
+
+    tree = {k: v if k == "needed_gain" else moved(v) for k, v in numbers().items()}
+    return Profile.parse(json.dumps({**HEAD, **tree}))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_profile_perturbed_gives_valid_plans_and_the_best_of_them(seed):
+    random_ = random.Random(seed)
+    profile = perturbed(random_)
+    assert profile.missing == ()
+    assert Profile.parse(profile.to_json()) == profile
+    for machine in (hopper(peer_gbps=365.0), hopper(windows=True), slow(), ada(), cpu()):
+        machine.profile = profile
+        for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM):
+            for world in (2, 4):
+                problem = big(m=2 ** random_.randint(6, 13), op=op, world_size=world)
+                candidates = plan.candidates(problem, machine)
+                times = [total(one, machine) for one in candidates]
+                for one, us in zip(candidates, times, strict=True):
+                    plan.validate(one)
+                    assert math.isfinite(us) and us > 0.0, one
+                chosen = plan.make_plan(problem, machine)
+                assert chosen in candidates
+                assert total(chosen, machine) <= times[0]
+
+
+def test_profile_holds_what_is_fitted_and_the_sources_do_not():
+    # No numbers of a machine's; the last is how long a new group may measure its link.
+    allowed = {"kNever", "kSchema", "kSlowUs"}
+    found = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for folder in ("plan", "planner", "steps", "runtime")
+        for file in sorted((ROOT / "csrc" / folder).glob("*.*"))
+        for name in re.findall(r"constexpr (?:double|float) (\w+)", file.read_text())
+        if name not in allowed
+    ]
+    assert found == []
+
+
+def test_doctor_tells_the_profile():
+    lines = _doctor.profile_lines(Profile.shipped(), ["NVIDIA H200"], date(2026, 12, 3))
+    assert lines[0] == "name      h200"
+    assert "made      by transcribed, 2026-11-23, 10 days ago" in lines
+    assert lines[-1] == "complete"
+    part = Profile.parse(
+        json.dumps(
+            {
+                **HEAD,
+                **numbers(),
+                "gemm": {k: v for k, v in numbers()["gemm"].items() if k != "start_us"},
+                "ways": {},
+                "machine": {"gpu": "A"},
+            }
+        ),
+        "part.json",
+    )
+    lines = _doctor.profile_lines(part, ["B", "A", "B"], date(2026, 12, 3))
+    assert lines == [
+        "name      own",
+        "from      part.json",
+        "made      not known how or when",
+        "measured  on A",
+        "lacks     gemm.start_us, all of ways: as in the shipped profile 'h200'",
+        "WARNING: it is of A; times on B are guessed by it",
+    ]
+
+
+def test_doctor_reports_the_file_that_is_named(monkeypatch, tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(HEAD))
+    monkeypatch.setenv("OVERLAP_PROFILE", str(file))
+    assert f"  from      {file}\n" in _doctor.report()
+    file.write_text(json.dumps({**HEAD, "schema": 0}))
+    with pytest.raises(ValueError, match=f"OVERLAP_PROFILE: profile {file}: schema is 0; allowed"):
+        torch.ops.overlap.environment()
+    report = _doctor.report()
+    assert f"WARNING: every op raises: overlap_torch: OVERLAP_PROFILE: profile {file}" in report
+    assert "  name      h200\n" in report
+
+
+def planned() -> tuple[str, str, float]:
+    machine = plan.machine("cpu")
+    return machine.profile.name, machine.profile.source, machine.sm_gflops
+
+
+def test_profile_of_the_environment_is_what_ops_plan_by(tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({**HEAD, "cpu": {"core_gflops": 31.5}}))
+    outcomes = rank_pool.run_fresh(2, "gloo", planned, environment={"OVERLAP_PROFILE": str(file)})
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome
+        assert outcome.value == ("own", str(file), 31.5)
