@@ -148,12 +148,9 @@ bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
          larger * rounds(large) <= gemm.large_tile_factor * rounds(small);
 }
 
-// The kernels of what moves each byte once, the preferred one first. Two H200s, m_train, the same plans with
-// ping-pong, the cooperative kernel and wide ping-pong, calls and then rows: reduce-scatters over NCCL 1.15x,
-// 1.20x, 1.19x and 1.19x, 1.17x, 1.18x of the sequence; all-gathers over peers 1.18x, 1.23x, 1.21x and 1.23x, 1.22x,
-// 1.20x. With K = 2048 wide ping-pong was the fastest of the three in 15 of 18. Where an all-gather's GEMM is long
-// the chip reaches its power limit, and ping-pong needs less: of three of 1.5 to 2.8 ms wide gained 4 to 6 % over
-// 128 x 128 in calls, and in a row 1 %, 1 % and -2 %. Exchanges lose by both, wide 5 % in a row.
+// The kernels of what moves each byte once, the preferred one first. Larger tiles need less of shared memory's rate, but
+// the cooperative kernel's stores come between products, which weighs at small K. Where an all-gather's GEMM is long the
+// chip reaches its power limit, and ping-pong needs less power. docs/notes.md has the times ("Tile shapes on Hopper").
 std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine,
                                     const Prediction& sequence, Kernel kernel,
                                     Transport transport) {
@@ -239,12 +236,10 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
     return;  // measured better than anything through NCCL
   }
-  // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet:
-  // measured on the same shapes 1.28x, 1.26x and 1.22x. The model is not good enough to choose
-  // among the three.
+  // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet. The model's error is
+  // larger than what lies between the three, so it does not choose among them.
   if (problem.op != Op::kGemmAllReduce) {
-    // The best of each on the same shapes: in windows 1.14x (reduce-scatter) and 1.12x (all-gather),
-    // plain 1.11x and 1.07x; windows of all-gathers that stage their rows first: 1.2x.
+    // Windows carry more than plain calls, of all-gathers most where own rows are staged first.
     if (machine.windows) {
       for (const Kernel own :
            one_way_kernels(problem, machine, sequence, kernel, Transport::kNccl)) {

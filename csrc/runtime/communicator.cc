@@ -23,7 +23,7 @@ ncclDataType_t nccl_dtype(plan::DType dtype) {
 
 Communicator::Communicator(const ncclUniqueId& id, const Options& options) : rank_(options.rank) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  // Non-blocking communicators hand every call to a thread of their own: 130 us a call, measured.
+  // Non-blocking communicators hand every call to a thread of their own, which takes longer than the call.
   config.blocking = 1;
   if (options.max_ctas > 0) {
     // These run beside a persistent GEMM: launched as clusters of 4, as NCCL does on Hopper, they

@@ -71,8 +71,8 @@ class AllToAllSteps {
   }
 
   // A chunk's messages on the side lane, of what has been computed on the caller's so far. A GEMM of the plan's kernel that goes
-  // on beside them comes first: where NCCL's CTAs came first, each on an SM of another pair, clusters of the GEMM had
-  // to wait for them, and it took 1.7 times as long.
+  // on beside them comes first: where NCCL's CTAs came first, each on an SM of another pair, clusters of the GEMM
+  // would wait for them until they end.
   void send_beside(int32_t chunk, SendReceive messages, bool gemm_first) {
     std::vector<StepId> after = {last_on_caller()};
     if (gemm_first) {
