@@ -31,24 +31,21 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture(scope="module")
-def output(tmp_path_factory) -> str:
-    """What two CPU ranks print that run all pages, one after the other."""
-    folder = tmp_path_factory.mktemp("snippets")
+def run_pages(folder: Path, pages: list[Path], **more: str) -> str:
+    """What two ranks print that run these pages, one after the other."""
     logs = [folder / "rank0", folder / "rank1"]
     ranks = []
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MPLCONFIGDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]),
+        **more,
+    }
     for rank in range(2):
-        environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MPLCONFIGDIR": str(folder),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]),
-        }
+        script = str(ROOT / "tests/run_snippets.py")
+        command = [sys.executable, script, str(folder), str(rank), "2", *map(str, pages)]
         with logs[rank].open("wb") as sink:
-            script = str(ROOT / "tests/run_snippets.py")
-            pages = map(str, WITH_SNIPPETS)
-            command = [sys.executable, script, str(folder), str(rank), "2", *pages]
             ranks.append(
                 subprocess.Popen(command, cwd=folder, env=environment, stdout=sink, stderr=sink)
             )
@@ -62,10 +59,29 @@ def output(tmp_path_factory) -> str:
     return "".join(log.read_text(errors="replace") for log in logs)
 
 
-@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name)
-def test_docs_snippets_run_on_two_cpu_ranks(output, page):
+def expect_ran(output: str, page: Path) -> None:
     ran = re.findall(rf"^ran {re.escape(str(page))}, group left: (\w+)$", output, re.MULTILINE)
     assert ran == ["False", "False"], output
+
+
+@pytest.fixture(scope="module")
+def cpu_output(tmp_path_factory) -> str:
+    return run_pages(tmp_path_factory.mktemp("snippets"), WITH_SNIPPETS, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name)
+def test_docs_snippets_run_on_two_cpu_ranks(cpu_output, page):
+    expect_ran(cpu_output, page)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu2
+def test_docs_first_snippets_run_on_two_gpus(tmp_path):
+    """Those that take the GPUs that are there."""
+    pages = [ROOT / "README.md", ROOT / "docs/start.md"]
+    output = run_pages(tmp_path, pages)
+    for page in pages:
+        expect_ran(output, page)
 
 
 def test_docs_pages_run_their_snippets_but_those_that_say_why_not():
