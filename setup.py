@@ -182,15 +182,14 @@ def kernel_check_edges(folder: str, cuda: Cuda) -> list[Edge]:
     file = "tests/cuda/kernel_check.cu"
     includes = isystem([cuda.cutlass_include])
     flags = [*NVCC_FLAGS, *cuda.defines, *includes, *gencode(file, cuda.archs)]
-    objects = [
+    edges = [
         *kernel_edges(folder, cuda),
         *planner_edges(folder),
         *compile_edges("nvcc", [file], folder, flags),
     ]
     home = Path(cuda.cudart).parent
     link_flags = [str(cuda.cudart), f"-Wl,-rpath,{home}", "-pthread", "-ldl"]
-    inputs = [edge.output for edge in objects]
-    return [*objects, Edge("program", f"{folder}/kernel_check", inputs, link_flags)]
+    return [*edges, Edge("program", f"{folder}/kernel_check", objects(edges), link_flags)]
 
 
 def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
