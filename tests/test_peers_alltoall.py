@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import rank_pool
 from checks import Failures, check_call, check_plan
 from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, rank_device
 from ops import OPS
@@ -124,8 +125,9 @@ def check_many_rows(dtype: torch.dtype) -> tuple[int, list[str]]:
         for what, counts in many_rows(world).items():
             check_both(failures, case, kernel, counts, what)
     case = Case((0,), *MANY, dtype)
-    stored = stores(case, kernel, many_rows(world)["even"])
-    failures.expect(None if stored else "many rows are not stored where they go")
+    if not rank_pool.shares_gpus():  # within a GPU messages take less than the rounds that they cost
+        stored = stores(case, kernel, many_rows(world)["even"])
+        failures.expect(None if stored else "many rows are not stored where they go")
     stored = stores(case, kernel, few_rows(world)["one"])
     failures.expect("few rows are stored where they go" if stored else None)
     return failures.result()
