@@ -1,5 +1,5 @@
 // What work takes on a machine: times of single GEMMs and exchanges, in microseconds, by the machine's profile; see
-// docs/design.md. steps/price.h walks a plan's steps with them.
+// docs/internals.md. steps/price.h walks a plan's steps with them.
 #pragma once
 
 #include <algorithm>
