@@ -353,7 +353,10 @@ def _size(count: int) -> str:
 
 
 def _element_bytes(problem: Problem) -> int:
-    return {"float32": 4, "float64": 8}.get(enum_name(problem.dtype), 2)
+    """Of what travels."""
+    dtype = problem.dtype if problem.op == Op.ALLGATHER_GEMM else problem.output_dtype
+    sizes = {"float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
+    return sizes.get(enum_name(dtype), 2)
 
 
 # --- command line ---------------------------------------------------------------------------------------------
@@ -389,6 +392,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=0, help=meaning)
     parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--scales",
+        choices=["tensor", "row", "block"],
+        help="how operands of float8_e4m3fn or float8_e5m2 are scaled; the output is bfloat16",
+    )
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2)")
     parser.add_argument(
         "--device",
@@ -435,7 +443,8 @@ def _asked(args: argparse.Namespace) -> _Asked:
         world = args.world
         if world is None:
             world = Ranks.choose(None, args.device).world_size if machine is None else 2
-        problem = Problem(args.m, args.n, args.k, args.dtype, world, args.op)
+        recipe = "none" if args.scales is None else f"{args.scales}_wise"
+        problem = Problem(args.m, args.n, args.k, args.dtype, world, args.op, recipe)
     else:
         problem = plan.problem
     rows = (args.rows,) * problem.world_size if problem.op == Op.GEMM_ALLTOALL else ()

@@ -34,6 +34,15 @@ class DType(_Enum):
     FLOAT16: ClassVar[DType]
     FLOAT32: ClassVar[DType]
     FLOAT64: ClassVar[DType]
+    FLOAT8_E4M3FN: ClassVar[DType]
+    FLOAT8_E5M2: ClassVar[DType]
+
+class Recipe(_Enum):
+    __members__: ClassVar[dict[str, Recipe]]
+    NONE: ClassVar[Recipe]
+    TENSOR_WISE: ClassVar[Recipe]
+    ROW_WISE: ClassVar[Recipe]
+    BLOCK_WISE: ClassVar[Recipe]
 
 class Schedule(_Enum):
     __members__: ClassVar[dict[str, Schedule]]
@@ -77,6 +86,8 @@ class Problem:
     k: int
     dtype: DType
     world_size: int
+    recipe: Recipe
+    output_dtype: DType
     def __init__(
         self,
         m: int,
@@ -85,6 +96,8 @@ class Problem:
         dtype: DType | str | torch.dtype = ...,
         world_size: int = 1,
         op: Op | str = ...,
+        recipe: Recipe | str = ...,
+        output_dtype: DType | str | torch.dtype | None = None,
     ) -> None: ...
     @property
     def row_parts(self) -> int: ...

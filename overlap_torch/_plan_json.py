@@ -17,6 +17,8 @@ from overlap_torch._plan import (
     Layout,
     Op,
     Plan,
+    Problem,
+    Recipe,
     Resources,
     Schedule,
     Transport,
@@ -25,7 +27,7 @@ from overlap_torch._plan import (
 
 _VERSION = 1  # of the fields (csrc/plan/plan_fields.h); it changes when they do
 
-_Enum = TypeVar("_Enum", Op, DType, Schedule, Kernel, Transport, Layout, Collective)
+_Enum = TypeVar("_Enum", Op, DType, Recipe, Schedule, Kernel, Transport, Layout, Collective)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -110,6 +112,8 @@ def _read(what: str, kind: Any, data: Any) -> Any:
         return data  # the class checks it
     if isinstance(data, dict):
         data = _SINCE.get(kind, {}) | data
+        if kind is Problem:  # without scales the result is of the operands' dtype
+            data = {"recipe": "none", "output_dtype": data.get("dtype")} | data
     _check_fields(what, data, kind.__fields__)
     owner = f"{what}'s" if what == "plan" else what
     values = {

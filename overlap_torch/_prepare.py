@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
+from overlap_torch._fp8 import Recipe
 from overlap_torch._placements import from_local, to_local
 from overlap_torch._sequence import Operands, column_sequences
 
@@ -46,6 +47,7 @@ class GatheredReader:
     world_size: int
     input_layout: Placement
     in_features: int
+    fp8: Recipe | None
 
     def operands(self) -> Operands:
         """This rank's parameters."""
@@ -190,7 +192,9 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
     def _readers_of(
         self, module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh
     ) -> list[GatheredReader]:
-        return [reader for _, reader in self._candidates(module) if _can_read(reader, input, mesh)]
+        found = [reader for _, reader in self._candidates(module) if _can_read(reader, input, mesh)]
+        # Cast and gathered once: for those with the first one's recipe.
+        return [reader for reader in found if reader.fp8 == found[0].fp8]
 
     def _candidates(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         if self.readers is None:
@@ -270,6 +274,7 @@ def _gather(
         group=readers[0].group,
         world_size=mesh.size(),
         tokens=input.shape[dim],
+        recipe=readers[0].fp8,
     )
     # As PrepareModuleInput's is: modules call view(), and autocast has cast what was gathered.
     gathered = gathered.movedim(0, dim).contiguous().to(input.dtype)

@@ -14,6 +14,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from overlap_torch import _linear
+from overlap_torch._fp8 import Maps, Recipe
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
 from overlap_torch._ops.collectives import start_all_gather, wait
 from overlap_torch._ops.gradients import rows, weight_gradient
@@ -38,12 +39,25 @@ def column_sequences(
     group: str,
     world_size: int,
     tokens: int,
+    recipe: Recipe | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """This rank's rows [tokens part, ..., K] to [tokens, ..., N part] for each layer, and to the gathered [tokens, ..., K].
 
     A gradient of the gathered input is this rank's part of a sum over the ranks, and is reduced together with that of
-    the layers.
+    the layers. With a recipe they compute in fp8, and the gathered input is what fp8 and its scales stand for.
     """
+    if recipe is not None:
+        *outputs, gathered = Maps(recipe).columns_sequence(
+            input,
+            [layer.weight for layer in layers],
+            [layer.bias for layer in layers],
+            group=group,
+            world_size=world_size,
+            tokens=tokens,
+            paddings=[layer.padding for layer in layers],
+            gathers=True,
+        )
+        return outputs, gathered
     input = pad_end(input, 0, -(-tokens // world_size) - input.shape[0])
     weights = [pad_end(layer.weight, 0, layer.padding) for layer in layers]
     biases = [
@@ -70,18 +84,24 @@ def row_sequence(
     world_size: int,
     rank: int,
     padding: int,
+    recipe: Recipe | None = None,
 ) -> torch.Tensor:
-    """As `_linear.row_sequence`, but the bias's gradient is that of all ranks' rows.
+    """As `_linear.row_sequence`, but the bias's gradient is that of all ranks' rows; with a recipe in fp8.
 
     It is summed at once, not left Partial: clip_grad_norm_ does not scale a Partial gradient (torch 2.11).
     """
-    if bias is not None and bias.requires_grad and (input.requires_grad or weight.requires_grad):
+    if (
+        recipe is None
+        and bias is not None
+        and bias.requires_grad
+        and (input.requires_grad or weight.requires_grad)
+    ):
         tokens = input.shape[0]
         input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
         operands = _linear.as_under_autocast(input, pad_end(weight, -1, padding), bias)
         _, size = shard_range(tokens, world_size, rank)
         return _scatter_linear(group, *operands)[:size]
-    return _linear.row_sequence(
+    return (_linear if recipe is None else Maps(recipe)).row_sequence(
         input,
         weight,
         None if bias is None else SumGradient.apply(bias, group),

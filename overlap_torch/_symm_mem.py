@@ -17,14 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.library import Library, get_kernel
+from torch.nn.functional import ScalingType
 
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
 from overlap_torch._ops.collectives import start_all_gather, start_reduce_scatter, wait
-from overlap_torch._ops.group import world_size
+from overlap_torch._ops.group import group_rank, world_size
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _DEVICES = ("CUDA", "CPU")
+_SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)  # that the ops take, with scales
+_SCALED_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 Scales = Sequence[torch.Tensor | None]
 
@@ -121,8 +124,201 @@ def _scatter_composed(
 # --- the scaled ones ------------------------------------------------------------------------------------------
 
 
-def _scaled_refused(*args: Any, **kwargs: Any) -> str:
-    return "the ops take no scales"
+def _scaled_operands_refused(
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    B_scales: Sequence[torch.Tensor],
+    result_scales: Scales,
+    out_dtypes: Sequence[torch.dtype | None],
+) -> str:
+    if A.dim() < 2 or any(B.dim() != 2 or B.shape[0] != A.shape[-1] for B in Bs):
+        return "the shapes do not fit"
+    for B, B_scale, result_scale, out_dtype in zip(
+        Bs, B_scales, result_scales, out_dtypes, strict=True
+    ):
+        pair = (A.dtype, B.dtype)
+        if not set(pair) <= set(_SCALED) or torch.float8_e4m3fn not in pair:
+            return f"the dtypes are {A.dtype} and {B.dtype}"
+        if B.device != A.device:
+            return "the operands' devices differ"
+        if B_scale.numel() != 1 and (*B_scale.shape,) != (1, B.shape[1]):
+            return f"B_scale has the shape {(*B_scale.shape,)}"
+        if B_scale.dtype != torch.float32:
+            return f"B_scale is {B_scale.dtype}"
+        if out_dtype not in _SCALED_OUTPUTS:
+            return f"the result is {out_dtype or A.dtype}"
+        if result_scale is not None:
+            return "the result has a scale"
+    return ""
+
+
+def _scales(
+    A: torch.Tensor,
+    A_scale: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    B_scales: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """Scales and recipes as the ops take them: TensorWise, or, if any scales rows, RowWise for all."""
+    if all(scale.numel() == 1 for scale in (A_scale, *B_scales)):
+        recipe = ScalingType.TensorWise
+        of_weights = [scale.reshape(1) for scale in B_scales]
+        of_input = A_scale.reshape(1)
+    else:
+        recipe = ScalingType.RowWise
+        of_weights = [
+            scale.reshape(-1).expand(B.shape[1]) for B, scale in zip(Bs, B_scales, strict=True)
+        ]
+        of_input = (A_scale.reshape(1) if A_scale.numel() == 1 else A_scale).expand(
+            *A.shape[:-1], 1
+        )
+    return {
+        "scale_input": of_input,
+        "scale_weight": of_weights,
+        "recipe_input": recipe,
+        "recipe_weight": recipe,
+    }
+
+
+def _of_own_rows(
+    A: torch.Tensor, A_scale: torch.Tensor, gather_dim: int, group: str
+) -> torch.Tensor | None:
+    """The scale of this rank's rows, given that or all ranks'; None for another shape."""
+    own = (*A.shape[:-1], 1)
+    if A_scale.numel() == 1 or (*A_scale.shape,) == own:
+        return A_scale
+    world = world_size(group)
+    whole = (*own[:gather_dim], own[gather_dim] * world, *own[gather_dim + 1 :])
+    if (*A_scale.shape,) != whole:
+        return None
+    return A_scale.chunk(world, gather_dim)[group_rank(group)]
+
+
+def _scaled_gather(
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: Sequence[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Scales,
+    result_scales: Scales,
+    out_dtypes: Sequence[Any],
+    use_fast_accum: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """By `allgather_gemm`. One number that scales A is every rank's, as PyTorch's kernel takes it."""
+    gather_dim %= A.dim()
+    own = _of_own_rows(A, A_scale, gather_dim, group_name)
+    front = A.movedim(gather_dim, 0)
+    scales = _scales(front, own if own.numel() == 1 else own.movedim(gather_dim, 0), Bs, B_scales)
+    outputs, gathered, _ = allgather_gemm(
+        front,
+        [B.t() for B in Bs],
+        list(biases),
+        group=group_name,
+        output_dtype=_as_dtypes(out_dtypes)[0],
+        use_fast_accum=use_fast_accum[0],
+        shared_scale_input=scales["recipe_input"] is ScalingType.TensorWise,
+        **scales,
+    )
+    return gathered.movedim(0, gather_dim), [output.movedim(0, gather_dim) for output in outputs]
+
+
+def _scaled_gather_refused(
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: Sequence[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Scales,
+    result_scales: Scales,
+    out_dtypes: Sequence[Any],
+    use_fast_accum: Sequence[bool],
+) -> str:
+    if not Bs:
+        return "no B is given"
+    lists = (B_scales, biases, result_scales, out_dtypes, use_fast_accum)
+    if any(len(values) != len(Bs) for values in lists):
+        return "there is not one value for each B"
+    if A.dim() >= 2 and gather_dim in (-1, A.dim() - 1):
+        return "the features are gathered, not the rows"
+    dtypes = _as_dtypes(out_dtypes)
+    if why := _scaled_operands_refused(A, Bs, B_scales, result_scales, dtypes):
+        return why
+    if len(set(dtypes)) > 1 or len(set(use_fast_accum)) > 1:
+        return "the results' dtypes or accumulation differ"
+    if any(bias is not None and bias.dtype != dtypes[0] for bias in biases):
+        return "a bias is of another dtype than the result"
+    if A_scale.dtype != torch.float32:
+        return f"A_scale is {A_scale.dtype}"
+    if _of_own_rows(A, A_scale, gather_dim % A.dim(), group_name) is None:
+        return f"A_scale has the shape {(*A_scale.shape,)}"
+    return ""
+
+
+def _scaled_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """By `gemm_reducescatter`; contiguous, as PyTorch's is."""
+    leading = A.shape[:-1] if output_shape is None else output_shape[:-1]
+    front = A.reshape(*leading, A.shape[-1]).movedim(orig_scatter_dim, 0)
+    if A_scale.numel() != 1:
+        A_scale = A_scale.reshape(*leading, 1).movedim(orig_scatter_dim, 0)
+    scales = _scales(front, A_scale, [B], [B_scale])
+    output = gemm_reducescatter(
+        front,
+        B.t(),
+        group=group_name,
+        output_dtype=_as_dtypes([out_dtype])[0],
+        use_fast_accum=use_fast_accum,
+        **{**scales, "scale_weight": scales["scale_weight"][0]},
+    )
+    return output.movedim(0, orig_scatter_dim).contiguous()
+
+
+def _scaled_scatter_refused(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> str:
+    if reduce_op != "sum":
+        return f"reduce_op is {reduce_op!r}, not 'sum'"
+    if bias is not None:
+        return "there is a bias, which every rank adds before the reduction"
+    leading = A.shape[:-1] if output_shape is None else output_shape[:-1]
+    if orig_scatter_dim == len(leading):
+        return "the features are scattered, not the rows"
+    if not 0 <= orig_scatter_dim < len(leading):
+        return f"scatter_dim is {orig_scatter_dim}"
+    if leading[orig_scatter_dim] % world_size(group_name) != 0:
+        return "the scattered dim does not divide by the ranks"
+    if A_scale.dtype != torch.float32:
+        return f"A_scale is {A_scale.dtype}"
+    if A_scale.numel() != 1 and (*A_scale.shape,) != (*A.shape[:-1], 1):
+        return f"A_scale has the shape {(*A_scale.shape,)}"
+    return _scaled_operands_refused(A, [B], [B_scale], [result_scale], _as_dtypes([out_dtype]))
 
 
 def _scaled_gather_composed(
@@ -274,15 +470,25 @@ class _StandIn:
 
     name: str
     refused: Callable[..., str]  # why ours does not take the arguments; empty if it does
-    ours: Callable[..., Any] | None  # None as long as no op takes any
+    ours: Callable[..., Any]
     composed: Callable[..., Any]  # for the CPU
 
 
 _STAND_INS = (
     _StandIn("fused_all_gather_matmul", _gather_refused, _gather, _gather_composed),
     _StandIn("fused_matmul_reduce_scatter", _scatter_refused, _scatter, _scatter_composed),
-    _StandIn("fused_all_gather_scaled_matmul", _scaled_refused, None, _scaled_gather_composed),
-    _StandIn("fused_scaled_matmul_reduce_scatter", _scaled_refused, None, _scaled_scatter_composed),
+    _StandIn(
+        "fused_all_gather_scaled_matmul",
+        _scaled_gather_refused,
+        _scaled_gather,
+        _scaled_gather_composed,
+    ),
+    _StandIn(
+        "fused_scaled_matmul_reduce_scatter",
+        _scaled_scatter_refused,
+        _scaled_scatter,
+        _scaled_scatter_composed,
+    ),
 )
 
 
@@ -351,9 +557,9 @@ def replace_symm_mem() -> SymmMemReplacement:
             print(overlap_torch.report())       # says what ran, and why where it was not ours
 
     Results have the shapes, strides and dtypes of PyTorch's. Ours takes rows that are gathered or scattered along any
-    dim but the last, ``reduce_op="sum"``, and bfloat16, float16, float32 and float64. Everything else runs PyTorch's kernel on
-    CUDA, and a GEMM and a collective on CPU; so do ``fused_all_gather_scaled_matmul`` and ``fused_scaled_matmul_reduce_scatter``,
-    as the ops take no scales. As PyTorch's kernels, they record no gradient and do not know autocast.
+    dim but the last, ``reduce_op="sum"``, and bfloat16, float16, float32 and float64; in ``fused_all_gather_scaled_matmul`` and
+    ``fused_scaled_matmul_reduce_scatter`` fp8 with scales of tensors or rows. Everything else runs PyTorch's kernel on CUDA, and
+    a GEMM and a collective on CPU. As PyTorch's kernels, they record no gradient and do not know autocast.
 
     Every rank of a group must have replaced them, or none: PyTorch's kernels and ours do not communicate with each other.
 
@@ -388,7 +594,7 @@ def lines() -> list[str]:
         return [
             "torch.ops.symm_mem: PyTorch's own kernels; overlap_torch.replace_symm_mem() puts these ops there"
         ]
-    replaced = ", ".join(each.name for each in _STAND_INS if each.ours is not None)
+    replaced = ", ".join(each.name for each in _STAND_INS)
     said = [f"torch.ops.symm_mem: these ops run {replaced}"]
     for op, device, why, count in calls():
         instead = "PyTorch's kernel" if device == "cuda" else "GEMM and collective"

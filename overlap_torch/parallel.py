@@ -23,6 +23,7 @@ collectives.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.utils.parametrize
@@ -40,6 +41,7 @@ from torch.nn import functional
 
 from overlap_torch import _linear
 from overlap_torch._dtensor import local_parts, sharded_dim
+from overlap_torch._fp8 import Maps, Recipe, recipe_of_config
 from overlap_torch._ops.dtensor import make_ops_known
 from overlap_torch._placements import from_local, redistribute, to_local
 from overlap_torch._prepare import GatheredReader, OverlapPrepareModuleInput
@@ -70,8 +72,9 @@ class OverlapColwiseParallel(ColwiseParallel):
     - other placements: redistributed to ``Replicate()`` first.
 
     Where d is not 0 the output is computed with that dim in front and is not contiguous. A DTensor's sharded dim may be
-    of any size; a tensor's must be the same on every rank. Everything that is not a plain ``torch.nn.Linear``, such as
-    ``torch.nn.Embedding``, is handled by ``ColwiseParallel``.
+    of any size; a tensor's must be the same on every rank. A torchao ``Float8Linear`` computes in fp8 as its config
+    says, and what is gathered are fp8 and its scales. Everything that is neither this nor a plain ``torch.nn.Linear``, such
+    as ``torch.nn.Embedding``, is handled by ``ColwiseParallel``.
 
     Keyword Args:
         input_layouts, output_layouts, use_local_output: as those of ``ColwiseParallel``.
@@ -104,8 +107,8 @@ class OverlapRowwiseParallel(RowwiseParallel):
     - other placements: redistributed after the GEMM.
 
     Where d is not 0 the output is computed with that dim in front and is not contiguous; the dim may be of any size, cut
-    as ``Shard`` cuts. Everything that is not a plain ``torch.nn.Linear``, such as ``torch.nn.Embedding``, is handled by
-    ``RowwiseParallel``.
+    as ``Shard`` cuts. A torchao ``Float8Linear`` computes in fp8 as its config says. Everything that is neither this nor a
+    plain ``torch.nn.Linear``, such as ``torch.nn.Embedding``, is handled by ``RowwiseParallel``.
 
     Keyword Args:
         input_layouts, output_layouts, use_local_output: as those of ``RowwiseParallel``.
@@ -130,11 +133,22 @@ class OverlapRowwiseParallel(RowwiseParallel):
 def is_plain_linear(module: torch.nn.Module) -> bool:
     """Whether its forward can be replaced; warns, once for each class, of Linear layers for which that is not so."""
     # A subclass has a forward of its own, a parametrized layer has other parameters.
-    if type(module) is torch.nn.Linear and set(module._parameters) == {"weight", "bias"}:
+    plain = type(module) is torch.nn.Linear or fp8_recipe(module) is not None
+    if plain and set(module._parameters) == {"weight", "bias"}:
         return True
     if isinstance(module, torch.nn.Linear):  # of others PyTorch's style is what everybody expects
         _warn_of_fallback(module)
     return False
+
+
+def fp8_recipe(module: torch.nn.Module) -> Recipe | None:
+    """What a torchao ``Float8Linear`` computes in fp8; None for another module, and for what the ops do not take."""
+    kind = type(module)
+    if (kind.__module__, kind.__name__) != ("torchao.float8.float8_linear", "Float8Linear"):
+        return None
+    # FSDP's gathers in fp8 have weights of a class of their own.
+    own = module.config.enable_fsdp_float8_all_gather
+    return None if own else recipe_of_config(module.config)
 
 
 _warned: set[tuple[str, str]] = set()
@@ -184,6 +198,12 @@ class _OverlapLinear(torch.nn.Linear):
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool
+    fp8: Recipe | None  # of a torchao Float8Linear
+
+    @property
+    def maps(self) -> Any:
+        """The linear maps: functions of :mod:`overlap_torch._linear`, or these in fp8."""
+        return _linear if self.fp8 is None else Maps(self.fp8)
 
     def _as_dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
         """As every rank's part of one size."""
@@ -249,17 +269,29 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
                 group=self.group,
                 world_size=self.world_size,
                 tokens=tokens,
+                recipe=self.fp8,
             )
             return output.movedim(0, dim)
         if placement.is_replicate() and not distributed:
-            return _linear.column(
+            return self.maps.column(
                 input, weight, bias, group=self.group, world_size=self.world_size, padding=padding
             )
         if not distributed:
             input = self._as_dtensor(input, placement)
         if not placement.is_replicate():  # redistributing it would reduce the gradient here
             input = redistribute(input, (Replicate(),))
-        return functional.linear(to_local(input, (Partial(),)), weight, bias)
+        local = to_local(input, (Partial(),))
+        if self.fp8 is None:
+            return functional.linear(local, weight, bias)
+        return self.maps.column(
+            local,
+            weight,
+            bias,
+            group=self.group,
+            world_size=self.world_size,
+            padding=padding,
+            reduces=False,
+        )
 
 
 class OverlapRowwiseLinear(_OverlapLinear):
@@ -277,7 +309,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
         padding = -(-self.in_features // self.world_size) - weight.shape[1]
         dim = sharded_dim(self.output_layout, input.dim())
         if self.output_layout.is_replicate():
-            output = _linear.row(input, weight, bias, group=self.group, padding=padding)
+            output = self.maps.row(input, weight, bias, group=self.group, padding=padding)
             return self._output(output, Replicate(), 0)
         if dim is not None and dim != last:
             output = row_sequence(
@@ -288,9 +320,15 @@ class OverlapRowwiseLinear(_OverlapLinear):
                 world_size=self.world_size,
                 rank=self.rank,
                 padding=padding,
+                recipe=self.fp8,
             ).movedim(0, dim)
             return self._output(output, Shard(dim), input.shape[dim])
-        partial = self._as_dtensor(functional.linear(input, weight), Partial())
+        if self.fp8 is None:
+            local = functional.linear(input, weight)
+        else:  # its gradient is this rank's own
+            place = {"group": self.group, "world_size": self.world_size, "padding": 0}
+            local = self.maps.column(input, weight, None, reduces=False, **place)
+        partial = self._as_dtensor(local, Partial())
         output = redistribute(partial, (self.output_layout,))
         if self.bias is not None:
             output = redistribute(output + self.bias, (self.output_layout,))
@@ -305,6 +343,7 @@ def replace_forward(
     output_layout: Placement,
     use_local_output: bool,
 ) -> torch.nn.Module:
+    module.fp8 = fp8_recipe(module)  # of the class that it has now
     module.__class__ = kind
     module.device_mesh = device_mesh
     module.group = device_mesh.get_group().group_name

@@ -40,6 +40,7 @@ from overlap_torch._plan import (
     Prediction,
     Problem,
     Profile,
+    Recipe,
     Resources,
     Schedule,
     Transport,
@@ -87,6 +88,7 @@ __all__ = [
     "Prediction",
     "Problem",
     "Profile",
+    "Recipe",
     "Resources",
     "Schedule",
     "Transport",
@@ -271,19 +273,28 @@ def plan_for(
     device: Device = None,
     group: Group = None,
     op: Op | str = Op.GEMM_ALLREDUCE,
+    recipe: Recipe | str = Recipe.NONE,
+    output_dtype: torch.dtype | DType | str | None = None,
 ) -> Plan:
     """The plan that the op would run now for an output [m, n] and inner dimension k on each rank.
 
     It is the one set for that problem, else the planner's. ``device`` None: the current CUDA
     device, or the CPU where there is none. ``group`` is as in
-    :func:`overlap_torch.gemm_allreduce`.
+    :func:`overlap_torch.gemm_allreduce`. ``recipe`` and ``output_dtype`` are of scaled operands: ``dtype`` is the input's.
     """
     import torch
 
-    problem = Problem(m, n, k, dtype, op=op)
-    torch_dtype = getattr(torch, enum_name(problem.dtype))
+    problem = Problem(m, n, k, dtype, op=op, recipe=recipe, output_dtype=output_dtype)
     code = torch.ops.overlap.plan_for(
-        enum_name(problem.op), m, n, k, torch_dtype, _device(device), _group_name(group)
+        enum_name(problem.op),
+        m,
+        n,
+        k,
+        getattr(torch, enum_name(problem.dtype)),
+        _device(device),
+        _group_name(group),
+        enum_name(problem.recipe),
+        getattr(torch, enum_name(problem.output_dtype)),
     )
     return decode(list(code))
 
@@ -312,7 +323,15 @@ def use_plan(plan: Plan, *, device: Device = None, group: Group = None) -> Itera
     """``with use_plan(plan):`` sets the plan for its problem, and afterwards the one that held before."""
     problem, where = plan.problem, _device(device, plan)
     before = plan_for(
-        problem.m, problem.n, problem.k, problem.dtype, device=where, group=group, op=problem.op
+        problem.m,
+        problem.n,
+        problem.k,
+        problem.dtype,
+        device=where,
+        group=group,
+        op=problem.op,
+        recipe=problem.recipe,
+        output_dtype=problem.output_dtype,
     )
     set_plan(plan, device=where, group=group)
     try:

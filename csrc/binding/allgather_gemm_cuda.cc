@@ -29,7 +29,7 @@ class Gather : public CudaOperands {
       variant.weights.push_back({weight.size(0), takes});
     }
     CudaOperands::run(variant);
-    return {std::move(outputs_), std::move(gathered_)};
+    return {std::move(outputs_), std::move(gathered_), {}};
   }
 
   void* library(const steps::LibraryGemm& step, const void* input, const void*,

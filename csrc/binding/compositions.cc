@@ -42,16 +42,42 @@ class Timeline {
   double gemm_us_ = 0.0;
 };
 
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  return is_fp8(tensor.scalar_type()) ? tensor.view(at::kByte) : tensor;
+}
+
 }  // namespace
 
-at::Tensor local_gemm(const at::Tensor& input, const at::Tensor& weight,
-                      const std::optional<at::Tensor>& bias) {
-  return bias.has_value() ? at::addmm(*bias, input, weight.t()) : at::mm(input, weight.t());
+at::Tensor local_gemm(const OpCall& call, const at::Tensor& rows, const at::Tensor& scales,
+                      size_t weight, bool with_bias) {
+  const at::Tensor& matrix = call.weights[weight];
+  const auto bias = with_bias ? call.biases[weight] : std::nullopt;
+  if (call.scales) return scaled_product(*call.scales, weight, rows, scales, matrix, bias);
+  return bias.has_value() ? at::addmm(*bias, rows, matrix.t()) : at::mm(rows, matrix.t());
+}
+
+at::Tensor local_gemm(const OpCall& call, int64_t count, bool with_bias) {
+  return local_gemm(call, call.input.narrow(0, 0, count),
+                    call.scales ? call.scales->of_rows(0, count) : at::Tensor(), 0, with_bias);
+}
+
+at::Tensor local_gemm(const OpCall& call, bool with_bias) {
+  return local_gemm(call, call.input.size(0), with_bias);
+}
+
+// Every rank's scales of its rows, in rank order.
+at::Tensor gathered_scales(const OpCall& call) {
+  const at::Tensor& own = call.scales->input;
+  const int64_t ranks = call.scales->shared_input ? 1 : call.group->world_size();
+  if (ranks == 1) return own.clone(at::MemoryFormat::Contiguous);
+  at::Tensor all = at::empty({ranks * own.size(0), own.size(1)}, own.options());
+  if (all.numel() > 0) all_gather(*call.group, all, own.contiguous(), 0);
+  return all;
 }
 
 at::Tensor gemm_allreduce_composition(const OpCall& call) {
   Timeline timeline(call);
-  at::Tensor output = at::mm(call.input, call.weight().t());
+  at::Tensor output = local_gemm(call, false);
   timeline.gemm_ends();
   timeline.communication_begins();
   all_reduce(*call.group, output, 0);
@@ -63,7 +89,7 @@ at::Tensor gemm_allreduce_composition(const OpCall& call) {
 
 at::Tensor gemm_reducescatter_composition(const OpCall& call) {
   Timeline timeline(call);
-  const at::Tensor partial = at::mm(call.input, call.weight().t());
+  const at::Tensor partial = local_gemm(call, false);
   timeline.gemm_ends();
   at::Tensor output =
       at::empty({call.problem.m / call.problem.world_size, call.problem.n}, partial.options());
@@ -80,10 +106,12 @@ AllGatherGemmResult allgather_gemm_composition(const OpCall& call) {
   AllGatherGemmResult result;
   result.gathered = at::empty({call.problem.m, call.problem.k}, call.input.options());
   timeline.communication_begins();
-  all_gather(*call.group, result.gathered, call.input.contiguous(), 0);
+  // A gather moves bytes; gloo knows no fp8.
+  all_gather(*call.group, as_bytes(result.gathered), as_bytes(call.input.contiguous()), 0);
+  if (call.scales) result.scales = gathered_scales(call);
   timeline.communication_ends();
   for (size_t i = 0; i < call.weights.size(); ++i) {
-    result.outputs.push_back(local_gemm(result.gathered, call.weights[i], call.biases[i]));
+    result.outputs.push_back(local_gemm(call, result.gathered, result.scales, i, true));
   }
   timeline.gemm_ends();
   timeline.record();
@@ -92,7 +120,7 @@ AllGatherGemmResult allgather_gemm_composition(const OpCall& call) {
 
 at::Tensor gemm_alltoall_composition(const OpCall& call) {
   Timeline timeline(call);
-  const at::Tensor rows = local_gemm(call.input, call.weight(), call.bias());
+  const at::Tensor rows = local_gemm(call, true);
   timeline.gemm_ends();
   const int64_t received =
       std::accumulate(call.recv_rows.begin(), call.recv_rows.end(), int64_t{0});

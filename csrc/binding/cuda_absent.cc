@@ -2,6 +2,7 @@
 #if !defined(OVERLAP_WITH_CUDA)
 
 #include "binding/op_call.h"
+#include "binding/scales.h"
 
 namespace overlap::binding {
 namespace {
@@ -39,6 +40,12 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call) {
 
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>&, at::Device device) {
   TORCH_CHECK(false, "overlap_torch: built without CUDA kernels, there are no plans for ", device);
+}
+
+std::optional<at::Tensor> device_scaled_product(const Scales&, const at::Tensor&, const at::Tensor&,
+                                                const at::Tensor&, const at::Tensor&,
+                                                const std::optional<at::Tensor>&) {
+  return std::nullopt;
 }
 
 void check_cuda_groups() {}

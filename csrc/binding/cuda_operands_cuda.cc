@@ -42,7 +42,7 @@ int32_t* CudaOperands::counters() {
 void CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
   runtime::Group& group = *cuda_.group;
   const auto list = cuda_.entry->lists.of(plan_, group.rank(), group.machine(), variant);
-  const int64_t element = plan::element_bytes(plan_.problem.dtype);
+  const int64_t element = plan::moved_bytes(plan_.problem);
   for (const steps::Scratch& one : list->scratch) {
     const auto make = [&] { return empty({one.bytes / element}, options()); };
     if (one.buffer == steps::Buffer::kStaging) staging_ = make();

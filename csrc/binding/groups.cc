@@ -72,9 +72,14 @@ std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
 }
 
 GroupEntry::Key GroupEntry::key(const plan::Problem& problem, at::DeviceType device) {
-  return {
-      static_cast<int>(device),       static_cast<int>(problem.op), problem.m, problem.n, problem.k,
-      static_cast<int>(problem.dtype)};
+  return {static_cast<int>(device),
+          static_cast<int>(problem.op),
+          problem.m,
+          problem.n,
+          problem.k,
+          static_cast<int>(problem.dtype),
+          static_cast<int>(problem.recipe),
+          static_cast<int>(plan::output_dtype(problem))};
 }
 
 // By what is called, and by what plan or why without one. A new one is logged where that is wanted.
@@ -285,6 +290,10 @@ bool has_plan_dtype(at::ScalarType dtype) {
          dtype == at::kDouble;
 }
 
+bool is_fp8(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
+}
+
 plan::DType to_plan_dtype(at::ScalarType dtype) {
   switch (dtype) {
     case at::kBFloat16:
@@ -295,9 +304,14 @@ plan::DType to_plan_dtype(at::ScalarType dtype) {
       return plan::DType::kFloat32;
     case at::kDouble:
       return plan::DType::kFloat64;
+    case at::kFloat8_e4m3fn:
+      return plan::DType::kFloat8E4M3;
+    case at::kFloat8_e5m2:
+      return plan::DType::kFloat8E5M2;
     default:
       TORCH_CHECK_TYPE(false, "overlap_torch: dtype ", dtype,
-                       " is not supported; use bfloat16, float16, float32 or float64");
+                       " is not supported; use bfloat16, float16, float32 or float64, or "
+                       "float8_e4m3fn or float8_e5m2 with scales");
   }
 }
 

@@ -123,7 +123,8 @@ class GroupEntry {
   std::atomic<int> cuda_is_nccl{-1};  // -1: not asked yet
 
  private:
-  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int>;  // device, op, m, n, k, dtype
+  // device, op, m, n, k, dtype, recipe, output dtype
+  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int>;
   // Publishes `text` over the store, and returns a function that waits for a peer's.
   std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);
   static Key key(const plan::Problem& problem, at::DeviceType device);
@@ -158,7 +159,8 @@ std::vector<std::shared_ptr<GroupEntry>> all_groups();
 const plan::Machine& cpu_machine();
 
 plan::DType to_plan_dtype(at::ScalarType dtype);
-bool has_plan_dtype(at::ScalarType dtype);
+bool has_plan_dtype(at::ScalarType dtype);  // of operands without scales
+bool is_fp8(at::ScalarType dtype);          // of operands with scales
 
 // OVERLAP_DEBUG=1
 bool debug_enabled();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "binding/groups.h"
+#include "binding/scales.h"
 #include "binding/trace_switch.h"
 
 namespace overlap::binding {
@@ -26,15 +27,22 @@ struct OpCall {
   std::vector<int64_t> send_rows;
   std::vector<int64_t> recv_rows;
   std::string dims;  // gemm_alltoall: the input's dims between the first and the last, for messages
+  std::optional<Scales> scales;  // of fp8 operands, which alone have them
 
   std::string description() const { return problem.to_string() + dims; }
   const at::Tensor& weight() const { return weights.front(); }
   const std::optional<at::Tensor>& bias() const { return biases.front(); }
+  at::ScalarType output_dtype() const {
+    return scales ? scales->output_dtype : input.scalar_type();
+  }
+  at::TensorOptions output_options() const { return input.options().dtype(output_dtype()); }
 };
 
 struct AllGatherGemmResult {
   std::vector<at::Tensor> outputs;  // [M, N_i]
   at::Tensor gathered;              // [M, K]
+  at::Tensor
+      scales;  // of scaled operands: the gathered input's, [1, 1], [ranks, 1], [M, 1] or [M, ceil(K / 128)]
 };
 
 // The unfused compositions: one GEMM, then one of the process group's own collectives, or the other
@@ -48,6 +56,9 @@ at::Tensor gemm_allreduce_cpu(const OpCall& call);
 at::Tensor gemm_reducescatter_cpu(const OpCall& call);
 AllGatherGemmResult allgather_gemm_cpu(const OpCall& call);
 at::Tensor gemm_alltoall_cpu(const OpCall& call);
+
+// Every rank's scales of its rows, in rank order; one number, if they are shared.
+at::Tensor gathered_scales(const OpCall& call);
 
 // In a build without CUDA kernels (cuda_absent.cc) these are the compositions, and there is no
 // machine to plan for.
@@ -71,8 +82,13 @@ void check_cuda_groups();  // throws what went wrong asynchronously
 std::vector<int64_t> cuda_memory(
     const std::shared_ptr<GroupEntry>& group);  // [communicators, bytes]
 
-// input @ weight.T + bias on this rank's operands.
-at::Tensor local_gemm(const at::Tensor& input, const at::Tensor& weight,
-                      const std::optional<at::Tensor>& bias);
+// Rows of the input with the weight of this number, plus its bias if it is wanted: one GEMM on this rank. The
+// scales are those of these rows, of no meaning where operands have none.
+at::Tensor local_gemm(const OpCall& call, const at::Tensor& rows, const at::Tensor& scales,
+                      size_t weight, bool with_bias);
+
+// The same of this rank's first `count` rows, and of all.
+at::Tensor local_gemm(const OpCall& call, int64_t count, bool with_bias);
+at::Tensor local_gemm(const OpCall& call, bool with_bias);
 
 }  // namespace overlap::binding

@@ -3,24 +3,28 @@
 namespace overlap::binding {
 namespace {
 
-void check_input(const char* op, const at::Tensor& input) {
+void check_input(const char* op, const at::Tensor& input, bool scaled) {
   TORCH_CHECK_VALUE(input.dim() >= 1, op, ": input must be [..., K], but got shape ",
                     input.sizes());
-  TORCH_CHECK_TYPE(has_plan_dtype(input.scalar_type()), op, ": input is ", input.scalar_type(),
-                   "; supported are bfloat16, float16, float32 and float64");
+  TORCH_CHECK_TYPE(scaled || !is_fp8(input.scalar_type()), op, ": input is ", input.scalar_type(),
+                   ", which takes scales: give scale_input and scale_weight");
+  TORCH_CHECK_TYPE(scaled || has_plan_dtype(input.scalar_type()), op, ": input is ",
+                   input.scalar_type(), "; supported are bfloat16, float16, float32 and float64");
   TORCH_CHECK_VALUE(input.layout() == at::kStrided, op,
                     ": only dense tensors are supported, but input's layout is ", input.layout());
 }
 
+// `scaled_output`: the type of the output of scaled operands.
 void check_weight(const char* op, const at::Tensor& input, const at::Tensor& weight,
-                  const std::optional<at::Tensor>& bias) {
+                  const std::optional<at::Tensor>& bias,
+                  std::optional<at::ScalarType> scaled_output) {
   TORCH_CHECK_VALUE(weight.dim() == 2, op,
                     ": input must be [..., K] and weight [N, K], but got shapes ", input.sizes(),
                     " and ", weight.sizes());
   TORCH_CHECK_VALUE(input.size(-1) == weight.size(1), op,
                     ": the last dims of input and weight must be equal, but got shapes ",
                     input.sizes(), " and ", weight.sizes());
-  TORCH_CHECK_TYPE(weight.scalar_type() == input.scalar_type(), op, ": input is ",
+  TORCH_CHECK_TYPE(scaled_output || weight.scalar_type() == input.scalar_type(), op, ": input is ",
                    input.scalar_type(), " but weight is ", weight.scalar_type(),
                    "; convert one of them, or use torch.autocast");
   TORCH_CHECK_VALUE(weight.device() == input.device(), op, ": input is on ", input.device(),
@@ -30,9 +34,9 @@ void check_weight(const char* op, const at::Tensor& input, const at::Tensor& wei
   if (!bias.has_value()) return;
   TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0), op,
                     ": bias must be [N] = [", weight.size(0), "], but got shape ", bias->sizes());
-  TORCH_CHECK_TYPE(bias->scalar_type() == input.scalar_type(), op, ": input is ",
-                   input.scalar_type(), " but bias is ", bias->scalar_type(),
-                   "; convert one of them");
+  const at::ScalarType type = scaled_output.value_or(input.scalar_type());
+  TORCH_CHECK_TYPE(bias->scalar_type() == type, op, ": ", scaled_output ? "output_dtype" : "input",
+                   " is ", type, " but bias is ", bias->scalar_type(), "; convert one of them");
   TORCH_CHECK_VALUE(bias->device() == input.device(), op, ": input is on ", input.device(),
                     " but bias on ", bias->device(), "; move them to one device");
 }
@@ -48,13 +52,19 @@ at::Tensor as_rows(const at::Tensor& input) {
 }  // namespace
 
 OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> weights,
-                 std::vector<std::optional<at::Tensor>> biases, const std::string& group_name) {
+                 std::vector<std::optional<at::Tensor>> biases, const std::string& group_name,
+                 const GivenScales* scales) {
   const char* name = plan::name(op);
-  check_input(name, input);
+  check_input(name, input, scales != nullptr);
   TORCH_CHECK_VALUE(!weights.empty(), name, ": weights must hold one tensor or more");
   TORCH_CHECK_VALUE(biases.size() == weights.size(), name, ": biases must be empty or ",
                     weights.size(), ", one for each weight, but there are ", biases.size());
-  for (size_t i = 0; i < weights.size(); ++i) check_weight(name, input, weights[i], biases[i]);
+  const auto scaled_output = scales != nullptr ? std::optional(scales->output_dtype) : std::nullopt;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_weight(name, input, weights[i], biases[i], scaled_output);
+  }
+  std::optional<Scales> checked;
+  if (scales != nullptr) checked = check_scales(name, input, weights, *scales);
 
   OpCall call{as_rows(input),
               std::move(weights),
@@ -63,13 +73,16 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
               {},
               {},
               {},
-              {}};
+              {},
+              std::move(checked)};
   call.problem.op = op;
   call.problem.m = call.input.size(0);
   for (const at::Tensor& weight : call.weights) call.problem.n += weight.size(0);
   call.problem.k = input.size(-1);
   call.problem.dtype = to_plan_dtype(input.scalar_type());
   call.problem.world_size = call.group->world_size();
+  if (call.scales) call.problem.recipe = call.scales->recipe;
+  call.problem.output_dtype = to_plan_dtype(call.output_dtype());
   return call;
 }
 

@@ -12,9 +12,11 @@
 namespace overlap::binding {
 
 // A call of `op` with all but the counts of rows; problem.m is the number of input's rows. Throws
-// ValueError or TypeError for operands that do not fit, naming the op and what was given.
+// ValueError or TypeError for operands that do not fit, naming the op and what was given. `scales`: of fp8 operands,
+// or null.
 OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> weights,
-                 std::vector<std::optional<at::Tensor>> biases, const std::string& group_name);
+                 std::vector<std::optional<at::Tensor>> biases, const std::string& group_name,
+                 const GivenScales* scales = nullptr);
 
 // Dim 0 is the one that is cut: input must have it apart from K.
 void check_row_dim(plan::Op op, const at::Tensor& input);

@@ -41,10 +41,20 @@ void compare_local_call(const OpCall& call) {
   call.group->agree();
 }
 
-at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias, const std::string& group_name) {
+// Scaled operands on CPU: the composition, by the plan of one GEMM and one collective.
+bool takes_scaled_composition(const OpCall& call) {
+  if (!call.scales || !call.input.is_cpu()) return false;
+  call.group->plan(call.problem, at::kCPU, cpu_machine())->tally->count();
+  call.group->announce(call.description(), 0);
+  return true;
+}
+
+at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, const std::string& group_name,
+                       const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const OpCall call = make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name);
+  const OpCall call =
+      make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name, scales);
   const plan::Problem& problem = call.problem;
   const Profiled profiled(call);
   compare_calls(call);
@@ -52,23 +62,26 @@ at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
   at::Tensor output;
   if (problem.m == 0 || problem.n == 0) {
     compare_local_call(call);
-    output = at::empty({problem.m, problem.n}, input.options());
+    output = at::empty({problem.m, problem.n}, call.output_options());
   } else if (problem.k == 0 || problem.world_size == 1) {
     // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
     compare_local_call(call);
-    output = local_gemm(call.input, weight, bias);
+    output = local_gemm(call, true);
+  } else if (takes_scaled_composition(call)) {
+    output = gemm_allreduce_composition(call);
   } else {
     output = input.is_cpu() ? gemm_allreduce_cpu(call) : gemm_allreduce_cuda(call);
   }
   return as_shape_of(output, input, input.size(0));
 }
 
-at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
-                              const std::optional<at::Tensor>& bias,
-                              const std::string& group_name) {
+at::Tensor reduce_scattered(const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, const std::string& group_name,
+                            const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_row_dim(plan::Op::kGemmReduceScatter, input);
-  const OpCall call = make_call(plan::Op::kGemmReduceScatter, input, {weight}, {bias}, group_name);
+  const OpCall call =
+      make_call(plan::Op::kGemmReduceScatter, input, {weight}, {bias}, group_name, scales);
   const plan::Problem& problem = call.problem;
   TORCH_CHECK_VALUE(input.size(0) % problem.world_size == 0,
                     "gemm_reducescatter: dim 0 of input must be divisible by the world size ",
@@ -80,23 +93,34 @@ at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
   at::Tensor output;
   if (problem.m == 0 || problem.n == 0) {
     compare_local_call(call);
-    output = at::empty({rows, problem.n}, input.options());
+    output = at::empty({rows, problem.n}, call.output_options());
   } else if (problem.k == 0 || problem.world_size == 1) {
     compare_local_call(call);
-    output = local_gemm(call.input.narrow(0, 0, rows), weight, bias);
+    output = local_gemm(call, rows, true);
+  } else if (takes_scaled_composition(call)) {
+    output = gemm_reducescatter_composition(call);
   } else {
     output = input.is_cpu() ? gemm_reducescatter_cpu(call) : gemm_reducescatter_cuda(call);
   }
   return as_shape_of(output, input, input.size(0) / problem.world_size);
 }
 
+// The gathered scales, as many dims as the caller gave for the input's: one number for each rank where one scales all of
+// a rank's rows, or one in all.
+at::Tensor in_shape_of(const at::Tensor& gathered, const OpCall& call, const at::Tensor& given) {
+  if (call.scales->recipe == plan::Recipe::kTensor) return gathered.view({gathered.size(0)});
+  std::vector<int64_t> sizes = given.sizes().vec();
+  sizes.front() *= call.problem.world_size;
+  return gathered.view(sizes);
+}
+
 AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::Tensor> weights,
                                        std::vector<std::optional<at::Tensor>> biases,
-                                       const std::string& group_name) {
+                                       const std::string& group_name, const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_row_dim(plan::Op::kAllGatherGemm, input);
-  OpCall call =
-      make_call(plan::Op::kAllGatherGemm, input, std::move(weights), std::move(biases), group_name);
+  OpCall call = make_call(plan::Op::kAllGatherGemm, input, std::move(weights), std::move(biases),
+                          group_name, scales);
   call.problem.m *= call.problem.world_size;
   const plan::Problem& problem = call.problem;
   const Profiled profiled(call);
@@ -107,41 +131,28 @@ AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::
     compare_local_call(call);
     result.gathered = problem.world_size == 1 ? call.input.clone(at::MemoryFormat::Contiguous)
                                               : at::empty({problem.m, problem.k}, input.options());
+    if (call.scales) result.scales = gathered_scales(call);
     for (size_t i = 0; i < call.weights.size(); ++i) {
-      result.outputs.push_back(local_gemm(result.gathered, call.weights[i], call.biases[i]));
+      result.outputs.push_back(local_gemm(call, result.gathered, result.scales, i, true));
     }
+  } else if (takes_scaled_composition(call)) {
+    result = allgather_gemm_composition(call);
   } else {
     result = input.is_cpu() ? allgather_gemm_cpu(call) : allgather_gemm_cuda(call);
   }
   const int64_t dim0 = input.size(0) * problem.world_size;
   for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim0);
   result.gathered = as_shape_of(result.gathered, input, dim0);
+  if (call.scales) result.scales = in_shape_of(result.scales, call, scales->input);
   return result;
 }
 
-std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
-    const at::Tensor& input, at::TensorList weights,
-    const c10::List<std::optional<at::Tensor>>& biases, const std::string& group_name) {
-  AllGatherGemmResult result = gather_and_compute(
-      input, weights.vec(),
-      biases.empty() ? std::vector<std::optional<at::Tensor>>(weights.size()) : biases.vec(),
-      group_name);
-  return {std::move(result.outputs), std::move(result.gathered)};
-}
-
-std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
-                                                  const std::optional<at::Tensor>& bias,
-                                                  const std::string& group_name) {
-  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, group_name);
-  return {std::move(result.outputs.front()), std::move(result.gathered)};
-}
-
-at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
-                         at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
-                         const std::optional<at::Tensor>& bias, const std::string& group_name) {
+at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef send_rows,
+                     at::IntArrayRef recv_rows, const std::optional<at::Tensor>& bias,
+                     const std::string& group_name, const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_row_dim(plan::Op::kGemmAllToAll, input);
-  OpCall call = make_call(plan::Op::kGemmAllToAll, input, {weight}, {bias}, group_name);
+  OpCall call = make_call(plan::Op::kGemmAllToAll, input, {weight}, {bias}, group_name, scales);
   call.problem.m = 0;  // the numbers of rows differ by rank
   check_counts("send_rows", send_rows, *call.group);
   check_counts("recv_rows", recv_rows, *call.group);
@@ -167,14 +178,163 @@ at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
   at::Tensor output;
   if (call.problem.n == 0 || each == 0) {
     compare_local_call(call);
-    output = at::empty({received * each, call.problem.n}, input.options());
+    output = at::empty({received * each, call.problem.n}, call.output_options());
   } else if (call.problem.world_size == 1) {
     compare_local_call(call);
-    output = local_gemm(call.input, weight, bias);
+    output = local_gemm(call, true);
+  } else if (takes_scaled_composition(call)) {
+    output = gemm_alltoall_composition(call);
   } else {
     output = input.is_cpu() ? gemm_alltoall_cpu(call) : gemm_alltoall_cuda(call);
   }
   return as_shape_of(output, input, received);
+}
+
+at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias, const std::string& group_name) {
+  return all_reduced(input, weight, bias, group_name, nullptr);
+}
+
+at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weight,
+                                 const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                                 const std::optional<at::Tensor>& bias,
+                                 std::optional<int64_t> recipe_input,
+                                 std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                                 bool use_fast_accum, const std::string& group_name) {
+  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
+                              recipe_weight, output_dtype,   use_fast_accum};
+  return all_reduced(input, weight, bias, group_name, &scales);
+}
+
+at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias,
+                              const std::string& group_name) {
+  return reduce_scattered(input, weight, bias, group_name, nullptr);
+}
+
+at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& weight,
+                                     const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                                     const std::optional<at::Tensor>& bias,
+                                     std::optional<int64_t> recipe_input,
+                                     std::optional<int64_t> recipe_weight,
+                                     at::ScalarType output_dtype, bool use_fast_accum,
+                                     const std::string& group_name) {
+  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
+                              recipe_weight, output_dtype,   use_fast_accum};
+  return reduce_scattered(input, weight, bias, group_name, &scales);
+}
+
+// As many biases as there are weights.
+std::vector<std::optional<at::Tensor>> all_biases(
+    const c10::List<std::optional<at::Tensor>>& biases, size_t weights) {
+  return biases.empty() ? std::vector<std::optional<at::Tensor>>(weights) : biases.vec();
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
+    const at::Tensor& input, at::TensorList weights,
+    const c10::List<std::optional<at::Tensor>>& biases, const std::string& group_name) {
+  AllGatherGemmResult result = gather_and_compute(
+      input, weights.vec(), all_biases(biases, weights.size()), group_name, nullptr);
+  return {std::move(result.outputs), std::move(result.gathered)};
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor> allgather_gemm_scaled_weights(
+    const at::Tensor& input, at::TensorList weights, const at::Tensor& scale_input,
+    at::TensorList scale_weights, const c10::List<std::optional<at::Tensor>>& biases,
+    std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
+    at::ScalarType output_dtype, bool use_fast_accum, bool shared_scale_input,
+    const std::string& group_name) {
+  const GivenScales scales = {scale_input,  scale_weights.vec(), recipe_input,      recipe_weight,
+                              output_dtype, use_fast_accum,      shared_scale_input};
+  AllGatherGemmResult result = gather_and_compute(
+      input, weights.vec(), all_biases(biases, weights.size()), group_name, &scales);
+  return {std::move(result.outputs), std::move(result.gathered), std::move(result.scales)};
+}
+
+std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
+                                                  const std::optional<at::Tensor>& bias,
+                                                  const std::string& group_name) {
+  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, group_name, nullptr);
+  return {std::move(result.outputs.front()), std::move(result.gathered)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> allgather_gemm_scaled(
+    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale_input,
+    const at::Tensor& scale_weight, const std::optional<at::Tensor>& bias,
+    std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
+    at::ScalarType output_dtype, bool use_fast_accum, bool shared_scale_input,
+    const std::string& group_name) {
+  const GivenScales scales = {scale_input,  {scale_weight}, recipe_input,      recipe_weight,
+                              output_dtype, use_fast_accum, shared_scale_input};
+  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, group_name, &scales);
+  return {std::move(result.outputs.front()), std::move(result.gathered), std::move(result.scales)};
+}
+
+at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
+                         at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
+                         const std::optional<at::Tensor>& bias, const std::string& group_name) {
+  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, nullptr);
+}
+
+at::Tensor gemm_alltoall_scaled(const at::Tensor& input, const at::Tensor& weight,
+                                at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
+                                const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                                const std::optional<at::Tensor>& bias,
+                                std::optional<int64_t> recipe_input,
+                                std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                                bool use_fast_accum, const std::string& group_name) {
+  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
+                              recipe_weight, output_dtype,   use_fast_accum};
+  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, &scales);
+}
+
+// The local product of the layers, whose group is one rank or whose gradients need no communication.
+at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                         const std::optional<at::Tensor>& bias, std::optional<int64_t> recipe_input,
+                         std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                         bool use_fast_accum) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2 && input.size(-1) == weight.size(1),
+                    "scaled_linear: input must be [..., K] and weight [N, K], but got shapes ",
+                    input.sizes(), " and ", weight.sizes());
+  const Scales scales = check_scales(
+      "scaled_linear", input, {weight},
+      {scale_input, {scale_weight}, recipe_input, recipe_weight, output_dtype, use_fast_accum});
+  const int64_t rows = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
+  const at::Tensor product =
+      scaled_product(scales, 0, input.reshape({rows, input.size(-1)}), scales.input, weight, bias);
+  return as_shape_of(product, input, input.size(0));
+}
+
+// What autograd does with scaled operands: nothing, and it says so.
+void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                      torch::jit::Stack* stack) {
+  const auto check = [&](const at::Tensor& tensor, const std::string& name) {
+    if (!tensor.defined()) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !(at::GradMode::is_enabled() && tensor.requires_grad()) && !tensor._fw_grad(0).defined(),
+        op.schema().name().substr(op.schema().name().rfind(':') + 1), ": ", name,
+        " requires grad, but scaled operands have no gradients here, as only who casts them knows "
+        "those of the casts; take the layers of overlap_torch.nn with fp8=\"tensorwise\" or "
+        "\"rowwise\", or overlap_torch.parallel's styles with torchao's Float8Linear, or detach "
+        "it");
+  };
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    if (value.isTensor()) {
+      check(value.toTensor(), arguments[i].name());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) check(tensor, arguments[i].name());
+    } else if (value.isOptionalTensorList()) {
+      for (const auto& tensor : value.toOptionalTensorVector()) {
+        if (tensor) check(*tensor, arguments[i].name());
+      }
+    }
+  }
+  const at::AutoDispatchBelowAutograd below_autograd;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
 // Casts all tensors as F.linear does under autocast.
@@ -213,13 +373,24 @@ plan::Op to_op(const std::string& name) {
   TORCH_CHECK_VALUE(false, "overlap_torch: no op is named '", name, "'; there are ", names);
 }
 
+plan::Recipe to_recipe(const std::string& name) {
+  std::string names;
+  for (const plan::Recipe recipe :
+       {plan::Recipe::kNone, plan::Recipe::kTensor, plan::Recipe::kRow, plan::Recipe::kBlock}) {
+    if (name == plan::name(recipe)) return recipe;
+    names += (names.empty() ? "" : ", ") + std::string(plan::name(recipe));
+  }
+  TORCH_CHECK_VALUE(false, "overlap_torch: no recipe is named '", name, "'; there are ", names);
+}
+
 plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device device) {
   return device.is_cpu() ? cpu_machine() : cuda_machine(group, device);
 }
 
 std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k,
                               at::ScalarType dtype, at::Device device,
-                              const std::string& group_name) {
+                              const std::string& group_name, const std::string& recipe,
+                              std::optional<at::ScalarType> output_dtype) {
   TORCH_CHECK_VALUE(m >= 0 && n >= 0 && k >= 0,
                     "plan_for: M, N and K must not be negative, but are ", m, ", ", n, ", ", k);
   const std::shared_ptr<GroupEntry> group = find_group(group_name);
@@ -230,6 +401,9 @@ std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64
   problem.k = k;
   problem.dtype = to_plan_dtype(dtype);
   problem.world_size = group->world_size();
+  problem.recipe = to_recipe(recipe);
+  const bool scaled = problem.recipe != plan::Recipe::kNone;
+  problem.output_dtype = to_plan_dtype(output_dtype.value_or(scaled ? at::kBFloat16 : dtype));
   plan::check_problem(problem);
   return plan::encode(group->plan(problem, device.type(), machine_of(group, device))->plan);
 }
@@ -320,8 +494,43 @@ TORCH_LIBRARY(overlap, m) {
       "gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
       "bias=None, *, str group) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  // Scaled operands: recipes as torch.nn.functional.ScalingType numbers them.
   m.def(
-      "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group) -> int[]",
+      "gemm_allreduce.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
+      "Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
+      "output_dtype=bfloat16, bool use_fast_accum=False, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_reducescatter.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor "
+      "scale_weight, Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, "
+      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
+      "Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
+      "output_dtype=bfloat16, bool use_fast_accum=False, bool shared_scale_input=False, str group) "
+      "-> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm.scaled_weights(Tensor input, Tensor[] weights, Tensor scale_input, Tensor[] "
+      "scale_weights, Tensor?[] biases, *, int? recipe_input=None, int? recipe_weight=None, "
+      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, bool "
+      "shared_scale_input=False, str group) -> (Tensor[], Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_alltoall.scaled(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, "
+      "Tensor scale_input, Tensor scale_weight, Tensor? bias=None, *, int? recipe_input=None, int? "
+      "recipe_weight=None, ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str group) "
+      "-> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "scaled_linear(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, Tensor? "
+      "bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
+      "output_dtype=bfloat16, bool use_fast_accum=False) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group, str "
+      "recipe='none', ScalarType? output_dtype=None) -> int[]",
       &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);
@@ -354,6 +563,12 @@ void implement(torch::Library& m) {
   m.impl("allgather_gemm", &allgather_gemm);
   m.impl("allgather_gemm.weights", &allgather_gemm_weights);
   m.impl("gemm_alltoall", &gemm_alltoall);
+  m.impl("gemm_allreduce.scaled", &gemm_allreduce_scaled);
+  m.impl("gemm_reducescatter.scaled", &gemm_reducescatter_scaled);
+  m.impl("allgather_gemm.scaled", &allgather_gemm_scaled);
+  m.impl("allgather_gemm.scaled_weights", &allgather_gemm_scaled_weights);
+  m.impl("gemm_alltoall.scaled", &gemm_alltoall_scaled);
+  m.impl("scaled_linear", &scaled_linear);
 }
 
 TORCH_LIBRARY_IMPL(overlap, CPU, m) {
@@ -361,6 +576,13 @@ TORCH_LIBRARY_IMPL(overlap, CPU, m) {
 }
 TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
   implement(m);
+}
+TORCH_LIBRARY_IMPL(overlap, Autograd, m) {
+  for (const char* op :
+       {"gemm_allreduce.scaled", "gemm_reducescatter.scaled", "allgather_gemm.scaled",
+        "allgather_gemm.scaled_weights", "gemm_alltoall.scaled", "scaled_linear"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
+  }
 }
 TORCH_LIBRARY_IMPL(overlap, AutocastCPU, m) {
   implement_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>(m);

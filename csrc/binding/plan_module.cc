@@ -37,6 +37,7 @@ using plan::Op;
 using plan::Plan;
 using plan::Problem;
 using plan::Profile;
+using plan::Recipe;
 using plan::Resources;
 using plan::Rows;
 using plan::Schedule;
@@ -257,6 +258,7 @@ void def_pickle(py::class_<Item>& bound) {
 void bind_enums(py::module_& m) {
   bind_enum<Op>(m);
   bind_enum<DType>(m);
+  bind_enum<Recipe>(m);
   bind_enum<Schedule>(m);
   bind_enum<Kernel>(m);
   bind_enum<Transport>(m);
@@ -332,11 +334,26 @@ void bind_parts(py::module_& m) {
   auto problem = bind_fields<Problem>(m);
   problem
       .def(py::init([](int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
-                       int32_t world_size, const py::object& op) {
-             return Problem{member<Op>(op), rows, columns, inner, member<DType>(dtype), world_size};
+                       int32_t world_size, const py::object& op, const py::object& recipe,
+                       const py::object& output_dtype) {
+             Problem problem{member<Op>(op),
+                             rows,
+                             columns,
+                             inner,
+                             member<DType>(dtype),
+                             world_size,
+                             member<Recipe>(recipe),
+                             DType::kBFloat16};
+             if (!output_dtype.is_none()) {
+               problem.output_dtype = member<DType>(output_dtype);
+             } else if (problem.recipe == Recipe::kNone) {
+               problem.output_dtype = problem.dtype;
+             }
+             return problem;
            }),
            py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
-           py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce)
+           py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce,
+           py::arg("recipe") = Recipe::kNone, py::arg("output_dtype") = py::none())
       .def_property_readonly(
           "row_parts", [](const Problem& p) { return plan::op_row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")

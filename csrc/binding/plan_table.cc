@@ -59,6 +59,8 @@ std::string why_sequence(const Tally& tally, double sequence_us) {
   if (best_us) {
     why = c10::str("the planner expects too little gain: the sequence ", in_us(sequence_us),
                    ", the best overlapped plan ", in_us(*best_us));
+  } else if (plan::is_fp8(tally.problem.dtype)) {
+    return "scaled operands are computed at once, before or after their collective";
   } else if (tally.machine.arch == 0) {
     return "too little work to cut into chunks";
   } else {
@@ -120,7 +122,7 @@ std::vector<c10::Dict<std::string, std::string>> plan_table() {
       row.insert("m", c10::str(problem.m));
       row.insert("n", c10::str(problem.n));
       row.insert("k", c10::str(problem.k));
-      row.insert("dtype", plan::name(problem.dtype));
+      row.insert("dtype", plan::types_text(problem));
       row.insert("world_size", c10::str(problem.world_size));
       row.insert("device", c10::DeviceTypeName(tally->device, true));
       row.insert("calls", c10::str(calls));

@@ -34,7 +34,7 @@ Columns columns_of(const plan::Problem& problem, const std::string& group,
   columns.insert("m", c10::str(problem.m));
   columns.insert("n", c10::str(problem.n));
   columns.insert("k", c10::str(problem.k));
-  columns.insert("dtype", plan::name(problem.dtype));
+  columns.insert("dtype", plan::types_text(problem));
   columns.insert("world_size", c10::str(problem.world_size));
   return columns;
 }

@@ -35,6 +35,7 @@ std::string by_name(const Item& item) {
     const auto& value = item.*field.member;
     using Value = std::decay_t<decltype(value)>;
     if constexpr (!std::is_same_v<Value, SharedProfile>) {
+      if (field.quiet && is_usual(item, field)) return;
       out << std::exchange(between, " ");
       if constexpr (std::is_enum_v<Value>) {
         out << member_name(value);
@@ -50,16 +51,6 @@ std::string by_name(const Item& item) {
 
 template <typename Value>
 void print(std::ostringstream& out, const Value& value);
-
-// What goes without saying.
-template <typename Item, typename Value>
-bool is_usual(const Item& item, const Field<Item, Value>& field) {
-  if constexpr (std::is_same_v<Value, Collective>) {
-    return item.*field.member == collective_of(item.problem.op);
-  } else {
-    return item.*field.member == Item{}.*field.member;
-  }
-}
 
 template <typename Item>
 void print_phrases(std::ostringstream& out, const Item& item) {
@@ -129,6 +120,9 @@ int64_t element_bytes(DType dtype) {
       return 4;
     case DType::kFloat64:
       return 8;
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2:
+      return 1;
   }
   throw std::invalid_argument("unknown dtype " + std::to_string(static_cast<int32_t>(dtype)));
 }
@@ -138,6 +132,9 @@ const char* name(Op op) {
 }
 const char* name(DType dtype) {
   return member_name(dtype);
+}
+const char* name(Recipe recipe) {
+  return member_name(recipe);
 }
 const char* name(Schedule schedule) {
   return member_name(schedule);
@@ -170,6 +167,32 @@ std::string Plan::to_string() const {
   return out.str();
 }
 
+bool is_fp8(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
+DType output_dtype(const Problem& problem) {
+  return problem.recipe == Recipe::kNone ? problem.dtype : problem.output_dtype;
+}
+
+std::string types_text(const Problem& problem) {
+  const std::string dtype = name(problem.dtype);
+  if (problem.recipe == Recipe::kNone) return dtype;
+  return dtype + " " + name(problem.recipe) + " to " + name(problem.output_dtype);
+}
+
+int64_t output_bytes(const Problem& problem) {
+  return element_bytes(output_dtype(problem));
+}
+
+DType moved_dtype(const Problem& problem) {
+  return problem.op == Op::kAllGatherGemm ? problem.dtype : output_dtype(problem);
+}
+
+int64_t moved_bytes(const Problem& problem) {
+  return element_bytes(moved_dtype(problem));
+}
+
 int32_t op_row_parts(const Problem& problem) {
   const bool parted = problem.op == Op::kGemmReduceScatter || problem.op == Op::kAllGatherGemm;
   return parted ? problem.world_size : 1;
@@ -197,7 +220,7 @@ bool direct_in_pieces(const Plan& plan) {
 
 int64_t direct_piece_bytes(const Plan& plan) {
   const Problem& problem = plan.problem;
-  const int64_t bytes = problem.m * problem.n * element_bytes(problem.dtype);
+  const int64_t bytes = problem.m * problem.n * moved_bytes(problem);
   // As many bytes for each of two ranks, in one step instead of two.
   if (!direct_in_pieces(plan)) return bytes;
   return round_up_div(round_up_div(bytes, problem.world_size), kPeerAccessBytes) * kPeerAccessBytes;
@@ -215,7 +238,7 @@ int64_t peer_slot_bytes(const Plan& plan) {
   const int64_t ranks = problem.world_size;
   const bool all_reduces = problem.op == Op::kGemmAllReduce;
   if (plan.collective == Collective::kAllGather) {
-    return buffer_elements(plan) * element_bytes(problem.dtype);
+    return buffer_elements(plan) * moved_bytes(problem);
   }
   if (plan.collective == Collective::kDirect) {
     // A piece from each rank, and, for all to have the sums, the sums from each.
@@ -223,7 +246,7 @@ int64_t peer_slot_bytes(const Plan& plan) {
   }
   // Partial sums of all phases but the last, and every rank's finished part.
   return (ranks - 1 + (all_reduces ? ranks : 0)) * part_rows(plan) * problem.n *
-         element_bytes(problem.dtype);
+         moved_bytes(problem);
 }
 
 Collective collective_of(Op op) {

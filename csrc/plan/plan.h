@@ -49,7 +49,12 @@ enum class Collective : int32_t {
   kDirect = 6,
 };
 
+// How operands are scaled, both alike: not at all; by one number each; by a number for each row of the
+// input and of the weight; or by blocks of 1 x 128 of the input and of 128 x 128 of the weight.
+enum class Recipe : int32_t { kNone = 0, kTensor = 1, kRow = 2, kBlock = 3 };
+
 const char* name(Op op);
+const char* name(Recipe recipe);
 const char* name(Schedule schedule);
 const char* name(Transport transport);
 const char* name(Collective collective);
@@ -61,8 +66,10 @@ struct Problem {
                   // all-to-all, whose rows differ by rank
   int64_t n = 0;  // columns of the output, of all weights together
   int64_t k = 0;  // inner dimension on one rank
-  DType dtype = DType::kBFloat16;
+  DType dtype = DType::kBFloat16;  // of the operands
   int32_t world_size = 1;
+  Recipe recipe = Recipe::kNone;
+  DType output_dtype = DType::kBFloat16;  // of scaled operands' output; else see output_dtype()
 
   friend bool operator==(const Problem&, const Problem&) = default;
   std::string to_string() const;
@@ -126,6 +133,19 @@ struct Plan {
   friend bool operator==(const Plan&, const Plan&) = default;
   std::string to_string() const;
 };
+
+bool is_fp8(DType dtype);
+
+// Element type of the result, and of partial sums that travel: the operands' own, unless they are scaled.
+DType output_dtype(const Problem& problem);
+int64_t output_bytes(const Problem& problem);
+
+// For people: "bfloat16", or "float8_e4m3fn row_wise to bfloat16".
+std::string types_text(const Problem& problem);
+
+// Of what travels: the operands in an all-gather, else the output.
+DType moved_dtype(const Problem& problem);
+int64_t moved_bytes(const Problem& problem);
 
 // Parts that the rows of this op's output (reduce-scatter) or input (all-gather) are cut into whatever
 // the plan, one for each rank; else 1.

@@ -41,13 +41,30 @@ struct Enumeration<Op> {
 template <>
 struct Enumeration<DType> {
   static constexpr const char* kName = "DType";
-  static constexpr const char* kDoc = "Element type of operands and result.";
+  static constexpr const char* kDoc = "Element type of operands, or of the result.";
   static constexpr const char* kUnknown = "unknown dtype";
   static constexpr std::array kMembers = {
       Member<DType>{DType::kBFloat16, "bfloat16"},
       Member<DType>{DType::kFloat16, "float16"},
       Member<DType>{DType::kFloat32, "float32"},
       Member<DType>{DType::kFloat64, "float64"},
+      Member<DType>{DType::kFloat8E4M3, "float8_e4m3fn"},
+      Member<DType>{DType::kFloat8E5M2, "float8_e5m2"},
+  };
+};
+
+template <>
+struct Enumeration<Recipe> {
+  static constexpr const char* kName = "Recipe";
+  static constexpr const char* kDoc = "How both operands are scaled.";
+  static constexpr const char* kUnknown = "unknown recipe";
+  static constexpr std::array kMembers = {
+      Member<Recipe>{Recipe::kNone, "none", "not at all: not fp8"},
+      Member<Recipe>{Recipe::kTensor, "tensor_wise", "by one number each"},
+      Member<Recipe>{Recipe::kRow, "row_wise",
+                     "by a number for each row of the input, and of the weight"},
+      Member<Recipe>{Recipe::kBlock, "block_wise",
+                     "by blocks: 1 x 128 of the input, 128 x 128 of the weight"},
   };
 };
 
@@ -173,8 +190,18 @@ struct Fields<Problem> {
       Field{"n", &Problem::n, Scope::kGroup, "columns of the output, of all weights together."},
       Field{"k", &Problem::k, Scope::kGroup, "inner dimension on one rank."},
       Field{"dtype", &Problem::dtype, Scope::kGroup,
-            "of operands and result; the constructor takes its name or a torch.dtype as well."},
+            "of the operands (of the input, where two types of fp8 meet) and, unless they are "
+            "scaled, "
+            "of the result; the constructor takes its name or a torch.dtype as well."},
       Field{"world_size", &Problem::world_size, Scope::kGroup, "number of ranks."},
+      // Both quiet where operands are not scaled.
+      Field{"recipe", &Problem::recipe, Scope::kGroup,
+            "see Recipe; the constructor takes its name as well.", "", true},
+      Field{"output_dtype", &Problem::output_dtype, Scope::kGroup,
+            "of the result; the constructor takes None for the operands' dtype, or bfloat16 where "
+            "they "
+            "are scaled.",
+            "", true},
   };
 };
 
@@ -307,6 +334,18 @@ constexpr void for_each_field(Visit&& visit) {
   std::apply([&](const auto&... field) { (visit(field), ...); }, Fields<Item>::kAll);
 }
 
+// What goes without saying.
+template <typename Item, typename Value>
+bool is_usual(const Item& item, const Field<Item, Value>& field) {
+  if constexpr (std::is_same_v<Item, Problem>) {
+    return item.recipe == Recipe::kNone;
+  } else if constexpr (std::is_same_v<Value, Collective>) {
+    return item.*field.member == collective_of(item.problem.op);
+  } else {
+    return item.*field.member == Item{}.*field.member;
+  }
+}
+
 template <typename Enum>
 constexpr const char* member_name(Enum value) {
   for (const Member<Enum>& member : Enumeration<Enum>::kMembers) {
@@ -345,8 +384,9 @@ constexpr bool in_order() {
 
 static_assert(all_listed<Problem>() && all_listed<Machine>() && all_listed<BandRun>() &&
               all_listed<Chunk>() && all_listed<Resources>() && all_listed<Plan>());
-static_assert(in_order<Op>() && in_order<DType>() && in_order<Schedule>() && in_order<Kernel>() &&
-              in_order<Transport>() && in_order<Collective>() && in_order<Layout>());
+static_assert(in_order<Op>() && in_order<DType>() && in_order<Recipe>() && in_order<Schedule>() &&
+              in_order<Kernel>() && in_order<Transport>() && in_order<Collective>() &&
+              in_order<Layout>());
 
 }  // namespace checks
 }  // namespace overlap::plan

@@ -112,6 +112,7 @@ std::vector<Field> make_fields() {
   NUMBER(gemm, sm80_on_hopper_rate, kRate);
   NUMBER(gemm, float32_rate, kRate);
   NUMBER(gemm, float64_rate, kRate);
+  NUMBER(gemm, float8_rate, kRate);
   NUMBER(gemm, sustained_rate, kRate);
   NUMBER(gemm, round_factor, kRate);
   NUMBER(gemm, library_factor, kRate);

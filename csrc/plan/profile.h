@@ -36,6 +36,7 @@ struct Profile {
     // Rates of other dtypes, of the 16-bit one. fp32 without TF32, as PyTorch does by default.
     double float32_rate;
     double float64_rate;
+    double float8_rate;
     double sustained_rate;       // of the tensor cores' rate at the highest clock
     double round_factor;         // of a tile's time: a round of tiles, all SMs together
     double library_factor;       // the same of the framework's GEMM,

@@ -269,7 +269,7 @@ void check_peers(const Plan& plan) {
   }
   // One kernel moves whole accesses.
   constexpr int64_t kAccess = 16;
-  const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
+  const int64_t row_bytes = (gathers ? problem.k : problem.n) * moved_bytes(problem);
   if ((direct || exchanges || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
     fail("plan travels by peer with the collective ", name(plan.collective), " and rows of ",
          row_bytes, " bytes, allowed are multiples of ", kAccess,
@@ -294,6 +294,12 @@ void check_collective(const Plan& plan) {
 
 void check_schedule(const Plan& plan) {
   const Problem& problem = plan.problem;
+  if (problem.recipe != Recipe::kNone &&
+      (plan.schedule != Schedule::kSequential || over_peers(plan))) {
+    fail("plan for scaled operands (", problem.to_string(), ") has the schedule ",
+         name(plan.schedule), " and the transport ", name(plan.chunks[0].transport),
+         ", allowed are sequential, and nccl or gloo: take make_sequential's plan");
+  }
   if (plan.schedule == Schedule::kSequential) {
     if (plan.chunks.size() != 1) {
       fail("sequential plan has ", plan.chunks.size(),
@@ -329,7 +335,20 @@ void check_problem(const Problem& problem) {
   constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
   const char* const remedy = "take the sizes of the op's arguments";
   check_enum("op", problem.op, Op::kGemmAllToAll);
-  check_enum("dtype", problem.dtype, DType::kFloat64);
+  check_enum("dtype", problem.dtype, DType::kFloat8E5M2);
+  check_enum("recipe", problem.recipe, Recipe::kBlock);
+  check_enum("output_dtype", problem.output_dtype, DType::kFloat64);
+  if (is_fp8(problem.dtype) != (problem.recipe != Recipe::kNone)) {
+    fail(
+        "problem with operands of ", name(problem.dtype), " has the recipe ", name(problem.recipe),
+        ", allowed are tensor_wise, row_wise and block_wise for float8_e4m3fn and float8_e5m2, and "
+        "none for other types: name the dtype of the operands and how they are scaled");
+  }
+  if (output_dtype(problem) == DType::kFloat64 && problem.recipe != Recipe::kNone) {
+    fail(
+        "problem with scaled operands has the output_dtype float64, allowed are bfloat16, float16 "
+        "and float32");
+  }
   check_range("m", problem.m, 0, kMaxSize, remedy);
   check_range("n", problem.n, 0, kMaxSize, remedy);
   check_range("k", problem.k, 0, kMaxSize, remedy);

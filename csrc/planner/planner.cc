@@ -120,7 +120,7 @@ void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kern
 // Of the product, or of an all-gather's input.
 int64_t peer_bytes(const Problem& problem) {
   const int64_t columns = problem.op == Op::kAllGatherGemm ? problem.k : problem.n;
-  return problem.m * columns * element_bytes(problem.dtype);
+  return problem.m * columns * moved_bytes(problem);
 }
 
 bool too_small_for_peers(const Problem& problem, const Machine& machine) {
@@ -278,7 +278,7 @@ Kernel best_kernel(const Problem& problem, const Machine& machine) {
 // Everything in one step, where there is little to overlap.
 void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
   const bool gathers = problem.op == Op::kAllGatherGemm;
-  const int64_t row_bytes = (gathers ? problem.k : problem.n) * element_bytes(problem.dtype);
+  const int64_t row_bytes = (gathers ? problem.k : problem.n) * moved_bytes(problem);
   if (machine.peer_gbps < machine.profile->peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
       row_bytes % kDirectAccess != 0 || peer_bytes(problem) > kMaxDirectBytes ||
       too_small_for_peers(problem, machine) || problem.dtype == DType::kFloat64) {
@@ -324,10 +324,9 @@ void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Mach
                                          : slow_link(machine) ? sizes.slow_link_ctas
                                                               : fast);
   if (2 * ctas > machine.sm_count) return;
-  const bool peers = machine.peer_gbps >= machine.profile->peer.fast_gbps &&
-                     problem.world_size <= kMaxPeerRanks &&
-                     problem.n * element_bytes(problem.dtype) % kDirectAccess == 0 &&
-                     problem.dtype != DType::kFloat64;
+  const bool peers =
+      machine.peer_gbps >= machine.profile->peer.fast_gbps && problem.world_size <= kMaxPeerRanks &&
+      problem.n * moved_bytes(problem) % kDirectAccess == 0 && problem.dtype != DType::kFloat64;
   // Over peers, between more than two ranks, long messages travel by NCCL.
   const int32_t comm_sms = peers && problem.world_size == 2 ? 0 : ctas;
   plans.push_back(make_all_to_all(problem, best_kernel(problem, machine), {.comm_sms = comm_sms},
@@ -362,7 +361,9 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
                                   problem.n == 0 || problem.k == 0;
   const bool unmeasured =
       machine.sm_count <= 0 || machine.sm_gflops <= 0.0 || machine.link_gbps <= 0.0;
-  if (nothing_to_overlap || unmeasured) return plans;
+  // Scaled operands have one GEMM and one collective: see check_schedule.
+  const bool scaled = problem.recipe != Recipe::kNone;
+  if (nothing_to_overlap || unmeasured || scaled) return plans;
   if (all_to_all) {
     add_all_to_all(plans, problem, machine);
     return plans;

@@ -15,6 +15,9 @@ ncclDataType_t nccl_dtype(plan::DType dtype) {
       return ncclFloat32;
     case plan::DType::kFloat64:
       return ncclFloat64;
+    case plan::DType::kFloat8E4M3:
+    case plan::DType::kFloat8E5M2:
+      return ncclUint8;  // gathered, never added up
   }
   throw Error("overlap_torch: unknown dtype");
 }

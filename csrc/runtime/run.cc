@@ -35,7 +35,7 @@ class Run {
         plan_(*call.plan),
         list_(*call.list),
         caller_(call.stream),
-        element_bytes_(plan::element_bytes(plan_.problem.dtype)),
+        element_bytes_(plan::moved_bytes(plan_.problem)),
         capture_(capture_id(caller_)) {}
 
   // After an exception half-way: the caller's memory is not used again before what was forked ends.
@@ -262,7 +262,8 @@ class Run {
     const Where input = {Buffer::kInput};
     if (step.input.buffer == Buffer::kInput) {
       // Rows of an operand that need not be contiguous.
-      gemm.input = at(input) + step.rows.begin * gemm.input_stride * element_bytes_;
+      gemm.input = at(input) +
+                   step.rows.begin * gemm.input_stride * plan::element_bytes(plan_.problem.dtype);
     } else {
       gemm.input = at(step.input);
     }
@@ -336,7 +337,7 @@ class Run {
     params.n = plan_.problem.n;
     params.tile_m = plan_.tile_m;
     params.tile_n = plan_.tile_n;
-    params.dtype = plan_.problem.dtype;
+    params.dtype = plan::moved_dtype(plan_.problem);
     params.order = order(step.order);
     params.chunk = step.chunk;
     params.terms = step.terms;
@@ -348,7 +349,7 @@ class Run {
     kernels::BiasParams params;
     params.rows = step.rows;
     params.n = plan_.problem.n;
-    params.dtype = plan_.problem.dtype;
+    params.dtype = plan::moved_dtype(plan_.problem);
     params.source = at(step.source);
     params.destination = at(step.destination);
     params.bias = call_.bias;
@@ -375,7 +376,7 @@ class Run {
   void enqueue(const steps::Collective& step, cudaStream_t on) {
     Communicator& by = communicator(step.max_ctas, step.lane);
     const auto count = static_cast<size_t>(step.count);
-    const plan::DType dtype = plan_.problem.dtype;
+    const plan::DType dtype = plan::moved_dtype(plan_.problem);
     switch (step.kind) {
       case plan::Collective::kReduceScatter:
         by.reduce_scatter(at(step.source), at(step.destination), count, dtype, on);
@@ -447,7 +448,7 @@ class Run {
   void enqueue(const steps::PeerCollective& step, cudaStream_t on) {
     constexpr int64_t kBytes = kernels::kPeerAccessBytes;
     kernels::PeerCollectiveParams params{with_deadline(peers_->meeting(peer_call_))};
-    params.dtype = plan_.problem.dtype;
+    params.dtype = plan::moved_dtype(plan_.problem);
     params.reduces = step.reduces;
     params.gathers = step.gathers;
     params.stride = step.stride / kBytes;
@@ -471,7 +472,7 @@ class Run {
   void enqueue(const steps::LowLatency& step, cudaStream_t on) {
     constexpr int64_t kWord = 4;
     kernels::PeerLowLatencyParams params = with_deadline(peers_->low_latency(list_.communication));
-    params.dtype = plan_.problem.dtype;
+    params.dtype = plan::moved_dtype(plan_.problem);
     params.in_pieces = step.in_pieces;
     params.words = step.bytes / kWord;
     params.own = at(step.own);

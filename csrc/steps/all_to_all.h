@@ -20,7 +20,7 @@ class AllToAllSteps {
         machine_(machine),
         variant_(variant),
         ranks_(plan.problem.world_size),
-        element_bytes_(plan::element_bytes(plan.problem.dtype)),
+        element_bytes_(plan::moved_bytes(plan.problem)),
         row_bytes_(plan.problem.n * element_bytes_),
         send_begin_(offsets(variant.send_rows)),
         receive_begin_(offsets(variant.receive_rows)) {
@@ -106,7 +106,8 @@ class AllToAllSteps {
 
  private:
   Where input(plan::Rows rows) const {
-    return {Buffer::kInput, rows.begin * plan_.problem.k * element_bytes_};
+    return {Buffer::kInput,
+            rows.begin * plan_.problem.k * plan::element_bytes(plan_.problem.dtype)};
   }
 
   // That of so many tile rows; messages are often alike.

@@ -16,6 +16,7 @@ double rate_of(const Plan& plan, const Machine& machine) {
   if (dtype == DType::kFloat64)
     rate = on_cpu(machine) ? profile.cpu.float64_rate : profile.gemm.float64_rate;
   if (dtype == DType::kFloat32 && !on_cpu(machine)) rate = profile.gemm.float32_rate;
+  if (is_fp8(dtype) && !on_cpu(machine)) rate = profile.gemm.float8_rate;
   if (plan.kernel == Kernel::kSm80)
     rate *= machine.arch >= 90 ? profile.gemm.sm80_on_hopper_rate : profile.gemm.sm80_rate;
   if (plan.kernel == Kernel::kSm90Pingpong) rate *= profile.gemm.pingpong_rate;
@@ -35,7 +36,7 @@ struct Pair {
         received(receive_rows[static_cast<size_t>(1 - rank)]) {}
 
   double bytes(int64_t rows) const {
-    return static_cast<double>(rows * plan.problem.n * element_bytes(plan.problem.dtype));
+    return static_cast<double>(rows * plan.problem.n * moved_bytes(plan.problem));
   }
   double rounds_us(int64_t rows, int32_t at_once) const {
     return launch_us(plan, machine, rows, at_once, per_tile_us);
@@ -121,7 +122,7 @@ int32_t parts_sent(const Plan& plan) {
 }
 
 double last_round_us(const Plan& plan, const Machine& machine, int64_t tiles, int32_t sms) {
-  const int64_t bytes = int64_t{plan.tile_m} * plan.tile_n * element_bytes(plan.problem.dtype);
+  const int64_t bytes = int64_t{plan.tile_m} * plan.tile_n * moved_bytes(plan.problem);
   return static_cast<double>(std::min<int64_t>(tiles, sms)) *
          (static_cast<double>(bytes) / (1e3 * machine.peer_gbps));
 }
@@ -150,9 +151,10 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
   const Problem& problem = plan.problem;
   const double per_tile_us = tile_us(plan, machine);
   const int32_t sms = std::max(1, machine.sm_count);
-  const auto element = static_cast<double>(element_bytes(problem.dtype));
+  const auto element = static_cast<double>(moved_bytes(problem));
   const double weight_us =
-      static_cast<double>(problem.n * problem.k) * element / (1e3 * profile.gemm.weight_gbps);
+      static_cast<double>(problem.n * problem.k * element_bytes(problem.dtype)) /
+      (1e3 * profile.gemm.weight_gbps);
   int64_t rows = 0;
   double stored_us = -profile.host.launch_us;  // which is that of one more
   double sent_us = 0.0;

@@ -94,7 +94,7 @@ inline Buffer staging_of(const plan::Plan& plan, const Variant& variant,
   return in_window ? Buffer::kWindow : Buffer::kStaging;
 }
 inline int64_t staging_bytes(const plan::Plan& plan) {
-  return plan::buffer_elements(plan) * plan::element_bytes(plan.problem.dtype);
+  return plan::buffer_elements(plan) * plan::moved_bytes(plan.problem);
 }
 
 // CTAs of a GEMM that leaves SMs to communication.

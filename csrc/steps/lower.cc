@@ -24,7 +24,7 @@ StepList lower_one_collective(const plan::Plan& plan) {
   list.add_communicators(plan);
   if (!gathers) {
     const int64_t elements = problem.m * problem.n;
-    list.add_scratch(Buffer::kProduct, elements * plan::element_bytes(problem.dtype));
+    list.add_scratch(Buffer::kProduct, elements * plan::moved_bytes(problem));
   }
   if (!gathers) list.add_unchained(Lane::kCaller, gemm);
   list.communicates = 0;
@@ -37,7 +37,7 @@ StepList lower_one_collective(const plan::Plan& plan) {
 // An all-gather over peers in one kernel, then the GEMM.
 StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank) {
   const plan::Problem& problem = plan.problem;
-  const int64_t bytes = plan::part_rows(plan) * problem.k * plan::element_bytes(problem.dtype);
+  const int64_t bytes = plan::part_rows(plan) * problem.k * plan::moved_bytes(problem);
   PeerCollective gather;
   gather.gathers = true;
   gather.stride = bytes;
@@ -76,7 +76,7 @@ bool windows_take(const plan::Plan& plan) {
 }
 bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& extents) {
   constexpr int64_t kBytes = 16;
-  const int64_t element = plan::element_bytes(plan.problem.dtype);
+  const int64_t element = plan::moved_bytes(plan.problem);
   return std::all_of(extents.begin(), extents.end(), [&](const plan::Extent& extent) {
     return extent.offset * element % kBytes == 0 && extent.count * element % kBytes == 0;
   });

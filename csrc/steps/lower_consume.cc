@@ -20,7 +20,7 @@ class Consume {
         chunks_(static_cast<int32_t>(plan.chunks.size())),
         parts_(plan::row_parts(plan)),
         part_rows_(plan::part_rows(plan)),
-        element_bytes_(plan::element_bytes(plan.problem.dtype)),
+        element_bytes_(plan::moved_bytes(plan.problem)),
         row_bytes_(plan.problem.k * element_bytes_),
         weights_(variant.weights.empty()
                      ? std::vector<Weight>{{plan.problem.n, variant.kernel_takes}}
@@ -185,7 +185,8 @@ class Consume {
   }
 
   void add_library(size_t weight, plan::Rows rows, Where input) {
-    const int64_t offset = rows.begin * weights_[weight].columns * element_bytes_;
+    const int64_t offset =
+        rows.begin * weights_[weight].columns * plan::output_bytes(plan_.problem);
     const auto number = static_cast<int32_t>(weight);
     add_on_caller(LibraryGemm{number, rows, input, {{Buffer::kOutput, offset, number}}});
   }

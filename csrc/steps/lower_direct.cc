@@ -21,7 +21,7 @@ class Direct {
         sequential_(plan.schedule == plan::Schedule::kSequential),
         by_kernel_(!sequential_ && variant.kernel_takes),
         pieces_(plan::direct_in_pieces(plan)),
-        bytes_(plan.problem.m * plan.problem.n * plan::element_bytes(plan.problem.dtype)),
+        bytes_(plan.problem.m * plan.problem.n * plan::moved_bytes(plan.problem)),
         piece_bytes_(plan::direct_piece_bytes(plan)) {}
 
   StepList lower() {

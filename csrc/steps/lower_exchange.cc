@@ -181,7 +181,7 @@ int64_t longest_message(const plan::Plan& plan, int32_t rank, const std::vector<
       rows = std::max({rows, send_rows[peer], receive_rows[peer]});
     }
   }
-  const int64_t bytes = rows * plan.problem.n * plan::element_bytes(plan.problem.dtype);
+  const int64_t bytes = rows * plan.problem.n * plan::moved_bytes(plan.problem);
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 

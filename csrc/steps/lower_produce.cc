@@ -24,8 +24,9 @@ class Produce {
         row_parts_(plan::row_parts(plan)),
         packed_(plan.layout == plan::Layout::kPacked),
         exchanges_(plan.collective == plan::Collective::kExchange),
-        element_bytes_(plan::element_bytes(plan.problem.dtype)),
+        element_bytes_(plan::moved_bytes(plan.problem)),
         row_bytes_(plan.problem.n * element_bytes_),
+        operand_bytes_(plan::element_bytes(plan.problem.dtype)),
         chunk_places_(plan),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
@@ -86,7 +87,7 @@ class Produce {
   }
 
   LibraryGemm library_gemm(plan::Rows rows, Where output) const {
-    return {0, rows, {Buffer::kInput, rows.begin * plan_.problem.k * element_bytes_}, {output}};
+    return {0, rows, {Buffer::kInput, rows.begin * plan_.problem.k * operand_bytes_}, {output}};
   }
 
   // The framework's GEMM of the chunk's rows of each part; or its tiles, once all are computed.
@@ -181,6 +182,7 @@ class Produce {
   const bool exchanges_;
   const int64_t element_bytes_;
   const int64_t row_bytes_;
+  const int64_t operand_bytes_;
   const ChunkPlaces chunk_places_;
   const std::vector<plan::Rows>& rows_;
   const std::vector<plan::Extent>& extents_;

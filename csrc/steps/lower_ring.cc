@@ -17,7 +17,7 @@ class Ring {
         ranks_(plan.problem.world_size),
         sends_on_(plan.problem.op == plan::Op::kGemmAllReduce),
         part_rows_(plan::part_rows(plan)),
-        part_bytes_(part_rows_ * plan.problem.n * plan::element_bytes(plan.problem.dtype)),
+        part_bytes_(part_rows_ * plan.problem.n * plan::moved_bytes(plan.problem)),
         part_tile_rows_(plan::tiles_m(plan) / ranks_),
         part_tiles_(static_cast<int64_t>(part_tile_rows_) * plan::tiles_n(plan)) {}
 

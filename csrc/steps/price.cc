@@ -49,7 +49,7 @@ struct Walk {
   const bool gathers = problem.op == plan::Op::kAllGatherGemm;
   const bool all_to_all = problem.op == plan::Op::kGemmAllToAll;
   const double tile_us = steps::tile_us(plan, machine);
-  const double element = static_cast<double>(plan::element_bytes(problem.dtype));
+  const double element = static_cast<double>(plan::moved_bytes(problem));
   const double row_bytes = static_cast<double>(problem.n) * element;
 
   Price price = {};

@@ -43,7 +43,7 @@ int64_t Simulation::columns(const Here& here, int32_t weight) const {
 }
 
 int64_t Simulation::row_bytes(const Here& here, int32_t weight) const {
-  return columns(here, weight) * plan::element_bytes(here.plan->problem.dtype);
+  return columns(here, weight) * plan::output_bytes(here.plan->problem);
 }
 
 int64_t Simulation::input_row_bytes(const Here& here) const {

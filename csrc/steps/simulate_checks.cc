@@ -186,7 +186,7 @@ void Simulation::share(Node hub, const std::map<int32_t, CommunicatorCall>& call
                      key(here, call.step->destination), call.step->destination.offset});
   }
   const Collective& step = *calls.begin()->second.step;
-  const int64_t bytes = step.count * plan::element_bytes(turn.plan->problem.dtype);
+  const int64_t bytes = step.count * plan::moved_bytes(turn.plan->problem);
   effect(hub, [=, this, &step] {
     const auto contents = [&](const Side& side, int64_t offset) {
       return contents_[side.from].read(side.from_offset + offset, bytes);

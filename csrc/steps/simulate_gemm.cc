@@ -142,8 +142,7 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Pie
   const plan::Plan& plan = *here.plan;
   const int64_t from_row = input_row_bytes(here);
   const int64_t to_row = row_bytes(here, step.weight);
-  const int64_t tile_bytes =
-      int64_t{plan.tile_m} * plan.tile_n * plan::element_bytes(plan.problem.dtype);
+  const int64_t tile_bytes = int64_t{plan.tile_m} * plan.tile_n * plan::moved_bytes(plan.problem);
   const int64_t first = here.list->orders[at(step.order)].chunk_begin[piece.chunk];
   Where to = step.outputs[0].where;
   to.offset += (first * step.terms + int64_t{step.term} * piece.tiles) * tile_bytes;

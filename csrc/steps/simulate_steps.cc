@@ -85,7 +85,7 @@ void Simulation::take(Here& here, const WaitForTiles& step, Span& span) {
 
 void Simulation::take(Here& here, const Collective& step, Span& span) {
   const Node end = end_of(here, span, "ends");
-  const int64_t bytes = step.count * plan::element_bytes(here.plan->problem.dtype);
+  const int64_t bytes = step.count * plan::moved_bytes(here.plan->problem);
   const bool scatters = step.kind == plan::Collective::kReduceScatter;
   const bool gathers =
       step.kind == plan::Collective::kAllGather || step.kind == plan::Collective::kExchange;
@@ -126,8 +126,7 @@ void Simulation::take(Here& here, const Copy& step, Span& span) {
 void Simulation::take(Here& here, const Pack& step, Span& span) {
   const plan::Plan& plan = *here.plan;
   const plan::TileOrder& order = here.list->orders[at(step.order)];
-  const int64_t tile_bytes =
-      int64_t{plan.tile_m} * plan.tile_n * plan::element_bytes(plan.problem.dtype);
+  const int64_t tile_bytes = int64_t{plan.tile_m} * plan.tile_n * plan::moved_bytes(plan.problem);
   const int32_t first = order.chunk_begin[step.chunk];
   const int32_t tiles = plan::chunk_tiles(order, step.chunk);
   Where to = step.destination;
@@ -155,8 +154,7 @@ void Simulation::take(Here& here, const Pack& step, Span& span) {
 void Simulation::take(Here& here, const Unpack& step, Span& span) {
   const plan::Plan& plan = *here.plan;
   const plan::TileOrder& order = here.list->orders[at(step.order)];
-  const int64_t tile_bytes =
-      int64_t{plan.tile_m} * plan.tile_n * plan::element_bytes(plan.problem.dtype);
+  const int64_t tile_bytes = int64_t{plan.tile_m} * plan.tile_n * plan::moved_bytes(plan.problem);
   const int32_t first = order.chunk_begin[step.chunk];
   const int32_t tiles = plan::chunk_tiles(order, step.chunk);
   const Node by = span.first;

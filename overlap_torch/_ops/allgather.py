@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from typing import overload
 
 import torch
+from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
+    eager,
+    fakes,
+    library,
+    scaled,
+)
 from overlap_torch._ops.collectives import start_all_gather, start_reduce_scatter, wait
 from overlap_torch._ops.gradients import (
     Gradient,
@@ -26,6 +32,8 @@ from overlap_torch._torch_versions import SingleLevelFunction
 
 _op = torch.ops.overlap.allgather_gemm.default
 _op_weights = torch.ops.overlap.allgather_gemm.weights
+_op_scaled = torch.ops.overlap.allgather_gemm.scaled
+_op_scaled_weights = torch.ops.overlap.allgather_gemm.scaled_weights
 _scatter_op = torch.ops.overlap.gemm_reducescatter.default
 
 Biases = Sequence[torch.Tensor | None]
@@ -36,16 +44,7 @@ def _fake_weights(
     input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases, *, group: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     fakes.check_row_dim("allgather_gemm", input)
-    torch._check_value(
-        len(weights) > 0, lambda: "allgather_gemm: weights must hold one tensor or more"
-    )
-    torch._check_value(
-        len(biases) in (0, len(weights)),
-        lambda: (
-            f"allgather_gemm: biases must be empty or {len(weights)}, one for each weight, "
-            f"but there are {len(biases)}"
-        ),
-    )
+    fakes.check_number_of_biases("allgather_gemm", weights, biases)
     for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
         fakes.check_operands("allgather_gemm", input, weight, bias)
     leading = (input.shape[0] * world_size(group), *input.shape[1:-1])
@@ -330,7 +329,54 @@ def allgather_gemm(
 ) -> tuple[list[torch.Tensor], torch.Tensor]: ...
 
 
-def allgather_gemm(input, weight, bias=None, *, group=None):
+@overload
+def allgather_gemm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = None,
+    scale_input: torch.Tensor,
+    scale_weight: torch.Tensor,
+    recipe_input: ScalingType | None = None,
+    recipe_weight: ScalingType | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    shared_scale_input: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def allgather_gemm(
+    input: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    bias: Biases | None = None,
+    *,
+    group: Group = None,
+    scale_input: torch.Tensor,
+    scale_weight: Sequence[torch.Tensor],
+    recipe_input: ScalingType | None = None,
+    recipe_weight: ScalingType | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    shared_scale_input: bool = False,
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]: ...
+
+
+def allgather_gemm(
+    input,
+    weight,
+    bias=None,
+    *,
+    group=None,
+    scale_input=None,
+    scale_weight=None,
+    recipe_input=None,
+    recipe_weight=None,
+    output_dtype=torch.bfloat16,
+    use_fast_accum=False,
+    shared_scale_input=False,
+):
     """``g = all_gather(input, dim 0)``; ``(g @ weight.T + bias, g)``, with the GEMM of gathered rows beside the gather.
 
     The result is that of the unfused composition::
@@ -348,11 +394,17 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
             sequence of weights [N_i, K] (q, k, v; gate, up), for which the rows are gathered once.
         bias: [N] or None, this rank's part; for several weights None, or a sequence with one of these for each.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+        scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: of fp8 operands, as in
+            :func:`overlap_torch.gemm_allreduce`; scales of several weights are a sequence. fp8 and its scales travel, not
+            what they stand for.
+        shared_scale_input: of TensorWise scales: every rank has the same ``scale_input``, so that it is not gathered.
 
     Returns:
         ``(output, g)``: fresh, contiguous tensors [world size * D0, ..., N] and [world size * D0, ..., K], of the
         operands' dtype; for a sequence of weights ``output`` is a list. Dtypes, accumulation and autocast are as in
-        :func:`overlap_torch.gemm_allreduce`.
+        :func:`overlap_torch.gemm_allreduce`. Of scaled operands ``(output, g, scales)``: ``output`` of ``output_dtype``,
+        ``g`` of the input's, and the gathered scales of ``g``: ``scale_input`` with dim 0 world size times as long, or, of
+        TensorWise scales, [world size], one for each part of the rows, and [1] where they are shared.
 
     Gradients are in reverse mode, of any order. Backward keeps ``input`` and gathers it again, beside the
     :func:`overlap_torch.gemm_reducescatter` that makes its gradient; every rank has to run it. A gradient that reaches
@@ -362,20 +414,38 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
 
     Raises:
         ValueError: shapes or devices that do not fit, not one bias for each of several weights, or an unknown group.
-        TypeError: dtypes that do not fit, one bias tensor for a sequence of weights, or a ``group`` that is none of the above.
-        NotImplementedError: an operand has a tangent (forward mode).
+        TypeError: dtypes that do not fit, fp8 operands without scales, one bias tensor for a sequence of weights, or a ``group`` that is none of the above.
+        NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
+            :mod:`overlap_torch.nn` train in fp8.
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
 
     The technique: GEMM tiles wait for the arrival of their rows, Flux (arXiv 2406.06858).
     """
+    unscaled = (
+        scale_input is None and scale_weight is None and recipe_input is recipe_weight is None
+    )
     if isinstance(weight, torch.Tensor):
         if not (bias is None or isinstance(bias, torch.Tensor)):
             raise TypeError(
                 f"allgather_gemm: for one weight bias must be a tensor [N] or None, but it is a {type(bias).__name__}; "
                 "give a sequence of weights with a sequence of biases"
             )
-        return eager.call(eager.allgather_gemm, _op, group, input, weight, bias)
+        if unscaled:
+            return eager.call(eager.allgather_gemm, _op, group, input, weight, bias)
+        return scaled.call(
+            _op_scaled,
+            group,
+            (input, weight),
+            scale_input,
+            scale_weight,
+            bias,
+            recipe_input,
+            recipe_weight,
+            output_dtype=output_dtype,
+            use_fast_accum=use_fast_accum,
+            shared_scale_input=shared_scale_input,
+        )
     weights = list(weight)
     if isinstance(bias, torch.Tensor):
         raise TypeError(
@@ -383,4 +453,23 @@ def allgather_gemm(input, weight, bias=None, *, group=None):
             f"[N] or None for each, but it is one tensor of shape {tuple(bias.shape)}; give a list, as bias.split(...) does"
         )
     biases = list(bias or [])
-    return eager.call(eager.allgather_gemm_weights, _op_weights, group, input, weights, biases)
+    if unscaled:
+        return eager.call(eager.allgather_gemm_weights, _op_weights, group, input, weights, biases)
+    if isinstance(scale_weight, torch.Tensor):
+        raise TypeError(
+            f"allgather_gemm: for a sequence of weights (here {len(weights)}) scale_weight must be a sequence with a tensor "
+            f"for each, but it is one tensor of shape {tuple(scale_weight.shape)}; give a list"
+        )
+    return scaled.call(
+        _op_scaled_weights,
+        group,
+        (input, weights),
+        scale_input,
+        None if scale_weight is None else list(scale_weight),
+        biases,
+        recipe_input,
+        recipe_weight,
+        output_dtype=output_dtype,
+        use_fast_accum=use_fast_accum,
+        shared_scale_input=shared_scale_input,
+    )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
+    eager,
+    fakes,
+    library,
+    scaled,
+)
 from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
@@ -17,6 +23,7 @@ from overlap_torch._ops.gradients import (
 from overlap_torch._ops.group import Group
 
 _op = torch.ops.overlap.gemm_allreduce.default
+_op_scaled = torch.ops.overlap.gemm_allreduce.scaled
 
 
 @torch.library.register_fake("overlap::gemm_allreduce")
@@ -72,6 +79,12 @@ def gemm_allreduce(
     bias: torch.Tensor | None = None,
     *,
     group: Group = None,
+    scale_input: torch.Tensor | None = None,
+    scale_weight: torch.Tensor | None = None,
+    recipe_input: ScalingType | None = None,
+    recipe_weight: ScalingType | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """``all_reduce(input @ weight.T) + bias``, with the communication of finished tiles beside the GEMM.
 
@@ -89,6 +102,14 @@ def gemm_allreduce(
         weight: [N, K], this rank's part, as in ``torch.nn.Linear``; contiguous along either dim for speed.
         bias: [N] or None, the same on every rank; added once, after the reduction.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+        scale_input, scale_weight: float32 scales of fp8 operands, float8_e4m3fn or float8_e5m2 (not both of the latter):
+            one number each; or [M, 1] or [M], and [N, 1] or [N]; or [M, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)],
+            for blocks of 1 x 128 and of 128 x 128. The scaled input is ``input * scale_input``, as in
+            ``torch.nn.functional.scaled_mm``. docs/fp8.md says what travels.
+        recipe_input, recipe_weight: a ``torch.nn.functional.ScalingType`` (``TensorWise`` or ``RowWise`` for both, or
+            ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
+        output_dtype: of scaled operands' result and of the bias: bfloat16, float16 or float32.
+        use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``.
 
     Returns:
         A fresh, contiguous tensor [..., N], equal on all ranks, of the operands' dtype: bfloat16, float16 or float32
@@ -103,12 +124,26 @@ def gemm_allreduce(
 
     Raises:
         ValueError: shapes or devices that do not fit, or an unknown group.
-        TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
-        NotImplementedError: an operand has a tangent (forward mode).
+        TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
+        NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
+            :mod:`overlap_torch.nn` train in fp8.
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`).
 
     The technique: GEMM tiles signal counters that communication waits for, FlashOverlap (arXiv 2504.19519) and Flux
     (arXiv 2406.06858).
     """
-    return eager.call(eager.gemm_allreduce, _op, group, input, weight, bias)
+    if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
+        return eager.call(eager.gemm_allreduce, _op, group, input, weight, bias)
+    return scaled.call(
+        _op_scaled,
+        group,
+        (input, weight),
+        scale_input,
+        scale_weight,
+        bias,
+        recipe_input,
+        recipe_weight,
+        output_dtype=output_dtype,
+        use_fast_accum=use_fast_accum,
+    )

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the op)
+from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
+    eager,
+    fakes,
+    library,
+    scaled,
+)
 from overlap_torch._ops.collectives import all_to_all
 from overlap_torch._ops.gradients import (
     Gradient,
@@ -17,9 +23,10 @@ from overlap_torch._ops.gradients import (
     run_product,
     weight_gradient,
 )
-from overlap_torch._ops.group import Group, group_rank, world_size
+from overlap_torch._ops.group import Group
 
 _op = torch.ops.overlap.gemm_alltoall.default
+_op_scaled = torch.ops.overlap.gemm_alltoall.scaled
 
 
 @torch.library.register_fake("overlap::gemm_alltoall")
@@ -34,37 +41,7 @@ def _fake(
 ) -> torch.Tensor:
     fakes.check_row_dim("gemm_alltoall", input)
     fakes.check_operands("gemm_alltoall", input, weight, bias)
-    world = world_size(group)
-    for name, counts in (("send_rows", send_rows), ("recv_rows", recv_rows)):
-        torch._check_value(
-            len(counts) == world,
-            lambda name=name, counts=counts: (
-                f"gemm_alltoall: {name} must hold {world} counts, one for each rank of group '{group}', "
-                f"but is {list(counts)}"
-            ),
-        )
-        for count in counts:
-            torch._check_value(
-                count >= 0,
-                lambda name=name, counts=counts: (
-                    f"gemm_alltoall: {name} must not be negative, but is {list(counts)}"
-                ),
-            )
-    torch._check_value(
-        sum(send_rows) == input.shape[0],
-        lambda: (
-            f"gemm_alltoall: send_rows must add up to dim 0 of input, {input.shape[0]}, "
-            f"but {list(send_rows)} add up to {sum(send_rows)}"
-        ),
-    )
-    rank = group_rank(group)
-    torch._check_value(
-        send_rows[rank] == recv_rows[rank],
-        lambda: (
-            f"gemm_alltoall: rank {rank} sends itself {send_rows[rank]} rows and expects "
-            f"{recv_rows[rank]}; these must be equal"
-        ),
-    )
+    fakes.check_counts(input, send_rows, recv_rows, group)
     return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))
 
 
@@ -120,6 +97,12 @@ def gemm_alltoall(
     bias: torch.Tensor | None = None,
     *,
     group: Group = None,
+    scale_input: torch.Tensor | None = None,
+    scale_weight: torch.Tensor | None = None,
+    recipe_input: ScalingType | None = None,
+    recipe_weight: ScalingType | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Rows of ``input @ weight.T + bias`` to their ranks, those of early destinations beside the GEMM of later ones.
 
@@ -146,6 +129,14 @@ def gemm_alltoall(
         recv_rows: how many rows come from each rank; rank r's ``send_rows[s]`` is rank s's ``recv_rows[r]``.
         bias: [N] or None; the sender adds it.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+        scale_input, scale_weight: float32 scales of fp8 operands, float8_e4m3fn or float8_e5m2 (not both of the latter):
+            one number each; or [M, 1] or [M], and [N, 1] or [N]; or [M, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)],
+            for blocks of 1 x 128 and of 128 x 128. The scaled input is ``input * scale_input``, as in
+            ``torch.nn.functional.scaled_mm``. docs/fp8.md says what travels.
+        recipe_input, recipe_weight: a ``torch.nn.functional.ScalingType`` (``TensorWise`` or ``RowWise`` for both, or
+            ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
+        output_dtype: of scaled operands' result and of the bias: bfloat16, float16 or float32.
+        use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``.
 
     Returns:
         A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the ranks that sent the
@@ -159,9 +150,25 @@ def gemm_alltoall(
     Raises:
         ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do
             not fit, or an unknown group.
-        TypeError: dtypes that do not fit, or a ``group`` that is none of the above.
-        NotImplementedError: an operand has a tangent (forward mode).
+        TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
+        NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
+            :mod:`overlap_torch.nn` train in fp8.
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
     """
-    return eager.call(eager.gemm_alltoall, _op, group, input, weight, send_rows, recv_rows, bias)
+    if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
+        return eager.call(
+            eager.gemm_alltoall, _op, group, input, weight, send_rows, recv_rows, bias
+        )
+    return scaled.call(
+        _op_scaled,
+        group,
+        (input, weight, send_rows, recv_rows),
+        scale_input,
+        scale_weight,
+        bias,
+        recipe_input,
+        recipe_weight,
+        output_dtype=output_dtype,
+        use_fast_accum=use_fast_accum,
+    )

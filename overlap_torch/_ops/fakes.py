@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from overlap_torch._ops.group import group_rank, world_size
 
 
 def check_operands(
     op: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
+    check_shapes(op, input, weight, bias)
+    torch._check_type(
+        input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype),
+        lambda: (
+            f"{op}: input, weight and bias must have one dtype, but got "
+            f"{input.dtype}, {weight.dtype} and {None if bias is None else bias.dtype}"
+        ),
+    )
+    torch._check_type(
+        input.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2),
+        lambda: f"{op}: input is {input.dtype}; fp8 operands need scale_input and scale_weight",
+    )
+
+
+def check_shapes(
+    op: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Of operands of whatever dtypes, which must be on one device."""
     torch._check_value(
         input.dim() >= 1 and weight.dim() == 2,
         lambda: (
@@ -22,21 +44,9 @@ def check_operands(
             f"but got shapes {tuple(input.shape)} and {tuple(weight.shape)}"
         ),
     )
-    torch._check_type(
-        input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype),
-        lambda: (
-            f"{op}: input, weight and bias must have one dtype, but got "
-            f"{input.dtype}, {weight.dtype} and {None if bias is None else bias.dtype}"
-        ),
-    )
-    for name, operand in (("weight", weight), ("bias", bias)):
-        torch._check_value(
-            operand is None or operand.device == input.device,
-            lambda name=name, operand=operand: (
-                f"{op}: input is on {input.device} but {name} on {operand.device}; move them to one device"
-            ),
-        )
+    check_device(op, input, "weight", weight)
     if bias is not None:
+        check_device(op, input, "bias", bias)
         torch._check_value(
             bias.dim() == 1 and bias.shape[0] == weight.shape[0],
             lambda: (
@@ -46,6 +56,39 @@ def check_operands(
         )
 
 
+def check_device(op: str, input: torch.Tensor, name: str, operand: torch.Tensor) -> None:
+    torch._check_value(
+        operand.device == input.device,
+        lambda: (
+            f"{op}: input is on {input.device} but {name} on {operand.device}; move them to one device"
+        ),
+    )
+
+
+def check_divisible(op: str, input: torch.Tensor, world: int) -> None:
+    """A reduce-scatter's rows."""
+    torch._check_value(
+        input.shape[0] % world == 0,
+        lambda: (
+            f"{op}: dim 0 of input must be divisible by the world size {world}, "
+            f"but got shape {tuple(input.shape)}; pad it"
+        ),
+    )
+
+
+def check_number_of_biases(
+    op: str, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> None:
+    torch._check_value(len(weights) > 0, lambda: f"{op}: weights must hold one tensor or more")
+    torch._check_value(
+        len(biases) in (0, len(weights)),
+        lambda: (
+            f"{op}: biases must be empty or {len(weights)}, one for each weight, "
+            f"but there are {len(biases)}"
+        ),
+    )
+
+
 def check_row_dim(op: str, input: torch.Tensor) -> None:
     """Dim 0 is the one that is cut between the ranks."""
     torch._check_value(
@@ -53,5 +96,42 @@ def check_row_dim(op: str, input: torch.Tensor) -> None:
         lambda: (
             f"{op}: input must be [D0, ..., K], because dim 0 is cut between the ranks, "
             f"but got shape {tuple(input.shape)}"
+        ),
+    )
+
+
+def check_counts(
+    input: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
+) -> None:
+    """An all-to-all's."""
+    world = world_size(group)
+    for name, counts in (("send_rows", send_rows), ("recv_rows", recv_rows)):
+        torch._check_value(
+            len(counts) == world,
+            lambda name=name, counts=counts: (
+                f"gemm_alltoall: {name} must hold {world} counts, one for each rank of group '{group}', "
+                f"but is {list(counts)}"
+            ),
+        )
+        for count in counts:
+            torch._check_value(
+                count >= 0,
+                lambda name=name, counts=counts: (
+                    f"gemm_alltoall: {name} must not be negative, but is {list(counts)}"
+                ),
+            )
+    torch._check_value(
+        sum(send_rows) == input.shape[0],
+        lambda: (
+            f"gemm_alltoall: send_rows must add up to dim 0 of input, {input.shape[0]}, "
+            f"but {list(send_rows)} add up to {sum(send_rows)}"
+        ),
+    )
+    rank = group_rank(group)
+    torch._check_value(
+        send_rows[rank] == recv_rows[rank],
+        lambda: (
+            f"gemm_alltoall: rank {rank} sends itself {send_rows[rank]} rows and expects "
+            f"{recv_rows[rank]}; these must be equal"
         ),
     )

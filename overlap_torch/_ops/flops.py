@@ -21,7 +21,7 @@ def _produced(input_shape: torch.Size, weight_shape: torch.Size, *args: Any, **k
 
 @register_flop_formula(_ops.allgather_gemm)
 def _gathered(*args: Any, out_shape: Sequence[Any], **kwargs: Any) -> int:
-    outputs, gathered_shape = out_shape
+    outputs, gathered_shape, *_ = out_shape  # of scaled operands, the scales too
     if isinstance(outputs, torch.Size):  # of one weight
         outputs = [outputs]
     return sum(2 * math.prod(shape) * gathered_shape[-1] for shape in outputs)

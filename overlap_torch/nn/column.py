@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch.distributed.tensor import Shard
 
-from overlap_torch import _linear
 from overlap_torch._dtensor import Placements
 from overlap_torch._ops import Group
 from overlap_torch._sharding import GatherFeatures, pad_end, shard_range, shard_sizes
@@ -42,6 +41,8 @@ class ColumnParallelLinear(ParallelLinear):
         gather_output: the output is [..., out_features], gathered from all ranks, and its gradient the same on every rank.
             Several outputs are gathered together.
         device, dtype: of the parameters.
+        fp8: None, or ``"tensorwise"`` or ``"rowwise"``: output and gradients are computed in fp8, with scales of whole
+            tensors or of rows, as torchao's recipes of these names have it; parameters stay as they are. docs/fp8.md says more.
 
     Raises:
         ValueError: no or non-positive out_features in a sequence, not one ``bias`` for each of them, or an unknown group.
@@ -65,11 +66,14 @@ class ColumnParallelLinear(ParallelLinear):
         gather_output: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fp8: str | None = None,
     ) -> None:
         if isinstance(out_features, Sequence):
             out_features = _checked_features(out_features)
         bias = _checked_bias(bias, out_features)
-        super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
+        super().__init__(
+            in_features, out_features, bias, group, sequence_parallel, device, dtype, fp8
+        )
         self.gather_output = gather_output
 
     @property
@@ -85,6 +89,7 @@ class ColumnParallelLinear(ParallelLinear):
         group: Group = None,
         sequence_parallel: bool = False,
         gather_output: bool = False,
+        fp8: str | None = None,
     ) -> ColumnParallelLinear:
         """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies.
 
@@ -109,6 +114,7 @@ class ColumnParallelLinear(ParallelLinear):
             sequence_parallel=sequence_parallel,
             gather_output=gather_output,
             device="meta",
+            fp8=fp8,
         )
         layer._copy_parts(linears)
         return layer
@@ -133,11 +139,11 @@ class ColumnParallelLinear(ParallelLinear):
         place = {"group": self.group, "world_size": self.world_size}
         (padding,) = self._paddings
         if self.sequence_parallel:
-            output = _linear.column_sequence(
+            output = self._maps.column_sequence(
                 input, weight, bias, tokens=tokens, padding=padding, **place
             )
         else:
-            output = _linear.column(input, weight, bias, padding=padding, **place)
+            output = self._maps.column(input, weight, bias, padding=padding, **place)
         if self.gather_output:
             output = GatherFeatures.apply(
                 output, self.out_features, self.group, self.world_size, self.rank
@@ -148,11 +154,11 @@ class ColumnParallelLinear(ParallelLinear):
         weights, biases = self._local_lists()
         place = {"group": self.group, "world_size": self.world_size}
         if self.sequence_parallel:
-            outputs = _linear.columns_sequence(
+            outputs = self._maps.columns_sequence(
                 input, weights, biases, tokens=tokens, paddings=self._paddings, **place
             )
         else:
-            outputs = _linear.columns(input, weights, biases, paddings=self._paddings, **place)
+            outputs = self._maps.columns(input, weights, biases, paddings=self._paddings, **place)
         return self._gathered(outputs) if self.gather_output else outputs
 
     def _gathered(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
 from torch.distributed.tensor import DTensor
 
+from overlap_torch import _linear
 from overlap_torch._dtensor import Placements, group_mesh, local_parts, sharded_dim, wrap
+from overlap_torch._fp8 import Maps, recipe_of
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers
 from overlap_torch._report import note_call
@@ -49,8 +51,11 @@ class ParallelLinear(torch.nn.Module):
         sequence_parallel: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        fp8: str | None,
     ) -> None:
         super().__init__()
+        recipe_of(fp8)  # raises for a name that it does not know
+        self.fp8 = fp8
         self.in_features = in_features
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
@@ -344,6 +349,12 @@ class ParallelLinear(torch.nn.Module):
             )
         note_call(self, input)
 
+    @property
+    def _maps(self) -> Any:
+        """The linear maps: functions of :mod:`overlap_torch._linear`, or these in fp8."""
+        recipe = recipe_of(self.fp8)
+        return _linear if recipe is None else Maps(recipe)
+
     def extra_repr(self) -> str:
         if self._several:
             biases = [None] * len(self._names) if self.biases is None else self.biases
@@ -354,6 +365,7 @@ class ParallelLinear(torch.nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
             f"rank={self.rank}, world_size={self.world_size}, sequence_parallel={self.sequence_parallel}"
+            + ("" if self.fp8 is None else f", fp8={self.fp8!r}")
         )
 
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from overlap_torch import _linear
 from overlap_torch._dtensor import Placements
 from overlap_torch._ops import Group
 from overlap_torch._sharding import SliceFeatures, SumGradient
@@ -37,6 +36,8 @@ class RowParallelLinear(ParallelLinear):
             leaves it. If False it is the whole, replicated input [..., in_features]; the layer takes this rank's part,
             and backward gathers the input's gradient.
         device, dtype: of the parameters.
+        fp8: None, or ``"tensorwise"`` or ``"rowwise"``: output and gradients are computed in fp8, with scales of whole
+            tensors or of rows, as torchao's recipes of these names have it; parameters stay as they are. docs/fp8.md says more.
 
     Backward of the GEMM does not communicate (see :func:`overlap_torch.gemm_allreduce`); with ``sequence_parallel`` it
     gathers the output's gradient (see :func:`overlap_torch.gemm_reducescatter`), and the bias's is summed over the
@@ -58,9 +59,12 @@ class RowParallelLinear(ParallelLinear):
         input_is_parallel: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fp8: str | None = None,
     ) -> None:
         out_features = operator.index(out_features)  # one, where the column layer takes several
-        super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
+        super().__init__(
+            in_features, out_features, bias, group, sequence_parallel, device, dtype, fp8
+        )
         self.input_is_parallel = input_is_parallel
 
     @property
@@ -76,6 +80,7 @@ class RowParallelLinear(ParallelLinear):
         group: Group = None,
         sequence_parallel: bool = False,
         input_is_parallel: bool = True,
+        fp8: str | None = None,
     ) -> RowParallelLinear:
         """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies."""
         layer = cls(
@@ -86,6 +91,7 @@ class RowParallelLinear(ParallelLinear):
             sequence_parallel=sequence_parallel,
             input_is_parallel=input_is_parallel,
             device="meta",
+            fp8=fp8,
         )
         layer._copy_parts([linear])
         return layer
@@ -103,9 +109,9 @@ class RowParallelLinear(ParallelLinear):
             )
         weight, bias = self._local_parameters()
         if not self.sequence_parallel:
-            return _linear.row(input, weight, bias, group=self.group, padding=self._paddings[0])
+            return self._maps.row(input, weight, bias, group=self.group, padding=self._paddings[0])
         bias = None if bias is None else SumGradient.apply(bias, self.group)
-        return _linear.row_sequence(
+        return self._maps.row_sequence(
             input,
             weight,
             bias,

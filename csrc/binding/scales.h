@@ -1,0 +1,60 @@
+// Scales of fp8 operands: their checks, and products of scaled operands on this rank.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace overlap::binding {
+
+// What a caller gives beside the operands; recipes as torch.nn.functional.ScalingType numbers them.
+struct GivenScales {
+  at::Tensor input;
+  std::vector<at::Tensor> weights;
+  std::optional<int64_t> recipe_input;
+  std::optional<int64_t> recipe_weight;
+  at::ScalarType output_dtype = at::kBFloat16;
+  bool use_fast_accum = false;
+  bool shared_input = false;  // allgather_gemm, tensor-wise: all ranks have the same input scale
+};
+
+// The same, checked: float32 matrices, [1, 1] where one number scales all.
+struct Scales {
+  plan::Recipe recipe = plan::Recipe::kNone;
+  at::Tensor input;  // [1, 1], [M, 1] or [M, ceil(K / 128)], M being this rank's rows
+  std::vector<at::Tensor> weights;  // [1, 1], [N, 1] or [ceil(N / 128), ceil(K / 128)]
+  at::ScalarType output_dtype = at::kBFloat16;
+  bool use_fast_accum = false;
+  bool shared_input = false;
+
+  // Those of rows [begin, begin + count) of this rank's input.
+  at::Tensor of_rows(int64_t begin, int64_t count) const {
+    return recipe == plan::Recipe::kTensor ? input : input.narrow(0, begin, count);
+  }
+};
+
+// Checks fp8 operands and their scales. Throws ValueError or TypeError that names the op, what was given and
+// what is allowed. `input` is [..., K], the weights are [N, K].
+Scales check_scales(const char* op, const at::Tensor& input, const std::vector<at::Tensor>& weights,
+                    const GivenScales& given);
+
+// input @ weight.T of scaled operands, plus bias, in the output's type. Sums are taken in float32, and the bias is added
+// before they are rounded. The input's scales may also be [parts, 1], one for each of so many equal parts of
+// its rows (gathered ones).
+at::Tensor scaled_product(const Scales& scales, size_t weight_number, const at::Tensor& input,
+                          const at::Tensor& input_scales, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias);
+
+// The same by PyTorch's own scaled GEMM, where the device has one for these operands. On CUDA only; input scales are
+// [1, 1], [rows, 1] or [rows, ceil(K / 128)].
+std::optional<at::Tensor> device_scaled_product(const Scales& scales, const at::Tensor& input,
+                                                const at::Tensor& input_scales,
+                                                const at::Tensor& weight,
+                                                const at::Tensor& weight_scales,
+                                                const std::optional<at::Tensor>& bias);
+
+}  // namespace overlap::binding

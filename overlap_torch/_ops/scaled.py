@@ -1,0 +1,317 @@
+"""Operands with scales (fp8): fake kernels of the ops' scaled overloads, and the way to them from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.nn.functional import ScalingType
+
+from overlap_torch._ops import dtensor, fakes, library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops.group import Group, group_name, world_size
+
+Recipe = ScalingType | None
+
+_OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+_BLOCK = 128
+
+# By the name of the recipe of both: what each operand's is called.
+_RECIPES = {
+    "tensor": (ScalingType.TensorWise, ScalingType.TensorWise),
+    "row": (ScalingType.RowWise, ScalingType.RowWise),
+    "block": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+}
+
+
+def call(
+    op: torch._ops.OpOverload,
+    group: Group,
+    positional: Sequence[Any],
+    scale_input: torch.Tensor | None,
+    scale_weight: torch.Tensor | Sequence[torch.Tensor] | None,
+    bias: Any,
+    recipe_input: Recipe,
+    recipe_weight: Recipe,
+    **keywords: Any,
+) -> Any:
+    """The scaled overload ``op``; ``positional`` are its arguments before the scales."""
+    if scale_input is None or scale_weight is None:
+        missing = "scale_input" if scale_input is None else "scale_weight"
+        name = op.name().partition("::")[2].partition(".")[0]
+        raise ValueError(
+            f"{name}: {missing} is None, but scaled operands need scale_input and scale_weight, "
+            "and operands without scales take no recipes; give both scales, or none of these"
+        )
+    if not is_dynamo_compiling():
+        dtensor.make_ops_known()
+    return op(
+        *positional,
+        scale_input,
+        scale_weight,
+        bias,
+        recipe_input=_number(recipe_input),
+        recipe_weight=_number(recipe_weight),
+        group=group if type(group) is str else group_name(group),
+        **keywords,
+    )
+
+
+def _number(recipe: Recipe) -> int | None:
+    return None if recipe is None else recipe.value
+
+
+# --- fake kernels ---------------------------------------------------------------------------------------------
+
+
+def _blocks(size: int) -> int:
+    return (size + _BLOCK - 1) // _BLOCK
+
+
+def _rows(input: torch.Tensor) -> int:
+    rows = 1
+    for size in input.shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+def _same(shape: Sequence[int], other: Sequence[int]) -> bool:
+    return len(shape) == len(other) and all(a == b for a, b in zip(shape, other, strict=True))
+
+
+def _fits_input(recipe: str, shape: Sequence[int], input: torch.Tensor) -> bool:
+    if recipe == "tensor":
+        return all(size == 1 for size in shape)
+    columns = 1 if recipe == "row" else _blocks(input.shape[-1])
+    rows = _rows(input)
+    return (
+        _same(shape, (rows, columns))
+        or _same(shape, (*input.shape[:-1], columns))
+        or (recipe == "row" and _same(shape, (rows,)))
+    )
+
+
+def _fits_weight(recipe: str, shape: Sequence[int], weight: torch.Tensor) -> bool:
+    n, k = weight.shape
+    if recipe == "tensor":
+        return all(size == 1 for size in shape)
+    if recipe == "row":
+        return _same(shape, (n, 1)) or _same(shape, (n,))
+    return _same(shape, (_blocks(n), _blocks(k)))
+
+
+def _recipe(
+    op: str,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scale_input: torch.Tensor,
+    scale_weights: Sequence[torch.Tensor],
+    recipe_input: int | None,
+    recipe_weight: int | None,
+) -> str:
+    fitting = [
+        name
+        for name, (of_input, of_weight) in _RECIPES.items()
+        if recipe_input in (None, of_input.value) and recipe_weight in (None, of_weight.value)
+    ]
+    torch._check_value(
+        len(fitting) > 0,
+        lambda: (
+            f"{op}: recipes {recipe_input} and {recipe_weight} (of torch.nn.functional.ScalingType) are none of "
+            "TensorWise for both, RowWise for both, and BlockWise1x128 with BlockWise128x128"
+        ),
+    )
+    for weight, scale in zip(weights, scale_weights, strict=True):
+        fitting = [
+            name
+            for name in fitting
+            if _fits_input(name, scale_input.shape, input)
+            and _fits_weight(name, scale.shape, weight)
+        ]
+        torch._check_value(
+            len(fitting) == 1,
+            lambda weight=weight, scale=scale, fitting=fitting: (
+                f"{op}: input {tuple(input.shape)} and weight {tuple(weight.shape)} have scales of shapes "
+                f"{tuple(scale_input.shape)} and {tuple(scale.shape)}, which fit "
+                f"{' and '.join(fitting) if fitting else 'no recipe'}; name the recipe where two fit"
+            ),
+        )
+    return fitting[0]
+
+
+def _check(
+    op: str,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    scale_input: torch.Tensor,
+    scale_weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    recipe_input: int | None,
+    recipe_weight: int | None,
+    output_dtype: torch.dtype,
+) -> str:
+    """What the real kernels check; the recipe."""
+    torch._check_value(
+        len(weights) > 0 and len(scale_weights) == len(weights),
+        lambda: (
+            f"{op}: there must be as many scales as weights, one or more, but there are {len(weights)} weights and "
+            f"{len(scale_weights)} scales"
+        ),
+    )
+    torch._check_type(
+        output_dtype in _OUTPUTS,
+        lambda: (
+            f"{op}: output_dtype is {output_dtype}; supported are bfloat16, float16 and float32"
+        ),
+    )
+    for weight, bias in zip(weights, biases, strict=True):
+        torch._check_type(
+            input.dtype in _OPERANDS
+            and weight.dtype in _OPERANDS
+            and torch.float8_e4m3fn in (input.dtype, weight.dtype)
+            and (bias is None or bias.dtype == output_dtype),
+            lambda weight=weight, bias=bias: (
+                f"{op}: scaled operands are float8_e4m3fn and float8_e5m2, one of them float8_e4m3fn, and the bias is "
+                f"of output_dtype {output_dtype}, but got {input.dtype}, {weight.dtype} and "
+                f"{None if bias is None else bias.dtype}"
+            ),
+        )
+        fakes.check_shapes(op, input, weight, bias)
+    for name, scale in [
+        ("scale_input", scale_input),
+        *(("scale_weight", s) for s in scale_weights),
+    ]:
+        torch._check_type(
+            scale.dtype == torch.float32,
+            lambda name=name, scale=scale: f"{op}: {name} is {scale.dtype}; scales are float32",
+        )
+        fakes.check_device(op, input, name, scale)
+    return _recipe(op, input, weights, scale_input, scale_weights, recipe_input, recipe_weight)
+
+
+@torch.library.register_fake("overlap::gemm_allreduce.scaled")
+def _fake_allreduce(
+    input,
+    weight,
+    scale_input,
+    scale_weight,
+    bias=None,
+    *,
+    recipe_input=None,
+    recipe_weight=None,
+    output_dtype=torch.bfloat16,
+    use_fast_accum=False,
+    group,
+):
+    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
+    _check("gemm_allreduce", input, [weight], *scales)
+    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=output_dtype)
+
+
+@torch.library.register_fake("overlap::gemm_reducescatter.scaled")
+def _fake_reducescatter(
+    input,
+    weight,
+    scale_input,
+    scale_weight,
+    bias=None,
+    *,
+    recipe_input=None,
+    recipe_weight=None,
+    output_dtype=torch.bfloat16,
+    use_fast_accum=False,
+    group,
+):
+    world = world_size(group)
+    fakes.check_row_dim("gemm_reducescatter", input)
+    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
+    _check("gemm_reducescatter", input, [weight], *scales)
+    fakes.check_divisible("gemm_reducescatter", input, world)
+    rows = input.shape[0] // world
+    return input.new_empty((rows, *input.shape[1:-1], weight.shape[0]), dtype=output_dtype)
+
+
+@torch.library.register_fake("overlap::allgather_gemm.scaled_weights")
+def _fake_allgather_weights(
+    input,
+    weights,
+    scale_input,
+    scale_weights,
+    biases,
+    *,
+    recipe_input=None,
+    recipe_weight=None,
+    output_dtype=torch.bfloat16,
+    use_fast_accum=False,
+    shared_scale_input=False,
+    group,
+):
+    op, world = "allgather_gemm", world_size(group)
+    fakes.check_row_dim(op, input)
+    fakes.check_number_of_biases(op, weights, biases)
+    biases = list(biases) or [None] * len(weights)
+    scales = (scale_input, scale_weights, biases, recipe_input, recipe_weight, output_dtype)
+    recipe = _check(op, input, weights, *scales)
+    torch._check_value(
+        recipe == "tensor" or not shared_scale_input,
+        lambda: f"{op}: shared_scale_input is for TensorWise scales",
+    )
+    leading = (input.shape[0] * world, *input.shape[1:-1])
+    outputs = [input.new_empty((*leading, w.shape[0]), dtype=output_dtype) for w in weights]
+    if recipe == "tensor":
+        shape = (1 if shared_scale_input else world,)
+    else:
+        shape = (scale_input.shape[0] * world, *scale_input.shape[1:])
+    return outputs, input.new_empty((*leading, input.shape[-1])), scale_input.new_empty(shape)
+
+
+@torch.library.register_fake("overlap::allgather_gemm.scaled")
+def _fake_allgather(input, weight, scale_input, scale_weight, bias=None, **keywords):
+    (output,), gathered, scales = _fake_allgather_weights(
+        input, [weight], scale_input, [scale_weight], [bias], **keywords
+    )
+    return output, gathered, scales
+
+
+@torch.library.register_fake("overlap::gemm_alltoall.scaled")
+def _fake_alltoall(
+    input,
+    weight,
+    send_rows,
+    recv_rows,
+    scale_input,
+    scale_weight,
+    bias=None,
+    *,
+    recipe_input=None,
+    recipe_weight=None,
+    output_dtype=torch.bfloat16,
+    use_fast_accum=False,
+    group,
+):
+    fakes.check_row_dim("gemm_alltoall", input)
+    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
+    _check("gemm_alltoall", input, [weight], *scales)
+    fakes.check_counts(input, send_rows, recv_rows, group)
+    leading = (sum(recv_rows), *input.shape[1:-1])
+    return input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
+
+
+@torch.library.register_fake("overlap::scaled_linear")
+def _fake_linear(
+    input,
+    weight,
+    scale_input,
+    scale_weight,
+    bias=None,
+    *,
+    recipe_input=None,
+    recipe_weight=None,
+    output_dtype=torch.bfloat16,
+    use_fast_accum=False,
+):
+    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
+    _check("scaled_linear", input, [weight], *scales)
+    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=output_dtype)

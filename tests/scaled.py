@@ -1,0 +1,298 @@
+"""Calls of the ops with scaled operands: operands for any case, and what all ranks' results must be.
+
+What a call must return is written here in float64 from the recipe's definition; nothing of the code under test is in it.
+Operands are small, sparse integers and scales are 0.5, 1 and 2, so that every sum, on every rank and in every order,
+is a multiple of 1/4 that the output's type holds: the result has one right value, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import ScalingType
+
+import overlap_torch
+from checks import Failures
+from operands import difference, rank_device
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
+RECIPES = {
+    "tensor": (ScalingType.TensorWise, ScalingType.TensorWise),
+    "row": (ScalingType.RowWise, ScalingType.RowWise),
+    "block": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+}
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "weights", "gemm_alltoall")
+BLOCK = 128
+# Multiples of a quarter up to here are exact in the type.
+LIMIT = {torch.bfloat16: 2.0**6, torch.float16: 2.0**9, torch.float32: 2.0**20}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`leading`: of the input on one rank, before dim 0 is multiplied for what scatters it."""
+
+    leading: tuple[int, ...]
+    n: int
+    k: int
+    recipe: str = "row"
+    pair: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)
+    output: torch.dtype = torch.bfloat16
+    bias: bool = False
+    named: bool = True  # whether the call names the recipes
+    layout: str = (
+        "contiguous"  # of operands and scales: or "strided", "transposed", "vectors", "leading"
+    )
+    shared: bool = False  # every rank has the same scale of the input, and says so
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's: positional arguments before the bias, and keywords."""
+
+    input: torch.Tensor
+    weights: list[torch.Tensor]
+    scale_input: torch.Tensor
+    scale_weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    send_rows: list[int]
+    recv_rows: list[int]
+
+
+def _draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=generator)
+
+
+def _integers(generator: torch.Generator, density: float, *shape: int) -> torch.Tensor:
+    signs = (_draw(generator, *shape) < 0.5).double() * 2 - 1
+    sizes = 1 + (_draw(generator, *shape) < 0.3).double()
+    return signs * sizes * (_draw(generator, *shape) < density)
+
+
+def _scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return 2.0 ** torch.randint(-1, 2, shape, generator=generator).float()
+
+
+def scale_shape(recipe: str, operand: str, rows: int, k: int) -> tuple[int, int]:
+    if recipe == "tensor":
+        return 1, 1
+    if recipe == "row":
+        return rows, 1
+    return (rows if operand == "input" else -(-rows // BLOCK)), -(-k // BLOCK)
+
+
+def dequantised(
+    values: torch.Tensor, scales: torch.Tensor, recipe: str, operand: str
+) -> torch.Tensor:
+    """What [rows, K] values and their scales, of the shape above, stand for, in float64."""
+    values, scales = values.double(), scales.double()
+    if recipe == "block":
+        scales = scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+        if operand == "weight":
+            scales = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]]
+    return values * scales
+
+
+def counts(case: Case, world: int) -> list[list[int]]:
+    """[sender][receiver] of an all-to-all: about as many rows as `case.leading[0]` a rank, some pairs none."""
+    rows = case.leading[0]
+    return [
+        [(rows // world + s + 2 * r) % (rows + 1) if (s + r) % 3 else 0 for r in range(world)]
+        for s in range(world)
+    ]
+
+
+def make(case: Case, op: str, rank: int, world: int, seed: int) -> Call:
+    """On CPU, contiguous; every rank can make every rank's."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    shared = torch.Generator().manual_seed(1000 * seed + 999)
+    d0 = case.leading[0] if case.leading else 1
+    sent = counts(case, world) if op == "gemm_alltoall" else [[0] * world] * world
+    if op == "gemm_reducescatter":
+        d0 *= world
+    if op == "gemm_alltoall":
+        d0 = sum(sent[rank])
+    leading = (d0, *case.leading[1:])
+    m = math.prod(leading)
+    # A product has variance 11 * density ** 2; a sum of K * world of them stays far below the limit.
+    density = min(1.0, LIMIT[case.output] / 24 / math.sqrt(11 * max(1, case.k * world)))
+    input = _integers(generator, density, m, case.k)
+    widths = [case.n, (case.n + 1) // 2, case.n % 2] if op == "weights" else [case.n]
+    weights = [_integers(generator, density, n, case.k) for n in widths]
+    of_input = shared if case.shared else generator
+    biases = [
+        (_integers(shared, 1.0, n) if op in OPS[:2] else _integers(generator, 1.0, n))
+        if case.bias and i != 1
+        else None
+        for i, n in enumerate(widths)
+    ]
+    return Call(
+        input.to(case.pair[0]).view(*leading, case.k),
+        [weight.to(case.pair[1]) for weight in weights],
+        _scales(of_input, *scale_shape(case.recipe, "input", m, case.k)),
+        [_scales(generator, *scale_shape(case.recipe, "weight", n, case.k)) for n in widths],
+        [None if bias is None else bias.to(case.output) for bias in biases],
+        sent[rank],
+        [row[rank] for row in sent],
+    )
+
+
+def _lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "strided":
+        wide = torch.zeros(
+            *tensor.shape[:-1], 2 * tensor.shape[-1] + 3, dtype=tensor.dtype, device=tensor.device
+        )
+        place = wide[..., 1 : 1 + 2 * tensor.shape[-1] : 2]
+    elif layout == "transposed":
+        dims = tuple(reversed(range(tensor.dim())))
+        place = torch.zeros(tensor.shape[::-1], dtype=tensor.dtype, device=tensor.device).permute(
+            dims
+        )
+    else:
+        return tensor
+    return place.copy_(tensor)
+
+
+def invoke(
+    case: Case, op: str, call: Call, device: torch.device, group: Any = None
+) -> list[torch.Tensor]:
+    """The call under test, laid out as the case says; all its results in order."""
+    input = _lay_out(call.input.to(device), case.layout)
+    weights = [_lay_out(weight.to(device), case.layout) for weight in call.weights]
+    scale_input = call.scale_input.to(device)
+    scale_weights = [scale.to(device) for scale in call.scale_weights]
+    if case.layout == "vectors":
+        scale_input = scale_input.flatten() if case.recipe != "block" else scale_input
+        scale_weights = [s.flatten() if case.recipe != "block" else s for s in scale_weights]
+    elif case.layout == "leading" and case.recipe != "tensor":
+        scale_input = scale_input.view(*input.shape[:-1], scale_input.shape[-1])
+    else:
+        scale_input = _lay_out(scale_input, case.layout)
+        scale_weights = [_lay_out(scale, case.layout) for scale in scale_weights]
+    biases = [None if bias is None else bias.to(device) for bias in call.biases]
+    several = op == "weights"
+    keywords = {
+        "group": group,
+        "scale_input": scale_input,
+        "scale_weight": scale_weights if several else scale_weights[0],
+        "output_dtype": case.output,
+    }
+    if case.named:
+        keywords["recipe_input"], keywords["recipe_weight"] = RECIPES[case.recipe]
+    if op in ("allgather_gemm", "weights"):
+        outputs, gathered, scales = overlap_torch.allgather_gemm(
+            input,
+            weights if several else weights[0],
+            biases if several else biases[0],
+            shared_scale_input=case.shared,
+            **keywords,
+        )
+        return [*(outputs if several else [outputs]), gathered, scales]
+    rows = [call.send_rows, call.recv_rows] if op == "gemm_alltoall" else []
+    return [getattr(overlap_torch, op)(input, weights[0], *rows, biases[0], **keywords)]
+
+
+def _product(case: Case, call: Call, weight: int = 0) -> torch.Tensor:
+    input = (
+        call.input.reshape(-1, case.k)
+        if case.k
+        else call.input.double().new_zeros(math.prod(call.input.shape[:-1]), 0)
+    )
+    return (
+        dequantised(input, call.scale_input, case.recipe, "input")
+        @ dequantised(call.weights[weight], call.scale_weights[weight], case.recipe, "weight").t()
+    )
+
+
+def _exact(parts: Sequence[torch.Tensor], output: torch.dtype) -> torch.Tensor:
+    magnitude = sum(part.abs() for part in parts)
+    assert magnitude.numel() == 0 or magnitude.max() <= LIMIT[output], (
+        "data not exact in their dtype"
+    )
+    return sum(parts)
+
+
+def expected(case: Case, op: str, calls: Sequence[Call], rank: int) -> list[torch.Tensor]:
+    """This rank's results, from all ranks' calls."""
+    own, world, out = calls[rank], len(calls), case.output
+    inner = own.input.shape[1:-1]
+
+    def with_bias(total: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _exact([total] if bias is None else [total, bias.double()], out)
+
+    if op in OPS[:2]:
+        total = with_bias(_exact([_product(case, call) for call in calls], out), own.biases[0])
+        total = total.view(*own.input.shape[:-1], case.n)
+        if op == "gemm_reducescatter":
+            total = total.chunk(world)[rank] if total.shape[0] else total
+        return [total.to(out)]
+    if op == "gemm_alltoall":
+        parts = []
+        for call in calls:
+            rows = with_bias(_product(case, call), call.biases[0])
+            rows = rows.view(call.input.shape[0], *inner, case.n)
+            parts.append(rows.split(call.send_rows)[rank])
+        return [torch.cat(parts).to(out)]
+    d0 = own.input.shape[0] * world
+    results = []
+    for i, (weight, bias) in enumerate(zip(own.weights, own.biases, strict=True)):
+        rows = [
+            _product(case, replace(call, weights=own.weights, scale_weights=own.scale_weights), i)
+            for call in calls
+        ]
+        results.append(with_bias(torch.cat(rows), bias).view(d0, *inner, weight.shape[0]).to(out))
+    results.append(torch.cat([call.input.view(torch.uint8) for call in calls]).view(case.pair[0]))
+    scales = [call.scale_input for call in calls[: 1 if case.shared else world]]
+    gathered = torch.cat(scales)
+    if case.recipe == "tensor" or (case.layout == "vectors" and case.recipe == "row"):
+        gathered = gathered.flatten()
+    elif case.layout == "leading":
+        gathered = gathered.view(d0, *inner, gathered.shape[-1])
+    return [*results, gathered]
+
+
+def as_comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Of fp8, the bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype in (E4M3, E5M2) else tensor
+
+
+def check(failures: Failures, case: Case, op: str, seed: int = 0) -> None:
+    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    calls = [make(case, op, r, world, seed) for r in range(world)]
+    right = expected(case, op, calls, rank)
+    results = invoke(case, op, calls[rank], device)
+    assert len(results) == len(right)
+    for i, (result, value) in enumerate(zip(results, right, strict=True)):
+        failures.expect(
+            None if result.is_contiguous() else f"strides {result.stride()}", op, case, i
+        )
+        dtype = None if result.dtype == value.dtype else f"{result.dtype}, expected {value.dtype}"
+        failures.expect(dtype, op, case, i)
+        failures.expect(difference(as_comparable(result).cpu(), as_comparable(value)), op, case, i)
+
+
+def cases() -> Iterator[Case]:
+    """Every recipe and pair of types, nothing and ragged sizes, dims, biases and types of the output."""
+    sizes = [(1, 1, 1), (7, 11, 13), (16, 48, 32), (33, 130, 129), (64, 32, 256), (5, 257, 300)]
+    empty = [(0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0)]
+    outputs = itertools.cycle([torch.bfloat16, torch.float32, torch.float16])
+    biases = itertools.cycle([False, True, True, False, False])
+    for recipe, pair in itertools.product(RECIPES, PAIRS):
+        for m, n, k in sizes if pair == PAIRS[0] else sizes[2:4]:
+            yield Case((m,), n, k, recipe, pair, next(outputs), next(biases))
+    for recipe in RECIPES:
+        for m, n, k in empty:
+            yield Case((m,), n, k, recipe, bias=next(biases))
+        yield Case((3, 4), 9, 130, recipe, bias=True)
+        yield Case((3, 4), 9, 130, recipe, named=False, layout="leading")
+        for layout in ("strided", "transposed", "vectors"):
+            yield Case(
+                (24,), 136, 144, recipe, PAIRS[1], next(outputs), next(biases), False, layout
+            )
+    yield Case((6,), 20, 24, "tensor", shared=True)

@@ -1,0 +1,378 @@
+"""Layers and styles that train in fp8: their casts, their losses beside others', and what they communicate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional
+
+import overlap_torch
+from checks import Failures, message_of
+from operands import rank_device, world_name
+from overlap_torch import _fp8
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
+from overlap_torch.parallel import (
+    OverlapColwiseParallel,
+    OverlapPrepareModuleInput,
+    OverlapRowwiseParallel,
+)
+
+WIDTH, HIDDEN, TOKENS, STEPS = 32, 64, 48, 50
+CLOSE = 0.01  # of the loss
+
+
+class OneProcess(torch.autograd.Function):
+    """A linear layer in fp8 by its definition: casts with one scale each, or one for each row that a GEMM sums over."""
+
+    @staticmethod
+    def cast(tensor: torch.Tensor, dtype: torch.dtype, by_rows: bool) -> torch.Tensor:
+        """What the cast tensor stands for, in float64."""
+        largest = tensor.abs().amax(-1, keepdim=True) if by_rows else tensor.abs().max()
+        limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
+        factor = limit / largest.double().clamp(min=1e-12)
+        if by_rows:
+            factor = 2.0 ** factor.log2().floor()
+        factor = factor.float()
+        values = (tensor.float() * factor).clamp(-limit, limit).to(dtype)
+        return values.double() / factor.double()
+
+    @staticmethod
+    def forward(ctx, input, weight, by_rows):
+        ctx.save_for_backward(input, weight)
+        ctx.by_rows = by_rows
+        cast, e4m3 = OneProcess.cast, torch.float8_e4m3fn
+        return (cast(input, e4m3, by_rows) @ cast(weight, e4m3, by_rows).t()).float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, weight = ctx.saved_tensors
+        cast, e4m3, by_rows = OneProcess.cast, torch.float8_e4m3fn, ctx.by_rows
+        kind = e4m3 if by_rows else torch.float8_e5m2
+        grad_input = cast(grad, kind, by_rows) @ cast(weight.t(), e4m3, by_rows).t()
+        grad_weight = cast(grad.t(), kind, by_rows) @ cast(input.t(), e4m3, by_rows).t()
+        return grad_input.float(), grad_weight.float(), None
+
+
+class Model(torch.nn.Module):
+    """An MLP with gate and up, twice, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.gate = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2)
+        )
+        self.up = torch.nn.ModuleList(torch.nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = torch.nn.ModuleList(
+            torch.nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(2)
+        )
+
+    def whole(self, x: torch.Tensor, by_rows: bool) -> torch.Tensor:
+        for gate, up, down in zip(self.gate, self.up, self.down, strict=True):
+            y = functional.layer_norm(x, (WIDTH,))
+            y = functional.silu(OneProcess.apply(y, gate.weight, by_rows)) * OneProcess.apply(
+                y, up.weight, by_rows
+            )
+            x = x + OneProcess.apply(y, down.weight, by_rows)
+        return x
+
+
+class Parallel(torch.nn.Module):
+    """The same by this package's layers."""
+
+    def __init__(self, model: Model, fp8: str | None, sequence: bool) -> None:
+        super().__init__()
+        keywords = {"group": world_name(), "sequence_parallel": sequence, "fp8": fp8}
+        pairs = zip(model.gate, model.up, strict=True)
+        self.wide = torch.nn.ModuleList(
+            ColumnParallelLinear.from_linear(pair, **keywords) for pair in pairs
+        )
+        self.down = torch.nn.ModuleList(
+            RowParallelLinear.from_linear(one, **keywords) for one in model.down
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for wide, down in zip(self.wide, self.down, strict=True):
+            gate, up = wide(functional.layer_norm(x, (WIDTH,)))
+            x = x + down(functional.silu(gate) * up)
+        return x
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    target = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+    inputs = [torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(STEPS)]
+    device = rank_device()
+    return [(x.to(device), torch.tanh(x @ target).to(device)) for x in inputs]
+
+
+def train(forward, parameters, part: slice) -> list[float]:
+    """The loss of each step, over all tokens; `part`: those of this rank."""
+    optimizer = torch.optim.SGD(parameters, lr=0.8)
+    losses = []
+    for x, y in batches():
+        loss = (forward(x[part]) - y[part]).square().sum() / y.numel()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        if part != slice(None):
+            dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def far(losses: list[float], right: list[float]) -> str | None:
+    if not losses[-1] < 0.9 * losses[0]:
+        return f"it does not learn: {losses[0]} to {losses[-1]}"
+    apart = max(abs(a - b) / b for a, b in zip(losses, right, strict=True))
+    return None if apart <= CLOSE else f"{apart:.4f} apart: {losses} beside {right}"
+
+
+def check_layers(fp8: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    model = Model().to(rank_device())
+    one = copy.deepcopy(model)
+    right = train(lambda x: one.whole(x, fp8 == "rowwise"), one.parameters(), slice(None))
+    exact = copy.deepcopy(model)
+    plain = Parallel(exact, None, False)
+    unscaled = train(plain, plain.parameters(), slice(None))
+    # fp8 must show: else nothing of this has been computed in it.
+    failures.expect("as without fp8" if unscaled == right else None, fp8)
+    for sequence in (False, True):
+        parallel = Parallel(model, fp8, sequence)
+        part = token_slice(TOKENS, group=world_name()) if sequence else slice(None)
+        failures.expect(
+            far(train(parallel, parallel.parameters(), part), right), fp8, f"sequence={sequence}"
+        )
+        failures.expect(None if f"fp8={fp8!r}" in repr(parallel) else repr(parallel), fp8)
+    return failures.result()
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_layers_train_as_one_process_does(ranks, fp8):
+    ranks.expect_no_failures(check_layers, fp8)
+
+
+def check_gradients_of_layers(fp8: str) -> tuple[int, list[str]]:
+    """Every layer and mode, of sizes that do not divide, with biases: forward and gradients beside one process."""
+    failures = Failures()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    device = rank_device()
+    generator = torch.Generator().manual_seed(3)
+    tokens, width, features = 13, 20, 7 * world - 1
+    for column in (True, False):
+        sizes = (width, features) if column else (features, width)
+        linear = torch.nn.Linear(*sizes)
+        with torch.no_grad():
+            linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
+            linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator))
+        linear.to(device)
+        x = torch.randn(tokens, sizes[0], generator=generator).to(device)
+        upstream = torch.randn(tokens, sizes[1], generator=generator).to(device)
+        for sequence in (False, True):
+            where = (fp8, "column" if column else "row", f"sequence={sequence}")
+            kind = ColumnParallelLinear if column else RowParallelLinear
+            layer = kind.from_linear(
+                linear, group=world_name(), sequence_parallel=sequence, fp8=fp8
+            )
+            mine = token_slice(tokens, group=world_name()) if sequence else slice(None)
+            cut = -(-features // world)
+            own = slice(rank * cut, min(features, (rank + 1) * cut))
+            x_in = (x[mine] if column else x[:, own]).clone().requires_grad_()
+            output = layer(x_in, tokens) if column and sequence else layer(x_in)
+            output.backward(upstream[:, own] if column else upstream[mine])
+            exact = x.double() @ linear.weight.double().t() + linear.bias.double()
+            exact = exact[:, own] if column else exact[mine]
+            grad = upstream.double() @ linear.weight.double()
+            grad = grad[mine] if column else grad[:, own]
+            weight = upstream.double().t() @ x.double()
+            weight = weight[own] if column else weight[:, own]
+            bias = upstream.double().sum(0)
+            bias = bias[own] if column else bias
+            results = {
+                "output": (output, exact),
+                "input": (x_in.grad, grad),
+                "weight": (layer.weight.grad.to_local(), weight),
+                "bias": (layer.bias.grad.to_local(), bias),
+            }
+            for name, (got, right) in results.items():
+                same = got.shape == right.shape
+                failures.expect(None if same else f"{got.shape}, not {right.shape}", *where, name)
+                if not same or right.numel() == 0:
+                    continue
+                # A cast to e4m3 errs by up to 1/16, one to e5m2 by up to 1/8; on average by about half of it.
+                error = ((got.double() - right).norm() / right.norm()).item()
+                limit = 1e-5 if name == "bias" else 0.09
+                failures.expect(None if error < limit else f"error {error}", *where, name)
+                least = 0.0 if name == "bias" else 1e-3  # more than float32's
+                failures.expect(None if error >= least else f"not in fp8: {error}", *where, name)
+    return failures.result()
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_fp8_layers_have_their_gradients(ranks, fp8):
+    ranks.expect_no_failures(check_gradients_of_layers, fp8)
+
+
+def check_casts_once() -> tuple[int, list[str]]:
+    """An input is cast once for q, k and v, forward; and one gather brings it."""
+    failures = Failures()
+    casts = []
+    own = _fp8.scaled
+
+    def counted(tensor, *arguments, **keywords):
+        casts.append(tuple(tensor.shape))
+        return own(tensor, *arguments, **keywords)
+
+    layer = ColumnParallelLinear(
+        16, [8, 4, 4], group=world_name(), sequence_parallel=True, fp8="rowwise"
+    )
+    layer.to(rank_device())
+    x = torch.randn(6, 16, device=rank_device())
+    _fp8.scaled = counted
+    try:
+        layer(x)
+    finally:
+        _fp8.scaled = own
+    inputs = [shape for shape in casts if shape == (6, 16)]
+    failures.expect(None if len(inputs) == 1 else f"casts {casts}", "casts")
+    text = str(overlap_torch.report())
+    failures.expect(None if "float8_e4m3fn row_wise to float32" in text else text, "report")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_fp8_casts_an_input_once_for_several_weights(ranks):
+    ranks.expect_no_failures(check_casts_once)
+
+
+def check_names() -> tuple[int, list[str]]:
+    failures = Failures()
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        said = message_of(kind, 8, 8, group=world_name(), fp8="blockwise", device="meta")
+        missing = [
+            part for part in ("'blockwise'", "'tensorwise'", "'rowwise'") if part not in said
+        ]
+        failures.expect(f"lacks {missing}: {said!r}" if missing else None, kind.__name__)
+    layer = ColumnParallelLinear(8, 8, group=world_name(), fp8="rowwise")
+    state = layer.state_dict()
+    other = ColumnParallelLinear(8, 8, group=world_name())
+    other.load_state_dict(state)  # parameters are the same
+    same = torch.equal(other.weight.to_local(), layer.weight.to_local())
+    failures.expect(None if same else "other weights", "state_dict")
+    copied = copy.deepcopy(layer)
+    failures.expect(None if copied.fp8 == "rowwise" else f"fp8={copied.fp8}", "deepcopy")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_fp8_names_of_recipes_are_checked(ranks):
+    ranks.expect_no_failures(check_names)
+
+
+# --- torchao --------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """Gate, up and down by their names, for styles."""
+
+    def __init__(self, model: Model, index: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            copy.deepcopy(layers[index]) for layers in (model.gate, model.up, model.down)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(model, index) for index in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(functional.layer_norm(x, (WIDTH,)))
+        return x
+
+
+def with_torchao(model: Model, config, ours: bool) -> torch.nn.Module:
+    """Float8Linear layers with styles, tokens cut outside of the blocks."""
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+    blocks = Blocks(model).to(rank_device())
+    for block in blocks.blocks:
+        for name in ("gate", "up", "down"):
+            setattr(block, name, Float8Linear.from_float(getattr(block, name), config))
+    column, row, prepare = (
+        (OverlapColwiseParallel, OverlapRowwiseParallel, OverlapPrepareModuleInput)
+        if ours
+        else (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+    )
+    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
+    for block in blocks.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "": prepare(
+                    input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=ours
+                ),
+                "gate": column(),
+                "up": column(),
+                "down": row(output_layouts=Shard(0)),
+            },
+        )
+    return blocks
+
+
+def check_torchao(recipe: str) -> tuple[int, list[str]]:
+    from torchao.float8.config import Float8LinearConfig
+
+    failures = Failures()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if rank_device().type == "cpu":
+        config = Float8LinearConfig(
+            **{
+                name: getattr(config, name)
+                for name in config.__dataclass_fields__
+                if name != "emulate"
+            },
+            emulate=True,
+        )
+    model = Model()
+    part = token_slice(TOKENS, group=world_name())
+    ours = with_torchao(model, config, True)
+    kinds = {type(module).__name__ for module in ours.modules()}
+    failures.expect(None if "OverlapColwiseLinear" in kinds else str(kinds), recipe)
+    losses = train(ours, ours.parameters(), part)
+    if recipe == "tensorwise":  # what torchao's styles take
+        theirs = with_torchao(model, config, False)
+        right = train(theirs, theirs.parameters(), part)
+    else:
+        one = copy.deepcopy(model).to(rank_device())
+        right = train(lambda x: one.whole(x, True), one.parameters(), slice(None))
+    failures.expect(far(losses, right), recipe)
+    return failures.result()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_styles_take_torchao_layers(ranks, recipe):
+    pytest.importorskip("torchao")
+    ranks.expect_no_failures(check_torchao, recipe, timeout_s=300)
