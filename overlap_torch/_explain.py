@@ -187,6 +187,8 @@ def chunks_of(made: dict) -> list[int | None]:
 def short(plan: Plan) -> str:
     """A plan in a few words, which tell it from the planner's other candidates."""
     kernel, collective = enum_name(plan.kernel), enum_name(plan.collective)
+    if plan.program.transfers:
+        collective = f"{collective} in {len(plan.program.transfers)} transfers"
     if plan.schedule == Schedule.SEQUENTIAL:
         over = "over peers, in one kernel" if _over_peers(plan) else "one after the other"
         return f"the framework's GEMM and {collective}, {over}"
@@ -308,6 +310,9 @@ def _words(plan: Plan, step: dict, element: int) -> str:
         words = (
             f"copy {_size(step['bytes'])} {_place(step['source'])} -> {_place(step['destination'])}"
         )
+    elif kind == "copy_rows":
+        does = "add" if step.get("adds") else "copy"
+        words = f"{does} {step['rows']} x {_size(step['row_bytes'])} {_place(step['source'])} -> {_place(step['destination'])}"
     elif kind == "unpack":
         add = ", adding both ranks'" if step["terms"] > 1 else ""
         words = f"unpack chunk {step['chunk']} -> {_place(step['destination'])}{add}"

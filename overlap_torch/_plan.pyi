@@ -78,6 +78,27 @@ class Layout(_Enum):
     ROW_MAJOR: ClassVar[Layout]
     PACKED: ClassVar[Layout]
 
+class Memory(_Enum):
+    __members__: ClassVar[dict[str, Memory]]
+    PRODUCT: ClassVar[Memory]
+    OUTPUT: ClassVar[Memory]
+    INPUT: ClassVar[Memory]
+    GATHERED: ClassVar[Memory]
+    SCRATCH: ClassVar[Memory]
+
+class Way(_Enum):
+    __members__: ClassVar[dict[str, Way]]
+    PUSH: ClassVar[Way]
+    PULL: ClassVar[Way]
+    COPY: ClassVar[Way]
+
+class Engine(_Enum):
+    __members__: ClassVar[dict[str, Engine]]
+    ANY: ClassVar[Engine]
+    COPY_ENGINE: ClassVar[Engine]
+    SMS: ClassVar[Engine]
+    NCCL: ClassVar[Engine]
+
 class Problem:
     __fields__: ClassVar[dict[str, Any]]
     op: Op
@@ -174,6 +195,70 @@ class BandRun:
     @property
     def count(self) -> int: ...
 
+class Rectangle:
+    __fields__: ClassVar[dict[str, Any]]
+    def __init__(self, row: int, rows: int, column: int, columns: int) -> None: ...
+    def __hash__(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def column(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+
+class Region:
+    __fields__: ClassVar[dict[str, Any]]
+    def __init__(self, memory: Memory, rank: int, area: Rectangle) -> None: ...
+    def __hash__(self) -> int: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def area(self) -> Rectangle: ...
+
+class Transfer:
+    __fields__: ClassVar[dict[str, Any]]
+    def __init__(
+        self,
+        way: Way,
+        reduces: bool,
+        source: Region,
+        destination: Region,
+        by: Engine = ...,
+        stream: int = 0,
+        tiles: Sequence[Rectangle] = (),
+        behind: Sequence[int] = (),
+    ) -> None: ...
+    def __hash__(self) -> int: ...
+    @property
+    def way(self) -> Way: ...
+    @property
+    def reduces(self) -> bool: ...
+    @property
+    def source(self) -> Region: ...
+    @property
+    def destination(self) -> Region: ...
+    @property
+    def by(self) -> Engine: ...
+    @property
+    def stream(self) -> int: ...
+    @property
+    def tiles(self) -> tuple[Rectangle, ...]: ...
+    @property
+    def behind(self) -> tuple[int, ...]: ...
+
+class Program:
+    __fields__: ClassVar[dict[str, Any]]
+    scratch_rows: int
+    def __init__(self, scratch_rows: int = 0, transfers: Sequence[Transfer] = ()) -> None: ...
+    @property
+    def transfers(self) -> tuple[Transfer, ...]: ...
+    @transfers.setter
+    def transfers(self, transfers: Sequence[Transfer]) -> None: ...
+
 class Resources:
     __fields__: ClassVar[dict[str, Any]]
     comm_sms: int
@@ -203,6 +288,7 @@ class Plan:
     layout: Layout
     collective: Collective
     resources: Resources
+    program: Program
     def __init__(self) -> None: ...
     @property
     def bands(self) -> tuple[BandRun, ...]: ...

@@ -13,43 +13,66 @@ from typing import Any, TypeVar
 from overlap_torch._plan import (
     Collective,
     DType,
+    Engine,
     Kernel,
     Layout,
+    Memory,
     Op,
     Plan,
     Problem,
+    Program,
     Recipe,
     Resources,
     Schedule,
     Transport,
+    Way,
     validate,
 )
 
-_VERSION = 1  # of the fields (csrc/plan/plan_fields.h); it changes when they do
+# Of the fields (csrc/plan/plan_fields.h); they change when those do. A plan's program has a version of its own, and is left
+# out where there is none.
+_VERSION = 1
+_PROGRAM_VERSION = 1
 
-_Enum = TypeVar("_Enum", Op, DType, Recipe, Schedule, Kernel, Transport, Layout, Collective)
+_Enum = TypeVar(
+    "_Enum", Op, DType, Recipe, Schedule, Kernel, Transport, Layout, Collective, Memory, Way, Engine
+)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as dicts, lists, strings and numbers, the form in which it is saved as JSON."""
-    return {"version": _VERSION, **_plain(plan)}
+    data = {"version": _VERSION, **_plain(plan)}
+    if plan.program == Program():
+        del data["program"]
+    else:
+        data["program"] = {"version": _PROGRAM_VERSION, **data["program"]}
+    return data
 
 
 def from_dict(data: dict[str, Any]) -> Plan:
     """The plan that :func:`to_dict` took apart. ValueError for a missing, unknown or bad field."""
     if not isinstance(data, dict):
         raise ValueError(f"a plan is a dict with the fields that to_dict writes, not {data!r}")
-    if data.get("version") != _VERSION:
-        raise ValueError(
-            f"plan has version {data.get('version')!r}, this release reads {_VERSION}: "
-            "make the plan again and save it"
-        )
+    data = _without_version("plan", data, _VERSION)
+    program = data.get("program", {"version": _PROGRAM_VERSION, **_plain(Program())})
+    if isinstance(program, dict):
+        program = _without_version("program", program, _PROGRAM_VERSION)
     try:
-        plan = _read("plan", Plan, {name: data[name] for name in data if name != "version"})
+        plan = _read("plan", Plan, {**data, "program": program})
     except TypeError as error:
         raise ValueError(f"plan has a field of a wrong type or range: {error}") from error
     validate(plan)
     return plan
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) of what :func:`to_dict` makes."""
+    made = _schema(Plan)
+    for data, version in ((made, _VERSION), (made["properties"]["program"], _PROGRAM_VERSION)):
+        data["properties"]["version"] = {"const": version}
+        data["required"].append("version")
+    made["required"].remove("program")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
 def to_json(plan: Plan, *, indent: int | None = 2) -> str:
@@ -85,6 +108,31 @@ def enum_member(enum: type[_Enum], value: Any) -> _Enum:
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{enum.__name__} is {value!r}, allowed are {', '.join(names)}")
     return names[value]
+
+
+def _without_version(what: str, data: dict[str, Any], version: int) -> dict[str, Any]:
+    if data.get("version") != version:
+        raise ValueError(
+            f"{what} has version {data.get('version')!r}, this release reads {version}: "
+            "make the plan again and save it"
+        )
+    return {name: data[name] for name in data if name != "version"}
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """Of a field of this type, as :func:`_read` takes it."""
+    if isinstance(kind, tuple):
+        return {"type": "array", "items": _schema(kind[0])}
+    if hasattr(kind, "__members__"):
+        return {"enum": [enum_name(member) for member in kind.__members__.values()]}
+    if not hasattr(kind, "__fields__"):
+        return {"type": {bool: "boolean", int: "integer", float: "number"}[kind]}
+    return {
+        "type": "object",
+        "properties": {name: _schema(field) for name, field in kind.__fields__.items()},
+        "required": list(kind.__fields__),
+        "additionalProperties": False,
+    }
 
 
 def _plain(value: Any) -> Any:

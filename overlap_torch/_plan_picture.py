@@ -86,7 +86,8 @@ def tile_map(plan: Plan, made: dict) -> list[tuple[int, int, int]]:
             (arrival, part * part_rows + row, column)
             for arrival, column, _, _, part, row in _plan.gather_rows(plan, problem.n, 0)
         ]
-    split = [step["rows"] for step in made["steps"] if "round_tile_rows" in step.get("rows", {})]
+    gemms = [step for step in made["steps"] if step["step"] == "gemm"]
+    split = [step["rows"] for step in gemms if "round_tile_rows" in step.get("rows", {})]
     if plan.collective == Collective.RING and split:
         ordered = _ring_tiles(plan, split[0]["round_tile_rows"])
     else:

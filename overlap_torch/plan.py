@@ -32,18 +32,25 @@ from overlap_torch._plan import (
     Chunk,
     Collective,
     DType,
+    Engine,
     Kernel,
     Layout,
     Machine,
+    Memory,
     Op,
     Plan,
     Prediction,
     Problem,
     Profile,
+    Program,
     Recipe,
+    Rectangle,
+    Region,
     Resources,
     Schedule,
+    Transfer,
     Transport,
+    Way,
     candidates,
     decode,
     encode,
@@ -59,10 +66,13 @@ from overlap_torch._plan_json import (
     from_json,
     load,
     save,
+    schema,
     to_dict,
     to_json,
 )
 from overlap_torch._plan_picture import plot
+from overlap_torch._program import Area, Editor
+from overlap_torch._program_templates import double_ring, hierarchical, one_shot, ring, two_shot
 
 if TYPE_CHECKING:
     import torch
@@ -79,39 +89,55 @@ __all__ = [
     "Chunk",
     "Collective",
     "DType",
+    "Area",
+    "Editor",
+    "Engine",
     "Explanation",
     "Kernel",
     "Layout",
     "Machine",
+    "Memory",
     "Op",
     "Plan",
     "Prediction",
     "Problem",
     "Profile",
+    "Program",
+    "Rectangle",
+    "Region",
     "Recipe",
     "Resources",
     "Schedule",
+    "Transfer",
     "Transport",
+    "Way",
     "candidates",
     "clear_plans",
     "decode",
     "direct",
+    "double_ring",
+    "edit",
     "encode",
     "from_dict",
     "from_json",
+    "hierarchical",
     "load",
     "machine",
     "make_all_to_all",
     "make_plan",
     "make_sequential",
+    "one_shot",
     "packed",
     "plan_for",
     "predict",
+    "ring",
     "row_panels",
     "save",
+    "schema",
     "set_plan",
     "to_dict",
     "to_json",
+    "two_shot",
     "use_plan",
     "validate",
 ]
@@ -259,6 +285,40 @@ def make_all_to_all(
     kernel, resources = enum_member(Kernel, kernel), resources or Resources()
     transport = _transport(transport, kernel, resources, max_ctas)
     return _plan.make_all_to_all(problem, kernel, resources, max_ctas, transport)
+
+
+def edit(
+    problem: Problem,
+    *,
+    tile: tuple[int, int] | None = None,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    transport: Transport | str | None = None,
+    comm_sms: int = 0,
+    max_ctas: int = 0,
+) -> Editor:
+    """A plan whose communication is written by hand, transfer by transfer; one program for all ranks::
+
+        with edit(problem, tile=(128, 128)) as p:
+            for share in p.chunks(4):
+                for step in range(1, p.world):                  # a ring of gemm_reducescatter
+                    part = p.part(p.rank - step, share)
+                    p.push(part, to=p.rank + 1, reduce=True, needs=[p.tiles(part), p.arrived(part)])
+        ring = p.plan()
+
+    ``problem`` is for 2 to 8 ranks. ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` are as in
+    :func:`row_panels`; ``allgather_gemm`` and ``gemm_alltoall`` compute by ``library``. docs/plans.md tells more.
+
+    Raises:
+        ValueError: what no plan of the problem can be; what the transfers cannot is found by ``p.plan()``.
+    """
+    return Editor(
+        problem,
+        tile=tile,
+        kernel=kernel,
+        transport=transport,
+        comm_sms=comm_sms,
+        max_ctas=max_ctas,
+    )
 
 
 # --- the op library's plans -----------------------------------------------------------------------------------

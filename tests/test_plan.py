@@ -238,23 +238,24 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         plans.decode(code[: data.draw(st.integers(0, len(code) - 1))])
     with pytest.raises(ValueError, match="encoded plan has .* numbers, expected"):
         plans.decode([*code, 0])
-    for version in (1, 2, 99):
-        with pytest.raises(ValueError, match=f"version = {version}, this release reads 3: make"):
+    for version in (1, 2, 3, 99):
+        with pytest.raises(ValueError, match=f"version = {version}, this release reads 4: make"):
             plans.decode([version, *code[1:]])
 
 
 def test_plan_code_is_its_fields_in_order() -> None:
-    """What the op library takes: version, problem, how it runs, bands and chunks with their number in front, resources."""
-    code = [3, 0, 1024, 512, 64, 0, 2, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0, 8, 16, 0, 8, 0]
-    code += [8, 0, 0, 0, 1, 0]
+    """What the op library takes: version, problem, how it runs, bands and chunks with their number in front, resources, and a
+    program's rows of scratch and number of transfers."""
+    code = [4, 0, 1024, 512, 64, 0, 2, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0, 8, 16, 0, 8, 0]
+    code += [8, 0, 0, 0, 1, 0, 0, 0]
     assert plans.encode(example()) == code
     assert plans.decode(code) == example()
 
 
 def test_plan_pickled_by_another_release_is_refused() -> None:
     text = pickle.dumps(example(), protocol=2)
-    (version,) = re.findall(rb"K\x03K\x00M\x00\x04", text)  # 3, gemm_allreduce, 1024
-    with pytest.raises(ValueError, match="version = 1, this release reads 3"):
+    (version,) = re.findall(rb"K\x04K\x00M\x00\x04", text)  # 4, gemm_allreduce, 1024
+    with pytest.raises(ValueError, match="version = 1, this release reads 4"):
         pickle.loads(text.replace(version, b"K\x01" + version[2:]))
 
 
@@ -267,7 +268,7 @@ def test_plan_pickled_by_another_release_is_refused() -> None:
         (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch"),
         (
             Plan,
-            "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources",
+            "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program",
         ),
     ],
 )
@@ -297,8 +298,13 @@ def changed(value: Any, kind: Any) -> Any:
     """Another value of that type."""
     if isinstance(kind, tuple):
         return value[1:]
-    if kind in (Problem, Resources):
-        return Problem(1, 1, 1) if kind is Problem else Resources(lanes=4)
+    others = {
+        Problem: Problem(1, 1, 1),
+        Resources: Resources(lanes=4),
+        plans.Program: plans.Program(8),
+    }
+    if kind in others:
+        return others[kind]
     if hasattr(kind, "__members__"):
         members = [*kind.__members__.values()]
         return members[(members.index(value) + 1) % len(members)]

@@ -5,6 +5,7 @@
 //   comm.  | all-gather 0 | place 0, count [A] | all-gather 1 | place 1, count [A] | ...
 #include "binding/collectives.h"
 #include "binding/cpu_loop.h"
+#include "binding/program_cpu.h"
 
 namespace overlap::binding {
 namespace {
@@ -106,6 +107,16 @@ class CpuConsumeLoop : CpuLoop {
 
 AllGatherGemmResult allgather_gemm_cpu(const OpCall& call) {
   const auto entry = cpu_plan(call);
+  if (plan::has_program(entry->plan)) {
+    const at::TensorOptions options = call.input.options();
+    AllGatherGemmResult result;
+    result.gathered = at::empty({call.problem.m, call.problem.k}, options);
+    for (const at::Tensor& weight : call.weights) {
+      result.outputs.push_back(at::empty({call.problem.m, weight.size(0)}, options));
+    }
+    run_program(call, *entry, result.outputs, result.gathered);
+    return result;
+  }
   return entry->plan.schedule == plan::Schedule::kOverlapped ? CpuConsumeLoop(call, *entry).run()
                                                              : allgather_gemm_composition(call);
 }

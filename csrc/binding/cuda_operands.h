@@ -24,6 +24,8 @@ class CudaOperands : public runtime::Operands {
   const kernels::GemmParams& gemm(int32_t weight) override {
     return gemms_[static_cast<size_t>(weight)];
   }
+  void add(const steps::CopyRows& step, const void* source, void* destination,
+           cudaStream_t on) override;
   void name_chunk(int32_t chunk) override;
   int32_t* counters() override;
 

@@ -1,5 +1,7 @@
 #include "binding/cuda_operands.h"
 
+#include <c10/cuda/CUDAGuard.h>
+
 namespace overlap::binding {
 
 void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
@@ -27,6 +29,19 @@ void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
       break;
   }
   TORCH_INTERNAL_ASSERT(false, "a ", steps::name(buffer), " is the group's, not a call's");
+}
+
+void CudaOperands::add(const steps::CopyRows& step, const void* source, void* destination,
+                       cudaStream_t on) {
+  const c10::cuda::CUDAStreamGuard guard(
+      c10::cuda::getStreamFromExternal(on, input_.device().index()));
+  const int64_t element = plan::element_bytes(plan_.problem.dtype);
+  const auto rows = [&](void* begin, int64_t stride) {
+    return at::from_blob(begin, {step.rows, step.row_bytes / element}, {stride / element, 1},
+                         options());
+  };
+  at::Tensor sums = rows(destination, step.destination_stride);
+  sums.add_(rows(const_cast<void*>(source), step.source_stride));
 }
 
 void CudaOperands::name_chunk(int32_t chunk) {

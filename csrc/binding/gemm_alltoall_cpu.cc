@@ -9,6 +9,7 @@
 
 #include "binding/collectives.h"
 #include "binding/cpu_loop.h"
+#include "binding/program_cpu.h"
 
 namespace overlap::binding {
 namespace {
@@ -138,6 +139,12 @@ class CpuAllToAllLoop : CpuLoop {
 
 at::Tensor gemm_alltoall_cpu(const OpCall& call) {
   const auto entry = cpu_plan(call);
+  if (plan::has_program(entry->plan)) {
+    const int64_t rows = std::accumulate(call.recv_rows.begin(), call.recv_rows.end(), int64_t{0});
+    const at::Tensor output = at::empty({rows, call.problem.n}, call.input.options());
+    run_program(call, *entry, {output});
+    return output;
+  }
   return entry->plan.schedule == plan::Schedule::kOverlapped ? CpuAllToAllLoop(call).run()
                                                              : gemm_alltoall_composition(call);
 }

@@ -5,6 +5,7 @@
 //   comm.  | wait 0 [A] | collective 0 | finish 0 | wait 1 [A] | collective 1 ...
 #include "binding/collectives.h"
 #include "binding/cpu_loop.h"
+#include "binding/program_cpu.h"
 
 namespace overlap::binding {
 namespace {
@@ -137,16 +138,25 @@ class CpuProduceLoop : CpuLoop {
   const at::Tensor buffer_;
 };
 
+at::Tensor by_program(const OpCall& call, const PlanEntry& entry) {
+  const int64_t rows = call.problem.m / plan::op_row_parts(call.problem);
+  const at::Tensor output = at::empty({rows, call.problem.n}, call.input.options());
+  run_program(call, entry, {output});
+  return output;
+}
+
 }  // namespace
 
 at::Tensor gemm_allreduce_cpu(const OpCall& call) {
   const auto entry = cpu_plan(call);
+  if (plan::has_program(entry->plan)) return by_program(call, *entry);
   return entry->plan.schedule == plan::Schedule::kOverlapped ? CpuProduceLoop(call, *entry).run()
                                                              : gemm_allreduce_composition(call);
 }
 
 at::Tensor gemm_reducescatter_cpu(const OpCall& call) {
   const auto entry = cpu_plan(call);
+  if (plan::has_program(entry->plan)) return by_program(call, *entry);
   return entry->plan.schedule == plan::Schedule::kOverlapped ? CpuProduceLoop(call, *entry).run()
                                                              : gemm_reducescatter_composition(call);
 }

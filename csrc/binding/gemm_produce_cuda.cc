@@ -60,7 +60,7 @@ class Reduction : public CudaOperands {
 
  private:
   void make_output() {
-    const int64_t rows = all_reduces_ ? plan_.problem.m : plan::part_rows(plan_);
+    const int64_t rows = plan_.problem.m / plan::op_row_parts(plan_.problem);
     outputs_.push_back(empty({rows, plan_.problem.n}, options()));
   }
 

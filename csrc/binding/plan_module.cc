@@ -28,22 +28,29 @@ using plan::BandRun;
 using plan::Chunk;
 using plan::Collective;
 using plan::DType;
+using plan::Engine;
 using plan::Extent;
 using plan::Kernel;
 using plan::KernelShape;
 using plan::Layout;
 using plan::Machine;
+using plan::Memory;
 using plan::Op;
 using plan::Plan;
 using plan::Problem;
 using plan::Profile;
+using plan::Program;
 using plan::Recipe;
+using plan::Rectangle;
+using plan::Region;
 using plan::Resources;
 using plan::Rows;
 using plan::Schedule;
 using plan::TileCoord;
 using plan::TileOrder;
+using plan::Transfer;
 using plan::Transport;
+using plan::Way;
 
 // Functions of a valid plan would read out of bounds with another, and Python can make any.
 TileOrder valid_order(const Plan& plan) {
@@ -150,7 +157,10 @@ py::class_<Item> bind_fields(py::module_& m) {
     using Value = typename std::decay_t<decltype(field)>::Type;
     const auto member = field.member;
     types[field.name] = python_type<Value>();
-    if constexpr (kFrozen) {
+    if constexpr (kFrozen && plan::kIsSequence<Value>) {
+      bound.def_property_readonly(field.name,
+                                  [member](const Item& item) { return as_tuple(item.*member); });
+    } else if constexpr (kFrozen) {
       bound.def_readonly(field.name, member);
     } else if constexpr (kIsProfile<Value>) {
       bound.def_property(
@@ -175,8 +185,15 @@ py::class_<Item> bind_fields(py::module_& m) {
 
 template <typename Item>
 py::tuple field_values(const Item& item) {
+  const auto value = [](const auto& one) -> py::object {
+    if constexpr (plan::kIsSequence<std::decay_t<decltype(one)>>) {
+      return as_tuple(one);
+    } else {
+      return in_python(one);
+    }
+  };
   return std::apply(
-      [&](const auto&... field) { return py::make_tuple(in_python(item.*field.member)...); },
+      [&](const auto&... field) { return py::make_tuple(value(item.*field.member)...); },
       plan::Fields<Item>::kAll);
 }
 
@@ -264,6 +281,9 @@ void bind_enums(py::module_& m) {
   bind_enum<Transport>(m);
   bind_enum<Collective>(m);
   bind_enum<Layout>(m);
+  bind_enum<Memory>(m);
+  bind_enum<Way>(m);
+  bind_enum<Engine>(m);
 }
 
 void bind_profile(py::module_& m) {
@@ -380,6 +400,18 @@ void bind_parts(py::module_& m) {
   plain(resources);
   def_hash(chunk);
   def_hash(run);
+
+  auto rectangle = bind_fields<Rectangle, true>(m);
+  auto region = bind_fields<Region, true>(m);
+  auto transfer = bind_fields<Transfer, true>(m);
+  auto program = bind_fields<Program>(m);
+  plain(rectangle);
+  plain(region);
+  plain(transfer);
+  plain(program);
+  def_hash(rectangle);
+  def_hash(region);
+  def_hash(transfer);
 }
 
 void bind_plan(py::module_& m) {

@@ -74,6 +74,11 @@ void print_item(std::ostringstream& out, const Chunk& chunk) {
   out << ")";
 }
 
+void print_item(std::ostringstream& out, const Program& program) {
+  out << "program of " << program.transfers.size() << " transfers";
+  if (program.scratch_rows > 0) out << " and " << program.scratch_rows << " rows of scratch";
+}
+
 // Equal neighbours are printed once, with their number in front.
 template <typename Item>
 void print_items(std::ostringstream& out, const std::vector<Item>& items) {
@@ -98,6 +103,8 @@ void print(std::ostringstream& out, const Value& value) {
   } else if constexpr (kIsSequence<Value>) {
     print_items(out, value);
     if (value.empty()) out << "0 tiles";
+  } else if constexpr (std::is_same_v<Value, Program>) {
+    print_item(out, value);
   } else if constexpr (std::is_same_v<Value, Problem>) {
     out << by_name(value);
   } else if constexpr (kHasFields<Value>) {
@@ -151,6 +158,15 @@ const char* name(Layout layout) {
 const char* name(Collective collective) {
   return member_name(collective);
 }
+const char* name(Memory memory) {
+  return member_name(memory);
+}
+const char* name(Way way) {
+  return member_name(way);
+}
+const char* name(Engine engine) {
+  return member_name(engine);
+}
 
 std::string Problem::to_string() const {
   return by_name(*this);
@@ -199,6 +215,8 @@ int32_t op_row_parts(const Problem& problem) {
 }
 
 int32_t row_parts(const Plan& plan) {
+  // Transfers name rows themselves.
+  if (has_program(plan) && plan.problem.op == Op::kGemmReduceScatter) return 1;
   const bool owned = plan.collective == Collective::kRing ||
                      (plan.collective == Collective::kDirect &&
                       plan.schedule == Schedule::kOverlapped && direct_in_pieces(plan));

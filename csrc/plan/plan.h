@@ -8,6 +8,7 @@
 
 #include "plan/gemm_types.h"
 #include "plan/profile.h"
+#include "plan/program.h"
 #include "plan/tile_order.h"
 
 namespace overlap::plan {
@@ -58,6 +59,9 @@ const char* name(Recipe recipe);
 const char* name(Schedule schedule);
 const char* name(Transport transport);
 const char* name(Collective collective);
+const char* name(Memory memory);
+const char* name(Way way);
+const char* name(Engine engine);
 
 // What all ranks share, and nothing else: ranks that agree on it make the same communication calls.
 struct Problem {
@@ -129,6 +133,7 @@ struct Plan {
   std::vector<BandRun> bands;  // tile order
   std::vector<Chunk> chunks;
   Resources resources;
+  Program program;  // in place of the collective, where it has transfers
 
   friend bool operator==(const Plan&, const Plan&) = default;
   std::string to_string() const;
@@ -147,12 +152,17 @@ std::string types_text(const Problem& problem);
 DType moved_dtype(const Problem& problem);
 int64_t moved_bytes(const Problem& problem);
 
+// Whether transfers of the plan's own move what is communicated.
+inline bool has_program(const Plan& plan) {
+  return !plan.program.empty();
+}
+
 // Parts that the rows of this op's output (reduce-scatter) or input (all-gather) are cut into whatever
 // the plan, one for each rank; else 1.
 int32_t op_row_parts(const Problem& problem);
 
 // The parts that a plan cuts the rows into: its op's, but a ring cuts the rows of an all-reduce, too,
-// and so do direct plans between more than two ranks.
+// and so do direct plans between more than two ranks; with a program a reduce-scatter's are not cut.
 int32_t row_parts(const Plan& plan);
 
 // Rows of one part.

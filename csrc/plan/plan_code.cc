@@ -115,6 +115,9 @@ class Hash {
 // add(number) for each number of the value in order; with `shared`, only for what all ranks agree on.
 template <typename Value, typename Add>
 void for_each_number(const Value& value, bool shared, const Add& add) {
+  if constexpr (std::is_same_v<Value, Program>) {
+    if (shared && value.empty()) return;  // plans without one keep their hashes
+  }
   if constexpr (kIsSequence<Value>) {
     add(static_cast<int64_t>(value.size()));
     for (const auto& item : value) for_each_number(item, shared, add);

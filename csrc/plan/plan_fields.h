@@ -150,6 +150,49 @@ struct Enumeration<Layout> {
   };
 };
 
+template <>
+struct Enumeration<Memory> {
+  static constexpr const char* kName = "Memory";
+  static constexpr const char* kDoc = "The memory that a program's transfers read and write.";
+  static constexpr const char* kUnknown = "unknown memory";
+  static constexpr std::array kMembers = {
+      Member<Memory>{Memory::kProduct, "product",
+                     "each rank's own product, in place of which sums are made; not of "
+                     "allgather_gemm"},
+      Member<Memory>{Memory::kOutput, "output", "the result; not of allgather_gemm"},
+      Member<Memory>{Memory::kInput, "input",
+                     "of allgather_gemm: each rank's own rows, which are only read"},
+      Member<Memory>{Memory::kGathered, "gathered",
+                     "of allgather_gemm: all ranks' rows; a rank's own are there at first"},
+      Member<Memory>{Memory::kScratch, "scratch", "the program's own"},
+  };
+};
+
+template <>
+struct Enumeration<Way> {
+  static constexpr const char* kName = "Way";
+  static constexpr const char* kDoc = "On whose stream a transfer is made.";
+  static constexpr const char* kUnknown = "unknown way";
+  static constexpr std::array kMembers = {
+      Member<Way>{Way::kPush, "push", "the source's"},
+      Member<Way>{Way::kPull, "pull", "the destination's"},
+      Member<Way>{Way::kCopy, "copy", "the rank's, from and to which it is"},
+  };
+};
+
+template <>
+struct Enumeration<Engine> {
+  static constexpr const char* kName = "Engine";
+  static constexpr const char* kDoc = "What moves a transfer's bytes.";
+  static constexpr const char* kUnknown = "unknown engine";
+  static constexpr std::array kMembers = {
+      Member<Engine>{Engine::kAny, "any", "what the plan's transport has"},
+      Member<Engine>{Engine::kCopyEngine, "copy_engine", "a copy engine, which takes no SM"},
+      Member<Engine>{Engine::kSms, "sms", "a kernel"},
+      Member<Engine>{Engine::kNccl, "nccl", "NCCL's messages"},
+  };
+};
+
 // Whether ranks whose plans differ in a field communicate differently, and so must agree on it.
 enum class Scope { kGroup, kRank };
 
@@ -291,6 +334,70 @@ struct Fields<Resources> {
 };
 
 template <>
+struct Fields<Rectangle> {
+  static constexpr const char* kName = "Rectangle";
+  static constexpr const char* kDoc =
+      "Rows and columns of a matrix, in elements. gemm_alltoall's rows are shares of messages: 64 "
+      "of each.";
+  static constexpr size_t kRequired = 4;
+  static constexpr std::tuple kAll = {
+      Field{"row", &Rectangle::row, Scope::kGroup, "the first row."},
+      Field{"rows", &Rectangle::rows, Scope::kGroup, "how many."},
+      Field{"column", &Rectangle::column, Scope::kGroup, "the first column."},
+      Field{"columns", &Rectangle::columns, Scope::kGroup, "how many."},
+  };
+};
+
+template <>
+struct Fields<Region> {
+  static constexpr const char* kName = "Region";
+  static constexpr const char* kDoc = "A rectangle of a rank's memory.";
+  static constexpr size_t kRequired = 3;
+  static constexpr std::tuple kAll = {
+      Field{"memory", &Region::memory, Scope::kGroup, "see Memory."},
+      Field{"rank", &Region::rank, Scope::kGroup, "whose."},
+      Field{"area", &Region::area, Scope::kGroup, "which part of it, a Rectangle."},
+  };
+};
+
+template <>
+struct Fields<Transfer> {
+  static constexpr const char* kName = "Transfer";
+  static constexpr const char* kDoc =
+      "What moves from one region to another, and what it waits for. Frozen: assign "
+      "program.transfers a new sequence.";
+  static constexpr size_t kRequired = 4;
+  static constexpr std::tuple kAll = {
+      Field{"way", &Transfer::way, Scope::kGroup, "see Way."},
+      Field{"reduces", &Transfer::reduces, Scope::kGroup,
+            "whether it is added to what the destination holds."},
+      Field{"source", &Transfer::source, Scope::kGroup, "the Region that is read."},
+      Field{"destination", &Transfer::destination, Scope::kGroup,
+            "the Region that is written, of the same height and width."},
+      Field{"by", &Transfer::by, Scope::kGroup, "see Engine."},
+      Field{"stream", &Transfer::stream, Scope::kGroup,
+            "0 to 3: those of a rank's stream come one after the other."},
+      Field{"tiles", &Transfer::tiles, Scope::kGroup,
+            "Rectangles of the source's product, whose tiles are computed before."},
+      Field{"behind", &Transfer::behind, Scope::kGroup,
+            "numbers of earlier transfers that come before, each of which shares a rank with it."},
+  };
+};
+
+template <>
+struct Fields<Program> {
+  static constexpr const char* kName = "Program";
+  static constexpr const char* kDoc = "Transfers in place of a plan's collective, of all ranks.";
+  static constexpr size_t kRequired = 0;
+  static constexpr std::tuple kAll = {
+      Field{"scratch_rows", &Program::scratch_rows, Scope::kGroup,
+            "rows of scratch memory on each rank, as wide as what travels."},
+      Field{"transfers", &Program::transfers, Scope::kGroup,
+            "Transfers, in the order in which each rank comes to its own."},
+  };
+};
+
+template <>
 struct Fields<Plan> {
   static constexpr const char* kName = "Plan";
   static constexpr const char* kDoc =
@@ -313,6 +420,8 @@ struct Fields<Plan> {
       Field{"collective", &Plan::collective, Scope::kGroup, "see Collective.", ", {}", true},
       Field{"resources", &Plan::resources, Scope::kRank, "what the GEMM leaves to communication.",
             "{}"},
+      Field{"program", &Plan::program, Scope::kGroup,
+            "a Program, which moves the chunks where it has transfers.", ", {}", true},
   };
 };
 
@@ -383,10 +492,12 @@ constexpr bool in_order() {
 }
 
 static_assert(all_listed<Problem>() && all_listed<Machine>() && all_listed<BandRun>() &&
-              all_listed<Chunk>() && all_listed<Resources>() && all_listed<Plan>());
+              all_listed<Chunk>() && all_listed<Resources>() && all_listed<Plan>() &&
+              all_listed<Rectangle>() && all_listed<Region>() && all_listed<Transfer>() &&
+              all_listed<Program>());
 static_assert(in_order<Op>() && in_order<DType>() && in_order<Recipe>() && in_order<Schedule>() &&
               in_order<Kernel>() && in_order<Transport>() && in_order<Collective>() &&
-              in_order<Layout>());
+              in_order<Layout>() && in_order<Memory>() && in_order<Way>() && in_order<Engine>());
 
 }  // namespace checks
 }  // namespace overlap::plan

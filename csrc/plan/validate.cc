@@ -377,6 +377,7 @@ void validate(const Plan& plan) {
   check_collective(plan);
   check_schedule(plan);
   if (plan.layout == Layout::kRowMajor) check_row_panels(plan);
+  if (has_program(plan)) check_program(plan);
 }
 
 }  // namespace overlap::plan

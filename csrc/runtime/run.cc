@@ -409,6 +409,18 @@ class Run {
                "copying rows");
   }
 
+  void enqueue(const steps::CopyRows& step, cudaStream_t on) {
+    if (step.adds) {
+      call_.operands->add(step, at(step.source), at(step.destination), on);
+      return;
+    }
+    check_cuda(cudaMemcpy2DAsync(at(step.destination), static_cast<size_t>(step.destination_stride),
+                                 at(step.source), static_cast<size_t>(step.source_stride),
+                                 static_cast<size_t>(step.row_bytes),
+                                 static_cast<size_t>(step.rows), cudaMemcpyDeviceToDevice, on),
+               "copying a rectangle");
+  }
+
   // --- steps: peers ---
 
   kernels::PeerWaitParams arrivals(int32_t step) const {

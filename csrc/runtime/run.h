@@ -37,6 +37,10 @@ class Operands {
   virtual void* library(const steps::LibraryGemm& step, const void* input, const void* adds,
                         void* output) = 0;
 
+  // Enqueues a sum of rows, the framework's, on this stream.
+  virtual void add(const steps::CopyRows& step, const void* source, void* destination,
+                   cudaStream_t on) = 0;
+
   // What is enqueued from here on is communication of this chunk; of none: -1. For the framework's profiler.
   virtual void name_chunk(int32_t chunk) = 0;
 

@@ -213,6 +213,20 @@ void fields(const Copy& step, Visit& visit) {
   visit("bytes", step.bytes);
 }
 
+inline const char* name(const CopyRows&) {
+  return "copy_rows";
+}
+template <typename Visit>
+void fields(const CopyRows& step, Visit& visit) {
+  visit("source", step.source);
+  visit("source_stride", step.source_stride);
+  visit("destination", step.destination);
+  visit("destination_stride", step.destination_stride);
+  visit("rows", step.rows);
+  visit("row_bytes", step.row_bytes);
+  unless(visit, "adds", step.adds, false);
+}
+
 inline const char* name(const Delay&) {
   return "delay";
 }

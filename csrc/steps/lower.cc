@@ -98,6 +98,7 @@ namespace {
 StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                       const Variant& variant) {
   const plan::Op op = plan.problem.op;
+  if (plan::has_program(plan)) return lower_program(plan, rank, machine, variant);
   if (op == plan::Op::kGemmAllToAll) {
     return plan::over_peers(plan) ? lower_all_to_all_over_peers(plan, rank, machine, variant)
                                   : lower_all_to_all(plan, rank, machine, variant);

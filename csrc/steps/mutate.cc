@@ -48,8 +48,8 @@ std::vector<Where*> places(Step& step) {
           for (Message& message : one.sends) add(message.where);
           for (Message& message : one.receives) add(message.where);
         } else if constexpr (std::is_same_v<Kind, Collective> || std::is_same_v<Kind, Copy> ||
-                             std::is_same_v<Kind, Pack> || std::is_same_v<Kind, Unpack> ||
-                             std::is_same_v<Kind, AddBias>) {
+                             std::is_same_v<Kind, CopyRows> || std::is_same_v<Kind, Pack> ||
+                             std::is_same_v<Kind, Unpack> || std::is_same_v<Kind, AddBias>) {
           add(one.source);
           add(one.destination);
         } else if constexpr (std::is_same_v<Kind, PeerCollective>) {
@@ -83,9 +83,10 @@ std::vector<Where*> places(Step& step) {
 constexpr bool works(const What& what) {
   return std::holds_alternative<Gemm>(what) || std::holds_alternative<LibraryGemm>(what) ||
          std::holds_alternative<Collective>(what) || std::holds_alternative<Copy>(what) ||
-         std::holds_alternative<Pack>(what) || std::holds_alternative<Unpack>(what) ||
-         std::holds_alternative<AddBias>(what) || std::holds_alternative<PeerCollective>(what) ||
-         std::holds_alternative<LowLatency>(what) || std::holds_alternative<PeerExchange>(what);
+         std::holds_alternative<CopyRows>(what) || std::holds_alternative<Pack>(what) ||
+         std::holds_alternative<Unpack>(what) || std::holds_alternative<AddBias>(what) ||
+         std::holds_alternative<PeerCollective>(what) || std::holds_alternative<LowLatency>(what) ||
+         std::holds_alternative<PeerExchange>(what);
 }
 
 }  // namespace

@@ -48,6 +48,7 @@ struct Walk {
   const bool peers = plan::over_peers(plan);
   const bool gathers = problem.op == plan::Op::kAllGatherGemm;
   const bool all_to_all = problem.op == plan::Op::kGemmAllToAll;
+  const bool program = plan::has_program(plan);
   const double tile_us = steps::tile_us(plan, machine);
   const double element = static_cast<double>(plan::moved_bytes(problem));
   const double row_bytes = static_cast<double>(problem.n) * element;
@@ -74,6 +75,7 @@ struct Walk {
     do {
       for (LaneState& lane : lanes) go_on(lane);
       go_on(lanes[0]);  // with what waited for the others
+      if (program) go_on_together();
     } while (carry());
     price.expected.total_us = lanes[0].free_us;
   }
@@ -120,6 +122,17 @@ struct Walk {
     }
   }
 
+  // A program's lanes wait for each other's steps.
+  void go_on_together() {
+    const auto left = [&] {
+      return std::count_if(price.steps.begin(), price.steps.end(),
+                           [](const Span& span) { return span.end_us == kNever; });
+    };
+    for (auto before = left(), now = before - 1; now < before; before = now, now = left()) {
+      for (LaneState& lane : lanes) go_on(lane);
+    }
+  }
+
   void finish(LaneState& lane, double end_us) {
     if (end_us == kNever) return;
     const size_t id = index(lane.next);
@@ -163,10 +176,10 @@ struct Walk {
     }
   }
 
-  // On CPU one thread communicates.
+  // On CPU one thread communicates, but for programs.
   size_t lane_of(const Step& step) const {
     const bool side = step.lane != Lane::kCaller && step.lane != Lane::kCopy;
-    return static_cast<size_t>(cpu && side ? Lane::kSide0 : step.lane);
+    return static_cast<size_t>(cpu && side && !program ? Lane::kSide0 : step.lane);
   }
   static bool is_gemm(const Step& step) {
     return std::holds_alternative<Gemm>(step.what) ||
@@ -220,6 +233,9 @@ struct Walk {
   double end_of(const LibraryGemm& gemm, size_t id, double& begin_us) {
     const int64_t rows = gemm.rows.end - gemm.rows.begin;
     const int64_t tiles = (rows + plan.tile_m - 1) / plan.tile_m * plan::tiles_n(plan);
+    if (program) {
+      return begin_us + computed(profile.gemm.start_us + rounds_of(tiles, sms) * tile_us);
+    }
     if (lanes_beside == 0 || all_to_all) {  // nothing is beside it
       if (peers || all_to_all) {
         return begin_us + computed(library_us(plan, machine, rows, sms, tile_us));
@@ -266,6 +282,10 @@ struct Walk {
   double end_of(const SendReceive& call, size_t id, double& begin_us) {
     const double sent = bytes_of(call.sends);
     const double received = bytes_of(call.receives);
+    if (program) {
+      const double us = std::max(sent, received) / (1e3 * machine.link_gbps);
+      return begin_us + communicated(machine.link_latency_us + us);
+    }
     const bool beside = list.steps[id].lane != Lane::kCaller;
     if (sent + received == 0.0) return begin_us;
     if (beside && ranks == 2) {  // until the peer has computed its rows
@@ -287,6 +307,10 @@ struct Walk {
     if (cpu || hides(id) || (finishes && !plan.resources.window)) return begin_us;
     return begin_us + profile.local.copy_start_us +
            (finishes ? bytes_behind(id) : bytes) / (1e3 * profile.local.copy_gbps);
+  }
+  double end_of(const CopyRows& copy, size_t, double begin_us) {
+    return begin_us +
+           finish_us((copy.adds ? 2.0 : 1.0) * static_cast<double>(copy.rows * copy.row_bytes));
   }
   double end_of(const Pack& pack, size_t, double begin_us) {
     const double tiles = plan.chunks[index(pack.chunk)].tiles;

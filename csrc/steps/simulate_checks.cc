@@ -10,10 +10,28 @@ namespace {
 constexpr const char* kNotThePlan =
     "no value of the plan mends that: take another collective or transport, and report the plan";
 
+// What who wrote a program can do.
+const char* remedy_of_program(Fault::Kind kind) {
+  switch (kind) {
+    case Fault::Kind::kDeadlock:
+      return "let each transfer need only what comes before it";
+    case Fault::Kind::kRace:
+      return "add the tiles or the transfer to what the other one needs, or put both on one stream";
+    case Fault::Kind::kResult:
+      return "let every rank's rows be added once, and every row of the result be written";
+    default:
+      return "write one program for all ranks";
+  }
+}
+
 }  // namespace
 
 void Simulation::fail(Fault::Kind kind, const std::string& what, const char* remedy) const {
-  throw Found{{kind, what + ": " + (remedy != nullptr ? remedy : kNotThePlan)}};
+  if (remedy == nullptr) {
+    const bool program = plan::has_program(*turns_.front().plan);
+    remedy = program ? remedy_of_program(kind) : kNotThePlan;
+  }
+  throw Found{{kind, what + ": " + remedy}};
 }
 
 std::string Simulation::says(int32_t turn, int32_t rank, StepId step) const {
@@ -285,7 +303,7 @@ std::vector<Run> Simulation::product(const std::vector<Run>& inputs, int64_t fro
 }
 
 std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, bool by_library,
-                                 Node by) {
+                                 Node by, bool commutes) {
   std::vector<Run> sum;
   std::vector<size_t> index(terms.size(), 0);
   std::vector<int64_t> used(terms.size(), 0);
@@ -325,6 +343,7 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
       sum.push_back({bytes, 0, {}});
       continue;
     }
+    if (commutes) std::sort(parts.begin(), parts.end());
     content.sum = sums_.add(parts, by_library);
     if (sums_.twice(content.sum)) {
       fail(Fault::Kind::kResult, says(by) + " adds what a rank contributes a second time", nullptr);
@@ -429,7 +448,8 @@ void Simulation::expect(const Here& here, Node by) {
   expect_runs(found, 0, Space::kProduct, 0, scatters ? here.rank * bytes : 0, all, here, by, biased,
               "output");
   if (scatters) return;
-  // Bitwise the same on all ranks: added in one order.
+  // Bitwise the same on all ranks: added in one order. A program may choose another one on each.
+  if (plan::has_program(*here.plan)) return;
   results_.resize(turns_.size());
   std::vector<Run>& first = results_[at(here.turn)];
   if (first.empty()) first = found;

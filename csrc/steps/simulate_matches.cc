@@ -98,7 +98,7 @@ void Simulation::match_messages() {
     if (sends.size() < receives.size()) {
       fail(Fault::Kind::kDeadlock,
            says(receives[sends.size()].first) + " waits for message " +
-               std::to_string(sends.size()) + " of rank " + std::to_string(pair.first) +
+               std::to_string(sends.size()) + " of rank " + std::to_string(pair[0]) +
                ", which it does not send",
            nullptr);
     }
@@ -108,7 +108,7 @@ void Simulation::match_messages() {
     for (size_t i = 0; i < sends.size(); ++i) {
       if (i >= receives.size()) {
         fail(Fault::Kind::kDeadlock,
-             says(sends[i].first) + " sends rank " + std::to_string(pair.second) +
+             says(sends[i].first) + " sends rank " + std::to_string(pair[1]) +
                  " a message that it does not receive",
              nullptr);
       }
@@ -117,7 +117,7 @@ void Simulation::match_messages() {
       if (from.message.bytes != to.message.bytes) {
         fail(Fault::Kind::kDisagreement,
              says(to.first) + " receives " + std::to_string(to.message.bytes) + " bytes of rank " +
-                 std::to_string(pair.first) + ", which sends " + std::to_string(from.message.bytes),
+                 std::to_string(pair[0]) + ", which sends " + std::to_string(from.message.bytes),
              nullptr);
       }
       Here nobody;

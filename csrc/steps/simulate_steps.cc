@@ -103,11 +103,12 @@ void Simulation::take(Here& here, const SendReceive& step, Span& span) {
   const Node end = end_of(here, span, "ends");
   for (const Message& message : step.sends) {
     reads(span.first, end, here, message.where, message.bytes);
-    sends_[{here.rank, message.peer}].push_back({span.first, end, message, here.rank});
+    sends_[{here.rank, message.peer, step.lane}].push_back({span.first, end, message, here.rank});
   }
   for (const Message& message : step.receives) {
     writes(span.first, end, here, message.where, message.bytes);
-    receives_[{message.peer, here.rank}].push_back({span.first, end, message, here.rank});
+    receives_[{message.peer, here.rank, step.lane}].push_back(
+        {span.first, end, message, here.rank});
   }
   const int32_t ctas = step.max_ctas > 0 ? step.max_ctas : kNcclCtas;
   holds(here, span.first, end, ctas, ctas, true);
@@ -121,6 +122,35 @@ void Simulation::take(Here& here, const Copy& step, Span& span) {
   const bool remote =
       step.destination.buffer == Buffer::kSlot && step.destination.index != here.rank;
   if (!remote) holds(here, by, by, 1, 1, false);
+}
+
+void Simulation::take(Here& here, const CopyRows& step, Span& span) {
+  const Node by = span.first;
+  const bool whole =
+      step.source_stride == step.row_bytes && step.destination_stride == step.row_bytes;
+  const int64_t count = whole ? 1 : step.rows;
+  const int64_t bytes = whole ? step.rows * step.row_bytes : step.row_bytes;
+  for (int64_t row = 0; row < count && bytes > 0; ++row) {
+    Where from = step.source;
+    Where to = step.destination;
+    from.offset += row * step.source_stride;
+    to.offset += row * step.destination_stride;
+    const Place source = place(here, from, bytes, by);
+    const Place target = place(here, to, bytes, by);
+    if (!step.adds) {
+      moves(by, source, target, bytes);
+      continue;
+    }
+    touches(by, source, bytes, false);
+    touches(by, target, bytes, true);
+    effect(by, [=, this] {
+      const std::vector<Run> sum = add(
+          {read(target.key, target.offset, bytes, by), read(source.key, source.offset, bytes, by)},
+          false, by, true);
+      contents_[target.key].write(target.offset, sum);
+    });
+  }
+  holds(here, by, by, 1, 1, false);
 }
 
 void Simulation::take(Here& here, const Pack& step, Span& span) {

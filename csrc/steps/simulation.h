@@ -218,6 +218,7 @@ class Simulation {
   void take(Here& here, const Collective& step, Span& span);
   void take(Here& here, const SendReceive& step, Span& span);
   void take(Here& here, const Copy& step, Span& span);
+  void take(Here& here, const CopyRows& step, Span& span);
   void take(Here& here, const Delay& step, Span& span);
   void take(Here& here, const Pack& step, Span& span);
   void take(Here& here, const Unpack& step, Span& span);
@@ -279,7 +280,9 @@ class Simulation {
   std::vector<Run> read(Key key, int64_t begin, int64_t bytes, Node by) const;
   std::vector<Run> product(const std::vector<Run>& inputs, int64_t from_row_bytes,
                            int64_t to_row_bytes, int32_t weight, int32_t turn, Node by) const;
-  std::vector<Run> add(const std::vector<std::vector<Run>>& terms, bool by_library, Node by);
+  // `commutes`: each term has been rounded, so that two make the same sum either way round.
+  std::vector<Run> add(const std::vector<std::vector<Run>>& terms, bool by_library, Node by,
+                       bool commutes = false);
   void add_bias(std::vector<Run>& runs, Node by) const;
   void write_columns(Key to, int64_t offset, const TileRows& rows, int32_t columns,
                      const std::vector<Run>& what, Node by);
@@ -313,8 +316,9 @@ class Simulation {
   std::vector<std::vector<TileRange>> tile_signals_;  // of each owner
   std::vector<std::vector<TileRange>> tile_waits_;
   std::map<std::pair<int32_t, int32_t>, std::vector<std::vector<CommunicatorCall>>> collectives_;
-  std::map<std::pair<int32_t, int32_t>, std::vector<MessageCall>> sends_;  // by sender and receiver
-  std::map<std::pair<int32_t, int32_t>, std::vector<MessageCall>> receives_;
+  // By sender, receiver and the communicator's lane.
+  std::map<std::array<int32_t, 3>, std::vector<MessageCall>> sends_;
+  std::map<std::array<int32_t, 3>, std::vector<MessageCall>> receives_;
   int32_t call_ = 0;
 
   Sums sums_;

@@ -152,6 +152,17 @@ struct Copy {
   int64_t bytes = 0;
 };
 
+// Rows of a matrix into other memory, or added to what is there; strides in bytes. Numbers of the plan's dtype.
+struct CopyRows {
+  Where source;
+  int64_t source_stride = 0;
+  Where destination;
+  int64_t destination_stride = 0;
+  int64_t rows = 0;
+  int64_t row_bytes = 0;
+  bool adds = false;
+};
+
 // Holds the lane, so that a GEMM which was enqueued before has its SMs first.
 struct Delay {
   int32_t us = 0;
@@ -263,8 +274,8 @@ struct PeerExchange {
 
 using What =
     std::variant<Fork, Join, Gemm, LibraryGemm, WaitForTiles, Mark, Collective, SendReceive, Copy,
-                 Delay, Pack, Unpack, AddBias, WaitForSlots, WaitForPeers, Signal, EndCall,
-                 MeetTiles, PeerCollective, LowLatency, PeerExchange>;
+                 CopyRows, Delay, Pack, Unpack, AddBias, WaitForSlots, WaitForPeers, Signal,
+                 EndCall, MeetTiles, PeerCollective, LowLatency, PeerExchange>;
 
 struct Step {
   Lane lane = Lane::kCaller;

@@ -202,6 +202,19 @@ cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes,
   return cudaSuccess;
 }
 
+cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_stride, const void* source,
+                              size_t source_stride, size_t width, size_t height, cudaMemcpyKind,
+                              cudaStream_t stream) {
+  if (!record().on) return cudaSuccess;
+  const auto last = static_cast<int64_t>(height) - 1;
+  const auto bytes = static_cast<int64_t>(width);
+  const auto from = record().at(source, last * static_cast<int64_t>(source_stride) + bytes);
+  const auto to = record().at(destination, last * static_cast<int64_t>(destination_stride) + bytes);
+  record().operation(stream, cat("copy ", height, " rows of ", width, " bytes, ", from, " by ",
+                                 source_stride, " -> ", to, " by ", destination_stride));
+  return cudaSuccess;
+}
+
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
   std::memset(handle, 0, sizeof(*handle));
   std::memcpy(handle, &pointer, sizeof(pointer));

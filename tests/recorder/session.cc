@@ -139,6 +139,15 @@ class CallOperands : public runtime::Operands {
     return product;
   }
 
+  void add(const steps::CopyRows& step, const void* source, void* destination,
+           cudaStream_t on) override {
+    const int64_t from = (step.rows - 1) * step.source_stride + step.row_bytes;
+    const int64_t to = (step.rows - 1) * step.destination_stride + step.row_bytes;
+    record().operation(on, cat("add ", step.rows, " rows of ", step.row_bytes, " bytes, ",
+                               record().at(source, from), " by ", step.source_stride, " -> ",
+                               record().at(destination, to), " by ", step.destination_stride));
+  }
+
   // A chunk is named before anything of it is enqueued, by the list, and none when the call has ended.
   void name_chunk(int32_t chunk) override {
     if (chunk == chunk_) record().violation(cat("chunk ", chunk, " is named twice in a row"));

@@ -1,0 +1,546 @@
+"""Programs: transfers in place of a plan's collective, written by hand.
+
+``plan.edit`` is the one door; ``overlap_torch.plan`` names the rest. A statement of a program stands for all ranks: ``p.rank``
+is a number that is another one on each of them, and areas and ranks that are made with it are so, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from overlap_torch import _plan
+from overlap_torch._plan import (
+    MAX_CHUNKS,
+    Collective,
+    Engine,
+    Kernel,
+    Memory,
+    Op,
+    Plan,
+    Problem,
+    Program,
+    Rectangle,
+    Region,
+    Transfer,
+    Transport,
+    Way,
+)
+from overlap_torch._plan_json import enum_member
+
+MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them
+
+_COLLECTIVES = {
+    Op.GEMM_ALLREDUCE: Collective.ALL_REDUCE,
+    Op.GEMM_REDUCESCATTER: Collective.REDUCE_SCATTER,
+}
+
+
+class Rank:
+    """A rank that depends on the one that runs the program: ``p.rank + 1`` is the next one, modulo the number of ranks.
+
+    Takes ``+``, ``-``, ``*``, ``//``, ``%`` and ``^`` with integers and other such ranks.
+    """
+
+    def __init__(self, of: Callable[[int], int]) -> None:
+        self.of = of
+
+    def _with(self, other: AnyRank, how: Callable[[int, int], int]) -> Rank:
+        return Rank(lambda rank: how(self.of(rank), _number(other, rank)))
+
+    def __add__(self, other: AnyRank) -> Rank:
+        return self._with(other, lambda a, b: a + b)
+
+    def __radd__(self, other: int) -> Rank:
+        return self._with(other, lambda a, b: b + a)
+
+    def __sub__(self, other: AnyRank) -> Rank:
+        return self._with(other, lambda a, b: a - b)
+
+    def __rsub__(self, other: int) -> Rank:
+        return self._with(other, lambda a, b: b - a)
+
+    def __mul__(self, other: AnyRank) -> Rank:
+        return self._with(other, lambda a, b: a * b)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: AnyRank) -> Rank:
+        return self._with(other, lambda a, b: a // b)
+
+    def __mod__(self, other: AnyRank) -> Rank:
+        return self._with(other, lambda a, b: a % b)
+
+    def __xor__(self, other: AnyRank) -> Rank:
+        return self._with(other, lambda a, b: a ^ b)
+
+
+AnyRank = int | Rank
+
+
+def _number(rank: AnyRank, on: int) -> int:
+    return rank.of(on) if isinstance(rank, Rank) else rank
+
+
+@dataclass(frozen=True)
+class Share:
+    """The ``index``-th of ``count`` equal shares of rows: what ``p.chunks`` yields."""
+
+    index: int
+    count: int
+
+
+class Area:
+    """Rows and columns of one of the memories, on the rank that a transfer names; made by an :class:`Editor`."""
+
+    def __init__(
+        self, memory: Memory, grain: int, at: Callable[[int], tuple[int, int, int, int]]
+    ) -> None:
+        self.memory = memory
+        self._grain = grain
+        self._at = at  # on a rank: first row, rows, first column, columns
+
+    def at(self, rank: int) -> Rectangle:
+        return Rectangle(*self._at(rank))
+
+    def rows(self, begin: AnyRank, end: AnyRank) -> Area:
+        """Rows ``begin`` to ``end`` of this area."""
+
+        def cut(rank: int) -> tuple[int, int, int, int]:
+            row, _, column, columns = self._at(rank)
+            first, last = _number(begin, rank), _number(end, rank)
+            return row + first, last - first, column, columns
+
+        return Area(self.memory, self._grain, cut)
+
+    def columns(self, begin: int, end: int) -> Area:
+        """Columns ``begin`` to ``end`` of this area."""
+
+        def cut(rank: int) -> tuple[int, int, int, int]:
+            row, rows, column, _ = self._at(rank)
+            return row, rows, column + begin, end - begin
+
+        return Area(self.memory, self._grain, cut)
+
+    def part(self, index: AnyRank, count: int) -> Area:
+        """The ``index``-th, modulo ``count``, of ``count`` parts of the rows; they begin with whole tiles where there are
+        enough, and are equal where that comes out even."""
+
+        def cut(rank: int) -> tuple[int, int, int, int]:
+            row, rows, column, columns = self._at(rank)
+            number = _number(index, rank) % count
+            begin, end = (_cut(rows, count, self._grain, i) for i in (number, number + 1))
+            return row + begin, end - begin, column, columns
+
+        return Area(self.memory, self._grain, cut)
+
+    def chunk(self, share: Share) -> Area:
+        """One of the shares that ``p.chunks`` yields."""
+        return self.part(share.index, share.count)
+
+
+def _cut(rows: int, count: int, grain: int, index: int) -> int:
+    """Where the part begins: after whole grains, unless there are too few for all parts, or equal parts are possible."""
+    grains = -(-rows // grain)
+    if rows % count == 0 or grains < count:
+        return index * rows // count
+    return min(rows, index * grains // count * grain)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A need: the source's tiles of this area are computed."""
+
+    area: Area
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A need: transfers of before, by their numbers, as the rank finds them that runs the transfer."""
+
+    numbers: Callable[[int], Sequence[int]]
+
+
+Need = Tiles | Earlier
+
+
+class Editor:
+    """What ``plan.edit`` yields: a program that is being written, one statement after the other.
+
+    Attributes:
+        world: number of ranks.
+        rank: the one that runs the program, a :class:`Rank`.
+        product: [M, N], each rank's own product; of ``gemm_alltoall`` see :meth:`message`.
+        output: the result, [M, N] or, of ``gemm_reducescatter``, [M / world, N]. Where no transfer writes to it, the result is
+            what lies in ``product``, of ``gemm_reducescatter`` in this rank's part of it.
+        input: of ``allgather_gemm``: [M / world, K], this rank's rows.
+        gathered: of ``allgather_gemm``: [M, K], all ranks' rows; this rank's are there at first.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        tile: tuple[int, int] | None = None,
+        kernel: Kernel | str = Kernel.LIBRARY,
+        transport: Transport | str | None = None,
+        comm_sms: int = 0,
+        max_ctas: int = 0,
+    ) -> None:
+        self.problem = problem
+        self.world = problem.world_size
+        self.rank = Rank(lambda rank: rank)
+        self._tile = tile
+        self._kernel = enum_member(Kernel, kernel)
+        self._transport = transport
+        self._comm_sms = comm_sms
+        self._max_ctas = max_ctas
+        self._scratch_rows = 0
+        self._transfers: list[Transfer] = []
+        self._written: dict[tuple[int, Memory], list[int]] = {}
+        self._read: dict[tuple[int, Memory], list[int]] = {}
+        gathers = problem.op == Op.ALLGATHER_GEMM
+        self._width = problem.k if gathers else problem.n
+        self._base = self._made_base([])  # refuses what no plan can be
+        rows = problem.m
+        if problem.op == Op.GEMM_ALLTOALL:
+            rows = MESSAGE_SHARES * self.world
+        part = rows // problem.row_parts
+        self.product = self._whole(Memory.PRODUCT, rows)
+        self.output = self._whole(Memory.OUTPUT, part)
+        self.input = self._whole(Memory.INPUT, part)
+        self.gathered = self._whole(Memory.GATHERED, rows)
+        self._data = self.gathered if gathers else self.product
+
+    def __enter__(self) -> Editor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        return None
+
+    # --- areas ------------------------------------------------------------------------------------------------
+
+    def chunks(self, count: int) -> list[Share]:
+        """``count`` equal shares of each part's rows, for :meth:`part`."""
+        if count < 1:
+            raise ValueError(f"{count} chunks, allowed is 1 or more")
+        return [Share(index, count) for index in range(count)]
+
+    def part(self, index: AnyRank, share: Share | None = None) -> Area:
+        """The rows that are of rank ``index`` (modulo the number of ranks) of the product, or of what is gathered; or a share
+        of them."""
+        area = self._data.part(index, self.world)
+        return area if share is None else area.chunk(share)
+
+    def message(self, to: AnyRank, share: Share | None = None) -> Area:
+        """Of ``gemm_alltoall``: what this rank sends to rank ``to``, or a share of it. It lands where it belongs."""
+        if self.problem.op != Op.GEMM_ALLTOALL:
+            raise ValueError(f"{self.problem.op.name.lower()} has no messages: take part()")
+        return self.part(to, share)
+
+    def scratch(self, rows: int) -> Area:
+        """Memory of the program's own on each rank, ``rows`` rows as wide as what travels."""
+        first = self._scratch_rows
+        self._scratch_rows += rows
+        return self._whole(Memory.SCRATCH, rows, first)
+
+    # --- needs ------------------------------------------------------------------------------------------------
+
+    def tiles(self, area: Area) -> Need:
+        """That the source's tiles of the product in this area are computed."""
+        return Tiles(area)
+
+    def arrived(self, area: Area, at: AnyRank | None = None) -> Need:
+        """All transfers so far that write to this area of the rank that runs the transfer, or of rank ``at``."""
+        return self._touching(self._written, area, at)
+
+    def left(self, area: Area, at: AnyRank | None = None) -> Need:
+        """All transfers so far that read this area there."""
+        return self._touching(self._read, area, at)
+
+    # --- transfers --------------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        area: Area,
+        *,
+        to: AnyRank,
+        into: Area | None = None,
+        reduce: bool = False,
+        needs: Sequence[Need] | None = None,
+        by: Engine | str = Engine.ANY,
+        stream: int = 0,
+        rank: int | Iterable[int] | None = None,
+    ) -> Need:
+        """Each rank sends ``area`` of its own to rank ``to``, which has it in ``into``, by default in the same place.
+
+        Args:
+            reduce: added to what is there, which has to be computed or to have arrived before.
+            needs: what is waited for: :meth:`tiles`, :meth:`arrived`, :meth:`left`, or what a transfer returned. None: all that
+                its own reads and writes ask for.
+            by: ``any``, ``copy_engine``, ``sms`` or ``nccl``. On CPU gloo moves everything.
+            stream: 0 to 3; a rank's transfers of one stream come one after the other.
+            rank: which ranks do so; None: all.
+
+        Returns:
+            A need: that this has been done.
+        """
+        return self._transfers_of(
+            Way.PUSH, area, into, to, reduce, needs, by, stream, self._ranks(rank)
+        )
+
+    def pull(
+        self,
+        area: Area,
+        *,
+        of: AnyRank,
+        into: Area | None = None,
+        reduce: bool = False,
+        needs: Sequence[Need] | None = None,
+        by: Engine | str = Engine.ANY,
+        stream: int = 0,
+        rank: int | Iterable[int] | None = None,
+    ) -> Need:
+        """Each rank fetches ``area`` of rank ``of`` into its own ``into``, by default the same place; else as :meth:`push`."""
+        return self._transfers_of(
+            Way.PULL, area, into, of, reduce, needs, by, stream, self._ranks(rank)
+        )
+
+    def copy(
+        self,
+        area: Area,
+        into: Area,
+        *,
+        reduce: bool = False,
+        needs: Sequence[Need] | None = None,
+        by: Engine | str = Engine.ANY,
+        stream: int = 0,
+        rank: int | Iterable[int] | None = None,
+    ) -> Need:
+        """Each rank copies one of its areas into another one, or adds it; else as :meth:`push`."""
+        return self._transfers_of(
+            Way.COPY, area, into, self.rank, reduce, needs, by, stream, self._ranks(rank)
+        )
+
+    # --- the plan ---------------------------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """The transfers so far."""
+        return Program(self._scratch_rows, self._transfers)
+
+    def plan(self) -> Plan:
+        """The plan whose chunks end where transfers wait for tiles.
+
+        Raises:
+            ValueError: it cannot run: it does not end, has a race, leaves something out or adds it twice, or does not fit; the
+                message names rank and step, or the transfer.
+        """
+        made = self._made_base(self._tile_cuts())
+        made.program = self.program()
+        _plan.validate(made)
+        return made
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _whole(self, memory: Memory, rows: int, first: int = 0) -> Area:
+        grain = 1 if self.problem.op == Op.GEMM_ALLTOALL else max(1, self._base.tile_m)
+        return Area(memory, grain, lambda rank: (first, rows, 0, self._width))
+
+    def _ranks(self, rank: int | Iterable[int] | None) -> Iterable[int]:
+        if rank is None:
+            return range(self.world)
+        return [rank] if isinstance(rank, int) else rank
+
+    def _transfers_of(
+        self,
+        way: Way,
+        area: Area,
+        into: Area | None,
+        other: AnyRank,
+        reduce: bool,
+        needs: Sequence[Need] | None,
+        by: Engine | str,
+        stream: int,
+        ranks: Iterable[int],
+    ) -> Need:
+        by = enum_member(Engine, by)
+        before = len(self._transfers)
+        made: list[Transfer] = []
+        for rank in ranks:
+            peer = _number(other, rank) % self.world
+            source, destination = (peer, rank) if way == Way.PULL else (rank, peer)
+            if source == destination and way != Way.COPY:
+                continue  # what goes nowhere
+            read = Region(area.memory, source, area.at(rank))
+            written = Region(
+                into.memory if into is not None else area.memory,
+                destination,
+                into.at(rank) if into is not None else area.at(rank),
+            )
+            if self.problem.op == Op.GEMM_ALLTOALL and into is None:
+                written = self._received(read, destination)
+            if read.area.rows == 0 or read.area.columns == 0:
+                continue
+            tiles, behind = self._needs(read, written, needs, rank, before)
+            made.append(Transfer(way, reduce, read, written, by, stream, tiles, behind))
+        numbers = range(before, before + len(made))
+        for number, one in zip(numbers, made, strict=True):
+            self._transfers.append(one)
+            for of, region in ((self._read, one.source), (self._written, one.destination)):
+                of.setdefault((region.rank, region.memory), []).append(number)
+
+        def those_of(rank: int) -> list[int]:
+            ends = (
+                (self._transfers[i].source.rank, self._transfers[i].destination.rank)
+                for i in numbers
+            )
+            return [i for i, pair in zip(numbers, ends, strict=True) if rank in pair]
+
+        return Earlier(those_of)
+
+    def _received(self, read: Region, destination: int) -> Region:
+        """Where a share of a message lands."""
+        row = read.rank * MESSAGE_SHARES + read.area.row % MESSAGE_SHARES
+        area = Rectangle(row, read.area.rows, read.area.column, read.area.columns)
+        return Region(Memory.OUTPUT, destination, area)
+
+    def _needs(
+        self,
+        read: Region,
+        written: Region,
+        needs: Sequence[Need] | None,
+        rank: int,
+        before: int,
+    ) -> tuple[list[Rectangle], list[int]]:
+        if needs is None:
+            tiles = [read.area] if read.memory == Memory.PRODUCT else []
+            return tiles, self._data_needs(read, written, before)
+        tiles = []
+        behind: set[int] = set()
+        for need in needs:
+            if isinstance(need, Tiles):
+                tiles.append(need.area.at(rank))
+            elif isinstance(need, Earlier):
+                behind.update(need.numbers(rank))
+            else:
+                raise ValueError(
+                    f"needs have {need!r}, allowed are tiles(), arrived(), left() and what a transfer returned"
+                )
+        return tiles, sorted(behind)
+
+    def _data_needs(self, read: Region, written: Region, before: int) -> list[int]:
+        """Who writes what is read, and who reads or writes what is written."""
+        behind = set(self._last(self._written, read, before))
+        behind.update(self._last(self._written, written, before))
+        behind.update(self._last(self._read, written, before))
+        return sorted(behind)
+
+    def _last(self, of: dict[tuple[int, Memory], list[int]], region: Region, before: int) -> list:
+        found = []
+        for number in reversed(of.get((region.rank, region.memory), [])):
+            one = self._transfers[number]
+            other = one.source.area if of is self._read else one.destination.area
+            if number >= before or not overlap(other, region.area):
+                continue
+            found.append(number)
+            if of is self._written and covers(other, region.area):
+                break  # the ones before it came before it
+        return found
+
+    def _touching(
+        self, of: dict[tuple[int, Memory], list[int]], area: Area, at: AnyRank | None
+    ) -> Need:
+        before = len(self._transfers)
+
+        def found(rank: int) -> list[int]:
+            where = rank if at is None else _number(at, rank) % self.world
+            region = Region(area.memory, where, area.at(rank))
+            side = "source" if of is self._read else "destination"
+            return [
+                number
+                for number in of.get((where, area.memory), [])
+                if number < before
+                and overlap(getattr(self._transfers[number], side).area, region.area)
+            ]
+
+        return Earlier(found)
+
+    def _tile_cuts(self) -> list[int]:
+        """Tile rows between chunks: where areas end whose tiles are waited for."""
+        if not self._produces():
+            return []
+        areas = [area for one in self._transfers for area in one.tiles]
+        areas += [
+            one.destination.area
+            for one in self._transfers
+            if one.destination.memory == Memory.PRODUCT
+        ]
+        tile, grain = self._base.tile_m, self._base.cluster_m
+        cuts = set()
+        for area in areas:
+            cuts.add(area.row // (tile * grain) * grain)
+            cuts.add(-(-(area.row + area.rows) // (tile * grain)) * grain)
+        tile_rows = -(-self.problem.m // tile)
+        inner = sorted(cut for cut in cuts if 0 < cut < tile_rows)
+        thin = -(-len(inner) // (MAX_CHUNKS - 1))
+        return inner[thin - 1 :: thin] if thin > 1 else inner
+
+    def _produces(self) -> bool:
+        return self.problem.op in _COLLECTIVES
+
+    def _made_base(self, cuts: Sequence[int]) -> Plan:
+        """A plan without its program."""
+        from overlap_torch.plan import make_all_to_all, row_panels
+
+        problem = self.problem
+        if problem.op == Op.GEMM_ALLTOALL:
+            return make_all_to_all(
+                problem, self._kernel, max_ctas=self._max_ctas, transport=self._transport
+            )
+        if self._transport in (Transport.PEER, "peer"):
+            raise ValueError("transport is 'peer', allowed are 'nccl' and 'gloo' for programs")
+        options = {
+            "kernel": self._kernel,
+            "transport": self._transport,
+            "comm_sms": self._comm_sms,
+            "max_ctas": self._max_ctas,
+            "tile": self._tile,
+        }
+        if not self._produces():
+            return row_panels(problem, 1, **options)
+        # Its rows are one part, whatever the op: transfers name rows themselves.
+        whole = Problem(problem.m, problem.n, problem.k, problem.dtype, problem.world_size)
+        made = row_panels(whole, 1, **options)
+        if cuts:
+            edges = [0, *cuts, made.tiles_m]
+            made = row_panels(whole, [b - a for a, b in itertools.pairwise(edges)], **options)
+        made.problem = problem
+        made.collective = _COLLECTIVES[problem.op]
+        return made
+
+
+def overlap(a: Rectangle, b: Rectangle) -> bool:
+    """Whether the two have elements in common."""
+    return (
+        a.row < b.row + b.rows
+        and b.row < a.row + a.rows
+        and a.column < b.column + b.columns
+        and b.column < a.column + a.columns
+    )
+
+
+def covers(a: Rectangle, b: Rectangle) -> bool:
+    """Whether all of ``b`` lies in ``a``."""
+    return (
+        a.row <= b.row
+        and b.row + b.rows <= a.row + a.rows
+        and a.column <= b.column
+        and b.column + b.columns <= a.column + a.columns
+    )

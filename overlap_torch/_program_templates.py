@@ -1,0 +1,197 @@
+"""Programs that many would write by hand, for any op: rings, one and two shots, and hosts within and across."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from overlap_torch._plan import Op, Plan, Problem
+from overlap_torch._program import Area, Editor, Share
+
+
+def ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
+    """Each rank talks to the next one alone: partial sums go round, each rank adding its own, and then the results.
+
+    Args:
+        chunks: into how many each rank's part of the rows is cut, which go round one behind the other.
+        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.edit``.
+
+    Raises:
+        ValueError: for ``gemm_alltoall``, whose rows only their sender and their receiver know; or a plan that cannot run.
+    """
+    p = _editor("ring", problem, how)
+    for share in p.chunks(chunks):
+        _once_round(p, share, 1, 0)
+    return p.plan()
+
+
+def double_ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
+    """Two rings at a time, one in each direction, each on a stream of its own with half of the rows; else as :func:`ring`.
+    ``chunks``: of each direction."""
+    p = _editor("double_ring", problem, how)
+    for share in p.chunks(2 * chunks):
+        backwards = share.index % 2
+        _once_round(p, share, -1 if backwards else 1, backwards)
+    return p.plan()
+
+
+def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
+    """One step: everyone sends everyone what they need, and adds up by itself. The fewest steps; for sums the most bytes.
+
+    ``chunks``: into how many each message is cut; else as :func:`ring`, but for all four ops.
+    """
+    p = Editor(problem, **how)
+    for share in p.chunks(chunks):
+        if problem.op == Op.GEMM_ALLREDUCE:
+            _sum_of_all(p, [p.product.chunk(share)] * p.world, p.output.chunk(share))
+        elif problem.op == Op.GEMM_REDUCESCATTER:
+            parts = [p.part(rank, share) for rank in range(p.world)]
+            _sum_of_all(p, parts, p.output.chunk(share))
+        else:
+            _to_all(p, share)
+    return p.plan()
+
+
+def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
+    """Two steps: each rank adds up its part of what all send it, and then sends the sums to all. Ops that do one of the two
+    alone do so in one step, as :func:`one_shot`."""
+    p = Editor(problem, **how)
+    for share in p.chunks(chunks):
+        if problem.op == Op.GEMM_ALLREDUCE:
+            parts = [p.part(rank, share) for rank in range(p.world)]
+            results = [p.output.part(rank, p.world).chunk(share) for rank in range(p.world)]
+            _sum_of_all(p, parts, p.output.part(p.rank, p.world).chunk(share))
+            for distance in range(1, p.world):
+                for rank in range(p.world):
+                    p.push(results[rank], to=(rank + distance) % p.world, rank=rank)
+        elif problem.op == Op.GEMM_REDUCESCATTER:
+            parts = [p.part(rank, share) for rank in range(p.world)]
+            _sum_of_all(p, parts, p.output.chunk(share))
+        else:
+            _to_all(p, share)
+    return p.plan()
+
+
+def hierarchical(problem: Problem, ranks_per_host: int, chunks: int = 1, **how: Any) -> Plan:
+    """Sums within each host first, so that what crosses from host to host is one rank's share of it.
+
+    Ranks are numbered host by host. Of ``gemm_alltoall``, whose rows take no way round, messages within a host go first.
+
+    Args:
+        ranks_per_host: a divisor of the number of ranks.
+        chunks: as of :func:`ring`, of which the other arguments are, too.
+    """
+    world = problem.world_size
+    if not 1 <= ranks_per_host <= world or world % ranks_per_host != 0:
+        raise ValueError(
+            f"ranks_per_host is {ranks_per_host}, allowed are divisors of the {world} ranks: give hosts equal numbers"
+        )
+    p = Editor(problem, **how)
+    for share in p.chunks(chunks):
+        _by_hosts(p, ranks_per_host, share)
+    return p.plan()
+
+
+# --- parts ----------------------------------------------------------------------------------------------------
+
+
+def _editor(name: str, problem: Problem, how: dict[str, Any]) -> Editor:
+    if problem.op == Op.GEMM_ALLTOALL:
+        raise ValueError(
+            f"{name} is given gemm_alltoall, whose rows go straight to their rank: take one_shot or hierarchical"
+        )
+    return Editor(problem, **how)
+
+
+def _once_round(p: Editor, share: Share, step_to: int, stream: int) -> None:
+    """A ring to the next rank (1) or the one before (-1): sums, then results, as far as the op has them."""
+    to = p.rank + step_to
+    if p.problem.op != Op.ALLGATHER_GEMM:
+        for step in range(1, p.world):
+            part = p.part(p.rank - step * step_to, share)
+            needs = [p.tiles(part), p.arrived(part)]
+            p.push(part, to=to, reduce=True, needs=needs, by="any", stream=stream)
+    if p.problem.op != Op.GEMM_REDUCESCATTER:
+        for step in range(p.world - 1):
+            p.push(p.part(p.rank - step * step_to, share), to=to, stream=stream)
+
+
+def _sum_of_all(p: Editor, terms: Sequence[Area], result: Area) -> None:
+    """All ranks' ``terms[rank]`` to that rank's result, added in the ranks' order, so that sums are alike wherever they are
+    made."""
+    height = max(area.at(0).rows for area in terms)
+    slots = [p.scratch(height) for _ in range(p.world - 1)]  # of the ranks behind this one
+    for distance in range(1, p.world):
+        for rank in range(p.world):
+            to = (rank + distance) % p.world
+            rows = terms[to].at(rank).rows
+            slot = slots[(rank - to) % p.world - 1]
+            p.push(terms[to], to=to, into=slot.rows(0, rows), rank=rank)
+    for rank in range(p.world):
+        rows = terms[rank].at(rank).rows
+        for source in range(p.world):
+            slot = slots[(source - rank) % p.world - 1].rows(0, rows)
+            term = terms[rank] if source == rank else slot
+            p.copy(term, result, reduce=source > 0, rank=rank)
+
+
+def _to_all(p: Editor, share: Share) -> None:
+    """Everyone's rows to all that need them, those of the next rank first."""
+    for distance in range(1, p.world):
+        to = p.rank + distance
+        if p.problem.op == Op.GEMM_ALLTOALL:
+            p.push(p.message(to, share), to=to)
+        else:
+            p.push(p.part(p.rank, share), to=to)
+
+
+def _by_hosts(p: Editor, size: int, share: Share) -> None:
+    op = p.problem.op
+    hosts = p.world // size
+    first = p.rank // size * size  # of the own host
+    within = [first + (p.rank + distance) % size for distance in range(1, size)]
+    across = [p.rank + distance * size for distance in range(1, hosts)]
+    if op == Op.GEMM_ALLTOALL:
+        for to in [*within, *_all_across(p, size, hosts)]:
+            p.push(p.message(to, share), to=to)
+    elif op == Op.ALLGATHER_GEMM:
+        for to in across:
+            p.push(p.part(p.rank, share), to=to)
+        for to in within:
+            for host in range(hosts):
+                # The own rows need not wait for those of other hosts.
+                p.push(p.part((p.rank + host * size), share), to=to)
+    elif op == Op.GEMM_REDUCESCATTER:
+        for host in range(1, hosts + 1):
+            for to in within:
+                p.push(p.part(to + host * size, share), to=to, reduce=True)
+            if host < hosts:
+                to = p.rank + host * size
+                p.push(p.part(to, share), to=to, reduce=True)
+    else:
+        own = p.product.part(p.rank % size, size).chunk(share)
+        for to in within:
+            p.push(p.product.part(to % size, size).chunk(share), to=to, reduce=True)
+        _sum_across(p, own, size, hosts)
+        for to in within:
+            p.push(own, to=to)
+
+
+def _all_across(p: Editor, size: int, hosts: int) -> list:
+    """Ranks of other hosts, each at another distance from every rank."""
+    return [
+        (p.rank // size + host) % hosts * size + (p.rank + distance) % size
+        for host in range(1, hosts)
+        for distance in range(size)
+    ]
+
+
+def _sum_across(p: Editor, own: Area, size: int, hosts: int) -> None:
+    """The sum of what the ranks of one place in all hosts have in ``own``: each part of it is added up in one host, in the
+    hosts' order of arrival, and sent to the others."""
+    host = p.rank // size
+    for distance in range(1, hosts):
+        to = p.rank + distance * size
+        p.push(own.part(host + distance, hosts), to=to, reduce=True)
+    for distance in range(1, hosts):
+        p.push(own.part(host, hosts), to=p.rank + distance * size)
