@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from overlap_torch import _plan
 from overlap_torch._explain import Explanation, explain
+from overlap_torch._imports import from_msccl, from_mscclpp
 from overlap_torch._plan import (
     BAND_ROWS,
     MAX_BAND_RUNS,
@@ -120,6 +121,8 @@ __all__ = [
     "encode",
     "from_dict",
     "from_json",
+    "from_msccl",
+    "from_mscclpp",
     "hierarchical",
     "load",
     "machine",

@@ -1,0 +1,254 @@
+"""Algorithms of MSCCL and MSCCL++ as plans: right results on CPU, and what is refused, with its place in the file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+import torch.distributed as dist
+
+from checks import Failures, check_call
+from operands import Case
+from ops import OPS
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import Op, Plan, Problem, from_msccl, from_mscclpp, use_plan
+from plan_files import (
+    MSCCL,
+    MSCCLPP,
+    put_allgather,
+    read_allreduce,
+    ring_allreduce,
+    scratch_allreduce,
+    text_of,
+    xml,
+)
+from programs import EVEN, RAGGED, how_to_edit
+
+READ = {"msccl": from_msccl, "mscclpp": from_mscclpp}
+
+
+def read(tmp_path, kind: str, text: str, problem: Problem) -> Plan:
+    path = tmp_path / f"made.{'xml' if kind == 'msccl' else 'json'}"
+    path.write_text(text, encoding="utf-8")
+    return READ[kind](path, problem, **how_to_edit(problem))
+
+
+def names(kind: str, world: int) -> list[str]:
+    table = MSCCL if kind == "msccl" else MSCCLPP
+    return [name for name in table if name != "doubling" or world in (2, 4, 8)]
+
+
+def check_files(folder: str, kinds: list[str], cases: list[Case]) -> tuple[int, list[str]]:
+    failures = Failures()
+    world = dist.get_world_size()
+    for kind in kinds:
+        for name in names(kind, world):
+            op = (MSCCL if kind == "msccl" else MSCCLPP)[name][0]
+            path = f"{folder}/{kind} {name} {world}"
+            for case in cases:
+                problem = OPS[op].problem(case, world)
+                plan = READ[kind](path, problem, **how_to_edit(problem))
+                with use_plan(plan):
+                    for seed in (1, 2):
+                        check_call(failures, case, kind, name, seed=seed, op=op)
+    return failures.result()
+
+
+def write_files(tmp_path, world: int) -> str:
+    for kind in READ:
+        for name in names(kind, world):
+            text = text_of(kind, name, world)
+            (tmp_path / f"{kind} {name} {world}").write_text(text, encoding="utf-8")
+    return str(tmp_path)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_files_of_other_compilers_give_right_results(ranks, tmp_path):
+    folder = write_files(tmp_path, ranks.world)
+    ranks.expect_no_failures(check_files, folder, ["msccl", "mscclpp"], [RAGGED])
+
+
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (8, "gloo"))
+def test_files_of_other_compilers_give_right_results_on_many_ranks(ranks, tmp_path):
+    folder = write_files(tmp_path, ranks.world)
+    ranks.expect_no_failures(check_files, folder, ["msccl", "mscclpp"], [RAGGED, EVEN])
+
+
+# --- what is refused: MSCCL -----------------------------------------------------------------------------------------
+
+PROBLEM = Problem(48, 32, 24, "float32", 4)
+XML = ring_allreduce(4)
+
+
+def step(index: int) -> str:
+    """The line of gpu 0, tb 0's step."""
+    lines = [line for line in XML.split("</tb>")[0].splitlines() if line.startswith("<step")]
+    return lines[index]
+
+
+@pytest.mark.parametrize(
+    "old, new, expected",
+    [
+        ('coll="allreduce"', 'coll="broadcast"', "made.xml: collective 'broadcast' is not supp"),
+        ('coll="allreduce"', 'coll="allgather"', "is an allgather, the problem of gemm_allreduce"),
+        ('ngpus="4"', 'ngpus="5"', "for 5 ranks, the problem has 4"),
+        ('nchunksperloop="8"', 'nchunksperloop="x"', "nchunksperloop='x', expected an integer"),
+        ("<algo", "<plan", "made.xml is <plan>, expected <algo>|is no XML"),
+        (step(1), step(1).replace("rrs", "rx"), "gpu 0, tb 0, step 1: type 'rx' is not supported"),
+        (
+            step(0),
+            step(0).replace('srcoff="0"', 'srcoff="8"'),
+            "gpu 0, tb 0, step 0: chunks 8 to 9 of buffer i, which has 8",
+        ),
+        (
+            step(0),
+            step(0).replace('srcbuf="i"', 'srcbuf="x"'),
+            "gpu 0, tb 0, step 0: buffer is 'x', allowed are i, o and s",
+        ),
+        (
+            step(0),
+            step(0).replace('depid="-1" deps="-1"', 'depid="7" deps="0"'),
+            "step 0: depends on step 0 of tb 7, which is not there",
+        ),
+        (step(0), "", "gpu 1, tb 0, step 6: rank 0 sends nothing for it on channel 0"),
+        (
+            step(0),
+            step(0).replace('depid="-1" deps="-1"', 'depid="0" deps="3"'),
+            "gpu 0, tb 0, step 0: rank 0 cannot end",
+        ),
+        (
+            step(0),
+            step(0).replace('cnt="1"', 'cnt="2"'),
+            "gpu 1, tb 0, step 1: receives 1 chunks, and gpu 0, tb 0, step 0 sends 2",
+        ),
+    ],
+)
+def test_xml_is_refused_with_the_place(tmp_path, old, new, expected):
+    assert old in XML
+    with pytest.raises(ValueError, match=expected):
+        read(tmp_path, "msccl", XML.replace(old, new, 1), PROBLEM)
+
+
+def test_xml_with_a_race_is_refused(tmp_path):
+    def blocks(rank):
+        peer = 1 - rank
+        return [
+            (peer, peer, 0, [("s", "i0", "s0"), ("r", "i0", "s0")]),
+            (-1, -1, 0, [("re", "s0", "i0")]),  # does not wait for what it adds
+        ]
+
+    text = xml("allreduce", 2, 1, blocks, scratch=1)
+    with pytest.raises(
+        ValueError, match="gpu 0, tb 1, step 0: a race.*buffer i of rank 0|a race.*s of"
+    ):
+        read(tmp_path, "msccl", text, Problem(48, 32, 24, "float32", 2))
+
+
+def test_xml_that_leaves_out_a_rank_is_refused(tmp_path):
+    def blocks(rank):
+        peer = 1 - rank
+        return [(peer, peer, 0, [("s", "i0", "i0"), ("r", "i0", "s0")])]
+
+    text = xml("allreduce", 2, 1, blocks, scratch=1)
+    with pytest.raises(ValueError, match="rank 1.*in place of 0 1"):
+        read(tmp_path, "msccl", text, Problem(48, 32, 24, "float32", 2))
+
+
+# --- what is refused: MSCCL++ ---------------------------------------------------------------------------------------
+
+
+def changed(data: dict, *keys: object, value: object) -> str:
+    """The file with this in place of what is there; the last key may be new."""
+    data = copy.deepcopy(data)
+    at = data
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    return json.dumps(data)
+
+
+OPS_OF_BLOCK = ("gpus", 0, "threadblocks", 0, "ops")
+READS, PUTS = read_allreduce(4), put_allgather(4)
+
+
+@pytest.mark.parametrize(
+    "keys, value, expected",
+    [
+        (("collective",), "broadcast", "made.json: collective 'broadcast' is not supported"),
+        (("protocol",), "LL", "protocol 'LL' is not supported, allowed is Simple"),
+        (("gpus", 1, "id"), 3, "not in the order of their ids"),
+        (("gpus", 0, "input_chunks"), 6, "chunks, allowed are multiples|chunks"),
+        (
+            ("gpus", 0, "channels", 0, "channel_type"),
+            "switch",
+            "gpu 0: channel_type 'switch' is not supported, allowed is memory",
+        ),
+        (
+            ("gpus", 2, "channels", 0, "channel_type"),
+            "port",
+            "gpu 2: channel_type 'port' is not supported",
+        ),
+        (
+            (*OPS_OF_BLOCK, 0),
+            {"name": "glres"},
+            r"gpu 0, threadblock 0, op 0 \(glres\): .*not supp",
+        ),
+        ((*OPS_OF_BLOCK, 0), {"name": "ppkt"}, r"op 0 \(ppkt\): this operation is not supported"),
+        ((*OPS_OF_BLOCK, 0), {"name": "pipeline"}, r"op 0 \(pipeline\)"),
+        ((*OPS_OF_BLOCK, 7, "reduce_op"), "min", r"op 7 \(rres\): reduce_op 'min' is not supp"),
+        (
+            (*OPS_OF_BLOCK, 0),
+            {"name": "nop"},
+            r"gpu 1, threadblock 0, op 1 \(wait\): waits for signal 1, and 1 are given for 2 waits",
+        ),
+        ((*OPS_OF_BLOCK, 6), {"name": "nop"}, r"barrier 0 of rank 0 is for 2 thread blocks, and 1"),
+        (
+            (*OPS_OF_BLOCK, 7, "src_buff", 1),
+            {"switch_channel_id": 0, "index": 0, "size": 1},
+            "switch channels .multimem. are not supported",
+        ),
+        (
+            (*OPS_OF_BLOCK, 7, "src_buff", 1, "buffer_id"),
+            99,
+            "buffer 99 is not one of its thread block's 9",
+        ),
+        ((*OPS_OF_BLOCK, 0, "channel_ids"), [9], "channel 9 is not one of its thread block's 6"),
+        (("gpus",), None, "lacks something"),
+    ],
+)
+def test_execution_plans_are_refused_with_the_place(tmp_path, keys, value, expected):
+    text = changed(READS, *keys, value=value)
+    with pytest.raises(ValueError, match=expected):
+        read(tmp_path, "mscclpp", text, PROBLEM)
+
+
+def test_execution_plans_with_a_race_or_a_circle_are_refused(tmp_path):
+    # The peers' parts are put before anyone said that they may be: harmless; but read before they have come: not.
+    data = scratch_allreduce(4)
+    ops = data["gpus"][0]["threadblocks"][1]["ops"]
+    assert ops.pop(0)["name"] == "sem_acquire"
+    with pytest.raises(ValueError, match=r"gpu 0, threadblock 1, op 0 \(re\): a race|a race: it"):
+        read(tmp_path, "mscclpp", json.dumps(data), PROBLEM)
+    data = put_allgather(2)
+    for gpu in data["gpus"]:
+        ops = gpu["threadblocks"][0]["ops"]
+        ops.insert(0, ops.pop(1))  # waits before it signals
+        assert ops[0]["name"] == "rlxwait"
+    problem = Problem(48, 32, 24, "float32", 2, Op.ALLGATHER_GEMM)
+    with pytest.raises(ValueError, match="rank 0 cannot end"):
+        read(tmp_path, "mscclpp", json.dumps(data), problem)
+
+
+def test_execution_plan_that_is_no_json_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=re.escape("made.json is no JSON")):
+        read(tmp_path, "mscclpp", "{", PROBLEM)
+
+
+def test_files_become_plans_that_are_saved_and_shown(tmp_path):
+    plan = read(tmp_path, "msccl", XML, PROBLEM)
+    assert plan_module.from_json(plan_module.to_json(plan)) == plan
+    machine = plan_module.Machine(0, 2, 10.0, link_latency_us=50.0, link_gbps=2.0)
+    assert "transfers" in str(plan.explain(machine))
