@@ -189,7 +189,7 @@ py::tuple field_values(const Item& item) {
     if constexpr (plan::kIsSequence<std::decay_t<decltype(one)>>) {
       return as_tuple(one);
     } else {
-      return in_python(one);
+      return py::cast(in_python(one));
     }
   };
   return std::apply(
