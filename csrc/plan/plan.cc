@@ -192,9 +192,13 @@ DType output_dtype(const Problem& problem) {
 }
 
 std::string types_text(const Problem& problem) {
-  const std::string dtype = name(problem.dtype);
-  if (problem.recipe == Recipe::kNone) return dtype;
-  return dtype + " " + name(problem.recipe) + " to " + name(problem.output_dtype);
+  const bool scaled = problem.recipe != Recipe::kNone;
+  std::string text = name(problem.dtype);
+  if (scaled) text += std::string(" ") + name(problem.recipe);
+  if (scaled || problem.output_dtype != problem.dtype) {
+    text += std::string(" to ") + name(problem.output_dtype);
+  }
+  return text;
 }
 
 int64_t output_bytes(const Problem& problem) {
