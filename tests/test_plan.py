@@ -246,7 +246,8 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
 def test_plan_code_is_its_fields_in_order() -> None:
     """What the op library takes: version, problem, how it runs, bands and chunks with their number in front, resources, and a
     program's rows of scratch and number of transfers."""
-    code = [4, 0, 1024, 512, 64, 0, 2, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0, 8, 16, 0, 8, 0]
+    code = [4, 0, 1024, 512, 64, 0, 2, 0, 0, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0]
+    code += [8, 16, 0, 8, 0]
     code += [8, 0, 0, 0, 1, 0, 0, 0]
     assert plans.encode(example()) == code
     assert plans.decode(code) == example()
@@ -262,7 +263,7 @@ def test_plan_pickled_by_another_release_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (Problem, "op m n k dtype world_size"),
+        (Problem, "op m n k dtype world_size recipe output_dtype"),
         (BandRun, "tile_rows count"),
         (Chunk, "tiles transport max_ctas"),
         (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch"),
@@ -278,6 +279,8 @@ def test_plan_every_field_counts(kind: type, names: str) -> None:
     for name, of in kind.__fields__.items():
         assert f"    {name}: " in kind.__doc__
         plan, other = example(), example()
+        if name == "output_dtype":  # which only scaled operands have
+            plan.problem.recipe = other.problem.recipe = plans.Recipe.ROW_WISE
         owner = {Plan: other, Problem: other.problem, Resources: other.resources}.get(kind)
         if owner is None:  # frozen: another one in its place
             sequence = "chunks" if kind is Chunk else "bands"
@@ -316,13 +319,13 @@ def changed(value: Any, kind: Any) -> Any:
     [
         (1, "problem.op"),
         (5, "problem.dtype"),
-        (7, "schedule"),
-        (8, "kernel"),
-        (12, "layout"),
-        (18, r"chunks\[0\].transport"),
-        (21, r"chunks\[1\].transport"),
-        (23, "collective"),
-        (26, "resources.window"),
+        (9, "schedule"),
+        (10, "kernel"),
+        (14, "layout"),
+        (20, r"chunks\[0\].transport"),
+        (23, r"chunks\[1\].transport"),
+        (25, "collective"),
+        (28, "resources.window"),
     ],
 )
 @pytest.mark.parametrize("value", [-1, 99])
@@ -333,7 +336,7 @@ def test_plan_decode_names_the_field_out_of_range(position: int, field: str, val
         plans.decode(code)
 
 
-@pytest.mark.parametrize(("length_at", "name"), [(13, "bands"), (16, "chunks")])
+@pytest.mark.parametrize(("length_at", "name"), [(15, "bands"), (18, "chunks")])
 def test_plan_decode_rejects_lengths_beyond_the_list(length_at: int, name: str) -> None:
     code = plans.encode(example())
     code[length_at] = 2**62
