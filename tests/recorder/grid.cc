@@ -765,6 +765,64 @@ void visit_thrown(const Visit& visit) {
   }
 }
 
+// Transfers of a program over NCCL: each half of the columns goes round in a stream of its own, one of them the other way.
+plan::Program ring_of(const Plan& plan) {
+  const Problem& problem = plan.problem;
+  const int32_t world = problem.world_size;
+  const bool gathers = problem.op == Op::kAllGatherGemm;
+  const plan::Memory memory = gathers ? plan::Memory::kGathered : plan::Memory::kProduct;
+  const int64_t columns = (gathers ? problem.k : problem.n) / 2;
+  const int64_t rows = problem.m / world;
+  plan::Program program;
+  const auto turn = [&](bool reduces) {
+    for (int32_t step = reduces ? 1 : 0; step < world - (reduces ? 0 : 1); ++step) {
+      for (int32_t stream = 0; stream < 2; ++stream) {
+        for (int32_t rank = 0; rank < world; ++rank) {
+          const int32_t way = stream == 0 ? 1 : world - 1;
+          const int64_t part = (rank + step * (world - way)) % world;
+          const plan::Rectangle area = {part * rows, rows, stream * columns, columns};
+          plan::Transfer one;
+          one.source = {memory, rank, area};
+          one.destination = {memory, (rank + way) % world, area};
+          one.reduces = reduces;
+          one.stream = stream;
+          if (reduces) one.tiles = {area};
+          program.transfers.push_back(one);
+        }
+      }
+    }
+  };
+  if (!gathers) turn(true);
+  if (problem.op != Op::kGemmReduceScatter) turn(false);
+  return program;
+}
+
+void visit_programs(const Visit& visit, Op op) {
+  for (const auto& [world, rank] : places(Transport::kNccl)) {
+    for (const Operands& operands : produce_operands()) {
+      with_plan(
+          [&] {
+            const bool produces = op != Op::kAllGatherGemm;
+            Plan plan = panels(problem_of(produces ? Op::kGemmAllReduce : op, 512 * world, world),
+                               produces ? kPingpong : Kernel::kLibrary,
+                               produces ? Weights{1, 1} : Weights{1}, {.comm_sms = 16}, 8);
+            plan.problem.op = op;
+            plan.collective = plan::collective_of(op);
+            plan.program = ring_of(plan);
+            plan::validate(plan);
+            return plan;
+          },
+          [&](const Plan& plan) {
+            Case one = {.family = family(cat(plan::name(op), " program"), world),
+                        .world = world,
+                        .rank = rank};
+            one.name = describe(operands);
+            visit_modes(visit, one, plan, operands);
+          });
+    }
+  }
+}
+
 // The same calls on other types.
 void visit_dtypes(const Visit& visit) {
   for (const auto& [world, rank] : places(Transport::kPeer)) {
@@ -818,7 +876,9 @@ void visit_grid(const Visit& visit) {
     visit_ring(visit, op);
     visit_direct(visit, op);
     visit_one_kernel(visit, op, false);
+    visit_programs(visit, op);
   }
+  visit_programs(visit, Op::kAllGatherGemm);
   visit_one_kernel(visit, Op::kGemmAllReduce, true);
   visit_packed(visit, false);
   visit_packed(visit, true);

@@ -199,6 +199,15 @@ class CallOperands : public runtime::Operands {
     return tensor(name, rows, columns);
   }
 
+  // What a program's list says.
+  int64_t staging_elements() const {
+    const auto found =
+        std::find_if(list_.scratch.begin(), list_.scratch.end(),
+                     [](const steps::Scratch& one) { return one.buffer == Buffer::kStaging; });
+    if (found == list_.scratch.end()) return 0;
+    return found->bytes / plan::element_bytes(plan_.problem.dtype);
+  }
+
   char* make(Buffer buffer, int32_t index) const {
     const plan::Problem& problem = plan_.problem;
     const recorder::Operands& operands = call_.operands;
@@ -224,6 +233,7 @@ class CallOperands : public runtime::Operands {
       case Buffer::kGathered:
         return tensor("gathered", problem.m, problem.k);
       case Buffer::kStaging:
+        if (plan::has_program(plan_)) return tensor("staging", 1, staging_elements());
         return scratch(buffer, "staging", 1, plan::buffer_elements(plan_));
       case Buffer::kProduct:
         if (makes_product()) return nullptr;
