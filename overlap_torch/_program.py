@@ -7,6 +7,7 @@ is a number that is another one on each of them, and areas and ranks that are ma
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,7 @@ from overlap_torch._plan import (
     Collective,
     Engine,
     Kernel,
+    Machine,
     Memory,
     Op,
     Plan,
@@ -524,6 +526,20 @@ class Editor:
         made.problem = problem
         made.collective = _COLLECTIVES[problem.op]
         return made
+
+
+def check_memory(plan: Plan, total_bytes: int) -> None:
+    """ValueError where a rank's call holds more than the device has. Of ``gemm_alltoall``, whose rows no plan knows, nothing."""
+    if plan.problem.op == Op.GEMM_ALLTOALL:
+        return
+    for rank in range(plan.problem.world_size):
+        made = json.loads(_plan.steps_json(plan, rank, Machine()))
+        held = sum(scratch["bytes"] for scratch in made["scratch"])
+        if held > total_bytes:
+            raise ValueError(
+                f"program needs {held} bytes on rank {rank} beside operands and results, the device has {total_bytes}: take fewer "
+                "rows of scratch, or use them again, and smaller areas, as what is added lands in memory of the call first"
+            )
 
 
 def overlap(a: Rectangle, b: Rectangle) -> bool:

@@ -18,6 +18,7 @@ All ranks of a group must set the same plans at the same point between their cal
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -72,7 +73,7 @@ from overlap_torch._plan_json import (
     to_json,
 )
 from overlap_torch._plan_picture import plot
-from overlap_torch._program import Area, Editor
+from overlap_torch._program import Area, Editor, check_memory
 from overlap_torch._program_templates import double_ring, hierarchical, one_shot, ring, two_shot
 
 if TYPE_CHECKING:
@@ -366,12 +367,15 @@ def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
     """From now on the op runs ``plan`` for ``plan.problem``; every rank has to set the same.
 
     ``device`` None: the CPU for a plan over gloo, else the current CUDA device. Raises ValueError for what ``validate``
-    refuses.
+    refuses, and for a program that needs more memory than the device has.
     """
     import torch
 
     validate(plan)
-    torch.ops.overlap.set_plan(encode(plan), _device(device, plan), _group_name(group))
+    where = _device(device, plan)
+    if plan.program.transfers:
+        check_memory(plan, _total_bytes(where))
+    torch.ops.overlap.set_plan(encode(plan), where, _group_name(group))
 
 
 def clear_plans(group: Group = None) -> None:
@@ -479,6 +483,15 @@ def _device(device: Device, plan: Plan | None = None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _total_bytes(device: torch.device) -> int:
+    """The device's memory."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _group_name(group: Group) -> str:

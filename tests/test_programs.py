@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -339,6 +340,20 @@ def test_programs_beside_what_they_do_not_go_with_are_refused():
         plan_module.hierarchical(PROBLEM, 3, transport="gloo")
     with pytest.raises(ValueError, match="take one_shot or hierarchical"):
         plan_module.ring(Problem(0, 8, 8, "float32", 2, "gemm_alltoall"))
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_programs_beyond_the_memory_are_refused(ranks):
+    for message in ranks.run(set_plan_of_much_scratch):
+        assert re.search(
+            r"program needs \d{13} bytes on rank 0 beside .*the device has \d+:", message
+        )
+
+
+def set_plan_of_much_scratch() -> str:
+    _, plan = template_plans("gemm_allreduce", EVEN, dist.get_world_size(), 1)[0]
+    plan.program = Program(2**35, plan.program.transfers)
+    return message_of(plan_module.set_plan, plan)
 
 
 def test_engines_of_peers_are_refused_over_nccl_and_taken_on_cpu():
