@@ -581,7 +581,7 @@ def from_mscclpp(path: str | Path, problem: Problem, **how: Any) -> Plan:
         raise ValueError(f"{name} is no JSON: {error}") from error
     try:
         return _from_mscclpp(name, data, problem, how)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
             f"{name} lacks something, or has it in another form, than an execution plan: {error!r}"
         ) from error

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import re
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from checks import Failures, check_call
 from operands import Case
@@ -252,3 +255,54 @@ def test_files_become_plans_that_are_saved_and_shown(tmp_path):
     assert plan_module.from_json(plan_module.to_json(plan)) == plan
     machine = plan_module.Machine(0, 2, 10.0, link_latency_us=50.0, link_gbps=2.0)
     assert "transfers" in str(plan.explain(machine))
+
+
+# --- damaged files --------------------------------------------------------------------------------------------------
+
+
+def damaged_xml(seed: int) -> str:
+    """One attribute with another value, or one line less."""
+    draw = random.Random(seed)
+    lines = XML.splitlines()
+    i = draw.randrange(len(lines))
+    attributes = re.findall(r'(\w+)="([^"]*)"', lines[i])
+    if not attributes or draw.random() < 0.2:
+        return "\n".join(lines[:i] + lines[i + 1 :])
+    name, value = draw.choice(attributes)
+    other = draw.choice(["-2", "-1", "0", "1", "7", "99", "", "o", "s", "r", "nop", "re"])
+    lines[i] = lines[i].replace(f'{name}="{value}"', f'{name}="{other}"', 1)
+    return "\n".join(lines)
+
+
+def damaged_json(seed: int) -> str:
+    """One value in place of another, or left out, somewhere."""
+    draw = random.Random(seed)
+    data = copy.deepcopy(READS)
+    at: object = data
+    while True:
+        keys = [*at] if isinstance(at, dict) else [*range(len(at))]
+        key = draw.choice(keys)
+        if not isinstance(at[key], (dict, list)) or not at[key] or draw.random() < 0.1:
+            break
+        at = at[key]
+    if draw.random() < 0.2:
+        del at[key]
+    else:
+        at[key] = draw.choice([-1, 0, 1, 5, 99, "", "s", "put", "wait", None, [], {}, 1.5])
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize("kind, damage", [("msccl", damaged_xml), ("mscclpp", damaged_json)])
+def test_damaged_files_are_refused_or_right(tmp_path, kind, damage):
+    """Nothing but ValueError comes out, and what is read has passed the proof."""
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(st.integers(0, 2**32))
+    def check(seed):
+        try:
+            plan = read(tmp_path, kind, damage(seed), PROBLEM)
+        except ValueError:
+            return
+        plan_module.validate(plan)
+
+    check()
