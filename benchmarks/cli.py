@@ -18,7 +18,13 @@ from overlap_torch._launch import Ranks, launch
 from . import block, computations, gemm, measure, plans, pytorch_ops, shapes
 from .options import Options
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e5m2": "float8_e5m2",
+}
 ALL = (*computations.OPS, "block")  # what "all" stands for; gemm is no op beside a sequence
 OPS = (*ALL, "gemm")
 BASELINES = ("pytorch",)
@@ -55,7 +61,16 @@ def _parser() -> argparse.ArgumentParser:
         help="of call (one call after a barrier), row (ten in a row behind a GEMM; time / 10), graph (ten in a CUDA "
         "graph; time / 10; not for block); default: all",
     )
-    add("--dtype", choices=list(DTYPES), help="default: bf16, on CPU fp32")
+    add(
+        "--dtype",
+        choices=list(DTYPES),
+        help="default: bf16, on CPU fp32; of the input, where it is fp8",
+    )
+    add(
+        "--scales",
+        choices=["tensor", "row", "block"],
+        help="of fp8 operands, whose output is bf16 (not for block, gemm)",
+    )
     add(
         "--repeats",
         type=int,
@@ -199,6 +214,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
             blocks=tuple(blocks),
             modes=_modes(args.modes, ops, on_cpu),
             dtype=DTYPES[args.dtype or ("fp32" if on_cpu else "bf16")],
+            scales=_scales(args.scales, args.dtype, ops),
             call_repeats=repeats,
             row_repeats=max(3, repeats // 4),
             baselines=_baselines(args.baselines, ops, on_cpu),
@@ -217,6 +233,21 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
     if options.baselines:
         pytorch_ops.prepare_environment()
     return ranks, options
+
+
+def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | None:
+    """Raises ValueError unless fp8 operands have scales, and others none."""
+    fp8 = dtype is not None and dtype.startswith("float8")
+    if fp8 != (scales is not None):
+        raise ValueError(
+            f"--dtype is {dtype} and --scales {scales}: float8_e4m3fn and float8_e5m2 take --scales tensor, row or block, "
+            "other types take none"
+        )
+    if fp8 and (others := [op for op in ops if op in ("block", "gemm")]):
+        raise ValueError(
+            f"--dtype {dtype} is not for {', '.join(others)}: name other ops with --op"
+        )
+    return scales
 
 
 def main(argv: Sequence[str] | None = None) -> int:

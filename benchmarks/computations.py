@@ -17,10 +17,11 @@ import overlap_torch
 from overlap_torch import _verify
 
 from . import measure, pytorch_ops
+from .scaled import ScaledSides
 from .shapes import Shape
 
 Results = tuple[torch.Tensor, ...]
-Computation = Callable[[torch.Tensor, torch.Tensor], Results]
+Computation = Callable[..., Results]  # of operands, with their scales if they have any
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,12 @@ class Computations:
         device: torch.device,
         group: str,
         baselines: tuple[str, ...] = (),
+        scales: str | None = None,
     ) -> None:
         self._case, self._dtype, self._device = case, dtype, device
+        if scales is not None:
+            self._take_scaled(scales, group, baselines)
+            return
         sides = _SIDES[case.op](case, torch.empty(0, dtype=dtype, device=device), group)
         self._sides = sides
         self.baselines: dict[str, Computation] = (
@@ -205,6 +210,18 @@ class Computations:
         self._operands = [
             _verify.normal_operands(sides.input_rows, shape.n, shape.k, dtype, device, seed + index)
             for index in range(count)
+        ]
+
+    def _take_scaled(self, scales: str, group: str, baselines: tuple[str, ...]) -> None:
+        shape, world = self._case.shape, dist.get_world_size()
+        send_rows = self._case.send_rows(world) if self._case.split else None
+        sides = self._sides = ScaledSides(self._case.op, shape, send_rows, scales, group)
+        on_gpu = "pytorch" in baselines and self._device.type == "cuda"
+        self.baselines = sides.pytorch() if on_gpu else {}
+        count = measure.operand_sets(self._device, (sides.input_rows + shape.n) * shape.k)
+        seed = 100 * dist.get_rank()
+        self._operands = [
+            sides.operands(self._dtype, self._device, seed + index) for index in range(count)
         ]
 
     def variants(self) -> list[measure.Variant]:
@@ -235,15 +252,18 @@ class Computations:
     def _exact(self, computations: list[Computation]) -> list[bool]:
         if not computations:
             return []
-        operands = _verify.integer_operands(
-            self._sides.input_rows,
-            self._case.shape.n,
-            self._case.shape.k,
-            self._dtype,
-            self._device,
-            dist.get_world_size(),
-            seed=1 + dist.get_rank(),
-        )
+        if isinstance(self._sides, ScaledSides):
+            operands = self._sides.integer_operands(self._dtype, self._device)
+        else:
+            operands = _verify.integer_operands(
+                self._sides.input_rows,
+                self._case.shape.n,
+                self._case.shape.k,
+                self._dtype,
+                self._device,
+                dist.get_world_size(),
+                seed=1 + dist.get_rank(),
+            )
         expected = self._sides.sequence(*operands)
         equal = [
             all(map(torch.equal, computation(*operands), expected)) for computation in computations

@@ -17,6 +17,7 @@ class Options:
     blocks: tuple[Block, ...]  # for block
     modes: tuple[str, ...]
     dtype: str  # name of a torch dtype
+    scales: str | None  # of fp8 operands: "tensor", "row" or "block"
     call_repeats: int
     row_repeats: int  # repetitions of ten calls, in the modes row and graph
     baselines: tuple[str, ...]

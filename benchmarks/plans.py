@@ -89,6 +89,7 @@ class MeasuredProblem:
     dtype: torch.dtype
     device: torch.device
     group: str
+    recipe: str = "none"  # of scaled operands
 
     def fitting(self, text: str) -> list[Plan]:
         """Those of the plans in JSON that are for this problem."""
@@ -98,7 +99,14 @@ class MeasuredProblem:
     def current(self) -> Plan:
         """The plan that the op uses now."""
         return plan_api.plan_for(
-            self.m, self.n, self.k, self.dtype, device=self.device, group=self.group, op=self.op
+            self.m,
+            self.n,
+            self.k,
+            self.dtype,
+            device=self.device,
+            group=self.group,
+            op=self.op,
+            recipe=self.recipe,
         )
 
     def set(self, plan: Plan) -> None:

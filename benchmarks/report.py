@@ -106,6 +106,7 @@ class Writer:
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if cuda else "gloo"
         self._title = (
             f"{world_size} x {name}, {backend}, torch {torch.__version__}, {self._options.dtype}"
+            + (f" scaled by {self._options.scales}" if self._options.scales else "")
         )
         self._emit(
             {
@@ -230,6 +231,7 @@ class Writer:
             "mode": mode,
             **subject.fields,
             "dtype": self._options.dtype,
+            "scales": self._options.scales,
         }
 
     def _keep(

@@ -88,6 +88,7 @@ class _CaseRun:
                 dtype,
                 stopwatch.device,
                 group,
+                "none" if options.scales is None else f"{options.scales}_wise",
             )
             if case.op in plans.OPS
             else None
@@ -99,7 +100,9 @@ class _CaseRun:
             label=str(case),
             fields=sizes | ({"split": case.split} if case.split else {}),
         )
-        self._computations = Computations(case, dtype, stopwatch.device, group, options.baselines)
+        self._computations = Computations(
+            case, dtype, stopwatch.device, group, options.baselines, options.scales
+        )
         self._baselines_checked = self._computations.exact_baselines() if options.check else {}
 
     def run(self) -> int:

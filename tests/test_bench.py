@@ -65,6 +65,43 @@ def test_bench_measures_each_op_and_writes_json(ranks, tmp_path, op):
             assert (problem["op"], problem["m"], problem["n"]) == (op, planned_m, row["n"])
 
 
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
+def test_bench_measures_fp8_operands(ranks, tmp_path, scales):
+    path = tmp_path / "rows.jsonl"
+    argv = [
+        "--op",
+        ",".join(SEQUENCES),
+        "--device",
+        "cpu",
+        "--shapes",
+        "14x8x136",
+        "--repeats",
+        "2",
+    ]
+    argv += ["--modes", "call", "--dtype", "float8_e4m3fn", "--scales", scales]
+    ranks.run(measure, [*argv, "--json", str(path)])
+
+    _, *rows = lines_of(path)
+    assert {(row["dtype"], row["scales"]) for row in rows} == {("float8_e4m3fn", scales)}
+    assert [row["op"] for row in rows] == [*SEQUENCES, "gemm_alltoall"]  # even and uneven
+    for row in rows:
+        assert row["checked"] is True
+        check_times(row)
+        problem = row["plan"]["problem"]
+        types = (problem["dtype"], problem["recipe"], problem["output_dtype"])
+        assert types == ("float8_e4m3fn", f"{scales}_wise", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "argv", [["--dtype", "float8_e5m2"], ["--dtype", "bf16", "--scales", "row"]]
+)
+def test_bench_asks_for_scales_of_fp8_and_of_nothing_else(argv, capsys):
+    with pytest.raises(SystemExit):
+        bench("cli").options_of(["--op", "gemm_allreduce", "--device", "cpu", *argv])
+    assert "take --scales tensor, row or block" in capsys.readouterr().err
+
+
 def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
     """Whether the check passes with the op as it is, and with one that is off by one in one place."""
     import torch.distributed as dist

@@ -363,13 +363,13 @@ REFUSED = {
     "fp8": (
         lambda c, x, w, s: c.reduce_scatter(scaled(x, w, s)),
         ((16, 16), (16, 16), ()),
-        "aten._scaled_mm: the ops take no fp8",
+        "aten._scaled_mm: the pass takes no scales",
         True,
     ),
     "fp8, gathered": (
         lambda c, x, w, s: scaled(c.all_gather(x.to(FP8).view(torch.uint8)).view(FP8), w, s),
         ((16, 16), (16, 16), ()),
-        "aten._scaled_mm: the ops take no fp8",
+        "aten._scaled_mm: the pass takes no scales",
         True,
     ),
     "cut across": (cut_by_rows_and_columns, ((6, 5), (5, 8)), "across rows or ranks", True),

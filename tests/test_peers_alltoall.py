@@ -125,7 +125,9 @@ def check_many_rows(dtype: torch.dtype) -> tuple[int, list[str]]:
         for what, counts in many_rows(world).items():
             check_both(failures, case, kernel, counts, what)
     case = Case((0,), *MANY, dtype)
-    if not rank_pool.shares_gpus():  # within a GPU messages take less than the rounds that they cost
+    if (
+        not rank_pool.shares_gpus()
+    ):  # within a GPU messages take less than the rounds that they cost
         stored = stores(case, kernel, many_rows(world)["even"])
         failures.expect(None if stored else "many rows are not stored where they go")
     stored = stores(case, kernel, few_rows(world)["one"])

@@ -151,7 +151,7 @@ def powers_of_two(rank: int, *shape: int) -> torch.Tensor:
     return 2.0 ** operand(50 + rank, *shape)
 
 
-def check_scaled_gather() -> tuple[int, list[str]]:
+def check_scaled_gather(dtypes: list[torch.dtype]) -> tuple[int, list[str]]:
     """Tensor-wise, row-wise of this rank's rows, and of all rows; scales are powers of two, so that all sums are exact."""
     failures = Failures()
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()
@@ -167,12 +167,11 @@ def check_scaled_gather() -> tuple[int, list[str]]:
         own = fp8_operand(rank, *shape)
         Bs = [integers(6, 3, seed=1).to(FP8), integers(5, 6, seed=2).to(FP8).t()]
         B_scales = [torch.tensor(4.0), 2.0 ** integers(1, 5, seed=3)]
-        biases = [None, integers(5, seed=4)]
+        biases = [None, integers(5, seed=4).to(dtypes[1])]
         for kind, (A_scale, of_all) in kinds.items():
             if world == 1 and kind == "row-wise, replicated":
                 continue
             where = ("scaled all-gather", shape, dim, kind)
-            dtypes = [torch.float32, torch.bfloat16]
             A, outputs = FUSED.fused_all_gather_scaled_matmul(
                 own, Bs, A_scale, B_scales, dim, group, biases, [None] * 2, dtypes, [False] * 2
             )
@@ -197,12 +196,12 @@ def check_scaled_gather() -> tuple[int, list[str]]:
     return failures.result()
 
 
-def check_scaled_scatter() -> tuple[int, list[str]]:
+def check_scaled_scatter(with_bias: bool) -> tuple[int, list[str]]:
     failures = Failures()
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()
     B = integers(4, 5, seed=1).to(FP8)
     B_scale = 2.0 ** integers(1, 5, seed=3)
-    bias = integers(5, seed=4)
+    bias = integers(5, seed=4) if with_bias else None
     for scale in ("tensor-wise", "row-wise"):
         for reduce_op in ("sum", "avg"):
             where = ("scaled reduce-scatter", scale, reduce_op)
@@ -213,7 +212,8 @@ def check_scaled_scatter() -> tuple[int, list[str]]:
             # [2, 6, 5] outside, [12, 5] in the GEMM: what Inductor hands over. Every rank adds the bias.
             parts = of_ranks(
                 lambda r: (
-                    (fp8_operand(r, 12, 4).float() * scale_of(r)) @ (B.float() * B_scale) + bias
+                    (fp8_operand(r, 12, 4).float() * scale_of(r)) @ (B.float() * B_scale)
+                    + (bias if with_bias else 0.0)
                 )
             )
             whole = sum(parts).view(2, 6, 5)
@@ -229,11 +229,24 @@ def check_scaled_scatter() -> tuple[int, list[str]]:
 
 
 def check_scaled() -> tuple[int, list[str]]:
+    f32, bf16 = torch.float32, torch.bfloat16
     with overlap_torch.replace_symm_mem() as replacement:
-        gathered, scattered = check_scaled_gather(), check_scaled_scatter()
-        whys = {call.why for call in replacement.calls}
-    lines = [] if whys == {"the ops take no scales"} else [f"calls: {whys}"]
-    return gathered[0] + scattered[0], gathered[1] + scattered[1] + lines
+        checked = [check_scaled_gather([f32, f32]), check_scaled_scatter(False)]  # ours
+        checked += [check_scaled_gather([f32, bf16]), check_scaled_scatter(True)]
+        calls = replacement.calls
+    # Of both shapes two or three kinds of scales; sums of both kinds.
+    kinds = 2 if dist.get_world_size() == 1 else 3
+    ours = {call.op: call.calls for call in calls if not call.why}
+    right = {
+        "fused_all_gather_scaled_matmul": 2 * kinds,
+        "fused_scaled_matmul_reduce_scatter": 2,
+    }
+    lines = [] if ours == right else [f"ours: {ours}"]
+    whys = {call.why for call in calls if call.why}
+    for why in ("dtypes or accumulation differ", "every rank adds", "'avg'", "(7, 1)", "each B"):
+        if not any(why in one for one in whys):
+            lines.append(f"nobody says {why}: {whys}")
+    return sum(count for count, _ in checked), [*lines, *(x for _, found in checked for x in found)]
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"))
@@ -377,18 +390,18 @@ def check_cuda_kernel() -> tuple[int, list[str]]:
                 symmetric_memory, "_fused_all_gather_scaled_matmul_fallback", seen
             ):
                 scaled_gather.call_boxed(
-                    keys, A.to(FP8), [columns], one, [one], 0, group, [None], [None], [torch.float32], [False]
+                    keys, A.to(FP8), [columns], one, [one], 0, group, [None], [None], [torch.float64], [False]
                 )  # fmt: skip
             found = list(seen.call_args.args[4:])
-            right = [0, group, [None], [None], [torch.float32], [False]]
+            right = [0, group, [None], [None], [torch.float64], [False]]
             failures.expect(None if found == right else str(found), "PyTorch's, with scales")
             summed = scatter.call_boxed(keys, A, B, "sum", 1, group)
             right = sum(of_ranks(lambda r: operand(r, 4, 6) @ B)).chunk(world, 1)[rank]
             failures.expect(difference(summed, right), "PyTorch's, features scattered")
             summed = scaled.call_boxed(
-                keys, A.to(FP8), columns, one, one, "sum", 0, 0, group, [4, 4], None, None, torch.float32, False,
+                keys, A.to(FP8), columns, one, one, "avg", 0, 0, group, [4, 4], None, None, torch.float32, False,
             )  # fmt: skip
-            right = sum(of_ranks(lambda r: operand(r, 4, 6) @ B)).chunk(world)[rank]
+            right = sum(of_ranks(lambda r: operand(r, 4, 6) @ B)).chunk(world)[rank] / world
             failures.expect(difference(summed, right), "PyTorch's, with scales")
         found = [(call.device, bool(call.why), call.calls) for call in replacement.calls]
     right = [("cuda", False, 1), ("cuda", True, 2)] + [("cuda", True, 1)] * 3

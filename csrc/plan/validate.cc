@@ -337,17 +337,19 @@ void check_problem(const Problem& problem) {
   check_enum("op", problem.op, Op::kGemmAllToAll);
   check_enum("dtype", problem.dtype, DType::kFloat8E5M2);
   check_enum("recipe", problem.recipe, Recipe::kBlock);
-  check_enum("output_dtype", problem.output_dtype, DType::kFloat64);
+  check_enum("output_dtype", problem.output_dtype, DType::kFloat8E5M2);
   if (is_fp8(problem.dtype) != (problem.recipe != Recipe::kNone)) {
     fail(
         "problem with operands of ", name(problem.dtype), " has the recipe ", name(problem.recipe),
         ", allowed are tensor_wise, row_wise and block_wise for float8_e4m3fn and float8_e5m2, and "
         "none for other types: name the dtype of the operands and how they are scaled");
   }
-  if (output_dtype(problem) == DType::kFloat64 && problem.recipe != Recipe::kNone) {
-    fail(
-        "problem with scaled operands has the output_dtype float64, allowed are bfloat16, float16 "
-        "and float32");
+  const bool rounds_to = output_dtype(problem) == DType::kBFloat16 ||
+                         output_dtype(problem) == DType::kFloat16 ||
+                         output_dtype(problem) == DType::kFloat32;
+  if (problem.recipe != Recipe::kNone && !rounds_to) {
+    fail("problem with scaled operands has the output_dtype ", name(problem.output_dtype),
+         ", allowed are bfloat16, float16 and float32");
   }
   check_range("m", problem.m, 0, kMaxSize, remedy);
   check_range("n", problem.n, 0, kMaxSize, remedy);

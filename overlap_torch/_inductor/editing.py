@@ -57,10 +57,10 @@ _CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 # Products that are no `mm`, and why the ops do not take them.
 _OTHER_PRODUCTS = {
-    "_scaled_mm": "its GEMM is aten._scaled_mm: the ops take no fp8",
-    "_scaled_mm_v2": "its GEMM is aten._scaled_mm_v2: the ops take no fp8",
+    "_scaled_mm": "its GEMM is aten._scaled_mm: the pass takes no scales",
+    "_scaled_mm_v2": "its GEMM is aten._scaled_mm_v2: the pass takes no scales",
     "_grouped_mm": "its GEMM is aten._grouped_mm: the ops take one GEMM, not a group of them",
-    "_scaled_grouped_mm": "its GEMM is aten._scaled_grouped_mm: the ops take one GEMM, without fp8",
+    "_scaled_grouped_mm": "its GEMM is aten._scaled_grouped_mm: the ops take one GEMM, not a group of them",
     "bmm": "its GEMM is aten.bmm: the ops take no batches of weights",
     "baddbmm": "its GEMM is aten.baddbmm: the ops take no batches of weights",
     "_int_mm": "its GEMM is aten._int_mm: the ops take bf16, fp16, fp32 and fp64",
