@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import overlap_torch
+import rank_pool
 from run_snippets import BLOCK, program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,6 +79,8 @@ def test_docs_snippets_run_on_two_cpu_ranks(cpu_output, page):
 @pytest.mark.gpu2
 def test_docs_first_snippets_run_on_two_gpus(tmp_path):
     """Those that take the GPUs that are there."""
+    if rank_pool.shares_gpus():
+        pytest.skip("the snippets take a GPU for each rank")
     pages = [ROOT / "README.md", ROOT / "docs/start.md"]
     output = run_pages(tmp_path, pages)
     for page in pages:
