@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 import overlap_torch
@@ -309,11 +314,6 @@ class Blocks(torch.nn.Module):
 def with_torchao(model: Model, config, ours: bool) -> torch.nn.Module:
     """Float8Linear layers with styles, tokens cut outside of the blocks."""
     from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.float8_tensor_parallel import (
-        Float8ColwiseParallel,
-        Float8RowwiseParallel,
-        PrepareFloat8ModuleInput,
-    )
 
     blocks = Blocks(model).to(rank_device())
     for block in blocks.blocks:
@@ -322,7 +322,7 @@ def with_torchao(model: Model, config, ours: bool) -> torch.nn.Module:
     column, row, prepare = (
         (OverlapColwiseParallel, OverlapRowwiseParallel, OverlapPrepareModuleInput)
         if ours
-        else (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+        else (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
     )
     mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     for block in blocks.blocks:
@@ -361,7 +361,7 @@ def check_torchao(recipe: str) -> tuple[int, list[str]]:
     kinds = {type(module).__name__ for module in ours.modules()}
     failures.expect(None if "OverlapColwiseLinear" in kinds else str(kinds), recipe)
     losses = train(ours, ours.parameters(), part)
-    if recipe == "tensorwise":  # what torchao's styles take
+    if recipe == "tensorwise":  # PyTorch's styles gather scales of rows as if they were one
         theirs = with_torchao(model, config, False)
         right = train(theirs, theirs.parameters(), part)
     else:
