@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import rank_device, world_name
+from operands import Case, rank_device, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import (
@@ -54,10 +54,10 @@ REDUCTIONS = ("gemm_allreduce", "gemm_reducescatter")
 # --- results --------------------------------------------------------------------------------------------------
 
 
-def check_templates(cases: list, chunks: list[int]) -> tuple[int, list[str]]:
+def check_templates(ops: list[str], cases: list[Case], chunks: list[int]) -> tuple[int, list[str]]:
     failures = Failures()
     world = dist.get_world_size()
-    for op in OPS:
+    for op in ops:
         for case in cases:
             for count in chunks:
                 for label, plan in template_plans(op, case, world, count):
@@ -69,13 +69,14 @@ def check_templates(cases: list, chunks: list[int]) -> tuple[int, list[str]]:
 
 @pytest.mark.ranks((2, "gloo"))
 def test_programs_of_templates_are_exact(ranks):
-    ranks.expect_no_failures(check_templates, [RAGGED], [2])
+    ranks.expect_no_failures(check_templates, list(OPS), [RAGGED], [2])
 
 
 @pytest.mark.long
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (8, "gloo"))
-def test_programs_of_templates_are_exact_in_chunks_of_any_number(ranks):
-    ranks.expect_no_failures(check_templates, [RAGGED, EVEN, FEW], [1, 3])
+@pytest.mark.parametrize("op", list(OPS))
+def test_programs_of_templates_are_exact_in_chunks_of_any_number(ranks, op):
+    ranks.expect_no_failures(check_templates, [op], [RAGGED, EVEN, FEW], [1, 3])
 
 
 def check_gradients_under_programs() -> tuple[int, list[str]]:
