@@ -78,7 +78,13 @@ def test_examples_gpt_trains_as_with_pytorchs_styles(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("tokens", [(), ("--sequence",)], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        pytest.param((), marks=pytest.mark.long, id="whole"),
+        pytest.param(("--sequence",), id="sequence"),
+    ],
+)
 def test_examples_llama_is_the_one_on_one_device(tmp_path, tokens):
     output = run(
         *TORCHRUN, example("03_transformers_llama.py"), "--layers", "2", "--width", "64", *tokens,
