@@ -14,12 +14,14 @@ class Gather : public CudaOperands {
 
   AllGatherGemmResult run() {
     const plan::Problem& problem = plan_.problem;
-    gathered_ = empty({problem.m, problem.k}, options());
+    gathered_ = empty({problem.m, problem.k}, input_.options());
+    // In front of the rows, which are many more.
+    if (call_.scales) scales_ = gathered_scales(call_);
     steps::Variant variant = {.captured = plan_.resources.window && captured()};
     for (size_t i = 0; i < call_.weights.size() && overlapped(plan_); ++i) {
       const at::Tensor& weight = call_.weights[i];
       outputs_.push_back(empty({problem.m, weight.size(0)}, options()));
-      gemms_.push_back(gemm_params(input_, weight, plan_));
+      gemms_.push_back(operands_of(i, scales_));
       kernels::GemmParams probe = gemms_.back();
       probe.m = problem.m;
       probe.output = outputs_.back().data_ptr();
@@ -29,24 +31,39 @@ class Gather : public CudaOperands {
       variant.weights.push_back({weight.size(0), takes});
     }
     CudaOperands::run(variant);
-    return {std::move(outputs_), std::move(gathered_), {}};
+    return {std::move(outputs_), std::move(gathered_), std::move(scales_)};
   }
 
   void* library(const steps::LibraryGemm& step, const void* input, const void*,
                 void* output) override {
     if (step.weight == steps::LibraryGemm::kAllWeights) {
       for (size_t i = 0; i < call_.weights.size(); ++i) {
-        outputs_.push_back(library_gemm(gathered_, call_.weights[i], call_.biases[i]));
+        outputs_.push_back(call_.scales
+                               ? local_gemm(call_, gathered_, scales_, i, true)
+                               : library_gemm(gathered_, call_.weights[i], call_.biases[i]));
       }
       return nullptr;
     }
     const auto i = static_cast<size_t>(step.weight);
     if (call_.weights[i].size(0) == 0) return nullptr;
     const int64_t count = step.rows.end - step.rows.begin;
-    library_gemm(at::from_blob(const_cast<void*>(input), {count, plan_.problem.k}, options()),
-                 call_.weights[i], call_.biases[i], output);
+    multiply(at::from_blob(const_cast<void*>(input), {count, plan_.problem.k}, input_.options()),
+             scales_of_gathered(step.rows), i, true, output);
     return nullptr;
   }
+
+ private:
+  // Of rows of one rank.
+  at::Tensor scales_of_gathered(plan::Rows range) const {
+    if (!call_.scales) return {};
+    if (call_.scales->recipe != plan::Recipe::kTensor) {
+      return scales_.narrow(0, range.begin, range.end - range.begin);
+    }
+    if (scales_.size(0) == 1) return scales_;
+    return scales_.narrow(0, range.begin / plan::part_rows(plan_), 1);
+  }
+
+  at::Tensor scales_;  // of the gathered rows
 };
 
 }  // namespace

@@ -43,6 +43,11 @@ at::Tensor aligned(const at::Tensor& tensor);
 kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
                                 const plan::Plan& plan);
 
+// The scales of a weight's operands as the kernel reads them. `gathered`: those of all ranks' rows, if the operands
+// are; else those of this rank's.
+kernels::GemmScales gemm_scales(const Scales& scales, size_t number, const at::Tensor& weight,
+                                const plan::Plan& plan, const at::Tensor& gathered);
+
 // Whether the plan's kernel takes these operands, which depends on this rank's strides alone.
 // Either way the same chunks are communicated.
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,

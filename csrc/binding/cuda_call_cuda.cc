@@ -133,8 +133,6 @@ bool takes_composition(const OpCall& call) {
   std::string why;
   if (call.problem.dtype == plan::DType::kFloat64) {
     why = "float64 has no kernels";
-  } else if (call.scales) {
-    why = "no kernel that signals takes scaled operands";
   } else if (cuda_supported(call.group, call.input.device())) {
     return false;
   } else if (!has_kernels(call.input.device())) {

@@ -42,7 +42,18 @@ class CudaOperands : public runtime::Operands {
     return input_.narrow(0, range.begin, range.end - range.begin);
   }
   bool captured() const { return runtime::capture_id(cuda_.stream).has_value(); }
-  at::TensorOptions options() const { return input_.options(); }
+  at::TensorOptions options() const { return call_.output_options(); }
+
+  // The plan's kernel's operands: all rows, and a weight with its scales, if these have any. `gathered`: the scales of
+  // all ranks' rows, where these are computed.
+  kernels::GemmParams operands_of(size_t weight, const at::Tensor& gathered = {}) const;
+  // The framework's GEMM with a weight, on memory that the executor names. `scales`: those of these rows.
+  void multiply(const at::Tensor& rows, const at::Tensor& scales, size_t weight, bool with_bias,
+                void* destination) const;
+  at::Tensor scales_of(plan::Rows range) const {
+    return call_.scales ? call_.scales->of_rows(range.begin, range.end - range.begin)
+                        : at::Tensor();
+  }
 
   const OpCall& call_;
   const CudaCall& cuda_;

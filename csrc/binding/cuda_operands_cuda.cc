@@ -35,13 +35,30 @@ void CudaOperands::add(const steps::CopyRows& step, const void* source, void* de
                        cudaStream_t on) {
   const c10::cuda::CUDAStreamGuard guard(
       c10::cuda::getStreamFromExternal(on, input_.device().index()));
-  const int64_t element = plan::element_bytes(plan_.problem.dtype);
+  const int64_t element = plan::moved_bytes(plan_.problem);
   const auto rows = [&](void* begin, int64_t stride) {
     return at::from_blob(begin, {step.rows, step.row_bytes / element}, {stride / element, 1},
                          options());
   };
   at::Tensor sums = rows(destination, step.destination_stride);
   sums.add_(rows(const_cast<void*>(source), step.source_stride));
+}
+
+kernels::GemmParams CudaOperands::operands_of(size_t weight, const at::Tensor& gathered) const {
+  kernels::GemmParams params = gemm_params(input_, call_.weights[weight], plan_);
+  if (call_.scales)
+    params.scales = gemm_scales(*call_.scales, weight, call_.weights[weight], plan_, gathered);
+  return params;
+}
+
+void CudaOperands::multiply(const at::Tensor& rows, const at::Tensor& scales, size_t weight,
+                            bool with_bias, void* destination) const {
+  const at::Tensor& matrix = call_.weights[weight];
+  const auto bias = with_bias ? call_.biases[weight] : std::nullopt;
+  if (!call_.scales) return library_gemm(rows, matrix, bias, destination);
+  if (rows.size(0) == 0) return;
+  at::Tensor place = at::from_blob(destination, {rows.size(0), matrix.size(0)}, options());
+  scaled_product_out(place, *call_.scales, weight, rows, scales, matrix, bias);
 }
 
 void CudaOperands::name_chunk(int32_t chunk) {
@@ -57,9 +74,8 @@ int32_t* CudaOperands::counters() {
 void CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
   runtime::Group& group = *cuda_.group;
   const auto list = cuda_.entry->lists.of(plan_, group.rank(), group.machine(), variant);
-  const int64_t element = plan::moved_bytes(plan_.problem);
   for (const steps::Scratch& one : list->scratch) {
-    const auto make = [&] { return empty({one.bytes / element}, options()); };
+    const auto make = [&] { return empty({one.bytes}, options().dtype(at::kByte)); };
     if (one.buffer == steps::Buffer::kStaging) staging_ = make();
     if (one.buffer == steps::Buffer::kPartial) partial_ = make();
     if (one.buffer == steps::Buffer::kProduct && !makes_product_) product_ = make();

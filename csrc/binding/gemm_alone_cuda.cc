@@ -6,30 +6,50 @@
 
 namespace overlap::binding {
 
-at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef code) {
-  plan::Plan plan = plan::decode(code.vec());
+at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef code,
+                      const std::optional<at::Tensor>& scale_input,
+                      const std::optional<at::Tensor>& scale_weight, bool use_fast_accum) {
+  const plan::Plan plan = plan::decode(code.vec());
   plan::validate(plan);
-  TORCH_CHECK_VALUE(plan.problem.op == plan::Op::kGemmAllReduce &&
+  const plan::Problem& problem = plan.problem;
+  TORCH_CHECK_VALUE(problem.op == plan::Op::kGemmAllReduce &&
                         plan.schedule == plan::Schedule::kOverlapped &&
                         plan.collective == plan::Collective::kAllReduce,
                     "gemm_alone: the plan must be an overlapped one of gemm_allreduce with the "
                     "collective all_reduce, but is ",
                     plan.to_string());
+  const bool scaled = problem.recipe != plan::Recipe::kNone;
   TORCH_CHECK_VALUE(
-      input.dim() == 2 && weight.dim() == 2 && input.size(0) == plan.problem.m &&
-          weight.size(0) == plan.problem.n && input.size(1) == plan.problem.k &&
-          weight.size(1) == plan.problem.k &&
-          to_plan_dtype(input.scalar_type()) == plan.problem.dtype &&
-          weight.scalar_type() == input.scalar_type() && weight.device() == input.device(),
+      input.dim() == 2 && weight.dim() == 2 && input.size(0) == problem.m &&
+          weight.size(0) == problem.n && input.size(1) == problem.k &&
+          weight.size(1) == problem.k && to_plan_dtype(input.scalar_type()) == problem.dtype &&
+          (scaled || weight.scalar_type() == input.scalar_type()) &&
+          weight.device() == input.device(),
       "gemm_alone: input and weight must be [M, K] and [N, K] of the plan's problem (",
-      plan.problem.to_string(), ") on one device, but are ", input.sizes(), " and ", weight.sizes(),
+      problem.to_string(), ") on one device, but are ", input.sizes(), " and ", weight.sizes(),
       " of ", input.scalar_type(), " and ", weight.scalar_type());
+  TORCH_CHECK_VALUE(
+      scale_input.has_value() == scaled && scale_weight.has_value() == scaled,
+      "gemm_alone: scale_input and scale_weight are for fp8, which needs both; the plan's "
+      "problem is ",
+      problem.to_string());
   const c10::cuda::CUDAGuard guard(input.device());
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
-  const at::Tensor output = empty({plan::buffer_elements(plan)}, input.options());
+  const at::ScalarType type = scaled ? at::kBFloat16 : input.scalar_type();
+  const at::Tensor output = empty({plan::buffer_elements(plan)}, input.options().dtype(type));
   const at::Tensor counters = empty({plan::kMaxChunks}, input.options().dtype(at::kInt));
 
   kernels::GemmParams params = gemm_params(input, weight, plan);
+  std::optional<Scales> scales;
+  if (scaled) {
+    const int64_t recipe = scaling_type_of_input(problem.recipe);
+    scales = check_scales("gemm_alone", input, {weight},
+                          {.input = *scale_input,
+                           .weights = {*scale_weight},
+                           .recipe_input = recipe,
+                           .use_fast_accum = use_fast_accum});
+    params.scales = gemm_scales(*scales, 0, weight, plan, {});
+  }
   params.output = output.data_ptr();
   params.order = plan::tile_order(plan);
   params.counters = counters.data_ptr<int32_t>();

@@ -4,10 +4,14 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 
+#include <limits>
+
 #include "binding/cuda_call.h"
 
 namespace overlap::binding {
 namespace {
+
+constexpr int64_t kAllRows = std::numeric_limits<int32_t>::max();
 
 at::Tensor transposed(const at::Tensor& matrix) {
   return at::native::as_strided_tensorimpl(matrix, {matrix.size(1), matrix.size(0)},
@@ -44,6 +48,27 @@ kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weigh
   params.output_stride = params.n;
   params.layout = plan.layout;
   params.smem_pad_bytes = plan.resources.smem_pad_bytes;
+  return params;
+}
+
+kernels::GemmScales gemm_scales(const Scales& scales, size_t number, const at::Tensor& weight,
+                                const plan::Plan& plan, const at::Tensor& gathered) {
+  const at::Tensor& of_weight = scales.weights[number];
+  kernels::GemmScales params;
+  params.weight_dtype = to_plan_dtype(weight.scalar_type());
+  params.output_dtype = plan::output_dtype(plan.problem);
+  params.by_blocks = scales.recipe == plan::Recipe::kBlock;
+  params.promotes = params.by_blocks || !scales.use_fast_accum;
+  params.own_input = scales.input.const_data_ptr<float>();
+  const at::Tensor& of_rows = gathered.defined() ? gathered : scales.input;
+  params.input = of_rows.const_data_ptr<float>();
+  if (scales.recipe == plan::Recipe::kTensor) {
+    // One number of all rows, or of each rank's.
+    const int64_t rows = of_rows.size(0) > 1 ? plan::part_rows(plan) : kAllRows;
+    params.rows_per_scale = static_cast<int32_t>(rows);
+  }
+  params.weight = of_weight.const_data_ptr<float>();
+  params.weight_stride = of_weight.size(0) > 1 ? 1 : 0;
   return params;
 }
 

@@ -26,7 +26,7 @@ class Reduction : public CudaOperands {
                               .captured = plan_.resources.window && captured()};
     if (overlapped(plan_)) {
       make_output();
-      gemms_.push_back(gemm_params(input_, call_.weight(), plan_));
+      gemms_.push_back(operands_of(0));
       variant.kernel_takes = kernel_takes(probe(), call_.weight(), plan_);
     } else if (direct_ && !all_reduces_) {
       make_output();
@@ -47,10 +47,10 @@ class Reduction : public CudaOperands {
   void* library(const steps::LibraryGemm& step, const void*, const void* adds,
                 void* output) override {
     if (makes_product_) {
-      made_ = library_gemm(call_.input, call_.weight());
+      made_ = call_.scales ? local_gemm(call_, false) : library_gemm(call_.input, call_.weight());
       return made_.data_ptr();
     }
-    library_gemm(rows(step.rows), call_.weight(), {}, output);
+    multiply(rows(step.rows), scales_of(step.rows), 0, false, output);
     if (adds == nullptr) return nullptr;
     const int64_t count = step.rows.end - step.rows.begin;
     at::Tensor place = at::from_blob(output, {count, plan_.problem.n}, options());

@@ -71,8 +71,11 @@ at::Tensor gemm_alltoall_cuda(const OpCall& call);  // [sum of recv_rows, N]
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
 
 #if defined(OVERLAP_WITH_CUDA)
-// The GEMM of an all-reduce plan alone, counters on; returns its row-major or packed buffer, flat.
-at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef plan);
+// The GEMM of an all-reduce plan alone, counters on; returns its row-major or packed buffer, flat. Scales: of fp8, by
+// the recipe of the plan's problem.
+at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef plan,
+                      const std::optional<at::Tensor>& scale_input,
+                      const std::optional<at::Tensor>& scale_weight, bool use_fast_accum);
 
 // Whether the fast path serves this group on this device: NCCL, compute capability 8.0 or newer.
 bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device);

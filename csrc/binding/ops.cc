@@ -544,7 +544,10 @@ TORCH_LIBRARY(overlap, m) {
   m.def("build_info() -> str", &build_info);
   m.def("environment() -> Dict(str, str)", &environment_now);
 #if defined(OVERLAP_WITH_CUDA)
-  m.def("gemm_alone(Tensor input, Tensor weight, int[] plan) -> Tensor", &gemm_alone);
+  m.def(
+      "gemm_alone(Tensor input, Tensor weight, int[] plan, Tensor? scale_input=None, Tensor? "
+      "scale_weight=None, bool use_fast_accum=False) -> Tensor",
+      &gemm_alone);
 #endif
   m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);
 }

@@ -46,7 +46,8 @@ std::optional<at::Tensor> device_scaled_product(const Scales& scales, const at::
                                                 const at::Tensor& input_scales,
                                                 const at::Tensor& weight,
                                                 const at::Tensor& weight_scales,
-                                                const std::optional<at::Tensor>& bias) {
+                                                const std::optional<at::Tensor>& bias,
+                                                at::Tensor* output) {
   const cudaDeviceProp* device = at::cuda::getDeviceProperties(input.get_device());
   const int arch = 10 * device->major + device->minor;
   const int64_t m = input.size(0);
@@ -68,11 +69,18 @@ std::optional<at::Tensor> device_scaled_product(const Scales& scales, const at::
   }
   // It adds a bias to 16-bit results only.
   const bool adds_bias = bias.has_value() && scales.output_dtype != at::kFloat && !by_blocks;
-  at::Tensor product = at::_scaled_mm(
-      laid_out(input), laid_out(weight).t(), left, right, adds_bias ? bias : std::nullopt,
-      std::nullopt, adds_bias || !bias.has_value() ? scales.output_dtype : at::kFloat,
-      scales.use_fast_accum && !by_blocks);
-  if (adds_bias || !bias.has_value()) return product;
+  const bool fast = scales.use_fast_accum && !by_blocks;
+  const bool whole = adds_bias || !bias.has_value();
+  const auto own_bias = adds_bias ? bias : std::nullopt;
+  const at::Tensor x = laid_out(input);
+  const at::Tensor w = laid_out(weight).t();
+  if (output != nullptr && whole) {
+    return at::_scaled_mm_out(*output, x, w, left, right, own_bias, std::nullopt,
+                              scales.output_dtype, fast);
+  }
+  at::Tensor product = at::_scaled_mm(x, w, left, right, own_bias, std::nullopt,
+                                      whole ? scales.output_dtype : at::kFloat, fast);
+  if (whole) return product;
   return product.add_(*bias).to(scales.output_dtype);
 }
 

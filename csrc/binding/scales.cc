@@ -12,7 +12,7 @@ namespace {
 
 using plan::Recipe;
 
-constexpr int64_t kBlock = 128;
+constexpr int64_t kBlock = plan::kScaleBlock;
 
 // torch.nn.functional.ScalingType
 constexpr int64_t kTensorWise = 0;
@@ -188,6 +188,12 @@ at::Tensor dequantised_product(const Scales& scales, const at::Tensor& input,
 
 }  // namespace
 
+int64_t scaling_type_of_input(Recipe recipe) {
+  return recipe == Recipe::kTensor ? kTensorWise
+         : recipe == Recipe::kRow  ? kRowWise
+                                   : kBlockWise1x128;
+}
+
 Scales check_scales(const char* op, const at::Tensor& input, const std::vector<at::Tensor>& weights,
                     const GivenScales& given) {
   for (const at::Tensor& weight : weights) {
@@ -217,11 +223,11 @@ Scales check_scales(const char* op, const at::Tensor& input, const std::vector<a
   const bool one = scales.recipe == Recipe::kTensor;
   const int64_t columns = scales.recipe == Recipe::kBlock ? blocks(input.size(-1)) : 1;
   const int64_t m = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
-  scales.input = given.input.reshape({one ? 1 : m, columns});
+  scales.input = given.input.reshape({one ? 1 : m, columns}).contiguous();
   for (size_t i = 0; i < weights.size(); ++i) {
     const int64_t n = weights[i].size(0);
     const int64_t rows = one ? 1 : scales.recipe == Recipe::kBlock ? blocks(n) : n;
-    scales.weights.push_back(given.weights[i].reshape({rows, columns}));
+    scales.weights.push_back(given.weights[i].reshape({rows, columns}).contiguous());
   }
   scales.output_dtype = out;
   scales.use_fast_accum = given.use_fast_accum;
@@ -229,9 +235,12 @@ Scales check_scales(const char* op, const at::Tensor& input, const std::vector<a
   return scales;
 }
 
-at::Tensor scaled_product(const Scales& scales, size_t weight_number, const at::Tensor& input,
-                          const at::Tensor& input_scales, const at::Tensor& weight,
-                          const std::optional<at::Tensor>& bias) {
+namespace {
+
+// Into `output`, where that is given and the product needs no more.
+at::Tensor product_of(const Scales& scales, size_t weight_number, const at::Tensor& input,
+                      const at::Tensor& input_scales, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias, at::Tensor* output) {
   const at::Tensor& weight_scales = scales.weights[weight_number];
   at::Tensor row_scales = input_scales;
   // One number for each part of the rows: each row has its part's.
@@ -241,11 +250,27 @@ at::Tensor scaled_product(const Scales& scales, size_t weight_number, const at::
   }
   if (input.is_cuda()) {
     if (auto product =
-            device_scaled_product(scales, input, row_scales, weight, weight_scales, bias)) {
+            device_scaled_product(scales, input, row_scales, weight, weight_scales, bias, output)) {
       return *product;
     }
   }
   return dequantised_product(scales, input, row_scales, weight, weight_scales, bias);
+}
+
+}  // namespace
+
+at::Tensor scaled_product(const Scales& scales, size_t weight_number, const at::Tensor& input,
+                          const at::Tensor& input_scales, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias) {
+  return product_of(scales, weight_number, input, input_scales, weight, bias, nullptr);
+}
+
+void scaled_product_out(at::Tensor& output, const Scales& scales, size_t weight_number,
+                        const at::Tensor& input, const at::Tensor& input_scales,
+                        const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  const at::Tensor product =
+      product_of(scales, weight_number, input, input_scales, weight, bias, &output);
+  if (!product.is_same(output)) output.copy_(product);
 }
 
 }  // namespace overlap::binding

@@ -22,7 +22,7 @@ struct GivenScales {
   bool shared_input = false;  // allgather_gemm, tensor-wise: all ranks have the same input scale
 };
 
-// The same, checked: float32 matrices, [1, 1] where one number scales all.
+// The same, checked: contiguous float32 matrices, [1, 1] where one number scales all.
 struct Scales {
   plan::Recipe recipe = plan::Recipe::kNone;
   at::Tensor input;  // [1, 1], [M, 1] or [M, ceil(K / 128)], M being this rank's rows
@@ -37,6 +37,9 @@ struct Scales {
   }
 };
 
+// A recipe as torch.nn.functional.ScalingType numbers that of the input.
+int64_t scaling_type_of_input(plan::Recipe recipe);
+
 // Checks fp8 operands and their scales. Throws ValueError or TypeError that names the op, what was given and
 // what is allowed. `input` is [..., K], the weights are [N, K].
 Scales check_scales(const char* op, const at::Tensor& input, const std::vector<at::Tensor>& weights,
@@ -49,12 +52,18 @@ at::Tensor scaled_product(const Scales& scales, size_t weight_number, const at::
                           const at::Tensor& input_scales, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias);
 
+// The same, into `output`, which is contiguous.
+void scaled_product_out(at::Tensor& output, const Scales& scales, size_t weight_number,
+                        const at::Tensor& input, const at::Tensor& input_scales,
+                        const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
 // The same by PyTorch's own scaled GEMM, where the device has one for these operands. On CUDA only; input scales are
-// [1, 1], [rows, 1] or [rows, ceil(K / 128)].
+// [1, 1], [rows, 1] or [rows, ceil(K / 128)]. Into `output`, where that is given and the product needs no more.
 std::optional<at::Tensor> device_scaled_product(const Scales& scales, const at::Tensor& input,
                                                 const at::Tensor& input_scales,
                                                 const at::Tensor& weight,
                                                 const at::Tensor& weight_scales,
-                                                const std::optional<at::Tensor>& bias);
+                                                const std::optional<at::Tensor>& bias,
+                                                at::Tensor* output = nullptr);
 
 }  // namespace overlap::binding

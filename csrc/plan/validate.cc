@@ -53,9 +53,16 @@ void check_kernel(const Plan& plan) {
          " in clusters of ", shape.cluster_m,
          ": set these, or take the kernel 'library', which takes every tile shape");
   }
-  if (element_bytes(plan.problem.dtype) != 2) {
-    fail("kernel ", name(plan.kernel), " was given ", name(plan.problem.dtype),
-         ", but it computes bfloat16 and float16: take the kernel 'library'");
+  const Problem& problem = plan.problem;
+  if (is_fp8(problem.dtype) &&
+      (plan.kernel != Kernel::kSm90Pingpong || output_dtype(problem) != DType::kBFloat16)) {
+    fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype), " to ",
+         name(output_dtype(problem)), ", but of fp8 there is ", name(Kernel::kSm90Pingpong),
+         " to bfloat16 alone: take that, or the kernel 'library'");
+  }
+  if (!is_fp8(problem.dtype) && element_bytes(problem.dtype) != 2) {
+    fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype),
+         ", but it computes bfloat16, float16 and fp8: take the kernel 'library'");
   }
 }
 
@@ -294,11 +301,11 @@ void check_collective(const Plan& plan) {
 
 void check_schedule(const Plan& plan) {
   const Problem& problem = plan.problem;
-  if (problem.recipe != Recipe::kNone &&
-      (plan.schedule != Schedule::kSequential || over_peers(plan))) {
+  if (problem.recipe != Recipe::kNone && plan.schedule != Schedule::kSequential &&
+      plan.chunks[0].transport == Transport::kGloo) {
     fail("plan for scaled operands (", problem.to_string(), ") has the schedule ",
-         name(plan.schedule), " and the transport ", name(plan.chunks[0].transport),
-         ", allowed are sequential, and nccl or gloo: take make_sequential's plan");
+         name(plan.schedule),
+         " and the transport gloo, allowed is sequential: take make_sequential's plan");
   }
   if (plan.schedule == Schedule::kSequential) {
     if (plan.chunks.size() != 1) {

@@ -154,7 +154,7 @@ bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
 std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine,
                                     const Prediction& sequence, Kernel kernel,
                                     Transport transport) {
-  if (kernel != Kernel::kSm90Pingpong) return {kernel};
+  if (kernel != Kernel::kSm90Pingpong || is_fp8(problem.dtype)) return {kernel};
   const Profile& profile = *machine.profile;
   const bool gathers = problem.op == Op::kAllGatherGemm;
   // An all-gather's last launch has all SMs. A reduce-scatter's GEMM leaves some to NCCL.
@@ -181,6 +181,7 @@ std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
   if (problem.op == Op::kAllGatherGemm) {
     return one_way_kernels(problem, machine, sequence, kernel, Transport::kPeer);
   }
+  if (is_fp8(problem.dtype)) return {kernel};
   return {kernel, Kernel::kSm90PingpongWide};
 }
 
@@ -263,14 +264,18 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   }
 }
 
-bool kernels_take(const Problem& problem) {
-  return element_bytes(problem.dtype) == 2 && problem.n % kAlignment == 0 &&
-         problem.k % kAlignment == 0;
+// Of fp8: ping-pong, to bfloat16.
+bool kernels_take(const Problem& problem, const Machine& machine) {
+  const bool fp8 = is_fp8(problem.dtype);
+  const int64_t k_alignment = fp8 ? 2 * kAlignment : kAlignment;
+  if (problem.n % kAlignment != 0 || problem.k % k_alignment != 0) return false;
+  return fp8 ? machine.has_sm90_kernels && output_dtype(problem) == DType::kBFloat16
+             : element_bytes(problem.dtype) == 2;
 }
 
 // In a row ping-pong is the faster kernel: see one_way_kernels.
 Kernel best_kernel(const Problem& problem, const Machine& machine) {
-  if (!kernels_take(problem)) return Kernel::kLibrary;
+  if (!kernels_take(problem, machine)) return Kernel::kLibrary;
   if (machine.has_sm90_kernels) return Kernel::kSm90Pingpong;
   return machine.has_sm80_kernels ? Kernel::kSm80 : Kernel::kLibrary;
 }
@@ -361,9 +366,9 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
                                   problem.n == 0 || problem.k == 0;
   const bool unmeasured =
       machine.sm_count <= 0 || machine.sm_gflops <= 0.0 || machine.link_gbps <= 0.0;
-  // Scaled operands have one GEMM and one collective: see check_schedule.
-  const bool scaled = problem.recipe != Recipe::kNone;
-  if (nothing_to_overlap || unmeasured || scaled) return plans;
+  // On CPU scaled operands have one GEMM and one collective: see check_schedule.
+  const bool scaled_on_cpu = machine.arch == 0 && problem.recipe != Recipe::kNone;
+  if (nothing_to_overlap || unmeasured || scaled_on_cpu) return plans;
   if (all_to_all) {
     add_all_to_all(plans, problem, machine);
     return plans;

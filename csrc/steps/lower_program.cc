@@ -42,7 +42,7 @@ class ProgramSteps {
         gathers_(plan.problem.op == plan::Op::kAllGatherGemm),
         to_all_(plan.problem.op == plan::Op::kGemmAllToAll),
         scatters_(plan.problem.op == plan::Op::kGemmReduceScatter),
-        element_bytes_(plan::element_bytes(plan.problem.dtype)),
+        element_bytes_(plan::moved_bytes(plan.problem)),
         row_bytes_((gathers_ ? plan.problem.k : plan.problem.n) * element_bytes_),
         rounds_(plan::rounds(program_)),
         lanes_(plan::streams(program_)),

@@ -20,10 +20,14 @@ namespace {
 
 #if defined(OVERLAP_WITH_SM90)
 constexpr int64_t kMaxTmaExtent = int64_t{1} << 31;
-constexpr int64_t kTmaElements = 8;  // of 16 bits, in 16 bytes
+constexpr int64_t kTmaBytes = 16;
+
+bool is_fp8(plan::DType dtype) {
+  return dtype == plan::DType::kFloat8E4M3 || dtype == plan::DType::kFloat8E5M2;
+}
 
 bool is_aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+  return reinterpret_cast<uintptr_t>(pointer) % kTmaBytes == 0;
 }
 
 // The instances for peers hand out all tiles, of one input, to row-major outputs.
@@ -47,20 +51,46 @@ bool peers_supported(const GemmParams& params) {
   return is_aligned(peers.arriving) && is_aligned(peers.collected);
 }
 
+// Types of operands that an instance of this kernel has.
+bool types_supported(plan::Kernel kernel, const GemmParams& params) {
+  if (!is_fp8(params.dtype)) {
+    return !params.scales &&
+           (params.dtype == plan::DType::kBFloat16 || params.dtype == plan::DType::kFloat16);
+  }
+  if (!params.scales || kernel != plan::Kernel::kSm90Pingpong || !params.weight_k_contiguous) {
+    return false;
+  }
+  const GemmScales& scales = *params.scales;
+  return scales.weight_dtype == plan::DType::kFloat8E4M3 &&
+         scales.output_dtype == plan::DType::kBFloat16 && (scales.promotes || !scales.by_blocks);
+}
+
 // What TMA can address: 16-byte aligned bases and strides, rows of whole 16-byte pieces, extents
 // that fit an int.
-bool gemm_sm90_supported(const GemmParams& params) {
-  if (params.dtype != plan::DType::kBFloat16 && params.dtype != plan::DType::kFloat16) return false;
+bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
+  if (!types_supported(kernel, params)) return false;
+  const int64_t operand_piece = is_fp8(params.dtype) ? kTmaBytes : kTmaBytes / 2;  // elements
+  const int64_t output_piece = kTmaBytes / 2;
   if (params.m <= 0 || params.n <= 0 || params.k <= 0) return false;
   if (params.m >= kMaxTmaExtent || params.n >= kMaxTmaExtent || params.k >= kMaxTmaExtent)
     return false;
-  if (params.n % kTmaElements != 0 || params.k % kTmaElements != 0) return false;
+  if (params.n % output_piece != 0 || params.k % operand_piece != 0) return false;
   if (params.peers && !peers_supported(params)) return false;
   const bool row_major = params.layout == plan::Layout::kRowMajor;
   return is_aligned(params.input) && is_aligned(params.weight) && is_aligned(params.output) &&
          (!params.gather || is_aligned(params.gather->own_input)) &&
-         params.input_stride % kTmaElements == 0 && params.weight_stride % kTmaElements == 0 &&
-         (!row_major || params.output_stride % kTmaElements == 0);
+         params.input_stride % operand_piece == 0 && params.weight_stride % operand_piece == 0 &&
+         (!row_major || params.output_stride % output_piece == 0);
+}
+
+// Of fp8: the tiles of ping-pong alone.
+GemmSm90Instance scaled_instance(plan::DType dtype, bool promotes, bool peers) {
+  if (dtype == plan::DType::kFloat8E4M3) {
+    if (peers) return promotes ? gemm_sm90_peers_promoted_e4m3() : gemm_sm90_peers_fast_e4m3();
+    return promotes ? gemm_sm90_promoted_e4m3() : gemm_sm90_fast_e4m3();
+  }
+  if (peers) return promotes ? gemm_sm90_peers_promoted_e5m2() : gemm_sm90_peers_fast_e5m2();
+  return promotes ? gemm_sm90_promoted_e5m2() : gemm_sm90_fast_e5m2();
 }
 
 GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
@@ -75,6 +105,34 @@ GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peer
       if (peers) return bf16 ? gemm_sm90_peers_bf16() : gemm_sm90_peers_fp16();
       return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
   }
+}
+
+GemmSm90Instance sm90_instance(plan::Kernel kernel, const GemmParams& params) {
+  const bool peers = params.peers.has_value();
+  if (params.scales) return scaled_instance(params.dtype, params.scales->promotes, peers);
+  return sm90_instance(kernel, params.dtype, peers);
+}
+
+cudaError_t load_sm90_kernels() {
+  using plan::DType;
+  cudaError_t error = cudaSuccess;
+  for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90PingpongWide,
+                                    plan::Kernel::kSm90Cooperative}) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
+      if (error == cudaSuccess && plan::is_pingpong(kernel)) {
+        error = sm90_instance(kernel, dtype, true).load();
+      }
+    }
+  }
+  for (const DType dtype : {DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+    for (const bool promotes : {false, true}) {
+      for (const bool peers : {false, true}) {
+        if (error == cudaSuccess) error = scaled_instance(dtype, promotes, peers).load();
+      }
+    }
+  }
+  return error;
 }
 #endif
 
@@ -97,9 +155,9 @@ bool gemm_supported(plan::Kernel kernel, const GemmParams& params) {
 #if defined(OVERLAP_WITH_SM90)
     case plan::Kernel::kSm90Pingpong:
     case plan::Kernel::kSm90PingpongWide:
-      return gemm_sm90_supported(params);
+      return gemm_sm90_supported(kernel, params);
     case plan::Kernel::kSm90Cooperative:
-      return !params.peers && gemm_sm90_supported(params);
+      return !params.peers && gemm_sm90_supported(kernel, params);
 #endif
     default:
       return false;
@@ -120,7 +178,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
     case plan::Kernel::kSm90Pingpong:
     case plan::Kernel::kSm90PingpongWide:
     case plan::Kernel::kSm90Cooperative:
-      return sm90_instance(kernel, params.dtype, params.peers.has_value()).launch(params, stream);
+      return sm90_instance(kernel, params).launch(params, stream);
 #endif
     default:
       return cudaErrorNotSupported;
@@ -144,17 +202,7 @@ cudaError_t load_kernels() {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
-  if (error == cudaSuccess && major == 9) {
-    for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90PingpongWide,
-                                      plan::Kernel::kSm90Cooperative}) {
-      for (const plan::DType dtype : {plan::DType::kBFloat16, plan::DType::kFloat16}) {
-        if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
-        if (error == cudaSuccess && plan::is_pingpong(kernel)) {
-          error = sm90_instance(kernel, dtype, true).load();
-        }
-      }
-    }
-  }
+  if (error == cudaSuccess && major == 9) error = load_sm90_kernels();
 #endif
   return error;
 }

@@ -7,9 +7,9 @@
 
 namespace overlap::kernels {
 
-template <plan::Kernel kKernel, class Element_, bool kKContiguous>
-struct GemmSm90 : GemmSm90Body<GemmSm90Types<kKernel, Element_, kKContiguous, false>> {
-  using Types = GemmSm90Types<kKernel, Element_, kKContiguous, false>;
+template <plan::Kernel kKernel, class Operands>
+struct GemmSm90 : GemmSm90Body<GemmSm90Types<kKernel, Operands, false>> {
+  using Types = GemmSm90Types<kKernel, Operands, false>;
   using Body = GemmSm90Body<Types>;
   using typename Types::Copier;
   using typename Types::Epilogue;

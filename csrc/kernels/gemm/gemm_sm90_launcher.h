@@ -15,7 +15,9 @@ namespace overlap::kernels {
 // What the kernels take, of what the caller says.
 template <class Gemm>
 class GemmSm90ParamsOf {
-  using Element = typename Gemm::Types::Element;
+  using Input = typename Gemm::Types::Input;
+  using Weight = typename Gemm::Types::Weight;
+  using Output = typename Gemm::Types::Output;
   using Mainloop = typename Gemm::Types::Mainloop;
   using Epilogue = typename Gemm::Types::Epilogue;
   using ProblemShape = typename Gemm::Types::ProblemShape;
@@ -40,6 +42,7 @@ class GemmSm90ParamsOf {
     params.counters = gemm_.counters;
     params.ending = gemm_.ending;
     params.mainloop = mainloop(gemm_.input, gemm_.m);
+    if constexpr (Gemm::Types::kScaled) params.scales = *gemm_.scales;
     if constexpr (Gemm::Types::kForPeers) {
       for_peers(params);
     } else {
@@ -63,8 +66,8 @@ class GemmSm90ParamsOf {
     } else {
       cute::get<1>(arguments.dB) = gemm_.weight_stride;
     }
-    arguments.ptr_A = static_cast<const Element*>(input);
-    arguments.ptr_B = static_cast<const Element*>(gemm_.weight);
+    arguments.ptr_A = static_cast<const Input*>(input);
+    arguments.ptr_B = static_cast<const Weight*>(gemm_.weight);
     return Mainloop::to_underlying_arguments(
         cute::make_shape(extent(rows), extent(gemm_.n), extent(gemm_.k), 1), arguments, nullptr);
   }
@@ -90,7 +93,7 @@ class GemmSm90ParamsOf {
   typename Epilogue::Params epilogue(void* output, int64_t rows, const void* source) const {
     typename Epilogue::Arguments arguments{};
     arguments.thread.alpha = 1.0f;
-    arguments.ptr_D = static_cast<Element*>(output);
+    arguments.ptr_D = static_cast<Output*>(output);
     cute::get<0>(arguments.dD) = packed_ ? kTileN : gemm_.output_stride;
     cute::get<2>(arguments.dD) = packed_ ? static_cast<int64_t>(kTileM) * kTileN
                                          : gemm_.rows.part_rows * gemm_.output_stride;
@@ -98,7 +101,7 @@ class GemmSm90ParamsOf {
     if constexpr (Gemm::Types::kForPeers) {
       arguments.thread.beta = source != nullptr ? 1.0f : 0.0f;
       // Its tensor map is made in any case, and wants an address.
-      arguments.ptr_C = static_cast<const Element*>(source != nullptr ? source : output);
+      arguments.ptr_C = static_cast<const Output*>(source != nullptr ? source : output);
     }
     const ProblemShape shape = packed_ ? cute::make_shape(kTileM, kTileN, extent(gemm_.k),
                                                           gemm_.terms * gemm_.order.num_tiles())
@@ -216,15 +219,15 @@ struct GemmSm90Launcher {
   }
 };
 
-template <plan::Kernel kKernel, class Element, bool kKContiguous, bool kPeers>
-using GemmSm90Of = std::conditional_t<kPeers, GemmSm90Peers<kKernel, Element, kKContiguous>,
-                                      GemmSm90<kKernel, Element, kKContiguous>>;
+template <plan::Kernel kKernel, class Operands, bool kPeers>
+using GemmSm90Of =
+    std::conditional_t<kPeers, GemmSm90Peers<kKernel, Operands>, GemmSm90<kKernel, Operands>>;
 
 // Both weight layouts of one kernel and dtype.
 template <plan::Kernel kKernel, class Element, bool kPeers = false>
 GemmSm90Instance make_gemm_sm90_instance() {
-  using KContiguous = GemmSm90Launcher<GemmSm90Of<kKernel, Element, true, kPeers>>;
-  using NContiguous = GemmSm90Launcher<GemmSm90Of<kKernel, Element, false, kPeers>>;
+  using KContiguous = GemmSm90Launcher<GemmSm90Of<kKernel, PlainOperands<Element, true>, kPeers>>;
+  using NContiguous = GemmSm90Launcher<GemmSm90Of<kKernel, PlainOperands<Element, false>, kPeers>>;
   GemmSm90Instance instance;
   instance.launch = [](const GemmParams& params, cudaStream_t stream) {
     return params.weight_k_contiguous ? KContiguous::launch(params, stream)
@@ -235,6 +238,14 @@ GemmSm90Instance make_gemm_sm90_instance() {
     return error != cudaSuccess ? error : NContiguous::load();
   };
   return instance;
+}
+
+// Of fp8 with scales.
+template <plan::Kernel kKernel, class InputElement, bool kPromotes, bool kPeers = false>
+GemmSm90Instance make_scaled_gemm_sm90_instance() {
+  using Launcher =
+      GemmSm90Launcher<GemmSm90Of<kKernel, ScaledOperands<InputElement, kPromotes>, kPeers>>;
+  return {&Launcher::launch, &Launcher::load};
 }
 
 }  // namespace overlap::kernels

@@ -11,9 +11,9 @@
 
 namespace overlap::kernels {
 
-template <plan::Kernel kKernel, class Element_, bool kKContiguous>
-struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Element_, kKContiguous, true>> {
-  using Types = GemmSm90Types<kKernel, Element_, kKContiguous, true>;
+template <plan::Kernel kKernel, class Operands>
+struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
+  using Types = GemmSm90Types<kKernel, Operands, true>;
   using Body = GemmSm90Body<Types>;
   using typename Types::Collected;
   using typename Types::Copier;

@@ -22,24 +22,56 @@
 
 namespace overlap::kernels {
 
-template <plan::Kernel kKernel, class Element_, bool kKContiguous, bool kPeers>
-struct GemmSm90Types {
-  static constexpr bool kPingpong = plan::is_pingpong(kKernel);
-  static constexpr bool kWide = kKernel == plan::Kernel::kSm90PingpongWide;
-  using Element = Element_;
+// Operands of one 16-bit type.
+template <class Element, bool kKContiguous>
+struct PlainOperands {
+  using Input = Element;
+  using Weight = Element;
+  using Output = Element;
   static constexpr bool kWeightKContiguous = kKContiguous;
+  static constexpr bool kScaled = false;
+  static constexpr bool kPromotes = false;
+};
+
+// fp8 with scales. The tensor cores' own sums of fp8 products have some 14 bits; who promotes adds up those of 128
+// products each in fp32, which takes twice the registers: a tile is shared by both warp groups.
+template <class InputElement, bool kPromotesSums>
+struct ScaledOperands {
+  using Input = InputElement;
+  using Weight = cutlass::float_e4m3_t;
+  using Output = cutlass::bfloat16_t;
+  static constexpr bool kWeightKContiguous = true;
+  static constexpr bool kScaled = true;
+  static constexpr bool kPromotes = kPromotesSums;
+};
+
+template <plan::Kernel kKernel, class Operands, bool kPeers>
+struct GemmSm90Types {
+  using Input = typename Operands::Input;
+  using Weight = typename Operands::Weight;
+  using Output = typename Operands::Output;
+  static constexpr bool kWeightKContiguous = Operands::kWeightKContiguous;
+  static constexpr bool kScaled = Operands::kScaled;
+  static constexpr bool kPromotes = Operands::kPromotes;
+  static constexpr bool kPingpong = plan::is_pingpong(kKernel) && !kPromotes;
+  static constexpr bool kWide = kKernel == plan::Kernel::kSm90PingpongWide;
   static constexpr bool kForPeers = kPeers;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
-  static constexpr int kColumns = kWide ? 192 : kPingpong ? 128 : 256;
-  using TileShape = cute::Shape<cute::_128, cute::Int<kColumns>, cute::_64>;
-  using MainloopSchedule =
+  static constexpr int kColumns = kWide ? 192 : plan::is_pingpong(kKernel) ? 128 : 256;
+  using TileShape = cute::Shape<cute::_128, cute::Int<kColumns>, cute::Int<128 / sizeof(Input)>>;
+  using PlainSchedule =
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
+  using ScaledSchedule =
+      std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
+                         cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum>;
+  using MainloopSchedule = std::conditional_t<kScaled, ScaledSchedule, PlainSchedule>;
   using EpilogueSchedule = std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                                               cutlass::epilogue::TmaWarpSpecializedCooperative>;
-  using LayoutWeight =
-      std::conditional_t<kKContiguous, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
-  static constexpr int kAlignment = 16 / sizeof(Element);
+  using LayoutWeight = std::conditional_t<kWeightKContiguous, cutlass::layout::ColumnMajor,
+                                          cutlass::layout::RowMajor>;
+  static constexpr int kAlignment = 16 / sizeof(Input);
+  static constexpr int kOutputAlignment = 16 / sizeof(Output);
 
   // What is stored at a time. Over a link, rows of 128 bytes: with the builder's own, of 64, GEMMs that
   // fill the link took 12 % longer.
@@ -48,22 +80,22 @@ struct GemmSm90Types {
   // Alpha = 1, and beta = 1 for a source: the epilogue adds it, converts and stores.
   using Fusion =
       std::conditional_t<kPeers,
-                         cutlass::epilogue::fusion::LinearCombination<Element, float, Element>,
-                         cutlass::epilogue::fusion::ScaledAcc<Element, float>>;
+                         cutlass::epilogue::fusion::LinearCombination<Output, float, Output>,
+                         cutlass::epilogue::fusion::ScaledAcc<Output, float>>;
   using BuiltEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
-      float, float, std::conditional_t<kPeers, Element, void>, cutlass::layout::RowMajor,
-      kAlignment, Element, cutlass::layout::RowMajor, kAlignment, EpilogueSchedule,
+      float, float, std::conditional_t<kPeers, Output, void>, cutlass::layout::RowMajor,
+      kOutputAlignment, Output, cutlass::layout::RowMajor, kOutputAlignment, EpilogueSchedule,
       Fusion>::CollectiveOp;
   using Epilogue = typename std::conditional_t<kPeers, WithStore<BuiltEpilogue, MirroredStore>,
                                                std::type_identity<BuiltEpilogue>>::type;
   // What idle warps copy: tiles that a peer has finished, or whatever the caller says.
-  using Collected = TileRoute<Element, cute::size<1>(TileShape{})>;
+  using Collected = TileRoute<Output, cute::size<1>(TileShape{})>;
   using RunCopier = BulkCopier<RunRoute>;
   using Copier = BulkCopier<std::conditional_t<kPeers, Collected, RunRoute>>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
-      kAlignment, Element, LayoutWeight, kAlignment, float, TileShape, ClusterShape,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Input, cutlass::layout::RowMajor,
+      kAlignment, Weight, LayoutWeight, kAlignment, float, TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
           sizeof(typename Epilogue::SharedStorage) + sizeof(typename Copier::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
