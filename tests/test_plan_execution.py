@@ -14,6 +14,7 @@ from operands import (
     Case,
     rank_device,
     subgroup,
+    world_name,
 )
 from ops import OPS
 from overlap_torch import plan as plan_module
@@ -325,3 +326,44 @@ def plans_of_small_problems() -> list[Schedule]:
 def test_plan_execution_has_one_piece_for_small_problems_on_cpu(ranks) -> None:
     for schedules in ranks.run(plans_of_small_problems):
         assert set(schedules) == {Schedule.SEQUENTIAL}
+
+
+def call_every_m(first: int, problems: int) -> tuple[int, list[str]]:
+    """More problems than a group keeps plans of, one called between all others, one planned by hand."""
+    failures = Failures()
+    plan_module.clear_plans()
+
+    def ask(m: int) -> Plan:
+        return plan_module.plan_for(m, 64, 64, "float32", device="cpu")
+
+    def held() -> int:
+        return torch.ops.overlap.plan_count(world_name())
+
+    def called(m: int) -> None:
+        for _ in range(2):  # what was not called has no row in the table
+            overlap_torch.gemm_allreduce(torch.ones(m, 64), torch.ones(64, 64))
+
+    failures.expect(None if held() == 0 else "clear_plans left plans")
+    by_hand = plan_module.candidates(ask(1024).problem, plan_module.machine("cpu"))[-1]
+    failures.expect(None if by_hand != ask(1024) else "the planner's own plan")
+    plan_module.set_plan(by_hand)
+    called(first)
+    most = 0
+    for m in range(first + 1, first + problems):
+        ask(m)
+        ask(first)
+        most = max(most, held())
+    called(first)
+    failures.expect(None if 2048 <= held() <= most <= 4097 else f"up to {most} plans")
+    failures.expect(None if ask(1024) == by_hand else "the plan that was set is gone")
+    rows = [row for row in torch.ops.overlap.plan_table() if row["m"] == str(first)]
+    counted = [row["calls"] for row in rows if row["n"] == "64" and row["device"] == "cpu"]
+    failures.expect(None if counted == ["4"] else f"calls {counted} of what was called 4 times")
+    plan_module.clear_plans()
+    failures.expect(None if held() == 0 else "clear_plans left plans")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_plan_execution_keeps_plans_of_what_was_called_last(ranks):
+    ranks.expect_no_failures(call_every_m, 4000, 10_000)

@@ -86,15 +86,30 @@ GroupEntry::Key GroupEntry::key(const plan::Problem& problem, at::DeviceType dev
 std::shared_ptr<Tally> GroupEntry::tally(const plan::Problem& problem, at::DeviceType device,
                                          const std::string& way,
                                          const std::function<void(Tally&)>& describe) {
-  std::shared_ptr<Tally>& found = tally_by_way_[{key(problem, device), way}];
-  if (found != nullptr) return found;
-  found = std::make_shared<Tally>();
+  const Way by = {key(problem, device), way};
+  if (const auto one = tally_by_way_.find(by); one != tally_by_way_.end()) return one->second;
+  if (tallies_.size() >= kTallies) drop_old_tallies();
+  std::shared_ptr<Tally> found = std::make_shared<Tally>();
+  tally_by_way_[by] = found;
   found->problem = problem;
   found->device = device;
   describe(*found);
   tallies_.push_back(found);
   if (environment().log_plans && rank_ == 0) log_plan(*this, *found);
   return found;
+}
+
+// The older half of those that no plan counts by. Nobody has called the others for long.
+void GroupEntry::drop_old_tallies() {
+  constexpr long kOwn = 2;  // references from here
+  size_t left = tallies_.size() / 2;
+  std::erase_if(tallies_, [&](const std::shared_ptr<Tally>& one) {
+    if (left == 0 || one.use_count() > kOwn) return false;
+    --left;
+    one->dropped = true;
+    return true;
+  });
+  std::erase_if(tally_by_way_, [](const auto& item) { return item.second->dropped; });
 }
 
 std::shared_ptr<const PlanEntry> GroupEntry::make_entry(plan::Plan plan, at::DeviceType device,
@@ -128,7 +143,11 @@ std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
                                                   at::DeviceType device,
                                                   const plan::Machine& machine) {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
-  std::shared_ptr<const PlanEntry>& entry = plans_[key(problem, device)];
+  const Key by = key(problem, device);
+  if (!set_plans_.empty()) {
+    if (const auto set = set_plans_.find(by); set != set_plans_.end()) return set->second;
+  }
+  std::shared_ptr<const PlanEntry>& entry = plans_[by];
   if (entry == nullptr) {
     entry = make_entry(planner::make_plan(problem, machine), device, true, machine, false);
   }
@@ -158,7 +177,14 @@ void GroupEntry::set_plan(const plan::Plan& plan, at::DeviceType device, bool by
                 device == at::kCPU ? "gloo" : "nccl or peer");
   }
   const std::lock_guard<std::mutex> lock(plans_mutex_);
-  plans_[key(plan.problem, device)] = make_entry(plan, device, by_planner, machine, false);
+  const Key by = key(plan.problem, device);
+  set_plans_.erase(by);
+  auto entry = make_entry(plan, device, by_planner, machine, false);
+  if (by_planner) {
+    plans_[by] = entry;
+  } else {
+    set_plans_[by] = entry;
+  }
 }
 
 std::function<std::string(int)> GroupEntry::publish(const std::string& text,
@@ -237,8 +263,14 @@ void GroupEntry::agree() const {
 
 void GroupEntry::clear_plans() {
   const std::lock_guard<std::mutex> lock(plans_mutex_);
+  set_plans_.clear();
   plans_.clear();
   capture_plans_.clear();
+}
+
+int64_t GroupEntry::plan_count() {
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  return static_cast<int64_t>(set_plans_.size() + plans_.size() + capture_plans_.size());
 }
 
 std::shared_ptr<GroupEntry> find_group(const std::string& name) {

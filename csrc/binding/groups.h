@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "binding/call_board.h"
+#include "binding/recent_map.h"
 #include "plan/plan.h"
 #include "steps/step.h"
 
@@ -35,6 +36,7 @@ struct Tally {
   bool captured = false;      // what CUDA graphs run in place of a plan with windows
   std::string why_unplanned;  // where there is no plan
   std::atomic<int64_t> calls{0};
+  bool dropped = false;  // from its group's table
 
   void count() { calls.fetch_add(1, std::memory_order_relaxed); }
 };
@@ -85,7 +87,8 @@ class GroupEntry {
   // The group's timeout on this kind of device, or OVERLAP_TIMEOUT_S.
   std::chrono::milliseconds timeout(at::DeviceType device) const;
 
-  // The plan table: what set_plan put there, else what the planner makes, once.
+  // The plan table: what set_plan put there, else what the planner makes, once as long as the problem is among those
+  // called last. Serving calls with every M, and a plan with its lists takes 1 to 20 kB. What is made again is equal.
   std::shared_ptr<const PlanEntry> plan(const plan::Problem& problem, at::DeviceType device,
                                         const plan::Machine& machine);
 
@@ -97,11 +100,14 @@ class GroupEntry {
   void set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner,
                 const plan::Machine& machine);
   void clear_plans();
+  // Problems that it holds a plan for.
+  int64_t plan_count();
 
   // A call that runs without a plan, and why.
   void count_unplanned(const plan::Problem& problem, at::DeviceType device, const std::string& why);
 
-  // In the order in which they were first called or planned; they outlive the plans.
+  // In the order in which they were first called or planned; they outlive the plans, and are bounded, too: of those whose
+  // plan is gone the oldest go.
   std::vector<std::shared_ptr<const Tally>> tallies();
 
   // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
@@ -135,15 +141,20 @@ class GroupEntry {
                                               bool captured);
   std::shared_ptr<Tally> tally(const plan::Problem& problem, at::DeviceType device,
                                const std::string& way, const std::function<void(Tally&)>& describe);
+  void drop_old_tallies();
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
   int rank_ = 0;
   int world_size_ = 1;
   std::mutex plans_mutex_;
-  std::map<Key, std::shared_ptr<const PlanEntry>> plans_;
-  std::map<Key, std::shared_ptr<const PlanEntry>> capture_plans_;
-  std::map<std::pair<Key, std::string>, std::shared_ptr<Tally>> tally_by_way_;
+  static constexpr size_t kPlans = 2048;
+  static constexpr size_t kTallies = 8192;
+  std::map<Key, std::shared_ptr<const PlanEntry>> set_plans_;
+  RecentMap<Key, std::shared_ptr<const PlanEntry>, kPlans> plans_;  // the planner's
+  RecentMap<Key, std::shared_ptr<const PlanEntry>, kPlans> capture_plans_;
+  using Way = std::pair<Key, std::string>;
+  std::map<Way, std::shared_ptr<Tally>> tally_by_way_;
   std::vector<std::shared_ptr<Tally>> tallies_;
   std::unique_ptr<CallBoard> board_;
   std::atomic<int64_t> compared_{0};

@@ -439,6 +439,11 @@ std::vector<std::string> machine_profile(at::Device device, const std::string& g
   return {profile->to_json(), profile->source};
 }
 
+// Problems of the group that a plan is held for.
+int64_t plan_count(const std::string& group_name) {
+  return find_group(group_name)->plan_count();
+}
+
 std::vector<int64_t> memory(const std::string& group_name) {
   return cuda_memory(find_group(group_name));
 }
@@ -534,6 +539,7 @@ TORCH_LIBRARY(overlap, m) {
       &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);
+  m.def("plan_count(str group) -> int", &plan_count);
   m.def("check() -> ()", &check_cuda_groups);
   m.def("plan_table() -> Dict(str, str)[]", &plan_table);
   m.def("_trace_start() -> ()", &TraceSwitch::start);
