@@ -1,10 +1,9 @@
-#include "kernels/gemm/gemm_sm90_launcher.h"
+#include "kernels/gemm/gemm_sm90_scales.h"
 
 namespace overlap::kernels {
 
 GemmSm90Instance gemm_sm90_fast_e5m2() {
-  return make_scaled_gemm_sm90_instance<plan::Kernel::kSm90Pingpong, cutlass::float_e5m2_t,
-                                        false>();
+  return make_scaled_gemm_sm90_instance<cutlass::float_e5m2_t, false>();
 }
 
 }  // namespace overlap::kernels

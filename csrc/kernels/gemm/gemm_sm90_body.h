@@ -4,7 +4,7 @@
 //   ping-pong    two teams of one warp group; they alternate tiles, one multiplies while the other
 //                stores. Tiles of 128 columns, or 192 (wide): those read less of the operands for the same
 //                product, but fit a small grid worse.
-//   cooperative  one team of two warp groups, half a tile each. So do those that promote sums of fp8.
+//   cooperative  one team of two warp groups, half a tile each.
 //
 //   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
@@ -12,7 +12,6 @@
 #pragma once
 
 #include "kernels/gemm/early_launch.cuh"
-#include "kernels/gemm/gemm_sm90_scales.h"
 #include "kernels/gemm/gemm_sm90_types.h"
 #include "kernels/peer/peer_spin.cuh"
 #include "kernels/signal/signal.h"
@@ -38,7 +37,7 @@ struct GemmSm90Params {
   int32_t end_tile;
   int32_t* counters;
   GemmEnding ending;
-  [[no_unique_address]] std::conditional_t<Types::kScaled, GemmScales, Unscaled> scales;
+  [[no_unique_address]] typename Types::Scaling::Params scales;
 
   CUTLASS_DEVICE plan::TileRowPlace place(int32_t tile_row) const {
     return plan::tile_row_place(order, rows, Types::kTileM, tile_row);
@@ -182,20 +181,21 @@ struct GemmSm90Body : Types {
 
     for (Step step; tiles.next(step);) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-      TileScales<Types> scales(params, step.coord, thread);
+      typename Types::Scaling scaling(params, step.coord, thread);
 
       if constexpr (kTeams > 1) order.wait();
-      if constexpr (Types::kPromotes) {
-        multiply_promoted<Types>(pipeline, mainloop_state, accumulators, k_tiles, thread,
-                                 shared.tensors.mainloop, scales);
+      if constexpr (Types::Scaling::kMultiplies) {
+        scaling.multiply(pipeline, mainloop_state, accumulators, k_tiles, shared.tensors.mainloop);
       } else {
         mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread,
                      shared.tensors.mainloop, params.mainloop);
       }
       if constexpr (kTeams > 1) order.arrive();
-      if constexpr (!Types::kPromotes) mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
+      if constexpr (!Types::Scaling::kMultiplies) {
+        mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
+      }
       mainloop_state.advance(k_tiles * kTeams);
-      scales.scale(accumulators);
+      scaling.scale(accumulators);
 
       const plan::TileRowPlace rows = params.place(step.coord.row);
       const bool has_source = params.has_source(rows);

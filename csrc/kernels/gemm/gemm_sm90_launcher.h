@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/gemm/early_launch.cuh"
 #include "kernels/gemm/gemm_sm90.h"
@@ -42,7 +43,7 @@ class GemmSm90ParamsOf {
     params.counters = gemm_.counters;
     params.ending = gemm_.ending;
     params.mainloop = mainloop(gemm_.input, gemm_.m);
-    if constexpr (Gemm::Types::kScaled) params.scales = *gemm_.scales;
+    if constexpr (!std::is_empty_v<decltype(params.scales)>) params.scales = *gemm_.scales;
     if constexpr (Gemm::Types::kForPeers) {
       for_peers(params);
     } else {
@@ -238,14 +239,6 @@ GemmSm90Instance make_gemm_sm90_instance() {
     return error != cudaSuccess ? error : NContiguous::load();
   };
   return instance;
-}
-
-// Of fp8 with scales.
-template <plan::Kernel kKernel, class InputElement, bool kPromotes, bool kPeers = false>
-GemmSm90Instance make_scaled_gemm_sm90_instance() {
-  using Launcher =
-      GemmSm90Launcher<GemmSm90Of<kKernel, ScaledOperands<InputElement, kPromotes>, kPeers>>;
-  return {&Launcher::launch, &Launcher::load};
 }
 
 }  // namespace overlap::kernels

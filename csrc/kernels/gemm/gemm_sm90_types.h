@@ -22,27 +22,29 @@
 
 namespace overlap::kernels {
 
-// Operands of one 16-bit type.
+// Sums of products that are the output.
+template <class Types>
+struct Unscaled {
+  struct Params {};
+  static constexpr bool kMultiplies = false;  // in place of the mainloop
+
+  template <class KernelParams>
+  CUTLASS_DEVICE Unscaled(const KernelParams&, const plan::TileCoord&, int) {}
+  template <class Sums>
+  CUTLASS_DEVICE void scale(Sums&) const {}
+};
+
+// Operands of one 16-bit type. Those of fp8: gemm_sm90_scales.h.
 template <class Element, bool kKContiguous>
 struct PlainOperands {
   using Input = Element;
   using Weight = Element;
   using Output = Element;
   static constexpr bool kWeightKContiguous = kKContiguous;
-  static constexpr bool kScaled = false;
-  static constexpr bool kPromotes = false;
-};
-
-// fp8 with scales. The tensor cores' own sums of fp8 products have some 14 bits; who promotes adds up those of 128
-// products each in fp32, which takes twice the registers: a tile is shared by both warp groups.
-template <class InputElement, bool kPromotesSums>
-struct ScaledOperands {
-  using Input = InputElement;
-  using Weight = cutlass::float_e4m3_t;
-  using Output = cutlass::bfloat16_t;
-  static constexpr bool kWeightKContiguous = true;
-  static constexpr bool kScaled = true;
-  static constexpr bool kPromotes = kPromotesSums;
+  static constexpr bool kFp8 = false;
+  static constexpr bool kManyRegisters = false;
+  template <class Types>
+  using Scaling = Unscaled<Types>;
 };
 
 template <plan::Kernel kKernel, class Operands, bool kPeers>
@@ -51,21 +53,20 @@ struct GemmSm90Types {
   using Weight = typename Operands::Weight;
   using Output = typename Operands::Output;
   static constexpr bool kWeightKContiguous = Operands::kWeightKContiguous;
-  static constexpr bool kScaled = Operands::kScaled;
-  static constexpr bool kPromotes = Operands::kPromotes;
-  static constexpr bool kPingpong = plan::is_pingpong(kKernel) && !kPromotes;
+  using Scaling = typename Operands::template Scaling<GemmSm90Types>;
+  static constexpr bool kPingpong = plan::is_pingpong(kKernel);
   static constexpr bool kWide = kKernel == plan::Kernel::kSm90PingpongWide;
   static constexpr bool kForPeers = kPeers;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
-  static constexpr int kColumns = kWide ? 192 : plan::is_pingpong(kKernel) ? 128 : 256;
+  static constexpr int kColumns = kWide ? 192 : kPingpong ? 128 : 256;
   using TileShape = cute::Shape<cute::_128, cute::Int<kColumns>, cute::Int<128 / sizeof(Input)>>;
   using PlainSchedule =
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
-  using ScaledSchedule =
+  using Fp8Schedule =
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum>;
-  using MainloopSchedule = std::conditional_t<kScaled, ScaledSchedule, PlainSchedule>;
+  using MainloopSchedule = std::conditional_t<Operands::kFp8, Fp8Schedule, PlainSchedule>;
   using EpilogueSchedule = std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                                               cutlass::epilogue::TmaWarpSpecializedCooperative>;
   using LayoutWeight = std::conditional_t<kWeightKContiguous, cutlass::layout::ColumnMajor,
@@ -115,8 +116,9 @@ struct GemmSm90Types {
   static constexpr int kFeedWarp = 2;
   static constexpr int kPlaceWarp = 3;
   // A consumer holds its accumulators in registers; the producer gives its registers away.
-  static constexpr uint32_t kProducerRegisters = kWide ? 24 : 40;
-  static constexpr uint32_t kConsumerRegisters = kWide ? 240 : 232;
+  static constexpr bool kManyRegisters = kWide || Operands::kManyRegisters;
+  static constexpr uint32_t kProducerRegisters = kManyRegisters ? 24 : 40;
+  static constexpr uint32_t kConsumerRegisters = kManyRegisters ? 240 : 232;
   // A launch gets 168 a thread; who takes more than others gave away waits for ever.
   static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 
