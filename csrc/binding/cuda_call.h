@@ -43,10 +43,12 @@ at::Tensor aligned(const at::Tensor& tensor);
 kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weight,
                                 const plan::Plan& plan);
 
-// The scales of a weight's operands as the kernel reads them. `gathered`: those of all ranks' rows, if the operands
-// are; else those of this rank's.
-kernels::GemmScales gemm_scales(const Scales& scales, size_t number, const at::Tensor& weight,
-                                const plan::Plan& plan, const at::Tensor& gathered);
+// The scales of a weight's operands as the kernel reads them, or nothing, where it cannot apply them: its sums are the
+// tensor cores' own, which blocks and callers that ask for fp32 sums (use_fast_accum = False) do not take. `gathered`:
+// those of all ranks' rows, if the operands are; else those of this rank's.
+std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t number,
+                                               const at::Tensor& weight, const plan::Plan& plan,
+                                               const at::Tensor& gathered);
 
 // Whether the plan's kernel takes these operands, which depends on this rank's strides alone.
 // Either way the same chunks are communicated.

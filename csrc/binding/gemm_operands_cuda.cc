@@ -51,14 +51,14 @@ kernels::GemmParams gemm_params(const at::Tensor& input, const at::Tensor& weigh
   return params;
 }
 
-kernels::GemmScales gemm_scales(const Scales& scales, size_t number, const at::Tensor& weight,
-                                const plan::Plan& plan, const at::Tensor& gathered) {
+std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t number,
+                                               const at::Tensor& weight, const plan::Plan& plan,
+                                               const at::Tensor& gathered) {
+  if (scales.recipe == plan::Recipe::kBlock || !scales.use_fast_accum) return std::nullopt;
   const at::Tensor& of_weight = scales.weights[number];
   kernels::GemmScales params;
   params.weight_dtype = to_plan_dtype(weight.scalar_type());
   params.output_dtype = plan::output_dtype(plan.problem);
-  params.by_blocks = scales.recipe == plan::Recipe::kBlock;
-  params.promotes = params.by_blocks || !scales.use_fast_accum;
   params.own_input = scales.input.const_data_ptr<float>();
   const at::Tensor& of_rows = gathered.defined() ? gathered : scales.input;
   params.input = of_rows.const_data_ptr<float>();

@@ -12,7 +12,7 @@ namespace {
 
 using plan::Recipe;
 
-constexpr int64_t kBlock = plan::kScaleBlock;
+constexpr int64_t kBlock = 128;
 
 // torch.nn.functional.ScalingType
 constexpr int64_t kTensorWise = 0;

@@ -42,9 +42,6 @@ constexpr bool is_sm90(Kernel kernel) {
 // communication.
 enum class Layout : int32_t { kRowMajor = 0, kPacked = 1 };
 
-// Elements along K, and rows of a weight, that share a scale where operands are scaled by blocks.
-inline constexpr int32_t kScaleBlock = 128;
-
 int64_t element_bytes(DType dtype);
 const char* name(DType dtype);
 const char* name(Kernel kernel);

@@ -264,19 +264,13 @@ class Run {
       // Rows of an operand that need not be contiguous.
       gemm.input = at(input) +
                    step.rows.begin * gemm.input_stride * plan::element_bytes(plan_.problem.dtype);
-      if (gemm.scales) gemm.scales->input = scales_behind(*gemm.scales, step.rows.begin, gemm.k);
+      if (gemm.scales) gemm.scales->input += step.rows.begin / gemm.scales->rows_per_scale;
     } else {
       gemm.input = at(step.input);
     }
     gemm.output = at(step.outputs[0].where);
     if (step.map.mode == plan::RowMap::Mode::kGather) gemm.gather = gather(step);
     if (step.stores_for_peers()) gemm.peers = peers(step);
-  }
-
-  // The scales of the input's rows from this one on.
-  static const float* scales_behind(const kernels::GemmScales& scales, int64_t row, int64_t k) {
-    if (!scales.by_blocks) return scales.input + row / scales.rows_per_scale;
-    return scales.input + row * ((k + plan::kScaleBlock - 1) / plan::kScaleBlock);
   }
 
   kernels::GemmGather gather(const steps::Gemm& step) const {

@@ -57,12 +57,10 @@ bool types_supported(plan::Kernel kernel, const GemmParams& params) {
     return !params.scales &&
            (params.dtype == plan::DType::kBFloat16 || params.dtype == plan::DType::kFloat16);
   }
-  if (!params.scales || kernel != plan::Kernel::kSm90Pingpong || !params.weight_k_contiguous) {
-    return false;
-  }
+  if (!params.scales || !plan::is_pingpong(kernel) || !params.weight_k_contiguous) return false;
   const GemmScales& scales = *params.scales;
   return scales.weight_dtype == plan::DType::kFloat8E4M3 &&
-         scales.output_dtype == plan::DType::kBFloat16 && (scales.promotes || !scales.by_blocks);
+         scales.output_dtype == plan::DType::kBFloat16;
 }
 
 // What TMA can address: 16-byte aligned bases and strides, rows of whole 16-byte pieces, extents
@@ -83,17 +81,18 @@ bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
          (!row_major || params.output_stride % output_piece == 0);
 }
 
-// Of fp8: the tiles of ping-pong alone.
-GemmSm90Instance scaled_instance(plan::DType dtype, bool promotes, bool peers) {
-  if (dtype == plan::DType::kFloat8E4M3) {
-    if (peers) return promotes ? gemm_sm90_peers_promoted_e4m3() : gemm_sm90_peers_fast_e4m3();
-    return promotes ? gemm_sm90_promoted_e4m3() : gemm_sm90_fast_e4m3();
+GemmSm90Instance scaled_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
+  const bool e4m3 = dtype == plan::DType::kFloat8E4M3;
+  if (kernel == plan::Kernel::kSm90PingpongWide) {
+    if (peers) return e4m3 ? gemm_sm90_peers_wide_e4m3() : gemm_sm90_peers_wide_e5m2();
+    return e4m3 ? gemm_sm90_pingpong_wide_e4m3() : gemm_sm90_pingpong_wide_e5m2();
   }
-  if (peers) return promotes ? gemm_sm90_peers_promoted_e5m2() : gemm_sm90_peers_fast_e5m2();
-  return promotes ? gemm_sm90_promoted_e5m2() : gemm_sm90_fast_e5m2();
+  if (peers) return e4m3 ? gemm_sm90_peers_e4m3() : gemm_sm90_peers_e5m2();
+  return e4m3 ? gemm_sm90_pingpong_e4m3() : gemm_sm90_pingpong_e5m2();
 }
 
 GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
+  if (is_fp8(dtype)) return scaled_instance(kernel, dtype, peers);
   const bool bf16 = dtype == plan::DType::kBFloat16;
   switch (kernel) {
     case plan::Kernel::kSm90PingpongWide:
@@ -107,29 +106,17 @@ GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peer
   }
 }
 
-GemmSm90Instance sm90_instance(plan::Kernel kernel, const GemmParams& params) {
-  const bool peers = params.peers.has_value();
-  if (params.scales) return scaled_instance(params.dtype, params.scales->promotes, peers);
-  return sm90_instance(kernel, params.dtype, peers);
-}
-
 cudaError_t load_sm90_kernels() {
   using plan::DType;
   cudaError_t error = cudaSuccess;
   for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90PingpongWide,
                                     plan::Kernel::kSm90Cooperative}) {
-    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    const bool pingpong = plan::is_pingpong(kernel);
+    for (const DType dtype :
+         {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+      if (is_fp8(dtype) && !pingpong) continue;
       if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
-      if (error == cudaSuccess && plan::is_pingpong(kernel)) {
-        error = sm90_instance(kernel, dtype, true).load();
-      }
-    }
-  }
-  for (const DType dtype : {DType::kFloat8E4M3, DType::kFloat8E5M2}) {
-    for (const bool promotes : {false, true}) {
-      for (const bool peers : {false, true}) {
-        if (error == cudaSuccess) error = scaled_instance(dtype, promotes, peers).load();
-      }
+      if (error == cudaSuccess && pingpong) error = sm90_instance(kernel, dtype, true).load();
     }
   }
   return error;
@@ -178,7 +165,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
     case plan::Kernel::kSm90Pingpong:
     case plan::Kernel::kSm90PingpongWide:
     case plan::Kernel::kSm90Cooperative:
-      return sm90_instance(kernel, params).launch(params, stream);
+      return sm90_instance(kernel, params.dtype, params.peers.has_value()).launch(params, stream);
 #endif
     default:
       return cudaErrorNotSupported;

@@ -16,22 +16,15 @@ namespace overlap::kernels {
 
 inline constexpr int kMaxMoreOutputs = 7;
 
-// Scales of fp8 operands, in fp32. The product is rounded to bfloat16.
+// Scales of fp8 operands, in fp32: of their rows, or of all. Sums are those of the tensor cores, which have some 14 bits.
 struct GemmScales {
   plan::DType weight_dtype = plan::DType::kFloat8E4M3;
   plan::DType output_dtype = plan::DType::kBFloat16;
-  bool promotes =
-      true;  // sums of 128 products are added up in fp32, not in the tensor cores' own sums
-  bool by_blocks =
-      false;  // a number for 128 elements along K of a row, and for 128 x 128 of the weight
-  // Of the input's rows; numbers of `rows_per_scale` rows (whole ones, from the first row on) come one after the
-  // other, by blocks those of a row: ceil(k / 128).
-  const float* input = nullptr;
+  const float* input = nullptr;      // one number after the other, each for `rows_per_scale` rows
   const float* own_input = nullptr;  // of the rows that GemmGather::own_input holds
   int32_t rows_per_scale = 1;
-  // Of the weight's rows, `weight_stride` floats apart (0: one number); by blocks [ceil(n / 128), ceil(k / 128)].
-  const float* weight = nullptr;
-  int64_t weight_stride = 0;
+  const float* weight = nullptr;  // of its rows, so many floats apart
+  int64_t weight_stride = 0;      // 0: one number
 };
 
 struct GemmOperands {
@@ -148,8 +141,9 @@ struct GemmParams : GemmOperands, GemmStore, GemmSchedule {
   bool awaits_rows() const { return gather && gather->arrivals.flags != nullptr; }
 };
 
-// Whether this build holds `kernel` and it can take these operands: 16-bit type, or fp8 with scales, contiguous along
-// k (ping-pong's tiles alone); 16-byte aligned pointers and strides; GemmPeers only with ping-pong.
+// Whether this build holds `kernel` and it can take these operands: 16-bit type, or, with ping-pong, fp8 with scales that
+// is contiguous along k, e4m3 at least the weight, to bfloat16; 16-byte aligned pointers and strides; GemmPeers only with
+// ping-pong.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
 // Whether a GEMM of this kernel copies what GemmGather::copies says.

@@ -181,21 +181,13 @@ struct GemmSm90Body : Types {
 
     for (Step step; tiles.next(step);) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-      typename Types::Scaling scaling(params, step.coord, thread);
-
       if constexpr (kTeams > 1) order.wait();
-      if constexpr (Types::Scaling::kMultiplies) {
-        scaling.multiply(pipeline, mainloop_state, accumulators, k_tiles, shared.tensors.mainloop);
-      } else {
-        mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread,
-                     shared.tensors.mainloop, params.mainloop);
-      }
+      mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread, shared.tensors.mainloop,
+                   params.mainloop);
       if constexpr (kTeams > 1) order.arrive();
-      if constexpr (!Types::Scaling::kMultiplies) {
-        mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
-      }
+      mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
       mainloop_state.advance(k_tiles * kTeams);
-      scaling.scale(accumulators);
+      typename Types::Scaling(params, step.coord, thread).scale(accumulators);
 
       const plan::TileRowPlace rows = params.place(step.coord.row);
       const bool has_source = params.has_source(rows);

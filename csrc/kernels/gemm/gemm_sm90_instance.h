@@ -25,14 +25,14 @@ GemmSm90Instance gemm_sm90_peers_fp16();
 GemmSm90Instance gemm_sm90_peers_wide_bf16();
 GemmSm90Instance gemm_sm90_peers_wide_fp16();
 
-// Scaled operands: the input's type, times e4m3. The tensor cores' sums as they are, or promoted.
-GemmSm90Instance gemm_sm90_fast_e4m3();
-GemmSm90Instance gemm_sm90_fast_e5m2();
-GemmSm90Instance gemm_sm90_promoted_e4m3();
-GemmSm90Instance gemm_sm90_promoted_e5m2();
-GemmSm90Instance gemm_sm90_peers_fast_e4m3();
-GemmSm90Instance gemm_sm90_peers_fast_e5m2();
-GemmSm90Instance gemm_sm90_peers_promoted_e4m3();
-GemmSm90Instance gemm_sm90_peers_promoted_e5m2();
+// fp8 with scales: the input's type, times e4m3.
+GemmSm90Instance gemm_sm90_pingpong_e4m3();
+GemmSm90Instance gemm_sm90_pingpong_e5m2();
+GemmSm90Instance gemm_sm90_pingpong_wide_e4m3();
+GemmSm90Instance gemm_sm90_pingpong_wide_e5m2();
+GemmSm90Instance gemm_sm90_peers_e4m3();
+GemmSm90Instance gemm_sm90_peers_e5m2();
+GemmSm90Instance gemm_sm90_peers_wide_e4m3();
+GemmSm90Instance gemm_sm90_peers_wide_e5m2();
 
 }  // namespace overlap::kernels

@@ -26,8 +26,6 @@ namespace overlap::kernels {
 template <class Types>
 struct Unscaled {
   struct Params {};
-  static constexpr bool kMultiplies = false;  // in place of the mainloop
-
   template <class KernelParams>
   CUTLASS_DEVICE Unscaled(const KernelParams&, const plan::TileCoord&, int) {}
   template <class Sums>
@@ -42,7 +40,6 @@ struct PlainOperands {
   using Output = Element;
   static constexpr bool kWeightKContiguous = kKContiguous;
   static constexpr bool kFp8 = false;
-  static constexpr bool kManyRegisters = false;
   template <class Types>
   using Scaling = Unscaled<Types>;
 };
@@ -116,9 +113,8 @@ struct GemmSm90Types {
   static constexpr int kFeedWarp = 2;
   static constexpr int kPlaceWarp = 3;
   // A consumer holds its accumulators in registers; the producer gives its registers away.
-  static constexpr bool kManyRegisters = kWide || Operands::kManyRegisters;
-  static constexpr uint32_t kProducerRegisters = kManyRegisters ? 24 : 40;
-  static constexpr uint32_t kConsumerRegisters = kManyRegisters ? 240 : 232;
+  static constexpr uint32_t kProducerRegisters = kWide ? 24 : 40;
+  static constexpr uint32_t kConsumerRegisters = kWide ? 240 : 232;
   // A launch gets 168 a thread; who takes more than others gave away waits for ever.
   static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 

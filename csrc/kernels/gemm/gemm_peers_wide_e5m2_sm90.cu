@@ -1,0 +1,10 @@
+#include "kernels/gemm/gemm_sm90_scales.h"
+
+namespace overlap::kernels {
+
+GemmSm90Instance gemm_sm90_peers_wide_e5m2() {
+  return make_scaled_gemm_sm90_instance<plan::Kernel::kSm90PingpongWide, cutlass::float_e5m2_t,
+                                        true>();
+}
+
+}  // namespace overlap::kernels
