@@ -99,8 +99,13 @@ def planner_edges(folder: str) -> list[Edge]:
     # The profile that is shipped is compiled in: the planner reads no files.
     text = f"{folder}/plan/shipped_profile.cc"
     embed = Edge("embed", text, [PROFILE], ["kShippedProfile"], ["tools/embed.py"])
-    compiled = Edge("cxx", f"{text}.o", [text], CXX_FLAGS)
-    return [embed, compiled, *compile_edges("cxx", files, folder, CXX_FLAGS)]
+    # Ranks compare what they were built from.
+    parts = ("kernels", "plan", "planner", "runtime", "steps")
+    hashed = f"{folder}/plan/source_hash.cc"
+    all_sources = [file for part in parts for file in sources(f"{part}/*.*")]
+    digest = Edge("source_hash", hashed, all_sources, [], ["tools/source_hash.py"])
+    made = [Edge("cxx", f"{file}.o", [file], CXX_FLAGS) for file in (text, hashed)]
+    return [embed, digest, *made, *compile_edges("cxx", files, folder, CXX_FLAGS)]
 
 
 def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) -> list[Edge]:
@@ -202,6 +207,7 @@ def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
         "link": [*find_cxx(), *"-shared $in $flags -o $out".split()],
         "program": [*find_cxx(), *"$in $flags -o $out".split()],
         "embed": [sys.executable, *"tools/embed.py $in $out $flags".split()],
+        "source_hash": [sys.executable, *"tools/source_hash.py $out $in".split()],
     }
     if cuda:
         rules["nvcc"] = [*cached, str(cuda.nvcc), "-ccbin", find_cxx()[0], *compile_]

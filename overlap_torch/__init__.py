@@ -6,8 +6,8 @@ is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`a
 are its siblings. The same operators are ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has
 layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
 and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
-:func:`report` says what overlapped in a step, :func:`trace` when it ran. :func:`replace_symm_mem` puts the ops in the
-place of PyTorch's own fused ones.
+:func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
+:func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
 
@@ -25,6 +25,7 @@ from overlap_torch._ops import (
 from overlap_torch._report import report
 from overlap_torch._symm_mem import replace_symm_mem
 from overlap_torch._trace import trace
+from overlap_torch._tune import tune
 from overlap_torch.plan import Plan
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "replace_symm_mem",
     "report",
     "trace",
+    "tune",
 ]
 
 

@@ -64,6 +64,18 @@ ENVIRONMENT = (
         "1: SGLang's row-parallel layers run gemm_allreduce or gemm_reducescatter",
     ),
     Variable(
+        "OVERLAP_TUNE",
+        "0, 1",
+        "0",
+        "1: overlap_torch.tune at each problem's first call, from the cache or by measuring",
+    ),
+    Variable(
+        "OVERLAP_CACHE",
+        "folder",
+        "overlap_torch in the user's cache folder",
+        "where tune keeps measured times",
+    ),
+    Variable(
         "OVERLAP_PROFILE",
         "file",
         "the shipped h200",

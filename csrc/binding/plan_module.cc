@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "binding/steps_module.h"
+#include "plan/agreement.h"
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
 #include "plan/plan_fields.h"
@@ -667,6 +668,25 @@ void bind_planner(py::module_& m) {
         "The plan as a flat list of integers, the form in which the op library takes it.");
   m.def("decode", &plan::decode, py::arg("code"),
         "The plan that encode made a list of. Raises ValueError on any other list.");
+  m.def(
+      "agree",
+      [](const std::vector<Machine>& machines, const std::vector<int32_t>& nccl_versions,
+         const std::vector<uint64_t>& builds) {
+        if (machines.empty() || nccl_versions.size() != machines.size() ||
+            builds.size() != machines.size()) {
+          throw py::value_error("agree takes lists of one length, 1 or more");
+        }
+        std::vector<plan::RankFacts> all;
+        for (size_t rank = 0; rank < machines.size(); ++rank) {
+          all.push_back(plan::facts_of(machines[rank], nccl_versions[rank], builds[rank]));
+        }
+        const plan::Agreement agreed = plan::agree(machines[0], all);
+        return py::make_tuple(agreed.machine, agreed.difference);
+      },
+      py::arg("machines"), py::arg("nccl_versions"), py::arg("builds"),
+      "(machine, difference): what ranks with these machines plan for, and which of them differs "
+      "in what; \"\" if none "
+      "does. `builds` are hashes of what they were built from.");
   m.def("candidates", &planner::candidates, py::arg("problem"), py::arg("machine"),
         "All plans that the planner weighs, the sequence first.");
   m.def("make_plan", &planner::make_plan, py::arg("problem"), py::arg("machine"),

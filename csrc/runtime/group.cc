@@ -7,6 +7,7 @@
 #include <cstring>
 #include <thread>
 
+#include "plan/agreement.h"
 #include "runtime/error.h"
 
 namespace overlap::runtime {
@@ -106,6 +107,7 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
   if (options_.world_size > 1) {
     measure_link();
     measure_peers();
+    agree_on_machine();
   }
 }
 
@@ -408,6 +410,26 @@ void Group::measure_peers() {
     gbps = std::min(gbps, theirs);
   }
   machine_.peer_gbps = gbps;
+}
+
+// Ranks that plan differently wait for each other until their deadline. Power limits, drivers and clocks may differ: all
+// plan for the slowest rank.
+void Group::agree_on_machine() {
+  int nccl_version = 0;
+  check_nccl(ncclGetVersion(&nccl_version), "ncclGetVersion");
+  const plan::RankFacts own = plan::facts_of(machine_, nccl_version, plan::kSourceHash);
+  std::vector<uint8_t> bytes(sizeof(own));
+  std::memcpy(bytes.data(), &own, sizeof(own));
+  bytes = all_gather_bytes(bytes);
+  std::vector<plan::RankFacts> all(static_cast<size_t>(options_.world_size));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    std::memcpy(&all[rank], bytes.data() + rank * sizeof(own), sizeof(own));
+  }
+  const plan::Agreement agreed = plan::agree(machine_, all);
+  machine_ = agreed.machine;
+  if (agreed.difference.empty() || options_.rank != 0) return;
+  std::fprintf(stderr, "overlap_torch: ranks of group '%s' differ: %s\n", options_.name.c_str(),
+               agreed.difference.c_str());
 }
 
 // Whether the ranks see each other's memory, so that NCCL takes its window kernels: on all of them

@@ -147,6 +147,7 @@ class Group {
   };
 
   void measure_link();
+  void agree_on_machine();
   bool windows_work();
   void measure_peers();
   std::vector<uint8_t> meet(const std::string& key, const std::vector<uint8_t>& brought);

@@ -40,14 +40,21 @@ __all__ = [
 ]
 
 
+# What comes behind each call that is not traced, with its op, group and arguments: see overlap_torch._tune.
+behind_calls: Callable[..., None] | None = None
+
+
 def call(
     short: Callable[..., Any], op: torch._ops.OpOverload, group: Group, *arguments: Any
 ) -> Any:
     """``op`` of the arguments, by its short way in if that takes them."""
     name = group if type(group) is str else group_name(group)
-    if not is_dynamo_compiling():
-        results = short(*arguments, name)
-        if results is not None:
-            return results
+    if is_dynamo_compiling():
+        return op(*arguments, group=name)
+    results = short(*arguments, name)
+    if results is None:
         dtensor.make_ops_known()
-    return op(*arguments, group=name)
+        results = op(*arguments, group=name)
+    if behind_calls is not None:
+        behind_calls(op, name, arguments)
+    return results

@@ -185,6 +185,11 @@ ncclResult_t ncclGroupEnd() {
   return ncclSuccess;
 }
 
+ncclResult_t ncclGetVersion(int* version) {
+  *version = NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+
 ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
   const int before = record().count("window");
   const std::string name = before == 0 ? "window" : cat("window", before + 1);

@@ -1,0 +1,85 @@
+#include "plan/agreement.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace overlap::plan {
+namespace {
+
+uint64_t hash_of(const std::string& text) {
+  uint64_t value = 0xcbf29ce484222325;
+  for (const char one : text) {
+    value = (value ^ static_cast<uint8_t>(one)) * 0x100000001b3;
+  }
+  return value;
+}
+
+std::string number(int64_t value) {
+  return std::to_string(value);
+}
+
+}  // namespace
+
+RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build) {
+  RankFacts facts;
+  facts.arch = machine.arch;
+  facts.sm_count = machine.sm_count;
+  facts.has_sm80_kernels = machine.has_sm80_kernels ? 1 : 0;
+  facts.has_sm90_kernels = machine.has_sm90_kernels ? 1 : 0;
+  facts.nccl_version = nccl_version;
+  facts.sm_gflops = machine.sm_gflops;
+  facts.profile = hash_of(machine.profile->to_json());
+  facts.build = build;
+  return facts;
+}
+
+Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
+  Agreement result = {own, ""};
+  Machine& machine = result.machine;
+  const RankFacts& first = all.at(0);
+  machine.arch = first.arch;
+  machine.sm_count = first.sm_count;
+  machine.sm_gflops = first.sm_gflops;
+  machine.has_sm80_kernels = first.has_sm80_kernels != 0;
+  machine.has_sm90_kernels = first.has_sm90_kernels != 0;
+  bool plans_alike = true;
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const RankFacts& theirs = all[rank];
+    std::string differs;
+    const auto say = [&](bool same, const std::string& what, const std::string& has,
+                         const std::string& of_first) {
+      if (same) return;
+      differs += (differs.empty() ? "" : ", ") + what +
+                 (has.empty() ? "" : " " + has + " (rank 0: " + of_first + ")");
+    };
+    say(theirs.arch == first.arch, "compute capability", number(theirs.arch), number(first.arch));
+    say(theirs.sm_count == first.sm_count, "SMs", number(theirs.sm_count), number(first.sm_count));
+    say(theirs.has_sm80_kernels == first.has_sm80_kernels &&
+            theirs.has_sm90_kernels == first.has_sm90_kernels,
+        "another set of kernels", "", "");
+    say(theirs.nccl_version == first.nccl_version, "NCCL", number(theirs.nccl_version),
+        number(first.nccl_version));
+    say(theirs.profile == first.profile, "another profile (OVERLAP_PROFILE)", "", "");
+    say(theirs.build == first.build, "another build of overlap_torch", "", "");
+    plans_alike = plans_alike && theirs.profile == first.profile && theirs.build == first.build &&
+                  theirs.nccl_version == first.nccl_version;
+    machine.arch = std::min(machine.arch, theirs.arch);
+    machine.sm_count = std::min(machine.sm_count, theirs.sm_count);
+    machine.sm_gflops = std::min(machine.sm_gflops, theirs.sm_gflops);
+    machine.has_sm80_kernels = machine.has_sm80_kernels && theirs.has_sm80_kernels != 0;
+    machine.has_sm90_kernels = machine.has_sm90_kernels && theirs.has_sm90_kernels != 0;
+    if (differs.empty()) continue;
+    result.difference += (result.difference.empty() ? "rank " : "; rank ") +
+                         number(static_cast<int64_t>(rank)) + " has " + differs;
+  }
+  if (!plans_alike) {
+    machine.link_gbps = 0.0;
+    machine.peer_gbps = 0.0;
+    result.difference += ": every call runs the sequence until they are the same";
+  } else if (!result.difference.empty()) {
+    result.difference += ": all ranks plan for the slowest, with what all have";
+  }
+  return result;
+}
+
+}  // namespace overlap::plan

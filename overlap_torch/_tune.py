@@ -1,0 +1,614 @@
+"""Plans by measuring: :func:`tune`; ``OVERLAP_TUNE=1`` calls it at each problem's first call.
+
+Rank 0 alone reads the cache and decides; all ranks plan from what it sends, over the store of the group. So no rank can
+come to another plan than the others, and none makes a collective call that another leaves out. For each problem:
+
+1. rank 0 says which plans to measure, or which one the cache has;
+2. every rank says which of them it can run, and what it was built from; what one rank cannot run none does;
+3. all run the same plans in the same order, a fixed number of times, and send their times;
+4. rank 0 takes the slowest rank's time of each turn, and their median of each plan, and says which plan it is.
+
+Every wait has the group's deadline, and says which rank did not come.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from overlap_torch import _tuned_files
+from overlap_torch._ops import allgather_gemm, eager, gemm_allreduce, gemm_reducescatter
+from overlap_torch._ops.group import Group, group_name, process_group
+from overlap_torch._plan_json import enum_name
+from overlap_torch.plan import (
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    candidates,
+    decode,
+    encode,
+    machine,
+    make_sequential,
+    plan_for,
+    predict,
+    set_plan,
+    validate,
+)
+
+MODES = ("call", "row")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ROW = 4  # calls
+_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
+_FUNCTIONS: dict[Op, Callable[..., Any]] = {
+    Op.GEMM_ALLREDUCE: gemm_allreduce,
+    Op.GEMM_REDUCESCATTER: gemm_reducescatter,
+    Op.ALLGATHER_GEMM: allgather_gemm,
+}
+# A plan is taken in the sequence's place if it needs less than this share of its time: what the same plan's medians
+# differ by from one time to the next, and on CPU more.
+_SHARE = {"cuda": 0.98, "cpu": 0.95}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of one problem.
+
+    Attributes:
+        problem: it.
+        mode: "call" or "row".
+        plan: what the op runs by from now on, on all ranks.
+        times: (plan, microseconds) of all that were measured, the sequence first; a plan's time is the median over turns
+            of the slowest rank's. Empty if nothing was measured.
+        source: "measured", "cache", or "kept: " and why the plan is as before.
+    """
+
+    problem: Problem
+    mode: str
+    plan: Plan
+    times: tuple[tuple[Plan, float], ...]
+    source: str
+
+    @property
+    def gain(self) -> float | None:
+        """The sequence's time by the plan's; None if they were not measured."""
+        us = [time for plan, time in self.times if plan == self.plan]
+        return self.times[0][1] / us[0] if us else None
+
+
+@dataclass
+class _Board:
+    """What ranks say to each other over their group's store, one turn after the other. Keys go once they were read."""
+
+    store: Any
+    rank: int
+    world: int
+    timeout_s: float
+    name: str
+    turn: int = 0
+    old: list[str] = field(default_factory=list)
+
+    def gather(self, own: Any) -> list[Any] | None:
+        """Every rank's on rank 0, by rank; None on the others."""
+        self._next(self.rank != 0, str(self.rank), own)
+        if self.rank != 0:
+            return None
+        said = [own] + [self._hear(str(rank), rank) for rank in range(1, self.world)]
+        self._forget()
+        return said
+
+    def broadcast(self, own: Any) -> Any:
+        """Rank 0's on all."""
+        self._next(self.rank == 0, "all", own)
+        if self.rank == 0:
+            return json.loads(json.dumps(own))
+        said = self._hear("all", 0)
+        self._forget()
+        return said
+
+    def _next(self, says: bool, who: str, own: Any) -> None:
+        self.turn += 1
+        if says and self.world > 1:
+            key = self._key(who)
+            self.store.set(key, json.dumps(own))
+            self.old.append(key)
+
+    def _key(self, who: str) -> str:
+        return f"overlap_torch/tune/{self.name}/{self.turn}/{who}"
+
+    def _forget(self) -> None:
+        # Whoever has said something now has read what was said to it before.
+        for key in self.old:
+            self.store.delete_key(key)
+        self.old.clear()
+
+    def _hear(self, who: str, rank: int) -> Any:
+        key, pause_s = self._key(who), 0.001
+        deadline = time.monotonic() + self.timeout_s
+        # Polled: the store's own wait keeps other threads from it.
+        while not self.store.check([key]):
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"tune: rank {self.rank} heard nothing from rank {rank} within {self.timeout_s:g} s. It died, or "
+                    "does not call tune: every rank of the group has to."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        return json.loads(self.store.get(key))
+
+
+_boards: dict[str, int] = {}  # calls of tune by group
+
+
+def tune(
+    problems: Iterable[Problem] | None = None,
+    *,
+    modes: Sequence[str] = ("call",),
+    group: Group = None,
+    device: torch.device | str | None = None,
+    most: int = 4,
+    repeats: int = 10,
+    cache: bool = True,
+    progress: bool = False,
+) -> list[Tuned]:
+    """Measures plans for problems, sets the fastest, and remembers the times. Every rank of the group calls it.
+
+    The sequence is always measured, and stays unless another plan is clearly faster: nothing gets slower. The cost model
+    says which others are worth it, corrected by what was measured nearby. What the cache has is not measured again; a
+    damaged, foreign or unwritable one is no error. Where ranks differ, rank 0's ``problems`` hold.
+
+    Args:
+        problems: with the group's number of ranks; None: all that this process has called so far. All-to-alls, which
+            have one plan, are left out.
+        modes: of "call" (one call at a time, with cold caches) and "row" (calls back to back). The op runs by the
+            first one's plan; the others are remembered.
+        group: as in :func:`overlap_torch.gemm_allreduce`.
+        device: None: the current CUDA device, or the CPU where there is none.
+        most: plans to measure beside the sequence, 1 or more.
+        repeats: turns, 1 or more; each plan runs once a turn.
+        cache: whether to read and write ``$OVERLAP_CACHE``, or ``overlap_torch`` in the user's cache folder.
+        progress: whether rank 0 draws a bar on stderr.
+
+    Returns:
+        One for each problem and mode, in order; the same on all ranks.
+
+    Raises:
+        ValueError: an argument that is not allowed, inside a CUDA graph's capture, or a problem of another number of ranks.
+        RuntimeError: a rank did not come within the group's timeout.
+    """
+    check_arguments(modes, most, repeats)
+    name = group_name(group)
+    members = process_group(name)
+    where = torch.device(device) if device is not None else _usual_device()
+    if where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError("tune cannot run inside a CUDA graph's capture: call it before")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if problems is None:
+        wanted = [problem for problem, _ in called(name, where.type)]
+    else:
+        wanted = list(problems)
+    session = _Session(name, members, where, most, repeats, cache)
+    wanted = session.agree_on(wanted)
+    for problem in wanted:
+        if problem.world_size != members.size():
+            raise ValueError(
+                f"tune: {problem} is for {problem.world_size} ranks, but the group has {members.size()}"
+            )
+    results = []
+    for index, (problem, mode) in enumerate((one, mode) for one in wanted for mode in modes):
+        if progress and session.board.rank == 0:
+            _draw_bar(index, len(wanted) * len(modes), f"{words(problem)} {mode}")
+        results.append(session.tune(problem, mode, takes=mode == modes[0]))
+    if progress and session.board.rank == 0 and wanted:
+        _draw_bar(len(results), len(results), "done")
+        print(file=sys.stderr)
+    return results
+
+
+def check_arguments(modes: Sequence[str], most: int, repeats: int) -> None:
+    if isinstance(modes, str) or not modes or any(mode not in MODES for mode in modes):
+        raise ValueError(f"modes is {modes!r}, allowed are sequences of {', '.join(MODES)}")
+    if most < 1 or repeats < 1:
+        raise ValueError(f"most is {most} and repeats {repeats}, allowed are 1 and more")
+
+
+def _usual_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
+    """What this process has called in the group on such devices, and how often; but scaled operands, which have one plan."""
+    found: dict[str, tuple[Problem, int]] = {}
+    for row in torch.ops.overlap.plan_table():
+        if row["group"] != group or row["device"] != device_type or row["dtype"] not in _DTYPES:
+            continue
+        sizes = [int(row[size]) for size in ("m", "n", "k")]
+        problem = Problem(*sizes, row["dtype"], int(row["world_size"]), row["op"])
+        _, calls = found.get(repr(problem), (problem, 0))
+        found[repr(problem)] = (problem, calls + int(row["calls"]))
+    return list(found.values())
+
+
+def words(problem: Problem) -> str:
+    return f"{enum_name(problem.op)} {problem.m}x{problem.n}x{problem.k}"
+
+
+def _as_list(problem: Problem) -> list[Any]:
+    return [
+        problem.m,
+        problem.n,
+        problem.k,
+        enum_name(problem.dtype),
+        problem.world_size,
+        enum_name(problem.op),
+    ]
+
+
+class _Session:
+    """One call of tune on one rank."""
+
+    def __init__(
+        self,
+        name: str,
+        members: dist.ProcessGroup,
+        device: torch.device,
+        most: int,
+        repeats: int,
+        cache: bool,
+    ) -> None:
+        _boards[name] = _boards.get(name, 0) + 1
+        timeout_s = float(os.environ.get("OVERLAP_TIMEOUT_S") or _timeout_s(members, device))
+        self.board = _Board(
+            store=dist.distributed_c10d._get_process_group_store(members),
+            rank=members.rank(),
+            world=members.size(),
+            timeout_s=timeout_s,
+            name=f"{name}/{_boards[name]}",
+        )
+        self.name, self.device, self.most, self.repeats = name, device, most, repeats
+        self.machine: Machine = machine(device, name)
+        self.environment = _tuned_files.environment(device, self.machine, members.size())
+        self.files = _tuned_files.Files(self.environment) if cache else None
+
+    def agree_on(self, problems: list[Problem]) -> list[Problem]:
+        """Rank 0's, but all-to-alls."""
+        own = [_as_list(problem) for problem in problems if problem.op in _FUNCTIONS]
+        return [Problem(*item) for item in self.board.broadcast(own)]
+
+    def tune(self, problem: Problem, mode: str, takes: bool) -> Tuned:
+        before = plan_for(
+            problem.m,
+            problem.n,
+            problem.k,
+            problem.dtype,
+            device=self.device,
+            group=self.name,
+            op=problem.op,
+        )
+        offer = self.board.broadcast(self._offer(problem, mode) if self.board.rank == 0 else None)
+        plans = [decode(code) for code in offer["plans"]]
+        answers = self.board.gather(
+            {"refused": [self._refusal(plan) for plan in plans], "environment": self.environment}
+        )
+        kept = self.board.broadcast(_kept(answers) if answers is not None else None)
+        if kept["why"] or (offer["us"] and kept["plans"] != list(range(len(plans)))):
+            why = kept["why"] or "what the cache has does not run on all ranks"
+            if self.board.rank == 0:
+                warnings.warn(
+                    f"overlap_torch.tune: {words(problem)} keeps its plan: {why}", stacklevel=3
+                )
+            return Tuned(problem, mode, self._set(before, takes), (), f"kept: {why}")
+        if offer["us"]:
+            times = tuple(zip(plans, offer["us"], strict=True))
+            return Tuned(problem, mode, self._set(plans[offer["chosen"]], takes), times, "cache")
+        plans = [plans[index] for index in kept["plans"]]
+        try:
+            own = self._measure(problem, plans, mode)
+        finally:
+            self._set(before, True)
+        said = self.board.gather(own)
+        verdict = self.board.broadcast(self._decide(said) if said is not None else None)
+        times = tuple((plans[i], verdict["us"][i]) for i in verdict["right"])
+        if self.board.rank == 0 and self.files is not None:
+            codes = [encode(plan) for plan, _ in times]
+            chosen = verdict["right"].index(verdict["chosen"])
+            self.files.write(problem, mode, codes, [us for _, us in times], chosen)
+        chosen_plan = self._set(plans[verdict["chosen"]], takes)
+        return Tuned(problem, mode, chosen_plan, times, "measured")
+
+    def _set(self, plan: Plan, takes: bool) -> Plan:
+        if takes:
+            set_plan(plan, device=self.device, group=self.name)
+        return plan
+
+    def _offer(self, problem: Problem, mode: str) -> dict[str, Any]:
+        """Rank 0's: the cache's plans and times, or what is to be measured, the sequence first."""
+        entries = self.files.read(problem) if self.files is not None else {}
+        found = entries.get((problem.m, mode))
+        if found is not None:
+            return {"plans": found.plans, "us": found.us, "chosen": found.chosen}
+        corrections = _corrections(problem, mode, entries, self.machine)
+        plans = ranked(problem, self.machine, self.most, corrections)
+        return {"plans": [encode(plan) for plan in plans], "us": [], "chosen": 0}
+
+    def _refusal(self, plan: Plan) -> str:
+        """Why this rank cannot run it; "" if it can. Nothing is communicated."""
+        try:
+            validate(plan)
+            before = plan_for(
+                plan.problem.m,
+                plan.problem.n,
+                plan.problem.k,
+                plan.problem.dtype,
+                device=self.device,
+                group=self.name,
+                op=plan.problem.op,
+            )
+            set_plan(plan, device=self.device, group=self.name)
+            set_plan(before, device=self.device, group=self.name)
+        except (ValueError, RuntimeError) as error:
+            return str(error).split("\n")[0]
+        return ""
+
+    def _measure(self, problem: Problem, plans: list[Plan], mode: str) -> dict[str, Any]:
+        """Times by plan and turn in microseconds, and which plans' results are the sequence's."""
+        function = _FUNCTIONS[problem.op]
+        input, weight = operands(problem, self.device, self.board.rank)
+
+        def call() -> torch.Tensor:
+            result = function(input, weight, group=self.name)
+            return result[0] if isinstance(result, tuple) else result
+
+        right, us = [], [[] for _ in plans]
+        with torch.inference_mode():
+            expected = None
+            for plan in plans:
+                set_plan(plan, device=self.device, group=self.name)
+                result = call()
+                if expected is None:
+                    expected = result
+                right.append(_close(result, expected))
+            flush = None
+            if self.device.type == "cuda":
+                flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+            for turn in range(self.repeats):
+                # Each turn begins with another plan, in the same order on all ranks.
+                for index in (*range(turn % len(plans), len(plans)), *range(turn % len(plans))):
+                    set_plan(plans[index], device=self.device, group=self.name)
+                    call()  # the ranks come together, and the plan's list of steps is made
+                    us[index].append(_time_us(call, mode, flush))
+        return {"right": right, "us": us}
+
+    def _decide(self, said: list[dict[str, Any]]) -> dict[str, Any]:
+        """Of every rank's times: each plan's, and the one to take."""
+        plans = len(said[0]["us"])
+        right = [i for i in range(plans) if i == 0 or all(rank["right"][i] for rank in said)]
+        us = [
+            statistics.median(
+                max(turns) for turns in zip(*(rank["us"][i] for rank in said), strict=True)
+            )
+            for i in range(plans)
+        ]
+        best = min(right, key=lambda i: us[i])
+        chosen = best if us[best] < _SHARE[self.device.type] * us[0] else 0
+        return {"right": right, "us": us, "chosen": chosen}
+
+
+def _timeout_s(members: dist.ProcessGroup, device: torch.device) -> float:
+    return members._get_backend(device).options._timeout.total_seconds()
+
+
+def _kept(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Which plans all ranks can run, by index; or why none may be taken."""
+    for rank, answer in enumerate(answers):
+        for name, value in answers[0]["environment"].items():
+            theirs = answer["environment"].get(name)
+            if theirs != value:
+                return {"plans": [], "why": f"rank {rank} has {name} {theirs!r}, rank 0 {value!r}"}
+        if answer["refused"][0]:
+            return {"plans": [], "why": f"rank {rank} cannot run it: {answer['refused'][0]}"}
+    count = len(answers[0]["refused"])
+    plans = [i for i in range(count) if not any(answer["refused"][i] for answer in answers)]
+    return {"plans": plans, "why": ""}
+
+
+# --- what is measured -----------------------------------------------------------------------------------------
+
+
+def way(plan: Plan) -> tuple[str, ...]:
+    """How it computes and communicates, whatever its chunks."""
+    chunk, resources = plan.chunks[0], plan.resources
+    names = map(enum_name, (plan.schedule, plan.kernel, plan.collective, plan.layout))
+    numbers = map(str, (chunk.max_ctas, resources.lanes, int(resources.window)))
+    return (*names, enum_name(chunk.transport), *numbers)
+
+
+def family(plan: Plan) -> tuple[str, ...]:
+    """What plans of one problem for other M have in common: the way, how many chunks, and whether the ends are small."""
+    tiles = [one.tiles for one in plan.chunks]
+    mean = sum(tiles) / len(tiles)
+    ends = (
+        "small" if end < 0.7 * mean else "large" if end > 1.4 * mean else ""
+        for end in (tiles[0], tiles[-1])
+    )
+    return (*way(plan), str(len(tiles)), *ends)
+
+
+def ranked(
+    problem: Problem, on: Machine, most: int, corrections: Callable[[Plan], float] | None = None
+) -> list[Plan]:
+    """The sequence, and up to ``most`` other candidates: the best of each way to communicate first, then by time."""
+    sequence = make_sequential(problem, on)
+
+    def expected(plan: Plan) -> float:
+        us = predict(plan, on).total_us
+        return us * corrections(plan) if corrections is not None else us
+
+    others = sorted((one for one in candidates(problem, on) if one != sequence), key=expected)
+    firsts: dict[tuple[Any, ...], Plan] = {}
+    for plan in others:
+        own = (plan.kernel, plan.collective, plan.chunks[0].transport, plan.resources.window)
+        firsts.setdefault(own, plan)
+    chosen = list(firsts.values())[:most]
+    chosen += [plan for plan in others if plan not in chosen][: most - len(chosen)]
+    return [sequence, *chosen]
+
+
+def _corrections(
+    problem: Problem,
+    mode: str,
+    entries: dict[tuple[int, str], _tuned_files.Entry],
+    on: Machine,
+) -> Callable[[Plan], float] | None:
+    """By how much the model is off for a plan: as for its family at the nearest M, else for its way, else for all."""
+    families: dict[tuple[str, ...], tuple[float, float]] = {}  # how far away, measured by expected
+    for (m, entry_mode), entry in entries.items():
+        if entry_mode != mode:
+            continue
+        distance = abs(math.log(m / problem.m)) if m > 0 and problem.m > 0 else math.inf
+        for code, us in zip(entry.plans, entry.us, strict=True):
+            plan = decode(code)
+            expected = predict(plan, on).total_us
+            nearest, _ = families.get(family(plan), (math.inf, 1.0))
+            if distance < nearest and math.isfinite(expected) and expected > 0.0:
+                families[family(plan)] = (distance, us / expected)
+    if not families:
+        return None
+    length = len(way(make_sequential(problem, on)))
+    ways: dict[tuple[str, ...], list[float]] = {}
+    for one, (_, ratio) in families.items():
+        ways.setdefault(one[:length], []).append(ratio)
+    usual = _mean([ratio for _, ratio in families.values()])
+
+    def correction(plan: Plan) -> float:
+        if family(plan) in families:
+            return families[family(plan)][1]
+        return _mean(ways[way(plan)]) if way(plan) in ways else usual
+
+    return correction
+
+
+def _mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def operands(
+    problem: Problem, device: torch.device, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and weight of one rank, normally distributed: a GPU's clock depends on what it multiplies."""
+    rows = problem.m
+    if problem.op == Op.ALLGATHER_GEMM:
+        rows = problem.m // problem.world_size
+    dtype = getattr(torch, enum_name(problem.dtype))
+    generator = torch.Generator(device).manual_seed(rank)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    return make(rows, problem.k), make(problem.n, problem.k)
+
+
+def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they differ by no more than roundings do."""
+    if result.shape != expected.shape:
+        return False
+    if result.numel() == 0:
+        return True
+    return ((result - expected).abs().max() <= 0.02 * expected.abs().max()).item()
+
+
+def _time_us(call: Callable[[], Any], mode: str, flush: torch.Tensor | None) -> float:
+    """Of one call, in "row" of the mean one; behind a call that all ranks have just ended."""
+    calls = 1 if mode == "call" else _ROW
+    if flush is None:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return 1e6 * (time.perf_counter() - begin) / calls
+    # The host enqueues what is timed while the GPU is busy with what comes before.
+    if mode == "call":
+        flush.zero_()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end) / calls
+
+
+def _draw_bar(done: int, of: int, what: str) -> None:
+    width = 30
+    filled = width * done // max(1, of)
+    bar = "#" * filled + "." * (width - filled)
+    print(f"\r[{bar}] {done}/{of} {what:60}", end="", file=sys.stderr, flush=True)
+
+
+# --- at first calls -------------------------------------------------------------------------------------------
+
+
+class _FirstCalls:
+    """Comes behind each call of an op: tunes what was called for the first time.
+
+    What it goes by is the same on all ranks of a group: op, sizes and dtype. Rank 0 says which problems these are.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[Any, ...]] = set()
+        self._tuned: dict[tuple[str, str], set[str]] = {}
+        self._busy = False
+
+    def __call__(self, op: object, group: str, arguments: tuple[Any, ...]) -> None:
+        tensors = [
+            one
+            for argument in arguments
+            for one in (argument if isinstance(argument, (list, tuple)) else [argument])
+            if isinstance(one, torch.Tensor)
+        ]
+        device = tensors[0].device
+        key = (op, group, device.type, *((tuple(one.shape), one.dtype) for one in tensors))
+        if self._busy or key in self._seen or _hidden(device):
+            return
+        self._seen.add(key)
+        tuned = self._tuned.setdefault((group, device.type), set())
+        fresh = [problem for problem, _ in called(group, device.type) if repr(problem) not in tuned]
+        tuned.update(map(repr, fresh))
+        self._busy = True
+        try:
+            tune(fresh, group=group, device=device)
+        finally:
+            self._busy = False
+
+
+def _hidden(device: torch.device) -> bool:
+    """Whether operations are recorded, traced or transformed now, and not simply done."""
+    if device.type not in ("cpu", "cuda") or is_compiling():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None or _get_current_dispatch_mode():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def wanted_at_first_calls() -> _FirstCalls | None:
+    """What OVERLAP_TUNE asks for. Raises ValueError if it is neither 0 nor 1."""
+    value = os.environ.get("OVERLAP_TUNE", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"OVERLAP_TUNE must be 0 or 1, but it is {value!r}")
+    return _FirstCalls() if value == "1" else None
+
+
+eager.behind_calls = wanted_at_first_calls()

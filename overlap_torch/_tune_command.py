@@ -1,0 +1,229 @@
+"""``python -m overlap_torch tune``: tunes problems by their sizes or as a program called them, or writes down what one calls."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_torch import _tune
+from overlap_torch._launch import Ranks, current_device, launch
+from overlap_torch._plan_json import enum_name
+from overlap_torch.plan import Problem
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+_SCHEMA, _KIND = 1, "overlap_torch.problems"
+_SIZES = ("m", "n", "k")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What each rank of the command does."""
+
+    problems: tuple[tuple[Any, ...], ...]  # M, N, K, dtype, op
+    modes: tuple[str, ...]
+    most: int
+    repeats: int
+    cache: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tunes, or records, with these command line arguments; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m overlap_torch tune",
+        description="Measures plans for problems on all GPUs, or on two CPU ranks, and remembers the times in "
+        "$OVERLAP_CACHE or the user's cache folder. overlap_torch.tune() in a program takes them from there, and so does "
+        "OVERLAP_TUNE=1. Starts the ranks itself, or is one of those that torchrun started.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--shapes",
+        help="comma-separated MxNxK: M the rows of the whole GEMM, N its columns, K one rank's",
+    )
+    what.add_argument("--recorded", metavar="FILE", help="the problems that --record wrote down")
+    what.add_argument(
+        "--record",
+        metavar="FILE",
+        help="runs a program and writes down what it calls: torchrun ... -m overlap_torch tune --record FILE train.py ...",
+    )
+    parser.add_argument("--op", default=_OPS[0], help=f"comma-separated: {', '.join(_OPS)}, all")
+    parser.add_argument("--dtype", choices=list(_SHORT), help="default: bf16, on CPU fp32")
+    parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
+    parser.add_argument(
+        "--most", type=int, default=4, help="plans to measure beside the sequence (default: 4)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=10,
+        help="turns, in each of which all plans run (default: 10)",
+    )
+    parser.add_argument("--no-cache", action="store_true", help="measure all, remember nothing")
+    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU"
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, help="of --record: script, or -m module, and arguments"
+    )
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if bool(args.program) != bool(args.record):
+        parser.error("--record FILE takes a program behind it, and nothing else does")
+    if args.record:
+        record(args.record, args.program)
+        return 0
+    try:
+        ranks = Ranks.choose(args.world, args.device)
+        modes = tuple(args.modes.split(","))
+        _tune.check_arguments(modes, args.most, args.repeats)
+        problems = _read(args.recorded, _world(ranks)) if args.recorded else _given(args, ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    job = _Job(problems, modes, args.most, args.repeats, not args.no_cache)
+    try:
+        launch(ranks, run_rank, job)
+    except torch.multiprocessing.ProcessExitedException as error:
+        return error.exit_code or 1
+    return 0
+
+
+def _world(ranks: Ranks) -> int:
+    return int(os.environ.get("WORLD_SIZE", 0)) or ranks.world_size
+
+
+def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[tuple[Any, ...], ...]:
+    """Of each op each shape, its rows rounded up to parts of all ranks."""
+    ops = _OPS if args.op == "all" else tuple(args.op.split(","))
+    if unknown := [op for op in ops if op not in _OPS]:
+        raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(_OPS)}, all")
+    dtype = _SHORT[args.dtype or ("fp32" if ranks.device_type == "cpu" else "bf16")]
+    shapes = [_shape(text) for text in args.shapes.split(",")]
+    world = _world(ranks)
+    return tuple((-(-m // world) * world, n, k, dtype, op) for op in ops for m, n, k in shapes)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    if not re.fullmatch(r"\d+x\d+x\d+", text):
+        raise ValueError(f"--shapes has {text!r}, allowed is MxNxK, as in 4096x8192x7168")
+    m, n, k = (int(size) for size in text.split("x"))
+    return m, n, k
+
+
+def run_rank(job: _Job) -> None:
+    """What each rank of the command does."""
+    world = dist.get_world_size()
+    problems = [Problem(*sizes, dtype, world, op) for *sizes, dtype, op in job.problems]
+    results = _tune.tune(
+        problems,
+        modes=job.modes,
+        device=current_device(),
+        most=job.most,
+        repeats=job.repeats,
+        cache=job.cache,
+        progress=sys.stderr.isatty(),
+    )
+    if dist.get_rank() != 0:
+        return
+    for one in results:
+        gain = "" if one.gain is None else f"{one.gain:5.2f}x of the sequence"
+        print(f"{_tune.words(one.problem):44} {one.mode:5} {one.source:9} {gain}")
+        print(f"    {str(one.plan).partition(': ')[2]}")
+        for plan, us in one.times:
+            print(f"    {us:10.1f} us  {str(plan).partition(': ')[2]}")
+
+
+# --- what a program calls -------------------------------------------------------------------------------------
+
+
+def record(path: str, program: Sequence[str]) -> None:
+    """Runs the program in this process, and writes down what its ops are called with, on rank 0."""
+    calls: dict[tuple[Any, ...], int] = {}
+    write = _at_the_end_of_groups(lambda: _note(calls))
+    script, *arguments = program
+    try:
+        if script == "-m":
+            sys.argv = arguments or [script]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [script, *arguments]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        write()
+        if int(os.environ.get("RANK", 0)) == 0:
+            _write(path, calls)
+
+
+def _at_the_end_of_groups(note: Callable[[], None]) -> Callable[[], None]:
+    """Calls `note` before groups go, and what was called in them with them; returns the last call, which undoes it."""
+    original = dist.destroy_process_group
+
+    def noted(*arguments: Any, **keywords: Any) -> None:
+        note()
+        original(*arguments, **keywords)
+
+    def last() -> None:
+        note()
+        dist.destroy_process_group = original
+
+    dist.destroy_process_group = noted
+    return last
+
+
+def _note(calls: dict[tuple[Any, ...], int]) -> None:
+    groups = {(row["group"], row["device"]) for row in torch.ops.overlap.plan_table()}
+    for group, device in sorted(groups):
+        for problem, count in _tune.called(group, device):
+            if enum_name(problem.op) not in _OPS:
+                continue
+            key = (
+                enum_name(problem.op),
+                *(getattr(problem, size) for size in _SIZES),
+                enum_name(problem.dtype),
+                problem.world_size,
+            )
+            calls[key] = max(calls.get(key, 0), count)
+
+
+def _write(path: str, calls: dict[tuple[Any, ...], int]) -> None:
+    names = ("op", *_SIZES, "dtype", "world_size", "calls")
+    often = sorted(calls.items(), key=lambda item: (-item[1], item[0]))
+    problems = [dict(zip(names, (*key, count), strict=True)) for key, count in often]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"schema": _SCHEMA, "kind": _KIND, "problems": problems}, file, indent=1)
+        file.write("\n")
+    print(f"overlap_torch tune: {len(problems)} problems in {path}", file=sys.stderr)
+
+
+def _read(path: str, world: int) -> tuple[tuple[Any, ...], ...]:
+    """The file's problems of so many ranks, the most often called first. Raises ValueError for a file that is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+        if data["schema"] != _SCHEMA or data["kind"] != _KIND:
+            raise ValueError(f"schema {data['schema']!r}, kind {data['kind']!r}")
+        found = [
+            Problem(
+                *(one[size] for size in _SIZES), one["dtype"], int(one["world_size"]), one["op"]
+            )
+            for one in data["problems"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--recorded {path}: {error!r}; allowed is what --record writes, schema {_SCHEMA}, kind {_KIND!r}"
+        ) from error
+    own = [one for one in found if one.world_size == world]
+    if not own:
+        worlds = sorted({one.world_size for one in found})
+        raise ValueError(f"--recorded {path}: problems of {worlds} ranks, but there are {world}")
+    return tuple((one.m, one.n, one.k, enum_name(one.dtype), enum_name(one.op)) for one in own)

@@ -1,0 +1,170 @@
+"""Measured times on disk. Nothing here raises: what cannot be read is not there, what cannot be written is not kept."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overlap_torch._plan_json import enum_name
+from overlap_torch.plan import Machine, Problem, decode, validate
+
+SCHEMA = 1
+_KIND = "overlap_torch.tuned"
+# Variables that change what a plan takes; where files are, and what is said, do not.
+_PREFIXES = ("NCCL_", "OVERLAP_")
+_IDLE = (
+    "NCCL_HOSTID",
+    "OVERLAP_CACHE",
+    "OVERLAP_DEBUG",
+    "OVERLAP_LOG",
+    "OVERLAP_ON_FAILURE",
+    "OVERLAP_TIMEOUT_S",
+)
+_unwritten: dict[
+    Path, dict[str, Any]
+] = {}  # what this process would have written, had the disk taken it
+
+
+def folder() -> Path:
+    """Where times are kept: $OVERLAP_CACHE, else overlap_torch in the user's cache folder."""
+    given = os.environ.get("OVERLAP_CACHE")
+    if given:
+        return Path(given)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "overlap_torch"
+
+
+def environment(device: torch.device, machine: Machine, world: int) -> dict[str, str]:
+    """What times hold for; the same on all ranks. Clocks, drivers' patches and power limits are not in it."""
+    gpu = device.type == "cuda"
+    found = {
+        "device": torch.cuda.get_device_name(device) if gpu else platform.machine(),
+        "arch": str(machine.arch),
+        "sm_count": str(machine.sm_count if gpu else os.cpu_count()),
+        "peers": str(machine.peer_gbps > 0.0),
+        "windows": str(machine.windows),
+        "world": str(world),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else "none",
+        "build": torch.ops.overlap.build_info(),
+    }
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIXES) and name not in _IDLE:
+            found[name] = os.environ[name]
+    return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Times of one M in one mode: encoded plans, the sequence first, microseconds of each, and which one is taken."""
+
+    plans: list[list[int]]
+    us: list[float]
+    chosen: int
+
+
+class Files:
+    """The files of one environment: one for each op, N, K, dtype and number of ranks, with all M."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+        text = json.dumps(environment, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._folder = folder() / str(SCHEMA) / digest
+        self._warned = False
+
+    def path(self, problem: Problem) -> Path:
+        name = (
+            f"{enum_name(problem.op)}-{problem.n}x{problem.k}-{enum_name(problem.dtype)}"
+            f"-w{problem.world_size}.json"
+        )
+        return self._folder / name
+
+    def read(self, problem: Problem) -> dict[tuple[int, str], Entry]:
+        """By M and mode. What is damaged, of another schema or environment, or no plan of its problem is left out."""
+        found: dict[tuple[int, str], Entry] = {}
+        for key, data in self._entries(self.path(problem)).items():
+            with contextlib.suppress(Exception):  # whatever is wrong with it
+                m, mode = key.split("/")
+                found[int(m), mode] = _entry(data, problem, int(m))
+        return found
+
+    def write(
+        self, problem: Problem, mode: str, plans: list[list[int]], us: list[float], chosen: int
+    ) -> None:
+        """Adds an entry, beside those that other jobs have written meanwhile."""
+        path = self.path(problem)
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        entries = self._entries(path)
+        entries[f"{problem.m}/{mode}"] = {"plans": plans, "us": us, "chosen": chosen, "at": now}
+        data = {
+            "schema": SCHEMA,
+            "kind": _KIND,
+            "environment": self._environment,
+            "entries": entries,
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(data, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(name, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+            _unwritten.pop(path, None)
+        except OSError as error:
+            _unwritten[path] = entries
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"overlap_torch: measured times are not kept: {error}. OVERLAP_CACHE names another folder.",
+                    stacklevel=2,
+                )
+
+    def _entries(self, path: Path) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if (
+                isinstance(data, dict)
+                and data.get("schema") == SCHEMA
+                and data.get("kind") == _KIND
+                and data.get("environment") == self._environment
+                and isinstance(data.get("entries"), dict)
+            ):
+                entries = data["entries"]
+        return {**entries, **_unwritten.get(path, {})}
+
+
+def _entry(data: dict[str, Any], problem: Problem, m: int) -> Entry:
+    """Raises for what no write can have made."""
+    plans, us, chosen = data["plans"], [float(one) for one in data["us"]], data["chosen"]
+    if len(plans) != len(us) or not isinstance(chosen, int) or not 0 <= chosen < len(plans):
+        raise ValueError("not as many times as plans")
+    if not all(math.isfinite(one) and one > 0.0 for one in us):
+        raise ValueError("a time that is none")
+    of_this = Problem(m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op)
+    for code in plans:
+        plan = decode(code)
+        validate(plan)
+        if plan.problem != of_this:
+            raise ValueError("a plan of another problem")
+    return Entry(plans, us, chosen)

@@ -1,0 +1,63 @@
+"""What ranks that differ plan for: the slowest, with what all have; or nothing, where they would plan differently."""
+
+from __future__ import annotations
+
+import pytest
+
+from machines import big, hopper
+from overlap_torch import plan
+from overlap_torch._plan import agree
+from overlap_torch.plan import Machine, Op, Profile, Schedule
+
+OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM, Op.GEMM_ALLTOALL)
+
+
+def alike(count: int = 3, **changes: object) -> list[Machine]:
+    machines = [hopper(windows=True, peer_gbps=365.0) for _ in range(count)]
+    for name, value in changes.items():
+        setattr(machines[1], name, value)
+    return machines
+
+
+def agreed(machines: list[Machine], nccl: int = 22800, build: int = 7) -> tuple[Machine, str]:
+    count = len(machines)
+    return agree(machines, [22800, nccl, *[22800] * (count - 2)], [7, build, *[7] * (count - 2)])
+
+
+def test_agree_leaves_ranks_that_are_alike_as_they_are():
+    machine, difference = agreed(alike())
+    assert (repr(machine), difference) == (repr(alike()[0]), "")
+    # What clocks and power limits change, nobody has to hear of.
+    machine, difference = agreed(alike(sm_gflops=5000.0))
+    assert (machine.sm_gflops, difference) == (5000.0, "")
+
+
+def test_agree_plans_for_the_slowest_with_what_all_have():
+    machine, difference = agreed(alike(sm_count=114, has_sm90_kernels=False))
+    assert (machine.sm_count, machine.has_sm90_kernels) == (114, False)
+    assert machine.link_gbps == 260.0 and machine.has_sm80_kernels
+    assert difference == (
+        "rank 1 has SMs 114 (rank 0: 132), another set of kernels: all ranks plan for the slowest, with what all have"
+    )
+    # Whichever rank asks.
+    machines = alike(sm_count=114)
+    assert agree(machines[1:] + machines[:1], [1] * 3, [1] * 3)[0].sm_count == 114
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nccl": 22700}, "rank 1 has NCCL 22700 (rank 0: 22800)"),
+        ({"build": 8}, "rank 1 has another build of overlap_torch"),
+        ({}, "rank 1 has another profile (OVERLAP_PROFILE)"),
+    ],
+    ids=str,
+)
+def test_agree_plans_nothing_where_ranks_would_plan_differently(changes, said):
+    own = '{"schema": 1, "kind": "overlap_torch.profile", "name": "own", "gemm": {"start_us": 9}}'
+    machines = alike(**({} if changes else {"profile": Profile.parse(own)}))
+    machine, difference = agreed(machines, **changes)
+    assert difference == f"{said}: every call runs the sequence until they are the same"
+    for op in OPS:
+        rows = 0 if op == Op.GEMM_ALLTOALL else 8192
+        assert plan.make_plan(big(op=op, m=rows), machine).schedule == Schedule.SEQUENTIAL

@@ -1,0 +1,587 @@
+"""Tuning: what is measured and taken, on all ranks the same; caches that hit on one rank, are damaged or cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+
+import overlap_torch
+from machines import big, hopper, slow, total
+from operands import world_name
+from overlap_torch import _tune, _tune_command, _tuned_files, plan
+from overlap_torch._ops import eager
+from overlap_torch._plan_json import enum_name
+from overlap_torch.plan import Op, Problem, Schedule
+
+SHAPES = (1024, 64, 64)  # that the planner has candidates for, and makes the sequence of
+ALL = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+
+
+def problem(op: str = "gemm_allreduce", m: int = SHAPES[0]) -> Problem:
+    return Problem(m, *SHAPES[1:], "float32", dist.get_world_size(), op)
+
+
+def told(results: list[_tune.Tuned]) -> list[tuple[Any, ...]]:
+    """What can be compared between processes."""
+    return [
+        (one.plan.encode(), one.source, [us for _, us in one.times], one.mode) for one in results
+    ]
+
+
+def held(one: Problem) -> list[int]:
+    return plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op).encode()
+
+
+def chunks_held(one: Problem) -> int:
+    return len(plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op).chunks)
+
+
+def tune(folder: str, *problems: Problem, **options: Any) -> list[_tune.Tuned]:
+    os.environ["OVERLAP_CACHE"] = folder
+    try:
+        return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
+    finally:
+        plan.clear_plans()
+        del os.environ["OVERLAP_CACHE"]
+
+
+def tuned_twice(folder: str) -> Any:
+    problems = [problem(op) for op in ALL]
+    first = tune(folder, *problems, modes=("call", "row"))
+    second = tune(folder, *problems, modes=("call", "row"))
+    for one in (*first, *second):
+        assert one.times[0][0].schedule == Schedule.SEQUENTIAL and len(one.times) > 1
+        assert one.plan in [measured for measured, _ in one.times]
+        assert one.gain > 0.0
+    return told(first), told(second)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_once_and_gives_all_ranks_the_same(ranks, tmp_path):
+    (first, second), *others = ranks.run(tuned_twice, str(tmp_path))
+    assert others == [(first, second)] * len(others)
+    assert {one[1] for one in first} == {"measured"} and {one[1] for one in second} == {"cache"}
+    assert [one[0] for one in first] == [one[0] for one in second]
+    assert [one[3] for one in first] == ["call", "row"] * len(ALL)
+    assert len(list(tmp_path.rglob("*.json"))) == len(ALL)
+
+
+def set_by_tuning(folder: str) -> Any:
+    os.environ["OVERLAP_CACHE"] = folder
+    wanted = problem()
+    before = held(wanted)
+    original = _tune._time_us
+    # The more chunks a plan has, the faster it looks.
+    _tune._time_us = lambda call, mode, flush: (call(), 1000.0 / chunks_held(wanted))[1]
+    try:
+        (one,) = overlap_torch.tune([wanted], device="cpu", repeats=3)
+        return one.plan.encode(), held(wanted), before
+    finally:
+        _tune._time_us = original
+        plan.clear_plans()
+        del os.environ["OVERLAP_CACHE"]
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_sets_what_it_took(ranks, tmp_path):
+    for taken, now, before in ranks.run(set_by_tuning, str(tmp_path)):
+        assert taken == now
+        assert taken != before
+
+
+def with_noise(seed: int) -> Any:
+    noise = random.Random(seed * 100 + dist.get_rank())
+    original = _tune._time_us
+    _tune._time_us = lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1]
+    try:
+        return told(tune("/nonexistent", *[problem(op) for op in ALL], cache=False))
+    finally:
+        _tune._time_us = original
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_agrees_whatever_each_rank_measures(ranks):
+    taken = set()
+    for seed in range(4):
+        first, *others = ranks.run(with_noise, seed)
+        assert others == [first] * len(others)
+        taken |= {str(one[0]) for one in first}
+    assert len(taken) > len(ALL)  # not always the same
+
+
+def with_own_caches(folder: str, owner: int) -> Any:
+    mine = f"{folder}/{dist.get_rank()}"
+    if dist.get_rank() == owner:
+        os.makedirs(mine, exist_ok=True)
+    first = tune(f"{folder}/{owner}", problem())
+    return told(first), told(tune(mine, problem()))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_takes_rank_0s_cache_alone(ranks, tmp_path, owner):
+    for first, second in ranks.run(with_own_caches, str(tmp_path), owner):
+        assert first[0][1] == "measured"
+        assert second[0][1] == ("cache" if owner == 0 else "measured")
+
+
+DAMAGE = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "bytes": lambda text: "\x00\xff" + text,
+    "another schema": lambda text: text.replace('"schema": 1', '"schema": 99'),
+    "another kind": lambda text: text.replace("overlap_torch.tuned", "other"),
+    "another machine": lambda text: text.replace('"arch": "0"', '"arch": "90"'),
+    "a list": lambda text: "[1, 2]",
+    "no time": lambda text: edited(text, us=lambda us: ["x", *us[1:]]),
+    "a time that is infinite": lambda text: edited(text, us=lambda us: [1e999, *us[1:]]),
+    "a time too few": lambda text: edited(text, us=lambda us: us[1:]),
+    "a choice that is none": lambda text: edited(text, chosen=lambda chosen: 99),
+    "a plan that is none": lambda text: edited(text, plans=lambda plans: [[1, 2], *plans[1:]]),
+    "a plan of another M": lambda text: text.replace('"1024/call"', '"1280/call"'),
+}
+
+
+def edited(text: str, **changes: Any) -> str:
+    data = json.loads(text)
+    for entry in data["entries"].values():
+        for name, change in changes.items():
+            entry[name] = change(entry[name])
+    return json.dumps(data)
+
+
+def with_damage(folder: str) -> Any:
+    sources = []
+    for name in DAMAGE:
+        mine = f"{folder}/{name}"
+        tune(mine, problem())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (file,) = Path(mine).rglob("*.json")
+            file.write_text(DAMAGE[name](file.read_text()))
+        wanted = problem(m=1280 if name == "a plan of another M" else SHAPES[0])
+        sources.append([one.source for one in tune(mine, wanted) + tune(mine, wanted)])
+    return sources
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_again_what_a_damaged_or_foreign_file_had(ranks, tmp_path):
+    for sources in ranks.run(with_damage, str(tmp_path)):
+        assert dict(zip(DAMAGE, sources, strict=True)) == dict.fromkeys(
+            DAMAGE, ["measured", "cache"]
+        )
+
+
+def on_a_full_disk(folder: str) -> Any:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    original, os.fsync = os.fsync, full
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sources = [one.source for one in tune(folder, problem()) + tune(folder, problem())]
+    finally:
+        os.fsync = original
+    return sources, [str(one.message) for one in said if "not kept" in str(one.message)]
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_on_a_full_disk_warns_and_remembers(ranks, tmp_path):
+    first, *others = ranks.run(on_a_full_disk, str(tmp_path))
+    assert first[0] == ["measured", "cache"] and len(first[1]) == 1
+    assert "No space left on device" in first[1][0]
+    assert others == [(["measured", "cache"], [])] * len(others)
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+def concurrently(folder: str) -> Any:
+    """Two jobs that know nothing of each other write other M of one weight."""
+    mine = tune(folder, problem())
+    files = _tuned_files.Files(
+        _tuned_files.environment(torch.device("cpu"), plan.machine("cpu"), dist.get_world_size())
+    )
+    codes = [one.encode() for one, _ in mine[0].times]
+    os.environ["OVERLAP_CACHE"] = folder
+    kept = dist.get_rank() == 0 and sorted(_tuned_files.Files(files._environment).read(problem()))
+    del os.environ["OVERLAP_CACHE"]
+    tune(folder, problem(m=2048))
+    os.environ["OVERLAP_CACHE"] = folder
+    now = dist.get_rank() == 0 and sorted(_tuned_files.Files(files._environment).read(problem()))
+    del os.environ["OVERLAP_CACHE"]
+    return kept, now, len(codes) > 1
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_keeps_all_m_of_a_weight_in_one_file(ranks, tmp_path):
+    first, *_ = ranks.run(concurrently, str(tmp_path))
+    assert first == ([(1024, "call")], [(1024, "call"), (2048, "call")], True)
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def with_a_rank_that_refuses(all_of_them: bool) -> Any:
+    original = _tune._Session._refusal
+
+    def refusal(self: _tune._Session, one: plan.Plan) -> str:
+        overlapped = one.schedule == Schedule.OVERLAPPED
+        refuses = dist.get_rank() == 1 and (all_of_them or (overlapped and len(one.chunks) == 2))
+        return "no memory" if refuses else original(self, one)
+
+    _tune._Session._refusal = refusal
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            results = tune("/nonexistent", problem(), cache=False)
+    finally:
+        _tune._Session._refusal = original
+    return [len(one.chunks) for one, _ in results[0].times], results[0].source, len(said)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_drops_on_all_ranks_what_one_cannot_run(ranks):
+    for chunks, source, said in ranks.run(with_a_rank_that_refuses, False):
+        assert chunks[0] == 1 and 2 not in chunks and len(chunks) > 1
+        assert (source, said) == ("measured", 0)
+    outcomes = ranks.run(with_a_rank_that_refuses, True)
+    assert [one[:2] for one in outcomes] == [([], "kept: rank 1 cannot run it: no memory")] * 2
+    assert [one[2] for one in outcomes] == [1, 0]
+
+
+def with_a_rank_of_another_build() -> str:
+    original = torch.ops.overlap.build_info()
+    environment = _tuned_files.environment
+
+    def other(*args: Any) -> dict[str, str]:
+        return environment(*args) | ({"build": "other"} if dist.get_rank() == 1 else {})
+
+    _tuned_files.environment = other
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return tune("/nonexistent", problem(), cache=False)[0].source.replace(original, "own")
+    finally:
+        _tuned_files.environment = environment
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_names_the_rank_that_differs(ranks):
+    said = "kept: rank 1 has build 'other', rank 0 'own'"
+    assert ranks.run(with_a_rank_of_another_build) == [said, said]
+
+
+def what_was_called() -> Any:
+    input, weight = torch.ones(1024, 64), torch.ones(64, 64)
+    overlap_torch.gemm_allreduce(input, weight)
+    mine = [one.problem for one in overlap_torch.tune(device="cpu", repeats=1, cache=False)]
+    plan.clear_plans()
+    return [repr(one) for one in mine if (one.m, one.n, one.k) == SHAPES]
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_of_nothing_takes_what_was_called(ranks):
+    for found in ranks.run(what_was_called):
+        assert repr(Problem(*SHAPES, "float32", 2, "gemm_allreduce")) in found
+
+
+def board(store: dist.Store, rank: int, timeout_s: float = 20.0) -> _tune._Board:
+    return _tune._Board(store, rank, 2, timeout_s, "here")
+
+
+def test_tune_board_waits_no_longer_than_its_deadline():
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match="rank 0 heard nothing from rank 1 within 0.05 s"):
+        board(store, 0, 0.05).gather(1)
+    with pytest.raises(RuntimeError, match="rank 1 heard nothing from rank 0 within 0.05 s"):
+        board(store, 1, 0.05).broadcast(None)
+
+
+def test_tune_board_leaves_only_its_last_keys_behind():
+    store = dist.HashStore()
+    heard: list[Any] = []
+
+    def other() -> None:
+        mine = board(store, 1)
+        for turn in range(5):
+            heard.append(mine.broadcast(None))
+            mine.gather(["own", turn])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    mine = board(store, 0)
+    for turn in range(5):
+        assert mine.broadcast({"turn": turn}) == {"turn": turn}
+        assert mine.gather("first") == ["first", ["own", turn]]
+    thread.join()
+    assert heard == [{"turn": turn} for turn in range(5)]
+    assert store.num_keys() <= 1
+
+
+def decided(*ranks_us: list[list[float]], right: list[list[bool]] | None = None) -> int:
+    class Session:
+        device = torch.device("cuda")
+
+    plans = len(ranks_us[0])
+    said = [
+        {"us": us, "right": [True] * plans if right is None else right[rank]}
+        for rank, us in enumerate(ranks_us)
+    ]
+    return _tune._Session._decide(Session(), said)["chosen"]
+
+
+def test_tune_takes_the_fastest_by_the_slowest_rank_and_the_sequence_in_doubt():
+    assert decided([[100.0], [90.0], [80.0]]) == 2
+    assert decided([[100.0], [99.0]]) == 0  # noise
+    assert decided([[100.0], [150.0]]) == 0
+    assert decided([[100.0], [50.0]], [[100.0], [120.0]]) == 0
+    assert decided([[100.0, 100.0, 100.0], [10.0, 130.0, 130.0]]) == 0  # the median
+    wrong = [[True, True, True], [True, False, True]]
+    assert decided([[100.0], [10.0], [90.0]], [[100.0], [10.0], [90.0]], right=wrong) == 2
+
+
+def test_tune_compares_results_with_the_sequences():
+    one = torch.tensor([[1.0, -200.0], [3.0, 4.0]])
+    assert _tune._close(one + 1.0, one)
+    assert not _tune._close(one.flip(0), one)
+    assert not _tune._close(one * float("nan"), one)
+    assert not _tune._close(one[:1], one)
+
+
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+def test_tune_measures_the_best_of_each_way_beside_the_sequence(op):
+    for machine in (hopper(peer_gbps=365.0), hopper(windows=True), slow()):
+        wanted = big(op=op, world_size=4)
+        sequence, *others = _tune.ranked(wanted, machine, 3)
+        assert sequence == plan.make_sequential(wanted, machine)
+        found = [one for one in plan.candidates(wanted, machine) if one != sequence]
+        assert 1 <= len(others) <= 3 and all(one in found for one in others)
+        best = min(total(one, machine) for one in found)
+        assert total(others[0], machine) == best
+        ways = {communication(one) for one in others}
+        assert len(ways) == min(len({communication(one) for one in found}), 3)
+
+
+def communication(one: plan.Plan) -> tuple[Any, ...]:
+    return one.kernel, one.collective, one.chunks[0].transport, one.resources.window
+
+
+def test_tune_ranks_by_what_was_measured_nearby():
+    machine = hopper(windows=True)
+    wanted = big(m=16384, world_size=4)
+    best = _tune.ranked(wanted, machine, 1)[1]
+
+    def entry(m: int, factor: float) -> _tuned_files.Entry:
+        """All as expected, but what is of the best one's family."""
+        plans = plan.candidates(big(m=m, world_size=4), machine)
+        factors = [factor if _tune.family(one) == _tune.family(best) else 1.0 for one in plans]
+        assert factor in factors
+        us = [total(one, machine) * by for one, by in zip(plans, factors, strict=True)]
+        return _tuned_files.Entry([one.encode() for one in plans], us, 0)
+
+    entries = {(12288, "call"): entry(12288, 2.0), (8192, "call"): entry(8192, 1.5)}
+    corrections = _tune._corrections(wanted, "call", entries, machine)
+    assert corrections(best) == pytest.approx(2.0)  # of the nearest M
+    assert _tune.family(_tune.ranked(wanted, machine, 1, corrections)[1]) != _tune.family(best)
+    assert _tune._corrections(wanted, "row", entries, machine) is None
+    # Of a family that was not measured: the mean of its way, else of all.
+    us = [total(best, machine) * 3.0]
+    alone = {(16384, "call"): _tuned_files.Entry([best.encode()], us, 0)}
+    corrections = _tune._corrections(big(m=8192, world_size=4), "call", alone, machine)
+    others = plan.candidates(big(m=8192, world_size=4), machine)
+    assert {round(corrections(one), 6) for one in others} == {3.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modes": ("graph",)}, r"modes is \('graph',\), allowed are sequences of call, row"),
+        ({"modes": "call"}, "modes is 'call', allowed are sequences"),
+        ({"modes": ()}, r"modes is \(\), allowed"),
+        ({"most": 0}, "most is 0 and repeats 10, allowed are 1 and more"),
+        ({"repeats": 0}, "most is 4 and repeats 0, allowed are 1 and more"),
+    ],
+    ids=str,
+)
+def test_tune_says_what_is_allowed(options, message):
+    with pytest.raises(ValueError, match=message):
+        overlap_torch.tune([], **options)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--shapes", "10x20"], "--shapes has '10x20', allowed is MxNxK"),
+        (["--shapes", "1x2x3", "--op", "gemm"], "--op has 'gemm', allowed are gemm_allreduce"),
+        (["--shapes", "1x2x3", "--modes", "graph"], "allowed are sequences of call, row"),
+        (["--shapes", "1x2x3", "train.py"], "--record FILE takes a program behind it"),
+        (["--record", "file"], "--record FILE takes a program behind it"),
+        ([], "one of the arguments --shapes --recorded --record is required"),
+    ],
+    ids=str,
+)
+def test_tune_command_says_what_is_allowed(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        _tune_command.main([*argv, "--device", "cpu"])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_tune_command_measures_and_remembers(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("OVERLAP_CACHE", str(tmp_path))
+    argv = ["--shapes", "1024x64x64", "--device", "cpu", "--repeats", "1", "--modes", "call"]
+    for source in ("measured", "cache"):
+        assert _tune_command.main(argv) == 0
+        said = capfd.readouterr().out
+        assert said.startswith("gemm_allreduce 1024x64x64") and source in said.split("\n")[0]
+        assert said.count(" us  ") >= 2
+    assert len(list(tmp_path.rglob("gemm_allreduce-64x64-float32-w2.json"))) == 1
+
+
+def test_tune_files_know_what_times_hold_for(monkeypatch):
+    device = torch.device("cpu")
+    machine = plan.Machine(sm_count=4)
+    before = _tuned_files.environment(device, machine, 2)
+    monkeypatch.setenv("OVERLAP_CACHE", "/somewhere")
+    assert _tuned_files.environment(device, machine, 2) == before
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    changed = _tuned_files.environment(device, machine, 2)
+    assert changed == {**before, "NCCL_ALGO": "Ring"}
+    assert _tuned_files.Files(changed).path(big()) != _tuned_files.Files(before).path(big())
+
+
+def test_tune_family_is_what_other_m_share():
+    machine = hopper(windows=True)
+
+    def families(m: int) -> set[tuple[str, ...]]:
+        return {_tune.family(one) for one in plan.candidates(big(m=m, world_size=4), machine)}
+
+    for m in (10240, 16384):
+        assert len(families(8192) & families(m)) > 0.8 * len(families(8192))
+    assert len(families(8192)) > 10
+
+
+def first_calls(folder: str) -> Any:
+    """With OVERLAP_TUNE=1: sources of what was tuned, call by call."""
+    os.environ["OVERLAP_CACHE"] = folder
+    hook, original = _tune._FirstCalls(), _tune.tune
+    told: list[list[tuple[str, int]]] = []
+
+    def noting(problems: Any, **options: Any) -> Any:
+        results = original(problems, repeats=1, **options)
+        told[-1] += [(enum_name(one.problem.op), one.problem.m) for one in results]
+        return results
+
+    _tune.tune, eager.behind_calls = noting, hook
+    input, weight = torch.ones(1000, 64), torch.ones(64, 64)
+    learns = [one.clone().requires_grad_() for one in (input, weight)]
+    calls = (
+        lambda: overlap_torch.gemm_allreduce(input, weight),
+        lambda: overlap_torch.gemm_allreduce(input, weight),
+        lambda: overlap_torch.gemm_reducescatter(*learns).sum().backward(),
+        lambda: overlap_torch.gemm_reducescatter(*learns).sum().backward(),
+        lambda: overlap_torch.allgather_gemm(input[:8], [weight, weight]),
+        lambda: overlap_torch.gemm_allreduce(input[:0], weight),
+    )
+    try:
+        plan.clear_plans()
+        for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
+            hook._tuned.setdefault((world_name(), "cpu"), set()).add(repr(problem))
+        for call in calls:
+            told.append([])
+            call()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            told.append([])
+            overlap_torch.gemm_allreduce(*(mode.from_tensor(one) for one in (input[:24], weight)))
+    finally:
+        _tune.tune, eager.behind_calls = original, None
+        plan.clear_plans()
+        del os.environ["OVERLAP_CACHE"]
+    return told
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_at_first_calls(ranks, tmp_path):
+    expected = [
+        [("gemm_allreduce", 1000)],
+        [],
+        [("gemm_reducescatter", 1000), ("allgather_gemm", 1000)],
+        [],
+        [("allgather_gemm", 16)],
+        [("gemm_allreduce", 0)],
+        [],
+    ]
+    assert ranks.run(first_calls, str(tmp_path)) == [expected] * 2
+
+
+@pytest.mark.parametrize(("value", "hooked"), [("1", True), ("0", False), (None, False)])
+def test_tune_at_first_calls_is_asked_for_by_a_variable(value, hooked, monkeypatch):
+    monkeypatch.delenv("OVERLAP_TUNE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OVERLAP_TUNE", value)
+    assert (_tune.wanted_at_first_calls() is not None) == hooked
+    monkeypatch.setenv("OVERLAP_TUNE", "yes")
+    with pytest.raises(ValueError, match="OVERLAP_TUNE must be 0 or 1, but it is 'yes'"):
+        _tune.wanted_at_first_calls()
+
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+import overlap_torch
+
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1) if sys.argv[1] != "file" else \
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+for _ in range(3):
+    overlap_torch.gemm_reducescatter(torch.ones(32, 16), torch.ones(8, 16))
+overlap_torch.gemm_allreduce(torch.ones(24, 16), torch.ones(8, 16))
+overlap_torch.gemm_alltoall(torch.ones(4, 16), torch.ones(8, 16), [4], [4])
+dist.destroy_process_group()
+"""
+
+
+def test_tune_command_records_what_a_program_calls(tmp_path, monkeypatch):
+    script, file = tmp_path / "train.py", tmp_path / "problems.json"
+    script.write_text(PROGRAM)
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.delenv("RANK", raising=False)
+    destroy = dist.destroy_process_group
+    command = ["--record", str(file), str(script), "file", str(tmp_path / "store")]
+    assert _tune_command.main(command) == 0
+    assert dist.destroy_process_group is destroy
+    sizes = {"n": 8, "k": 16, "dtype": "float32", "world_size": 1}
+    recorded = json.loads(file.read_text())
+    assert recorded["problems"] == [
+        {"op": "gemm_reducescatter", "m": 32, **sizes, "calls": 3},
+        {"op": "gemm_allreduce", "m": 24, **sizes, "calls": 1},
+    ]
+    found = _tune_command._read(str(file), 1)
+    assert found == (
+        (32, 8, 16, "float32", "gemm_reducescatter"),
+        (24, 8, 16, "float32", "gemm_allreduce"),
+    )
+    with pytest.raises(ValueError, match=r"problems of \[1\] ranks, but there are 2"):
+        _tune_command._read(str(file), 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": 2, "kind": "overlap_torch.problems", "problems": []}']
+)
+def test_tune_command_says_what_a_record_is(text, tmp_path, capsys):
+    file = tmp_path / "problems.json"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        _tune_command.main(["--recorded", str(file), "--device", "cpu"])
+    assert "allowed is what --record writes" in capsys.readouterr().err
