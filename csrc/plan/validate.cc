@@ -55,10 +55,12 @@ void check_kernel(const Plan& plan) {
   }
   const Problem& problem = plan.problem;
   if (is_fp8(problem.dtype) &&
-      (plan.kernel != Kernel::kSm90Pingpong || output_dtype(problem) != DType::kBFloat16)) {
-    fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype), " to ",
-         name(output_dtype(problem)), ", but of fp8 there is ", name(Kernel::kSm90Pingpong),
-         " to bfloat16 alone: take that, or the kernel 'library'");
+      (!is_pingpong(plan.kernel) || output_dtype(problem) != DType::kBFloat16 ||
+       problem.recipe == Recipe::kBlock)) {
+    fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype), " ",
+         name(problem.recipe), " to ", name(output_dtype(problem)), ", but of fp8 ",
+         name(Kernel::kSm90Pingpong), " and ", name(Kernel::kSm90PingpongWide),
+         " compute tensor_wise and row_wise to bfloat16 alone: take the kernel 'library'");
   }
   if (!is_fp8(problem.dtype) && element_bytes(problem.dtype) != 2) {
     fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype),

@@ -154,7 +154,7 @@ bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
 std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine,
                                     const Prediction& sequence, Kernel kernel,
                                     Transport transport) {
-  if (kernel != Kernel::kSm90Pingpong || is_fp8(problem.dtype)) return {kernel};
+  if (kernel != Kernel::kSm90Pingpong) return {kernel};
   const Profile& profile = *machine.profile;
   const bool gathers = problem.op == Op::kAllGatherGemm;
   // An all-gather's last launch has all SMs. A reduce-scatter's GEMM leaves some to NCCL.
@@ -164,7 +164,7 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
     return fills_tiles(problem, profile.gemm, sms, transport, own);
   };
   const bool wide = fills(Kernel::kSm90PingpongWide);
-  const bool large = fills(Kernel::kSm90Cooperative);
+  const bool large = !is_fp8(problem.dtype) && fills(Kernel::kSm90Cooperative);
   const Kernel shorter = problem.k <= profile.gemm.short_k && wide ? Kernel::kSm90PingpongWide
                          : large                                   ? Kernel::kSm90Cooperative
                                                                    : kernel;
@@ -181,7 +181,6 @@ std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
   if (problem.op == Op::kAllGatherGemm) {
     return one_way_kernels(problem, machine, sequence, kernel, Transport::kPeer);
   }
-  if (is_fp8(problem.dtype)) return {kernel};
   return {kernel, Kernel::kSm90PingpongWide};
 }
 
@@ -264,13 +263,14 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
   }
 }
 
-// Of fp8: ping-pong, to bfloat16.
+// Of fp8: ping-pong, whose scales are of rows, to bfloat16.
 bool kernels_take(const Problem& problem, const Machine& machine) {
   const bool fp8 = is_fp8(problem.dtype);
   const int64_t k_alignment = fp8 ? 2 * kAlignment : kAlignment;
   if (problem.n % kAlignment != 0 || problem.k % k_alignment != 0) return false;
-  return fp8 ? machine.has_sm90_kernels && output_dtype(problem) == DType::kBFloat16
-             : element_bytes(problem.dtype) == 2;
+  if (!fp8) return element_bytes(problem.dtype) == 2;
+  return machine.has_sm90_kernels && problem.recipe != Recipe::kBlock &&
+         output_dtype(problem) == DType::kBFloat16;
 }
 
 // In a row ping-pong is the faster kernel: see one_way_kernels.
