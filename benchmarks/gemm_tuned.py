@@ -1,0 +1,164 @@
+"""``python -m benchmarks.gemm_tuned``: the signalling GEMM, kernel and tiles by measuring, beside cuBLAS on one GPU.
+
+For each of some random shapes all our kernels, in several chunks, take turns with ``torch.mm`` in flushed caches. Ours is
+chosen where its median is the lowest. What was chosen is then measured again, and the table shows that ratio. Nothing is
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from overlap_torch import plan as plan_api
+from overlap_torch._tune import operands
+from overlap_torch.plan import Kernel, Plan, Problem
+
+_FLUSH_BYTES = 256 << 20
+_HOPPER = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE)
+_LONG_US = 50.0  # of cuBLAS: what is shorter is launches
+
+
+def shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
+    """M from 64 to 16384, N and K from 512 to 16384, evenly by their logarithms; N and K multiples of 8."""
+    generator = random.Random(seed)
+
+    def size(least: int, multiple: int) -> int:
+        value = math.exp(generator.uniform(math.log(least), math.log(16384)))
+        return max(least, round(value / multiple) * multiple)
+
+    return [(size(64, 1), size(512, 8), size(512, 8)) for _ in range(count)]
+
+
+def candidates(problem: Problem, kernels: Sequence[Kernel]) -> list[Plan]:
+    """Each kernel in one chunk, and in up to eight row panels that are as high as the planner's highest bands."""
+    found: list[Plan] = []
+    for kernel in kernels:
+        whole = plan_api.row_panels(problem, 1, kernel=kernel)
+        panels = max(1, min(8, whole.tiles_m // plan_api.BAND_ROWS))
+        for count in sorted({1, panels}):
+            found.append(plan_api.row_panels(problem, count, kernel=kernel))
+    return found
+
+
+def medians(calls: Sequence[Callable[[], object]], turns: int) -> list[float]:
+    """Microseconds of each, in turns, each in flushed caches."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    us: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    for turn in range(turns):
+        events = []
+        for place in range(len(calls)):
+            index = (turn + place) % len(calls)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            begin.record()
+            calls[index]()
+            end.record()
+            events.append((index, begin, end))
+        torch.cuda.synchronize()
+        for index, begin, end in events:
+            us[index].append(1e3 * begin.elapsed_time(end))
+    return [statistics.median(times) for times in us]
+
+
+def measure(shape: tuple[int, int, int], kernels: Sequence[Kernel], turns: int) -> dict[str, Any]:
+    """One shape's row."""
+    m, n, k = shape
+    problem = Problem(m, n, k, "bfloat16", 2)
+    input, weight = operands(problem, torch.device("cuda"), 0)
+    plans = candidates(problem, kernels)
+
+    def ours(plan: Plan) -> Callable[[], torch.Tensor]:
+        code = plan_api.encode(plan)
+        return lambda: torch.ops.overlap.gemm_alone(input, weight, code)
+
+    def library() -> torch.Tensor:
+        return torch.mm(input, weight.t())
+
+    expected = library()
+    right = []
+    for plan in plans:
+        result = ours(plan)().flatten()[: m * n].view(m, n)
+        right.append(bool((result - expected).abs().max() <= 0.02 * expected.abs().max()))
+    calls = [library, *map(ours, plans)]
+    first = medians(calls, turns)
+    best = min((i for i in range(1, len(calls)) if right[i - 1]), key=lambda i: first[i], default=0)
+    again = medians([library, calls[best]], 2 * turns)
+    return {
+        "shape": list(shape),
+        "cublas_us": again[0],
+        "ours_us": again[1],
+        "ratio": again[1] / again[0],
+        "chosen": bool(best) and first[best] < first[0],
+        "kernel": plans[best - 1].kernel.name.lower() if best else "",
+        "chunks": len(plans[best - 1].chunks) if best else 0,
+        "wrong": [
+            plan.kernel.name.lower() for plan, ok in zip(plans, right, strict=True) if not ok
+        ],
+        "first_us": first,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """What is asked of the GEMM, in three lines."""
+    long = [row for row in rows if row["cublas_us"] > _LONG_US]
+    chosen = [row["ratio"] for row in rows if row["chosen"]]
+    share = sum(row["chosen"] for row in long) / max(1, len(long))
+    mean = math.exp(statistics.fmean(map(math.log, chosen))) if chosen else math.nan
+    return (
+        f"ours chosen in {share:.0%} of {len(long)} shapes that take cuBLAS over {_LONG_US:.0f} us, in {len(chosen)} of "
+        f"all {len(rows)}\nchosen over cuBLAS: geometric mean {mean:.3f}, highest {max(chosen, default=math.nan):.3f}\n"
+        f"wrong results: {sum(bool(row['wrong']) for row in rows)}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs with these command line arguments; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm_tuned", description=__doc__)
+    parser.add_argument("--shapes", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", help="a file for all times")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device, this machine has none")
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    kernels = _HOPPER if hopper else (Kernel.SM80,)
+    begin = time.monotonic()
+    rows = []
+    print(f"{'M x N x K':>20} {'cuBLAS us':>10} {'ours us':>10} {'ratio':>7}  kernel, chunks")
+    with torch.inference_mode():
+        for shape in shapes(args.shapes, args.seed):
+            row = measure(shape, kernels, args.turns)
+            rows.append(row)
+            name = (
+                f"{row['kernel']}, {row['chunks']}"
+                if row["chosen"]
+                else f"cuBLAS ({row['kernel']})"
+            )
+            print(
+                f"{' x '.join(map(str, shape)):>20} {row['cublas_us']:10.1f} {row['ours_us']:10.1f} "
+                f"{row['ratio']:7.3f}  {name}{'  WRONG' if row['wrong'] else ''}",
+                flush=True,
+            )
+    print(summary(rows))
+    print(f"{torch.cuda.get_device_name()}, {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"gpu": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
