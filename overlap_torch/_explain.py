@@ -266,7 +266,13 @@ def _buffers(made: dict) -> tuple[Buffer, ...]:
         whose = "the group's, kept: two of them, used in turns, for what peers write"
         found.append(Buffer("slots", 2 * made["slot_bytes"], whose))
     if made["counters"] > 0:
-        found.append(Buffer("counters", 4 * made["counters"], "of finished tiles, one a chunk"))
+        found.append(
+            Buffer(
+                "counters",
+                4 * made["counters"],
+                "of finished tiles, one a chunk, and of a program's transfers",
+            )
+        )
     return tuple(found)
 
 
@@ -329,11 +335,32 @@ def _words(plan: Plan, step: dict, element: int) -> str:
         words = f"one kernel over peers that {' and '.join(does)}"
     elif kind == "low_latency":
         words = f"low-latency all-reduce of {_size(step['bytes'])}"
+    elif kind == "announce":
+        words = f"tell rank {step['peer']} that it is there"
+    elif kind == "await":
+        words = f"wait for what rank {step['peer']} sends"
+    elif kind == "count":
+        words = f"count {step['count']} in counter {step['counter']}"
+    elif kind == "interpret":
+        words = _interpreted(step)
     elif kind == "peer_exchange":
         words = f"one kernel that {'sends and ' if step['sends'] else ''}places the peers' messages"
     if step["after"]:
         words += " (after " + ", ".join(f"#{other}" for other in step["after"]) + ")"
     return words
+
+
+def _interpreted(step: dict) -> str:
+    """What one kernel does of a program."""
+
+    def of(which: str) -> str:
+        found = [half for half in step["halves"] if which in half]
+        return f"{len(found)} ({_size(sum(half['rows'] * half['row_bytes'] for half in found))})"
+
+    return (
+        f"one kernel of {step['streams']} x {step['blocks']} CTAs over peers that sends {of('peer')} and puts {of('from')} "
+        f"of {len(step['halves'])} transfers"
+    )
 
 
 def _ctas(plan: Plan, step: dict) -> str:

@@ -63,8 +63,13 @@ class _Move:
 class _Chunks:
     """Which rows the units of a file's buffers are, and in which memory."""
 
-    def __init__(self, p: Editor, total: int, scratch: int, inplace: bool) -> None:
+    def __init__(
+        self, p: Editor, total: int, scratch: int, inplace: bool, runs: int, run: int
+    ) -> None:
+        """``run``: which of ``runs`` runs of each part's rows the file is gone through for."""
         self.p = p
+        self.runs = runs
+        self.run = run
         op, world = p.problem.op, p.world
         self.parts = 1 if op == Op.GEMM_ALLREDUCE else world
         if total % self.parts != 0:
@@ -75,11 +80,15 @@ class _Chunks:
         self.inplace = inplace
         rows = MESSAGE_SHARES * world if op == Op.GEMM_ALLTOALL else p.problem.m
         self.part_rows = rows // self.parts
-        self.height = -(-self.part_rows // self.each)
+        self.first = self._cut(run)
+        self.height = -(-max(self._cut(i + 1) - self._cut(i) for i in range(runs)) // self.each)
         self.scratch = None
         if op != Op.GEMM_ALLTOALL:
             self.scratch = p.scratch(scratch * self.height)
         self.passing: Area | None = None
+
+    def _cut(self, run: int) -> int:
+        return self.part_rows * run // self.runs
 
     def whole(self, span: _Span) -> _Span:
         """The same place under the one name that it has."""
@@ -105,8 +114,9 @@ class _Chunks:
     def rows(self, span: _Span) -> tuple[int, int]:
         """Of a buffer with rows of its own: first and last row of one unit."""
         part, unit = divmod(span.first, self.each)
-        begin = min(unit * self.height, self.part_rows)
-        end = min(begin + self.height, self.part_rows)
+        last = self._cut(self.run + 1)
+        begin = min(self.first + unit * self.height, last)
+        end = min(begin + self.height, last)
         return part * self.part_rows + begin, part * self.part_rows + end
 
     def area(self, span: _Span, height: int) -> Area:
@@ -165,12 +175,15 @@ class _File:
     def add(
         self, place: str, rank: int, stream: int, moves: list[_Move], before: Iterable[int]
     ) -> int:
-        self.nodes.append(_Node(place, rank, stream % _STREAMS, moves, list(before)))
+        # Runs of rows go on beside each other.
+        stream = (stream + self.chunks.run) % _STREAMS
+        self.nodes.append(_Node(place, rank, stream, moves, list(before)))
         return len(self.nodes) - 1
 
     # --- from nodes to a program --------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
+    def write(self) -> None:
+        """The file's operations as transfers of the editor's."""
         order = self._order()
         self._check_races(order)
         writer = _Writer(self)
@@ -178,7 +191,6 @@ class _File:
             self.chunks.passing = self.p.scratch(self.passing * self.chunks.height)
         for number in order:
             writer.write(self.nodes[number])
-        return self.p.plan()
 
     def _order(self) -> list[int]:
         """Receives soon behind their sends, so that few messages wait in memory of their own."""
@@ -380,7 +392,7 @@ def _check_problem(name: str, collective: str, ranks: int, problem: Problem) -> 
 # --- MSCCL ----------------------------------------------------------------------------------------------------
 
 
-def from_msccl(path: str | Path, problem: Problem, **how: Any) -> Plan:
+def from_msccl(path: str | Path, problem: Problem, *, chunks: int = 1, **how: Any) -> Plan:
     """The plan that runs the algorithm of an MSCCL XML file for the problem.
 
     Of the file the order of steps, their dependencies and chunks hold; its protocol, channels and range of sizes are left out.
@@ -388,6 +400,7 @@ def from_msccl(path: str | Path, problem: Problem, **how: Any) -> Plan:
     Args:
         path: an ``<algo>`` of allreduce, allgather, reduce_scatter or alltoall for as many ranks as the problem has, 2 to 8.
         problem: of the op that has this collective. A chunk of the file is a run of rows.
+        chunks: into how many runs the rows are cut, each of which goes through the whole file as soon as it is computed.
         how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.edit``.
 
     Raises:
@@ -407,12 +420,19 @@ def from_msccl(path: str | Path, problem: Problem, **how: Any) -> Plan:
     p = Editor(problem, **how)
     scratch = max(_number(name, gpu, "s_chunks", 0) for gpu in gpus)
     inplace = algo.get("inplace", "0") == "1" and algo.get("outofplace", "0") != "1"
-    chunks = _checked(
-        name, lambda: _Chunks(p, _number(name, algo, "nchunksperloop"), scratch, inplace)
-    )
-    file = _File(name, p, chunks, scratch)
-    _MscclNodes(file).add(gpus)
-    return file.plan()
+    total = _number(name, algo, "nchunksperloop")
+    for run in range(_runs(chunks)):
+        cut = _checked(name, lambda run=run: _Chunks(p, total, scratch, inplace, chunks, run))
+        file = _File(name, p, cut, scratch)
+        _MscclNodes(file).add(gpus)
+        file.write()
+    return p.plan()
+
+
+def _runs(chunks: int) -> int:
+    if chunks < 1:
+        raise ValueError(f"{chunks} chunks, allowed is 1 or more")
+    return chunks
 
 
 def _number(
@@ -559,7 +579,7 @@ class _MscclNodes:
 # --- MSCCL++ --------------------------------------------------------------------------------------------------
 
 
-def from_mscclpp(path: str | Path, problem: Problem, **how: Any) -> Plan:
+def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: Any) -> Plan:
     """The plan that runs an MSCCL++ execution plan, a JSON file, for the problem.
 
     Of the file the operations hold, and what orders them: thread blocks, signals, semaphores and barriers. What only concerns its
@@ -569,6 +589,7 @@ def from_mscclpp(path: str | Path, problem: Problem, **how: Any) -> Plan:
         path: an allreduce, allgather, reducescatter or alltoall of the protocol Simple for as many ranks as the problem has.
             Its channels are of memory: ports, switches, packets and pipelines are refused by name.
         problem: of the op that has this collective. A chunk of the file is a run of rows.
+        chunks: into how many runs the rows are cut, each of which goes through the whole file as soon as it is computed.
         how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.edit``.
 
     Raises:
@@ -580,14 +601,16 @@ def from_mscclpp(path: str | Path, problem: Problem, **how: Any) -> Plan:
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is no JSON: {error}") from error
     try:
-        return _from_mscclpp(name, data, problem, how)
+        return _from_mscclpp(name, data, problem, chunks, how)
     except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise ValueError(
             f"{name} lacks something, or has it in another form, than an execution plan: {error!r}"
         ) from error
 
 
-def _from_mscclpp(name: str, data: dict[str, Any], problem: Problem, how: dict[str, Any]) -> Plan:
+def _from_mscclpp(
+    name: str, data: dict[str, Any], problem: Problem, runs: int, how: dict[str, Any]
+) -> Plan:
     gpus = data["gpus"]
     _check_problem(name, data["collective"], len(gpus), problem)
     if data.get("protocol", "Simple") != "Simple":
@@ -605,13 +628,18 @@ def _from_mscclpp(name: str, data: dict[str, Any], problem: Problem, how: dict[s
     whole = max(gpu[side] for gpu in gpus for side in ("input_chunks", "output_chunks"))
     scratch = max(gpu["scratch_chunks"] for gpu in gpus) * slices
     p = Editor(problem, **how)
-    chunks = _checked(name, lambda: _Chunks(p, whole * slices, scratch, bool(data["inplace"])))
-    file = _File(name, p, chunks, scratch)
-    nodes = _MscclppNodes(file, slices)
-    for gpu in gpus:
-        nodes.add_gpu(gpu)
-    nodes.match()
-    return file.plan()
+    inplace = bool(data["inplace"])
+    for run in range(_runs(runs)):
+        chunks = _checked(
+            name, lambda run=run: _Chunks(p, whole * slices, scratch, inplace, runs, run)
+        )
+        file = _File(name, p, chunks, scratch)
+        nodes = _MscclppNodes(file, slices)
+        for gpu in gpus:
+            nodes.add_gpu(gpu)
+        nodes.match()
+        file.write()
+    return p.plan()
 
 
 class _MscclppNodes:

@@ -15,6 +15,7 @@ from types import TracebackType
 from overlap_torch import _plan
 from overlap_torch._plan import (
     MAX_CHUNKS,
+    Chunk,
     Collective,
     Engine,
     Kernel,
@@ -32,6 +33,7 @@ from overlap_torch._plan import (
 )
 from overlap_torch._plan_json import enum_member
 
+_INTERPRETER_CTAS = 16  # of all streams, where SMs move a program's data over peers
 MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them
 
 _COLLECTIVES = {
@@ -188,7 +190,7 @@ class Editor:
         tile: tuple[int, int] | None = None,
         kernel: Kernel | str = Kernel.LIBRARY,
         transport: Transport | str | None = None,
-        comm_sms: int = 0,
+        comm_sms: int | None = None,
         max_ctas: int = 0,
     ) -> None:
         self.problem = problem
@@ -196,7 +198,14 @@ class Editor:
         self.rank = Rank(lambda rank: rank)
         self._tile = tile
         self._kernel = enum_member(Kernel, kernel)
-        self._transport = transport
+        self.over_peers = transport is not None and (
+            enum_member(Transport, transport) == Transport.PEER
+        )
+        # What is planned for NCCL's chunks, they are over peers; only then are they refused without a program.
+        self._transport = Transport.NCCL if self.over_peers else transport
+        if comm_sms is None:
+            by_sms = self.over_peers and self._kernel != Kernel.LIBRARY
+            comm_sms = (max_ctas or _INTERPRETER_CTAS) if by_sms else 0
         self._comm_sms = comm_sms
         self._max_ctas = max_ctas
         self._scratch_rows = 0
@@ -345,6 +354,8 @@ class Editor:
                 message names rank and step, or the transfer.
         """
         made = self._made_base(self._tile_cuts())
+        if self.over_peers:
+            made.chunks = [Chunk(one.tiles, Transport.PEER, one.max_ctas) for one in made.chunks]
         made.program = self.program()
         _plan.validate(made)
         return made
@@ -506,8 +517,6 @@ class Editor:
             return make_all_to_all(
                 problem, self._kernel, max_ctas=self._max_ctas, transport=self._transport
             )
-        if self._transport in (Transport.PEER, "peer"):
-            raise ValueError("transport is 'peer', allowed are 'nccl' and 'gloo' for programs")
         options = {
             "kernel": self._kernel,
             "transport": self._transport,

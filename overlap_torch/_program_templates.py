@@ -76,6 +76,7 @@ def hierarchical(problem: Problem, ranks_per_host: int, chunks: int = 1, **how: 
     """Sums within each host first, so that what crosses from host to host is one rank's share of it.
 
     Ranks are numbered host by host. Of ``gemm_alltoall``, whose rows take no way round, messages within a host go first.
+    With ``transport="peer"`` ranks of a host talk over peers, by copy engine, and hosts by NCCL.
 
     Args:
         ranks_per_host: a divisor of the number of ranks.
@@ -151,30 +152,34 @@ def _by_hosts(p: Editor, size: int, share: Share) -> None:
     first = p.rank // size * size  # of the own host
     within = [first + (p.rank + distance) % size for distance in range(1, size)]
     across = [p.rank + distance * size for distance in range(1, hosts)]
+    near, far = ("copy_engine", "nccl") if p.over_peers and hosts > 1 else ("any", "any")
     if op == Op.GEMM_ALLTOALL:
-        for to in [*within, *_all_across(p, size, hosts)]:
-            p.push(p.message(to, share), to=to)
+        for to in within:
+            p.push(p.message(to, share), to=to, by=near)
+        for to in _all_across(p, size, hosts):
+            p.push(p.message(to, share), to=to, by=far)
     elif op == Op.ALLGATHER_GEMM:
         for to in across:
-            p.push(p.part(p.rank, share), to=to)
+            p.push(p.part(p.rank, share), to=to, by=far)
         for to in within:
             for host in range(hosts):
                 # The own rows need not wait for those of other hosts.
-                p.push(p.part((p.rank + host * size), share), to=to)
+                p.push(p.part((p.rank + host * size), share), to=to, by=near)
     elif op == Op.GEMM_REDUCESCATTER:
         for host in range(1, hosts + 1):
             for to in within:
-                p.push(p.part(to + host * size, share), to=to, reduce=True)
+                p.push(p.part(to + host * size, share), to=to, reduce=True, by=near)
             if host < hosts:
                 to = p.rank + host * size
-                p.push(p.part(to, share), to=to, reduce=True)
+                p.push(p.part(to, share), to=to, reduce=True, by=far)
     else:
         own = p.product.part(p.rank % size, size).chunk(share)
         for to in within:
-            p.push(p.product.part(to % size, size).chunk(share), to=to, reduce=True)
-        _sum_across(p, own, size, hosts)
+            part = p.product.part(to % size, size).chunk(share)
+            p.push(part, to=to, reduce=True, by=near)
+        _sum_across(p, own, size, hosts, far)
         for to in within:
-            p.push(own, to=to)
+            p.push(own, to=to, by=near)
 
 
 def _all_across(p: Editor, size: int, hosts: int) -> list:
@@ -186,12 +191,12 @@ def _all_across(p: Editor, size: int, hosts: int) -> list:
     ]
 
 
-def _sum_across(p: Editor, own: Area, size: int, hosts: int) -> None:
+def _sum_across(p: Editor, own: Area, size: int, hosts: int, by: str) -> None:
     """The sum of what the ranks of one place in all hosts have in ``own``: each part of it is added up in one host, in the
     hosts' order of arrival, and sent to the others."""
     host = p.rank // size
     for distance in range(1, hosts):
         to = p.rank + distance * size
-        p.push(own.part(host + distance, hosts), to=to, reduce=True)
+        p.push(own.part(host + distance, hosts), to=to, reduce=True, by=by)
     for distance in range(1, hosts):
-        p.push(own.part(host, hosts), to=p.rank + distance * size)
+        p.push(own.part(host, hosts), to=p.rank + distance * size, by=by)

@@ -297,7 +297,7 @@ def edit(
     tile: tuple[int, int] | None = None,
     kernel: Kernel | str = Kernel.LIBRARY,
     transport: Transport | str | None = None,
-    comm_sms: int = 0,
+    comm_sms: int | None = None,
     max_ctas: int = 0,
 ) -> Editor:
     """A plan whose communication is written by hand, transfer by transfer; one program for all ranks::
@@ -310,7 +310,9 @@ def edit(
         ring = p.plan()
 
     ``problem`` is for 2 to 8 ranks. ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` are as in
-    :func:`row_panels`; ``allgather_gemm`` and ``gemm_alltoall`` compute by ``library``. docs/plans.md tells more.
+    :func:`row_panels`; ``allgather_gemm`` and ``gemm_alltoall`` compute by ``library``. Over ``peer``, ``max_ctas`` are the
+    CTAs that move data, of all streams (0: 16), and ``comm_sms`` None leaves them as many SMs beside a kernel.
+    docs/plans.md tells more.
 
     Raises:
         ValueError: what no plan of the problem can be; what the transfers cannot is found by ``p.plan()``.

@@ -10,7 +10,7 @@ import torch
 from operands import Case
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Area, Editor, Plan, Problem, Program, Transfer
+from overlap_torch.plan import Area, Editor, Engine, Plan, Problem, Program, Transfer, Way
 
 TILE = (16, 8)
 RAGGED = Case((45,), 33, 12, torch.bfloat16, bias=True)
@@ -41,19 +41,43 @@ def templates(problem: Problem) -> list[tuple[str, Callable[..., Plan]]]:
     return [*([] if problem.op == plan_module.Op.GEMM_ALLTOALL else rings), *shots, *hosts]
 
 
-def template_plans(op: str, case: Case, world: int, chunks: int) -> list[tuple[str, Plan]]:
+def template_plans(
+    op: str, case: Case, world: int, chunks: int, **how: object
+) -> list[tuple[str, Plan]]:
+    """``how``: as of ``plan.edit``, by default over gloo in small tiles."""
     problem = OPS[op].problem(case, world)
     return [
-        (f"{name} of {chunks}", make(problem, chunks, **how_to_edit(problem)))
+        (f"{name} of {chunks}", make(problem, chunks, **(how or how_to_edit(problem))))
         for name, make in templates(problem)
     ]
 
 
-def random_program(problem: Problem, seed: int) -> Plan:
+# Which transfer of a program goes by what: all by SMs in one kernel, by the copy engine, or by turns by all that there is.
+ENGINES: dict[str, list[str]] = {
+    "sms": ["sms"],
+    "copy_engine": ["copy_engine"],
+    "mixed": ["copy_engine", "sms", "nccl", "any"],
+}
+
+
+def by_engines(plan: Plan, engines: list[str]) -> Plan:
+    """The plan whose transfers between ranks go by these, in turns."""
+    made = plan.copy()
+    transfers = [
+        one
+        if one.way == Way.COPY
+        else changed(one, by=Engine.__members__[engines[i % len(engines)].upper()])
+        for i, one in enumerate(plan.program.transfers)
+    ]
+    made.program = Program(plan.program.scratch_rows, transfers)
+    return made
+
+
+def random_program(problem: Problem, seed: int, **how: object) -> Plan:
     """Of an all-reduce, a reduce-scatter or an all-gather: each block of rows and columns takes a way of its own, drawn from
     all trees; transfers of different blocks are mixed."""
     draw = random.Random(seed)
-    p = Editor(problem, **how_to_edit(problem))
+    p = Editor(problem, **(how or how_to_edit(problem)))
     blocks = [_random_block(p, draw, area, owner) for area, owner in _random_areas(p, draw)]
     while blocks:
         block = draw.choice(blocks)

@@ -10,7 +10,7 @@ import pytest
 from tests.recorder import ROOT, load_setup
 
 pytestmark = pytest.mark.gpu
-TARGETS = "signal peers reorder ring messages sm80 sm90pp sm90ppwide sm90coop".split()
+TARGETS = "signal peers interpreter reorder ring messages sm80 sm90pp sm90ppwide sm90coop".split()
 LIMIT_S = 300
 
 
@@ -30,7 +30,7 @@ def available(program: Path) -> list[str]:
 
 
 def test_kernel_check_names_its_targets(available: list[str]) -> None:
-    assert {"signal", "peers", "reorder"} <= set(available) <= set(TARGETS)
+    assert {"signal", "peers", "interpreter", "reorder"} <= set(available) <= set(TARGETS)
 
 
 @pytest.mark.parametrize("target", TARGETS)

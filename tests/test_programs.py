@@ -28,7 +28,6 @@ from overlap_torch.plan import (
     Rectangle,
     Region,
     Transfer,
-    Transport,
     Way,
     edit,
     use_plan,
@@ -317,14 +316,8 @@ def test_programs_beside_what_they_do_not_go_with_are_refused():
             setattr(plan, name, value)
         return plan
 
-    peers = with_field(
-        chunks=[
-            plan_module.Chunk(chunk.tiles, Transport.PEER)
-            for chunk in ring_by_hand(needs_all).chunks
-        ]
-    )
-    with pytest.raises(ValueError, match="travels by peer.*or the transport nccl"):
-        validate(peers)
+    with pytest.raises(ValueError, match="program and 2 lanes, allowed is 1"):
+        validate(with_field(resources=plan_module.Resources(lanes=2)))
     many = ring_by_hand(needs_all)
     many.program = Program(0, list(many.program.transfers) * 43)
     with pytest.raises(ValueError, match="1032 transfers, allowed are 1 to 1024"):
@@ -335,8 +328,6 @@ def test_programs_beside_what_they_do_not_go_with_are_refused():
         validate(roomy)
     with pytest.raises(ValueError, match="9 ranks, allowed are 2 to 8"):
         plan_module.ring(Problem(90, 8, 8, "float32", 9), transport="gloo")
-    with pytest.raises(ValueError, match=r"transport is 'peer'"):
-        edit(PROBLEM, transport="peer")
     with pytest.raises(ValueError, match="ranks_per_host is 3, allowed are divisors of the 4"):
         plan_module.hierarchical(PROBLEM, 3, transport="gloo")
     with pytest.raises(ValueError, match="take one_shot or hierarchical"):

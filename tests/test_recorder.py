@@ -45,9 +45,12 @@ def test_recorder_executors_are_as_pinned(records):
 
 
 EXECUTORS = {
-    "gemm_allreduce": "panels, window panels, packed, ring, direct, one kernel, low latency, program, sequential",
-    "gemm_reducescatter": "panels, window panels, ring, direct, one kernel, program, sequential",
-    "allgather_gemm": "over NCCL, in a window, over peers, one kernel, program, sequential",
+    "gemm_allreduce": "panels, window panels, packed, ring, direct, one kernel, low latency, program, "
+    "program over peers, program by copy engine, sequential",
+    "gemm_reducescatter": "panels, window panels, ring, direct, one kernel, program, program over peers, "
+    "program by copy engine, sequential",
+    "allgather_gemm": "over NCCL, in a window, over peers, one kernel, program, program over peers, "
+    "program by copy engine, sequential",
     "gemm_alltoall": "over NCCL, over peers",
 }
 FAMILIES = {

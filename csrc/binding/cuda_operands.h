@@ -27,7 +27,7 @@ class CudaOperands : public runtime::Operands {
   void add(const steps::CopyRows& step, const void* source, void* destination,
            cudaStream_t on) override;
   void name_chunk(int32_t chunk) override;
-  int32_t* counters() override;
+  int32_t* counters(int32_t count) override;
 
  protected:
   // Makes what the list names as scratch, but for a product that library() makes, and runs it.

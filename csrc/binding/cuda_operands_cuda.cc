@@ -2,6 +2,8 @@
 
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
+
 namespace overlap::binding {
 
 void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
@@ -66,8 +68,8 @@ void CudaOperands::name_chunk(int32_t chunk) {
   if (chunk >= 0) chunk_name_.emplace(chunk);
 }
 
-int32_t* CudaOperands::counters() {
-  counters_ = empty({plan::kMaxChunks}, options().dtype(at::kInt));
+int32_t* CudaOperands::counters(int32_t count) {
+  counters_ = empty({std::max(count, plan::kMaxChunks)}, options().dtype(at::kInt));
   return counters_.data_ptr<int32_t>();
 }
 

@@ -260,6 +260,12 @@ int32_t streams(const Program& program) {
   return count;
 }
 
+int32_t interpreter_blocks(const Plan& plan) {
+  constexpr int32_t kDefault = 16;
+  const int32_t all = plan.chunks[0].max_ctas == 0 ? kDefault : plan.chunks[0].max_ctas;
+  return std::max(1, all / std::max(1, streams(plan.program)));
+}
+
 std::vector<int32_t> rounds(const Program& program) {
   struct Open {
     int32_t round = -1;
@@ -298,11 +304,11 @@ void check_program(const Plan& plan) {
          ": take a plan without a program");
   }
   if (plan.schedule != Schedule::kOverlapped || plan.layout != Layout::kRowMajor ||
-      plan.collective != collective_of(problem.op) || plan.resources.window || over_peers(plan)) {
+      plan.collective != collective_of(problem.op) || plan.resources.window) {
     fail("plan has a program beside ", name(plan.schedule), ", ", name(plan.layout), ", ",
          name(plan.collective), " over ", name(plan.chunks[0].transport),
          plan.resources.window ? " in a window" : "", ", allowed are overlapped, row_major and ",
-         name(collective_of(problem.op)), " over nccl or gloo, without a window: take these");
+         name(collective_of(problem.op)), " over nccl, peer or gloo, without a window: take these");
   }
   const bool produces = problem.op == Op::kGemmAllReduce || problem.op == Op::kGemmReduceScatter;
   if (!produces && plan.kernel != Kernel::kLibrary) {

@@ -90,6 +90,10 @@ int32_t streams(const Program& program);
 // another. Each rank does the rounds of a stream in their order, and what a round needs is of earlier rounds.
 std::vector<int32_t> rounds(const Program& program);
 
+// Over peers: CTAs that each stream of a program has, where SMs move its data. The chunks' max_ctas are those of all
+// streams.
+int32_t interpreter_blocks(const Plan& plan);
+
 // Throws std::invalid_argument, which says which transfer cannot be made, what is allowed and what to do.
 void check_program(const Plan& plan);
 

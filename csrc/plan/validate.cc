@@ -233,9 +233,11 @@ void check_resources(const Plan& plan) {
 
 // What travels through the peers' memory.
 void check_peers(const Plan& plan) {
-  if (!over_peers(plan)) {
+  if (!over_peers(plan) || has_program(plan)) {
     if (plan.resources.one_launch) {
-      fail("plan has one_launch, but no chunk travels by peer: clear it, or take that transport");
+      fail(
+          "plan has one_launch, but no GEMM's messages travel by peer: clear it, or take that "
+          "transport");
     }
     return;
   }

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/peer/interpreter.h"
 #include "kernels/signal/signal.h"
 #include "runtime/error.h"
 
@@ -88,6 +89,7 @@ DeviceState::DeviceState(int device)
             attribute(cudaDevAttrComputeCapabilityMinor, device)),
       clock_khz_(attribute(cudaDevAttrClockRate, device)) {
   check_cuda(kernels::load_kernels(), "loading the GEMM kernels");
+  check_cuda(kernels::load_interpreter_kernels(), "loading the interpreter of programs");
   check_cuda(kernels::device_counters(&counters_), "finding the counters");
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/chunk/reorder.h"
+#include "kernels/peer/interpreter.h"
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_exchange.h"
 #include "kernels/signal/signal.h"
@@ -110,7 +111,7 @@ class Run {
       return;
     }
     // Replays would find the device's used.
-    counters_ = call_.operands->counters();
+    counters_ = call_.operands->counters(list_.counters);
     check_cuda(kernels::zero_counters(counters_, list_.counters, caller_), "zeroing counters");
   }
 
@@ -149,7 +150,7 @@ class Run {
   // Timelines: waits of their own.
   void observe_tiles(const steps::Step& step) {
     const auto* wait = std::get_if<steps::WaitForTiles>(&step.what);
-    if (wait == nullptr) return;
+    if (wait == nullptr || wait->chunk >= list_.chunks) return;
     const cudaStream_t observer = device_.observer.get();
     wait_for_count(wait->chunk, wait->tiles, observer);
     timer_->observed(wait->chunk, observer);
@@ -456,6 +457,75 @@ class Run {
     check_cuda(kernels::meet_tiles(peer_tiles(), step.first_announced, step.tiles,
                                    step.first_awaited, step.tiles, step.distance, on),
                "launching a signal and a wait");
+  }
+
+  // Of a program: flags by number, the same in all ranks' memory.
+  kernels::PeerTiles transfer_flags() const { return with_deadline(peers_->tiles(peer_call_, 0)); }
+  int32_t distance(int32_t from, int32_t to) const {
+    return (to - from + group_.world_size()) % group_.world_size();
+  }
+  void enqueue(const steps::Announce& step, cudaStream_t on) {
+    check_cuda(kernels::meet_tiles(transfer_flags(), step.flag, 1, 0, 0,
+                                   distance(group_.rank(), step.peer), on),
+               "launching a signal");
+  }
+  void enqueue(const steps::Await& step, cudaStream_t on) {
+    check_cuda(kernels::meet_tiles(transfer_flags(), 0, 0, step.flag, 1,
+                                   distance(step.peer, group_.rank()), on),
+               "launching a wait");
+  }
+  void enqueue(const steps::Count& step, cudaStream_t on) {
+    check_cuda(kernels::count(counters_ + step.counter, step.count, on), "launching a count");
+  }
+
+  // Buffers' numbers, and behind them the ranks' slots.
+  static uint8_t base_number(const Where& where) {
+    if (where.buffer != Buffer::kSlot) return static_cast<uint8_t>(where.buffer);
+    return static_cast<uint8_t>(static_cast<int32_t>(Buffer::kSlot) + where.index);
+  }
+  static_assert(static_cast<int>(Buffer::kSlot) + kernels::kMaxPeers <=
+                kernels::kMaxInterpreterBases);
+
+  void enqueue(const steps::Interpret& step, cudaStream_t on) {
+    kernels::InterpreterParams params{with_deadline(peers_->meeting(peer_call_))};
+    params.dtype = plan::moved_dtype(plan_.problem);
+    params.streams = step.streams;
+    params.blocks = step.blocks;
+    params.ends_call = step.ends_call;
+    params.counters = counters_;
+    const kernels::PeerTiles flags = transfer_flags();
+    for (int32_t peer = 0; peer < group_.world_size(); ++peer) {
+      const int32_t behind = distance(group_.rank(), peer);
+      params.flags[peer] =
+          behind == 0 ? const_cast<uint64_t*>(flags.arrived) : flags.announce[behind - 1];
+    }
+    for (const steps::Half& half : step.halves) {
+      kernels::InterpreterTransfer one;
+      for (const Where* where : {&half.source, &half.destination}) {
+        params.bases[base_number(*where)] = base(*where);
+      }
+      one.source_base = base_number(half.source);
+      one.destination_base = base_number(half.destination);
+      one.source = half.source.offset;
+      one.destination = half.destination.offset;
+      one.rows = half.rows;
+      one.row_bytes = half.row_bytes;
+      one.source_stride = half.source_stride;
+      one.destination_stride = half.destination_stride;
+      one.flag = half.flag;
+      one.stream = static_cast<uint8_t>(half.stream);
+      one.adds = half.adds;
+      one.from = static_cast<int8_t>(half.from.value_or(-1));
+      one.to = static_cast<int8_t>(half.to.value_or(-1));
+      one.counter = static_cast<int16_t>(half.counter.value_or(-1));
+      one.first_wait = static_cast<uint16_t>(params.waits.size());
+      for (const steps::CounterWait& wait : half.waits) {
+        params.waits.push_back({wait.counter, wait.count});
+      }
+      one.end_wait = static_cast<uint16_t>(params.waits.size());
+      params.transfers.push_back(one);
+    }
+    check_cuda(kernels::interpret(params, on), "launching a program's transfers");
   }
 
   void enqueue(const steps::PeerCollective& step, cudaStream_t on) {

@@ -44,8 +44,8 @@ class Operands {
   // What is enqueued from here on is communication of this chunk; of none: -1. For the framework's profiler.
   virtual void name_chunk(int32_t chunk) = 0;
 
-  // In a capture: memory for plan::kMaxChunks counters, which the graph owns.
-  virtual int32_t* counters() = 0;
+  // In a capture: memory for at least so many counters, which the graph owns.
+  virtual int32_t* counters(int32_t count) = 0;
 };
 
 struct Call {

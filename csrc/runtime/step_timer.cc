@@ -33,7 +33,8 @@ StepTimer::StepTimer(const steps::StepList& list, std::shared_ptr<CallTrace> tra
       awaits = awaits || gemm->awaits_chunks;
     }
     if (const auto* wait = std::get_if<steps::WaitForTiles>(&step.what)) {
-      ready_[static_cast<size_t>(wait->chunk)] = Ready::kTiles;
+      const auto counter = static_cast<size_t>(wait->chunk);
+      if (counter < ready_.size()) ready_[counter] = Ready::kTiles;
     }
     if (step.communicates < 0) continue;
     const auto chunk = static_cast<size_t>(step.communicates);
@@ -52,6 +53,9 @@ StepTimer::StepTimer(const steps::StepList& list, std::shared_ptr<CallTrace> tra
       ready_[chunk] = Ready::kAtStep;
       ready_at_[chunk] = static_cast<steps::StepId>(i);
     }
+  }
+  for (size_t chunk = 0; chunk < first_.size(); ++chunk) {
+    trace_->communicated[chunk] = first_[chunk] >= 0;
   }
   trace_->start.record(caller_);
   if (last_gemm_ < 0) trace_->gemm_end.record(caller_);  // a rank of an all-to-all may have no rows

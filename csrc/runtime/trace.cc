@@ -17,6 +17,7 @@ double elapsed_us(const Event& from, const Event& to) {
 std::vector<double> rows_of(const CallTrace& call, const CallTrace& first) {
   std::vector<double> rows;
   for (size_t chunk = 0; chunk < call.ready.size(); ++chunk) {
+    if (!call.communicated[chunk]) continue;
     rows.insert(
         rows.end(),
         {0.0, static_cast<double>(chunk), elapsed_us(call.start, *call.ready[chunk]),
@@ -31,7 +32,10 @@ std::vector<double> rows_of(const CallTrace& call, const CallTrace& first) {
 
 CallTrace::CallTrace(const plan::Problem& called, const std::string& on_group, int on_device,
                      int chunks)
-    : problem(called), group(on_group), device(on_device) {
+    : problem(called),
+      group(on_group),
+      device(on_device),
+      communicated(static_cast<size_t>(chunks), false) {
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ready.push_back(std::make_unique<Event>(cudaEventDefault));
     begin.push_back(std::make_unique<Event>(cudaEventDefault));

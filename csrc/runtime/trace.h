@@ -21,6 +21,7 @@ struct CallTrace {
   const plan::Problem problem;
   const std::string group;
   const int device;
+  std::vector<bool> communicated;  // of each chunk, whether anything was
   std::atomic<bool> ended{false};  // all events have been recorded
   Event start{cudaEventDefault};
   Event gemm_end{cudaEventDefault};

@@ -57,6 +57,27 @@ void fields(const PeerMessages& messages, Visit& visit) {
   visit("output", messages.output);
 }
 template <typename Visit>
+void fields(const CounterWait& wait, Visit& visit) {
+  visit("counter", wait.counter);
+  visit("count", wait.count);
+}
+template <typename Visit>
+void fields(const Half& half, Visit& visit) {
+  visit("flag", half.flag);
+  unless(visit, "stream", half.stream, 0);
+  visit("source", half.source);
+  visit("source_stride", half.source_stride);
+  visit("destination", half.destination);
+  visit("destination_stride", half.destination_stride);
+  visit("rows", half.rows);
+  visit("row_bytes", half.row_bytes);
+  unless(visit, "adds", half.adds, false);
+  unless_empty(visit, "waits", half.waits);
+  if (half.from) visit("from", *half.from);
+  if (half.to) visit("peer", *half.to);
+  if (half.counter) visit("counter", *half.counter);
+}
+template <typename Visit>
 void fields(const Communicator& communicator, Visit& visit) {
   visit("max_ctas", communicator.max_ctas);
   visit("lane", communicator.lane);
@@ -312,6 +333,44 @@ void fields(const MeetTiles& step, Visit& visit) {
   visit("first_awaited", step.first_awaited);
   visit("tiles", step.tiles);
   visit("distance", step.distance);
+}
+
+inline const char* name(const Announce&) {
+  return "announce";
+}
+template <typename Visit>
+void fields(const Announce& step, Visit& visit) {
+  visit("flag", step.flag);
+  visit("peer", step.peer);
+}
+
+inline const char* name(const Await&) {
+  return "await";
+}
+template <typename Visit>
+void fields(const Await& step, Visit& visit) {
+  visit("flag", step.flag);
+  visit("peer", step.peer);
+}
+
+inline const char* name(const Count&) {
+  return "count";
+}
+template <typename Visit>
+void fields(const Count& step, Visit& visit) {
+  visit("counter", step.counter);
+  visit("count", step.count);
+}
+
+inline const char* name(const Interpret&) {
+  return "interpret";
+}
+template <typename Visit>
+void fields(const Interpret& step, Visit& visit) {
+  visit("streams", step.streams);
+  visit("blocks", step.blocks);
+  unless(visit, "ends_call", step.ends_call, false);
+  visit("halves", step.halves);
 }
 
 inline const char* name(const PeerCollective&) {

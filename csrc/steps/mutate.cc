@@ -60,6 +60,11 @@ std::vector<Where*> places(Step& step) {
             add(piece.send);
             add(piece.destination);
           }
+        } else if constexpr (std::is_same_v<Kind, Interpret>) {
+          for (Half& half : one.halves) {
+            add(half.source);
+            add(half.destination);
+          }
         } else if constexpr (std::is_same_v<Kind, LowLatency>) {
           add(one.own);
           add(one.output);
@@ -86,7 +91,7 @@ constexpr bool works(const What& what) {
          std::holds_alternative<CopyRows>(what) || std::holds_alternative<Pack>(what) ||
          std::holds_alternative<Unpack>(what) || std::holds_alternative<AddBias>(what) ||
          std::holds_alternative<PeerCollective>(what) || std::holds_alternative<LowLatency>(what) ||
-         std::holds_alternative<PeerExchange>(what);
+         std::holds_alternative<PeerExchange>(what) || std::holds_alternative<Interpret>(what);
 }
 
 }  // namespace
@@ -114,7 +119,9 @@ std::vector<Changed> weakened(const StepList& list) {
               std::is_same_v<Kind, Join> || std::is_same_v<Kind, WaitForTiles> ||
               std::is_same_v<Kind, WaitForSlots> || std::is_same_v<Kind, WaitForPeers> ||
               std::is_same_v<Kind, Signal> || std::is_same_v<Kind, EndCall> ||
-              std::is_same_v<Kind, MeetTiles> || std::is_same_v<Kind, Fork>;
+              std::is_same_v<Kind, MeetTiles> || std::is_same_v<Kind, Announce> ||
+              std::is_same_v<Kind, Await> || std::is_same_v<Kind, Count> ||
+              std::is_same_v<Kind, Fork>;
           if constexpr (kOrders) left_out();
           if constexpr (std::is_same_v<Kind, Fork>) {
             for (int32_t lanes = 0; lanes < one.side_lanes; ++lanes) {
@@ -130,6 +137,35 @@ std::vector<Changed> weakened(const StepList& list) {
             if (one.to_self) {
               with(" to itself",
                    [](Step& changed) { std::get<Signal>(changed.what).to_self = false; });
+            }
+          }
+          if constexpr (std::is_same_v<Kind, Interpret>) {
+            const auto change = [&](const std::string& without, auto of_step) {
+              with(without, [&](Step& changed) { of_step(std::get<Interpret>(changed.what)); });
+            };
+            if (one.ends_call) {
+              change(" without ends_call", [](Interpret& changed) { changed.ends_call = false; });
+            }
+            for (size_t j = 0; j < one.halves.size(); ++j) {
+              const std::string half = " whose half " + std::to_string(j);
+              for (size_t k = 0; k < one.halves[j].waits.size(); ++k) {
+                change(half + " lacks wait " + std::to_string(k), [&](Interpret& changed) {
+                  auto& waits = changed.halves[j].waits;
+                  waits.erase(waits.begin() + static_cast<std::ptrdiff_t>(k));
+                });
+              }
+              if (one.halves[j].from) {
+                change(half + " awaits nobody",
+                       [&](Interpret& changed) { changed.halves[j].from.reset(); });
+              }
+              if (one.halves[j].to) {
+                change(half + " is not announced",
+                       [&](Interpret& changed) { changed.halves[j].to.reset(); });
+              }
+              if (one.halves[j].counter) {
+                change(half + " is not counted",
+                       [&](Interpret& changed) { changed.halves[j].counter.reset(); });
+              }
             }
           }
           if constexpr (std::is_same_v<Kind, Gemm>) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <span>
 #include <utility>
 
@@ -26,7 +27,8 @@ struct LaneState {
   bool calls = false;
   double flows_at_us = 0.0;  // start over, bytes flow
   double bytes = 0.0;
-  double most = 0.0;  // bytes per us, of its CTAs
+  double most = 0.0;     // bytes per us, of its CTAs
+  double sent_us = 0.0;  // of a program over peers: what its last transfers to others took
 };
 
 size_t index(int32_t number) {
@@ -45,10 +47,10 @@ struct Walk {
   const int32_t sms = machine.sm_count;
   const bool cpu = on_cpu(machine);
   const bool slow = slow_link(machine);
-  const bool peers = plan::over_peers(plan);
+  const bool program = plan::has_program(plan);
+  const bool peers = plan::over_peers(plan) && !program;
   const bool gathers = problem.op == plan::Op::kAllGatherGemm;
   const bool all_to_all = problem.op == plan::Op::kGemmAllToAll;
-  const bool program = plan::has_program(plan);
   const double tile_us = steps::tile_us(plan, machine);
   const double element = static_cast<double>(plan::moved_bytes(problem));
   const double row_bytes = static_cast<double>(problem.n) * element;
@@ -66,7 +68,8 @@ struct Walk {
   double chunk_begin_us = 0.0;
   double chunk_us = 0.0;
   double chunk_bytes = 0.0;
-  double now_us = 0.0;  // until which NCCL's calls are known
+  std::map<int32_t, double> counters_us = {};  // of a program: those beside the GEMM's
+  double now_us = 0.0;                         // until which NCCL's calls are known
 
   // --- the walk --------------------------------------------------------------------------------
 
@@ -250,8 +253,17 @@ struct Walk {
   }
 
   double end_of(const WaitForTiles& wait, size_t, double begin_us) {
-    return std::max(begin_us, price.computed_us[index(wait.chunk)] +
-                                  (cpu ? profile.cpu.wait_us : profile.sync.wait_us));
+    return std::max(begin_us,
+                    counter_us(wait.chunk) + (cpu ? profile.cpu.wait_us : profile.sync.wait_us));
+  }
+  // When a counter has come to what is waited for.
+  double counter_us(int32_t counter) const {
+    if (index(counter) < price.computed_us.size()) return price.computed_us[index(counter)];
+    const auto found = counters_us.find(counter);
+    return found == counters_us.end() ? kNever : found->second;
+  }
+  double end_of(const Count& count, size_t, double begin_us) {
+    return counters_us[count.counter] = begin_us + profile.host.launch_us;
   }
   double end_of(const Mark&, size_t id, double begin_us) {
     return std::max(begin_us, behind(id) + (cpu ? profile.cpu.wait_us : profile.sync.wait_us));
@@ -297,7 +309,8 @@ struct Walk {
 
   double end_of(const Copy& copy, size_t id, double begin_us) {
     const auto bytes = static_cast<double>(copy.bytes);
-    const bool leaves = copy.destination.buffer == Buffer::kSlot && copy.destination.index != rank;
+    const bool leaves = is_remote(copy.destination);
+    if (program && (leaves || is_remote(copy.source))) return begin_us + carried(id, leaves, bytes);
     if (leaves && gathers) {
       if (chunk_bytes == 0.0) chunk_begin_us = begin_us;
       return chunk_begin_us + sent_us(chunk_bytes += bytes);
@@ -308,9 +321,72 @@ struct Walk {
     return begin_us + profile.local.copy_start_us +
            (finishes ? bytes_behind(id) : bytes) / (1e3 * profile.local.copy_gbps);
   }
-  double end_of(const CopyRows& copy, size_t, double begin_us) {
-    return begin_us +
-           finish_us((copy.adds ? 2.0 : 1.0) * static_cast<double>(copy.rows * copy.row_bytes));
+  double end_of(const CopyRows& copy, size_t id, double begin_us) {
+    const auto bytes = static_cast<double>(copy.rows * copy.row_bytes);
+    const bool leaves = is_remote(copy.destination);
+    if (leaves || is_remote(copy.source)) return begin_us + carried(id, leaves, bytes);
+    return begin_us + finish_us((copy.adds ? 2.0 : 1.0) * bytes);
+  }
+  bool is_remote(const Where& where) const {
+    return where.buffer == Buffer::kSlot && where.index != rank;
+  }
+  // By the copy engine, from rank to rank.
+  double carried(size_t id, bool leaves, double bytes) {
+    const double us = communicated(profile.peer.copy_us + sent_us(bytes));
+    if (leaves) lanes[lane_of(list.steps[id])].sent_us += us;
+    return us;
+  }
+  double end_of(const Announce&, size_t, double begin_us) { return begin_us + flag_us(); }
+  // What comes took its sender as long as what this rank has sent meanwhile; else it has yet to come.
+  double end_of(const Await&, size_t id, double begin_us) {
+    double us = 0.0;
+    if (const StepId next = next_of_lane[id]; next != kNone) {
+      const What& what = list.steps[index(next)].what;
+      if (const auto* copy = std::get_if<Copy>(&what))
+        us = sent_us(static_cast<double>(copy->bytes));
+      if (const auto* copy = std::get_if<CopyRows>(&what)) {
+        us = sent_us(static_cast<double>(copy->rows * copy->row_bytes));
+      }
+    }
+    const double sent = std::exchange(lanes[lane_of(list.steps[id])].sent_us, 0.0);
+    return begin_us + flag_us() + std::max(0.0, us - sent);
+  }
+  double flag_us() const { return profile.peer.sequential_us / 2.0; }
+
+  // Streams beside each other, each half behind its waits; what comes as with Await.
+  double end_of(const Interpret& step, size_t, double& begin_us) {
+    for (const Half& half : step.halves) {
+      for (const CounterWait& wait : half.waits) {
+        const bool own = std::any_of(
+            step.halves.begin(), step.halves.end(),
+            [&](const Half& other) { return other.counter && *other.counter == wait.counter; });
+        if (!own && counter_us(wait.counter) == kNever) return kNever;
+      }
+    }
+    // CTAs that find no SM beside a persistent GEMM stay outside until its end.
+    const bool fits = counted_us == 0.0 || plan.resources.comm_sms >= step.streams * step.blocks;
+    if (!fits) begin_us = std::max(begin_us, counted_us + profile.sync.wait_us);
+    const double start_us = begin_us + profile.host.launch_us;
+    std::vector<double> free_us(index(step.streams), start_us);
+    std::vector<double> stream_sent_us(index(step.streams), 0.0);
+    for (const Half& half : step.halves) {
+      double& us = free_us[index(half.stream)];
+      double& sent = stream_sent_us[index(half.stream)];
+      for (const CounterWait& wait : half.waits) us = std::max(us, counter_us(wait.counter));
+      const auto bytes = static_cast<double>(half.rows * half.row_bytes);
+      const double moved_us = sent_us(bytes) / profile.peer.collective_rate;
+      if (half.to) {
+        us += communicated(moved_us + flag_us());
+        sent += moved_us;
+      } else if (half.from) {
+        us += std::max(0.0, moved_us - std::exchange(sent, 0.0)) +
+              local_us((half.adds ? 2.0 : 1.0) * bytes);
+      } else {
+        us += local_us((half.adds ? 2.0 : 1.0) * bytes);
+      }
+      if (half.counter) counters_us[*half.counter] = us;
+    }
+    return *std::max_element(free_us.begin(), free_us.end());
   }
   double end_of(const Pack& pack, size_t, double begin_us) {
     const double tiles = plan.chunks[index(pack.chunk)].tiles;

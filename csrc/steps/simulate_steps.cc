@@ -65,22 +65,34 @@ void Simulation::take(Here& here, const LibraryGemm& step, Span& span) {
   holds(here, span.first, span.first, 1, 1, false);
 }
 
-void Simulation::take(Here& here, const WaitForTiles& step, Span& span) {
-  const auto counted = here.counted.find(step.chunk);
-  if (step.chunk < 0 || step.chunk >= here.list->counters || counted == here.counted.end() ||
-      counted->second.second < step.tiles) {
+void Simulation::await_counter(const Here& here, const Span& span, int32_t counter, int32_t count) {
+  const auto counted = here.counted.find(counter);
+  if (counter < 0 || counter >= here.list->counters || counted == here.counted.end() ||
+      counted->second.second < count) {
+    const bool tiles = counter < static_cast<int32_t>(here.plan->chunks.size());
     fail(Fault::Kind::kDeadlock,
-         says(span.first) + " waits for " + std::to_string(step.tiles) + " tiles of chunk " +
-             std::to_string(step.chunk) + ", and no GEMM that is enqueued before it counts as many",
+         says(span.first) + " waits for " + std::to_string(count) +
+             (tiles ? " tiles of chunk " : " counts of counter ") + std::to_string(counter) +
+             ", and " + (tiles ? "no GEMM that" : "nothing that") +
+             " is enqueued before it counts as many",
          nullptr);
   }
   // It looks from its begin on: the counter must be zero by then, and not be another call's before it has seen enough.
-  const Node end = end_of(here, span, "has seen its tiles");
   accesses_.push_back(
-      {key(here.rank, kCounters, 0), step.chunk, step.chunk + 1, span.first, end, false, false});
+      {key(here.rank, kCounters, 0), counter, counter + 1, span.first, span.last, false, false});
   // Fewer than there are may be any of them.
-  if (counted->second.second == step.tiles) graph_.edge(counted->second.first, end);
-  holds(here, span.first, end, 1, 1, true, true);
+  if (counted->second.second == count) graph_.edge(counted->second.first, span.last);
+}
+
+void Simulation::take(Here& here, const WaitForTiles& step, Span& span) {
+  end_of(here, span, "has seen its tiles");
+  await_counter(here, span, step.chunk, step.tiles);
+  holds(here, span.first, span.last, 1, 1, true, true);
+}
+
+void Simulation::take(Here& here, const Count& step, Span& span) {
+  here.counted[step.counter] = {span.first, step.count};
+  holds(here, span.first, span.first, 1, 1, false, true);
 }
 
 void Simulation::take(Here& here, const Collective& step, Span& span) {
@@ -119,38 +131,49 @@ void Simulation::take(Here& here, const Copy& step, Span& span) {
   moves(by, place(here, step.source, step.bytes, by), place(here, step.destination, step.bytes, by),
         step.bytes);
   // Within a device it is a kernel, whatever its name.
-  const bool remote =
-      step.destination.buffer == Buffer::kSlot && step.destination.index != here.rank;
-  if (!remote) holds(here, by, by, 1, 1, false);
+  const auto remote = [&](const Where& where) {
+    return where.buffer == Buffer::kSlot && where.index != here.rank;
+  };
+  if (!remote(step.source) && !remote(step.destination)) holds(here, by, by, 1, 1, false);
+}
+
+void Simulation::move_rows(Node by, const Here& here, const Where& source, int64_t source_stride,
+                           const Where& destination, int64_t destination_stride, int64_t rows,
+                           int64_t row_bytes, bool adds) {
+  const bool whole = source_stride == row_bytes && destination_stride == row_bytes;
+  const int64_t count = whole ? 1 : rows;
+  const int64_t bytes = whole ? rows * row_bytes : row_bytes;
+  for (int64_t row = 0; row < count && bytes > 0; ++row) {
+    Where from = source;
+    Where to = destination;
+    from.offset += row * source_stride;
+    to.offset += row * destination_stride;
+    const Place read_from = place(here, from, bytes, by);
+    const Place target = place(here, to, bytes, by);
+    if (!adds) {
+      moves(by, read_from, target, bytes);
+      continue;
+    }
+    touches(by, read_from, bytes, false);
+    touches(by, target, bytes, true);
+    effect(by, [=, this] {
+      const std::vector<Run> sum = add({read(target.key, target.offset, bytes, by),
+                                        read(read_from.key, read_from.offset, bytes, by)},
+                                       false, by, true);
+      contents_[target.key].write(target.offset, sum);
+    });
+  }
 }
 
 void Simulation::take(Here& here, const CopyRows& step, Span& span) {
   const Node by = span.first;
-  const bool whole =
-      step.source_stride == step.row_bytes && step.destination_stride == step.row_bytes;
-  const int64_t count = whole ? 1 : step.rows;
-  const int64_t bytes = whole ? step.rows * step.row_bytes : step.row_bytes;
-  for (int64_t row = 0; row < count && bytes > 0; ++row) {
-    Where from = step.source;
-    Where to = step.destination;
-    from.offset += row * step.source_stride;
-    to.offset += row * step.destination_stride;
-    const Place source = place(here, from, bytes, by);
-    const Place target = place(here, to, bytes, by);
-    if (!step.adds) {
-      moves(by, source, target, bytes);
-      continue;
-    }
-    touches(by, source, bytes, false);
-    touches(by, target, bytes, true);
-    effect(by, [=, this] {
-      const std::vector<Run> sum = add(
-          {read(target.key, target.offset, bytes, by), read(source.key, source.offset, bytes, by)},
-          false, by, true);
-      contents_[target.key].write(target.offset, sum);
-    });
-  }
-  holds(here, by, by, 1, 1, false);
+  move_rows(by, here, step.source, step.source_stride, step.destination, step.destination_stride,
+            step.rows, step.row_bytes, step.adds);
+  const auto remote = [&](const Where& where) {
+    return where.buffer == Buffer::kSlot && where.index != here.rank;
+  };
+  // Within a device it is a kernel, whatever its name.
+  if (!remote(step.source) && !remote(step.destination)) holds(here, by, by, 1, 1, false);
 }
 
 void Simulation::take(Here& here, const Pack& step, Span& span) {

@@ -140,7 +140,7 @@ class Simulation {
     Lane lane = Lane::kCaller;
     std::vector<Node> ends;                               // of each step
     std::vector<Lane> forked;                             // and not joined
-    std::map<int32_t, std::pair<Node, int32_t>> counted;  // by chunk: behind what, how many tiles
+    std::map<int32_t, std::pair<Node, int32_t>> counted;  // by counter: behind what, how many
     std::optional<Meeting> meeting;
     std::optional<Node> ended;
     Node begin = 0;
@@ -228,6 +228,10 @@ class Simulation {
   void take(Here& here, const Signal& step, Span& span);
   void take(Here& here, const EndCall& step, Span& span);
   void take(Here& here, const MeetTiles& step, Span& span);
+  void take(Here& here, const Announce& step, Span& span);
+  void take(Here& here, const Await& step, Span& span);
+  void take(Here& here, const Count& step, Span& span);
+  void take(Here& here, const Interpret& step, Span& span);
   void take(Here& here, const PeerCollective& step, Span& span);
   void take(Here& here, const LowLatency& step, Span& span);
   void take(Here& here, const PeerExchange& step, Span& span);
@@ -242,6 +246,12 @@ class Simulation {
   void collect(Here& here, const Gemm& step, const Span& span);
   void exchange(Here& here, const Gemm& step, const Span& span, Node made);
   void check_drawing(const Here& here, const Gemm& step) const;
+  void move_rows(Node by, const Here& here, const Where& source, int64_t source_stride,
+                 const Where& destination, int64_t destination_stride, int64_t rows,
+                 int64_t row_bytes, bool adds);
+  void await_counter(const Here& here, const Span& span, int32_t counter, int32_t count);
+  void announce_transfer(const Span& span, const Here& here, int32_t flag, int32_t count,
+                         int32_t peer);
   void announce_tiles(Node node, const Here& here, int32_t distance, int64_t begin, int64_t end);
   void await_tiles(const Span& span, const Here& here, int64_t begin, int64_t end);
   void await_arrival(const Span& span, const Here& here, int32_t writer, int32_t step);

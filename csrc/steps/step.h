@@ -225,6 +225,58 @@ struct MeetTiles {
   int32_t distance = 1;
 };
 
+// A program's transfers over peers.
+
+// To a peer that the data of a transfer, which has this flag, are there: after what its lane did before.
+struct Announce {
+  int32_t flag = 0;
+  int32_t peer = 0;
+};
+
+// Until a peer has announced so.
+struct Await {
+  int32_t flag = 0;
+  int32_t peer = 0;
+};
+
+// Adds to one of the call's counters, behind what its lane did before: for an Interpret that waits for it.
+struct Count {
+  int32_t counter = 0;
+  int32_t count = 0;
+};
+
+// A wait of an Interpret: for a counter of the call.
+struct CounterWait {
+  int32_t counter = 0;
+  int32_t count = 0;
+};
+
+// One rank's half of a transfer: rows into other memory, or added to what is there; strides in bytes.
+struct Half {
+  int32_t flag = 0;    // the first one of the transfer's, of which each block of a stream has one
+  int32_t stream = 0;  // of the kernel's
+  Where source;
+  int64_t source_stride = 0;
+  Where destination;
+  int64_t destination_stride = 0;
+  int64_t rows = 0;
+  int64_t row_bytes = 0;
+  bool adds = false;
+  std::vector<CounterWait> waits;
+  std::optional<int32_t> from = {};     // whose flags are awaited
+  std::optional<int32_t> to = {};       // whose flags are set
+  std::optional<int32_t> counter = {};  // that each block counts which has done its share
+};
+
+// Halves of transfers in one kernel. Blocks of a stream take its halves in their order, each the same share of equal
+// rectangles. So a half that touches what one before did to other rectangles waits for its counter.
+struct Interpret {
+  int32_t streams = 1;
+  int32_t blocks = 1;  // of each stream
+  bool ends_call = false;
+  std::vector<Half> halves;
+};
+
 // One rank's share of a collective in one kernel.
 struct Piece {
   int64_t bytes = 0;
@@ -272,10 +324,10 @@ struct PeerExchange {
   std::vector<PeerMessages> messages;  // in the ranks' order
 };
 
-using What =
-    std::variant<Fork, Join, Gemm, LibraryGemm, WaitForTiles, Mark, Collective, SendReceive, Copy,
-                 CopyRows, Delay, Pack, Unpack, AddBias, WaitForSlots, WaitForPeers, Signal,
-                 EndCall, MeetTiles, PeerCollective, LowLatency, PeerExchange>;
+using What = std::variant<Fork, Join, Gemm, LibraryGemm, WaitForTiles, Mark, Collective,
+                          SendReceive, Copy, CopyRows, Delay, Pack, Unpack, AddBias, WaitForSlots,
+                          WaitForPeers, Signal, EndCall, MeetTiles, Announce, Await, Count,
+                          Interpret, PeerCollective, LowLatency, PeerExchange>;
 
 struct Step {
   Lane lane = Lane::kCaller;

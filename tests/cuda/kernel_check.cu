@@ -15,6 +15,7 @@
 
 #include "checking.h"
 #include "gemm_case.h"
+#include "interpreter_case.h"
 #include "kernels/chunk/reorder.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/peer/peer_signal.h"
@@ -388,6 +389,7 @@ std::vector<Target> targets(bool small, int rounds) {
   std::vector<Target> all = {
       {"signal", {}, check_signal},
       {"peers", {}, check_peers},
+      {"interpreter", {}, check_interpreter},
       {"reorder", {}, [=] { check_reorder_all(small); }},
       {"ring", pingpong,
        [=] {
@@ -432,6 +434,7 @@ int main(int argc, char** argv) {
   int major = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA_CHECK(kernels::load_kernels());
+  CUDA_CHECK(kernels::load_interpreter_kernels());
 
   bool known = wanted == "all" || wanted == "list";
   std::string names;

@@ -3,6 +3,7 @@
 
 #include "kernels/chunk/reorder.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/peer/interpreter.h"
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_exchange.h"
 #include "kernels/peer/peer_low_latency.h"
@@ -253,6 +254,46 @@ cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t 
   return launch(stream, [&] {
     return cat("meet announces ", announced, " from ", first_announced, " awaits ", awaited,
                " from ", first_awaited, " distance ", distance, ", ", tiles_of(tiles));
+  });
+}
+
+cudaError_t load_interpreter_kernels() {
+  return cudaSuccess;
+}
+
+cudaError_t count(int32_t* counter, int32_t value, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("count ", value, " at ", at(counter, 4)); });
+}
+
+cudaError_t interpret(const InterpreterParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    std::string text = cat("interpret ", params.streams, " streams of ", params.blocks, " blocks ",
+                           plan::name(params.dtype), params.ends_call ? ", ends the call" : "",
+                           params.waits_for_slots ? "" : ", waits for no slots", ", counters ",
+                           at(params.counters, 4));
+    const auto reach = [](const InterpreterTransfer& one, int64_t stride) {
+      return (one.rows - 1) * stride + one.row_bytes;
+    };
+    for (const InterpreterTransfer& one : params.transfers) {
+      const auto* const from = static_cast<const char*>(params.bases[one.source_base]) + one.source;
+      const auto* const to =
+          static_cast<const char*>(params.bases[one.destination_base]) + one.destination;
+      text += cat("; stream ", int{one.stream}, ": ", one.rows, " rows of ", one.row_bytes,
+                  " bytes, ", at(from, reach(one, one.source_stride)), " by ", one.source_stride,
+                  one.adds ? " added to " : " -> ", at(to, reach(one, one.destination_stride)),
+                  " by ", one.destination_stride);
+      for (int wait = one.first_wait; wait < one.end_wait; ++wait) {
+        const InterpreterWait& counter = params.waits[static_cast<size_t>(wait)];
+        text += cat(" waits ", counter.counter, " = ", counter.count);
+      }
+      const auto flags = [&](int rank) {
+        return at(params.flags[rank] + one.flag, 8 * params.blocks);
+      };
+      if (one.from >= 0) text += cat(" from ", int{one.from}, " at ", flags(params.rank));
+      if (one.to >= 0) text += cat(" to ", int{one.to}, " at ", flags(one.to));
+      if (one.counter >= 0) text += cat(" counts ", one.counter);
+    }
+    return text + cat(", ", meeting_of(params));
   });
 }
 

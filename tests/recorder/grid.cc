@@ -797,8 +797,13 @@ plan::Program ring_of(const Plan& plan) {
   return program;
 }
 
-void visit_programs(const Visit& visit, Op op) {
-  for (const auto& [world, rank] : places(Transport::kNccl)) {
+// `by`: the engine of all of its transfers over peers; kNccl: over NCCL.
+void visit_programs(const Visit& visit, Op op, plan::Engine by = plan::Engine::kNccl) {
+  const Transport transport = by == plan::Engine::kNccl ? Transport::kNccl : Transport::kPeer;
+  const char* const name = by == plan::Engine::kNccl         ? " program"
+                           : by == plan::Engine::kCopyEngine ? " program by copy engine"
+                                                             : " program over peers";
+  for (const auto& [world, rank] : places(transport)) {
     for (const Operands& operands : produce_operands()) {
       with_plan(
           [&] {
@@ -809,13 +814,14 @@ void visit_programs(const Visit& visit, Op op) {
             plan.problem.op = op;
             plan.collective = plan::collective_of(op);
             plan.program = ring_of(plan);
+            for (plan::Chunk& chunk : plan.chunks) chunk.transport = transport;
+            for (plan::Transfer& one : plan.program.transfers) one.by = by;
             plan::validate(plan);
             return plan;
           },
           [&](const Plan& plan) {
-            Case one = {.family = family(cat(plan::name(op), " program"), world),
-                        .world = world,
-                        .rank = rank};
+            Case one = {
+                .family = family(cat(plan::name(op), name), world), .world = world, .rank = rank};
             one.name = describe(operands);
             visit_modes(visit, one, plan, operands);
           });
@@ -876,9 +882,13 @@ void visit_grid(const Visit& visit) {
     visit_ring(visit, op);
     visit_direct(visit, op);
     visit_one_kernel(visit, op, false);
-    visit_programs(visit, op);
   }
-  visit_programs(visit, Op::kAllGatherGemm);
+  for (const Op op : {Op::kGemmAllReduce, Op::kGemmReduceScatter, Op::kAllGatherGemm}) {
+    for (const plan::Engine by :
+         {plan::Engine::kNccl, plan::Engine::kSms, plan::Engine::kCopyEngine}) {
+      visit_programs(visit, op, by);
+    }
+  }
   visit_one_kernel(visit, Op::kGemmAllReduce, true);
   visit_packed(visit, false);
   visit_packed(visit, true);

@@ -162,8 +162,9 @@ class CallOperands : public runtime::Operands {
     }
   }
 
-  int32_t* counters() override {
-    return static_cast<int32_t*>(record().allocate("captured counters", 4 * plan::kMaxChunks));
+  int32_t* counters(int32_t count) override {
+    return static_cast<int32_t*>(
+        record().allocate("captured counters", 4 * std::max(count, plan::kMaxChunks)));
   }
 
  private:

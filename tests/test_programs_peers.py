@@ -1,0 +1,445 @@
+"""Programs over peers: what their steps are, that they are proved, and, on GPUs, that they are right."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import overlap_torch
+import rank_pool
+import steps_proof
+from checks import Failures, check_plan, message_of
+from operands import Case, rank_device
+from ops import OPS
+from overlap_torch import _plan
+from overlap_torch import plan as plan_module
+from overlap_torch.plan import (
+    Editor,
+    Kernel,
+    Plan,
+    Problem,
+    from_msccl,
+    from_mscclpp,
+    use_plan,
+    validate,
+)
+from peer_races import Runner, race
+from peers import has_bias, skip_unless_it_runs
+from plan_files import MSCCL, MSCCLPP, text_of
+from programs import (
+    ENGINES,
+    by_engines,
+    disturbed,
+    random_program,
+    template_plans,
+    templates,
+)
+from test_peers_graphs import Captured, Found
+
+PEERS = steps_proof.PEERS
+PINGPONG = Kernel.SM90_PINGPONG
+REDUCTIONS = ("gemm_allreduce", "gemm_reducescatter")
+OP_NAMES = (*REDUCTIONS, "allgather_gemm", "gemm_alltoall")
+every_engine = pytest.mark.parametrize("engines", list(ENGINES))
+every_op = pytest.mark.parametrize("op", OP_NAMES)
+
+
+def how(op: str, kernel: Kernel = PINGPONG) -> dict[str, object]:
+    """As of ``plan.edit``: only reductions compute by a kernel that counts."""
+    return {"transport": "peer", **({"kernel": kernel} if op in REDUCTIONS else {})}
+
+
+def problem_of(op: str, world: int, rows: int = 256, n: int = 256) -> Problem:
+    return Problem(0 if op == "gemm_alltoall" else rows * world, n, 128, "bfloat16", world, op)
+
+
+def plans_of(op: str, world: int, engines: str, chunks: int = 2) -> list[tuple[str, Plan]]:
+    problem = problem_of(op, world)
+    return [
+        (name, by_engines(make(problem, chunks, **how(op)), ENGINES[engines]))
+        for name, make in templates(problem)
+    ]
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+def ring(world: int, chunks: int, by: str, streams: int = 1, n: int = 256) -> Plan:
+    with Editor(problem_of("gemm_reducescatter", world, n=n), **how("gemm_reducescatter")) as p:
+        for share in p.chunks(chunks):
+            for step in range(1, p.world):
+                part = p.part(p.rank - step, share)
+                needs = [p.tiles(part), p.arrived(part)]
+                stream = share.index % streams
+                p.push(part, to=p.rank + 1, reduce=True, needs=needs, by=by, stream=stream)
+    return p.plan()
+
+
+def made(plan: Plan, rank: int) -> dict:
+    return json.loads(_plan.steps_json(plan, rank, PEERS))
+
+
+def test_ring_by_sms_is_one_kernel_that_waits_for_chunks_and_flags():
+    list_ = made(ring(4, 1, "sms"), 1)
+    kinds = [step["step"] for step in list_["steps"]]
+    assert kinds == ["fork", "gemm", "interpret", "join", "copy"]
+    kernel = list_["steps"][2]
+    assert (kernel["streams"], kernel["blocks"], kernel["ends_call"]) == (1, 16, True)
+    halves = kernel["halves"]
+    # Parts of 256 rows of 512 bytes; rank 1 sends those of 0, 3, 2, and adds what comes of 3, 2, 1.
+    assert [half["source"]["offset"] for half in halves[0::2]] == [0, 3 << 17, 2 << 17]
+    assert [half["destination"]["offset"] for half in halves[1::2]] == [3 << 17, 2 << 17, 1 << 17]
+    assert [half.get("peer") for half in halves] == [2, None] * 3
+    assert [half.get("from") for half in halves] == [None, 0] * 3
+    assert [half.get("adds", False) for half in halves] == [False, True] * 3
+    assert all(half["row_bytes"] == 512 and half["rows"] == 256 for half in halves)
+    # A part is sent on by the blocks that have added to it, so that nothing but tiles is waited for.
+    waits = [wait["counter"] for half in halves for wait in half.get("waits", [])]
+    assert len(waits) == len(set(waits)) == 4
+    assert "counter" not in halves[1]
+    flags = [half["flag"] for half in halves]
+    assert len(set(flags)) == 6 and all(flag % 16 == 0 for flag in flags)
+    # In a slot lies each part that comes, in a place of its own.
+    assert list_["slot_bytes"] == 3 << 17 and list_["takes_slot"]
+    landings = [half["source"]["offset"] for half in halves[1::2]]
+    assert sorted(landings) == [0, 1 << 17, 2 << 17]
+
+
+def test_transfers_of_other_rectangles_wait_for_all_blocks():
+    with Editor(problem_of("gemm_allreduce", 2), **how("gemm_allreduce")) as p:
+        half = p.product.part(p.rank + 1, 2)
+        p.push(half, to=p.rank + 1, reduce=True)
+        own = p.product.part(p.rank, 2)
+        for quarter in range(2):  # what one transfer added, two send on
+            p.push(own.part(quarter, 2), to=p.rank + 1)
+    list_ = made(p.plan(), 0)
+    kernel = next(step for step in list_["steps"] if step["step"] == "interpret")
+    added = next(half for half in kernel["halves"] if half.get("adds"))
+    sent_on = [half for half in kernel["halves"] if "peer" in half and half["rows"] == 128]
+    counted = {wait["counter"]: wait["count"] for half in sent_on for wait in half.get("waits", [])}
+    assert counted[added["counter"]] == 16
+    assert len(sent_on) == 2 and "waits" not in sent_on[1]  # the stream has waited
+
+
+def test_copy_engine_copies_and_announces():
+    list_ = made(ring(3, 2, "copy_engine", streams=2), 0)
+    kinds = [step["step"] for step in list_["steps"]]
+    assert kinds.count("wait_for_slots") == 2
+    assert kinds.count("announce") == kinds.count("await") == 2 * 2
+    assert kinds.count("copy") == 2 * 2 + 1 and kinds.count("copy_rows") == 2 * 2
+    assert kinds[-3:] == ["join", "end_call", "copy"]
+    copies = [step for step in list_["steps"] if step["step"] == "copy"][:-1]
+    assert all(step["destination"]["buffer"] == "slot" for step in copies)
+    assert {step["destination"]["index"] for step in copies} == {1}
+    assert {step["lane"] for step in copies} == {"side0", "side1"}
+
+
+def test_pulls_leave_data_in_the_own_slot_and_fetch_from_the_peers():
+    for by, fetches in (("sms", "interpret"), ("copy_engine", "copy")):
+        with Editor(problem_of("allgather_gemm", 2), **how("allgather_gemm")) as p:
+            p.pull(p.part(p.rank + 1), of=p.rank + 1, by=by)
+        list_ = made(p.plan(), 0)
+        places = [
+            (half["source"], half["destination"])
+            for step in list_["steps"]
+            if step["step"] == fetches
+            for half in step.get("halves", [step])
+        ]
+        slots = [
+            (a["index"], b["index"]) for a, b in places if "slot" in (a["buffer"], b["buffer"])
+        ]
+        # Into its own slot; out of rank 1's.
+        assert ("slot", 0) in [(b["buffer"], b["index"]) for _, b in places]
+        assert ("slot", 1) in [(a["buffer"], a["index"]) for a, _ in places]
+        assert len(slots) == 2
+
+
+@pytest.mark.long
+def test_programs_that_are_too_long_for_a_table_take_several_launches():
+    plan = ring(2, 256, "sms", n=8)
+    list_ = made(plan, 0)
+    kernels = [step for step in list_["steps"] if step["step"] == "interpret"]
+    assert len(plan.program.transfers) == 512
+    assert [len(kernel["halves"]) for kernel in kernels] == [384, 128]
+    assert [kernel.get("ends_call", False) for kernel in kernels] == [False, True]
+
+
+def test_nccl_moves_what_its_transfers_name():
+    plan = by_engines(ring(2, 2, "sms"), ["nccl", "nccl", "copy_engine", "copy_engine"])
+    list_ = made(plan, 0)
+    kinds = [step["step"] for step in list_["steps"]]
+    assert kinds.count("send_receive") == 1 and kinds.count("announce") == 1
+    assert list_["communicators"] == [{"max_ctas": 0, "lane": 0}]
+
+
+# --- proof ----------------------------------------------------------------------------------------------------------
+
+
+@every_engine
+@every_op
+def test_templates_over_peers_are_proved(op, engines):
+    for name, plan in plans_of(op, 2, engines):
+        validate(plan)
+        rows = {"send_rows": [5, 7], "receive_rows": [5, 9]} if op == "gemm_alltoall" else {}
+        explained = str(plan.explain(PEERS, **rows))
+        assert "over peers that sends" in explained or "tell rank 1" in explained, name
+
+
+@pytest.mark.long
+@every_engine
+@every_op
+def test_templates_over_peers_are_proved_for_many_ranks(op, engines):
+    for world in (3, 4, 8):
+        for _, plan in plans_of(op, world, engines, chunks=3):
+            validate(plan)
+
+
+@pytest.mark.parametrize("engines", ["sms", "copy_engine"])
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_proof_over_peers_misses_each_wait_flag_and_piece_of_work(op, engines):
+    """By mutation: with the kernel on all ranks there is no wait that another one makes redundant."""
+    for _, plan in plans_of(op, 2, engines, chunks=1):
+        for work in (False, True):
+            tried, found = _plan.unnoticed(plan, PEERS, (True, True), 1, work)
+            assert tried > 4
+            assert found == []
+
+
+@pytest.mark.parametrize("op", [*REDUCTIONS, "allgather_gemm"])
+def test_random_programs_over_peers_are_proved(op):
+    problem = problem_of(op, 2, rows=16, n=64)
+
+    @settings(max_examples=4, deadline=None, derandomize=True, database=None)
+    @given(st.integers(0, 2**32), st.sampled_from(list(ENGINES)))
+    def check(seed, engines):
+        validate(by_engines(random_program(problem, seed, **how(op)), ENGINES[engines]))
+
+    check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", [*REDUCTIONS, "allgather_gemm"])
+def test_random_programs_over_peers_of_many_ranks_are_proved(op):
+    problem = problem_of(op, 4, rows=32, n=64)
+    for seed in range(10):
+        for engines in ENGINES.values():
+            validate(by_engines(random_program(problem, seed, **how(op)), engines))
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_programs_over_peers_with_a_fault_are_refused(op):
+    problem = problem_of(op, 2, rows=16, n=64)
+    refused = 0
+    for seed in range(12):
+        what, plan = disturbed(random_program(problem, seed, **how(op)), seed + 1)
+        plan = by_engines(plan, ENGINES[random.Random(seed).choice(list(ENGINES))])
+        try:
+            validate(plan)
+        except ValueError as error:
+            assert "rank" in str(error), what
+            refused += 1
+    assert refused >= 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("msccl", name) for name in MSCCL] + [("mscclpp", name) for name in MSCCLPP]
+)
+def test_files_over_peers_are_proved(tmp_path, kind, name):
+    op, _ = (MSCCL if kind == "msccl" else MSCCLPP)[name]
+    path = tmp_path / "file"
+    path.write_text(text_of(kind, name, 2), encoding="utf-8")
+    read = from_msccl if kind == "msccl" else from_mscclpp
+    for engines in ENGINES.values():
+        validate(by_engines(read(path, problem_of(op, 2), **how(op)), engines))
+
+
+# --- price ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engines", ["sms", "copy_engine"])
+def test_price_over_peers_grows_with_what_is_sent_and_waited_for(engines):
+    def us(plan: Plan) -> float:
+        return plan.explain(PEERS).expected.total_us
+
+    few, many = (
+        by_engines(
+            plan_module.ring(problem_of("gemm_allreduce", 2, rows=rows), **how("gemm_allreduce")),
+            ENGINES[engines],
+        )
+        for rows in (256, 4096)
+    )
+    sent = 2 * 4096 * 256 * 2  # bytes of a rank: its peer's part, and the sums of its own
+    slow = PEERS.peer_gbps * 1e3 / 4
+    assert us(many) > us(few) > 0
+    assert us(many) - us(few) > sent / slow / 8
+    long = ring(4, 8, engines)
+    short = ring(4, 1, engines)
+    assert us(long) > us(short)  # the same bytes in more messages, with nothing to hide behind
+
+
+# --- results, on GPUs -----------------------------------------------------------------------------------------------
+
+# Rows in all, n, k: whole tiles, parts that are not, rows that are no whole accesses, few.
+SHAPES = [(1024, 512, 256), (730, 264, 72), (96, 33, 40), (9, 128, 64)]
+
+
+def check_templates(op: str, engines: str, kernel: Kernel, chunks: int) -> tuple[int, list[str]]:
+    failures = Failures()
+    world = dist.get_world_size()
+    for rows, n, k in SHAPES:
+        for bias in (False, True):
+            case = Case((rows // world * world,), n, k, torch.bfloat16, bias=bias and has_bias(op))
+            for name, plan in template_plans(op, case, world, chunks, **how(op, kernel)):
+                plan = by_engines(plan, ENGINES[engines])
+                check_plan(failures, case, plan, name, engines, kernel.name, op=op)
+    return failures.result()
+
+
+@pytest.mark.parametrize("kernel", [PINGPONG, Kernel.LIBRARY], ids=lambda kernel: kernel.name)
+@every_engine
+@every_op
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_programs_over_peers_are_exact(ranks, op, engines, kernel):
+    if op not in REDUCTIONS and kernel != Kernel.LIBRARY:
+        pytest.skip("its rows are computed by the framework's GEMM")
+    skip_unless_it_runs(ranks, kernel)
+    for chunks in (1, 3):
+        ranks.expect_no_failures(check_templates, op, engines, kernel, chunks, timeout_s=300)
+
+
+def check_files(folder: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    world = dist.get_world_size()
+    for kind, table, read in (("msccl", MSCCL, from_msccl), ("mscclpp", MSCCLPP, from_mscclpp)):
+        for name, (op, _) in table.items():
+            case = Case((64 * world,), 264, 72, torch.bfloat16)
+            path = f"{folder}/{kind} {name}"
+            plan = read(path, OPS[op].problem(case, world), **how(op, Kernel.LIBRARY))
+            for engines in ENGINES.values():
+                check_plan(failures, case, by_engines(plan, engines), kind, name, op=op)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_files_over_peers_are_exact(ranks, tmp_path):
+    skip_unless_it_runs(ranks)
+    for kind, table in (("msccl", MSCCL), ("mscclpp", MSCCLPP)):
+        for name in table:
+            (tmp_path / f"{kind} {name}").write_text(text_of(kind, name, ranks.world))
+    ranks.expect_no_failures(check_files, str(tmp_path), timeout_s=300)
+
+
+def run_random(texts: list[str], op: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    world = dist.get_world_size()
+    case = Case((64 * world,), 72, 64, torch.bfloat16)
+    for number, text in enumerate(texts):
+        check_plan(failures, case, plan_module.from_json(text), "program", number, op=op)
+    return failures.result()
+
+
+@pytest.mark.parametrize("op", [*REDUCTIONS, "allgather_gemm"])
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_random_programs_over_peers_are_exact(ranks, op):
+    skip_unless_it_runs(ranks)
+    case = Case((64 * ranks.world,), 72, 64, torch.bfloat16)
+    problem = OPS[op].problem(case, ranks.world)
+    texts = [
+        plan_module.to_json(
+            by_engines(random_program(problem, seed, **how(op, Kernel.LIBRARY)), ENGINES[engines])
+        )
+        for seed in range(6)
+        for engines in ENGINES
+    ]
+    ranks.expect_no_failures(run_random, texts, op, timeout_s=300)
+
+
+# --- order, graphs and deadlines, on GPUs ---------------------------------------------------------------------------
+
+
+def runner(op: str, engines: str, rows: int, kernel: Kernel, n: int = 776, k: int = 136) -> Runner:
+    world = dist.get_world_size()
+    case = Case((rows * world,), n, k, torch.bfloat16, bias=has_bias(op))
+    name, plan = template_plans(op, case, world, 2, **how(op, kernel))[0]
+    return Runner(f"{name} {engines}", op, case, by_engines(plan, ENGINES[engines]))
+
+
+def race_of_programs(ops: list[str], kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+    runners = [
+        runner(op, engines, 321 + 64 * i, kernel) for i, engines in enumerate(ENGINES) for op in ops
+    ]
+    return race(runners, runner(ops[0], "sms", 4200, kernel, 4096, 512), calls, len(ops))
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [["gemm_allreduce"], ["gemm_reducescatter"], ["allgather_gemm"], [*OP_NAMES[:3]]],
+    ids="+".join,
+)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_races_of_programs_over_peers(ranks, ops):
+    kernel = PINGPONG if "allgather_gemm" not in ops else Kernel.LIBRARY
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(race_of_programs, ops, kernel, 150, timeout_s=300)
+
+
+def check_graphs(op: str, engines: str) -> tuple[int, list[str]]:
+    """One graph of two calls, replayed between plain calls, on operands that change."""
+    failures = Failures()
+    mine = runner(op, engines, 256, Kernel.LIBRARY)
+    with use_plan(mine.plan):
+        captured = Captured([mine, mine])
+        found = Found()
+        draw = random.Random(5)
+        for turn in range(12):
+            captured.refill(turn % 3)
+            if draw.random() < 0.5:
+                found.replay(captured, turn)
+            else:
+                found.call(captured, turn % 2, turn)
+        torch.cuda.synchronize()
+        overlap_torch.check()
+        for count, where in zip(found.counts, found.where, strict=True):
+            failures.expect(f"{int(count)} wrong" if int(count) else None, *where)
+    return failures.result()
+
+
+@every_engine
+@pytest.mark.parametrize("op", OP_NAMES[:3])
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_graphs_of_programs_over_peers(ranks, op, engines):
+    skip_unless_it_runs(ranks)
+    ranks.expect_no_failures(check_graphs, op, engines, timeout_s=300)
+
+
+def call_alone(engines: str) -> str:
+    """Rank 0 makes a call more than the others."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    case = Case((128 * world,), 256, 64, torch.bfloat16)
+    _, plan = template_plans("gemm_allreduce", case, world, 1, **how("gemm_allreduce"))[0]
+    plan_module.set_plan(by_engines(plan, ENGINES[engines]))
+    arguments = OPS["gemm_allreduce"].arguments(case, rank, world, rank_device())
+    overlap_torch.gemm_allreduce(*arguments)
+    torch.cuda.synchronize()
+    if rank != 0:
+        return ""
+    overlap_torch.gemm_allreduce(*arguments)
+    torch.cuda.synchronize()
+    return message_of(overlap_torch.check)
+
+
+@pytest.mark.parametrize("engines", ["sms", "copy_engine"])
+@pytest.mark.ranks((2, "nccl"))
+def test_programs_over_peers_end_at_the_deadline(ranks, engines):
+    skip_unless_it_runs(ranks, PINGPONG)
+    outcomes = rank_pool.run_fresh(
+        2, "nccl", call_alone, engines, environment={"OVERLAP_TIMEOUT_S": "3"}, timeout_s=120.0
+    )
+    assert outcomes[0].kind == "returned", outcomes[0]
+    assert "rank 0" in outcomes[0].value and "rank 1" in outcomes[0].value
