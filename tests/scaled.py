@@ -50,6 +50,7 @@ class Case:
         "contiguous"  # of operands and scales: or "strided", "transposed", "vectors", "leading"
     )
     shared: bool = False  # every rank has the same scale of the input, and says so
+    fast: bool = False  # use_fast_accum, which kernels that signal need
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def invoke(
         "scale_input": scale_input,
         "scale_weight": scale_weights if several else scale_weights[0],
         "output_dtype": case.output,
+        "use_fast_accum": case.fast,
     }
     if case.named:
         keywords["recipe_input"], keywords["recipe_weight"] = RECIPES[case.recipe]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from overlap_torch import plan as plans
 from overlap_torch._explain import H200
-from overlap_torch.plan import DType, Op, Problem, Recipe, Schedule
+from overlap_torch.plan import DType, Kernel, Op, Problem, Recipe, Schedule
+
+every_op = pytest.mark.parametrize("op", list(Op.__members__.values()), ids=lambda op: op.name)
 
 SCALED = Problem(8192, 8192, 7168, torch.float8_e4m3fn, 2, recipe="row_wise")
 
@@ -43,23 +46,66 @@ def test_fp8_plans_are_saved_and_read():
     assert plans.from_dict(old).problem == Problem(8, 8, 8, torch.float16, 2)
 
 
-@pytest.mark.parametrize("op", list(Op.__members__.values()), ids=lambda op: op.name)
-def test_fp8_plans_are_sequential(op):
-    for machine in (H200, plans.Machine(sm_count=4, sm_gflops=20.0, link_gbps=1.0)):
-        found = plans.candidates(scaled(op), machine)
-        assert [plan.schedule for plan in found] == [Schedule.SEQUENTIAL]
-        assert plans.make_plan(scaled(op), machine) == found[0]
+@every_op
+def test_fp8_plans_are_sequential_on_cpu(op):
+    cpu = plans.Machine(sm_count=4, sm_gflops=20.0, link_gbps=1.0)
+    found = plans.candidates(scaled(op), cpu)
+    assert [plan.schedule for plan in found] == [Schedule.SEQUENTIAL]
+    assert plans.make_plan(scaled(op), cpu) == found[0]
 
 
-def test_fp8_plans_in_chunks_are_refused():
-    with pytest.raises(
-        ValueError, match="scaled operands .*row_wise.* schedule overlapped.*sequential"
-    ):
-        plans.row_panels(SCALED, 4, transport="nccl")
-    with pytest.raises(ValueError, match="scaled operands"):
-        plans.direct(scaled(Op.ALLGATHER_GEMM))
-    with pytest.raises(ValueError, match="given float8_e4m3fn"):
-        plans.row_panels(SCALED, 4, kernel="sm90_pingpong")
+@every_op
+@pytest.mark.parametrize("peers", [False, True])
+def test_fp8_plans_on_hopper_are_ping_pongs(op, peers):
+    machine = copy.copy(H200)
+    machine.peer_gbps = machine.link_gbps if peers else 0.0
+    found = [
+        plan
+        for plan in plans.candidates(scaled(op), machine)
+        if plan.schedule == Schedule.OVERLAPPED
+    ]
+    assert {plan.kernel for plan in found} <= {Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE}
+    assert found
+    for plan in found:
+        plans.validate(plan)
+        assert plans.from_json(plans.to_json(plan)) == plan
+    if op != Op.GEMM_ALLTOALL:
+        assert plans.make_plan(scaled(op), machine).schedule == Schedule.OVERLAPPED
+
+
+@every_op
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recipe": "block_wise"},
+        {"output_dtype": "float16"},
+        {"k": 7176},
+        {"dtype": "float8_e5m2", "n": 8196},
+    ],
+    ids=str,
+)
+def test_fp8_plans_of_what_no_kernel_takes_are_the_librarys(op, changes):
+    for plan in plans.candidates(scaled(op, **changes), H200):
+        assert plan.kernel == Kernel.LIBRARY
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel", "message"),
+    [
+        ({}, "sm90_cooperative", "float8_e4m3fn tensor_wise to bfloat16.*sm90_pingpong"),
+        ({}, "sm80", "given float8_e4m3fn"),
+        ({"recipe": "block_wise"}, "sm90_pingpong", "block_wise.*library"),
+        ({"output_dtype": "float32"}, "sm90_pingpong_wide", "to float32"),
+    ],
+)
+def test_fp8_plans_of_kernels_that_do_not_take_them_are_refused(changes, kernel, message):
+    with pytest.raises(ValueError, match=message):
+        plans.row_panels(scaled(Op.GEMM_ALLREDUCE, **changes), 4, kernel=kernel)
+
+
+def test_fp8_plans_in_chunks_over_gloo_are_refused():
+    with pytest.raises(ValueError, match="scaled operands .*row_wise.* transport gloo.*sequential"):
+        plans.row_panels(SCALED, 4, transport="gloo")
 
 
 @pytest.mark.parametrize(

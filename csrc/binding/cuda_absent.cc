@@ -44,7 +44,7 @@ plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>&, at::Device device
 
 std::optional<at::Tensor> device_scaled_product(const Scales&, const at::Tensor&, const at::Tensor&,
                                                 const at::Tensor&, const at::Tensor&,
-                                                const std::optional<at::Tensor>&) {
+                                                const std::optional<at::Tensor>&, at::Tensor*) {
   return std::nullopt;
 }
 

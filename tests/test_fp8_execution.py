@@ -1,0 +1,209 @@
+"""Plans of scaled operands on GPUs: whatever plan is set, results are equal bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+import scaled
+from checks import Failures
+from operands import rank_device
+from overlap_torch import plan as plan_api
+from overlap_torch.plan import Kernel, Op, Plan, Problem, Resources, Transport
+from plans import available_kernels, peers_work
+from scaled import E4M3, E5M2, Case
+
+every_op = pytest.mark.parametrize("op", scaled.OPS)
+
+OPS = {
+    "gemm_allreduce": Op.GEMM_ALLREDUCE,
+    "gemm_reducescatter": Op.GEMM_REDUCESCATTER,
+    "allgather_gemm": Op.ALLGATHER_GEMM,
+    "weights": Op.ALLGATHER_GEMM,
+    "gemm_alltoall": Op.GEMM_ALLTOALL,
+}
+RECIPES = {"tensor": "tensor_wise", "row": "row_wise", "block": "block_wise"}
+FP8_KERNELS = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE)
+
+# Around tiles of 128 x 128 and 128 x 192; K a multiple of 16, N of 8, as kernels take them, and others.
+CASES = [
+    Case((512,), 512, 128, "row", fast=True),
+    Case((300,), 520, 272, "row", bias=True, fast=True),
+    Case((129,), 264, 64, "row", (E5M2, E4M3), fast=True),
+    Case((256,), 384, 192, "tensor", fast=True),
+    Case((256,), 384, 192, "tensor", shared=True, bias=True, fast=True),
+    Case((1,), 128, 16, "row", fast=True),
+    Case((3, 100), 256, 144, "row", fast=True, layout="leading"),
+    # Sums in float32, blocks and the third pair of types: the framework's GEMM for the same chunks.
+    Case((384,), 256, 256, "row"),
+    Case((384,), 256, 256, "tensor", (E4M3, E5M2), fast=True),
+    Case((384,), 256, 512, "block"),
+    Case((130,), 100, 40, "row", bias=True, fast=True),
+]
+
+
+def problem_of(case: Case, op: str, world: int) -> Problem:
+    rows = 1
+    for size in case.leading:
+        rows *= size
+    widths = [case.n, (case.n + 1) // 2, case.n % 2] if op == "weights" else [case.n]
+    m = {"gemm_allreduce": rows, "gemm_alltoall": 0}.get(op, rows * world)
+    dtype = case.pair[0]
+    return Problem(m, sum(widths), case.k, dtype, world, OPS[op], RECIPES[case.recipe], case.output)
+
+
+def plans_of(problem: Problem, kernel: Kernel, transport: str) -> list[Plan]:
+    """Row panels in several cuts; packed tiles; what a problem has one way of."""
+    peers = transport == "peer"
+    if problem.op == Op.GEMM_ALLTOALL:
+        made = Transport.__members__[transport.upper()]
+        resources = Resources(comm_sms=0 if peers and problem.world_size == 2 else 8)
+        plans = [plan_api.make_all_to_all(problem, kernel, resources, 8, made)]
+        if peers and kernel in FP8_KERNELS:
+            one = plan_api.make_all_to_all(problem, kernel, Resources(one_launch=True), 0, made)
+            plans.append(one)
+        return plans
+    options = {"kernel": kernel, "transport": transport}
+    whole = plan_api.row_panels(problem, 1, **options)
+    plans = [whole]
+    if not peers or problem.op == Op.ALLGATHER_GEMM:
+        rows = whole.tiles_m // (problem.world_size if peers else problem.row_parts)
+        plans.append(
+            plan_api.row_panels(problem, max(1, min(4, rows // whole.cluster_m)), **options)
+        )
+    if problem.op == Op.GEMM_ALLREDUCE and not peers:
+        chunks = min(5, whole.tiles_m * whole.tiles_n)
+        plans.append(plan_api.packed(problem, chunks, **options))
+        if problem.world_size == 2:
+            plans.append(plan_api.packed(problem, chunks, collective="exchange", **options))
+    return plans
+
+
+def check_plans(op: str, kernel: Kernel, transport: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    world = dist.get_world_size()
+    tried = 0
+    for seed, case in enumerate(CASES):
+        problem = problem_of(case, op, world)
+        try:
+            plans = plans_of(problem, kernel, transport)
+        except ValueError as error:  # a kernel or a transport that this problem does not have
+            failures.expect(
+                None if "allowed" in str(error) or "take" in str(error) else str(error), case
+            )
+            continue
+        for plan in plans:
+            plan_api.set_plan(plan)
+            scaled.check(failures, case, op, seed)
+            scaled.check(failures, case, op, seed)  # warm
+            tried += 1
+        plan_api.clear_plans()
+    failures.expect(None if tried > 3 else f"only {tried} plans", op, kernel, transport)
+    return failures.result()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+@pytest.mark.parametrize("kernel", [Kernel.LIBRARY, *FP8_KERNELS], ids=lambda kernel: kernel.name)
+@every_op
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_fp8_plan_execution_is_exact_under_every_plan(ranks, op, kernel, transport):
+    if not all(ranks.run(_runs, kernel, transport)):
+        pytest.skip(f"no {kernel.name} here, or ranks that do not map each other's memory")
+    ranks.expect_no_failures(check_plans, op, kernel, transport)
+
+
+def _runs(kernel: Kernel, transport: str) -> bool:
+    works = peers_work()
+    return kernel in available_kernels() and (transport == "nccl" or works)
+
+
+def check_race(rounds: int) -> tuple[int, list[str]]:
+    """Calls in flight, none waiting for the one before; operands by turns, ranks delayed at random."""
+    failures = Failures()
+    world, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
+    runs = []
+    transports = ("nccl", "peer") if peers_work() else ("nccl",)
+    cases = [Case((512,), 512, 512, "row", fast=True), Case((256,), 768, 256, "tensor", fast=True)]
+    for (op, transport), case in zip(
+        itertools.product(scaled.OPS, transports), itertools.cycle(cases)
+    ):
+        problem = problem_of(case, op, world)
+        plan_api.set_plan(plans_of(problem, Kernel.SM90_PINGPONG, transport)[-1])
+        for seed in range(3):
+            calls = [scaled.make(case, op, r, world, seed) for r in range(world)]
+            right = [t.to(device) for t in scaled.expected(case, op, calls, rank)]
+            runs.append((op, transport, case, calls[rank], right))
+    generator = torch.Generator().manual_seed(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    order = torch.Generator().manual_seed(0)  # the same on all ranks
+    for _ in range(rounds):
+        op, _, case, call, right = runs[int(torch.randint(len(runs), (), generator=order))]
+        if int(torch.randint(4, (), generator=generator)) == 0:
+            torch.cuda._sleep(int(torch.randint(200_000, (), generator=generator)))
+        results = scaled.invoke(case, op, call, device)
+        for result, value in zip(results, right, strict=True):
+            same = scaled.as_comparable(result) == scaled.as_comparable(value)
+            wrong += (~same).sum()
+    plan_api.clear_plans()
+    failures.expect(None if wrong.item() == 0 else f"{wrong.item()} wrong elements", "race")
+    return failures.result()
+
+
+@pytest.mark.races
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_fp8_calls_in_flight_do_not_race(ranks):
+    if not all(ranks.run(_runs, Kernel.SM90_PINGPONG, "nccl")):
+        pytest.skip("no Hopper kernel here")
+    ranks.expect_no_failures(check_race, 1000)
+
+
+def check_captured() -> tuple[int, list[str]]:
+    failures = Failures()
+    world, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
+    for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm"):
+        case = Case((256,), 256, 256, "row", fast=True)
+        problem = problem_of(case, op, world)
+        plan_api.set_plan(plan_api.row_panels(problem, 1, kernel="sm90_pingpong", transport="nccl"))
+        call = scaled.make(case, op, rank, world, 5)
+        scaled.invoke(case, op, call, device)
+        torch.cuda.synchronize()
+        inputs = [
+            each.to(device)
+            for each in (call.input, call.weights[0], call.scale_input, call.scale_weights[0])
+        ]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = getattr(overlap_torch, op)(
+                inputs[0],
+                inputs[1],
+                scale_input=inputs[2],
+                scale_weight=inputs[3],
+                use_fast_accum=True,
+            )
+        results = results if isinstance(results, tuple) else (results,)
+        calls = [scaled.make(case, op, r, world, 6) for r in range(world)]
+        own = calls[rank]
+        for place, value in zip(
+            inputs, (own.input, own.weights[0], own.scale_input, own.scale_weights[0]), strict=True
+        ):
+            place.copy_(value)
+        for result in results:
+            result.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        torch.cuda.synchronize()
+        for result, value in zip(results, scaled.expected(case, op, calls, rank), strict=True):
+            same = torch.equal(scaled.as_comparable(result).cpu(), scaled.as_comparable(value))
+            failures.expect(None if same else "differs", op)
+    plan_api.clear_plans()
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "nccl"))
+def test_fp8_plans_are_captured_and_replayed(ranks):
+    if not all(ranks.run(_runs, Kernel.SM90_PINGPONG, "nccl")):
+        pytest.skip("no Hopper kernel here")
+    ranks.expect_no_failures(check_captured)
