@@ -9,7 +9,8 @@ A pass of Inductor finds GEMMs beside functional collectives, both those that DT
 
 - a GEMM whose product is all-reduced, or reduce-scattered along any dim, becomes ``gemm_allreduce`` or ``gemm_reducescatter``,
   with the bias behind it; a sum of GEMMs, as backward has it, becomes one;
-- a GEMM that reads what is all-gathered along any dim becomes ``allgather_gemm``; several of them share the gather.
+- a GEMM that reads what is all-gathered along any dim becomes ``allgather_gemm``; several of them share the gather;
+- a GEMM of fp8 with scales of tensors or of rows (``_scaled_mm``) becomes the same with scales, also of rows that are gathered.
 
 Views, permutations, slices, casts, and equal parts put together again may stand between. The pass sees forward and backward
 graphs with static and dynamic shapes, on CPU and CUDA. It runs before PyTorch's own ``_micro_pipeline_tp`` pass, which takes

@@ -307,13 +307,6 @@ def saved_too(c, x, w):
     return c.all_reduce(y), y.sum()
 
 
-FP8 = torch.float8_e4m3fn
-
-
-def scaled(x, w, scale):
-    return torch._scaled_mm(x.to(FP8), w.to(FP8).t(), scale, scale, out_dtype=torch.bfloat16)
-
-
 def cut_by_rows_and_columns(c, x, w):
     """[6, 8] read as [2, 24]: half of the rows, of all columns, but not as a part of either."""
     return c.reduce_scatter((x @ w).reshape(16, 3))
@@ -358,18 +351,6 @@ REFUSED = {
         lambda c, x, w: c.all_reduce(torch.bmm(x, w)),
         ((2, 6, 5), (2, 5, 7)),
         "aten.bmm",
-        True,
-    ),
-    "fp8": (
-        lambda c, x, w, s: c.reduce_scatter(scaled(x, w, s)),
-        ((16, 16), (16, 16), ()),
-        "aten._scaled_mm: the pass takes no scales",
-        True,
-    ),
-    "fp8, gathered": (
-        lambda c, x, w, s: scaled(c.all_gather(x.to(FP8).view(torch.uint8)).view(FP8), w, s),
-        ((16, 16), (16, 16), ()),
-        "aten._scaled_mm: the pass takes no scales",
         True,
     ),
     "cut across": (cut_by_rows_and_columns, ((6, 5), (5, 8)), "across rows or ranks", True),

@@ -54,17 +54,6 @@ _SAME = {
     aten.slice.Tensor,
 }
 _CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
-_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
-# Products that are no `mm`, and why the ops do not take them.
-_OTHER_PRODUCTS = {
-    "_scaled_mm": "its GEMM is aten._scaled_mm: the pass takes no scales",
-    "_scaled_mm_v2": "its GEMM is aten._scaled_mm_v2: the pass takes no scales",
-    "_grouped_mm": "its GEMM is aten._grouped_mm: the ops take one GEMM, not a group of them",
-    "_scaled_grouped_mm": "its GEMM is aten._scaled_grouped_mm: the ops take one GEMM, not a group of them",
-    "bmm": "its GEMM is aten.bmm: the ops take no batches of weights",
-    "baddbmm": "its GEMM is aten.baddbmm: the ops take no batches of weights",
-    "_int_mm": "its GEMM is aten._int_mm: the ops take bf16, fp16, fp32 and fp64",
-}
 
 
 class NotFused(Exception):
@@ -106,18 +95,6 @@ def describe(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def other_product(node: Node) -> str | None:
-    """Why the ops do not take this product, if it is one that they do not take."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    name = node.target._overloadpacket.__name__
-    if node.target.namespace == "aten" and name in _OTHER_PRODUCTS:
-        return _OTHER_PRODUCTS[name]
-    if name in ("mm", "addmm") and gemm_of(node) is None:
-        return f"its GEMM is {describe(node)} with scales or another result's dtype"
-    return None
-
-
 def collective_name(node: Node) -> str | None:
     """The name of a collective; None for other nodes."""
     target = node.target
@@ -147,38 +124,6 @@ def waited_for(node: Node) -> str | None:
     while collective.target is operator.getitem:  # one of several that are called together
         collective = collective.args[0]
     return collective_name(collective)
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """``left @ right + bias``; the bias [N] or None."""
-
-    node: Node
-    left: Node  # [M, K]
-    right: Node  # [K, N]
-    bias: Node | None
-
-
-def gemm_of(node: Node) -> Gemm | None:
-    """What the node computes, if that is a GEMM as the ops have it."""
-    if node.target is aten.mm.default:
-        return Gemm(node, *node.args, None)
-    if node.target is aten.addmm.default:
-        bias, left, right = node.args
-        if value(bias).dim() == 1 and all(
-            node.kwargs.get(key, 1) == 1 for key in ("beta", "alpha")
-        ):
-            bias_fits = as_expr(value(bias).shape[0]) == as_expr(value(node).shape[1])
-            return Gemm(node, left, right, bias) if bias_fits else None
-    return None
-
-
-def check_dtype(gemm: Gemm) -> None:
-    """Raises NotFused unless the ops take the GEMM's dtype."""
-    dtype = value(gemm.node).dtype
-    operands = [value(operand).dtype for operand in (gemm.left, gemm.right)]
-    if dtype not in _DTYPES or any(operand != dtype for operand in operands):
-        raise NotFused(f"its GEMM is in {name_of(dtype)}: the ops take bf16, fp16, fp32 and fp64")
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -58,7 +58,8 @@ def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
         elif node.target not in KINDS:
             rows[node]["why"] = "the pass knows no op for it"
     for nodes in gathers.values():
-        _fuse_gathers(nodes, [rows[node] for node in nodes], settings)
+        if not rows[nodes[0]]["op"]:  # else they are scales that were gathered with what they scale
+            _fuse_gathers(nodes, rows, settings)
     for node in reversed(graph.nodes):
         if not node.users and (is_view(node) or permutation(node) is not None):
             graph.erase_node(node)  # what transposed a weight for its GEMM
@@ -77,21 +78,25 @@ def _fuse_reduction(node: Node, row: FusionRow, settings: Settings) -> None:
     row["op"], row["gemms"], row["note"] = fused.op, fused.gemms, fused.note
 
 
-def _fuse_gathers(nodes: Sequence[Node], rows: Sequence[FusionRow], settings: Settings) -> None:
+def _fuse_gathers(
+    nodes: Sequence[Node], rows_of: dict[Node, FusionRow], settings: Settings
+) -> None:
+    rows = [rows_of[node] for node in nodes]
     try:
         _check_group(rows[0], settings)
-        gemms = fuse_gather(nodes, rows[0]["group"], rows[0]["world_size"])
+        fused = fuse_gather(nodes, rows[0]["group"], rows[0]["world_size"])
     except NotFused as error:
         for row in rows:
             row["why"], row["missed"] = error.why, error.missed
         return
-    for row in rows:
-        row["op"], row["gemms"] = (
-            "allgather_gemm" if gemms == 1 else "allgather_gemm.weights",
-            gemms,
-        )
-        if len(rows) > 1:
-            row["note"] = f"{len(rows)} gathers of one tensor share the op"
+    op = "allgather_gemm" if fused.gemms == 1 else "allgather_gemm.weights"
+    shared = f"{len(rows)} gathers of one tensor share the op" if len(rows) > 1 else ""
+    scales = [rows_of[node] for node in fused.scale_gathers]
+    for row in rows + scales:
+        row["op"], row["gemms"], row["note"] = op, fused.gemms, shared
+        row["why"], row["missed"] = "", False
+    for row in scales:
+        row["note"] = f"the scales of what {rows[0]['node']} gathers, by the same op"
 
 
 def _check_group(row: FusionRow, settings: Settings) -> None:

@@ -4,39 +4,47 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from overlap_torch._inductor.editing import (
+    KINDS,
     WAIT,
     Editor,
-    Gemm,
     NotFused,
-    Recat,
     WaitedFor,
-    after,
-    after_recat,
-    argument,
     aten,
     before,
     cast_dtype,
-    check_dtype,
     collective_name,
     descendants,
     describe,
-    gemm_of,
     is_identity,
     is_tensor,
     is_view,
     name_of,
-    other_product,
-    permutation,
     recat_of,
     value,
 )
-from overlap_torch._inductor.layouts import Atom, Atoms, Layout, as_expr, flat, layout_of, leaves
+from overlap_torch._inductor.layouts import (
+    Atom,
+    Atoms,
+    Layout,
+    as_expr,
+    flat,
+    layout_of,
+    leaves,
+    regroup,
+)
+from overlap_torch._inductor.products import (
+    Gemm,
+    check_dtype,
+    operand_of,
+    scaled_keywords,
+)
+from overlap_torch._inductor.walks import Reached, Reader, Walk, walk_from
 
 _ops = torch.ops.overlap
 
@@ -45,6 +53,7 @@ _ops = torch.ops.overlap
 class _Gather:
     """What is gathered, how this rank's part of it lies, and the factor that gathering adds to dim 0."""
 
+    node: Node
     shard: Node
     local: Layout
     ranks: Atom
@@ -52,40 +61,25 @@ class _Gather:
 
 
 @dataclass(frozen=True)
-class _Reached:
-    """A rearrangement of the gathered tensor, maybe cast."""
+class _ScaleGather:
+    """The all-gathers of the scales of what is gathered, one for each row."""
 
-    node: Node
-    layout: Layout
-    cast: torch.dtype | None
+    gathers: Sequence[Node]
+    shard: Node
+    local: Layout  # in atoms of the rows of what is gathered
+    walk: Walk
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """A GEMM that reads it: ``rows`` and ``inner`` are the atoms of the dim that is kept and of the one that is summed."""
+class FusedGather:
+    """What became of all-gathers of one shard: how many GEMMs the op has, and the gathers of scales that it does as well."""
 
-    gemm: Gemm
-    side: str  # "left" or "right": which operand
-    at: _Reached  # the rearrangement from which it is read
-    rows: Layout  # the dims that become the GEMM's rows (on the right: its columns)
-    inner: Atoms
-    replayed: tuple[Node, ...] = ()  # what is between: slices, and what follows them
+    gemms: int
+    scale_gathers: Sequence[Node]
 
 
-@dataclass
-class _Walk:
-    """All that is made of a gathered tensor by rearranging it."""
-
-    reached: dict[Node, _Reached] = field(default_factory=dict)
-    # The nodes within a Recat, by its result.
-    between: dict[Node, Sequence[Node]] = field(default_factory=dict)
-    readers: list[_Reader] = field(default_factory=list)
-    refused: list[NotFused] = field(default_factory=list)  # why GEMMs that read it cannot be fused
-    others: list[Node] = field(default_factory=list)  # who else reads it
-
-
-def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> int:
-    """Puts one op in the place of all-gathers of one shard and the GEMMs that read them; returns how many GEMMs.
+def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGather:
+    """Puts one op in the place of all-gathers of one shard and the GEMMs that read them.
 
     Raises:
         NotFused: there is no such op, and the graph is as it was.
@@ -95,14 +89,11 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> int:
     local = layout_of(value(shard).shape)
     if value(shard).dim() == 0:
         raise NotFused("it gathers a tensor without dims", missed=False)
-    gather = _Gather(shard, local, ranks, group)
-    roots = [*gathers, *(user for node in gathers for user in node.users if user.target is WAIT)]
-    walk = _Walk()
-    for root in roots:
-        walk.reached[root] = _Reached(root, [[ranks, *local[0]], *local[1:]], None)
-    _walk(walk, roots)
+    gather = _Gather(gathers[0], shard, local, ranks, group)
+    walk = walk_from(gathers, [[ranks, *local[0]], *local[1:]])
     depend = descendants(gathers)
-    readers = [reader for reader in walk.readers if _is_ready(walk, reader, ranks, depend, shard)]
+    scales: dict[Gemm, _ScaleGather] = {}
+    readers = [reader for reader in walk.readers if _is_ready(walk, gather, reader, depend, scales)]
     if not readers:
         if walk.refused:
             raise walk.refused[0]
@@ -113,47 +104,48 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> int:
                 )
         others = ", ".join(dict.fromkeys(describe(node) for node in walk.others))
         raise NotFused(f"no GEMM reads it, but {others or 'nothing'}", missed=False)
-    cast, inner = readers[0].at.cast, leaves(readers[0].inner)
-    readers = [
-        reader for reader in readers if reader.at.cast == cast and leaves(reader.inner) == inner
-    ]
-    inside = {
-        node: reached for node, reached in walk.reached.items() if reached.cast in (None, cast)
-    }
+    first, cast = _kind(readers[0], scales), readers[0].at.cast
+    readers = [reader for reader in readers if _kind(reader, scales) == first]
+    inside = walk.plain(cast)
     _check_cast(inside, walk, readers, cast, shard)
+    of_scales = scales.get(readers[0].gemm)
     editor = Editor(gathers[0], value(gathers[0]).fake_mode)
     try:
-        products, rest = _emit(editor, gather, readers, inside, walk)
+        products, rest = _emit(editor, gather, readers, inside, walk, of_scales)
     except NotFused:
         editor.undo()
         raise
     for reader, product in zip(readers, products, strict=True):
         reader.gemm.node.replace_all_uses_with(product)
         reader.gemm.node.graph.erase_node(reader.gemm.node)
-    own = _own(inside, walk)
+    own = walk.nodes(inside)
+    if of_scales is not None:
+        own |= of_scales.walk.nodes(of_scales.walk.plain())
     for node, replacement in rest.items():
         node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in own)
     replayed = [node for reader in readers for node in reader.replayed]
     _erase_unused({*own, *replayed}, gathers[0])
-    return len(readers)
+    return FusedGather(len(readers), [] if of_scales is None else of_scales.gathers)
+
+
+def _kind(reader: Reader, scales: dict[Gemm, _ScaleGather]) -> tuple[object, ...]:
+    """What GEMMs of one op have in common."""
+    at, gemm = reader.at, reader.gemm
+    kind = (at.cast, at.bits, leaves(reader.inner))
+    if gemm.scales is None:
+        return kind
+    found = scales.get(gemm)
+    scale = gemm.scales.left if found is None else found.shard
+    return (*kind, scale, *scaled_keywords(gemm).values())
 
 
 def _has_gemm(collective: Node) -> bool:
     """Whether a GEMM reads what this collective makes, or what others make of that."""
-    roots = [collective, *(user for user in collective.users if user.target is WAIT)]
-    walk = _Walk()
-    for root in roots:
-        if not is_tensor(root):
-            return False  # several that are called together
-        walk.reached[root] = _Reached(root, layout_of(value(root).shape), None)
-    _walk(walk, roots)
+    if not is_tensor(collective):
+        return False  # several that are called together
+    walk = walk_from([collective], layout_of(value(collective).shape))
     others = [node for node in walk.others if collective_name(node) is not None]
     return bool(walk.readers or walk.refused) or any(_has_gemm(node) for node in others)
-
-
-def _own(inside: dict[Node, _Reached], walk: _Walk) -> set[Node]:
-    """The rearrangements and the nodes within them."""
-    return {*inside, *(node for result in inside for node in walk.between.get(result, ()))}
 
 
 def _erase_unused(nodes: set[Node], place: Node) -> None:
@@ -165,118 +157,18 @@ def _erase_unused(nodes: set[Node], place: Node) -> None:
 # --- finding --------------------------------------------------------------------------------------------------
 
 
-def _walk(walk: _Walk, roots: Sequence[Node]) -> None:
-    waiting = list(roots)
-    while waiting:
-        at = walk.reached[waiting.pop(0)]
-        for user in at.node.users:
-            if user in walk.reached:
-                continue
-            reached, between = _step(at, user)
-            if reached is not None:
-                walk.reached[reached.node] = reached
-                walk.between[reached.node] = between
-                waiting.append(reached.node)
-            elif not _read(walk, at, at.node, user, ()):
-                walk.others.append(user)
-
-
-def _step(at: _Reached, user: Node) -> tuple[_Reached | None, Sequence[Node]]:
-    """What a user makes of it, if that is a rearrangement; and the nodes on the way there."""
-    if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
-        recat = _recat_behind(user)
-        layout = None if recat is None else after_recat(recat, at.layout)
-        if layout is not None:
-            return _Reached(recat.result, layout, at.cast), recat.inner
-        return None, ()
-    if not user.args or user.args[0] is not at.node:
-        return None, ()
-    dtype = cast_dtype(user)
-    if dtype is not None:
-        same = dtype == value(at.node).dtype
-        if at.cast is None or same:
-            return _Reached(user, at.layout, at.cast if same else dtype), ()
-        return None, ()
-    layout = after(user, at.layout)
-    return (None if layout is None else _Reached(user, layout, at.cast)), ()
-
-
-def _recat_behind(split: Node) -> Recat | None:
-    parts = list(split.users)
-    if not parts or len(parts[0].users) != 1:
-        return None
-    recat = recat_of(next(iter(parts[0].users)))
-    return recat if recat is not None and recat.inner[0] is split else None
-
-
-def _read(walk: _Walk, at: _Reached, node: Node, user: Node, replayed: tuple[Node, ...]) -> bool:
-    """Notes GEMMs that read ``node``, which ``replayed`` makes of what was reached; False if this user is none."""
-    why = other_product(user)
-    if why is not None:
-        walk.refused.append(NotFused(why))
-        return False
-    gemm = gemm_of(user)
-    if gemm is not None:
-        sides = [side for side in ("left", "right") if getattr(gemm, side) is node]
-        if len(sides) != 1:
-            walk.refused.append(NotFused("its GEMM reads it on both sides, or as its bias"))
-            return False
-        if replayed and sides == ["right"]:
-            walk.refused.append(NotFused("its GEMM reads a part of it as the second operand"))
-            return False
-        dims = at.layout
-        if replayed:
-            walk.readers.append(_Reader(gemm, "left", at, dims[:-1], dims[-1], replayed))
-        else:
-            rows, inner = (0, 1) if sides == ["left"] else (1, 0)
-            walk.readers.append(_Reader(gemm, sides[0], at, [dims[rows]], dims[inner]))
-        return True
-    if user.target is aten.view.dtype:  # how fp8 is gathered
-        walk.refused += _products_behind(user)
-        return False
-    if not _keeps_last_dim(node, user, started=bool(replayed)):
-        return False
-    found = False
-    for reader in user.users:
-        found |= _read(walk, at, user, reader, (*replayed, user))
-    return found
-
-
-def _products_behind(node: Node) -> list[NotFused]:
-    """Why the products that read it through views cannot be fused."""
-    found: list[NotFused] = []
-    for user in node.users:
-        why = other_product(user)
-        if why is not None:
-            found.append(NotFused(why))
-        elif is_identity(user) or is_view(user) or permutation(user) is not None:
-            found += _products_behind(user)
-    return found
-
-
-def _keeps_last_dim(node: Node, user: Node, started: bool) -> bool:
-    """Whether it takes a part of the rows, or rearranges them behind such a node, and leaves the last dim as it is."""
-    if not user.args or user.args[0] is not node or value(node).dim() < 2:
-        return False
-    count = value(node).dim()
-    if user.target is aten.slice.Tensor:
-        return argument(user, 1, "dim", 0) % count != count - 1
-    if not started or value(user).dim() < 2:
-        return False
-    if as_expr(value(user).shape[-1]) != as_expr(value(node).shape[-1]):
-        return False
-    if is_identity(user) or is_view(user):
-        return user.target in (aten.reshape.default, aten.view.default) or is_identity(user)
-    order = permutation(user)
-    return order is not None and order[-1] == count - 1
-
-
-def _is_ready(walk: _Walk, reader: _Reader, ranks: Atom, depend: set[Node], shard: Node) -> bool:
-    """Whether the op can have the GEMM; if not, why is noted."""
+def _is_ready(
+    walk: Walk,
+    gather: _Gather,
+    reader: Reader,
+    depend: set[Node],
+    scales: dict[Gemm, _ScaleGather],
+) -> bool:
+    """Whether the op can have the GEMM; if not, why is noted. Notes the gather of its scales, too."""
     gemm = reader.gemm
     other = gemm.right if reader.side == "left" else gemm.left
     try:
-        if ranks in leaves(reader.inner):
+        if gather.ranks in leaves(reader.inner):
             raise NotFused("it is gathered along the dim that its GEMM sums over", missed=False)
         check_dtype(gemm)
         if other in depend:
@@ -285,15 +177,79 @@ def _is_ready(walk: _Walk, reader: _Reader, ranks: Atom, depend: set[Node], shar
             raise NotFused("its GEMM's bias depends on it as well")
         if gemm.bias is not None and reader.side == "right":
             raise NotFused("its GEMM adds a bias along the gathered dim")
-        if reader.side == "right" and _is_given(shard):
+        if reader.side == "right" and _is_given(gather.shard):
             raise NotFused(
                 "it gathers a weight, an input of the graph, which needs no GEMM to hide it",
                 missed=False,
             )
+        if gemm.scales is not None:
+            _check_scales(gather, reader, depend)
+            if gemm.scales.of_rows:
+                scales[gemm] = _scale_gather(gather, reader, depend)
     except NotFused as error:
         walk.refused.append(error)
         return False
     return True
+
+
+def _check_scales(gather: _Gather, reader: Reader, depend: set[Node]) -> None:
+    """Raises NotFused where the op cannot have the scales of a GEMM that reads what is gathered."""
+    scales = reader.gemm.scales
+    if reader.side == "right":
+        raise NotFused(
+            "it gathers the second operand of a GEMM with scales, as weights are, which needs no GEMM to hide it",
+            missed=False,
+        )
+    given = [scales.right] if scales.of_rows else [scales.left, scales.right]
+    if any(scale in depend for scale in given):
+        raise NotFused("its GEMM's scales depend on it as well")
+    if scales.of_rows and reader.replayed:
+        raise NotFused("its GEMM reads a part of it, with scales of rows")
+
+
+def _scale_gather(gather: _Gather, reader: Reader, depend: set[Node]) -> _ScaleGather:
+    """The gather of a GEMM's scales, one for each gathered row, in the order of the rows.
+
+    Raises:
+        NotFused: the scales are made by something else.
+    """
+    gemm, scale = reader.gemm, reader.gemm.scales.left
+    apart = NotFused("its GEMM has scales of rows, which are not gathered as the rows are")
+    found = _gather_behind(scale)
+    if found is None or found.kwargs or found.args[1:] != gather.node.args[1:]:
+        raise apart
+    shard = found.args[0]
+    gathers = [user for user in shard.users if user.target is found.target]
+    gathers = [user for user in gathers if user.args == found.args]
+    after_them = descendants(gathers)
+    given = (gather.shard, gemm.right, gemm.bias, gemm.scales.right)
+    if shard in depend or any(node in after_them for node in given):
+        raise apart
+    inner = leaves(reader.inner)
+    rows = [atom for atom in flat(gather.local) if atom not in inner]
+    local = regroup(rows, [as_expr(size) for size in value(shard).shape])
+    if local is None:
+        raise apart
+    walk = walk_from(gathers, [[gather.ranks, *local[0]], *local[1:]])
+    at = walk.plain().get(scale)
+    if at is None or at.bits is not None or flat(at.layout) != flat(reader.rows):
+        raise apart
+    return _ScaleGather(gathers, shard, local, walk)
+
+
+def _gather_behind(node: Node) -> Node | None:
+    """The all-gather of which the node is a rearrangement."""
+    while is_tensor(node) and node.op == "call_function":
+        if KINDS.get(node.target) == "all_gather":
+            return node
+        recat = recat_of(node)
+        if recat is not None:
+            node = recat.source
+        elif node.target is WAIT or before(node, layout_of(value(node).shape)) is not None:
+            node = node.args[0]
+        else:
+            return None
+    return None
 
 
 def _is_given(node: Node) -> bool:
@@ -307,9 +263,9 @@ def _is_given(node: Node) -> bool:
 
 
 def _check_cast(
-    inside: dict[Node, _Reached],
-    walk: _Walk,
-    readers: Sequence[_Reader],
+    inside: dict[Node, Reached],
+    walk: Walk,
+    readers: Sequence[Reader],
     cast: torch.dtype | None,
     shard: Node,
 ) -> None:
@@ -321,7 +277,7 @@ def _check_cast(
         raise NotFused(
             f"it is gathered in {name_of(dtype)} and its GEMM is in {name_of(cast)}: the op would gather more bytes"
         )
-    own = _own(inside, walk) | {reader.gemm.node for reader in readers}
+    own = walk.nodes(inside) | {reader.gemm.node for reader in readers}
     own |= {node for reader in readers for node in reader.replayed}
     for node, reached in inside.items():
         for user in node.users:
@@ -337,54 +293,108 @@ def _check_cast(
 def _emit(
     editor: Editor,
     gather: _Gather,
-    readers: Sequence[_Reader],
-    inside: dict[Node, _Reached],
-    walk: _Walk,
+    readers: Sequence[Reader],
+    inside: dict[Node, Reached],
+    walk: Walk,
+    of_scales: _ScaleGather | None,
 ) -> tuple[list[Node], dict[Node, Node]]:
-    """Each GEMM's product, and what others read in the place of the gathered tensor's rearrangements."""
+    """Each GEMM's product, and what others read in the place of the gathered tensor's rearrangements, and of its scales'."""
     rows, inner = flat(readers[0].rows), leaves(readers[0].inner)
     # Ranks outermost; what follows them keeps its place behind them, so that a gathered dim is a view of the result.
     place = rows.index(gather.ranks)
     order = rows[place:] + rows[:place]
-    shard, cast = gather.shard, readers[0].at.cast
-    if cast is not None:
-        shard = editor.call(torch.ops.prims.convert_element_type.default, shard, cast)
+    shard = _as_read(editor, gather.shard, readers[0].at)
     input = editor.rearrange(shard, gather.local, [order[1:], inner])
-    weights, biases = [], []
-    for reader in readers:
-        gemm = reader.gemm
-        weights.append(editor.transposed(gemm.right) if reader.side == "left" else gemm.left)
-        biases.append(gemm.bias)
-    if len(readers) == 1:
-        op = _ops.allgather_gemm.default
-        results = editor.call(op, input, weights[0], biases[0], group=gather.group)
-        outputs = [editor.call(operator.getitem, results, 0)]
-    else:
-        if all(bias is None for bias in biases):
-            biases = []
-        op = _ops.allgather_gemm.weights
-        results = editor.call(op, input, weights, biases, group=gather.group)
-        several = editor.call(operator.getitem, results, 0)
-        outputs = [editor.call(operator.getitem, several, i) for i in range(len(readers))]
+    scale = None
+    if of_scales is not None:
+        scale = editor.rearrange(of_scales.shard, of_scales.local, [order[1:], []])
+    results, outputs = _call(editor, gather.group, readers, input, scale)
     products = [
         _product(editor, reader, output, order)
         for reader, output in zip(readers, outputs, strict=True)
     ]
-    fused = {reader.gemm.node for reader in readers}
-    own = _own(inside, walk) | fused
-    dead = _dead(readers, fused)
-    rest: dict[Node, Node] = {}
-    gathered = None
-    for node, reached in inside.items():
-        if all(user in own or user in dead for user in node.users):
-            continue
-        if gathered is None:
-            gathered = editor.call(operator.getitem, results, 1)
-        rest[node] = editor.rearrange(gathered, [order, inner], reached.layout)
+    own = walk.nodes(inside) | {reader.gemm.node for reader in readers}
+    unread = own | _dead(readers, {reader.gemm.node for reader in readers})
+    rest = _rest(editor, inside, unread, results, 1, [order, inner])
+    if of_scales is not None:
+        inside = of_scales.walk.plain()
+        unread |= of_scales.walk.nodes(inside)
+        rest |= _rest(editor, inside, unread, results, 2, [order, []])
     return products, rest
 
 
-def _dead(readers: Sequence[_Reader], fused: set[Node]) -> set[Node]:
+def _as_read(editor: Editor, shard: Node, at: Reached) -> Node:
+    """The shard in the dtype in which GEMMs read what is gathered."""
+    if at.cast is not None:
+        return editor.call(torch.ops.prims.convert_element_type.default, shard, at.cast)
+    if at.bits is None or at.bits == value(shard).dtype:
+        return shard
+    if shard.target is aten.view.dtype and value(shard.args[0]).dtype == at.bits:
+        return shard.args[0]
+    return editor.call(aten.view.dtype, shard, at.bits)
+
+
+def _call(
+    editor: Editor, group: str, readers: Sequence[Reader], input: Node, scale: Node | None
+) -> tuple[Node, list[Node]]:
+    """The op, and each GEMM's output of it; ``scale``: of the input's rows, where the GEMMs have that."""
+    weights, biases, scales = [], [], []
+    for reader in readers:
+        gemm = reader.gemm
+        if reader.side == "left":
+            operand = operand_of(editor, gemm, "right")
+            weights.append(operand.matrix)
+            scales.append(operand.scale)
+        else:
+            weights.append(gemm.left)
+        biases.append(gemm.bias)
+    several = len(readers) > 1
+    if several and all(bias is None for bias in biases):
+        biases = []
+    operands = [input, weights, biases] if several else [input, weights[0], biases[0]]
+    keywords = {"group": group}
+    op = _ops.allgather_gemm.weights if several else _ops.allgather_gemm.default
+    gemm = readers[0].gemm
+    if gemm.scales is not None:
+        op = _ops.allgather_gemm.scaled_weights if several else _ops.allgather_gemm.scaled
+        # This rank's number is for all rows, as in the GEMM.
+        keywords["shared_scale_input"] = not gemm.scales.of_rows
+        keywords |= scaled_keywords(gemm)
+        scale = gemm.scales.left if scale is None else scale
+        operands[2:2] = [scale, scales if several else scales[0]]
+    results = editor.call(op, *operands, **keywords)
+    first = editor.call(operator.getitem, results, 0)
+    if not several:
+        return results, [first]
+    return results, [editor.call(operator.getitem, first, i) for i in range(len(readers))]
+
+
+def _rest(
+    editor: Editor,
+    inside: dict[Node, Reached],
+    unread: set[Node],
+    results: Node,
+    index: int,
+    layout: Layout,
+) -> dict[Node, Node]:
+    """What is read of these rearrangements by others than ``unread``, made of one of the op's results, which has this layout."""
+    rest: dict[Node, Node] = {}
+    gathered: dict[torch.dtype, Node] = {}
+    for node, reached in inside.items():
+        if all(user in unread for user in node.users):
+            continue
+        if not gathered:
+            result = editor.call(operator.getitem, results, index)
+            gathered[value(result).dtype] = result
+        dtype = value(node).dtype
+        if dtype not in gathered:
+            first = next(iter(gathered.values()))
+            gathered[dtype] = editor.call(aten.view.dtype, first, dtype)
+        rest[node] = editor.rearrange(gathered[dtype], layout, reached.layout)
+    return rest
+
+
+def _dead(readers: Sequence[Reader], fused: set[Node]) -> set[Node]:
     """What nobody reads once the GEMMs are fused, of what leads to them."""
     dead: set[Node] = set()
     for reader in readers:
@@ -394,7 +404,7 @@ def _dead(readers: Sequence[_Reader], fused: set[Node]) -> set[Node]:
     return dead
 
 
-def _product(editor: Editor, reader: _Reader, output: Node, order: Atoms) -> Node:
+def _product(editor: Editor, reader: Reader, output: Node, order: Atoms) -> Node:
     """The GEMM's result of the op's output, whose rows are in this order."""
     columns = layout_of([value(output).shape[-1]])
     source = [order, *columns]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from overlap_torch._inductor.editing import (
     WAIT,
     Editor,
-    Gemm,
     NotFused,
     WaitedFor,
     after,
@@ -21,14 +19,11 @@ from overlap_torch._inductor.editing import (
     before_recat,
     c10d,
     cast_dtype,
-    check_dtype,
     describe,
-    gemm_of,
     is_fused,
     is_tensor,
     is_view,
     name_of,
-    other_product,
     recat_of,
     same_shape,
     stand_for,
@@ -45,8 +40,15 @@ from overlap_torch._inductor.layouts import (
     layout_of,
     leaves,
 )
-
-_ops = torch.ops.overlap
+from overlap_torch._inductor.products import (
+    Gemm,
+    Operand,
+    call,
+    check_dtype,
+    gemm_of,
+    operand_of,
+    other_product,
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,10 @@ def _check(reduction: _Reduction, products: Sequence[_Product]) -> None:
     if reduction.kind not in ("sum", "avg"):
         raise NotFused(f"it reduces by {reduction.kind!r}: the ops sum")
     first = cut(products[0].layout)
+    if len(products) > 1 and any(product.gemm.scales is not None for product in products):
+        raise NotFused(
+            f"it reduces a sum of {len(products)} GEMMs with scales, of which the ops take one"
+        )
     for product in products:
         check_dtype(product.gemm)
         if cut(product.layout) != first:
@@ -144,7 +150,7 @@ def _emit(
     """The op's result as the collective's; the addition behind it that it takes over; a note for the report."""
     ranks, result = reduction.ranks, reduction.result
     rows, columns = cut(products[0].layout)
-    left, right = _side_by_side(editor, products)  # [M, K], [N, K]
+    left, right = _side_by_side(editor, products)
     by_columns = ranks in columns
     bias = bias_add = None
     note = ""
@@ -159,14 +165,15 @@ def _emit(
     if reduction.scatters:
         # In the result's order, so that nothing is rearranged behind the op.
         order = [ranks, *(atom for atom in flat(result) if atom in rows)]
-    k = layout_of([value(left).shape[1]])
-    input = editor.rearrange(left, [rows, *k], [order, *k])
+    gemm = products[0].gemm
+    left = _rearranged(editor, gemm, left, rows, order)
     own = [atom for atom in order if atom is not ranks]
-    op = _ops.gemm_reducescatter.default if reduction.scatters else _ops.gemm_allreduce.default
-    if reduction.kind == "sum":
-        output = editor.call(op, input, right, bias, group=reduction.group)
+    name = "gemm_reducescatter" if reduction.scatters else "gemm_allreduce"
+    averages = reduction.kind == "avg"
+    added = None if averages else bias
+    output = call(editor, name, gemm, left, right, added, reduction.group)
+    if not averages:
         return editor.rearrange(output, [own, columns], result), bias_add, note
-    output = editor.call(op, input, right, None, group=reduction.group)
     output = editor.call(aten.div.Tensor, output, reduction.world_size)
     if bias is not None:
         output = editor.call(aten.add.Tensor, output, bias)
@@ -312,25 +319,39 @@ def _check_users(node: Node, reader: Node) -> None:
         )
 
 
-def _side_by_side(editor: Editor, products: Sequence[_Product]) -> tuple[Node, Node]:
+def _side_by_side(editor: Editor, products: Sequence[_Product]) -> tuple[Operand, Operand]:
     """One GEMM's operands [M, K] and [N, K], whose product is the sum of all."""
-    lefts, rights = [], []
-    for product in products:
-        left, right = product.gemm.left, product.gemm.right
-        for part in reversed(product.cuts):
-            bounds = part.args[2:]
-            if argument(part, 1, "dim", 0) % 2 == 0:
-                left = editor.call(aten.slice.Tensor, left, 0, *bounds)
-            else:
-                right = editor.call(aten.slice.Tensor, right, 1, *bounds)
-        lefts.append(left)
-        rights.append(right)
-    if len(products) == 1:
-        return lefts[0], editor.transposed(rights[0])
-    return (
-        editor.call(aten.cat.default, lefts, 1),
-        editor.transposed(editor.call(aten.cat.default, rights, 0)),
-    )
+    pairs = [_part_operands(editor, product) for product in products]
+    if len(pairs) == 1:
+        return pairs[0]
+    lefts = [left.matrix for left, _ in pairs]
+    rights = [editor.transposed(right.matrix) for _, right in pairs]
+    left = editor.call(aten.cat.default, lefts, 1)
+    right = editor.transposed(editor.call(aten.cat.default, rights, 0))
+    return Operand(left, None), Operand(right, None)
+
+
+def _part_operands(editor: Editor, product: _Product) -> tuple[Operand, Operand]:
+    """Of the part of the product that is reduced."""
+    gemm = product.gemm
+    operands = [operand_of(editor, gemm, side) for side in ("left", "right")]
+    for part in reversed(product.cuts):
+        side, bounds = argument(part, 1, "dim", 0) % 2, part.args[2:]
+        matrix, scale = operands[side].matrix, operands[side].scale
+        if gemm.scales is not None and gemm.scales.of_rows:
+            scale = editor.call(aten.slice.Tensor, scale, 0, *bounds)
+        matrix = editor.call(aten.slice.Tensor, matrix, 0, *bounds)
+        operands[side] = Operand(matrix, scale)
+    return operands[0], operands[1]
+
+
+def _rearranged(editor: Editor, gemm: Gemm, operand: Operand, rows: Atoms, order: Atoms) -> Operand:
+    """An operand, whose rows are these atoms, with its rows in another order."""
+    k = layout_of([value(operand.matrix).shape[1]])
+    scale = operand.scale
+    if gemm.scales is not None and gemm.scales.of_rows:
+        scale = editor.rearrange(scale, [rows, []], [order, []])
+    return Operand(editor.rearrange(operand.matrix, [rows, *k], [order, *k]), scale)
 
 
 # --- the bias -------------------------------------------------------------------------------------------------

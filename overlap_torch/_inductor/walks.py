@@ -1,0 +1,176 @@
+"""All that is made of a tensor that a collective has gathered, by rearranging it, and the GEMMs that read that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Node
+
+from overlap_torch._inductor.editing import (
+    WAIT,
+    NotFused,
+    Recat,
+    after,
+    after_recat,
+    argument,
+    aten,
+    cast_dtype,
+    is_identity,
+    is_view,
+    permutation,
+    recat_of,
+    value,
+)
+from overlap_torch._inductor.layouts import Atoms, Layout, as_expr
+from overlap_torch._inductor.products import Gemm, gemm_of, other_product
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A rearrangement of the gathered tensor, maybe cast. ``bits``: the dtype as which others of its size are read."""
+
+    node: Node
+    layout: Layout
+    cast: torch.dtype | None = None
+    bits: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A GEMM that reads it: ``rows`` and ``inner`` are the atoms of the dim that is kept and of the one that is summed."""
+
+    gemm: Gemm
+    side: str  # "left" or "right": which operand
+    at: Reached  # the rearrangement from which it is read
+    rows: Layout  # the dims that become the GEMM's rows (on the right: its columns)
+    inner: Atoms
+    replayed: tuple[Node, ...] = ()  # what is between: slices, and what follows them
+
+
+@dataclass
+class Walk:
+    """All that is made of a gathered tensor by rearranging it."""
+
+    reached: dict[Node, Reached] = field(default_factory=dict)
+    # The nodes within a Recat, by its result.
+    between: dict[Node, Sequence[Node]] = field(default_factory=dict)
+    readers: list[Reader] = field(default_factory=list)
+    refused: list[NotFused] = field(default_factory=list)  # why GEMMs that read it cannot be fused
+    others: list[Node] = field(default_factory=list)  # who else reads it
+
+    def plain(self, cast: torch.dtype | None = None) -> dict[Node, Reached]:
+        """What is not cast, or to this dtype."""
+        return {node: at for node, at in self.reached.items() if at.cast in (None, cast)}
+
+    def nodes(self, inside: Iterable[Node]) -> set[Node]:
+        """These rearrangements and the nodes within them."""
+        return {*inside, *(node for result in inside for node in self.between.get(result, ()))}
+
+
+def walk_from(collectives: Sequence[Node], layout: Layout) -> Walk:
+    """All that is made of these collectives' result, which has this layout."""
+    waits = [user for node in collectives for user in node.users if user.target is WAIT]
+    waiting = [*collectives, *waits]
+    walk = Walk({root: Reached(root, layout) for root in waiting})
+    while waiting:
+        at = walk.reached[waiting.pop(0)]
+        for user in at.node.users:
+            if user in walk.reached:
+                continue
+            reached, between = _step(at, user)
+            if reached is not None:
+                walk.reached[reached.node] = reached
+                walk.between[reached.node] = between
+                waiting.append(reached.node)
+            elif not _read(walk, at, at.node, user, ()):
+                walk.others.append(user)
+    return walk
+
+
+def _step(at: Reached, user: Node) -> tuple[Reached | None, Sequence[Node]]:
+    """What a user makes of it, if that is a rearrangement; and the nodes on the way there."""
+    if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
+        recat = _recat_behind(user)
+        layout = None if recat is None else after_recat(recat, at.layout)
+        if layout is not None:
+            return replace(at, node=recat.result, layout=layout), recat.inner
+        return None, ()
+    if not user.args or user.args[0] is not at.node:
+        return None, ()
+    dtype = cast_dtype(user)
+    if dtype is not None:
+        if dtype == value(at.node).dtype:
+            return replace(at, node=user), ()
+        casts = at.cast is None and at.bits is None
+        return (Reached(user, at.layout, dtype) if casts else None), ()
+    if user.target is aten.view.dtype:  # fp8 may travel as bytes
+        same_size = value(user).dtype.itemsize == value(at.node).dtype.itemsize
+        reads = at.cast is None and same_size
+        return (Reached(user, at.layout, None, value(user).dtype) if reads else None), ()
+    layout = after(user, at.layout)
+    return (None if layout is None else replace(at, node=user, layout=layout)), ()
+
+
+def _recat_behind(split: Node) -> Recat | None:
+    parts = list(split.users)
+    if not parts or len(parts[0].users) != 1:
+        return None
+    recat = recat_of(next(iter(parts[0].users)))
+    return recat if recat is not None and recat.inner[0] is split else None
+
+
+def _read(walk: Walk, at: Reached, node: Node, user: Node, replayed: tuple[Node, ...]) -> bool:
+    """Notes GEMMs that read ``node``, which ``replayed`` makes of what was reached; False if this user is none."""
+    why = other_product(user)
+    if why is not None:
+        walk.refused.append(NotFused(why))
+        return False
+    gemm = gemm_of(user)
+    if gemm is not None:
+        sides = [side for side in ("left", "right") if getattr(gemm, side) is node]
+        if not sides and gemm.scales is not None and node is not gemm.bias:
+            walk.refused.append(
+                NotFused(
+                    "it gathers scales of a GEMM's operand, which is not fused with them",
+                    missed=False,
+                )
+            )
+            return False
+        if len(sides) != 1:
+            walk.refused.append(NotFused("its GEMM reads it on both sides, or as its bias"))
+            return False
+        if replayed and sides == ["right"]:
+            walk.refused.append(NotFused("its GEMM reads a part of it as the second operand"))
+            return False
+        dims = at.layout
+        if replayed:
+            walk.readers.append(Reader(gemm, "left", at, dims[:-1], dims[-1], replayed))
+        else:
+            rows, inner = (0, 1) if sides == ["left"] else (1, 0)
+            walk.readers.append(Reader(gemm, sides[0], at, [dims[rows]], dims[inner]))
+        return True
+    if not _keeps_last_dim(node, user, started=bool(replayed)):
+        return False
+    found = False
+    for reader in user.users:
+        found |= _read(walk, at, user, reader, (*replayed, user))
+    return found
+
+
+def _keeps_last_dim(node: Node, user: Node, started: bool) -> bool:
+    """Whether it takes a part of the rows, or rearranges them behind such a node, and leaves the last dim as it is."""
+    if not user.args or user.args[0] is not node or value(node).dim() < 2:
+        return False
+    count = value(node).dim()
+    if user.target is aten.slice.Tensor:
+        return argument(user, 1, "dim", 0) % count != count - 1
+    if not started or value(user).dim() < 2:
+        return False
+    if as_expr(value(user).shape[-1]) != as_expr(value(node).shape[-1]):
+        return False
+    if is_identity(user) or is_view(user):
+        return user.target in (aten.reshape.default, aten.view.default) or is_identity(user)
+    order = permutation(user)
+    return order is not None and order[-1] == count - 1

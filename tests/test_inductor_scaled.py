@@ -1,0 +1,363 @@
+"""The compile pass on GEMMs with scales: what it fuses, what it says of the rest, that results are right.
+
+Operands are small integers and scales are 0.5, 1 and 2, so that every sum is exact: results are equal bit for bit to products
+of what the operands stand for, in float64.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import ScalingType
+
+from checks import Failures
+from graphs import OPS, Graphs
+from operands import integers, rank_device
+from test_inductor import Eager, Functional, compare
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+class Compiled(Functional):
+    """What the pass sees."""
+
+    def scaled(self, x, w, scale_x, scale_w, bias=None, out=F32):
+        """[..., K] by [N, K], with scales of both: one number, or [..., 1] and [N, 1]."""
+        rows = x.reshape(-1, x.shape[-1])
+        if scale_w.numel() > 1:
+            scale_x, scale_w = scale_x.reshape(-1, 1), scale_w.t()
+        y = torch._scaled_mm(rows, w.t(), scale_x, scale_w, bias, out_dtype=out)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def named(self, x, w, scale_x, scale_w, recipe, out=F32):
+        """What torch.nn.functional.scaled_mm calls; Dynamo does not trace into that (PyTorch 2.11)."""
+        recipe = [recipe.value]
+        product = torch.ops.aten._scaled_mm_v2
+        return product(x, w.t(), [scale_x], recipe, [], [scale_w], recipe, [], None, out)
+
+    def gather_bytes(self, x, dim=0):
+        """As it is done where a transport has no fp8."""
+        return self.all_gather(x.view(torch.uint8), dim).view(x.dtype)
+
+
+class Right(Eager):
+    """What is right."""
+
+    def scaled(self, x, w, scale_x, scale_w, bias=None, out=F32):
+        y = ((x.double() * scale_x) @ (w.double() * scale_w).t()).to(out)
+        return y if bias is None else y + bias
+
+    def named(self, x, w, scale_x, scale_w, recipe, out=F32):
+        return self.scaled(x, w, scale_x.reshape(-1, 1), scale_w.reshape(-1, 1), None, out)
+
+    def gather_bytes(self, x, dim=0):
+        return self.all_gather(x.view(torch.uint8), dim).view(x.dtype)
+
+    def all_gather(self, x, dim=0):
+        if x.dtype in (E4M3, E5M2):
+            return self.gather_bytes(x, dim)
+        return super().all_gather(x, dim)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """``run(collectives, *tensors)``, the tensors by shape and kind, the ops that it must become, and the report's rows.
+
+    Kinds: a dtype, or "scale" for scales.
+    """
+
+    run: Callable[..., Any]
+    tensors: tuple[tuple[tuple[int, ...], Any], ...]
+    ops: dict[str, int]
+    rows: tuple[str, ...]  # of the report: which op each collective is in, in the graph's order
+
+
+X, W = ((6, 16), E4M3), ((8, 16), E4M3)
+ONE = ((), "scale")
+OF_X, OF_W = ((6, 1), "scale"), ((8, 1), "scale")
+
+
+def bias_behind(c, x, w, s, t, b):
+    return c.all_reduce(c.scaled(x, w, s, t)) + b
+
+
+def bias_of_every_rank(c, x, w, s, t, b):
+    return c.reduce_scatter(c.scaled(x, w, s, t, b, BF16))
+
+
+def sliced(c, x, w, s, t):
+    return c.all_reduce(c.named(x, w, s, t, ScalingType.RowWise)[1:, :-1])
+
+
+def scattered_heads(c, x, w, s, t):
+    """[B, S, N], cut along the sequence."""
+    return c.reduce_scatter(c.scaled(x, w, s, t), 1)
+
+
+def gathered_with_scales(c, x, w, v, s, t, u):
+    """Rows and their scales are gathered apart; others read both."""
+    g, of_g = c.all_gather(x, 1), c.all_gather(s, 1)
+    y, z = c.scaled(g, w, of_g, t), c.scaled(g, v, of_g, u)
+    return y, z.relu(), g.float() + 1, of_g * 2
+
+
+def gathered_as_bytes(c, x, w, v, s, t):
+    g = c.gather_bytes(x)
+    return c.scaled(g, w, s, t), c.scaled(g[1:-1], v, s, t), g.float()
+
+
+def gathered_and_scattered(c, x, w, v, s, t):
+    h = c.scaled(c.gather_bytes(x), w, s, t).relu().clamp(max=4).to(E4M3)
+    return c.reduce_scatter(c.scaled(h, v, s, t))
+
+
+def scales_by_views(c, x, w, s, t):
+    """The scales are gathered as vectors, in another spelling than the rows."""
+    of_g = c.all_gather(s.flatten()).view(2, *s.shape).transpose(0, 1).reshape(s.shape[0], -1, 1)
+    return c.scaled(c.all_gather(x, 1), w, of_g, t)
+
+
+PATTERNS = {
+    "numbers, all-reduce": Pattern(
+        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)),
+        (X, W, ONE, ONE),
+        {"gemm_allreduce": 1},
+        ("gemm_allreduce",),
+    ),
+    "numbers, average": Pattern(
+        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t), "avg"),
+        (X, W, ((1,), "scale"), ((1, 1), "scale")),
+        {"gemm_allreduce": 1},
+        ("gemm_allreduce",),
+    ),
+    "rows, all-reduce, bias behind": Pattern(
+        bias_behind,
+        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((8,), F32)),
+        {"gemm_allreduce": 1},
+        ("gemm_allreduce",),
+    ),
+    "rows, e5m2, slice": Pattern(
+        sliced,
+        (((6, 16), E5M2), W, OF_X, ((1, 8), "scale")),
+        {"gemm_allreduce": 1},
+        ("gemm_allreduce",),
+    ),
+    "numbers, bias of every rank": Pattern(
+        bias_of_every_rank,
+        (X, W, ONE, ONE, ((8,), BF16)),
+        {"gemm_reducescatter": 1, "all_reduce": 1},
+        ("gemm_reducescatter",),
+    ),
+    "rows, reduce-scatter of dim 1": Pattern(
+        scattered_heads,
+        (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W),
+        {"gemm_reducescatter": 1},
+        ("gemm_reducescatter",),
+    ),
+    "rows, reduce-scatter of columns": Pattern(
+        lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),
+        (X, W, OF_X, OF_W),
+        {"gemm_reducescatter": 1},
+        ("gemm_reducescatter",),
+    ),
+    "named rows, reduce-scatter": Pattern(
+        lambda c, x, w, s, t: c.reduce_scatter(c.named(x, w, s, t, ScalingType.RowWise)),
+        (X, W, ((6,), "scale"), ((8,), "scale")),
+        {"gemm_reducescatter": 1},
+        ("gemm_reducescatter",),
+    ),
+    "named numbers, all-reduce": Pattern(
+        lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.TensorWise)),
+        (X, W, ONE, ONE),
+        {"gemm_allreduce": 1},
+        ("gemm_allreduce",),
+    ),
+    "numbers, all-gather of bytes": Pattern(
+        gathered_as_bytes,
+        (X, W, W, ONE, ONE),
+        {"allgather_gemm": 1},
+        ("allgather_gemm.weights",),
+    ),
+    "numbers, all-gather of dim 1": Pattern(
+        lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16),
+        (((2, 3, 16), E4M3), W, ONE, ONE, ((8,), BF16)),
+        {"allgather_gemm": 1},
+        ("allgather_gemm",),
+    ),
+    "numbers, all-gather, cast": Pattern(
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x).to(E4M3), w, s, t),
+        (((6, 16), F32), W, ONE, ONE),
+        {"allgather_gemm": 1},
+        ("allgather_gemm",),
+    ),
+    "rows, all-gather of dim 1": Pattern(
+        gathered_with_scales,
+        (((2, 3, 16), E4M3), W, ((5, 16), E4M3), ((2, 3, 1), "scale"), OF_W, ((5, 1), "scale")),
+        {"allgather_gemm": 1},
+        ("allgather_gemm.weights", "allgather_gemm.weights"),
+    ),
+    "rows, all-gather by views": Pattern(
+        scales_by_views,
+        (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W),
+        {"allgather_gemm": 1},
+        ("allgather_gemm", "allgather_gemm"),
+    ),
+    "all-gather, reduce-scatter": Pattern(
+        gathered_and_scattered,
+        (X, W, ((4, 8), E4M3), ONE, ONE),
+        {"allgather_gemm": 1, "gemm_reducescatter": 1},
+        ("allgather_gemm", "gemm_reducescatter"),
+    ),
+}
+
+
+def tensors_of(kinds: tuple[tuple[tuple[int, ...], Any], ...]) -> list[torch.Tensor]:
+    """Other ones on every rank."""
+    found = []
+    for i, (shape, kind) in enumerate(kinds):
+        drawn = integers(shape, rank_device(), dist.get_rank(), i, low=-1, high=1)
+        found.append(2.0**drawn if kind == "scale" else drawn.to(kind))
+    return found
+
+
+def check_patterns(names: list[str], dynamic: bool) -> tuple[int, list[str]]:
+    failures = Failures()
+    for name in names:
+        pattern = PATTERNS[name]
+        graphs = Graphs()
+        compiled = graphs.compile(
+            lambda *tensors, run=pattern.run: run(Compiled(), *tensors), dynamic=dynamic
+        )
+        tensors = tensors_of(pattern.tensors)
+        with torch.no_grad():
+            found = compiled(*tensors)
+        compare(failures, found, pattern.run(Right(), *tensors), name)
+        failures.expect(
+            None if graphs.ops == Counter(pattern.ops) else f"{graphs.ops}", name, "calls"
+        )
+        rows = tuple(row["op"] for row in graphs.rows)
+        failures.expect(None if rows == pattern.rows else f"{rows}", name, "rows")
+        whys = [row["why"] for row in graphs.rows if row["why"] or row["missed"]]
+        failures.expect(f"{whys}" if whys else None, name, "why")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_inductor_fuses_gemms_with_scales(ranks):
+    ranks.expect_no_failures(check_patterns, list(PATTERNS), False, timeout_s=300)
+
+
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_fuses_gemms_with_scales_of_dynamic_shapes(ranks):
+    ranks.expect_no_failures(check_patterns, list(PATTERNS), True, timeout_s=600)
+
+
+# --- what is not fused ----------------------------------------------------------------------------------------
+
+
+def two_products(c, x, w, v, s, t):
+    return c.all_reduce(c.scaled(x, w, s, t) + c.scaled(x, v, s, t))
+
+
+def of_blocks(c, x, w, s, t):
+    y = torch._scaled_mm(x, w.t(), s, t, out_dtype=BF16)
+    return c.reduce_scatter(y)
+
+
+def to_fp8(c, x, w, s, t):
+    return c.all_reduce(c.scaled(x, w, s, t, out=E4M3))
+
+
+def read_in_another_order(c, x, w, s, t):
+    """As many scales as rows, but of other rows."""
+    return c.scaled(c.all_gather(x, 1), w, c.all_gather(s), t)
+
+
+def scaled_by_what_is_gathered(c, x, w, s, t):
+    g = c.all_gather(x)
+    return c.scaled(g, w, g.float().abs().amax(), t)
+
+
+# Why computations are not fused (a part of what is said of each collective), and whether it counts as missed.
+REFUSED = {
+    "sum": (two_products, (X, W, W, ONE, ONE), [("a sum of 2 GEMMs with scales", True)]),
+    "blocks": (
+        of_blocks,
+        (((16, 256), E4M3), ((128, 256), E4M3), ((16, 2), "scale"), ((2, 1), "scale")),
+        [("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True)],
+    ),
+    "fp8 output": (to_fp8, (X, W, ONE, ONE), [("result is in float8_e4m3fn", True)]),
+    "scales of all rows": (
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x), w, s, t),
+        (X, W, ((12, 1), "scale"), OF_W),
+        [("which are not gathered as the rows are", True)],
+    ),
+    "scales of other rows": (
+        read_in_another_order,
+        (((2, 2, 16), E4M3), W, ((2, 2, 1), "scale"), OF_W),
+        [
+            ("which are not gathered as the rows are", True),
+            ("it gathers scales of a GEMM's operand", False),
+        ],
+    ),
+    "scales that depend": (
+        scaled_by_what_is_gathered,
+        (X, W, ONE, ONE),
+        [("scales depend on it", True)],
+    ),
+    "part of the rows": (
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x)[:4], w, c.all_gather(s)[:4], t),
+        (X, W, OF_X, OF_W),
+        [
+            ("reads a part of it, with scales of rows", True),
+            ("it gathers scales of a GEMM's operand", False),
+        ],
+    ),
+    "weight": (
+        lambda c, x, w, s, t: c.scaled(x, c.all_gather(w), s, t),
+        (X, W, ONE, ONE),
+        [("it gathers a weight", False)],
+    ),
+    "second operand": (
+        lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t),
+        (X, W, ONE, ONE),
+        [("the second operand of a GEMM with scales", False)],
+    ),
+    "along K": (
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, s, t),
+        (((6, 8), E4M3), W, ONE, ONE),
+        [("along the dim that its GEMM sums over", False)],
+    ),
+}
+
+
+def refusals() -> list[tuple[str, list[tuple[str, str, bool]], int]]:
+    """Name, ops and reasons, and number of ops of computations that are compiled but not run."""
+    found = []
+    for name, (run, tensors, _) in REFUSED.items():
+        graphs = Graphs(runs=False)
+        with torch.no_grad():
+            compiled = graphs.compile(lambda *given, run=run: run(Compiled(), *given))
+            compiled(*tensors_of(tensors))
+        rows = [(row["op"], row["why"], row["missed"]) for row in graphs.rows]
+        found.append((name, rows, sum(graphs.ops[name] for name in OPS)))
+    return found
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_says_why_it_leaves_gemms_with_scales(ranks):
+    for found in ranks.run(refusals):
+        assert [name for name, *_ in found] == list(REFUSED)
+        for name, rows, ops in found:
+            expected = REFUSED[name][2]
+            assert len(rows) == len(expected) and ops == 0, (name, rows)
+            for (op, why, missed), (part, counts) in zip(rows, expected, strict=True):
+                assert op == "" and part in why and missed == counts, (name, why, missed)
