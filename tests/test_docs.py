@@ -132,6 +132,17 @@ def test_docs_pages_are_as_short_as_they_promise():
     assert sum(re.search(r"\w", word) is not None for word in design) <= 2500
 
 
+def test_docs_results_name_one_commit_and_the_command_of_each_table():
+    blocks = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8").split("\n\n")
+    tables = [i for i, block in enumerate(blocks) if block.startswith("|")]
+    assert len(tables) > 10
+    for i in tables:
+        above = blocks[i - 1]
+        assert len(re.findall(r"\b[Cc]ommit [0-9a-f]{7}\b", above)) == 1, above
+        assert "`bench --" in above or "The command above" in above, above
+        assert not re.search(r"\b[0-9a-f]{7}\b", blocks[i]), blocks[i]
+
+
 def pictures():
     spec = importlib.util.spec_from_file_location("docs_pictures", ROOT / "docs/pictures.py")
     module = importlib.util.module_from_spec(spec)

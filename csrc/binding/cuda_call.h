@@ -30,7 +30,7 @@ struct CudaCall {
 bool takes_composition(const OpCall& call);
 
 // Uninitialised memory on the current device. This and the GEMMs below pass no dispatcher, as a call's operands
-// have done so: in cold caches it takes 20 us a time, while the GPU waits.
+// have done so, and the GPU waits meanwhile.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // Rows must be contiguous along K for the kernels; transposed or expanded inputs are copied once.

@@ -63,7 +63,7 @@ class Communicator {
                     cudaStream_t stream);
 
   // Registers [pointer, pointer + bytes) of ncclMemAlloc memory as a symmetric window. Collective
-  // and slow (21 ms for 64 MiB): once per buffer. Null where NCCL cannot; it then takes its plain
+  // and slow, so once per buffer. Null where NCCL cannot; it then takes its plain
   // kernels for this memory.
   ncclWindow_t register_window(void* pointer, size_t bytes);
   void deregister_window(ncclWindow_t window);
