@@ -243,9 +243,11 @@ def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | 
             f"--dtype is {dtype} and --scales {scales}: float8_e4m3fn and float8_e5m2 take --scales tensor, row or block, "
             "other types take none"
         )
-    if fp8 and (others := [op for op in ops if op in ("block", "gemm")]):
+    if fp8 and "block" in ops:
+        raise ValueError(f"--dtype {dtype} is not for block: name other ops with --op")
+    if scales == "block" and "gemm" in ops:
         raise ValueError(
-            f"--dtype {dtype} is not for {', '.join(others)}: name other ops with --op"
+            "--scales block is not for gemm: no signalling kernel has it; take tensor or row"
         )
     return scales
 

@@ -1,4 +1,7 @@
-"""The signalling GEMM alone beside cuBLAS: what its counters and its tile order cost, without any communication."""
+"""The signalling GEMM alone beside the framework's: what its counters and its tile order cost, without any communication.
+
+Beside torch.mm, or in fp8 torch._scaled_mm with the same scales and fast accumulation, which the kernels have.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import torch.distributed as dist
 
 from overlap_torch import _verify
 from overlap_torch import plan as plan_api
-from overlap_torch.plan import Collective, Kernel, Layout, Plan, Problem
+from overlap_torch.plan import Collective, Kernel, Layout, Plan, Problem, Recipe
 
-from . import measure, plans, report
+from . import measure, plans, report, scaled
 from .options import Options
 from .shapes import Shape
 
@@ -32,7 +35,11 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
     """
     if not (machine.has_sm90_kernels or machine.has_sm80_kernels):
         raise ValueError("gemm: this build has no signalling kernel for this device")
-    hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE]
+    hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE]
+    if problem.recipe == Recipe.NONE:
+        hopper.append(Kernel.SM90_COOPERATIVE)
+    elif not machine.has_sm90_kernels:
+        raise ValueError("gemm: this build has no signalling kernel of fp8 for this device")
     chosen = []
     for kernel in hopper if machine.has_sm90_kernels else [Kernel.SM80]:
         whole = plan_api.row_panels(problem, 1, kernel=kernel)
@@ -48,7 +55,7 @@ def given_plans(text: str | None, problem: Problem) -> list[Plan]:
     chosen = []
     for plan in plans.parse(text) if text else []:
         own = plan.problem
-        names = ("op", "m", "n", "k", "dtype")
+        names = ("op", "m", "n", "k", "dtype", "recipe")
         if all(getattr(own, name) == getattr(problem, name) for name in names):
             plan.collective = Collective.ALL_REDUCE  # one part a chunk: the GEMM is the same
             chosen.append(plan)
@@ -70,29 +77,27 @@ def run(
         shape.k,
         plan_api.enum_member(plan_api.DType, options.dtype),
         _PLANNED_RANKS,
+        recipe=f"{options.scales}_wise" if options.scales else "none",
     )
     chosen = given_plans(options.plans, problem)
     chosen = chosen or default_plans(problem, plan_api.machine(device, group))
-    operands = [
-        _verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed)
-        for seed in range(
-            measure.operand_sets(device, (shape.m + shape.n) * shape.k * dtype.itemsize)
-        )
-    ]
+    sets = measure.operand_sets(device, (shape.m + shape.n) * shape.k * dtype.itemsize)
+    operands = [_operands(shape, options, dtype, device, seed) for seed in range(sets)]
 
     def library(turn: int) -> None:
-        input, weight = operands[turn % len(operands)]
-        torch.mm(input, weight.t())
+        _library(*operands[turn % len(operands)])
 
     def signalling(plan: Plan) -> measure.Variant:
         code = plan_api.encode(plan)
 
         def run_once(turn: int) -> None:
-            torch.ops.overlap.gemm_alone(*operands[turn % len(operands)], code)
+            _signalling(code, *operands[turn % len(operands)])
 
         return run_once
 
-    checked = [exact(plan, dtype, device) if options.check else None for plan in chosen]
+    checked = [
+        exact(plan, dtype, device, options.scales) if options.check else None for plan in chosen
+    ]
     subject = report.Subject(
         "gemm", shape.group, str(shape), {"m": shape.m, "n": shape.n, "k": shape.k}
     )
@@ -107,12 +112,52 @@ def run(
     return checked.count(False)
 
 
-def exact(plan: Plan, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the plan's GEMM equals cuBLAS's bit for bit on integer operands, on every rank. Collective."""
+def _operands(
+    shape: Shape, options: Options, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[torch.Tensor, ...]:
+    """Normally distributed ones: input and weight, and with scales both of these."""
+    if options.scales is None:
+        return _verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed)
+    types = (torch.bfloat16, device, seed)
+    input, weight = _verify.normal_operands(shape.m, shape.n, shape.k, *types)
+    x, x_scale = scaled.scaled(input, dtype, options.scales, 1)
+    w, w_scale = scaled.scaled(weight, torch.float8_e4m3fn, options.scales, 1)
+    return x, w, x_scale, w_scale
+
+
+def _library(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    scale_input: torch.Tensor | None = None,
+    scale_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if scale_input is None or scale_weight is None:
+        return torch.mm(input, weight.t())
+    if scale_weight.numel() > 1:
+        scale_weight = scale_weight.view(1, -1)
+    return torch._scaled_mm(
+        input, weight.t(), scale_input, scale_weight, out_dtype=scaled.OUTPUT, use_fast_accum=True
+    )
+
+
+def _signalling(
+    code: list[int], input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor
+) -> torch.Tensor:
+    fast = {"use_fast_accum": True} if scales else {}
+    return torch.ops.overlap.gemm_alone(input, weight, code, *scales, **fast)
+
+
+def exact(plan: Plan, dtype: torch.dtype, device: torch.device, scales: str | None = None) -> bool:
+    """Whether the plan's GEMM equals the library's bit for bit on integer operands, on every rank. Collective."""
     problem = plan.problem
-    operands = _verify.integer_operands(problem.m, problem.n, problem.k, dtype, device, 1)
-    buffer = torch.ops.overlap.gemm_alone(*operands, plan_api.encode(plan))
-    equal = torch.equal(output_of(plan, buffer), torch.mm(operands[0], operands[1].t()))
+    as_bf16 = dtype if scales is None else torch.bfloat16
+    operands = _verify.integer_operands(problem.m, problem.n, problem.k, as_bf16, device, 1)
+    if scales is not None:
+        rows = (problem.m, problem.n) if scales == "row" else (1, 1)
+        ones = [torch.ones(count, 1, device=device) for count in rows]
+        operands = (operands[0].to(dtype), operands[1].to(torch.float8_e4m3fn), *ones)
+    buffer = _signalling(plan_api.encode(plan), *operands)
+    equal = torch.equal(output_of(plan, buffer), _library(*operands))
     agreed = torch.tensor([int(equal)], device=device, dtype=torch.int32)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return bool(agreed.item())
