@@ -77,10 +77,10 @@ def test_fp8_plans_on_hopper_are_ping_pongs(op, peers):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recipe": "block_wise"},
-        {"output_dtype": "float16"},
+        {"recipe": Recipe.BLOCK_WISE},
+        {"output_dtype": DType.FLOAT16},
         {"k": 7176},
-        {"dtype": "float8_e5m2", "n": 8196},
+        {"dtype": DType.FLOAT8_E5M2, "n": 8196},
     ],
     ids=str,
 )
@@ -94,8 +94,8 @@ def test_fp8_plans_of_what_no_kernel_takes_are_the_librarys(op, changes):
     [
         ({}, "sm90_cooperative", "float8_e4m3fn tensor_wise to bfloat16.*sm90_pingpong"),
         ({}, "sm80", "given float8_e4m3fn"),
-        ({"recipe": "block_wise"}, "sm90_pingpong", "block_wise.*library"),
-        ({"output_dtype": "float32"}, "sm90_pingpong_wide", "to float32"),
+        ({"recipe": Recipe.BLOCK_WISE}, "sm90_pingpong", "block_wise.*library"),
+        ({"output_dtype": DType.FLOAT32}, "sm90_pingpong_wide", "to float32"),
     ],
 )
 def test_fp8_plans_of_kernels_that_do_not_take_them_are_refused(changes, kernel, message):
