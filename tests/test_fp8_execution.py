@@ -138,18 +138,20 @@ def check_race(rounds: int) -> tuple[int, list[str]]:
             right = [t.to(device) for t in scaled.expected(case, op, calls, rank)]
             runs.append((op, transport, case, calls[rank], right))
     generator = torch.Generator().manual_seed(rank)
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    wrong = torch.zeros(len(runs), dtype=torch.int64, device=device)
     order = torch.Generator().manual_seed(0)  # the same on all ranks
     for _ in range(rounds):
-        op, _, case, call, right = runs[int(torch.randint(len(runs), (), generator=order))]
+        index = int(torch.randint(len(runs), (), generator=order))
+        op, _, case, call, right = runs[index]
         if int(torch.randint(4, (), generator=generator)) == 0:
             torch.cuda._sleep(int(torch.randint(200_000, (), generator=generator)))
         results = scaled.invoke(case, op, call, device)
         for result, value in zip(results, right, strict=True):
             same = scaled.as_comparable(result) == scaled.as_comparable(value)
-            wrong += (~same).sum()
+            wrong[index] += (~same).sum()
     plan_api.clear_plans()
-    failures.expect(None if wrong.item() == 0 else f"{wrong.item()} wrong elements", "race")
+    for (op, transport, case, *_), count in zip(runs, wrong.tolist(), strict=True):
+        failures.expect(f"{count} wrong elements" if count else None, op, transport, case)
     return failures.result()
 
 

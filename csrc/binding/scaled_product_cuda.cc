@@ -40,6 +40,12 @@ at::Tensor laid_out(const at::Tensor& operand) {
              : rows;
 }
 
+// cuBLAS takes scales that begin where 16-byte accesses do: those of some rows may not. Strides stay.
+at::Tensor aligned_scales(const at::Tensor& scales) {
+  const bool fits = reinterpret_cast<uintptr_t>(scales.const_data_ptr()) % kMultiple == 0;
+  return fits ? scales : scales.clone();
+}
+
 }  // namespace
 
 std::optional<at::Tensor> device_scaled_product(const Scales& scales, const at::Tensor& input,
@@ -67,6 +73,8 @@ std::optional<at::Tensor> device_scaled_product(const Scales& scales, const at::
     left = left.expand({m, 1}).contiguous();
     right = right.expand({n, 1}).contiguous().view({1, n});
   }
+  left = aligned_scales(left);
+  right = aligned_scales(right);
   // It adds a bias to 16-bit results only.
   const bool adds_bias = bias.has_value() && scales.output_dtype != at::kFloat && !by_blocks;
   const bool fast = scales.use_fast_accum && !by_blocks;
