@@ -156,6 +156,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
     edges: list[Edge] = []
     flags = list(CXX_FLAGS)
     bindings = [file for file in sources("binding/*.cc") if not file.endswith("_module.cc")]
+    bindings += sources("cpu/*.cc")
     libraries = ["c10", "torch_cpu"]
     library_files: list[str] = []
     homes = ["torch/lib", "nvidia/nccl/lib"]

@@ -21,6 +21,7 @@ from overlap_torch._plan import (
     Collective,
     DType,
     Kernel,
+    Layout,
     Machine,
     Op,
     Plan,
@@ -113,9 +114,9 @@ class Case:
 def takers(plan: Plan) -> Iterator[tuple[bool, ...]]:
     """Which ranks' operands the kernel takes: all, all but the first, none."""
     world = plan.problem.world_size
-    # On CPU the framework's GEMM takes a kernel's part, but for gathered rows.
-    on_cpu = plan.chunks[0].transport == Transport.GLOO and plan.problem.op != Op.ALLGATHER_GEMM
-    for without in [0, 1, world] if plan.kernel != Kernel.LIBRARY or on_cpu else [world]:
+    # On CPU the framework's GEMM takes a kernel's part for packed tiles.
+    by_tile = plan.chunks[0].transport == Transport.GLOO and plan.layout == Layout.PACKED
+    for without in [0, 1, world] if plan.kernel != Kernel.LIBRARY or by_tile else [world]:
         yield tuple(rank >= without for rank in range(world))
 
 

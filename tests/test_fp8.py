@@ -192,18 +192,18 @@ def check_travels() -> tuple[int, list[str]]:
     expected = {
         ("gemm_allreduce", "row", False): [("allreduce", bf16, 8 * 6)],
         ("gemm_reducescatter", "row", False): [("reduce_scatter", bf16, 8 * world * 6)],
-        ("gemm_alltoall", "row", False): [("alltoall", bf16, None)],
-        ("allgather_gemm", "row", False): [("allgather", bytes_, 8 * 16), ("allgather", floats, 8)],
+        ("gemm_alltoall", "row", False): [("recv", bf16, None), ("send", bf16, None)],
+        ("allgather_gemm", "row", False): [("allgather", floats, 8), ("allgather", bytes_, 8 * 16)],
         ("allgather_gemm", "block", False): [
-            ("allgather", bytes_, 8 * 16),
             ("allgather", floats, 8),
+            ("allgather", bytes_, 8 * 16),
         ],
         ("allgather_gemm", "tensor", False): [
-            ("allgather", bytes_, 8 * 16),
             ("allgather", floats, 1),
+            ("allgather", bytes_, 8 * 16),
         ],
         ("allgather_gemm", "tensor", True): [("allgather", bytes_, 8 * 16)],
-        ("weights", "row", False): [("allgather", bytes_, 8 * 16), ("allgather", floats, 8)],
+        ("weights", "row", False): [("allgather", floats, 8), ("allgather", bytes_, 8 * 16)],
     }
     for (op, recipe, shared), wanted in expected.items():
         case = Case((8,), 6, 16, recipe, shared=shared)

@@ -26,7 +26,14 @@ ALLOWED = {
     "planner": [STANDARD, r"planner/.+", r"steps/.+", r"plan/.+"],
     "kernels": [STANDARD, CUDA, CUTLASS, r"kernels/.+", r"plan/.+"],
     "runtime": [STANDARD, POSIX, CUDA, NCCL, r"(runtime|kernels|steps|plan)/.+"],
-    "binding": [STANDARD, POSIX, CUDA, TORCH, r"(binding|runtime|kernels|planner|steps|plan)/.+"],
+    "cpu": [STANDARD, TORCH, r"(cpu|steps|plan)/.+"],
+    "binding": [
+        STANDARD,
+        POSIX,
+        CUDA,
+        TORCH,
+        r"(binding|cpu|runtime|kernels|planner|steps|plan)/.+",
+    ],
     # The planner's Python module is built where there is no torch.
     "binding/plan_module.cc": [
         STANDARD,
@@ -69,6 +76,7 @@ def test_layer_rule_covers_every_folder():
         "steps",
         "planner",
         "kernels",
+        "cpu",
         "runtime",
         "binding",
     }
@@ -79,7 +87,7 @@ def test_layer_rule_own_includes_exist():
         (path.name, include)
         for path in SOURCES
         for include in includes(path.read_text())
-        if re.match(r"(plan|steps|planner|kernels|runtime|binding)/", include)
+        if re.match(r"(plan|steps|planner|kernels|cpu|runtime|binding)/", include)
         and not (CSRC / include).exists()
     ]
     assert missing == []
@@ -102,6 +110,8 @@ def test_layer_rule_own_includes_exist():
         ("kernels/gemm/gemm.cu", "<nccl.h>"),
         ("kernels/gemm/gemm.cu", "<ATen/ATen.h>"),
         ("kernels/gemm/gemm.cu", '"runtime/group.h"'),
+        ("cpu/run.cc", '"binding/groups.h"'),
+        ("cpu/run.cc", '"runtime/group.h"'),
         ("runtime/group.cc", "<torch/library.h>"),
         ("runtime/group.cc", "<c10/cuda/CUDAStream.h>"),
         ("runtime/group.cc", '"binding/ops.h"'),
@@ -126,6 +136,7 @@ def test_layer_rule_finds_what_looks_upward(name, include):
         ("kernels/gemm/gemm.h", "<cuda_runtime_api.h>"),
         ("runtime/communicator.h", "<nccl.h>"),
         ("runtime/group.cc", '"kernels/signal/signal.h"'),
+        ("cpu/run.cc", "<ATen/record_function.h>"),
         ("binding/ops.cc", "<torch/library.h>"),
         ("binding/plan_module.cc", "<pybind11/stl.h>"),
     ],

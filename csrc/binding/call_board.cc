@@ -20,7 +20,7 @@
 #include <thread>
 
 #include "binding/environment.h"
-#include "binding/torch_version.h"
+#include "cpu/torch_version.h"
 
 namespace overlap::binding {
 namespace {
@@ -216,7 +216,7 @@ void CallBoard::gather() {
   gathered_ = at::empty({own.numel() * options_.world_size}, at::kByte);
   c10d::AllgatherOptions options;
   options.timeout = options_.timeout;
-  gathering_ = all_gather_single(*group, gathered_, own, options);
+  gathering_ = cpu::all_gather_single(*group, gathered_, own, options);
 }
 
 void CallBoard::agree() {

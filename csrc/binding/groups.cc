@@ -45,7 +45,6 @@ std::shared_ptr<const steps::StepList> StepLists::of(const plan::Plan& plan, int
 
 PlanEntry::PlanEntry(plan::Plan made, bool planned) : plan(std::move(made)), by_planner(planned) {
   plan::validate(plan);
-  if (plan.schedule == plan::Schedule::kOverlapped) order = plan::tile_order(plan);
   communication_hash = plan::communication_hash(plan);
 }
 
@@ -259,6 +258,10 @@ void GroupEntry::announce(const std::string& problem, uint64_t plan) {
 
 void GroupEntry::agree() const {
   if (board_ != nullptr) board_->agree();
+}
+
+void GroupEntry::fail(const std::string& message) const {
+  communication_failed(message);
 }
 
 void GroupEntry::clear_plans() {

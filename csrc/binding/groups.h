@@ -17,6 +17,7 @@
 
 #include "binding/call_board.h"
 #include "binding/recent_map.h"
+#include "cpu/collectives.h"
 #include "plan/plan.h"
 #include "steps/step.h"
 
@@ -63,8 +64,7 @@ class StepLists {
 struct PlanEntry {
   PlanEntry(plan::Plan made, bool by_planner);
   plan::Plan plan;
-  plan::TileOrder order;    // overlapped plans only
-  mutable StepLists lists;  // of CUDA calls
+  mutable StepLists lists;
   uint64_t communication_hash = 0;
   bool by_planner = true;                     // not set by the user
   mutable std::atomic<bool> prepared{false};  // capture plans: their communicators exist
@@ -72,20 +72,20 @@ struct PlanEntry {
 };
 
 // Kept by weak pointer to the ProcessGroup: names come back after a new init_process_group.
-class GroupEntry {
+class GroupEntry final : public cpu::Group {
  public:
   explicit GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-  c10::intrusive_ptr<c10d::ProcessGroup> lock() const { return group_.lock(); }
+  c10::intrusive_ptr<c10d::ProcessGroup> lock() const override { return group_.lock(); }
   bool expired() const { return group_.expired(); }
   // Whether its name still stands for it: not after destroy_process_group, even if somebody holds it.
   bool registered() const;
-  const std::string& name() const { return name_; }
-  int rank() const { return rank_; }
+  const std::string& name() const override { return name_; }
+  int rank() const override { return rank_; }
   int world_size() const { return world_size_; }
 
   // The group's timeout on this kind of device, or OVERLAP_TIMEOUT_S.
-  std::chrono::milliseconds timeout(at::DeviceType device) const;
+  std::chrono::milliseconds timeout(at::DeviceType device) const override;
 
   // The plan table: what set_plan put there, else what the planner makes, once as long as the problem is among those
   // called last. Serving calls with every M, and a plan with its lists takes 1 to 20 kB. What is made again is equal.
@@ -113,7 +113,8 @@ class GroupEntry {
   // A call on CPU begins, and its comparison with what the other ranks call, which comes before the first
   // thing that is communicated. See CallBoard.
   void announce(const std::string& problem, uint64_t plan);
-  void agree() const;
+  void agree() const override;
+  [[noreturn]] void fail(const std::string& message) const override;
 
   // Compares `text` between the ranks over the store; throws on every rank if it differs
   // (OVERLAP_DEBUG=1).

@@ -52,8 +52,7 @@ at::Tensor gemm_reducescatter_composition(const OpCall& call);
 AllGatherGemmResult allgather_gemm_composition(const OpCall& call);
 at::Tensor gemm_alltoall_composition(const OpCall& call);
 
-at::Tensor gemm_allreduce_cpu(const OpCall& call);
-at::Tensor gemm_reducescatter_cpu(const OpCall& call);
+at::Tensor gemm_reduction_cpu(const OpCall& call);  // gemm_allreduce, gemm_reducescatter
 AllGatherGemmResult allgather_gemm_cpu(const OpCall& call);
 at::Tensor gemm_alltoall_cpu(const OpCall& call);
 

@@ -41,14 +41,6 @@ void compare_local_call(const OpCall& call) {
   call.group->agree();
 }
 
-// Scaled operands on CPU: the composition, by the plan of one GEMM and one collective.
-bool takes_scaled_composition(const OpCall& call) {
-  if (!call.scales || !call.input.is_cpu()) return false;
-  call.group->plan(call.problem, at::kCPU, cpu_machine())->tally->count();
-  call.group->announce(call.description(), 0);
-  return true;
-}
-
 at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, const std::string& group_name,
                        const GivenScales* scales) {
@@ -67,10 +59,8 @@ at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
     // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
     compare_local_call(call);
     output = local_gemm(call, true);
-  } else if (takes_scaled_composition(call)) {
-    output = gemm_allreduce_composition(call);
   } else {
-    output = input.is_cpu() ? gemm_allreduce_cpu(call) : gemm_allreduce_cuda(call);
+    output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_allreduce_cuda(call);
   }
   return as_shape_of(output, input, input.size(0));
 }
@@ -97,10 +87,8 @@ at::Tensor reduce_scattered(const at::Tensor& input, const at::Tensor& weight,
   } else if (problem.k == 0 || problem.world_size == 1) {
     compare_local_call(call);
     output = local_gemm(call, rows, true);
-  } else if (takes_scaled_composition(call)) {
-    output = gemm_reducescatter_composition(call);
   } else {
-    output = input.is_cpu() ? gemm_reducescatter_cpu(call) : gemm_reducescatter_cuda(call);
+    output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_reducescatter_cuda(call);
   }
   return as_shape_of(output, input, input.size(0) / problem.world_size);
 }
@@ -135,8 +123,6 @@ AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::
     for (size_t i = 0; i < call.weights.size(); ++i) {
       result.outputs.push_back(local_gemm(call, result.gathered, result.scales, i, true));
     }
-  } else if (takes_scaled_composition(call)) {
-    result = allgather_gemm_composition(call);
   } else {
     result = input.is_cpu() ? allgather_gemm_cpu(call) : allgather_gemm_cuda(call);
   }
@@ -182,8 +168,6 @@ at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntA
   } else if (call.problem.world_size == 1) {
     compare_local_call(call);
     output = local_gemm(call, true);
-  } else if (takes_scaled_composition(call)) {
-    output = gemm_alltoall_composition(call);
   } else {
     output = input.is_cpu() ? gemm_alltoall_cpu(call) : gemm_alltoall_cuda(call);
   }

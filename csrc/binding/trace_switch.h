@@ -31,7 +31,7 @@ class TraceSwitch {
                        std::chrono::steady_clock::time_point start, std::vector<double> rows);
 };
 
-// Test hook: holds the side stream (CPU: the communication thread) before each chunk.
+// Test hook: holds the side stream (CPU: the call) before each chunk's communication.
 int64_t side_delay_us();
 
 }  // namespace overlap::binding

@@ -351,15 +351,23 @@ TileOrder chunked_order(const Plan& plan, int64_t columns, const std::vector<int
   return order;
 }
 
+namespace {
+
+// A reduce-scatter's kernels store whole tiles of each part; on CPU rows are computed, not tiles.
+bool pads_rows(const Plan& plan) {
+  return plan.problem.op == Op::kGemmReduceScatter &&
+         (plan.chunks.empty() || plan.chunks[0].transport != Transport::kGloo);
+}
+
+}  // namespace
+
 int32_t buffer_parts(const Plan& plan) {
   return plan.collective == Collective::kExchange ? 2 : row_parts(plan);
 }
 
 int64_t buffer_elements(const Plan& plan) {
   if (plan.problem.op == Op::kAllGatherGemm) return plan.problem.m * plan.problem.k;
-  if (plan.problem.op == Op::kGemmReduceScatter) {
-    return static_cast<int64_t>(tiles_m(plan)) * plan.tile_m * plan.problem.n;
-  }
+  if (pads_rows(plan)) return static_cast<int64_t>(tiles_m(plan)) * plan.tile_m * plan.problem.n;
   if (plan.layout == Layout::kRowMajor) return plan.problem.m * plan.problem.n;
   return buffer_parts(plan) *
          packed_offset(tiles_m(plan) * tiles_n(plan), plan.tile_m, plan.tile_n);
@@ -385,7 +393,7 @@ Extent chunk_extent(const Plan& plan, int32_t chunk) {
   if (plan.layout == Layout::kRowMajor) {
     const int64_t parts = row_parts(plan);
     const Rows rows = chunk_rows(plan, chunk);
-    if (plan.problem.op == Op::kGemmReduceScatter) {
+    if (pads_rows(plan)) {
       if (plan.problem.n == 0) return {};
       const int64_t tile_rows = plan.chunks[chunk].tiles / tiles_n(plan) / parts;
       return {parts * rows.begin * plan.problem.n, tile_rows * plan.tile_m * plan.problem.n};

@@ -175,7 +175,7 @@ struct Profile {
     double link_latency_us;
     double link_gbps;
     double float64_rate;
-    // Waking the communication thread, and starting and joining it.
+    // Until a thread of the process group begins, and until the caller goes on behind the last one.
     double wait_us;
     double fork_join_us;
     // A chunk's call beside the GEMM takes more than one alone: threads of the process group and of the GEMM share the

@@ -89,8 +89,7 @@ bool communicates_in_place(const plan::Plan& plan) {
 
 bool takes_by_default(const plan::Plan& plan) {
   const bool on_cpu = plan.chunks[0].transport == plan::Transport::kGloo;
-  return plan.kernel != plan::Kernel::kLibrary ||
-         (on_cpu && plan.problem.op != plan::Op::kAllGatherGemm);
+  return plan.kernel != plan::Kernel::kLibrary || (on_cpu && plan.layout == plan::Layout::kPacked);
 }
 
 namespace {

@@ -3,6 +3,8 @@
 // All launches of a weight's GEMM walk one tile order: own rows, then the other ranks' of each chunk. Over NCCL each
 // arrival starts a launch, as plan/gather_rounds.h has it; over peers one launch awaits the chunks itself, if all
 // weights' kernels can. One weight's GEMM copies what arrives into the gathered input meanwhile, else the copy lane does.
+//
+// On CPU messages bring the rows into the gathered input, and the framework's GEMM reads them there.
 #include "plan/gather_rounds.h"
 #include "steps/list.h"
 
@@ -17,6 +19,7 @@ class Consume {
         rank_(rank),
         machine_(machine),
         peers_(plan::over_peers(plan)),
+        on_cpu_(on_cpu(machine)),
         chunks_(static_cast<int32_t>(plan.chunks.size())),
         parts_(plan::row_parts(plan)),
         part_rows_(plan::part_rows(plan)),
@@ -37,6 +40,7 @@ class Consume {
   }
 
   StepList lower() {
+    if (on_cpu_) return lower_on_cpu();
     list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
     list_.made.chunks = chunks_;
     if (peers_) {
@@ -72,6 +76,30 @@ class Consume {
  private:
   static size_t index(int32_t chunk) { return static_cast<size_t>(chunk); }
 
+  // All messages are on their way before anything is computed.
+  StepList lower_on_cpu() {
+    list_.made.chunks = chunks_;
+    list_.add_communicators(plan_);
+    list_.add(Lane::kCaller, Fork{1, false});
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
+      for (int32_t distance = 1; distance < parts_; ++distance) {
+        const int32_t to = (rank_ + distance) % parts_;
+        const int32_t from = (rank_ + parts_ - distance) % parts_;
+        messages.sends.push_back({to, own_rows(chunk), chunk_bytes(chunk)});
+        messages.receives.push_back({from, arrived(chunk, from), chunk_bytes(chunk)});
+      }
+      list_.communicates = chunk;
+      communicated_.push_back(list_.add_held(Lane::kSide0, std::move(messages)));
+    }
+    list_.communicates = -1;
+    const Move own = moves(0)[0];
+    list_.add(Lane::kCaller, Copy{own.from, own.to, own.bytes});
+    for (int32_t arrival = 0; arrival <= chunks_; ++arrival) compute(arrival);
+    list_.add(Lane::kCaller, Join{});
+    return std::move(list_.made);
+  }
+
   int64_t chunk_bytes(int32_t chunk) const {
     const plan::Rows rows = rows_[index(chunk)];
     return (rows.end - rows.begin) * row_bytes_;
@@ -86,6 +114,11 @@ class Consume {
 
   Where gathered(int32_t part, int64_t row) const {
     return {Buffer::kGathered, (part * part_rows_ + row) * row_bytes_};
+  }
+
+  // Where GEMMs read the rows of a part of the chunk.
+  Where arrived(int32_t chunk, int32_t part) const {
+    return on_cpu_ ? gathered(part, rows_[index(chunk)].begin) : place(chunk, part);
   }
 
   Where own_rows(int32_t chunk) const {
@@ -180,7 +213,7 @@ class Consume {
     for (int32_t part = 0; part < parts_; ++part) {
       if (part == rank_) continue;
       add_library(weight, {part * part_rows_ + rows.begin, part * part_rows_ + rows.end},
-                  place(chunk, part));
+                  arrived(chunk, part));
     }
   }
 
@@ -259,6 +292,7 @@ class Consume {
   const int32_t rank_;
   const plan::Machine& machine_;
   const bool peers_;
+  const bool on_cpu_;
   const int32_t chunks_;
   const int32_t parts_;
   const int64_t part_rows_;

@@ -179,7 +179,7 @@ struct Walk {
     }
   }
 
-  // On CPU one thread communicates, but for programs.
+  // On CPU chunks travel one by one, but for programs.
   size_t lane_of(const Step& step) const {
     const bool side = step.lane != Lane::kCaller && step.lane != Lane::kCopy;
     return static_cast<size_t>(cpu && side && !program ? Lane::kSide0 : step.lane);
@@ -273,12 +273,7 @@ struct Walk {
     const double bytes = bytes_of(call);
     if (ranks == 1 || bytes == 0.0) return begin_us;
     if (lanes_beside == 0) return begin_us + communicated(alone_us(bytes));
-    if (cpu) {
-      const double own_us = gathers ? bytes / ranks / (1e3 * profile.cpu.copy_gbps) : 0.0;
-      return begin_us + own_us +
-             communicated(profile.cpu.call_us + machine.link_latency_us +
-                          bytes / (1e3 * machine.link_gbps));
-    }
+    if (cpu) return begin_us + communicated(beside_on_cpu_us(bytes));
     const int64_t ctas = ctas_of(call.max_ctas);
     // CTAs that find no SM beside a persistent GEMM stay outside until its end.
     const bool fits = counted_us == 0.0 || plan.resources.comm_sms >= ctas * lanes_beside;
@@ -300,6 +295,8 @@ struct Walk {
     }
     const bool beside = list.steps[id].lane != Lane::kCaller;
     if (sent + received == 0.0) return begin_us;
+    // An all-gather's: as many bytes as a collective over all ranks' parts.
+    if (gathers) return begin_us + communicated(beside_on_cpu_us(received / (ranks - 1) * ranks));
     if (beside && ranks == 2) {  // until the peer has computed its rows
       const auto rows = static_cast<int64_t>(received / row_bytes);
       begin_us = std::max(begin_us, launch_us(plan, machine, rows, sms, tile_us));
@@ -595,6 +592,10 @@ struct Walk {
     const double rate = (slow ? slow_rate : profile.link.alone_rate) * one_way_rate();
     return (cpu ? 0.0 : profile.link.alone_start_us) + machine.link_latency_us +
            bytes / (1e3 * machine.link_gbps * rate);
+  }
+
+  double beside_on_cpu_us(double bytes) const {
+    return profile.cpu.call_us + machine.link_latency_us + bytes / (1e3 * machine.link_gbps);
   }
 
   // Rate of the collective's bytes, of that of an all-reduce's.

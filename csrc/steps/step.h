@@ -405,8 +405,8 @@ struct Variant {
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant);
 
-// Whether the plan's kernel computes where nothing keeps it from the operands. On CPU the framework's GEMM does, tile by
-// tile; but rows that arrive it computes chunk by chunk.
+// Whether the plan's kernel computes where nothing keeps it from the operands. On CPU the framework's GEMM takes its part
+// for packed tiles; whole rows it computes chunk by chunk.
 bool takes_by_default(const plan::Plan& plan);
 
 // Whether the plan's chunks can be staged in a window: NCCL's window kernels leave wrong elements in parts that begin

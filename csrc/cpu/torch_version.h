@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace overlap::binding {
+namespace overlap::cpu {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -43,4 +43,4 @@ WorkPtr all_to_all_single(Group& group, at::Tensor& to, at::Tensor& from,
   }
 }
 
-}  // namespace overlap::binding
+}  // namespace overlap::cpu

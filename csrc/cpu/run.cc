@@ -1,0 +1,415 @@
+#include "cpu/run.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <future>
+#include <thread>
+#include <variant>
+
+namespace overlap::cpu {
+namespace {
+
+using steps::Buffer;
+using steps::Where;
+
+// A step's communication, which has begun.
+struct Begun {
+  steps::StepId step = 0;
+  int32_t chunk = -1;
+  double ready_us = 0.0;
+  double begin_us = 0.0;
+  double end_us = 0.0;
+  bool ended = false;
+  at::RecordFunction range{at::RecordScope::USER_SCOPE};  // for profilers
+  std::vector<Communication> parts;
+  std::shared_future<void> started;  // where a thread of its own begins it
+  std::future<double> observed;      // traced calls: when it ends
+
+  void wait() {
+    if (started.valid()) started.get();
+    for (Communication& part : parts) part.wait();
+  }
+};
+
+// gloo writes messages to the socket in the thread that sends: from so many bytes on another one than the GEMMs'.
+constexpr int64_t kLongMessage = int64_t{512} << 10;
+
+bool sends_long_message(const steps::StepList& list) {
+  const auto is_long = [](const steps::Message& one) { return one.bytes >= kLongMessage; };
+  return std::any_of(list.steps.begin(), list.steps.end(), [&](const steps::Step& step) {
+    const auto* const messages = std::get_if<steps::SendReceive>(&step.what);
+    return messages != nullptr &&
+           std::any_of(messages->sends.begin(), messages->sends.end(), is_long);
+  });
+}
+
+class Run {
+ public:
+  explicit Run(const Call& call)
+      : call_(call),
+        plan_(call.plan),
+        program_(plan::has_program(plan_)),
+        sends_apart_(sends_long_message(call.list)),
+        messages_(static_cast<size_t>(plan_.problem.world_size)) {
+    for (const steps::Scratch& one : call.list.scratch) {
+      if (one.buffer == Buffer::kProduct && call.product.defined()) continue;
+      // What packed tiles have beyond the matrix travels, too: it must be numbers.
+      const bool packed = plan_.layout == plan::Layout::kPacked;
+      const auto make =
+          packed ? [](int64_t n, const at::TensorOptions& o) { return at::zeros({n}, o); }
+                 : [](int64_t n, const at::TensorOptions& o) { return at::empty({n}, o); };
+      const at::Tensor& like = call.gathered.defined() ? call.input : call.outputs[0];
+      scratch_[static_cast<size_t>(one.buffer)] =
+          make(one.bytes / like.element_size(), like.options());
+    }
+  }
+
+  Timeline operator()() {
+    const std::vector<steps::Step>& all = call_.list.steps;
+    for (size_t id = 0; id < all.size(); ++id) {
+      if (all[id].lane == steps::Lane::kCopy) {
+        put_off_.push_back(static_cast<steps::StepId>(id));
+      } else if (program_ && all[id].after.empty() &&
+                 std::holds_alternative<steps::LibraryGemm>(all[id].what)) {
+        to_compute_.push_back(static_cast<steps::StepId>(id));
+      } else {
+        perform(static_cast<steps::StepId>(id));
+      }
+    }
+    return {start_, call_.traced ? rows() : std::vector<double>()};
+  }
+
+ private:
+  void perform(steps::StepId id) {
+    const steps::Step& step = call_.list.steps[static_cast<size_t>(id)];
+    for (const steps::StepId before : step.after) {
+      while (!to_compute_.empty() && to_compute_.front() <= before) compute_next();
+      for (Begun& one : begun_) {
+        if (one.step == before) wait(one);
+      }
+    }
+    if (program_ && step.lane != steps::Lane::kCaller) {
+      for (Begun& one : begun_) {
+        if (lane(one.step) == step.lane) wait(one);
+      }
+    }
+    std::visit([&](const auto& what) { this->perform(what, id); }, step.what);
+  }
+
+  // --- lanes ---
+
+  steps::Lane lane(steps::StepId id) const {
+    return call_.list.steps[static_cast<size_t>(id)].lane;
+  }
+
+  void perform(const steps::Fork&, steps::StepId) {}
+  void perform(const steps::Mark&, steps::StepId) {}
+  void perform(const steps::Join&, steps::StepId) {
+    while (!to_compute_.empty()) compute_next();
+    for (const steps::StepId id : put_off_) perform(id);
+    for (Begun& one : begun_) wait(one);
+    call_.group.agree();  // where there was nothing to send and receive
+  }
+
+  // --- where things are ---
+
+  const at::Tensor& tensor(const Where& where) const {
+    switch (where.buffer) {
+      case Buffer::kInput:
+        return call_.input;
+      case Buffer::kOutput:
+        return call_.outputs[static_cast<size_t>(where.index)];
+      case Buffer::kGathered:
+        return call_.gathered;
+      case Buffer::kProduct:
+        if (call_.product.defined()) return call_.product;
+        [[fallthrough]];
+      default:
+        return scratch_[static_cast<size_t>(where.buffer)];
+    }
+  }
+  at::Tensor flat(const Where& where, int64_t elements) const {
+    const at::Tensor& all = tensor(where);
+    return all.view(-1).narrow(0, where.offset / all.element_size(), elements);
+  }
+  at::Tensor bytes(const Where& where, int64_t count) const {
+    return flat(where, count / tensor(where).element_size());
+  }
+  at::Tensor matrix(const Where& where, int64_t rows, int64_t columns) const {
+    if (where.buffer != Buffer::kInput) return flat(where, rows * columns).view({rows, columns});
+    const int64_t row_bytes = std::max<int64_t>(1, columns * call_.input.element_size());
+    return call_.input.narrow(0, where.offset / row_bytes, rows);
+  }
+  // Rows that are so many bytes apart.
+  at::Tensor spaced(const Where& where, int64_t rows, int64_t row_bytes, int64_t stride) const {
+    const at::Tensor& all = tensor(where);
+    const int64_t element = all.element_size();
+    return all.as_strided({rows, row_bytes / element}, {stride / element, 1},
+                          all.storage_offset() + where.offset / element);
+  }
+
+  // --- what computes ---
+
+  // A program's next GEMM that waits for nothing.
+  void compute_next() {
+    const steps::StepId id = to_compute_.front();
+    to_compute_.pop_front();
+    perform(id);
+  }
+
+  void multiply(at::Tensor output, const at::Tensor& input, const at::Tensor& weight,
+                const std::optional<at::Tensor>& bias = {}) {
+    if (output.numel() == 0) return;
+    if (bias.has_value()) {
+      at::addmm_out(output, *bias, input, weight.t());
+    } else {
+      at::mm_out(output, input, weight.t());
+    }
+    if (call_.traced) gemm_us_ = now_us();
+  }
+
+  void perform(const steps::LibraryGemm& step, steps::StepId) {
+    const bool all = step.weight == steps::LibraryGemm::kAllWeights;
+    const int64_t rows = step.rows.end - step.rows.begin;
+    for (size_t i = 0; i < call_.weights.size(); ++i) {
+      const auto weight = static_cast<int32_t>(i);
+      if (!all && weight != step.weight) continue;
+      Where where = step.output.where;
+      if (all) where.index = weight;
+      const at::Tensor output = matrix(where, rows, call_.weights[i].size(0));
+      const at::Tensor input = matrix(step.input, rows, plan_.problem.k);
+      const auto bias = call_.biases.empty() ? std::nullopt : call_.biases[i];
+      if (call_.scaled_product) {
+        output.copy_(call_.scaled_product(i, input, bias));
+        if (call_.traced) gemm_us_ = now_us();
+      } else {
+        multiply(output, input, call_.weights[i], bias);
+      }
+    }
+  }
+
+  // The chunks' tiles are computed when they are asked for.
+  void perform(const steps::Gemm& step, steps::StepId) { gemm_ = &step; }
+  void perform(const steps::WaitForTiles& step, steps::StepId) {
+    for_tiles(step.chunk, gemm_->order, [&](int32_t tile, const Block& block) {
+      multiply(
+          packed(gemm_->outputs[0].where, gemm_->order, tile, gemm_->terms, gemm_->term, block),
+          call_.input.narrow(0, block.row, block.rows),
+          call_.weights[0].narrow(0, block.column, block.columns));
+    });
+  }
+
+  void perform(const steps::Unpack& step, steps::StepId) {
+    const at::Tensor output = matrix(step.destination, plan_.problem.m, plan_.problem.n);
+    for_tiles(step.chunk, step.order, [&](int32_t tile, const Block& block) {
+      at::Tensor place = block.of(output);
+      place.copy_(packed(step.source, step.order, tile, step.terms, 0, block));
+      for (int32_t term = 1; term < step.terms; ++term) {
+        place.add_(packed(step.source, step.order, tile, step.terms, term, block));
+      }
+      if (step.bias) place.add_(call_.bias->narrow(0, block.column, block.columns));
+    });
+  }
+
+  void perform(const steps::AddBias& step, steps::StepId) {
+    at::Tensor output = matrix(step.destination, step.rows, plan_.problem.n);
+    at::add_out(output, matrix(step.source, step.rows, plan_.problem.n), *call_.bias);
+  }
+
+  void perform(const steps::Copy& step, steps::StepId) {
+    bytes(step.destination, step.bytes).copy_(bytes(step.source, step.bytes));
+  }
+  void perform(const steps::CopyRows& step, steps::StepId) {
+    at::Tensor to = spaced(step.destination, step.rows, step.row_bytes, step.destination_stride);
+    const at::Tensor from = spaced(step.source, step.rows, step.row_bytes, step.source_stride);
+    if (step.adds) {
+      to.add_(from);
+    } else {
+      to.copy_(from);
+    }
+  }
+
+  // What of a tile is in the matrix.
+  struct Block {
+    int64_t row = 0;
+    int64_t column = 0;
+    int64_t rows = 0;
+    int64_t columns = 0;
+
+    at::Tensor of(const at::Tensor& matrix) const {
+      return matrix.narrow(0, row, rows).narrow(1, column, columns);
+    }
+  };
+
+  template <typename Do>
+  void for_tiles(int32_t chunk, int32_t number, const Do& act) const {
+    const plan::TileOrder& order = call_.list.orders[static_cast<size_t>(number)];
+    for (int32_t tile = order.chunk_begin[chunk]; tile < order.chunk_begin[chunk + 1]; ++tile) {
+      const plan::TileCoord coord = plan::tile_coord(order, tile);
+      Block block = {int64_t{coord.row} * plan_.tile_m, int64_t{coord.column} * plan_.tile_n};
+      block.rows = std::min<int64_t>(plan_.tile_m, plan_.problem.m - block.row);
+      block.columns = std::min<int64_t>(plan_.tile_n, plan_.problem.n - block.column);
+      if (block.rows > 0) act(tile, block);
+    }
+  }
+
+  // A tile among the packed ones.
+  at::Tensor packed(Where where, int32_t number, int32_t tile, int32_t terms, int32_t term,
+                    const Block& block) const {
+    const plan::TileOrder& order = call_.list.orders[static_cast<size_t>(number)];
+    const int32_t slot = plan::packed_slot(order, tile, terms, term);
+    where.offset +=
+        plan::packed_offset(slot, plan_.tile_m, plan_.tile_n) * tensor(where).element_size();
+    return Block{0, 0, block.rows, block.columns}.of(matrix(where, plan_.tile_m, plan_.tile_n));
+  }
+
+  // --- what communicates ---
+
+  void perform(const steps::Collective& step, steps::StepId id) {
+    const int64_t all = step.count * plan_.problem.world_size;
+    begin(id, false, [this, &step, all](Begun& begun) {
+      switch (step.kind) {
+        case plan::Collective::kReduceScatter:
+          begun.parts.push_back(reduce_scatter(call_.group, flat(step.destination, step.count),
+                                               flat(step.source, all), begun.chunk));
+          return;
+        case plan::Collective::kAllReduce:
+          begun.parts.push_back(
+              all_reduce(call_.group, flat(step.destination, step.count), begun.chunk));
+          return;
+        default:
+          begun.parts.push_back(all_gather(call_.group, flat(step.destination, all),
+                                           flat(step.source, step.count), begun.chunk));
+      }
+    });
+  }
+
+  void perform(const steps::SendReceive& step, steps::StepId id) {
+    if (step.sends.empty() && step.receives.empty()) return;
+    begin(id, sends_apart_, [this, &step](Begun& begun) {
+      for (const steps::Message& one : step.receives) {
+        begun.parts.push_back(receive(call_.group, bytes(one.where, one.bytes), one.peer,
+                                      messages_[static_cast<size_t>(one.peer)].received++));
+      }
+      for (const steps::Message& one : step.sends) {
+        begun.parts.push_back(send(call_.group, bytes(one.where, one.bytes), one.peer,
+                                   messages_[static_cast<size_t>(one.peer)].sent++));
+      }
+    });
+  }
+
+  // `apart`: by a thread of its own, behind those before.
+  template <typename Start>
+  void begin(steps::StepId id, bool apart, const Start& start) {
+    const steps::Step& step = call_.list.steps[static_cast<size_t>(id)];
+    Begun& begun = begun_.emplace_back();
+    begun.step = id;
+    begun.chunk = step.communicates;
+    begun.ready_us = now_us();
+    if (begun.chunk >= 0 && begun.range.isActive()) {
+      begun.range.before(c10::str("overlap::chunk ", begun.chunk));
+      begun.range._setAsync();  // other chunks begin before it ends
+    }
+    const auto go = [this, &begun, start] {
+      if (begun.chunk >= 0 && call_.delay_us > 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(call_.delay_us));
+      }
+      begun.begin_us = now_us();
+      start(begun);
+    };
+    if (apart) {
+      begun.started = async([before = last_started_, go] {
+                        if (before.valid()) before.get();
+                        go();
+                      }).share();
+      last_started_ = begun.started;
+    } else {
+      go();
+    }
+    if (call_.traced) {
+      // So that it is known when it ends, and not when somebody asks.
+      begun.observed = async([&begun, this] {
+        begun.wait();
+        return now_us();
+      });
+    }
+    if (step.lane == steps::Lane::kCaller) wait(begun);
+  }
+
+  template <typename Work>
+  static auto async(Work work) {
+    return std::async(std::launch::async, [work = std::move(work), state = at::ThreadLocalState()] {
+      const at::ThreadLocalStateGuard guard(state);
+      return work();
+    });
+  }
+
+  void wait(Begun& begun) {
+    if (begun.ended) return;
+    begun.ended = true;
+    if (!to_compute_.empty()) compute_next();  // while the peers come to it
+    if (begun.observed.valid()) {
+      begun.end_us = begun.observed.get();
+    } else {
+      begun.wait();
+    }
+    begun.range.end();
+    if (plan_.problem.op == plan::Op::kAllGatherGemm) begun.ready_us = now_us();  // for its GEMM
+  }
+
+  template <typename Other>
+  void perform(const Other&, steps::StepId id) {
+    TORCH_INTERNAL_ASSERT(false, "step ", id, " is none of a CPU's: ", plan_.to_string());
+  }
+
+  // --- the timeline ---
+
+  double now_us() const {
+    const auto passed = std::chrono::steady_clock::now() - start_;
+    return std::chrono::duration<double, std::micro>(passed).count();
+  }
+
+  std::vector<double> rows() const {
+    std::vector<double> rows;
+    for (const Begun& one : begun_) {
+      if (one.chunk < 0) continue;
+      rows.insert(rows.end(),
+                  {0.0, static_cast<double>(one.chunk), one.ready_us, one.begin_us, one.end_us});
+    }
+    rows.insert(rows.end(), {0.0, -1.0, gemm_us_, 0.0, now_us()});
+    return rows;
+  }
+
+  struct Messages {
+    int sent = 0;
+    int received = 0;
+  };
+
+  const Call& call_;
+  const plan::Plan& plan_;
+  const bool program_;
+  const bool sends_apart_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  double gemm_us_ = 0.0;
+  std::array<at::Tensor, static_cast<size_t>(Buffer::kSlot) + 1> scratch_;
+  const steps::Gemm* gemm_ = nullptr;
+  std::vector<steps::StepId> put_off_;  // until the join
+  std::deque<steps::StepId>
+      to_compute_;  // a program's GEMMs, until one is needed, or something is waited for
+  std::vector<Messages> messages_;  // so far, with each rank
+  std::shared_future<void> last_started_;
+  std::deque<Begun> begun_;
+};
+
+}  // namespace
+
+Timeline run(const Call& call) {
+  return Run(call)();
+}
+
+}  // namespace overlap::cpu

@@ -1,0 +1,55 @@
+// The executor on CPU: does a call's list of steps on the calling thread.
+//
+//   caller | GEMM 0 | begin 0 | GEMM 1 | begin 1 | ... | join: finish 0 | finish 1 | ...
+//   group  |                  | ===== chunk 0 ===== | ===== chunk 1 ===== | ...
+//
+// A lane but the caller's is what the process group has under way: what communicates there begins when the list comes
+// to it, and is waited for by steps that come behind it, and by the join. Steps of the copy lane are put off until then.
+//
+// A program's lanes are kept in order, as a transfer may pass on what another brought: its steps wait for what the lane has
+// under way. GEMMs that wait for nothing are put off until somebody waits for them, and fill the time of such waits.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "cpu/collectives.h"
+#include "plan/plan.h"
+#include "steps/step.h"
+
+namespace overlap::cpu {
+
+// Matrices are contiguous, but for the weights and, where no step communicates it, the input.
+struct Call {
+  const plan::Plan& plan;
+  const steps::StepList& list;  // of the plan on this rank
+  const Group& group;
+  const at::Tensor input;
+  const std::vector<at::Tensor>& weights;
+  const std::vector<std::optional<at::Tensor>> biases;  // that GEMMs add; none: empty
+  const std::optional<at::Tensor> bias;                 // that other steps add
+  const std::vector<at::Tensor> outputs;
+  const at::Tensor gathered = {};
+  const at::Tensor product = {};  // made here if it is not given
+  // Of scaled operands, whose lists have one GEMM of each weight: its number, all rows, what is added.
+  std::function<at::Tensor(size_t, const at::Tensor&, const std::optional<at::Tensor>&)>
+      scaled_product = {};
+  int64_t delay_us = 0;  // tests: before each chunk's communication
+  bool traced = false;
+};
+
+struct Timeline {
+  std::chrono::steady_clock::time_point start;
+  // Of a traced call. A chunk's: 0, chunk, when it was ready, when its communication began and ended; then a closing one:
+  // 0, -1, when the last GEMM ended, 0, when the call did.
+  std::vector<double> rows;
+};
+
+// Returns when the call is done. What communicates fails at the group's deadline.
+Timeline run(const Call& call);
+
+}  // namespace overlap::cpu
