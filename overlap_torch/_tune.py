@@ -163,6 +163,7 @@ def tune(
     repeats: int = 10,
     cache: bool = True,
     progress: bool = False,
+    plans: Iterable[Plan] = (),
 ) -> list[Tuned]:
     """Measures plans for problems, sets the fastest, and remembers the times. Every rank of the group calls it.
 
@@ -181,6 +182,7 @@ def tune(
         repeats: turns, 1 or more; each plan runs once a turn.
         cache: whether to read and write ``$OVERLAP_CACHE``, or ``overlap_torch`` in the user's cache folder.
         progress: whether rank 0 draws a bar on stderr.
+        plans: to measure as well, for those of the problems that are theirs: what was edited, or has a program.
 
     Returns:
         One for each problem and mode, in order; the same on all ranks.
@@ -201,7 +203,7 @@ def tune(
         wanted = [problem for problem, _ in called(name, where.type)]
     else:
         wanted = list(problems)
-    session = _Session(name, members, where, most, repeats, cache)
+    session = _Session(name, members, where, most, repeats, cache, list(plans))
     wanted = session.agree_on(wanted)
     for problem in wanted:
         if problem.world_size != members.size():
@@ -269,6 +271,7 @@ class _Session:
         most: int,
         repeats: int,
         cache: bool,
+        plans: list[Plan],
     ) -> None:
         _boards[name] = _boards.get(name, 0) + 1
         timeout_s = float(os.environ.get("OVERLAP_TIMEOUT_S") or _timeout_s(members, device))
@@ -280,6 +283,7 @@ class _Session:
             name=f"{name}/{_boards[name]}",
         )
         self.name, self.device, self.most, self.repeats = name, device, most, repeats
+        self.more = plans
         self.machine: Machine = machine(device, name)
         self.environment = _tuned_files.environment(device, self.machine, members.size())
         self.files = _tuned_files.Files(self.environment) if cache else None
@@ -339,11 +343,14 @@ class _Session:
         """Rank 0's: the cache's plans and times, or what is to be measured, the sequence first."""
         entries = self.files.read(problem) if self.files is not None else {}
         found = entries.get((problem.m, mode))
-        if found is not None:
+        more = [encode(plan) for plan in self.more if plan.problem == problem]
+        if found is not None and all(code in found.plans for code in more):
             return {"plans": found.plans, "us": found.us, "chosen": found.chosen}
         corrections = _corrections(problem, mode, entries, self.machine)
         plans = ranked(problem, self.machine, self.most, corrections)
-        return {"plans": [encode(plan) for plan in plans], "us": [], "chosen": 0}
+        codes = [encode(plan) for plan in plans]
+        codes += [code for code in more if code not in codes]
+        return {"plans": codes, "us": [], "chosen": 0}
 
     def _refusal(self, plan: Plan) -> str:
         """Why this rank cannot run it; "" if it can. Nothing is communicated."""
@@ -434,7 +441,7 @@ def way(plan: Plan) -> tuple[str, ...]:
     chunk, resources = plan.chunks[0], plan.resources
     names = map(enum_name, (plan.schedule, plan.kernel, plan.collective, plan.layout))
     numbers = map(str, (chunk.max_ctas, resources.lanes, int(resources.window)))
-    return (*names, enum_name(chunk.transport), *numbers)
+    return (*names, enum_name(chunk.transport), *numbers, str(len(plan.program.transfers)))
 
 
 def family(plan: Plan) -> tuple[str, ...]:

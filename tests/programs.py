@@ -182,3 +182,48 @@ def without(transfers: list[Transfer], i: int) -> list[Transfer]:
         behind = [number - (number > i) for number in one.behind if number != i]
         kept.append(changed(one, behind=behind))
     return kept
+
+
+def random_statements(p: Editor, seed: int, count: int) -> None:
+    """Statements of any kind, most of which make no sense: areas that reach too far, ranks, streams and memories that are not
+    there, needs of all sorts."""
+    draw = random.Random(seed)
+
+    def area() -> Area:
+        one = draw.choice([p.product, p.output, p.input, p.gathered, p.part(p.rank), p.part(1)])
+        if draw.random() < 0.2:
+            one = p.scratch(draw.choice([-1, 0, 1, 8, 64]))
+        for _ in range(draw.randrange(3)):
+            a, b = draw.randint(-2, 70), draw.randint(-2, 70)
+            kind = draw.randrange(3)
+            if kind == 0:
+                one = one.rows(a, b)
+            else:
+                one = one.columns(a, b) if kind == 1 else one.part(a, 4)
+        return one
+
+    def rank() -> object:
+        return draw.choice([0, 1, -1, 7, p.rank + 1, p.rank - 3, p.rank * 2, p.rank ^ 1, p.rank])
+
+    made: list[object] = []
+    for _ in range(count):
+        needs = draw.choice(
+            [None, [], [p.tiles(area())], [p.arrived(area())], [p.left(area(), at=rank())]]
+        )
+        if made and draw.random() < 0.3:
+            needs = [draw.choice(made)]
+        how = {
+            "reduce": draw.random() < 0.5,
+            "needs": needs if draw.random() < 0.95 else ["tiles"],
+            "stream": draw.choice([0, 0, 1, 3, 4, -1]),
+            "by": draw.choice(["any", "any", "sms", "copy_engine", "nccl", "wire"]),
+            "rank": draw.choice([None, None, 0, 1, [0, 1], 9]),
+        }
+        into = draw.choice([None, area()])
+        kind = draw.randrange(3)
+        if kind == 0:
+            made.append(p.push(area(), to=rank(), into=into, **how))
+        elif kind == 1:
+            made.append(p.pull(area(), of=rank(), into=into, **how))
+        else:
+            made.append(p.copy(area(), into or area(), **how))

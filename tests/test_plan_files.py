@@ -27,7 +27,7 @@ from plan_files import (
     text_of,
     xml,
 )
-from programs import EVEN, RAGGED, how_to_edit
+from programs import EVEN, FEW, RAGGED, how_to_edit
 
 READ = {"msccl": from_msccl, "mscclpp": from_mscclpp}
 
@@ -43,7 +43,9 @@ def names(kind: str, world: int) -> list[str]:
     return [name for name in table if name != "doubling" or world in (2, 4, 8)]
 
 
-def check_files(folder: str, kinds: list[str], cases: list[Case]) -> tuple[int, list[str]]:
+def check_files(
+    folder: str, kinds: list[str], cases: list[Case], chunks: int = 1
+) -> tuple[int, list[str]]:
     failures = Failures()
     world = dist.get_world_size()
     for kind in kinds:
@@ -52,7 +54,7 @@ def check_files(folder: str, kinds: list[str], cases: list[Case]) -> tuple[int, 
             path = f"{folder}/{kind} {name} {world}"
             for case in cases:
                 problem = OPS[op].problem(case, world)
-                plan = READ[kind](path, problem, **how_to_edit(problem))
+                plan = READ[kind](path, problem, chunks=chunks, **how_to_edit(problem))
                 with use_plan(plan):
                     for seed in (1, 2):
                         check_call(failures, case, kind, name, seed=seed, op=op)
@@ -71,6 +73,34 @@ def write_files(tmp_path, world: int) -> str:
 def test_files_of_other_compilers_give_right_results(ranks, tmp_path):
     folder = write_files(tmp_path, ranks.world)
     ranks.expect_no_failures(check_files, folder, ["msccl", "mscclpp"], [RAGGED])
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_files_serve_chunks_of_rows_one_by_one(ranks, tmp_path):
+    folder = write_files(tmp_path, ranks.world)
+    ranks.expect_no_failures(check_files, folder, ["msccl", "mscclpp"], [RAGGED], 3)
+
+
+@pytest.mark.long
+@pytest.mark.ranks((3, "gloo"), (4, "gloo"), (8, "gloo"))
+def test_files_serve_chunks_of_rows_on_many_ranks(ranks, tmp_path):
+    folder = write_files(tmp_path, ranks.world)
+    for chunks in (2, 3):
+        ranks.expect_no_failures(
+            check_files, folder, ["msccl", "mscclpp"], [RAGGED, EVEN, FEW], chunks
+        )
+
+
+def test_files_in_chunks_wait_for_the_tiles_of_each(tmp_path):
+    whole = read(tmp_path, "msccl", XML, PROBLEM)
+    path = tmp_path / "made.xml"
+    cut = from_msccl(path, PROBLEM, chunks=3, transport="gloo", tile=(4, 8))
+    assert len(cut.program.transfers) == 3 * len(whole.program.transfers)
+    assert len(cut.chunks) > 1
+    first = {(area.row, area.rows) for one in cut.program.transfers[:8] for area in one.tiles}
+    assert all(row < 16 for row, _ in first)  # of 48 rows in 3 chunks
+    with pytest.raises(ValueError, match="0 chunks, allowed is 1 or more"):
+        from_msccl(path, PROBLEM, chunks=0, transport="gloo")
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 
 import pytest
@@ -41,6 +42,7 @@ from programs import (
     disturbed,
     how_to_edit,
     random_program,
+    random_statements,
     template_plans,
     templates,
 )
@@ -177,6 +179,92 @@ def test_programs_with_a_fault_are_refused_or_right(ranks, op):
 @pytest.mark.parametrize("op", [*REDUCTIONS, "allgather_gemm"])
 def test_programs_with_a_fault_are_refused_or_right_on_many_ranks(ranks, op):
     assert draw_faults(ranks, op, 100) > 20
+
+
+def strange(op: str, world: int, seed: int) -> Plan:
+    """A program that is right, and a few statements of any kind behind it or in front of it."""
+    problem = OPS[op].problem(EVEN, world)
+    draw = random.Random(seed)
+    p = edit(problem, **how_to_edit(problem))
+    if draw.random() < 0.3:
+        random_statements(p, seed, draw.randrange(1, 3))
+    if op == "gemm_alltoall":
+        for to in range(1, world):
+            p.push(p.message(p.rank + to), to=p.rank + to)
+    else:
+        for step in range(1, world) if op in REDUCTIONS else []:
+            part = p.part(p.rank - step)
+            p.push(part, to=p.rank + 1, reduce=True, needs=needs_all(p, part))
+        for step in range(world - 1) if op != "gemm_reducescatter" else []:
+            p.push(p.part(p.rank - step), to=p.rank + 1)
+    if draw.random() < 0.8:
+        random_statements(p, seed + 1, draw.randrange(1, 3))
+    return p.plan()
+
+
+def draw_strange_programs(ranks, op: str, seeds: range) -> int:
+    """How many were plans, all of which gave right results."""
+    taken = 0
+    for seed in seeds:
+        try:
+            plan = strange(op, ranks.world, seed)
+        except ValueError as error:
+            assert str(error)
+            continue
+        taken += 1
+        ranks.expect_no_failures(run_program, plan_module.to_json(plan), op)
+    return taken
+
+
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("op", [*REDUCTIONS, "allgather_gemm", "gemm_alltoall"])
+def test_programs_of_any_statements_are_refused_or_right(ranks, op):
+    assert 1 <= draw_strange_programs(ranks, op, range(24)) < 24
+
+
+@pytest.mark.long
+@pytest.mark.ranks((3, "gloo"), (4, "gloo"))
+@pytest.mark.parametrize("op", [*REDUCTIONS, "allgather_gemm", "gemm_alltoall"])
+def test_programs_of_any_statements_are_refused_or_right_on_many_ranks(ranks, op):
+    assert draw_strange_programs(ranks, op, range(400)) >= 10
+
+
+TEMPLATES = ("row_panels", "packed", "ring", "double_ring", "one_shot", "two_shot", "direct")
+
+
+def test_templates_are_there_by_name():
+    problem = Problem(64, 32, 24, "float32", 4)
+    for name in TEMPLATES:
+        make = getattr(plan_module, name)
+        assert name in plan_module.__all__
+        arguments = [problem] if name in ("direct", "one_shot", "two_shot") else [problem, 2]
+        where = {} if name == "direct" else {"transport": "gloo", "tile": TILE}
+        made = make(*arguments, **where)
+        validate(made)
+        assert bool(made.program.transfers) == (name not in ("row_panels", "packed", "direct"))
+    validate(plan_module.hierarchical(problem, 2, transport="gloo", tile=TILE))
+
+
+def tune_with_a_program() -> tuple[int, list[str]]:
+    failures = Failures()
+    world = dist.get_world_size()
+    case = EVEN
+    problem = OPS["gemm_allreduce"].problem(case, world)
+    ring = plan_module.ring(problem, 2, transport="gloo", tile=TILE)
+    tuned = overlap_torch.tune(
+        [problem], most=1, repeats=2, cache=False, plans=[ring], device="cpu"
+    )
+    measured = [plan for plan, _ in tuned[0].times]
+    failures.expect(None if ring in measured else f"measured {measured}")
+    failures.expect(None if tuned[0].source == "measured" else str(tuned[0]))
+    check_call(failures, case, "after tuning", op="gemm_allreduce")
+    plan_module.clear_plans()
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_programs_are_tuned_beside_the_planners_plans(ranks):
+    ranks.expect_no_failures(tune_with_a_program)
 
 
 # --- deadlines and agreement ----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from programs import (
     by_engines,
     disturbed,
     random_program,
+    random_statements,
     template_plans,
     templates,
 )
@@ -245,6 +246,28 @@ def test_programs_over_peers_with_a_fault_are_refused(op):
             assert "rank" in str(error), what
             refused += 1
     assert refused >= 4
+
+
+@pytest.mark.parametrize("op", [*REDUCTIONS, "allgather_gemm"])
+def test_statements_of_any_kind_over_peers_are_refused_or_proved(op):
+    taken = 0
+    for seed in range(30):
+        p = Editor(problem_of(op, 2, rows=16, n=64), **how(op))
+        if op == "allgather_gemm":
+            p.push(p.part(p.rank), to=p.rank + 1)
+        else:
+            p.push(p.part(p.rank + 1), to=p.rank + 1, reduce=True)
+        if op == "gemm_allreduce":
+            p.push(p.part(p.rank), to=p.rank + 1)
+        try:
+            random_statements(p, seed, seed % 3)
+            plan = p.plan()
+        except ValueError as error:
+            assert str(error)
+            continue
+        assert plan_module.decode(plan_module.encode(plan)) == plan
+        taken += 1
+    assert 10 <= taken < 30  # every third one has nothing added
 
 
 @pytest.mark.parametrize(
