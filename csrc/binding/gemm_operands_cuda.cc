@@ -59,7 +59,6 @@ std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t numb
   kernels::GemmScales params;
   params.weight_dtype = to_plan_dtype(weight.scalar_type());
   params.output_dtype = plan::output_dtype(plan.problem);
-  params.own_input = scales.input.const_data_ptr<float>();
   const at::Tensor& of_rows = gathered.defined() ? gathered : scales.input;
   params.input = of_rows.const_data_ptr<float>();
   if (scales.recipe == plan::Recipe::kTensor) {

@@ -20,8 +20,8 @@ inline constexpr int kMaxMoreOutputs = 7;
 struct GemmScales {
   plan::DType weight_dtype = plan::DType::kFloat8E4M3;
   plan::DType output_dtype = plan::DType::kBFloat16;
-  const float* input = nullptr;      // one number after the other, each for `rows_per_scale` rows
-  const float* own_input = nullptr;  // of the rows that GemmGather::own_input holds
+  // One number after the other, each for `rows_per_scale` rows; with rows of mode kGather of all parts' rows, in order.
+  const float* input = nullptr;
   int32_t rows_per_scale = 1;
   const float* weight = nullptr;  // of its rows, so many floats apart
   int64_t weight_stride = 0;      // 0: one number

@@ -23,11 +23,13 @@ class TileScales {
       : scales_(params.scales) {
     const auto [m, n, k, l] = params.gemm_shape;
     const plan::TileRowPlace place = params.place(tile.row);
-    input_ = place.own_input ? scales_.own_input : scales_.input;
-    last_row_ = (place.own_input ? params.rows.part_rows : m) - 1;
+    last_row_ = m - 1;
     last_column_ = n - 1;
-    row_ = place.input_row + thread / cutlass::NumThreadsPerWarp * 16 +
-           thread % cutlass::NumThreadsPerWarp / 4;
+    // Gathered rows lie as they arrive, their scales in order.
+    const bool gathers = params.rows.mode == plan::RowMap::Mode::kGather;
+    const int row =
+        gathers ? place.output_part * params.rows.part_rows + place.output_row : place.input_row;
+    row_ = row + thread / cutlass::NumThreadsPerWarp * 16 + thread % cutlass::NumThreadsPerWarp / 4;
     column_ = tile.column * Types::kTileN + thread % 4 * 2;
   }
 
@@ -35,7 +37,8 @@ class TileScales {
   CUTLASS_DEVICE void scale(Sums& sums) const {
     float rows[kRows];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRows; ++i) rows[i] = read(input_ + row(i) / scales_.rows_per_scale);
+    for (int i = 0; i < kRows; ++i)
+      rows[i] = __ldg(scales_.input + row(i) / scales_.rows_per_scale);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       const int at = min(column_ + i / 2 * kPieceColumns + i % 2, last_column_);
@@ -48,18 +51,12 @@ class TileScales {
   }
 
  private:
-  // Rows of an all-gather arrive while this runs: not through the cache of what never changes.
-  CUTLASS_DEVICE static float read(const float* from) {
-    return *static_cast<const volatile float*>(from);
-  }
-
   // A row that is stored, or the last one that has a scale.
   CUTLASS_DEVICE int row(int i) const {
     return min(row_ + i / 2 * kSlabRows + i % 2 * 8, last_row_);
   }
 
   const GemmScales& scales_;
-  const float* input_;
   int row_;
   int last_row_;
   int column_;
