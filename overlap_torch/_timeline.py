@@ -6,8 +6,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _GEMM, _CHUNKS = "#4878a8", ("#e8a33d", "#c9742b")
 
@@ -199,48 +203,13 @@ def write_picture(
     scale, unit = (1e-3, "ms") if total_us >= 10_000 else (1.0, "µs")
     figure = Figure(figsize=(11, 1.7 + 0.6 * len(above) + 1.1 * len(lanes)), layout="constrained")
     axes = figure.subplots()
-    labels: list[str] = []
-    for row, (name, bars) in enumerate(above):
-        for bar in bars:
-            left, width = bar.begin_us * scale, (bar.end_us - bar.begin_us) * scale
-            color = _GEMM if bar.name == "GEMM" else _CHUNKS[0]
-            axes.barh(1.4 * row, width, left=left, height=0.8, color=color)
-            if width > 0.08 * total_us * scale:  # room for a word
-                middle = left + width / 2
-                axes.text(middle, 1.4 * row, bar.name, ha="center", va="center", fontsize=8)
-        labels.append(name)
+    for row, (_, bars) in enumerate(above):
+        _draw_bars(axes, 1.4 * row, bars, total_us, scale)
     first = 1.4 * len(above)
     for row, (name, calls) in enumerate(lanes.items()):
-        gemm, communication = first + 2.4 * row, first + 2.4 * row + 1
-        for call in calls:
-            start = call.start_us - starts[name]
-            end = (start + call.gemm_end_us) * scale
-            axes.barh(gemm, call.gemm_end_us * scale, left=start * scale, height=0.8, color=_GEMM)
-            axes.vlines(
-                [(start + chunk.ready_us) * scale for chunk in call.chunks],
-                gemm - 0.4,
-                gemm + 0.4,
-                color="black",
-                lw=1.2,
-            )
-            for chunk in call.chunks:
-                color = _CHUNKS[chunk.index % 2]
-                width = (chunk.end_us - chunk.begin_us) * scale
-                left = (start + chunk.begin_us) * scale
-                axes.barh(communication, width, left=left, height=0.8, color=color)
-                if width > 0.01 * total_us * scale:  # room for a number
-                    middle = left + width / 2
-                    number = str(chunk.index)
-                    axes.text(middle, communication, number, ha="center", va="center", fontsize=7)
-            axes.vlines(end, gemm - 0.4, communication + 0.4, color=_GEMM, ls="--", lw=1)
-        last = calls[-1]
-        axes.annotate(
-            f"{hidden_fraction(calls):.0%} hidden",
-            ((last.start_us - starts[name] + last.end_us) * scale, communication),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        _draw_calls(axes, first + 2.4 * row, calls, starts[name], total_us, scale)
+    labels = [name for name, _ in above]
+    for name in lanes:
         labels += [f"{name}: GEMM", "communication"]
     positions = [1.4 * row for row in range(len(above))]
     positions += [first + 2.4 * row + lane for row in range(len(lanes)) for lane in (0, 1)]
@@ -257,6 +226,46 @@ def write_picture(
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _draw_bars(axes: Axes, at: float, bars: Sequence[Bar], total_us: float, scale: float) -> None:
+    for bar in bars:
+        left, width = bar.begin_us * scale, (bar.end_us - bar.begin_us) * scale
+        color = _GEMM if bar.name == "GEMM" else _CHUNKS[0]
+        axes.barh(at, width, left=left, height=0.8, color=color)
+        if width > 0.08 * total_us * scale:  # room for a word
+            axes.text(left + width / 2, at, bar.name, ha="center", va="center", fontsize=8)
+
+
+def _draw_calls(
+    axes: Axes, gemm: float, calls: Sequence[Call], first_us: float, total_us: float, scale: float
+) -> None:
+    """A lane's GEMMs, and its communication below them."""
+    communication = gemm + 1
+    for call in calls:
+        start = call.start_us - first_us
+        end = (start + call.gemm_end_us) * scale
+        axes.barh(gemm, call.gemm_end_us * scale, left=start * scale, height=0.8, color=_GEMM)
+        ready = [(start + chunk.ready_us) * scale for chunk in call.chunks]
+        axes.vlines(ready, gemm - 0.4, gemm + 0.4, color="black", lw=1.2)
+        for chunk in call.chunks:
+            color = _CHUNKS[chunk.index % 2]
+            width = (chunk.end_us - chunk.begin_us) * scale
+            left = (start + chunk.begin_us) * scale
+            axes.barh(communication, width, left=left, height=0.8, color=color)
+            if width > 0.01 * total_us * scale:  # room for a number
+                middle = left + width / 2
+                number = str(chunk.index)
+                axes.text(middle, communication, number, ha="center", va="center", fontsize=7)
+        axes.vlines(end, gemm - 0.4, communication + 0.4, color=_GEMM, ls="--", lw=1)
+    last = calls[-1]
+    axes.annotate(
+        f"{hidden_fraction(calls):.0%} hidden",
+        ((last.start_us - first_us + last.end_us) * scale, communication),
+        (4, 0),
+        textcoords="offset points",
+        va="center",
+    )
 
 
 def hidden_fraction(calls: Iterable[Call]) -> float:

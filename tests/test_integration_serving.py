@@ -599,20 +599,19 @@ def test_vllms_own_layer_runs_the_op(ranks):
     ranks.expect_no_failures(check_vllms_own, sources)
 
 
-def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
-    """SGLang's RowParallelLinear with the hook that its own HookRegistry puts around its forward."""
-    from overlap_torch.integrations import sglang
+class SGLangsLinearBase(nn.Module):
+    """What SGLang's RowParallelLinear inherits."""
 
-    failures = Failures()
-    context = Context()
+    def __init__(self, input_size, output_size, skip_bias_add, dtype, config, prefix) -> None:
+        super().__init__()
+        self.input_size, self.output_size = input_size, output_size
+        self.skip_bias_add, self.params_dtype = skip_bias_add, dtype
+        self.scheme = None
+        self.quant_method = config.get_quant_method(self, prefix) if config else Unquantized()
 
-    class LinearBase(nn.Module):
-        def __init__(self, input_size, output_size, skip_bias_add, dtype, config, prefix) -> None:
-            super().__init__()
-            self.input_size, self.output_size = input_size, output_size
-            self.skip_bias_add, self.params_dtype = skip_bias_add, dtype
-            self.scheme = None
-            self.quant_method = config.get_quant_method(self, prefix) if config else Unquantized()
+
+def sglang_linear_names(context: Context) -> dict[str, object]:
+    """What the module of SGLang's linear layers has beside them."""
 
     def scattered(layer, x, bias):
         """As layernorm_sp.row_parallel_gbar_matmul."""
@@ -622,13 +621,11 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
         context.parallel.tp_group.reduce_scatter_tensor(part, output)
         return part
 
-    module_of = module("sglang.srt.layers.linear", **sglang_names(context))
-    names = vars(module_of)
-    names |= {
+    return {
         "torch": torch,
         "Parameter": nn.Parameter,
         "Literal": Literal,
-        "LinearBase": LinearBase,
+        "LinearBase": SGLangsLinearBase,
         "_resolve_linear_group": lambda name: context.parallel.tp_group,
         "_disable_hip_linear_quant": False,
         "_is_cpu": False,
@@ -643,6 +640,17 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
             num_partitions, -1
         ),
     }
+
+
+def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
+    """SGLang's RowParallelLinear with the hook that its own HookRegistry puts around its forward."""
+    from overlap_torch.integrations import sglang
+
+    failures = Failures()
+    context = Context()
+    module_of = module("sglang.srt.layers.linear", **sglang_names(context))
+    names = vars(module_of)
+    names |= sglang_linear_names(context)
     exec(source, names)
     base = names["RowParallelLinear"]
     registry = module("sglang.srt.plugins.hook_registry")

@@ -94,6 +94,56 @@ constexpr bool works(const What& what) {
          std::holds_alternative<PeerExchange>(what) || std::holds_alternative<Interpret>(what);
 }
 
+// Each wait and each announcement of a program's transfers.
+template <typename With>
+void weaken(const Interpret& one, const With& with) {
+  const auto change = [&](const std::string& without, auto of_step) {
+    with(without, [&](Step& changed) { of_step(std::get<Interpret>(changed.what)); });
+  };
+  if (one.ends_call) {
+    change(" without ends_call", [](Interpret& changed) { changed.ends_call = false; });
+  }
+  for (size_t j = 0; j < one.halves.size(); ++j) {
+    const std::string half = " whose half " + std::to_string(j);
+    for (size_t k = 0; k < one.halves[j].waits.size(); ++k) {
+      change(half + " lacks wait " + std::to_string(k), [&](Interpret& changed) {
+        auto& waits = changed.halves[j].waits;
+        waits.erase(waits.begin() + static_cast<std::ptrdiff_t>(k));
+      });
+    }
+    if (one.halves[j].from) {
+      change(half + " awaits nobody", [&](Interpret& changed) { changed.halves[j].from.reset(); });
+    }
+    if (one.halves[j].to) {
+      change(half + " is not announced", [&](Interpret& changed) { changed.halves[j].to.reset(); });
+    }
+    if (one.halves[j].counter) {
+      change(half + " is not counted",
+             [&](Interpret& changed) { changed.halves[j].counter.reset(); });
+    }
+  }
+}
+
+// What a GEMM counts, announces and awaits.
+template <typename With>
+void weaken(const Gemm& one, const With& with) {
+  const auto without = [&](const char* name, bool Gemm::* field) {
+    if (!(one.*field)) return;
+    with(std::string(" without ") + name,
+         [&](Step& changed) { std::get<Gemm>(changed.what).*field = false; });
+  };
+  without("counts", &Gemm::counts);
+  without("announces", &Gemm::announces);
+  without("awaits_chunks", &Gemm::awaits_chunks);
+  without("sends_messages", &Gemm::sends_messages);
+  without("ends_call", &Gemm::ends_call);
+  for (size_t j = 0; j < one.moves.size() && one.awaits_chunks; ++j) {
+    if (one.moves[j].arrival == 0) continue;
+    with(" whose move " + std::to_string(j) + " waits for nothing",
+         [&](Step& changed) { std::get<Gemm>(changed.what).moves[j].arrival = 0; });
+  }
+}
+
 }  // namespace
 
 std::vector<Changed> weakened(const StepList& list) {
@@ -139,51 +189,8 @@ std::vector<Changed> weakened(const StepList& list) {
                    [](Step& changed) { std::get<Signal>(changed.what).to_self = false; });
             }
           }
-          if constexpr (std::is_same_v<Kind, Interpret>) {
-            const auto change = [&](const std::string& without, auto of_step) {
-              with(without, [&](Step& changed) { of_step(std::get<Interpret>(changed.what)); });
-            };
-            if (one.ends_call) {
-              change(" without ends_call", [](Interpret& changed) { changed.ends_call = false; });
-            }
-            for (size_t j = 0; j < one.halves.size(); ++j) {
-              const std::string half = " whose half " + std::to_string(j);
-              for (size_t k = 0; k < one.halves[j].waits.size(); ++k) {
-                change(half + " lacks wait " + std::to_string(k), [&](Interpret& changed) {
-                  auto& waits = changed.halves[j].waits;
-                  waits.erase(waits.begin() + static_cast<std::ptrdiff_t>(k));
-                });
-              }
-              if (one.halves[j].from) {
-                change(half + " awaits nobody",
-                       [&](Interpret& changed) { changed.halves[j].from.reset(); });
-              }
-              if (one.halves[j].to) {
-                change(half + " is not announced",
-                       [&](Interpret& changed) { changed.halves[j].to.reset(); });
-              }
-              if (one.halves[j].counter) {
-                change(half + " is not counted",
-                       [&](Interpret& changed) { changed.halves[j].counter.reset(); });
-              }
-            }
-          }
-          if constexpr (std::is_same_v<Kind, Gemm>) {
-            const auto without = [&](const char* name, bool Gemm::* field) {
-              if (!(one.*field)) return;
-              with(std::string(" without ") + name,
-                   [&](Step& changed) { std::get<Gemm>(changed.what).*field = false; });
-            };
-            without("counts", &Gemm::counts);
-            without("announces", &Gemm::announces);
-            without("awaits_chunks", &Gemm::awaits_chunks);
-            without("sends_messages", &Gemm::sends_messages);
-            without("ends_call", &Gemm::ends_call);
-            for (size_t j = 0; j < one.moves.size() && one.awaits_chunks; ++j) {
-              if (one.moves[j].arrival == 0) continue;
-              with(" whose move " + std::to_string(j) + " waits for nothing",
-                   [&](Step& changed) { std::get<Gemm>(changed.what).moves[j].arrival = 0; });
-            }
+          if constexpr (std::is_same_v<Kind, Gemm> || std::is_same_v<Kind, Interpret>) {
+            weaken(one, with);
           }
         },
         step.what);
