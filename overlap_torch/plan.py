@@ -113,10 +113,10 @@ __all__ = [
     "Transfer",
     "Transport",
     "Way",
+    "at_once",
     "candidates",
     "clear_plans",
     "decode",
-    "direct",
     "double_ring",
     "edit",
     "encode",
@@ -255,11 +255,11 @@ def packed(
     return plan
 
 
-def direct(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
+def at_once(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
     """A plan in one step over peers, for few rows: lowest latency, nothing is cut into chunks.
 
     Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks
-    that add them up: with the ping-pong kernels from the GEMM's own stores, with ``library`` from the
+    that add them up, the collective ``direct``: with the ping-pong kernels from the GEMM's own stores, with ``library`` from the
     kernel that adds, behind the framework's GEMM. ``allgather_gemm`` with ``library``: one kernel
     gathers, then the framework computes; with others it is the plan over peers in one chunk. Rows of the output, or of an all-gather's input, must
     be multiples of 16 bytes. ``gemm_alltoall`` has no such plan: ``make_all_to_all`` makes its plans.
@@ -267,7 +267,7 @@ def direct(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
     """
-    return _plan.make_direct(problem, enum_member(Kernel, kernel))
+    return _plan.make_at_once(problem, enum_member(Kernel, kernel))
 
 
 def make_all_to_all(

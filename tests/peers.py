@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checks import Failures, check_plan
 from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case
 from ops import OPS
-from overlap_torch.plan import Kernel, Plan, Transport, direct
+from overlap_torch.plan import Kernel, Plan, Transport, at_once
 from plans import chunked_plan
 
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]
@@ -53,7 +53,7 @@ def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: ob
 def peer_plan(case: Case, op: str, way: Way, kernel: Kernel) -> Plan:
     world = dist.get_world_size()
     if way == DIRECT:
-        return direct(OPS[op].problem(case, world), kernel=kernel)
+        return at_once(OPS[op].problem(case, world), kernel=kernel)
     if way == ONE_LAUNCH:
         return chunked_plan(case, world, "cuda", "peers", 1, kernel, op=op, one_launch=True)
     return chunked_plan(case, world, "cuda", "peers", way, kernel, op=op)

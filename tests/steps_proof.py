@@ -194,7 +194,7 @@ def by_hand() -> Iterator[Case]:
                 (16, 1024), (Kernel.LIBRARY, Kernel.SM90_PINGPONG)
             ):
                 problem = Problem(rows * world, 2048, 512, DType.BFLOAT16, world, op)
-                yield from variants(plans.direct(problem, kernel=kernel), PEERS)
+                yield from variants(plans.at_once(problem, kernel=kernel), PEERS)
 
 
 def rows_patterns(world: int) -> Iterator[tuple[tuple[int, ...], ...]]:

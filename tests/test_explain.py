@@ -164,7 +164,7 @@ MAPPED = {
         WINDOWS,
     ),
     "ring": (plans.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer"), PEERS),
-    "direct": (plans.direct(big(m=512), kernel="sm90_pingpong"), PEERS),
+    "direct": (plans.at_once(big(m=512), kernel="sm90_pingpong"), PEERS),
     "sequence": (plans.make_sequential(big(), PEERS), PEERS),
     "cpu": (plans.row_panels(big(m=2048, n=2048), 4, transport="gloo"), cpu()),
 }

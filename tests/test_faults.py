@@ -51,7 +51,7 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
         plan = sequential_plan(CASE, world, device)
     elif name.startswith("direct"):
         kernel = Kernel.SM90_PINGPONG if name == "direct stores" else Kernel.LIBRARY
-        plan = plan_module.direct(OPS[op].problem(case_of(name), world), kernel=kernel)
+        plan = plan_module.at_once(OPS[op].problem(case_of(name), world), kernel=kernel)
     else:
         layout = "packed" if name == "window" else name
         resources = {"window": True, "max_ctas": 8} if name == "window" else {}

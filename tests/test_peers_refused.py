@@ -25,7 +25,7 @@ def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     uneven.problem = Problem(511, 64, 32, *problem)
     over_nccl = good.copy()
     over_nccl.chunks = [Chunk(chunk.tiles) for chunk in good.chunks]
-    sent = plan_module.direct(Problem(512, 64, 32, *problem))
+    sent = plan_module.at_once(Problem(512, 64, 32, *problem))
     sent_over_nccl = sent.copy()
     sent_over_nccl.chunks = [Chunk(chunk.tiles) for chunk in sent.chunks]
     narrow = sent.copy()

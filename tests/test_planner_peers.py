@@ -232,7 +232,7 @@ def test_all_to_all_stores_are_for_its_plans_over_peers() -> None:
     exchange = big(m=0, op=Op.GEMM_ALLTOALL)
     made = (exchange, Kernel.SM90_PINGPONG, plans.Resources(), 0)
     over_nccl = plans.make_all_to_all(*made)
-    reduction = plans.direct(big(m=64))
+    reduction = plans.at_once(big(m=64))
     for plan in (over_nccl, reduction):
         with pytest.raises(ValueError, match="stores_messages is for plans of gemm_alltoall over"):
             plans._plan.stores_messages(plan, fast(), 0, [1, 1])
@@ -552,7 +552,7 @@ def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
     problem, by_kernel, gbps, faster
 ) -> None:
     kernel = Kernel.SM90_PINGPONG if by_kernel else Kernel.LIBRARY
-    plan = plans.direct(problem, kernel=kernel)
+    plan = plans.at_once(problem, kernel=kernel)
     slower_link, faster_link = fast(peer_gbps=gbps), fast(peer_gbps=gbps * faster)
     prediction = plans.predict(plan, slower_link)
     times = (prediction.gemm_us, prediction.communication_us, prediction.total_us)
@@ -568,7 +568,7 @@ def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
             problem.m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op
         )
         setattr(more, field, 2 * getattr(problem, field))
-        larger = plans.direct(more, kernel=kernel)
+        larger = plans.at_once(more, kernel=kernel)
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
 
 

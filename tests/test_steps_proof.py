@@ -55,9 +55,9 @@ def over_peers(world: int) -> list[Plan]:
     ring = {"kernel": Kernel.SM90_PINGPONG, "transport": "peer"}
     reductions = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER)
     made = [plans.row_panels(problem(op), 1, **ring) for op in reductions]
-    made += [plans.direct(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
-    made += [plans.direct(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
-    made.append(plans.direct(Problem(8, 1024, 256, DType.BFLOAT16, world)))
+    made += [plans.at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
+    made += [plans.at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
+    made.append(plans.at_once(Problem(8, 1024, 256, DType.BFLOAT16, world)))
     for comm_sms in (0, 2):
         gather = problem(Op.ALLGATHER_GEMM)
         made.append(plans.row_panels(gather, 2, comm_sms=comm_sms, **ring))

@@ -703,8 +703,8 @@ void bind_planner(py::module_& m) {
       "share of the sequence's time less so many microseconds.");
   m.def("make_sequential", &plan::make_sequential, py::arg("problem"), py::arg("machine"),
         "The sequence: one GEMM, and one collective before or after it.");
-  m.def("make_direct", &plan::make_direct, py::arg("problem"), py::arg("kernel"),
-        "As overlap_torch.plan.direct.");
+  m.def("make_at_once", &plan::make_at_once, py::arg("problem"), py::arg("kernel"),
+        "As overlap_torch.plan.at_once.");
   m.def("make_all_to_all", &plan::make_all_to_all, py::arg("problem"), py::arg("kernel"),
         py::arg("resources") = Resources{}, py::arg("max_ctas") = 0,
         py::arg("transport") = Transport::kNccl,

@@ -155,7 +155,7 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
   return plan;
 }
 
-Plan make_direct(const Problem& problem, Kernel kernel) {
+Plan make_at_once(const Problem& problem, Kernel kernel) {
   Plan plan = base_plan(problem, kernel, Transport::kPeer, {});
   plan.schedule = kernel == Kernel::kLibrary ? Schedule::kSequential : Schedule::kOverlapped;
   if (problem.op != Op::kAllGatherGemm) plan.collective = Collective::kDirect;

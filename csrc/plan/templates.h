@@ -44,7 +44,7 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
 
 // Over peers in one step: reductions are direct, from the kernel's own stores, or with kLibrary from
 // one kernel after its GEMM; an all-gather, with kLibrary, is one kernel before it.
-Plan make_direct(const Problem& problem, Kernel kernel);
+Plan make_at_once(const Problem& problem, Kernel kernel);
 
 // gemm_alltoall: kernel, resources and transport of what is sent. In how many pieces follows, pair by
 // pair, from the rows that the two ranks exchange. Over peers `max_ctas` is that of long messages, which

@@ -289,11 +289,11 @@ void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine&
       too_small_for_peers(problem, machine) || problem.dtype == DType::kFloat64) {
     return;
   }
-  plans.push_back(make_direct(problem, Kernel::kLibrary));
+  plans.push_back(make_at_once(problem, Kernel::kLibrary));
   const bool owned = problem.op != Op::kGemmAllReduce || problem.world_size > 2;
   if (!gathers && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
       (!owned || problem.m % problem.world_size == 0)) {
-    plans.push_back(make_direct(problem, Kernel::kSm90Pingpong));
+    plans.push_back(make_at_once(problem, Kernel::kSm90Pingpong));
   }
 }
 

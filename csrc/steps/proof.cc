@@ -79,7 +79,7 @@ struct Gather {
     problem.m = world;
     problem.n = kRow;
     problem.k = (slot_bytes / kRow + 1) * kRow;
-    made = {plan::make_direct(problem, plan::Kernel::kLibrary), ranks.machine,
+    made = {plan::make_at_once(problem, plan::Kernel::kLibrary), ranks.machine,
             std::vector<Variant>(ranks.variants.size(), Variant{false})};
     lists = lower_all(made, false);
     // What a rank does not write to itself comes last: the first place is the next rank's.

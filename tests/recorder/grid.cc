@@ -349,8 +349,8 @@ void visit_direct(const Visit& visit, Op op) {
         for (const Operands& operands : produce_operands()) {
           with_plan(
               [&] {
-                return plan::make_direct(problem_of(op, shape.rows * world, world, shape.columns),
-                                         kernel);
+                return plan::make_at_once(problem_of(op, shape.rows * world, world, shape.columns),
+                                          kernel);
               },
               [&](const Plan& plan) {
                 Case one = base;
@@ -380,7 +380,7 @@ void visit_one_kernel(const Visit& visit, Op op, bool few_rows) {
                 Problem problem =
                     problem_of(op, op == Op::kGemmAllReduce ? count : count * world, world);
                 problem.dtype = dtype;
-                return plan::make_direct(problem, Kernel::kLibrary);
+                return plan::make_at_once(problem, Kernel::kLibrary);
               },
               [&](const Plan& plan) {
                 Case one = base;
@@ -539,7 +539,7 @@ void visit_sequential(const Visit& visit, Op op, bool peers) {
             [&] {
               const Problem problem =
                   problem_of(op, all_rows(op, shape, world), world, shape.columns);
-              if (peers) return plan::make_direct(problem, Kernel::kLibrary);
+              if (peers) return plan::make_at_once(problem, Kernel::kLibrary);
               return plan::make_sequential(problem, {.arch = 90});
             },
             [&](const Plan& plan) {
@@ -600,14 +600,16 @@ std::vector<Example> examples(int world, int rank) {
                   Transport::kPeer);
   });
   add("direct",
-      [&] { return plan::make_direct(problem_of(kAllReduce, 256 * world, world), kPingpong); });
+      [&] { return plan::make_at_once(problem_of(kAllReduce, 256 * world, world), kPingpong); });
   add(
       "one kernel",
-      [&] { return plan::make_direct(problem_of(kScatter, 256 * world, world), Kernel::kLibrary); },
+      [&] {
+        return plan::make_at_once(problem_of(kScatter, 256 * world, world), Kernel::kLibrary);
+      },
       taken(false, true));
   add(
       "low latency",
-      [&] { return plan::make_direct(problem_of(kAllReduce, 16, world), Kernel::kLibrary); },
+      [&] { return plan::make_at_once(problem_of(kAllReduce, 16, world), Kernel::kLibrary); },
       taken(false, false));
   add("gather over NCCL", [&] {
     return panels(problem_of(kGather, rows(kGather), world), kPingpong, {1, 3}, {.comm_sms = 8}, 8);
@@ -618,7 +620,7 @@ std::vector<Example> examples(int world, int rank) {
   });
   add(
       "gather in one kernel",
-      [&] { return plan::make_direct(problem_of(kGather, 128 * world, world), Kernel::kLibrary); },
+      [&] { return plan::make_at_once(problem_of(kGather, 128 * world, world), Kernel::kLibrary); },
       taken(false, false));
   const Problem all_to_all = problem_of(Op::kGemmAllToAll, 0, world);
   add(
