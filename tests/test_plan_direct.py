@@ -340,6 +340,6 @@ def test_plan_direct_is_not_for_an_all_to_all(kernel: Kernel) -> None:
 
 def test_plan_direct_kernels_take_their_dtypes() -> None:
     problem = Problem(1024, 512, 64, DType.FLOAT32, 2)
-    expected = "sm90_pingpong was given float32, but it computes bfloat16 and float16"
+    expected = "sm90_pingpong was given float32, but it computes bfloat16, float16 and fp8"
     with pytest.raises(ValueError, match=expected):
         plans.at_once(problem, kernel="sm90_pingpong")

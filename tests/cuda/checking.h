@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <string>
 #include <type_traits>
 
+#include "kernels/gemm/gemm.h"
 #include "plan/plan.h"
 #include "plan/tile_order.h"
 
@@ -74,20 +76,22 @@ __global__ void fill_kernel(T* data, int64_t rows, int64_t columns, int64_t stri
   }
 }
 
-// input @ weight^T, plus source where it is not null, in fp32, rounded once.
-template <class T>
-__global__ void reference_gemm_kernel(const T* input, int64_t input_stride, const T* weight,
+// input @ weight^T, times the scales of its rows and columns, plus source, where those are not null, in fp32, rounded once.
+template <class In, class Weight, class T>
+__global__ void reference_gemm_kernel(const In* input, int64_t input_stride, const Weight* weight,
                                       int64_t weight_stride_n, int64_t weight_stride_k,
                                       const T* source, int64_t source_stride, T* output, int64_t m,
-                                      int64_t n, int64_t k) {
+                                      int64_t n, int64_t k, const float* row_scales = nullptr,
+                                      const float* column_scales = nullptr) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < m * n;
        i += int64_t{gridDim.x} * blockDim.x) {
-    float sum =
-        source == nullptr ? 0.0f : static_cast<float>(source[i / n * source_stride + i % n]);
+    float sum = 0.0f;
     for (int64_t j = 0; j < k; ++j) {
       sum += static_cast<float>(input[i / n * input_stride + j]) *
              static_cast<float>(weight[i % n * weight_stride_n + j * weight_stride_k]);
     }
+    if (row_scales != nullptr) sum *= row_scales[i / n] * column_scales[i % n];
+    if (source != nullptr) sum += static_cast<float>(source[i / n * source_stride + i % n]);
     output[i] = static_cast<T>(sum);
   }
 }
@@ -195,9 +199,11 @@ void expect(const Buffer<T>& output, const Expectation<T>& expectation, const st
 
 template <class T>
 constexpr plan::DType dtype_of() {
-  return std::is_same_v<T, float>    ? plan::DType::kFloat32
-         : std::is_same_v<T, __half> ? plan::DType::kFloat16
-                                     : plan::DType::kBFloat16;
+  return std::is_same_v<T, float>           ? plan::DType::kFloat32
+         : std::is_same_v<T, __half>        ? plan::DType::kFloat16
+         : std::is_same_v<T, __nv_fp8_e4m3> ? plan::DType::kFloat8E4M3
+         : std::is_same_v<T, __nv_fp8_e5m2> ? plan::DType::kFloat8E5M2
+                                            : plan::DType::kBFloat16;
 }
 
 template <class T>
@@ -206,5 +212,65 @@ void fill(T* data, int64_t rows, int64_t columns, int64_t stride, uint32_t seed,
   fill_kernel<<<256, 256>>>(data, rows, columns, stride, seed, scale);
   CUDA_CHECK(cudaGetLastError());
 }
+
+// The operands of one rank's GEMM: of the output's type, or fp8, with scales for rows and columns. The weight is then e4m3.
+template <class T, class In>
+struct TestOperands {
+  static constexpr bool kScaled = !std::is_same_v<T, In>;
+  using Weight = std::conditional_t<kScaled, __nv_fp8_e4m3, In>;
+  static constexpr int64_t kPad = 16 / sizeof(In);  // between rows
+
+  TestOperands(int64_t m, int64_t n, int64_t k, bool k_contiguous, uint32_t seed)
+      : m(m),
+        n(n),
+        k(k),
+        k_contiguous(k_contiguous),
+        input_stride(k + kPad),
+        weight_stride((k_contiguous ? k : n) + kPad),
+        input(m * input_stride),
+        weight((k_contiguous ? n : k) * weight_stride),
+        row_scales(m),
+        column_scales(n) {
+    fill(input.data(), m, k, input_stride, 10u + seed);
+    fill(weight.data(), k_contiguous ? n : k, k_contiguous ? k : n, weight_stride, 20u + seed);
+    fill(row_scales.data(), 1, m, m, 30u + seed);
+    fill(column_scales.data(), 1, n, n, 40u + seed);
+  }
+
+  // The product of rows [begin, begin + count), plus source.
+  void reference(int64_t begin, int64_t count, const T* source, T* output) const {
+    reference_gemm_kernel<<<2048, 256>>>(input.data() + begin * input_stride, input_stride,
+                                         weight.data(), k_contiguous ? weight_stride : 1,
+                                         k_contiguous ? 1 : weight_stride, source, n, output, count,
+                                         n, k, kScaled ? row_scales.data() + begin : nullptr,
+                                         kScaled ? column_scales.data() : nullptr);
+    CUDA_CHECK(cudaGetLastError());
+  }
+
+  void put_into(kernels::GemmParams& gemm) const {
+    gemm.m = m;
+    gemm.n = n;
+    gemm.k = k;
+    gemm.dtype = dtype_of<In>();
+    gemm.input = input.data();
+    gemm.input_stride = input_stride;
+    gemm.weight = weight.data();
+    gemm.weight_stride = weight_stride;
+    gemm.weight_k_contiguous = k_contiguous;
+    if constexpr (kScaled) {
+      kernels::GemmScales& scales = gemm.scales.emplace();
+      scales.input = row_scales.data();
+      scales.weight = column_scales.data();
+      scales.weight_stride = 1;
+    }
+  }
+
+  const int64_t m, n, k;
+  const bool k_contiguous;
+  const int64_t input_stride, weight_stride;
+  Buffer<In> input;
+  Buffer<Weight> weight;
+  Buffer<float> row_scales, column_scales;
+};
 
 }  // namespace overlap::check

@@ -46,7 +46,8 @@ struct MessageShape {
   int64_t n, k;
 };
 
-template <class T>
+// In: of the operands, where that is fp8.
+template <class T, class In = T>
 class MessageCase {
  public:
   MessageCase(plan::Kernel kernel, const MessageShape& shape, bool k_contiguous)
@@ -54,12 +55,10 @@ class MessageCase {
         ranks_(static_cast<int>(shape.rows.size())),
         shape_(shape),
         k_contiguous_(k_contiguous),
-        input_stride_(shape.k + 8),
-        weight_stride_((k_contiguous ? shape.k : shape.n) + 8),
         name_(std::string(plan::name(kernel)) + ": messages between " + std::to_string(ranks_) +
               " ranks, the first one's first of " + std::to_string(shape.rows[0][0]) + " x " +
               std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
-              (k_contiguous ? "" : ", weight along n")) {
+              (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8")) {
     for (const auto& rows : shape.rows)
       room_ = std::max(room_, *std::max_element(rows.begin(), rows.end()));
     CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
@@ -67,7 +66,7 @@ class MessageCase {
     for (int rank = 0; rank < ranks_; ++rank) {
       memory_.push_back(std::make_unique<Memory>(*this, rank));
     }
-    fill_operands();
+    make_wanted();
   }
   ~MessageCase() { cudaFreeHost(report_); }
   MessageCase(const MessageCase&) = delete;
@@ -111,8 +110,8 @@ class MessageCase {
 
   struct Memory {
     Memory(const MessageCase& all, int rank)
-        : input(all.sent(rank) * all.input_stride_),
-          weight((all.k_contiguous_ ? all.shape_.n : all.shape_.k) * all.weight_stride_),
+        : operands(all.sent(rank), all.shape_.n, all.shape_.k, all.k_contiguous_,
+                   static_cast<uint32_t>(rank)),
           slot(all.ranks_ * all.message_elements()),
           output(2 * kGuard + all.received(rank) * all.shape_.n),
           want(all.received(rank) * all.shape_.n),
@@ -132,7 +131,7 @@ class MessageCase {
     }
     ~Memory() { cudaStreamDestroy(stream); }
 
-    Buffer<T> input, weight;
+    TestOperands<T, In> operands;
     Buffer<T> slot;  // what each rank sends here
     Buffer<T> output, want, product;
     Buffer<uint64_t> flags, calls, ended;
@@ -161,18 +160,10 @@ class MessageCase {
   int64_t received(int rank) const { return receive_begin(rank, ranks_); }
   T* message(int to, int from) const { return memory(to).slot.data() + from * message_elements(); }
 
-  void fill_operands() {
-    const auto [all, n, k] = shape_;
+  void make_wanted() {
+    const int64_t n = shape_.n;
     for (int rank = 0; rank < ranks_; ++rank) {
-      Memory& own = memory(rank);
-      fill(own.input.data(), sent(rank), k, input_stride_, 10u + rank);
-      fill(own.weight.data(), k_contiguous_ ? n : k, k_contiguous_ ? k : n, weight_stride_,
-           20u + rank);
-      reference_gemm_kernel<<<2048, 256>>>(
-          own.input.data(), input_stride_, own.weight.data(), k_contiguous_ ? weight_stride_ : 1,
-          k_contiguous_ ? 1 : weight_stride_, static_cast<const T*>(nullptr), n, own.product.data(),
-          sent(rank), n, k);
-      CUDA_CHECK(cudaGetLastError());
+      memory(rank).operands.reference(0, sent(rank), nullptr, memory(rank).product.data());
     }
     for (int to = 0; to < ranks_; ++to) {
       for (int from = 0; from < ranks_; ++from) {
@@ -188,15 +179,7 @@ class MessageCase {
     const plan::KernelShape tile = plan::kernel_shape(kernel_, false);
     Memory& own = memory(rank);
     kernels::GemmParams gemm;
-    gemm.m = sent(rank);
-    gemm.n = shape_.n;
-    gemm.k = shape_.k;
-    gemm.dtype = dtype_of<T>();
-    gemm.input = own.input.data();
-    gemm.input_stride = input_stride_;
-    gemm.weight = own.weight.data();
-    gemm.weight_stride = weight_stride_;
-    gemm.weight_k_contiguous = k_contiguous_;
+    own.operands.put_into(gemm);
     gemm.output_stride = shape_.n;
     gemm.rows.mode = plan::RowMap::Mode::kRanges;
     gemm.rows.first_part = (rank + 1) % ranks_;
@@ -310,7 +293,6 @@ class MessageCase {
   const int ranks_;
   const MessageShape shape_;
   const bool k_contiguous_;
-  const int64_t input_stride_, weight_stride_;
   const std::string name_;
   int64_t room_ = 0;  // rows of the longest message
   kernels::WaitReport* report_ = nullptr;
@@ -345,6 +327,10 @@ inline void check_messages(plan::Kernel kernel, bool small, int rounds) {
       ++cases;
       if (k_contiguous) MessageCase<__half>(kernel, shape, k_contiguous).check(1);
     }
+    if (shape.k % 16 != 0) continue;
+    MessageCase<__nv_bfloat16, __nv_fp8_e4m3>(kernel, shape, true).check(rounds);
+    MessageCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, shape, true).check(1);
+    cases += 2;
   }
   std::printf("%s: messages good in %d cases\n", plan::name(kernel), cases);
 }

@@ -53,7 +53,8 @@ struct RingShape {
   int64_t part_rows, n, k;
 };
 
-template <class T>
+// In: of the operands, where that is fp8.
+template <class T, class In = T>
 class RingCase {
  public:
   RingCase(plan::Kernel kernel, int ranks, const RingShape& shape, bool k_contiguous, bool mirrors,
@@ -64,19 +65,19 @@ class RingCase {
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
         collects_(mirrors && chunks == 1),
-        input_stride_(shape.k + 8),
-        weight_stride_((k_contiguous ? shape.k : shape.n) + 8),
         output_stride_(shape.n + 16),
         name_(std::string(plan::name(kernel)) + ": ring of " + std::to_string(ranks) +
               " ranks, parts of " + std::to_string(shape.part_rows) + " x " +
               std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
-              (k_contiguous ? "" : ", weight along n") + (mirrors ? ", mirrored" : "") +
-              (collects_ ? " and collected, " : ", ") + std::to_string(chunks) + " chunks") {
+              (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8") +
+              (mirrors ? ", mirrored" : "") + (collects_ ? " and collected, " : ", ") +
+              std::to_string(chunks) + " chunks") {
     make_order(chunks);
     CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
     *report_ = {};
-    for (int rank = 0; rank < ranks; ++rank) memory_.push_back(std::make_unique<Memory>(*this));
-    fill_operands();
+    for (int rank = 0; rank < ranks; ++rank)
+      memory_.push_back(std::make_unique<Memory>(*this, static_cast<uint32_t>(rank)));
+    make_references();
   }
   ~RingCase() { cudaFreeHost(report_); }
   RingCase(const RingCase&) = delete;
@@ -125,9 +126,9 @@ class RingCase {
   static constexpr int64_t kLateUs = 2000;
 
   struct Memory {
-    explicit Memory(const RingCase& ring)
-        : input(ring.ranks_ * ring.shape_.part_rows * ring.input_stride_),
-          weight((ring.k_contiguous_ ? ring.shape_.n : ring.shape_.k) * ring.weight_stride_),
+    Memory(const RingCase& ring, uint32_t rank)
+        : operands(ring.ranks_ * ring.shape_.part_rows, ring.shape_.n, ring.shape_.k,
+                   ring.k_contiguous_, rank),
           output(ring.part_elements()),
           mirrored(ring.all_elements()),
           collected(ring.all_elements()),
@@ -148,7 +149,8 @@ class RingCase {
     }
     ~Memory() { cudaStreamDestroy(stream); }
 
-    Buffer<T> input, weight, output;
+    TestOperands<T, In> operands;
+    Buffer<T> output;
     Buffer<T> mirrored;   // of all parts: where the peers store their own ones, too
     Buffer<T> collected;  // and where those are copied
     std::vector<std::unique_ptr<Buffer<T>>> partial;  // of each phase, from the rank before
@@ -221,23 +223,14 @@ class RingCase {
   // The part that a rank computes in a phase.
   int part_of(int rank, int phase) const { return (rank + 2 * ranks_ - 1 - phase) % ranks_; }
 
-  void fill_operands() {
-    const auto [part_rows, n, k] = shape_;
-    for (int rank = 0; rank < ranks_; ++rank) {
-      fill(memory(rank).input.data(), ranks_ * part_rows, k, input_stride_, 10u + rank);
-      fill(memory(rank).weight.data(), k_contiguous_ ? n : k, k_contiguous_ ? k : n, weight_stride_,
-           20u + rank);
-    }
+  void make_references() {
+    const int64_t rows = shape_.part_rows;
     for (int part = 0; part < ranks_; ++part) {
       for (int hop = 0; hop < ranks_; ++hop) {
-        references_.push_back(std::make_unique<Buffer<T>>(part_rows * n));
-        const Memory& from = memory(part + 1 + hop);
-        reference_gemm_kernel<<<2048, 256>>>(
-            from.input.data() + part * part_rows * input_stride_, input_stride_, from.weight.data(),
-            k_contiguous_ ? weight_stride_ : 1, k_contiguous_ ? 1 : weight_stride_,
-            hop == 0 ? nullptr : reference(part, hop - 1), n, references_.back()->data(), part_rows,
-            n, k);
-        CUDA_CHECK(cudaGetLastError());
+        references_.push_back(std::make_unique<Buffer<T>>(rows * shape_.n));
+        memory(part + 1 + hop)
+            .operands.reference(part * rows, rows, hop == 0 ? nullptr : reference(part, hop - 1),
+                                references_.back()->data());
       }
     }
   }
@@ -246,15 +239,7 @@ class RingCase {
     Memory& own = memory(rank);
     Memory& next = memory(rank + 1);
     kernels::GemmParams gemm;
-    gemm.m = ranks_ * shape_.part_rows;
-    gemm.n = shape_.n;
-    gemm.k = shape_.k;
-    gemm.dtype = dtype_of<T>();
-    gemm.input = own.input.data();
-    gemm.input_stride = input_stride_;
-    gemm.weight = own.weight.data();
-    gemm.weight_stride = weight_stride_;
-    gemm.weight_k_contiguous = k_contiguous_;
+    own.operands.put_into(gemm);
     gemm.output_stride = output_stride_;
     gemm.rows.mode = plan::RowMap::Mode::kSplit;
     gemm.rows.part_rows = static_cast<int32_t>(shape_.part_rows);
@@ -396,7 +381,7 @@ class RingCase {
   const bool k_contiguous_;
   const bool mirrors_;
   const bool collects_;
-  const int64_t input_stride_, weight_stride_, output_stride_;
+  const int64_t output_stride_;
   const std::string name_;
   int32_t part_tile_rows_ = 0;
   int32_t round_tile_rows_ = 0;  // 0: turn after turn
@@ -414,6 +399,8 @@ inline void check_ring(plan::Kernel kernel, bool small) {
   std::vector<RingShape> shapes = {
       {256, 256, 64}, {1, 8, 8}, {131, 136, 24}, {300, 264, 520}, {513, 520, 40}};
   if (!small) shapes.insert(shapes.end(), {{1100, 4104, 320}, {2048, 2048, 1024}});
+  const std::vector<RingShape> fp8_shapes = {
+      {256, 256, 128}, {1, 8, 16}, {131, 136, 48}, {300, 264, 528}, {513, 520, 80}};
   int cases = 0;
   for (const int ranks : {2, 3}) {
     for (const RingShape& shape : shapes) {
@@ -430,6 +417,13 @@ inline void check_ring(plan::Kernel kernel, bool small) {
     RingCase<__half>(kernel, ranks, shapes[3], true, ranks == 2, 2).check();
     RingCase<__nv_bfloat16>(kernel, ranks, shapes[0], true, false, 1).check_deadline();
     cases += 2;
+    for (const RingShape& shape : fp8_shapes) {
+      const bool chunked = shape.part_rows > 256;
+      RingCase<__nv_bfloat16, __nv_fp8_e4m3>(kernel, ranks, shape, true, false, chunked ? 2 : 1)
+          .check();
+      RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, shape, true, true, 1).check();
+      cases += 2;
+    }
   }
   // As many ranks as there can be, each with a few SMs.
   constexpr size_t kShapesOfMany = 4;

@@ -18,9 +18,10 @@
 
 namespace overlap::kernels {
 
-// What a kernel of these types gets, whatever else it does.
+// What a kernel of these types gets, whatever else it does. The scaling's parameters are a base, which takes no place where
+// there are none: host and device do not agree on where members lie behind an empty one of [[no_unique_address]].
 template <class Types>
-struct GemmSm90Params {
+struct GemmSm90Params : Types::Scaling::Params {
   static constexpr int kMaxOutputs = Types::kForPeers ? 1 + kMaxMoreOutputs : 1;
 
   typename Types::Mainloop::Params mainloop;
@@ -37,7 +38,6 @@ struct GemmSm90Params {
   int32_t end_tile;
   int32_t* counters;
   GemmEnding ending;
-  [[no_unique_address]] typename Types::Scaling::Params scales;
 
   CUTLASS_DEVICE plan::TileRowPlace place(int32_t tile_row) const {
     return plan::tile_row_place(order, rows, Types::kTileM, tile_row);

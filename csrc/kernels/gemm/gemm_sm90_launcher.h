@@ -43,7 +43,8 @@ class GemmSm90ParamsOf {
     params.counters = gemm_.counters;
     params.ending = gemm_.ending;
     params.mainloop = mainloop(gemm_.input, gemm_.m);
-    if constexpr (!std::is_empty_v<decltype(params.scales)>) params.scales = *gemm_.scales;
+    using Scales = typename Gemm::Types::Scaling::Params;
+    if constexpr (!std::is_empty_v<Scales>) static_cast<Scales&>(params) = *gemm_.scales;
     if constexpr (Gemm::Types::kForPeers) {
       for_peers(params);
     } else {

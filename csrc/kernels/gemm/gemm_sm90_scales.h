@@ -20,7 +20,7 @@ class TileScales {
 
   template <class KernelParams>
   CUTLASS_DEVICE TileScales(const KernelParams& params, const plan::TileCoord& tile, int thread)
-      : scales_(params.scales) {
+      : scales_(params) {
     const auto [m, n, k, l] = params.gemm_shape;
     const plan::TileRowPlace place = params.place(tile.row);
     last_row_ = m - 1;
