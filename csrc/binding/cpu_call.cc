@@ -26,16 +26,15 @@ class CpuCall {
   }
 
   at::Tensor reduce() const {
-    const bool all_reduces = plan().problem.op == plan::Op::kGemmAllReduce;
-    const int64_t rows = plan().problem.m / plan::op_row_parts(plan().problem);
-    at::Tensor output = empty(rows, plan().problem.n);
+    const plan::Problem& problem = plan().problem;
     // Packed tiles are computed one by one, whole rows chunk by chunk.
-    const steps::Variant variant = {.kernel_takes = plan().layout == plan::Layout::kPacked,
-                                    .bias = overlapped() && call_.bias().has_value()};
+    cpu::Call made = with_list({.kernel_takes = plan().layout == plan::Layout::kPacked,
+                                .bias = overlapped() && call_.bias().has_value()});
+    made.outputs = {empty(problem.m / plan::op_row_parts(problem), problem.n)};
+    const at::Tensor& output = made.outputs[0];
     // Of a sequence the product becomes the output, and no step adds the bias.
-    run(variant, {.outputs = {output},
-                  .product = all_reduces && !overlapped() ? output : at::Tensor(),
-                  .scales = own_scales()});
+    if (problem.op == plan::Op::kGemmAllReduce && !overlapped()) made.product = output;
+    run(made, call_.scales ? call_.scales->input : at::Tensor());
     if (!overlapped() && call_.bias().has_value()) output.add_(*call_.bias());
     return output;
   }
@@ -49,48 +48,43 @@ class CpuCall {
       result.outputs.push_back(empty(plan().problem.m, weight.size(0)));
       variant.weights.push_back({weight.size(0), false});
     }
-    run(variant, {.outputs = result.outputs, .gathered = result.gathered, .scales = result.scales});
+    cpu::Call made = with_list(variant);
+    made.input = call_.input.contiguous();
+    made.biases = call_.biases;
+    made.outputs = result.outputs;
+    made.gathered = result.gathered;
+    run(made, result.scales);
     return result;
   }
 
   at::Tensor exchange() const {
-    const at::Tensor output = empty(c10::sum_integers(call_.recv_rows), plan().problem.n);
-    run({.kernel_takes = false, .send_rows = call_.send_rows, .receive_rows = call_.recv_rows},
-        {.outputs = {output}, .scales = own_scales()});
-    return output;
+    cpu::Call made = with_list(
+        {.kernel_takes = false, .send_rows = call_.send_rows, .receive_rows = call_.recv_rows});
+    made.biases = call_.biases;
+    made.outputs = {empty(c10::sum_integers(call_.recv_rows), plan().problem.n)};
+    run(made, call_.scales ? call_.scales->input : at::Tensor());
+    return made.outputs[0];
   }
 
  private:
-  struct Memory {
-    std::vector<at::Tensor> outputs;
-    at::Tensor gathered = {};
-    at::Tensor product = {};
-    at::Tensor scales;  // of the rows that the GEMMs read, where operands are scaled
-  };
+  cpu::Call with_list(const steps::Variant& variant) const {
+    return {.plan = plan(),
+            .list = entry_->lists.of(plan(), call_.group->rank(), machine_, variant),
+            .group = *call_.group,
+            .input = call_.input,
+            .weights = call_.weights,
+            .bias = call_.bias(),
+            .delay_us = side_delay_us(),
+            .traced = TraceSwitch::on()};
+  }
 
-  at::Tensor own_scales() const { return call_.scales ? call_.scales->input : at::Tensor(); }
-
-  void run(const steps::Variant& variant, const Memory& memory) const {
-    const auto list = entry_->lists.of(plan(), call_.group->rank(), machine_, variant);
-    const bool gathers = memory.gathered.defined();
-    const bool reduces = call_.send_rows.empty() && !gathers;
-    cpu::Call made = {.plan = plan(),
-                      .list = *list,
-                      .group = *call_.group,
-                      .input = gathers ? call_.input.contiguous() : call_.input,
-                      .weights = call_.weights,
-                      .biases = reduces ? std::vector<std::optional<at::Tensor>>() : call_.biases,
-                      .bias = call_.bias(),
-                      .outputs = memory.outputs,
-                      .gathered = memory.gathered,
-                      .product = memory.product,
-                      .delay_us = side_delay_us(),
-                      .traced = TraceSwitch::on()};
+  // The scales are those of the rows that the GEMMs read.
+  void run(cpu::Call& made, const at::Tensor& scales) const {
     if (call_.scales) {
-      made.scaled_product = [&](size_t weight, const at::Tensor& rows,
+      made.scaled_product = [&](at::Tensor& output, size_t weight, const at::Tensor& rows,
                                 const std::optional<at::Tensor>& bias) {
-        return scaled_product(*call_.scales, weight, rows, memory.scales, call_.weights[weight],
-                              bias);
+        scaled_product_out(output, *call_.scales, weight, rows, scales, call_.weights[weight],
+                           bias);
       };
     }
     cpu::Timeline timeline = cpu::run(made);

@@ -39,13 +39,9 @@ struct Begun {
 // gloo writes messages to the socket in the thread that sends: from so many bytes on another one than the GEMMs'.
 constexpr int64_t kLongMessage = int64_t{512} << 10;
 
-bool sends_long_message(const steps::StepList& list) {
-  const auto is_long = [](const steps::Message& one) { return one.bytes >= kLongMessage; };
-  return std::any_of(list.steps.begin(), list.steps.end(), [&](const steps::Step& step) {
-    const auto* const messages = std::get_if<steps::SendReceive>(&step.what);
-    return messages != nullptr &&
-           std::any_of(messages->sends.begin(), messages->sends.end(), is_long);
-  });
+bool computes(const steps::Step& step) {
+  return std::holds_alternative<steps::LibraryGemm>(step.what) ||
+         std::holds_alternative<steps::WaitForTiles>(step.what);
 }
 
 class Run {
@@ -54,9 +50,8 @@ class Run {
       : call_(call),
         plan_(call.plan),
         program_(plan::has_program(plan_)),
-        sends_apart_(sends_long_message(call.list)),
         messages_(static_cast<size_t>(plan_.problem.world_size)) {
-    for (const steps::Scratch& one : call.list.scratch) {
+    for (const steps::Scratch& one : call.list->scratch) {
       if (one.buffer == Buffer::kProduct && call.product.defined()) continue;
       // What packed tiles have beyond the matrix travels, too: it must be numbers.
       const bool packed = plan_.layout == plan::Layout::kPacked;
@@ -70,7 +65,12 @@ class Run {
   }
 
   Timeline operator()() {
-    const std::vector<steps::Step>& all = call_.list.steps;
+    const std::vector<steps::Step>& all = call_.list->steps;
+    for (const steps::Step& step : all) {
+      const auto* const messages = std::get_if<steps::SendReceive>(&step.what);
+      if (messages == nullptr) continue;
+      for (const steps::Message& one : messages->sends) sends_apart_ |= one.bytes >= kLongMessage;
+    }
     for (size_t id = 0; id < all.size(); ++id) {
       if (all[id].lane == steps::Lane::kCopy) {
         put_off_.push_back(static_cast<steps::StepId>(id));
@@ -86,7 +86,7 @@ class Run {
 
  private:
   void perform(steps::StepId id) {
-    const steps::Step& step = call_.list.steps[static_cast<size_t>(id)];
+    const steps::Step& step = call_.list->steps[static_cast<size_t>(id)];
     for (const steps::StepId before : step.after) {
       while (!to_compute_.empty() && to_compute_.front() <= before) compute_next();
       for (Begun& one : begun_) {
@@ -99,12 +99,13 @@ class Run {
       }
     }
     std::visit([&](const auto& what) { this->perform(what, id); }, step.what);
+    if (call_.traced && computes(step)) gemm_us_ = now_us();
   }
 
   // --- lanes ---
 
   steps::Lane lane(steps::StepId id) const {
-    return call_.list.steps[static_cast<size_t>(id)].lane;
+    return call_.list->steps[static_cast<size_t>(id)].lane;
   }
 
   void perform(const steps::Fork&, steps::StepId) {}
@@ -170,7 +171,6 @@ class Run {
     } else {
       at::mm_out(output, input, weight.t());
     }
-    if (call_.traced) gemm_us_ = now_us();
   }
 
   void perform(const steps::LibraryGemm& step, steps::StepId) {
@@ -181,12 +181,11 @@ class Run {
       if (!all && weight != step.weight) continue;
       Where where = step.output.where;
       if (all) where.index = weight;
-      const at::Tensor output = matrix(where, rows, call_.weights[i].size(0));
+      at::Tensor output = matrix(where, rows, call_.weights[i].size(0));
       const at::Tensor input = matrix(step.input, rows, plan_.problem.k);
       const auto bias = call_.biases.empty() ? std::nullopt : call_.biases[i];
       if (call_.scaled_product) {
-        output.copy_(call_.scaled_product(i, input, bias));
-        if (call_.traced) gemm_us_ = now_us();
+        call_.scaled_product(output, i, input, bias);
       } else {
         multiply(output, input, call_.weights[i], bias);
       }
@@ -248,7 +247,7 @@ class Run {
 
   template <typename Do>
   void for_tiles(int32_t chunk, int32_t number, const Do& act) const {
-    const plan::TileOrder& order = call_.list.orders[static_cast<size_t>(number)];
+    const plan::TileOrder& order = call_.list->orders[static_cast<size_t>(number)];
     for (int32_t tile = order.chunk_begin[chunk]; tile < order.chunk_begin[chunk + 1]; ++tile) {
       const plan::TileCoord coord = plan::tile_coord(order, tile);
       Block block = {int64_t{coord.row} * plan_.tile_m, int64_t{coord.column} * plan_.tile_n};
@@ -261,7 +260,7 @@ class Run {
   // A tile among the packed ones.
   at::Tensor packed(Where where, int32_t number, int32_t tile, int32_t terms, int32_t term,
                     const Block& block) const {
-    const plan::TileOrder& order = call_.list.orders[static_cast<size_t>(number)];
+    const plan::TileOrder& order = call_.list->orders[static_cast<size_t>(number)];
     const int32_t slot = plan::packed_slot(order, tile, terms, term);
     where.offset +=
         plan::packed_offset(slot, plan_.tile_m, plan_.tile_n) * tensor(where).element_size();
@@ -306,7 +305,7 @@ class Run {
   // `apart`: by a thread of its own, behind those before.
   template <typename Start>
   void begin(steps::StepId id, bool apart, const Start& start) {
-    const steps::Step& step = call_.list.steps[static_cast<size_t>(id)];
+    const steps::Step& step = call_.list->steps[static_cast<size_t>(id)];
     Begun& begun = begun_.emplace_back();
     begun.step = id;
     begun.chunk = step.communicates;
@@ -393,7 +392,7 @@ class Run {
   const Call& call_;
   const plan::Plan& plan_;
   const bool program_;
-  const bool sends_apart_;
+  bool sends_apart_ = false;  // some message is long
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   double gemm_us_ = 0.0;
   std::array<at::Tensor, static_cast<size_t>(Buffer::kSlot) + 1> scratch_;

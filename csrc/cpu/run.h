@@ -14,6 +14,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -26,17 +27,18 @@ namespace overlap::cpu {
 // Matrices are contiguous, but for the weights and, where no step communicates it, the input.
 struct Call {
   const plan::Plan& plan;
-  const steps::StepList& list;  // of the plan on this rank
+  std::shared_ptr<const steps::StepList> list;  // of the plan on this rank
   const Group& group;
-  const at::Tensor input;
+  at::Tensor input;
   const std::vector<at::Tensor>& weights;
-  const std::vector<std::optional<at::Tensor>> biases;  // that GEMMs add; none: empty
-  const std::optional<at::Tensor> bias;                 // that other steps add
-  const std::vector<at::Tensor> outputs;
-  const at::Tensor gathered = {};
-  const at::Tensor product = {};  // made here if it is not given
-  // Of scaled operands, whose lists have one GEMM of each weight: its number, all rows, what is added.
-  std::function<at::Tensor(size_t, const at::Tensor&, const std::optional<at::Tensor>&)>
+  std::vector<std::optional<at::Tensor>> biases = {};  // that GEMMs add; none: empty
+  std::optional<at::Tensor> bias = {};                 // that other steps add
+  std::vector<at::Tensor> outputs = {};
+  at::Tensor gathered = {};
+  at::Tensor product = {};  // made here if it is not given
+  // Of scaled operands, whose lists have one GEMM of each weight: into the output, with this weight, of all rows, with
+  // what is added.
+  std::function<void(at::Tensor&, size_t, const at::Tensor&, const std::optional<at::Tensor>&)>
       scaled_product = {};
   int64_t delay_us = 0;  // tests: before each chunk's communication
   bool traced = false;

@@ -39,7 +39,7 @@ struct Pair {
     return static_cast<double>(rows * plan.problem.n * moved_bytes(plan.problem));
   }
   double rounds_us(int64_t rows, int32_t at_once) const {
-    return launch_us(plan, machine, rows, at_once, per_tile_us);
+    return launch_us(plan, machine, rows, at_once);
   }
 
   const Plan& plan;
@@ -47,7 +47,6 @@ struct Pair {
   const int64_t own;  // rows
   const int64_t sent;
   const int64_t received;
-  const double per_tile_us = tile_us(plan, machine);
   const int32_t sms = std::max(1, machine.sm_count);
   // From when this rank's rows for the peer are computed, until the peer's are.
   const double wait_us = std::max(0.0, rounds_us(received, sms) - rounds_us(sent, sms));
@@ -59,7 +58,7 @@ int64_t rows_beside(const Pair& pair, int32_t sms_beside) {
   const double message_us = pair.bytes(std::max(pair.sent, pair.received)) /
                             (1e3 * profile.all_to_all.low_rate * pair.machine.link_gbps);
   const double rounds = std::ceil((pair.wait_us + profile.all_to_all.start_us + message_us) /
-                                  (profile.gemm.round_factor * pair.per_tile_us));
+                                  (profile.gemm.round_factor * tile_us(plan, pair.machine)));
   const auto tile_rows = static_cast<int64_t>(std::ceil(rounds * sms_beside / tiles_n(plan)));
   const int64_t clusters = (tile_rows + plan.cluster_m - 1) / plan.cluster_m;
   const int64_t rows = std::min(pair.own, clusters * plan.cluster_m * plan.tile_m);
@@ -89,32 +88,26 @@ double library_tiles(const Plan& plan, int64_t rows) {
   return along(rows, plan.tile_m) * along(plan.problem.n, plan.tile_n);
 }
 
-double library_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t sms,
-                  double per_tile_us) {
-  const Profile& profile = *machine.profile;
-  const double rounds = library_tiles(plan, rows) / sms + profile.gemm.library_idle_rounds;
-  return profile.gemm.library_factor * std::max(1.0, rounds) * per_tile_us;
+double library_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t sms) {
+  const Profile::Gemm& gemm = machine.profile->gemm;
+  const double rounds = library_tiles(plan, rows) / sms + gemm.library_idle_rounds;
+  return gemm.library_factor * std::max(1.0, rounds) * tile_us(plan, machine);
 }
 
-double launch_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t sms,
-                 double per_tile_us) {
+double launch_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t sms) {
   const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
   const int64_t tiles = (rows + grain - 1) / grain * plan.cluster_m * tiles_n(plan);
-  return machine.profile->gemm.round_factor * rounds_of(tiles, sms) * per_tile_us;
+  return machine.profile->gemm.round_factor * rounds_of(tiles, sms) * tile_us(plan, machine);
 }
 
 double exchange_us(const Machine& machine, double sent_bytes, double received_bytes, bool beside) {
-  const Profile& profile = *machine.profile;
+  const auto& model = machine.profile->all_to_all;
   const bool fast = !beside && !slow_link(machine);  // with nothing beside it, on a fast link
-  const double rate = 1e3 *
-                      (fast ? profile.all_to_all.alone_rate : profile.all_to_all.beside_rate) *
-                      machine.link_gbps;
+  const double rate = 1e3 * (fast ? model.alone_rate : model.beside_rate) * machine.link_gbps;
   const double mean = (sent_bytes + received_bytes) / 2;
   const double longer = std::max(sent_bytes, received_bytes);
-  return (fast ? profile.all_to_all.alone_start_us : profile.all_to_all.start_us) +
-         (profile.all_to_all.longer_message_share * longer +
-          (1.0 - profile.all_to_all.longer_message_share) * mean) /
-             rate;
+  return (fast ? model.alone_start_us : model.start_us) +
+         (model.longer_message_share * longer + (1.0 - model.longer_message_share) * mean) / rate;
 }
 
 int32_t parts_sent(const Plan& plan) {
@@ -130,26 +123,21 @@ double last_round_us(const Plan& plan, const Machine& machine, int64_t tiles, in
 double store_spread_us(const Plan& plan, const Machine& machine) {
   if (machine.peer_gbps <= 0.0 || machine.sm_gflops <= 0.0) return 0.0;
   const double per_tile_us = tile_us(plan, machine);
-  const int32_t sms = std::max(1, machine.sm_count - plan.resources.comm_sms);
-  const double round_us = last_round_us(plan, machine, int64_t{tiles_m(plan)} * tiles_n(plan), sms);
+  const bool messages = plan.collective == Collective::kAllToAll;  // whose rows are not known
+  const int32_t sms = std::max(1, machine.sm_count - (messages ? 0 : plan.resources.comm_sms));
+  const int64_t tiles = messages ? sms : int64_t{tiles_m(plan)} * tiles_n(plan);
+  const double round_us = last_round_us(plan, machine, tiles, sms);
   if (plan.collective == Collective::kDirect) return std::min(round_us, per_tile_us / 2.0);
   // As long as the link takes for the round, if there is room beside all that it carries in a tile's time.
-  const double sent = static_cast<double>(parts_sent(plan)) / plan.problem.world_size;
+  const double sent =
+      messages ? 1.0 : static_cast<double>(parts_sent(plan)) / plan.problem.world_size;
   return std::clamp(per_tile_us - sent * round_us, 0.0, round_us);
-}
-
-double message_spread_us(const Plan& plan, const Machine& machine) {
-  if (machine.peer_gbps <= 0.0 || machine.sm_gflops <= 0.0) return 0.0;
-  const int32_t sms = std::max(1, machine.sm_count);
-  const double round_us = last_round_us(plan, machine, sms, sms);
-  return std::clamp(tile_us(plan, machine) - round_us, 0.0, round_us);
 }
 
 bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows) {
   const Profile& profile = *machine.profile;
   const Problem& problem = plan.problem;
-  const double per_tile_us = tile_us(plan, machine);
   const int32_t sms = std::max(1, machine.sm_count);
   const auto element = static_cast<double>(moved_bytes(problem));
   const double weight_us =
@@ -165,12 +153,11 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
         static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
     const bool own = static_cast<int32_t>(to) == rank;
     // Each launch reads the weight again.
-    stored_us += profile.host.launch_us +
-                 std::max({launch_us(plan, machine, send_rows[to], sms, per_tile_us), weight_us,
-                           own ? 0.0 : bytes_us});
+    stored_us += profile.host.launch_us + std::max({launch_us(plan, machine, send_rows[to], sms),
+                                                    weight_us, own ? 0.0 : bytes_us});
     if (!own) sent_us += bytes_us / profile.peer.collective_rate;
   }
-  return stored_us < library_us(plan, machine, rows, sms, per_tile_us) + sent_us;
+  return stored_us < library_us(plan, machine, rows, sms) + sent_us;
 }
 
 int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,
@@ -194,9 +181,8 @@ bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
                                    pair.wait_us + exchange_us(machine, sent, received, true)) +
                           (beside < pair.own ? behind_us : 0.0);
   // The framework's GEMM, then the exchange.
-  const double in_turn_us =
-      library_us(plan, machine, pair.own + pair.sent, pair.sms, pair.per_tile_us) +
-      exchange_us(machine, sent, received, false);
+  const double in_turn_us = library_us(plan, machine, pair.own + pair.sent, pair.sms) +
+                            exchange_us(machine, sent, received, false);
   return profile.all_to_all.needed_gain_apart * apart_us < in_turn_us;
 }
 

@@ -31,12 +31,10 @@ double tile_us(const plan::Plan& plan, const plan::Machine& machine);
 double library_tiles(const plan::Plan& plan, int64_t rows);
 
 // The framework's GEMM of so many rows, where nothing is beside it over peers or in an all-to-all.
-double library_us(const plan::Plan& plan, const plan::Machine& machine, int64_t rows, int32_t sms,
-                  double per_tile_us);
+double library_us(const plan::Plan& plan, const plan::Machine& machine, int64_t rows, int32_t sms);
 
 // Rows of a GEMM of their own, which takes whole clusters of tiles.
-double launch_us(const plan::Plan& plan, const plan::Machine& machine, int64_t rows, int32_t sms,
-                 double per_tile_us);
+double launch_us(const plan::Plan& plan, const plan::Machine& machine, int64_t rows, int32_t sms);
 
 // An exchange of two ranks over NCCL, once both are there, of so many bytes each way.
 double exchange_us(const plan::Machine& machine, double sent_bytes, double received_bytes,
@@ -50,13 +48,10 @@ int32_t parts_sent(const plan::Plan& plan);
 double last_round_us(const plan::Plan& plan, const plan::Machine& machine, int64_t tiles,
                      int32_t sms);
 
-// Reductions over peers by a GEMM that stores into their memory: over how long a round of its tiles should leave,
+// Plans over peers whose GEMM stores into their memory: over how long a round of its tiles should leave,
 // CTA after CTA, in microseconds. Stored at once, they fill the way to the link, and the loads of the next round,
 // which share it, wait.
 double store_spread_us(const plan::Plan& plan, const plan::Machine& machine);
-
-// The same of messages to the peers, of which every tile is stored there.
-double message_spread_us(const plan::Plan& plan, const plan::Machine& machine);
 
 // gemm_alltoall over peers, on one rank: whether its GEMM is better launched once for each rank's rows,
 // storing them where they go, than the framework's once for all, with the rows sent after it.

@@ -107,7 +107,7 @@ class Exchange : AllToAllSteps {
     gemm.order = list_.add_order(order);
     gemm.end_tile = order.num_tiles();
     gemm.ctas = machine_.sm_count;
-    gemm.spread_ns = static_cast<int32_t>(1e3 * message_spread_us(plan_, machine_));
+    gemm.spread_ns = spread_ns(plan_, machine_);
     gemm.sends_messages = true;
     gemm.ends_call = true;
     for (int32_t distance = 1; distance < ranks_; ++distance) {

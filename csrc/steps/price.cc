@@ -52,6 +52,8 @@ struct Walk {
   const bool gathers = problem.op == plan::Op::kAllGatherGemm;
   const bool all_to_all = problem.op == plan::Op::kGemmAllToAll;
   const double tile_us = steps::tile_us(plan, machine);
+  const double wait_us = cpu ? profile.cpu.wait_us : profile.sync.wait_us;
+  const double fork_join_us = cpu ? profile.cpu.fork_join_us : profile.sync.fork_join_us;
   const double element = static_cast<double>(plan::moved_bytes(problem));
   const double row_bytes = static_cast<double>(problem.n) * element;
 
@@ -76,9 +78,10 @@ struct Walk {
   void run() {
     enqueue();
     do {
-      for (LaneState& lane : lanes) go_on(lane);
-      go_on(lanes[0]);  // with what waited for the others
-      if (program) go_on_together();
+      for (bool ended = true; ended;) {  // with what waited for other lanes
+        ended = false;
+        for (LaneState& lane : lanes) ended |= go_on(lane);
+      }
     } while (carry());
     price.expected.total_us = lanes[0].free_us;
   }
@@ -111,29 +114,20 @@ struct Walk {
     }
   }
 
-  // Does the lane's steps, as far as it is known when they begin.
-  void go_on(LaneState& lane) {
+  // Does the lane's steps, as far as it is known when they begin. Whether any has ended.
+  bool go_on(LaneState& lane) {
+    const StepId first = lane.next;
     while (lane.next != kNone && !lane.calls) {
       const size_t id = index(lane.next);
       const double after_us = behind(id);
-      if (after_us == kNever) return;
+      if (after_us == kNever) break;
       double& begin_us = price.steps[id].begin_us;
       begin_us = std::max({begin_us, lane.free_us, after_us});
       const auto end_of_step = [&](const auto& what) { return end_of(what, id, begin_us); };
       finish(lane, std::visit(end_of_step, list.steps[id].what));
-      if (price.steps[id].end_us == kNever) return;
+      if (price.steps[id].end_us == kNever) break;
     }
-  }
-
-  // A program's lanes wait for each other's steps.
-  void go_on_together() {
-    const auto left = [&] {
-      return std::count_if(price.steps.begin(), price.steps.end(),
-                           [](const Span& span) { return span.end_us == kNever; });
-    };
-    for (auto before = left(), now = before - 1; now < before; before = now, now = left()) {
-      for (LaneState& lane : lanes) go_on(lane);
-    }
+    return lane.next != first;
   }
 
   void finish(LaneState& lane, double end_us) {
@@ -206,10 +200,10 @@ struct Walk {
   }
 
   double end_of(const Fork& fork, size_t, double begin_us) {
-    const double end_us = begin_us + (gathers && !cpu && !peers ? profile.sync.fork_join_us : 0.0);
+    const double end_us = begin_us + (gathers && !cpu && !peers ? fork_join_us : 0.0);
     for (int32_t lane = 0; lane < fork.side_lanes; ++lane) {
       lanes[static_cast<size_t>(side_lane(lane))].free_us =
-          end_us + (cpu && gathers ? profile.cpu.wait_us : 0.0);
+          end_us + (cpu && gathers ? wait_us : 0.0);
     }
     return end_us;
   }
@@ -219,7 +213,7 @@ struct Walk {
       begin_us = std::max(begin_us, lane.free_us);
     }
     if (peers || all_to_all) return begin_us;
-    return begin_us + (cpu ? profile.cpu.fork_join_us : profile.sync.fork_join_us);
+    return begin_us + fork_join_us;
   }
 
   double end_of(const Gemm& gemm, size_t id, double& begin_us) {
@@ -241,7 +235,7 @@ struct Walk {
     }
     if (lanes_beside == 0 || all_to_all) {  // nothing is beside it
       if (peers || all_to_all) {
-        return begin_us + computed(library_us(plan, machine, rows, sms, tile_us));
+        return begin_us + computed(library_us(plan, machine, rows, sms));
       }
       const double work = cpu ? static_cast<double>(plan::tiles_m(plan)) * plan::tiles_n(plan)
                               : std::max(1.0, library_tiles(plan, rows) / sms);
@@ -253,8 +247,7 @@ struct Walk {
   }
 
   double end_of(const WaitForTiles& wait, size_t, double begin_us) {
-    return std::max(begin_us,
-                    counter_us(wait.chunk) + (cpu ? profile.cpu.wait_us : profile.sync.wait_us));
+    return std::max(begin_us, counter_us(wait.chunk) + wait_us);
   }
   // When a counter has come to what is waited for.
   double counter_us(int32_t counter) const {
@@ -266,7 +259,7 @@ struct Walk {
     return counters_us[count.counter] = begin_us + profile.host.launch_us;
   }
   double end_of(const Mark&, size_t id, double begin_us) {
-    return std::max(begin_us, behind(id) + (cpu ? profile.cpu.wait_us : profile.sync.wait_us));
+    return std::max(begin_us, behind(id) + wait_us);
   }
 
   double end_of(const Collective& call, size_t, double& begin_us) {
@@ -277,7 +270,7 @@ struct Walk {
     const int64_t ctas = ctas_of(call.max_ctas);
     // CTAs that find no SM beside a persistent GEMM stay outside until its end.
     const bool fits = counted_us == 0.0 || plan.resources.comm_sms >= ctas * lanes_beside;
-    if (!fits) begin_us = std::max(begin_us, counted_us + profile.sync.wait_us);
+    if (!fits) begin_us = std::max(begin_us, counted_us + wait_us);
     const plan::Profile::Call model = call_model();
     LaneState& lane = lanes[static_cast<size_t>(side_lane(call.lane))];
     lane.calls = true;
@@ -299,7 +292,7 @@ struct Walk {
     if (gathers) return begin_us + communicated(beside_on_cpu_us(received / (ranks - 1) * ranks));
     if (beside && ranks == 2) {  // until the peer has computed its rows
       const auto rows = static_cast<int64_t>(received / row_bytes);
-      begin_us = std::max(begin_us, launch_us(plan, machine, rows, sms, tile_us));
+      begin_us = std::max(begin_us, launch_us(plan, machine, rows, sms));
     }
     return begin_us + communicated(exchange_us(machine, sent, received, beside));
   }
@@ -362,7 +355,7 @@ struct Walk {
     }
     // CTAs that find no SM beside a persistent GEMM stay outside until its end.
     const bool fits = counted_us == 0.0 || plan.resources.comm_sms >= step.streams * step.blocks;
-    if (!fits) begin_us = std::max(begin_us, counted_us + profile.sync.wait_us);
+    if (!fits) begin_us = std::max(begin_us, counted_us + wait_us);
     const double start_us = begin_us + profile.host.launch_us;
     std::vector<double> free_us(index(step.streams), start_us);
     std::vector<double> stream_sent_us(index(step.streams), 0.0);
@@ -476,9 +469,7 @@ struct Walk {
   double launch(size_t id, int64_t before, int64_t tiles, int32_t at_once, double& begin_us) {
     const bool waits = !list.steps[id].after.empty();
     if (before == 0) {
-      const double waited_us = peers           ? profile.peer.gather_us
-                               : cpu || !waits ? 0.0
-                                               : profile.sync.fork_join_us;
+      const double waited_us = peers ? profile.peer.gather_us : cpu || !waits ? 0.0 : fork_join_us;
       chunk_begin_us = begin_us = std::max(begin_us, behind(id) + waited_us);
       chunk_us = 0.0;
     }
@@ -555,7 +546,7 @@ struct Walk {
   double launch_apart(const Gemm& gemm, double begin_us) {
     const int64_t rows = gemm.rows.end - gemm.rows.begin;
     const bool leaves = gemm.outputs[0].where.buffer == Buffer::kSlot;
-    double us = launch_us(plan, machine, rows, gemm.ctas, tile_us);
+    double us = launch_us(plan, machine, rows, gemm.ctas);
     if (peers)
       us = std::max(us,
                     static_cast<double>(problem.k) * row_bytes / (1e3 * profile.gemm.weight_gbps));
