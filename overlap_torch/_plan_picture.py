@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
 _GEMM, _OTHER = "#4878a8", "#b0b0b0"
 _LANES = ("caller", "side0", "side1", "side2", "side3", "copy")
-_WAITS = ("wait_for_tiles", "wait_for_peers", "wait_for_slots", "mark", "fork", "join", "delay")
+_WAITS = (
+    "wait_for_tiles",
+    "wait_for_peers",
+    "wait_for_slots",
+    "await",
+    "count",
+    "mark",
+    "fork",
+    "join",
+    "delay",
+)
 
 
 def plot(
