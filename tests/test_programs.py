@@ -229,7 +229,7 @@ def test_programs_of_any_statements_are_refused_or_right_on_many_ranks(ranks, op
     assert draw_strange_programs(ranks, op, range(400)) >= 10
 
 
-TEMPLATES = ("row_panels", "packed", "ring", "double_ring", "one_shot", "two_shot", "direct")
+TEMPLATES = ("row_panels", "packed", "ring", "double_ring", "one_shot", "two_shot", "at_once")
 
 
 def test_templates_are_there_by_name():
@@ -237,11 +237,11 @@ def test_templates_are_there_by_name():
     for name in TEMPLATES:
         make = getattr(plan_module, name)
         assert name in plan_module.__all__
-        arguments = [problem] if name in ("direct", "one_shot", "two_shot") else [problem, 2]
-        where = {} if name == "direct" else {"transport": "gloo", "tile": TILE}
+        arguments = [problem] if name in ("at_once", "one_shot", "two_shot") else [problem, 2]
+        where = {} if name == "at_once" else {"transport": "gloo", "tile": TILE}
         made = make(*arguments, **where)
         validate(made)
-        assert bool(made.program.transfers) == (name not in ("row_panels", "packed", "direct"))
+        assert bool(made.program.transfers) == (name not in ("row_panels", "packed", "at_once"))
     validate(plan_module.hierarchical(problem, 2, transport="gloo", tile=TILE))
 
 
