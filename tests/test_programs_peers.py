@@ -24,6 +24,7 @@ from overlap_torch.plan import (
     Kernel,
     Plan,
     Problem,
+    Way,
     from_msccl,
     from_mscclpp,
     use_plan,
@@ -177,6 +178,18 @@ def test_nccl_moves_what_its_transfers_name():
     kinds = [step["step"] for step in list_["steps"]]
     assert kinds.count("send_receive") == 1 and kinds.count("announce") == 1
     assert list_["communicators"] == [{"max_ctas": 0, "lane": 0}]
+
+
+@every_op
+def test_hosts_over_peers_talk_by_copy_engine_within_and_by_nccl_across(op):
+    plan = plan_module.hierarchical(problem_of(op, 4), 2, **how(op))
+    between = [one for one in plan.program.transfers if one.way != Way.COPY]
+    assert len(between) >= 12
+    for one in between:
+        same_host = one.source.rank // 2 == one.destination.rank // 2
+        assert one.by.name == ("COPY_ENGINE" if same_host else "NCCL")
+    one_host = plan_module.hierarchical(problem_of(op, 4), 4, **how(op))
+    assert {one.by.name for one in one_host.program.transfers} == {"ANY"}
 
 
 # --- proof ----------------------------------------------------------------------------------------------------------
