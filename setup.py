@@ -379,7 +379,7 @@ def main() -> None:
         py_modules=["overlap_torch_plugins"],
         package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
         package_data={
-            "overlap_torch": ["py.typed", "*.pyi", "profiles/*.json"],
+            "overlap_torch": ["py.typed", "*.pyi", "profiles/*.json", "include/overlap/*.cuh"],
             "overlap_torch.benchmarks": ["*.json"],
         },
         # No sources: build_ext finds them by the conventions above.

@@ -8,6 +8,7 @@ layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_mod
 and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
 :func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
 :func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones.
+:func:`produce` and :func:`consume` do for kernels of your own what the ops do for theirs.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
 
@@ -15,6 +16,8 @@ import importlib
 from types import ModuleType
 
 from overlap_torch import plan
+from overlap_torch._include import include_path
+from overlap_torch._kernels import Job, consume, produce
 from overlap_torch._ops import (
     allgather_gemm,
     check,
@@ -23,6 +26,7 @@ from overlap_torch._ops import (
     gemm_reducescatter,
 )
 from overlap_torch._report import report
+from overlap_torch._resources import resources
 from overlap_torch._symm_mem import replace_symm_mem
 from overlap_torch._trace import trace
 from overlap_torch._tune import tune
@@ -31,26 +35,32 @@ from overlap_torch.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "Job",
     "Plan",
     "__version__",
     "allgather_gemm",
     "check",
+    "consume",
     "gemm_allreduce",
     "gemm_alltoall",
     "gemm_reducescatter",
+    "include_path",
     "inductor",
     "nn",
     "parallel",
     "plan",
+    "produce",
     "replace_symm_mem",
     "report",
+    "resources",
     "trace",
+    "triton",
     "tune",
 ]
 
 
 def __getattr__(name: str) -> ModuleType:
-    # Imported when asked for: torch.distributed.tensor and torch._inductor take a second to load.
-    if name in ("inductor", "nn", "parallel"):
+    # Imported when asked for: torch.distributed.tensor, torch._inductor and Triton take a second to load.
+    if name in ("inductor", "nn", "parallel", "triton"):
         return importlib.import_module(f"overlap_torch.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -406,6 +406,15 @@ def steps_text(
     receive_rows: Sequence[int] = ...,
     longest_message: int = 0,
 ) -> str: ...
+def kernel_steps_json(
+    plan: Plan,
+    rank: int,
+    machine: Machine,
+    awaits: bool = False,
+    send_rows: Sequence[int] = ...,
+    receive_rows: Sequence[int] = ...,
+    pieces: int = 1,
+) -> tuple[str, list[int], int]: ...
 def steps_json(
     plan: Plan,
     rank: int,

@@ -59,6 +59,7 @@ class RankRunner:
     def __init__(self, world: int, backend: str) -> None:
         self.world = world
         self.backend = backend
+        self.environment: dict[str, str] = {}  # of a pool of its own
 
     @property
     def device_type(self) -> str:
@@ -68,7 +69,9 @@ class RankRunner:
         """Every rank's result."""
         if rank_pool.shares_gpus():
             timeout_s *= 4  # a rank that waits for one of its own GPU's waits for its turn
-        return rank_pool.run(self.world, self.backend, job, *args, timeout_s=timeout_s)
+        return rank_pool.run(
+            self.world, self.backend, job, *args, timeout_s=timeout_s, environment=self.environment
+        )
 
     def skip_without_kernel(self, kernel) -> None:
         from plans import available_kernels

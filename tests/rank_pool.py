@@ -199,20 +199,26 @@ class Ranks:
         return "\n".join(parts)
 
 
-_pools: dict[tuple[int, str], Ranks] = {}
+_pools: dict[tuple, Ranks] = {}
 
 
 def run(
-    world: int, backend: str, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+    world: int,
+    backend: str,
+    job: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    environment: dict[str, str] | None = None,
 ) -> list[Any]:
     """Runs `job(*args)` on every rank of the pool and returns the ranks' results, rank 0 first.
 
     `backend` is "gloo" or "nccl". Raises RankFailure, with every rank's traceback, if a rank raises, dies or takes
-    longer than `timeout_s`; the pool is then given up, and the next call starts a new one.
+    longer than `timeout_s`; the pool is then given up, and the next call starts a new one. Each `environment` has a pool
+    of its own.
     """
-    key = (world, backend)
+    key = (world, backend, *sorted((environment or {}).items()))
     if key not in _pools:
-        _pools[key] = Ranks(world, backend, POOL_GROUP_TIMEOUT_S, {})
+        _pools[key] = Ranks(world, backend, POOL_GROUP_TIMEOUT_S, environment or {})
     outcomes = _pools[key].call(job, args, timeout_s)
     if any(outcome.kind != "returned" for outcome in outcomes):
         ranks = _pools.pop(key)

@@ -40,6 +40,7 @@ def run_pages(folder: Path, pages: list[Path], **more: str) -> str:
         "GLOO_SOCKET_IFNAME": "lo",
         "MPLCONFIGDIR": str(folder),
         "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]),
         **more,
     }

@@ -122,6 +122,22 @@ def test_examples_experts_results_come_back_to_their_tokens(tmp_path):
     assert float(re.search(r"^largest relative .* (\S+)$", output, re.M)[1]) < 1e-5, output
 
 
+def test_examples_triton_kernels_equal_their_own_sequences(tmp_path):
+    small = "--rows 64 --columns 32 --inner 32".split()
+    output = run(example("05_triton_kernels.py"), "--ranks", "2", *small, folder=tmp_path)
+    found = dict(re.findall(r"^(.*): largest difference (\S+)$", output, re.MULTILINE))
+    swiglu = float(found.pop("SwiGLU, all_gather"))
+    # Of numbers up to some hundreds, in float32.
+    assert swiglu < 1e-3, output
+    names = [
+        "matmul, row_major, all_reduce",
+        "matmul, grouped, all_reduce",
+        "persistent matmul, reduce_scatter",
+    ]
+    assert list(found) == [*names, "experts, all_to_all"], output
+    assert all(float(difference) == 0 for difference in found.values()), output
+
+
 def test_examples_demo_checks_and_draws(tmp_path):
     """Of another op and size than the default, which tests/test_without_numpy.py runs."""
     arguments = "--op allgather_gemm --m 1023 --n 512 --k 64".split()

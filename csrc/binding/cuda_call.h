@@ -26,6 +26,10 @@ struct CudaCall {
   std::shared_ptr<const PlanEntry> entry;
 };
 
+// The group's CUDA side on the current device. Collective at its first call.
+std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& entry, int device,
+                                           cudaStream_t stream);
+
 // Whether the fast path leaves this call to the composition, which is then counted.
 bool takes_composition(const OpCall& call);
 

@@ -27,7 +27,8 @@ runtime::Bootstrap bootstrap_of(const c10::intrusive_ptr<c10d::ProcessGroup>& gr
   return bootstrap;
 }
 
-// The group's CUDA side on the current device. Collective at its first call.
+}  // namespace
+
 std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& entry, int device,
                                            cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(entry->cuda_mutex);
@@ -56,8 +57,6 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   slot = group;
   return group;
 }
-
-}  // namespace
 
 runtime::Trace& cuda_trace() {
   static auto* trace =

@@ -119,6 +119,24 @@ A line for each step, behind those of what is made before and of tile orders.
 `receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
 far as the ranks have told each other; by default of this rank's. Raises ValueError where these do not fit
 the plan.)");
+  m.def(
+      "kernel_steps_json",
+      [](const Plan& plan, int32_t rank, const Machine& machine, bool awaits,
+         const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+         int32_t pieces) {
+        plan::validate(plan);
+        const steps::StepList list = steps::lower_for_kernel(plan, rank, machine,
+                                                             {.awaits = awaits,
+                                                              .send_rows = send_rows,
+                                                              .receive_rows = receive_rows,
+                                                              .pieces = pieces});
+        return std::make_tuple(steps::to_json(list), list.tiles.chunks, list.tiles.columns);
+      },
+      py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("awaits") = false,
+      py::arg("send_rows") = std::vector<int64_t>{},
+      py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("pieces") = 1,
+      "Those of a plan whose GEMM is a kernel of the caller's, each tile's chunk, and how many "
+      "tiles a row of tiles has.");
   def_steps(m, "steps_json", to_json, "The same as JSON: an object with a list of steps.");
 
   py::class_<steps::Prediction>(m, "Prediction", R"(What the cost model expects of a plan.

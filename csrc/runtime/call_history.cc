@@ -202,6 +202,12 @@ struct CallHistory::State {
   }
 
   void ask() {
+    if (bootstrap.has(prefix + "/abandoned")) {
+      std::string text = read(prefix + "/abandoned");
+      const std::lock_guard<std::mutex> lock(mutex);
+      found = std::move(text);
+      return;
+    }
     publish();
     if (rank == 0 && !known) compare_all();
     if (!known && bootstrap.has(prefix + "/disagreement")) {
@@ -277,6 +283,15 @@ void CallHistory::publish() {
     }
     state->asking = false;
   }).detach();
+}
+
+void CallHistory::abandon(const std::string& text) {
+  std::packaged_task<void()> tell([state = state_, text] {
+    state->bootstrap.set(state->prefix + "/abandoned", bytes_of(text));
+  });
+  const std::future<void> told = tell.get_future();
+  std::thread(std::move(tell)).detach();
+  (void)told.wait_for(kPatience);
 }
 
 std::string CallHistory::describe_peers() {

@@ -67,6 +67,10 @@ class CallHistory {
   // Publishes the number of calls now.
   void publish();
 
+  // Tells all ranks that this one left a call half-way: what look() returns on them from then on. Waits for the store,
+  // for two seconds at most.
+  void abandon(const std::string& text);
+
  private:
   struct State;
   std::shared_ptr<State> state_;  // shared with the thread that asks the store

@@ -475,6 +475,12 @@ void Group::track(cudaStream_t stream, int chunks) {
   pending_.push_back(std::move(entry));
 }
 
+void Group::abandon(const std::string& why) {
+  const std::string text = "rank " + std::to_string(options_.rank) + " left " + why + ".";
+  history_->abandon(text);
+  fail(text);
+}
+
 void Group::mark_captured() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   for (auto& [key, communicator] : communicators_) communicator->mark_captured();
@@ -521,6 +527,12 @@ std::optional<std::string> Group::reported_failure() {
         " passed its deadline of " + std::to_string(options_.timeout.count() / 1000.0) + " s: ";
     const std::string counts =
         "expected " + std::to_string(wait.expected) + ", saw " + std::to_string(wait.seen) + ".";
+    if (wait.peer == kCallersKernel) {
+      return "a kernel of the caller's waited for the arrival of chunk " +
+             std::to_string(wait.chunk) + " and" + deadline + "it did not arrive. If the kernel " +
+             "holds all SMs while it waits, nothing can arrive: launch no more programs than the "
+             "job's `programs` (docs/kernels.md).";
+    }
     return wait.peer == kernels::kOwnGemm
                ? "the wait for the finished tiles of chunk " + std::to_string(wait.chunk) +
                      " of its own GEMM" + deadline + counts

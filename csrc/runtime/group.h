@@ -29,6 +29,10 @@
 
 namespace overlap::runtime {
 
+// In place of a peer in the reports of waits: a kernel of the caller's waited for a chunk to arrive. It stands in
+// overlap/signal.cuh and triton.py, too.
+inline constexpr int32_t kCallersKernel = 254;
+
 // Which of a group's communicators: `maxCTAs` belongs to the communicator, and chunks in flight at
 // the same time need one each.
 struct CommunicatorKey {
@@ -119,6 +123,9 @@ class Group {
 
   // This rank makes this call; before anything of it is launched.
   void add_call(const plan::Problem& problem) { history_->add(problem); }
+
+  // This rank has begun a call that it will not finish, and says why: an error here, and soon on all ranks.
+  void abandon(const std::string& why);
 
   // Remembers the op of so many chunks just enqueued on `stream`, for the watchdog.
   void track(cudaStream_t stream, int chunks);

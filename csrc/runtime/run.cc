@@ -1,5 +1,8 @@
 #include "runtime/run.h"
 
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
 #include <algorithm>
 #include <chrono>
 #include <exception>
@@ -24,6 +27,24 @@ namespace {
 using steps::Buffer;
 using steps::Lane;
 using steps::Where;
+
+// Enqueues a write of 32 bits, behind all that the stream does before. The driver is not linked: a machine without one
+// imports this library, too.
+cudaError_t write_value(int32_t* address, uint32_t value, cudaStream_t stream) {
+  static const auto write = [] {
+    constexpr unsigned int kSinceCuda12 = 12000;
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuStreamWriteValue32", &function, kSinceCuda12, cudaEnableDefault, &found);
+    const bool usable = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    return reinterpret_cast<PFN_cuStreamWriteValue32_v11070>(usable ? function : nullptr);
+  }();
+  if (write == nullptr) return cudaErrorNotSupported;
+  const CUresult result =
+      write(stream, reinterpret_cast<CUdeviceptr>(address), value, CU_STREAM_WRITE_VALUE_DEFAULT);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorUnknown;
+}
 
 // One call. Made while the device's mutex is held.
 class Run {
@@ -51,30 +72,43 @@ class Run {
   }
 
   void operator()() {
+    check_device();
     prepare();
-    const std::vector<steps::Step>& all = list_.steps;
-    // Steps that wait for no peer need not take their turn among the device's ops: the first ones start while the
-    // host does the rest.
-    size_t first = 0;
-    while (first < all.size() && all[first].unchained) ++first;
-    size_t end = all.size();
-    while (end > first && all[end - 1].unchained) --end;
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (i == first) chain();
-      if (i == 0) time_steps();
-      enqueue(static_cast<steps::StepId>(i));
-      if (i + 1 == end) device_.chained(caller_, capture_);
-    }
-    name_chunk(-1);
-    if (timer_) timer_->end(caller_);
-    if (capture_) {
-      group_.mark_captured();
-    } else {
-      group_.track(caller_, list_.chunks);
-    }
+    while (next_ < list_.steps.size()) enqueue_next();
+    close();
   }
 
+  // The same in two parts, with a kernel of the caller's in between.
+  void begin() {
+    check_device();
+    prepare();
+    while (!std::holds_alternative<steps::CallersKernel>(list_.steps[next_].what)) enqueue_next();
+    come_to_next();
+    name_chunk(-1);
+    device_.open = true;
+    open_ = true;
+  }
+  void finish() {
+    leave();
+    go_on();
+    while (next_ < list_.steps.size()) enqueue_next();
+    close();
+  }
+  void leave() {
+    device_.open = false;
+    open_ = false;
+  }
+  bool open() const { return open_; }
+
  private:
+  void check_device() const {
+    if (!device_.open) return;
+    throw Error(
+        "overlap_torch: an op was called inside `with overlap_torch.produce(...)` or "
+        "`consume(...)` on the same device; launch the job's kernel there, and call ops before or "
+        "behind it");
+  }
+
   // Everything that can fail or has to be made comes before the first step.
   void prepare() {
     group_.check();
@@ -106,6 +140,10 @@ class Run {
   void chain() {
     device_.chain(caller_, capture_);
     if (list_.counters == 0) return;
+    if (call_.counters != nullptr) {
+      counters_ = call_.counters;
+      return;
+    }
     if (!capture_) {
       counters_ = device_.zeroed_counters(list_.counters, caller_);
       return;
@@ -115,22 +153,65 @@ class Run {
     check_cuda(kernels::zero_counters(counters_, list_.counters, caller_), "zeroing counters");
   }
 
-  void enqueue(steps::StepId id) {
-    const steps::Step& step = list_.steps[static_cast<size_t>(id)];
+  // Steps that wait for no peer need not take their turn among the device's ops: the first ones start while the host
+  // does the rest.
+  size_t first_chained() const {
+    size_t first = 0;
+    while (first < list_.steps.size() && list_.steps[first].unchained) ++first;
+    return first;
+  }
+  size_t end_chained() const {
+    size_t end = list_.steps.size();
+    while (end > first_ && list_.steps[end - 1].unchained) --end;
+    return end;
+  }
+
+  void enqueue_next() {
+    come_to_next();
+    const steps::Step& step = list_.steps[next_];
+    std::visit([&](const auto& what) { this->enqueue(what, stream(step.lane)); }, step.what);
+    go_on();
+  }
+
+  // All that comes in front of the next step.
+  void come_to_next() {
+    if (next_ == first_) chain();
+    if (next_ == 0) time_steps();
+    const steps::Step& step = list_.steps[next_];
     const cudaStream_t on = stream(step.lane);
     name_chunk(step.communicates);
-    const bool held_behind = std::holds_alternative<steps::Gemm>(step.what);
     if (timer_) observe_tiles(step);
-    if (step.held && !held_behind) hold(on);
+    if (step.held && !held_behind(step)) hold(on);
     for (const steps::StepId before : step.after) {
       device_.event(list_.steps[static_cast<size_t>(before)].event).block(on);
     }
-    if (timer_) timer_->before(id, on);
-    std::visit([&](const auto& what) { this->enqueue(what, on); }, step.what);
-    if (step.held && held_behind) hold(on);
-    if (timer_) timer_->after(id, on);
-    if (timer_) observe_arrival(id);
+    if (timer_) timer_->before(static_cast<steps::StepId>(next_), on);
+  }
+
+  // All that comes behind it.
+  void go_on() {
+    const steps::Step& step = list_.steps[next_];
+    const cudaStream_t on = stream(step.lane);
+    if (step.held && held_behind(step)) hold(on);
+    if (timer_) timer_->after(static_cast<steps::StepId>(next_), on);
+    if (timer_) observe_arrival(static_cast<steps::StepId>(next_));
     if (step.event >= 0) device_.event(step.event).record(on);
+    ++next_;
+    if (next_ == end_) device_.chained(caller_, capture_);
+  }
+
+  static bool held_behind(const steps::Step& step) {
+    return std::holds_alternative<steps::Gemm>(step.what);
+  }
+
+  void close() {
+    name_chunk(-1);
+    if (timer_) timer_->end(caller_);
+    if (capture_) {
+      group_.mark_captured();
+    } else {
+      group_.track(caller_, list_.chunks);
+    }
   }
 
   // Of a chunk that is communicated, for profilers and tools that read NVTX.
@@ -308,6 +389,15 @@ class Run {
       messages.received[move.arrival] = {at(move.from), at(move.to), move.bytes};
     }
     return messages;
+  }
+
+  // Between begin() and finish(), by the caller.
+  void enqueue(const steps::CallersKernel&, cudaStream_t) {}
+
+  // [D] By the stream itself, which takes no SM and orders what it did before: pairs with the acquire in the caller's
+  // kernel (overlap/signal.cuh, triton.py).
+  void enqueue(const steps::Arrive& step, cudaStream_t on) {
+    check_cuda(write_value(counters_ + step.chunk, 1, on), "writing a flag");
   }
 
   void enqueue(const steps::LibraryGemm& step, cudaStream_t) {
@@ -590,6 +680,10 @@ class Run {
   const cudaStream_t caller_;
   const int64_t element_bytes_;
   const std::optional<unsigned long long> capture_;
+  const size_t first_ = first_chained();
+  const size_t end_ = end_chained();
+  size_t next_ = 0;                    // step
+  bool open_ = false;                  // between begin() and finish()
   std::vector<CommunicatorKey> keys_;  // those of the list, and what they stand for
   std::vector<Communicator*> communicators_;
   Peers* peers_ = nullptr;
@@ -610,6 +704,49 @@ class Run {
 void run(Group& group, const Call& call) {
   const std::lock_guard<std::mutex> lock(group.device().mutex);
   Run(group, call)();
+}
+
+class OpenCall::State {
+ public:
+  State(Group& group, const Call& call) : group_(group), call_(call) {}
+
+  Group& group_;
+  const Call call_;
+  std::optional<Run> run_;
+};
+
+OpenCall::OpenCall(Group& group, const Call& call) : state_(std::make_unique<State>(group, call)) {}
+
+OpenCall::~OpenCall() {
+  abandon();
+}
+
+void OpenCall::begin() {
+  const std::lock_guard<std::mutex> lock(state_->group_.device().mutex);
+  try {
+    state_->run_.emplace(state_->group_, state_->call_).begin();
+  } catch (...) {
+    state_->run_.reset();
+    throw;
+  }
+}
+
+void OpenCall::finish() {
+  const std::lock_guard<std::mutex> lock(state_->group_.device().mutex);
+  try {
+    state_->run_->finish();
+  } catch (...) {
+    state_->run_.reset();
+    throw;
+  }
+  state_->run_.reset();
+}
+
+void OpenCall::abandon() noexcept {
+  const std::lock_guard<std::mutex> lock(state_->group_.device().mutex);
+  if (!state_->run_) return;
+  if (state_->run_->open()) state_->run_->leave();
+  state_->run_.reset();  // joins what was forked
 }
 
 }  // namespace overlap::runtime

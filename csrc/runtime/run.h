@@ -12,6 +12,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "kernels/gemm/gemm.h"
 #include "plan/plan.h"
@@ -54,12 +55,35 @@ struct Call {
   Operands* operands = nullptr;
   const void* bias = nullptr;  // [n] or null, what steps with a bias add
   cudaStream_t stream = nullptr;
-  Trace* trace = nullptr;  // records a timeline if set
-  int64_t delay_us = 0;    // tests: hold the lane this long before each chunk's communication
+  int32_t* counters = nullptr;  // zero at first, of a kernel of the caller's; else the executor's
+  Trace* trace = nullptr;       // records a timeline if set
+  int64_t delay_us = 0;         // tests: hold the lane this long before each chunk's communication
 };
 
 // Enqueues the call; its stream continues behind all of it. Throws before anything is enqueued if the group has
 // failed, or if something would have to be made inside a capture.
 void run(Group& group, const Call& call);
+
+// A call whose kernel the caller launches: begin() enqueues what comes in front of that, finish() the rest. Meanwhile no
+// other call may begin on the device.
+class OpenCall {
+ public:
+  // What `call` points to has to live as long as this.
+  OpenCall(Group& group, const Call& call);
+  ~OpenCall();  // as abandon(), where the call was begun and not finished
+  OpenCall(const OpenCall&) = delete;
+  OpenCall& operator=(const OpenCall&) = delete;
+
+  // Throws as run() does.
+  void begin();
+  void finish();
+
+  // Instead of finish(): the caller's stream continues behind what was begun, and nothing else is enqueued.
+  void abandon() noexcept;
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace overlap::runtime

@@ -26,7 +26,8 @@ StepTimer::StepTimer(const steps::StepList& list, std::shared_ptr<CallTrace> tra
   for (size_t i = 0; i < list_.steps.size(); ++i) {
     const steps::Step& step = list_.steps[i];
     const auto id = static_cast<steps::StepId>(i);
-    if (is<steps::Gemm>(step) || is<steps::LibraryGemm>(step) || is<steps::Pack>(step)) {
+    if (is<steps::Gemm>(step) || is<steps::CallersKernel>(step) || is<steps::LibraryGemm>(step) ||
+        is<steps::Pack>(step)) {
       last_gemm_ = id;
     }
     if (const auto* gemm = std::get_if<steps::Gemm>(&step.what)) {

@@ -192,6 +192,23 @@ void fields(const WaitForTiles& step, Visit& visit) {
   visit("tiles", step.tiles);
 }
 
+inline const char* name(const CallersKernel&) {
+  return "callers_kernel";
+}
+template <typename Visit>
+void fields(const CallersKernel& step, Visit& visit) {
+  unless(visit, "counts", step.counts, false);
+  unless(visit, "awaits", step.awaits, false);
+}
+
+inline const char* name(const Arrive&) {
+  return "arrive";
+}
+template <typename Visit>
+void fields(const Arrive& step, Visit& visit) {
+  visit("chunk", step.chunk);
+}
+
 inline const char* name(const Mark&) {
   return "mark";
 }

@@ -111,6 +111,8 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
   return lower_produce(plan, rank, machine, variant);
 }
 
+}  // namespace
+
 void number_events(StepList& list) {
   for (const Step& step : list.steps) {
     for (const StepId id : step.after) list.steps[static_cast<size_t>(id)].event = 0;
@@ -119,8 +121,6 @@ void number_events(StepList& list) {
     if (step.event == 0) step.event = list.events++;
   }
 }
-
-}  // namespace
 
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant) {

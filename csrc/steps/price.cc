@@ -258,6 +258,9 @@ struct Walk {
   double end_of(const Count& count, size_t, double begin_us) {
     return counters_us[count.counter] = begin_us + profile.host.launch_us;
   }
+  // How long it takes, whoever launches it knows.
+  double end_of(const CallersKernel&, size_t, double begin_us) { return begin_us; }
+  double end_of(const Arrive&, size_t, double begin_us) { return begin_us; }
   double end_of(const Mark&, size_t id, double begin_us) {
     return std::max(begin_us, behind(id) + wait_us);
   }

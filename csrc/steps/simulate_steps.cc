@@ -33,6 +33,14 @@ void Simulation::take(Here& here, const Join&, Span& span) {
 void Simulation::take(Here&, const Mark&, Span&) {}
 void Simulation::take(Here&, const Delay&, Span&) {}
 
+// What a kernel that is not ours reads and writes, a list does not say.
+void Simulation::take(Here&, const CallersKernel&, Span& span) {
+  fail(Fault::Kind::kResult, says(span.first) + " is not known to compute anything", nullptr);
+}
+void Simulation::take(Here&, const Arrive&, Span& span) {
+  fail(Fault::Kind::kResult, says(span.first) + " is for a kernel that is not known", nullptr);
+}
+
 void Simulation::take(Here& here, const LibraryGemm& step, Span& span) {
   const int64_t from_row = input_row_bytes(here);
   const int64_t rows = step.rows.end - step.rows.begin;

@@ -215,6 +215,8 @@ class Simulation {
   void take(Here& here, const LibraryGemm& step, Span& span);
   void take(Here& here, const WaitForTiles& step, Span& span);
   void take(Here& here, const Mark& step, Span& span);
+  void take(Here& here, const CallersKernel& step, Span& span);
+  void take(Here& here, const Arrive& step, Span& span);
   void take(Here& here, const Collective& step, Span& span);
   void take(Here& here, const SendReceive& step, Span& span);
   void take(Here& here, const Copy& step, Span& span);

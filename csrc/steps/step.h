@@ -100,6 +100,12 @@ struct Gemm {
   }
 };
 
+// Here the caller launches a kernel of its own, on the call's stream. What tiles it takes, the list's `tiles` say.
+struct CallersKernel {
+  bool counts = false;  // the finished tiles of each chunk, in the call's counters
+  bool awaits = false;  // chunks that arrive, in the same counters; else nothing arrives beside it
+};
+
 // The framework's GEMM, of rows of the product.
 struct LibraryGemm {
   static constexpr int32_t kAllWeights = -1;
@@ -118,6 +124,11 @@ struct WaitForTiles {
 
 // Says to the watchdog that the chunk, which an event was waited for, is next.
 struct Mark {
+  int32_t chunk = 0;
+};
+
+// Sets the counter of a chunk that has arrived, which a kernel of the caller's awaits.
+struct Arrive {
   int32_t chunk = 0;
 };
 
@@ -324,10 +335,10 @@ struct PeerExchange {
   std::vector<PeerMessages> messages;  // in the ranks' order
 };
 
-using What = std::variant<Fork, Join, Gemm, LibraryGemm, WaitForTiles, Mark, Collective,
-                          SendReceive, Copy, CopyRows, Delay, Pack, Unpack, AddBias, WaitForSlots,
-                          WaitForPeers, Signal, EndCall, MeetTiles, Announce, Await, Count,
-                          Interpret, PeerCollective, LowLatency, PeerExchange>;
+using What = std::variant<Fork, Join, Gemm, CallersKernel, LibraryGemm, WaitForTiles, Mark, Arrive,
+                          Collective, SendReceive, Copy, CopyRows, Delay, Pack, Unpack, AddBias,
+                          WaitForSlots, WaitForPeers, Signal, EndCall, MeetTiles, Announce, Await,
+                          Count, Interpret, PeerCollective, LowLatency, PeerExchange>;
 
 struct Step {
   Lane lane = Lane::kCaller;
@@ -360,6 +371,16 @@ struct Scratch {
   int64_t bytes = 0;
 };
 
+// The tiles that a kernel of the caller's takes: tile i is that of row i / columns of the tile grid, and of column
+// i % columns. Rows of tiles begin where the matrix does, wherever parts of it do.
+struct KernelTiles {
+  int32_t columns = 0;
+  std::vector<int32_t> chunks;  // for each tile the counter that it adds to, or that it awaits
+  Buffer stores =
+      Buffer::kOutput;  // where the kernel stores a row-major product of the call's rows
+  Buffer result = Buffer::kOutput;
+};
+
 struct StepList {
   std::vector<Step> steps;
   std::vector<plan::TileOrder> orders;  // that steps name
@@ -367,6 +388,7 @@ struct StepList {
   int32_t events = 0;                   // steps that steps of other lanes wait for
   uint64_t communication = 0;           // plan::communication_hash
   int32_t counters = 0;                 // of finished tiles, zero at first, one for each chunk
+  KernelTiles tiles;                    // of a kernel of the caller's
   std::vector<Scratch> scratch;
   // What all ranks make, or find made, before the first step:
   std::vector<Communicator> communicators;
@@ -404,6 +426,23 @@ struct Variant {
 // The steps of a plan on a rank of this machine; of an all-to-all those of one call's rows. The plan must be valid.
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant);
+
+// What of a call with a kernel of the caller's is no part of its plan.
+struct KernelJob {
+  bool awaits = false;    // the kernel begins before chunks have arrived, and awaits them itself
+  bool captured = false;  // as in Variant
+  // Of an all-to-all: rows for and from each rank, and in how many pieces each pair's go.
+  std::vector<int64_t> send_rows = {};
+  std::vector<int64_t> receive_rows = {};
+  int32_t pieces = 1;
+
+  friend bool operator==(const KernelJob&, const KernelJob&) = default;
+};
+
+// The steps of a plan whose GEMM is a kernel of the caller's. Throws std::invalid_argument, with what to do, for plans
+// that need a kernel of this package's.
+StepList lower_for_kernel(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                          const KernelJob& job);
 
 // Whether the plan's kernel computes where nothing keeps it from the operands. On CPU the framework's GEMM takes its part
 // for packed tiles; whole rows it computes chunk by chunk.

@@ -133,6 +133,13 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   return cudaSuccess;
 }
 
+// No driver: nothing that is recorded asks it.
+cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned int,
+                                             unsigned long long, cudaDriverEntryPointQueryResult*) {
+  *function = nullptr;
+  return cudaErrorNotSupported;
+}
+
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }

@@ -1,0 +1,273 @@
+"""What overlap_torch.produce costs and gains a Triton GEMM.
+
+    python -m overlap_torch.benchmarks.foreign_kernel                                    one GPU: the cost
+    torchrun --nproc-per-node 2 -m overlap_torch.benchmarks.foreign_kernel               two and more: the gain
+
+On one GPU nothing is communicated. Two kernels that differ in nothing else take turns: the bare one in the grouped order of
+Triton's matmul tutorial, and the one that takes the same order, cut into chunks, from a table and signals each tile.
+
+On several, the kernel's own sequence (the bare kernel, then NCCL's collective) takes turns with jobs: the kernel's grouped order, cut
+into chunks, and the same chunks in the order as it was, column by column, which completes them all at the end: what the order
+of tiles is worth. Times are those of the slowest rank.
+
+Medians, and the ratio shape by shape; results are compared first, on integers, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import overlap_torch
+import overlap_torch.triton as ot
+from overlap_torch import _tile_orders
+from overlap_torch.plan import Op, Plan, Problem, row_panels
+
+from .shapes import suite_group
+
+# m, n, k of m_train with 4096 rows and more on two GPUs.
+SHAPES = [
+    (4096, 8192, 7168),
+    (8192, 8192, 7168),
+    (8192, 8192, 2048),
+    (8192, 4096, 3584),
+    (4096, 16384, 4096),
+    (16384, 16384, 4096),
+]
+CHUNKS = 8
+GROUP = 8
+
+
+@triton.jit
+def _gemm(a, b, c, tile_order, tile_chunk, counters, M, N, K, SIGNALS: tl.constexpr, GROUP: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """c = a @ b.T, all row-major, of whole tiles."""
+    program = tl.program_id(0)
+    columns = tl.cdiv(N, BLOCK_N)
+    if SIGNALS:
+        tile = ot.tile(tile_order, program)
+        row, column = tile // columns, tile % columns
+    else:
+        in_group = GROUP * columns
+        first = program // in_group * GROUP
+        size = min(tl.cdiv(M, BLOCK_M) - first, GROUP)
+        row = first + program % in_group % size
+        column = program % in_group // size
+        tile = 0
+    rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    of_columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    left = a + rows[:, None] * K + inner[None, :]
+    right = b + of_columns[None, :] * K + inner[:, None]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for _ in range(0, K, BLOCK_K):
+        sums = tl.dot(tl.load(left), tl.load(right), sums)
+        left += BLOCK_K
+        right += BLOCK_K
+    tl.store(c + rows.to(tl.int64)[:, None] * N + of_columns[None, :], sums.to(c.dtype.element_ty))
+    if SIGNALS:
+        ot.signal(counters, tl.load(tile_chunk + tile))
+
+
+def compare(m: int, n: int, k: int, tile: tuple[int, int], rounds: int) -> tuple[float, float]:
+    """Microseconds, medians: the bare kernel and the one that signals."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    a, b = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+    products = [torch.empty(m, n, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    rows, columns = -(-m // tile[0]), -(-n // tile[1])
+    chunks = [row * CHUNKS // rows for row in range(rows) for _ in range(columns)]
+    order = _tile_orders.table(_tile_orders.by_chunks("grouped", chunks, columns), device)
+    of_chunks = _tile_orders.table(chunks, device)
+    counters = torch.zeros(72, dtype=torch.int32, device=device)
+
+    def run(signals: bool) -> None:
+        _gemm[(rows * columns,)](
+            a, b, products[signals], order, of_chunks, counters, m, n, k, SIGNALS=signals, GROUP=GROUP,
+            BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=64, num_warps=8, num_stages=3,
+        )  # fmt: skip
+
+    times: list[list[float]] = [[], []]
+    for turn in range(rounds + 3):
+        for signals in ((False, True), (True, False))[turn % 2]:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run(signals)
+            end.record()
+            end.synchronize()
+            if turn >= 3:
+                times[signals].append(1e3 * begin.elapsed_time(end))
+    if not torch.equal(*products):
+        raise RuntimeError(f"{m} x {n} x {k}: the two kernels' products differ")
+    calls = rounds + 3
+    if counters.tolist()[:CHUNKS] != [calls * chunks.count(chunk) for chunk in range(CHUNKS)]:
+        raise RuntimeError(f"{m} x {n} x {k}: the counters are {counters.tolist()[:CHUNKS]}")
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+# --- several GPUs ---------------------------------------------------------------------------------------------
+
+COLLECTIVES = {"all_reduce": Op.GEMM_ALLREDUCE, "reduce_scatter": Op.GEMM_REDUCESCATTER}
+# Chunks, SMs that the kernel leaves free, NCCL's CTAs.
+SETTINGS = [(4, 0, 16), (8, 0, 16), (4, 16, 16), (8, 16, 16), (4, 0, 24)]
+
+
+def _launch(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, tile: tuple[int, int], job=None
+) -> None:
+    (m, k), n = a.shape, b.shape[0]
+    tiles = -(-m // tile[0]) * -(-n // tile[1])
+    tables = (job.tile_order, job.tile_chunk, job.counters) if job else (None, None, None)
+    _gemm[(tiles,)](
+        a, b, c, *tables, m, n, k, SIGNALS=job is not None, GROUP=GROUP,
+        BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=64, num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
+def _sequence(
+    collective: str, a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int]
+) -> torch.Tensor:
+    c = torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=a.dtype)
+    _launch(a, b, c, tile)
+    if collective == "all_reduce":
+        dist.all_reduce(c)
+        return c
+    part = c.new_empty(c.shape[0] // dist.get_world_size(), c.shape[1])
+    dist.reduce_scatter_tensor(part, c)
+    return part
+
+
+def _job(
+    collective: str, a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int], plan: Plan, order: str
+) -> torch.Tensor:
+    shape = (a.shape[0], b.shape[0])
+    with overlap_torch.produce(
+        collective, shape, a.dtype, tile=tile, plan=plan, tile_order="grouped"
+    ) as job:
+        if order == "uncut":
+            job.tile_order = _uncut(
+                *(-(-size // side) for size, side in zip(shape, tile, strict=True)), a.device
+            )
+        _launch(a, b, job.output, tile, job)
+    return job.result()
+
+
+_orders: dict[tuple, torch.Tensor] = {}
+
+
+def _uncut(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    key = (rows, columns, device)
+    if key not in _orders:
+        _orders[key] = _tile_orders.table(_tile_orders.column_major(rows, columns), device)
+    return _orders[key]
+
+
+def _take_turns(variants: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Microseconds, medians over the rounds of the slowest rank's times."""
+    times = torch.zeros(rounds, len(variants), dtype=torch.float64, device="cuda")
+    for turn in range(rounds):
+        for step in range(len(variants)):
+            index = (turn + step) % len(variants)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin.record()
+            variants[index]()
+            end.record()
+            end.synchronize()
+            times[turn, index] = 1e3 * begin.elapsed_time(end)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.median(0).values.tolist()
+
+
+def gain(
+    collective: str, shape: tuple[int, int, int], tile: tuple[int, int], rounds: int
+) -> tuple[float, ...]:
+    """The sequence's time, the best job's with its setting, and the same job's without a tile order."""
+    m, n, k = shape
+    world = dist.get_world_size()
+    generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
+    a, b = (
+        torch.randint(-2, 3, (rows, k), device="cuda", generator=generator).bfloat16()
+        for rows in (m, n)
+    )
+    problem = Problem(m, n, 1, torch.bfloat16, world, COLLECTIVES[collective])
+    plans = [
+        row_panels(problem, chunks, tile=tile, comm_sms=sms, max_ctas=ctas, transport="nccl")
+        for chunks, sms, ctas in SETTINGS
+    ]
+    right = _sequence(collective, a, b, tile)
+    for plan in plans:
+        for order in ("cut", "uncut"):
+            if not torch.equal(_job(collective, a, b, tile, plan, order), right):
+                raise RuntimeError(
+                    f"{collective} {shape}: a job's result differs from the sequence's"
+                )
+    variants: list[Callable[[], object]] = [lambda: _sequence(collective, a, b, tile)]
+    for plan in plans:
+        variants.append(lambda plan=plan: _job(collective, a, b, tile, plan, "cut"))
+    for plan in plans:
+        variants.append(lambda plan=plan: _job(collective, a, b, tile, plan, "uncut"))
+    _take_turns(variants, 3)
+    times = _take_turns(variants, rounds)
+    best = min(range(len(plans)), key=lambda index: times[1 + index])
+    return times[0], times[1 + best], min(times[1 + len(plans) :]), best
+
+
+def measure_gain(tile: tuple[int, int], rounds: int) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    first = dist.get_rank() == 0
+    for collective in COLLECTIVES:
+        ratios = []
+        if first:
+            print(f"\n{collective}, {dist.get_world_size()} x {torch.cuda.get_device_name()}; us")
+            print(
+                "| M x N x K | sequence | job | gain | chunks, SMs, CTAs | without order | order's worth |"
+            )
+            print("| --- | --- | --- | --- | --- | --- | --- |")
+        for shape in suite_group("m_train"):
+            sizes = (shape.m, shape.n, shape.k)
+            sequence, job, uncut, best = gain(collective, sizes, tile, rounds)
+            ratios.append(sequence / job)
+            if first:
+                print(
+                    f"| {shape} | {sequence:.0f} | {job:.0f} | {ratios[-1]:.2f} | {SETTINGS[best]} | {uncut:.0f} | "
+                    f"{uncut / job:.2f} |",
+                    flush=True,
+                )
+        if first:
+            mean = math.prod(ratios) ** (1 / len(ratios))
+            print(f"geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--tile", type=int, nargs=2, default=(128, 256))
+    options = parser.parse_args()
+    print(
+        f"{torch.cuda.get_device_name()}, bf16, tiles of {options.tile[0]} x {options.tile[1]}, {CHUNKS} chunks; us"
+    )
+    print("| M x N x K | bare | with table and signals | ratio |\n| --- | --- | --- | --- |")
+    ratios = []
+    for shape in SHAPES:
+        bare, signalling = compare(*shape, tuple(options.tile), options.rounds)
+        ratios.append(signalling / bare)
+        print(
+            f"| {' x '.join(map(str, shape))} | {bare:.0f} | {signalling:.0f} | {ratios[-1]:.4f} |",
+            flush=True,
+        )
+    print(f"geometric mean {math.prod(ratios) ** (1 / len(ratios)):.4f}, largest {max(ratios):.4f}")
+
+
+if __name__ == "__main__":
+    main()

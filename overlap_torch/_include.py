@@ -1,0 +1,13 @@
+"""Where the headers are that kernels of the caller's include."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def include_path() -> str:
+    """The folder of ``overlap/signal.cuh``, which CUDA kernels include that signal or await chunks::
+
+    torch.utils.cpp_extension.load_inline(..., extra_include_paths=[overlap_torch.include_path()])
+    """
+    return str(Path(__file__).parent / "include")

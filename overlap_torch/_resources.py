@@ -1,0 +1,100 @@
+"""What a kernel that is not this package's leaves to communication."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+WAYS = ("grid", "green_context")
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """``comm_sms`` SMs that the kernel leaves free, and how; see :func:`resources`."""
+
+    comm_sms: int = 0
+    by: str = "grid"
+
+    def __post_init__(self) -> None:
+        if self.by not in WAYS:
+            raise ValueError(f"by is {self.by!r}, allowed are {', '.join(map(repr, WAYS))}")
+        if type(self.comm_sms) is not int or self.comm_sms < 0:
+            raise ValueError(f"comm_sms is {self.comm_sms!r}, allowed is an integer of 0 or more")
+
+    def programs(self, sm_count: int) -> int:
+        """SMs that are left to the kernel."""
+        if self.comm_sms >= sm_count:
+            raise ValueError(
+                f"comm_sms is {self.comm_sms}, allowed are 0 to {sm_count - 1}, as the device has {sm_count} SMs"
+            )
+        return sm_count - self.comm_sms
+
+
+class _Current(threading.local):
+    resources = KernelResources()
+
+
+_current = _Current()
+
+
+def current() -> KernelResources:
+    """Those of the innermost ``with resources(...)`` of this thread."""
+    return _current.resources
+
+
+@contextmanager
+def resources(comm_sms: int, by: str = "grid") -> Iterator[KernelResources]:
+    """What the kernels of jobs that begin in this block leave to communication::
+
+        with overlap_torch.resources(16, by="green_context"):
+            with overlap_torch.consume("all_gather", x, tile=(128, 128), columns=n) as job:
+                ...
+
+    Args:
+        comm_sms: SMs, of the device's (132 on an H200). ``produce`` and ``consume`` take a ``resources=`` of their own, the
+            value that this block gives.
+        by: ``"grid"``: a persistent kernel launches ``job.programs`` programs and no more, one for each SM that is left.
+            ``"green_context"``: inside the job's ``with`` a CUDA green context of the other SMs is current, so that any
+            kernel that is launched there, cuBLAS's too, stays on them. It makes its own default stream the current one,
+            which begins behind the stream that was current, and which that one goes on behind; other streams that are
+            used inside keep all SMs. A CUDA graph cannot be captured through it. Numbers of SMs are rounded down to what the
+            device can set apart, 8 on Hopper.
+
+    Raises:
+        ValueError: a number or a way that there is not.
+    """
+    before, _current.resources = _current.resources, KernelResources(comm_sms, by)
+    try:
+        yield _current.resources
+    finally:
+        _current.resources = before
+
+
+_contexts: dict[tuple[int, int], object] = {}
+
+
+def green_context(sms: int, device: torch.device) -> object:
+    """The green context of so many SMs of the device, made once.
+
+    Raises:
+        RuntimeError: this PyTorch or driver has none, or a capture is on.
+    """
+    from torch.cuda import green_contexts
+
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            'by="green_context" cannot be captured into a CUDA graph: take by="grid" with a persistent kernel'
+        )
+    if not green_contexts.SUPPORTED:
+        raise RuntimeError(
+            f'by="green_context" needs a PyTorch with green contexts, which {torch.__version__} is not: take by="grid"'
+        )
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    key = (index, sms)
+    if key not in _contexts:
+        _contexts[key] = green_contexts.GreenContext.create(sms, index)
+    return _contexts[key]

@@ -1,0 +1,131 @@
+"""What a Triton kernel says to, and hears of, the communication of its tiles; see :func:`overlap_torch.produce`.
+
+    import overlap_torch.triton as ot
+
+    @triton.jit
+    def kernel(..., tile_order, tile_chunk, counters, ...):
+        tile = ot.tile(tile_order, tl.program_id(0))         # in place of the program's number
+        ...
+        tl.store(...)
+        ot.signal(counters, tl.load(tile_chunk + tile))      # behind the last store of the tile
+
+Under ``TRITON_INTERPRET=1`` they work on CPU.
+
+Raises:
+    ImportError: there is no Triton. It comes with PyTorch's CUDA builds.
+"""
+
+from __future__ import annotations
+
+import os
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError(
+        "overlap_torch.triton needs Triton, which is not installed: `pip install triton`, or a CUDA build of PyTorch, which "
+        "has it. Kernels in CUDA take overlap/signal.cuh"
+    ) from error
+
+__all__ = ["signal", "signal_bulk", "tile", "wait", "wait_bulk"]
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+_POLLS = tl.constexpr(1 << 16)  # in the interpreter, where everything has arrived before the kernel
+# As csrc/binding/kernel_job.h and csrc/runtime/group.h have them.
+_REPORT = tl.constexpr(64)
+_DEADLINE = tl.constexpr(66)
+_LATE = tl.constexpr(1 << 30)  # in a flag: a kernel has given up waiting for it
+_CALLERS_KERNEL = tl.constexpr(254)
+
+
+@triton.jit
+def tile(tile_order, index):
+    """The tile to take as the ``index``-th: its row times the number of columns of tiles, plus its column."""
+    return tl.load(tile_order + index)
+
+
+@triton.jit
+def signal(counters, chunk):
+    """[A] One more tile of the chunk is stored: by ``tl.store``, or ``tl.atomic_*``, of this program.
+
+    For stores through tensor descriptors (TMA), which go on behind the program's back, there is :func:`signal_bulk`.
+    """
+    # All threads' stores come before the barrier, and the barrier before the one thread that adds.
+    tl.debug_barrier()
+    tl.atomic_add(counters + chunk, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def signal_bulk(counters, chunk):
+    """[A] The same of a tile that was stored through tensor descriptors: waits until these stores are complete."""
+    if not _INTERPRETED:
+        # Whichever thread has issued the stores waits for them; others have none. Then plain accesses see them.
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;",
+            "=r,r",
+            [chunk],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    signal(counters, chunk)
+
+
+@triton.jit
+def _now_ns():
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _report_late(arrived, chunk):
+    # As csrc/kernels/signal: chunk, peer, and 1 expected; one plain store, as host memory may take no atomics.
+    report = tl.load((arrived + _REPORT).to(tl.pointer_type(tl.int64)))
+    failure = tl.full((), 0, tl.int64) + chunk
+    failure = (failure * 256 + _CALLERS_KERNEL) * (1 << 48) + (1 << 24)
+    tl.store(report.to(tl.pointer_type(tl.int64)), failure)
+
+
+@triton.jit
+def wait(arrived, chunk):
+    """[D] Returns when the chunk has arrived; what is loaded behind it, is what arrived.
+
+    At the group's deadline it returns all the same, and :func:`overlap_torch.check` and the next op raise.
+    """
+    flag = arrived + chunk
+    if _INTERPRETED:
+        seen = tl.atomic_or(flag, 0, sem="acquire", scope="gpu")
+        polls = 0
+        while (seen == 0) & (polls < _POLLS):
+            seen = tl.atomic_or(flag, 0, sem="acquire", scope="gpu")
+            polls += 1
+        if seen == 0:
+            tl.atomic_or(flag, _LATE, sem="relaxed", scope="gpu")
+    else:
+        # One thread polls, and its answer is the whole program's: so what differs by thread, the time, goes into the
+        # flag before the program looks at it.
+        deadline = tl.load((arrived + _DEADLINE).to(tl.pointer_type(tl.int64)))
+        start = _now_ns()
+        seen = tl.atomic_or(flag, 0, sem="acquire", scope="gpu")
+        while seen == 0:
+            late = tl.where(_now_ns() - start > deadline, _LATE, 0)
+            seen = tl.atomic_or(flag, late, sem="acquire", scope="gpu")
+        if seen >= _LATE:
+            _report_late(arrived, chunk)
+
+
+@triton.jit
+def wait_bulk(arrived, chunk):
+    """[D] The same in front of loads through tensor descriptors (TMA)."""
+    wait(arrived, chunk)
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.b32 $0, $1;",
+            "=r,r",
+            [chunk],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

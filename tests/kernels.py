@@ -1,0 +1,62 @@
+"""Kernels of a user's for tests: those of the example, and small ones that do wrong."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+# Of ranks without a GPU: Triton reads it when it is imported, and whatever imports PyTorch may import Triton.
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+@functools.cache
+def example(name: str = "05_triton_kernels") -> ModuleType:
+    """The example's module; without a GPU its kernels run in Triton's interpreter."""
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        spec = importlib.util.spec_from_file_location("example_" + name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def numbers(*shape: int, seed: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small integers of a rank, whose sums of products every dtype here has exactly."""
+    generator = torch.Generator().manual_seed(977 * seed + rank)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def product(m: int, n: int, k: int, seed: int, rank: int) -> torch.Tensor:
+    """float64, of the operands of :func:`operands`."""
+    a, b = (
+        numbers(*shape, seed=seed + i, rank=rank).double()
+        for i, shape in enumerate([(m, k), (k, n)])
+    )
+    return a @ b
+
+
+def operands(m: int, n: int, k: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """This rank's, [m, k] and [k, n]."""
+    return [
+        numbers(*shape, seed=seed + i, rank=dist.get_rank(), dtype=dtype).to(device())
+        for i, shape in enumerate([(m, k), (k, n)])
+    ]
+
+
+def reduced(m: int, n: int, k: int, seed: int) -> torch.Tensor:
+    """float64: the sum of all ranks' products."""
+    return sum(product(m, n, k, seed, rank) for rank in range(dist.get_world_size()))

@@ -1,0 +1,584 @@
+"""Kernels of a user's whose tiles are communicated by overlap_torch: exact results, orders, and what goes wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import kernel_lists
+import kernels
+import overlap_torch
+import rank_pool
+from overlap_torch import _kernel_plans, _tile_orders, plan
+from overlap_torch.plan import Machine, Op, Problem
+
+TILE = (32, 32)
+# Whole tiles, and tiles that reach beyond the matrix and across the ranks' parts.
+SHAPES = [(128, 96, 64), (12 * 17, 50, 40)]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest) -> None:
+    """On CPU, in ranks that have had Triton interpret from the start."""
+    if "ranks" in request.fixturenames:
+        runner = request.getfixturevalue("ranks")
+        if runner.backend == "gloo":
+            runner.environment = kernels.INTERPRETED
+
+
+def expect(failures: list[str], label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    result = result.double().cpu()
+    if result.shape != expected.shape:
+        failures.append(f"{label}: shape {tuple(result.shape)}, not {tuple(expected.shape)}")
+    elif not torch.equal(result, expected):
+        wrong = (result != expected).nonzero()
+        failures.append(f"{label}: {len(wrong)} elements differ, the first at {wrong[0].tolist()}")
+
+
+def check_reductions(cases: list[tuple]) -> tuple[int, list[str]]:
+    """Each case: shape, collective, order, chunks, dtype, persistent."""
+    example, failures = kernels.example(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for seed, (shape, collective, order, chunks, dtype, persistent) in enumerate(cases):
+        a, b = kernels.operands(*shape, seed=seed, dtype=dtype)
+        expected = kernels.reduced(*shape, seed=seed)
+        if collective == "reduce_scatter":
+            expected = expected.chunk(world)[rank]
+        if persistent:
+            result = example.persistent_row_parallel(a, b, collective, chunks)
+        else:
+            result = example.row_parallel(a, b, collective, order, chunks)
+        label = (
+            f"{shape} {collective} {order} in {chunks} chunks of {dtype}, persistent={persistent}"
+        )
+        expect(failures, label, result, expected)
+        if result.dtype != dtype:
+            failures.append(f"{label}: dtype {result.dtype}")
+    return len(cases), failures
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_reduce_exactly(ranks):
+    cases = [
+        (SHAPES[0], "all_reduce", "row_major", 3, torch.float32, False),
+        (SHAPES[1], "reduce_scatter", "grouped", 2, torch.float32, False),
+        (SHAPES[1], "all_reduce", "swizzled", 1, torch.float16, True),
+        (SHAPES[0], "reduce_scatter", "column_major", 2, torch.float32, True),
+    ]
+    ranks.expect_no_failures(check_reductions, cases)
+
+
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"))
+def test_kernels_reduce_exactly_in_any_order_and_number_of_chunks(ranks):
+    cases = [
+        (shape, collective, order, chunks, torch.float32, persistent)
+        for shape in SHAPES
+        for collective in ("all_reduce", "reduce_scatter")
+        for order in _tile_orders.ORDERS
+        for chunks in (1, 2)
+        for persistent in (False, True)
+    ]
+    ranks.expect_no_failures(check_reductions, cases, timeout_s=500)
+
+
+def check_experts(chunks: list[int]) -> tuple[int, list[str]]:
+    example, failures = kernels.example(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    capacity, count, k, n = 2 * TILE[0], 2, 40, 50
+    for seed, pieces in enumerate(chunks):
+        tokens = [
+            kernels.numbers(world * count * capacity, k, seed=seed, rank=r) for r in range(world)
+        ]
+        weights = [kernels.numbers(count, k, n, seed=100 + seed, rank=r) for r in range(world)]
+        home = []
+        for source in range(world):
+            runs = tokens[source].double().view(world, count, capacity, k)[rank]
+            home.append((runs @ weights[source].double()).reshape(-1, n))
+        mine = [one[rank].to(kernels.device()) for one in (tokens, weights)]
+        result = example.experts(*mine, capacity, pieces)
+        expect(failures, f"experts in {pieces} pieces", result, torch.cat(home))
+    return len(chunks), failures
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_exchange_exactly(ranks):
+    ranks.expect_no_failures(check_experts, [1, 3])
+
+
+def check_uneven_rows(cases: list[tuple[int, int]]) -> tuple[int, list[str]]:
+    """All ranks' rows for all ranks, some none; tiles lie across destinations."""
+    example, failures = kernels.example(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for seed, (scale, chunks) in enumerate(cases):
+        rows = [
+            [(scale * (to + 2 * source)) % 71 for to in range(world)] for source in range(world)
+        ]
+        rows[0][world - 1] = 0
+        n, k = 40, 24
+        send, receive = rows[rank], [rows[source][rank] for source in range(world)]
+        a, b = kernels.operands(sum(send), n, k, seed=seed, dtype=torch.float32)
+        with overlap_torch.produce(
+            "all_to_all", (sum(send), n), a.dtype, tile=TILE, chunks=chunks, send_rows=send, recv_rows=receive,
+            device=a.device,
+        ) as job:  # fmt: skip
+            if job.tiles > 0:
+                example.matmul[(job.tiles,)](
+                    a, b, job.output, job.tile_order, job.tile_chunk, job.counters, sum(send), n, k, **example.blocks()
+                )  # fmt: skip
+        expected = [
+            kernels.product(sum(rows[source]), n, k, seed, source)[sum(rows[source][:rank]) :][
+                : receive[source]
+            ]
+            for source in range(world)
+        ]
+        expect(failures, f"rows {rows} in {chunks}", job.result(), torch.cat(expected))
+    return len(cases), failures
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_kernels_exchange_uneven_rows(ranks):
+    ranks.expect_no_failures(check_uneven_rows, [(37, 2), (53, 4)])
+
+
+def check_gathers(cases: list[tuple]) -> tuple[int, list[str]]:
+    """SwiGLU equals the same kernel on rows that are all there, bit for bit; and the equation."""
+    example, failures = kernels.example(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for seed, ((m, n, k), chunks, dtype) in enumerate(cases):
+        rows = [kernels.numbers(m, k, seed=seed, rank=r, dtype=dtype) for r in range(world)]
+        gate, up = (
+            kernels.numbers(k, n, seed=10 + seed + i, rank=rank, dtype=dtype).to(kernels.device())
+            for i in (0, 1)
+        )
+        out, gathered = example.column_parallel_swiglu(
+            rows[rank].to(kernels.device()), gate / 16, up, chunks
+        )
+        expect(failures, f"gathered {m, n, k}", gathered, torch.cat(rows).double())
+        plain = torch.empty_like(out)
+        all_there = torch.ones(72, dtype=torch.int32, device=out.device)
+        grid = -(-out.shape[0] // TILE[0]) * -(-n // TILE[1])
+        order = torch.arange(grid, dtype=torch.int32, device=out.device)
+        example.swiglu[(3,)](
+            gathered, gate / 16, up, plain, order, torch.zeros_like(order), all_there, grid, *out.shape, k,
+            **example.blocks(),
+        )  # fmt: skip
+        expect(failures, f"out {m, n, k} in {chunks}", out, plain.double().cpu())
+        x = gathered.double()
+        right = torch.nn.functional.silu(x @ (gate / 16).double()) * (x @ up.double())
+        if not torch.allclose(
+            out.double(), right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
+        ):
+            failures.append(
+                f"{m, n, k}: far from the equation, {(out.double() - right).abs().max()}"
+            )
+    return len(cases), failures
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_gather_exactly(ranks):
+    # The second one's parts end within tiles.
+    cases = [((64, 50, 40), 2, torch.float32), ((75, 40, 24), 3, torch.float32)]
+    ranks.expect_no_failures(check_gathers, cases)
+
+
+def check_plans(labels: list[str]) -> tuple[int, list[str]]:
+    example, failures = kernels.example(), []
+    world, gloo = dist.get_world_size(), dist.get_backend() == "gloo"
+    transport = "gloo" if gloo else "nccl"
+    m, n, k = 12 * 17, 50, 40
+    all_reduce = Problem(m, n, 1, torch.float32, world)
+    made = {
+        "packed": lambda: plan.packed(all_reduce, [3, 5, 4, 2], tile=TILE, transport=transport),
+        "sequential": lambda: plan.row_panels(all_reduce, 1, tile=TILE, transport=transport),
+        "uneven": lambda: plan.row_panels(
+            all_reduce, [1, 4, 2], tile=TILE, transport=transport, lanes=2
+        ),
+        "ring": lambda: plan.ring(all_reduce, chunks=2, tile=TILE, transport=transport),
+        "two_shot": lambda: plan.two_shot(all_reduce, tile=TILE, transport=transport),
+    }
+    for seed, label in enumerate(labels):
+        a, b = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
+        chosen = made[label]()
+        with overlap_torch.produce(
+            "all_reduce", (m, n), a.dtype, tile=TILE, plan=chosen, device=a.device
+        ) as job:
+            example.matmul[(job.tiles,)](
+                a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
+            )  # fmt: skip
+        expect(failures, label, job.result(), kernels.reduced(m, n, k, seed))
+        if job.plan != chosen:
+            failures.append(f"{label}: runs by {job.plan}")
+    return len(labels), failures
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_run_by_plans(ranks):
+    ranks.expect_no_failures(check_plans, ["packed", "sequential", "uneven", "ring", "two_shot"])
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------
+
+
+def small_job(**changes) -> overlap_torch.Job:
+    arguments = {"tile": TILE, "chunks": 2, "device": kernels.device()} | changes
+    return overlap_torch.produce("all_reduce", (128, 96), torch.float32, **arguments)
+
+
+def run_kernel(job: overlap_torch.Job, seed: int = 1, tiles: torch.Tensor | None = None) -> None:
+    example = kernels.example()
+    a, b = kernels.operands(128, 96, 32, seed=seed, dtype=torch.float32)
+    order = job.tile_order if tiles is None else tiles
+    example.matmul[(len(order),)](
+        a, b, job.output, order, job.tile_chunk, job.counters, 128, 96, 32, **example.blocks()
+    )  # fmt: skip
+
+
+def leave_by_an_exception() -> tuple[str, bool]:
+    message = ""
+    try:
+        with small_job() as job:
+            run_kernel(job)
+            if dist.get_rank() == 1:
+                raise KeyError("boom")
+    except (KeyError, RuntimeError) as error:
+        message = f"{type(error).__name__} {error}"
+    try:
+        job.result()
+    except RuntimeError as error:
+        message += f"; {error}"
+    with small_job() as again:
+        run_kernel(again)
+    return message, torch.equal(again.result().double(), kernels.reduced(128, 96, 32, 1))
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_kernels_exception_is_told_to_all_ranks(ranks):
+    results = ranks.run(leave_by_an_exception)
+    for rank, (message, again) in enumerate(results):
+        if rank == 1:
+            assert message.startswith("KeyError 'boom'"), message
+        else:
+            assert message.startswith("RuntimeError") and "rank 1 called" in message, message
+            assert "by an exception, KeyError: 'boom'" in message, message
+        assert "was left by an exception" in message
+        assert again, "the next call is right"
+
+
+def signal_wrongly(kind: str) -> str:
+    try:
+        with small_job() as job:
+            order = job.tile_order
+            tiles = {"never": order[:-1], "twice": torch.cat([order, order[-1:]])}[kind]
+            run_kernel(job, tiles=tiles if dist.get_rank() == 0 else order)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("kind, seen", [("never", 5), ("twice", 7)])
+def test_kernels_wrong_signals_are_found(ranks, kind, seen):
+    first, second = ranks.run(signal_wrongly, kind)
+    assert f"signalled {seen} tiles of chunk 1, but it has 6" in first and "OVERLAP_DEBUG" in first
+    assert "rank 0 called" in second and f"signalled {seen} tiles" in second, second
+
+
+@pytest.mark.parametrize("kind, how", [("never", "never"), ("twice", "2 times")])
+def test_kernels_wrong_signals_are_named_by_tile(kind, how):
+    outcomes = rank_pool.run_fresh(
+        2, "gloo", signal_wrongly, kind, environment=kernels.INTERPRETED | {"OVERLAP_DEBUG": "1"}
+    )
+    assert f"signalled tile (3, 2) {how}" in outcomes[0].value, outcomes[0]
+    assert "rank 0 called" in outcomes[1].value, outcomes[1]
+
+
+def use_of_jobs() -> list[str]:
+    messages = []
+
+    def note(action) -> None:
+        try:
+            action()
+            messages.append("")
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+
+    job = small_job()
+    note(job.result)
+    with job:
+        run_kernel(job)
+        note(job.result)
+    assert job.result() is job.result()
+    note(job.__enter__)
+    x = torch.ones(32, 16, device=kernels.device(), requires_grad=True)
+    note(lambda: overlap_torch.consume("all_gather", x, columns=32, tile=TILE))
+    note(lambda: small_job(operands=[x]))
+    with torch.no_grad():
+        note(lambda: small_job(operands=[x]))
+    note(lambda: overlap_torch.produce("all_gather", (32, 32), x.dtype, tile=TILE))
+    note(lambda: overlap_torch.consume("all_reduce", x, columns=32, tile=TILE))
+    note(lambda: overlap_torch.produce("all_to_all", (32, 32), x.dtype, tile=TILE))
+    note(lambda: small_job(chunks=65))
+    note(lambda: small_job(chunks=5))
+    note(lambda: small_job(tile=(0, 32)))
+    note(lambda: small_job(tile_order="spiral"))
+    note(lambda: small_job(tile_order=lambda rows, columns: [0] * rows * columns))
+    note(lambda: overlap_torch.produce("all_reduce", (0, 32), x.dtype, tile=TILE))
+    other = plan.row_panels(
+        Problem(64, 96, 1, torch.float32, dist.get_world_size()), 1, transport="gloo"
+    )
+    note(lambda: small_job(plan=other))
+    return messages
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_misuse_is_refused(ranks):
+    expected = [
+        "RuntimeError: .* has no result: its `with` has not ended",
+        "RuntimeError: .* has no result: its `with` has not ended",
+        "RuntimeError: .* a job is entered once",
+        "NotImplementedError: .*consume.* requires grad.*autograd.Function",
+        "NotImplementedError: .*produce.* requires grad",
+        "",
+        "ValueError: collective is 'all_gather', allowed are .*consume",
+        "ValueError: collective is 'all_reduce', allowed is 'all_gather'",
+        "ValueError: .*send_rows and recv_rows are None",
+        "ValueError: .*chunks is 65, allowed are 1 to 64",
+        "",
+        "ValueError: tile is .*allowed are two integers of 1 or more",
+        "ValueError: tile_order is 'spiral', allowed are 'row_major'",
+        "ValueError: tile_order gave 12 tiles for 4 x 3",
+        "ValueError: .*nothing to compute",
+        "ValueError: .*the plan is for another problem",
+    ]
+    for messages in ranks.run(use_of_jobs):
+        assert len(messages) == len(expected)
+        for message, pattern in zip(messages, expected, strict=True):
+            assert re.match(pattern or "$", message, re.DOTALL), message
+
+
+def call_in_compiled_code() -> tuple[bool, str]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        with small_job() as job:
+            torch.compiler.disable(run_kernel)(job)  # Triton's interpreter is nothing to be traced
+        return job.result() + x.sum()
+
+    x = torch.zeros(2)
+    right = torch.equal(torch.compile(step, backend="eager")(x), step(x))
+    torch._dynamo.reset()
+    try:
+        torch.compile(step, backend="eager", fullgraph=True)(x)
+    except torch._dynamo.exc.Unsupported as error:
+        return right, str(error)
+    return right, ""
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_break_graphs_and_say_why(ranks):
+    for right, message in ranks.run(call_in_compiled_code):
+        assert right
+        assert "a kernel between overlap_torch.produce or consume and its result" in message
+
+
+# --- one process ----------------------------------------------------------------------------------------------
+
+
+def test_kernels_orders_keep_within_chunks_what_the_kernel_does():
+    # 4 x 3 tiles, two rows of them a chunk.
+    chunks = [0] * 6 + [1] * 6
+    cut = {name: _tile_orders.by_chunks(name, chunks, 3) for name in _tile_orders.ORDERS}
+    assert cut == {
+        "row_major": list(range(12)),
+        "column_major": [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11],
+        "grouped": [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11],
+        "swizzled": list(range(12)),
+    }
+    backwards = _tile_orders.by_chunks(
+        lambda rows, columns: range(rows * columns - 1, -1, -1), chunks, 3
+    )
+    assert backwards == [5, 4, 3, 2, 1, 0, 11, 10, 9, 8, 7, 6]
+    # Groups of 8.
+    assert _tile_orders.grouped(10, 2) == [
+        0,
+        2,
+        4,
+        6,
+        8,
+        10,
+        12,
+        14,
+        1,
+        3,
+        5,
+        7,
+        9,
+        11,
+        13,
+        15,
+        16,
+        18,
+        17,
+        19,
+    ]
+    assert _tile_orders.swizzled(2, 10) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+        16,
+        17,
+        8,
+        9,
+        18,
+        19,
+    ]
+
+
+def test_kernels_chunks_follow_the_kernels_time():
+    machine = Machine(arch=90, sm_count=132, link_latency_us=20.0, link_gbps=200.0)
+    problem = Problem(8192, 8192, 1, torch.bfloat16, 2)  # 128 MiB, 671 us
+    # One behind the other: 1000 + 20 + 671. In c chunks: 1000 + 20 + 671 / c, at the least.
+    assert _kernel_plans.expected_us(1000.0, 671.0, 20.0, 1) == 1691.0
+    assert _kernel_plans.expected_us(1000.0, 671.0, 20.0, 10) == pytest.approx(1087.1)
+    assert _kernel_plans.choose_chunks(problem, 64, 1000.0, machine) > 4
+    assert _kernel_plans.choose_chunks(problem, 2, 1000.0, machine) == 2
+    # Too short a kernel to hide anything.
+    assert _kernel_plans.choose_chunks(problem, 64, 10.0, machine) == 1
+    # A scattered sum moves half.
+    scattered = Problem(8192, 8192, 1, torch.bfloat16, 2, Op.GEMM_REDUCESCATTER)
+    assert _kernel_plans.choose_chunks(scattered, 64, 25.0, machine) == 1
+
+
+def test_kernels_resources_say_what_there_is():
+    with overlap_torch.resources(16, by="green_context") as outer:
+        assert (outer.comm_sms, outer.by, outer.programs(132)) == (16, "green_context", 116)
+        with pytest.raises(ValueError, match="comm_sms is 16, allowed are 0 to 15"):
+            outer.programs(16)
+    for arguments in ((-1,), (1.5,), (4, "magic")):
+        with pytest.raises(ValueError, match="allowed"), overlap_torch.resources(*arguments):
+            pass
+
+
+def test_kernels_headers_are_installed_and_agree_with_the_library():
+    from pathlib import Path
+
+    header = Path(overlap_torch.include_path(), "overlap", "signal.cuh").read_text()
+    root = Path(__file__).resolve().parents[1]
+    counters = (root / "csrc/binding/kernel_job.h").read_text()
+    python = (root / "overlap_torch/triton.py").read_text()
+    most = int(re.search(r"kMaxChunks = (\d+)", (root / "csrc/plan/tile_order.h").read_text())[1])
+    assert "kReport = plan::kMaxChunks;" in counters and "kDeadline = kReport + 2;" in counters
+    caller = re.search(r"kCallersKernel = (\d+)", (root / "csrc/runtime/group.h").read_text())[1]
+    for text, pattern in ((header, r"k{}\w* = (\d+)"), (python, r"_{} = tl.constexpr\((\d+)\)")):
+        names = (
+            ("Report", "Deadline", "CallersKernel")
+            if text is header
+            else ("REPORT", "DEADLINE", "CALLERS_KERNEL")
+        )
+        values = [re.search(pattern.format(name), text)[1] for name in names]
+        assert values == [str(most), str(most + 2), caller]
+
+
+def lists_of(op: Op, m: int, world: int) -> list[tuple[str, plan.Plan, bool]]:
+    """Plans for GPUs, and whether the kernel awaits chunks."""
+    problem = Problem(m, 20, 6, torch.float32, world, op)
+    some = {"tile": (8, 8), "transport": "nccl", "max_ctas": 8}
+    if op == Op.ALLGATHER_GEMM:
+        return [
+            ("awaits", plan.row_panels(problem, 2, **some), True),
+            ("behind", plan.row_panels(problem, 2, **some), False),
+            ("lanes", plan.row_panels(problem, [1, 1, 1], lanes=2, **some), True),
+            ("window", plan.row_panels(problem, 2, window=True, **some), True),
+            (
+                "peers",
+                plan.row_panels(problem, 3, **some | {"transport": "peer", "max_ctas": 0}),
+                True,
+            ),
+        ]
+    plans = [
+        ("panels", plan.row_panels(problem, 3, **some), False),
+        ("lanes", plan.row_panels(problem, 3, lanes=3, **some), False),
+        ("window", plan.row_panels(problem, 2, window=True, lanes=2, **some), False),
+        ("one", plan.row_panels(problem, 1, **some), False),
+    ]
+    if op == Op.GEMM_ALLREDUCE:
+        plans.append(("packed", plan.packed(problem, [4, 1, 7, 3], lanes=2, **some), False))
+        if world == 2:
+            plans.append(
+                (
+                    "exchange",
+                    plan.packed(problem, [4, 1, 7, 3], collective="exchange", **some),
+                    False,
+                )
+            )
+    return plans
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
+def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
+    # 15 tiles; parts that end within rows of tiles.
+    m = 38 if op == Op.GEMM_ALLREDUCE else 21 * world
+    for label, chosen, awaits in lists_of(op, m, world):
+        for seed in range(3):
+            results = kernel_lists.Run(chosen, seed, awaits)()
+            for rank, result in enumerate(results):
+                right = kernel_lists.expected(chosen, rank)
+                assert torch.equal(result, right), (label, seed, rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_kernels_lists_of_exchanges_are_right_in_any_order(world):
+    chosen = plan.make_all_to_all(
+        Problem(0, 20, 1, torch.float32, world, Op.GEMM_ALLTOALL), transport="nccl"
+    )
+    chosen.tile_m, chosen.tile_n = 8, 8
+    rows = [[(5 * to + 11 * source) % 17 for to in range(world)] for source in range(world)]
+    for seed in range(4):
+        results = kernel_lists.Run(chosen, seed, rows=rows, pieces=3)()
+        for rank, result in enumerate(results):
+            assert torch.equal(result, kernel_lists.expected(chosen, rank, rows)), (seed, rank)
+
+
+def test_kernels_lists_refuse_what_needs_kernels_of_ours():
+    ring = plan.row_panels(Problem(64, 16, 1, torch.float32, 2), 1, transport="peer")
+    with pytest.raises(ValueError, match="cannot run by the plan's collective ring over peers"):
+        kernel_lists.Run(ring, 0)
+    exchange = plan.make_all_to_all(
+        Problem(0, 16, 1, torch.float32, 2, Op.GEMM_ALLTOALL), transport="peer"
+    )
+    with pytest.raises(
+        ValueError, match="cannot run by the plan's collective all_to_all over peers"
+    ):
+        kernel_lists.Run(exchange, 0, rows=[[1, 1], [1, 1]])
+
+
+def test_kernels_lists_that_lack_a_wait_are_found():
+    """The checker's own check."""
+    chosen = lists_of(Op.GEMM_REDUCESCATTER, 42, 2)[0][1]
+    wrong = 0
+    for seed in range(8):
+        run = kernel_lists.Run(chosen, seed)
+        for rank in run.ranks:
+            for step in rank.steps:
+                if step["step"] == "wait_for_tiles":
+                    step["tiles"] = 0
+        results = run()
+        wrong += not all(
+            torch.equal(one, kernel_lists.expected(chosen, r)) for r, one in enumerate(results)
+        )
+    assert wrong > 0

@@ -1,0 +1,434 @@
+"""Kernels of a user's on GPUs: all transports, graphs, deadlines, kernels in CUDA and with TMA, and races."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import kernels
+import overlap_torch
+import rank_pool
+from overlap_torch import plan
+from overlap_torch.plan import Kernel, Op, Problem
+from plans import peers_work
+from test_kernels import (
+    TILE,
+    check_experts,
+    check_gathers,
+    check_reductions,
+    check_uneven_rows,
+    expect,
+)
+
+TWO = pytest.mark.ranks((2, "nccl"))
+SIZES = [(4 * 96 + 4, 1064, 136), (2048, 512, 256)]
+
+
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_kernels_on_gpus_reduce_exactly(ranks):
+    cases = [
+        (shape, collective, order, chunks, dtype, persistent)
+        for shape in SIZES
+        for collective, order, chunks in [
+            ("all_reduce", "row_major", 4),
+            ("all_reduce", "swizzled", 1),
+            ("reduce_scatter", "grouped", 3),
+            ("reduce_scatter", "column_major", 1),
+        ]
+        for dtype in (torch.bfloat16, torch.float32)
+        for persistent in (False, True)
+    ]
+    ranks.expect_no_failures(check_reductions, cases)
+
+
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_kernels_on_gpus_exchange_exactly(ranks):
+    ranks.expect_no_failures(check_experts, [1, 3])
+    ranks.expect_no_failures(check_uneven_rows, [(37, 2), (53, 4)])
+
+
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_kernels_on_gpus_gather_exactly(ranks):
+    cases = [((1024, 512, 256), 4, torch.bfloat16), ((204, 96, 64), 3, torch.float32)]
+    ranks.expect_no_failures(check_gathers, cases)
+
+
+# --- plans and resources --------------------------------------------------------------------------------------
+
+
+def reductions(m: int, n: int, op: Op, dtype: torch.dtype) -> dict[str, plan.Plan]:
+    """Plans of every kind that a kernel of a user's runs by."""
+    world = dist.get_world_size()
+    problem = Problem(m, n, 1, dtype, world, op)
+    arguments = {"tile": TILE, "transport": "nccl", "max_ctas": 8, "comm_sms": 8}
+    plans = {
+        "panels": plan.row_panels(problem, 4, lanes=2, **arguments),
+        "window": plan.row_panels(problem, 3, window=True, **arguments),
+        "one collective": plan.row_panels(problem, 1, **arguments),
+        "two_shot": plan.two_shot(problem, tile=TILE, transport="nccl"),
+    }
+    if op == Op.GEMM_ALLREDUCE:
+        plans["packed"] = plan.packed(problem, 5, **arguments)
+        plans["packed in a window"] = plan.packed(problem, 5, window=True, **arguments)
+        if world == 2:
+            plans["exchange"] = plan.packed(problem, 5, collective="exchange", **arguments)
+    if peers_work():
+        made = plan.direct(problem, kernel=Kernel.LIBRARY)
+        made.tile_m, made.tile_n = TILE
+        rows, columns = -(-m // TILE[0]), -(-n // TILE[1])
+        made.bands = [plan.BandRun(1, rows)]
+        made.chunks = [plan.Chunk(rows * columns, plan.Transport.PEER, 0)]
+        plans["direct"] = made
+    return plans
+
+
+def check_plans(op: Op, dtype: torch.dtype) -> tuple[int, list[str]]:
+    example, failures = kernels.example(), []
+    m, n, k = 1024, 512, 128
+    rank, world = dist.get_rank(), dist.get_world_size()
+    collective = {Op.GEMM_ALLREDUCE: "all_reduce", Op.GEMM_REDUCESCATTER: "reduce_scatter"}[op]
+    plans = reductions(m, n, op, dtype)
+    for seed, (label, chosen) in enumerate(plans.items()):
+        for turn in range(3):
+            a, b = kernels.operands(m, n, k, seed=3 * seed + turn, dtype=dtype)
+            with overlap_torch.produce(collective, (m, n), dtype, tile=TILE, plan=chosen) as job:
+                example.persistent_matmul[(job.programs,)](
+                    a, b, job.output, job.tile_order, job.tile_chunk, job.counters, job.tiles, m, n, k,
+                    **example.blocks(),
+                )  # fmt: skip
+            expected = kernels.reduced(m, n, k, 3 * seed + turn)
+            if collective == "reduce_scatter":
+                expected = expected.chunk(world)[rank]
+            expect(failures, f"{collective} {label}, call {turn}", job.result(), expected)
+    overlap_torch.check()
+    return len(plans), failures
+
+
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+@pytest.mark.parametrize(
+    "op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER], ids=lambda op: op.name.lower()
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels_on_gpus_run_by_plans(ranks, op, dtype):
+    ranks.expect_no_failures(check_plans, op, dtype)
+
+
+def swiglu(x, gate, up, job, programs: int) -> torch.Tensor:
+    example = kernels.example()
+    m, n, k = job.gathered.shape[0], gate.shape[1], gate.shape[0]
+    out = x.new_empty(m, n)
+    example.swiglu[(programs,)](
+        job.gathered, gate, up, out, job.tile_order, job.tile_chunk, job.arrived, job.tiles, m, n, k, **example.blocks()
+    )  # fmt: skip
+    return out
+
+
+def check_gathering_plans() -> tuple[int, list[str]]:
+    failures = []
+    m, n, k = 512, 256, 128
+    rank, world = dist.get_rank(), dist.get_world_size()
+    problem = Problem(m * world, n, k, torch.bfloat16, world, Op.ALLGATHER_GEMM)
+    arguments = {"tile": TILE, "comm_sms": 16}
+    plans = {
+        "panels": plan.row_panels(problem, 4, transport="nccl", lanes=2, max_ctas=8, **arguments),
+        "window": plan.row_panels(
+            problem, 3, transport="nccl", window=True, max_ctas=8, **arguments
+        ),
+        # Begins when all have arrived.
+        "behind": plan.row_panels(problem, 3, transport="nccl", max_ctas=8, tile=TILE),
+    }
+    if peers_work():
+        plans["peers"] = plan.row_panels(problem, 3, transport="peer", **arguments)
+        plans["peers, behind"] = plan.row_panels(problem, 3, transport="peer", tile=TILE)
+    for seed, (label, chosen) in enumerate(plans.items()):
+        for turn in range(3):
+            rows = [
+                kernels.numbers(m, k, seed=seed + turn, rank=r).bfloat16() for r in range(world)
+            ]
+            gate = torch.eye(k, n, device=kernels.device(), dtype=torch.bfloat16) * 8
+            up = torch.ones_like(gate)
+            x = rows[rank].to(kernels.device())
+            with overlap_torch.consume("all_gather", x, columns=n, tile=TILE, plan=chosen) as job:
+                out = swiglu(x, gate, up, job, job.programs)
+            expect(failures, f"{label}, rows", job.result(), torch.cat(rows).double())
+            plain = torch.empty_like(out)
+            order = torch.arange(job.tiles, dtype=torch.int32, device=x.device)
+            kernels.example().swiglu[(8,)](
+                job.result(), gate, up, plain, order, torch.zeros_like(order), torch.ones_like(order), job.tiles,
+                *out.shape, k, **kernels.example().blocks(),
+            )  # fmt: skip
+            expect(failures, f"{label}, out", out, plain.double().cpu())
+    overlap_torch.check()
+    return len(plans), failures
+
+
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_kernels_on_gpus_gather_by_plans(ranks):
+    ranks.expect_no_failures(check_gathering_plans)
+
+
+def check_green_context() -> tuple[int, list[str]]:
+    failures = []
+    m, n, k = 1024, 256, 64
+    sms = torch.cuda.get_device_properties(kernels.device()).multi_processor_count
+    a, b = kernels.operands(m, n, k, seed=1, dtype=torch.bfloat16)
+    before = torch.cuda.current_stream()
+    with overlap_torch.resources(16, by="green_context"):
+        with overlap_torch.produce("all_reduce", (m, n), a.dtype, tile=TILE, chunks=4) as job:
+            kernels.example().matmul[(job.tiles,)](
+                a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **kernels.example().blocks()
+            )  # fmt: skip
+        expect(failures, "all_reduce", job.result(), kernels.reduced(m, n, k, 1))
+    if job.programs != sms - 16:
+        failures.append(f"{job.programs} programs")
+    if torch.cuda.current_stream() != before:
+        failures.append(f"the stream is {torch.cuda.current_stream()}, not {before}")
+    return 1, failures
+
+
+@TWO
+def test_kernels_on_gpus_run_in_green_contexts(ranks):
+    ranks.expect_no_failures(check_green_context)
+
+
+# --- graphs and traces ----------------------------------------------------------------------------------------
+
+
+def check_graphs() -> tuple[int, list[str]]:
+    failures = []
+    example = kernels.example()
+    m, n, k = 1024, 256, 64
+    rows = m // dist.get_world_size()
+    a, b = kernels.operands(m, n, k, seed=0, dtype=torch.float32)
+    x = kernels.numbers(rows, k, seed=0, rank=dist.get_rank()).to(a.device)
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        y = example.row_parallel(a, b, "all_reduce", "grouped", 4)
+        z = example.persistent_row_parallel(a, b, "reduce_scatter", 3)
+        return y, z, example.column_parallel_swiglu(x, b, b, 2)[1]
+
+    calls()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, z, gathered = calls()
+    for seed in range(1, 5):
+        for tensor, fresh in zip(
+            (a, b), kernels.operands(m, n, k, seed=seed, dtype=torch.float32), strict=True
+        ):
+            tensor.copy_(fresh)
+        x.copy_(kernels.numbers(rows, k, seed=seed, rank=dist.get_rank()))
+        for tensor in (y, z, gathered):
+            tensor.fill_(float("nan"))
+        graph.replay()
+        expected = kernels.reduced(m, n, k, seed)
+        expect(failures, f"replay {seed}, all_reduce", y, expected)
+        expect(
+            failures,
+            f"replay {seed}, reduce_scatter",
+            z,
+            expected.chunk(dist.get_world_size())[dist.get_rank()],
+        )
+        world = range(dist.get_world_size())
+        everyone = torch.cat([kernels.numbers(rows, k, seed=seed, rank=r) for r in world])
+        expect(failures, f"replay {seed}, gathered", gathered, everyone.double())
+    overlap_torch.check()
+    return 4, failures
+
+
+@TWO
+def test_kernels_on_gpus_are_captured(ranks):
+    ranks.expect_no_failures(check_graphs)
+
+
+def check_traces() -> tuple[int, list[str]]:
+    failures = []
+    a, b = kernels.operands(1024, 256, 64, seed=0, dtype=torch.float32)
+    with overlap_torch.trace() as traced:
+        kernels.example().row_parallel(a, b, "all_reduce", "grouped", 4)
+    if [(call.m, call.n, len(call.chunks)) for call in traced.calls] != [(1024, 256, 4)]:
+        failures.append(f"{traced.calls}")
+    return 1, failures
+
+
+@TWO
+def test_kernels_on_gpus_are_traced(ranks):
+    ranks.expect_no_failures(check_traces)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------
+
+
+def failing_call(kind: str) -> str:
+    example = kernels.example()
+    m, n, k = 128, 96, 32
+    a, b = kernels.operands(m, n, k, seed=0, dtype=torch.float32)
+    example.row_parallel(a, b, "all_reduce", "grouped", 2)
+    torch.cuda.synchronize()
+    rank = dist.get_rank()
+    try:
+        if kind == "arrival":
+            with (
+                overlap_torch.resources(8),
+                overlap_torch.consume("all_gather", a, columns=n, tile=TILE) as job,
+            ):
+                chunks = torch.full_like(job.tile_chunk, 60 if rank == 0 else 0)
+                job.tile_chunk = chunks
+                swiglu(a, b, b, job, 1)
+        else:
+            with overlap_torch.produce("all_reduce", (m, n), a.dtype, tile=TILE, chunks=2) as job:
+                order = job.tile_order[:-1] if kind == "signal" and rank == 0 else job.tile_order
+                example.matmul[(len(order),)](
+                    a, b, job.output, order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
+                )  # fmt: skip
+                if kind == "exception" and rank == 1:
+                    raise KeyError("boom")
+                if kind == "op":
+                    overlap_torch.gemm_allreduce(a, a)
+        for _ in range(200):
+            torch.cuda._sleep(10_000_000)
+            torch.cuda.synchronize()
+            overlap_torch.check()
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize(
+    "kind, messages",
+    [
+        ("signal", ["the wait for the finished tiles of chunk 1", ""]),
+        ("exception", ["rank 1 left .*by an exception, KeyError: 'boom'", "KeyError"]),
+        ("arrival", ["a kernel of the caller's waited for the arrival of chunk 60", ""]),
+        ("op", ["an op was called inside", "an op was called inside"]),
+    ],
+)
+def test_kernels_on_gpus_say_what_went_wrong(kind, messages):
+    import re
+
+    outcomes = rank_pool.run_fresh(
+        2, "nccl", failing_call, kind, environment={"OVERLAP_TIMEOUT_S": "5"}, timeout_s=240
+    )
+    for outcome, message in zip(outcomes, messages, strict=True):
+        assert outcome.kind == "returned", outcome
+        assert re.search(message, outcome.value, re.DOTALL), outcome.value
+
+
+# --- other ways to write kernels ------------------------------------------------------------------------------
+
+
+def check_bulk_stores() -> tuple[int, list[str]]:
+    import bulk_kernel
+
+    failures = []
+    m, n = 2048, 1024
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for turn in range(20):
+        values = kernels.numbers(m, n, seed=turn, rank=rank, dtype=torch.bfloat16).to(
+            kernels.device()
+        )
+        with overlap_torch.produce(
+            "all_reduce", (m, n), values.dtype, tile=(64, 64), chunks=8
+        ) as job:
+            job.output.fill_(float("nan"))
+            bulk_kernel.launch(values, job)
+        expected = sum(kernels.numbers(m, n, seed=turn, rank=r).double() for r in range(world))
+        expect(failures, f"turn {turn}", job.result(), expected)
+    return 20, failures
+
+
+@TWO
+def test_kernels_on_gpus_signal_behind_bulk_stores(ranks):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors store in bulk from compute capability 9.0 on")
+    ranks.expect_no_failures(check_bulk_stores)
+
+
+def check_cuda_kernel() -> tuple[int, list[str]]:
+    failures = []
+    example = kernels.example("06_cuda_kernel")
+    m, n, k = 512, 192, 64
+    for seed in range(4):
+        a, b = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
+        expect(
+            failures, f"seed {seed}", example.row_parallel(a, b, 4), kernels.reduced(m, n, k, seed)
+        )
+    return 4, failures
+
+
+@TWO
+def test_kernels_on_gpus_in_cuda(ranks):
+    ranks.expect_no_failures(check_cuda_kernel, timeout_s=400)
+
+
+# --- races ----------------------------------------------------------------------------------------------------
+
+
+def check_races(rounds: int) -> tuple[int, list[str]]:
+    """Jobs back to back in memory full of junk, ranks and chunks delayed at random."""
+    example, failures = kernels.example(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    chance = random.Random(rank)
+    m, n, k = 768, 256, 64
+    part = m // world
+    dtype = torch.bfloat16
+    distinct = 4
+    operands = [kernels.operands(m, n, k, seed=seed, dtype=dtype) for seed in range(distinct)]
+    sums = [kernels.reduced(m, n, k, seed).to(kernels.device(), dtype) for seed in range(distinct)]
+    rows = [
+        torch.cat([kernels.numbers(part, k, seed=seed, rank=r) for r in range(world)]).to(
+            kernels.device(), dtype
+        )
+        for seed in range(distinct)
+    ]
+    wrong = torch.zeros(rounds, dtype=torch.int64, device=kernels.device())
+    junk = torch.full((1 << 22,), float("nan"), device=kernels.device())
+    del junk
+    for turn in range(rounds):
+        seed = turn % distinct
+        a, b = operands[seed]
+        torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 50, 400)))
+        if chance.random() < 0.2:
+            torch.cuda._sleep(chance.randrange(200_000))
+        kind = turn % 3
+        if kind < 2:
+            collective = ("all_reduce", "reduce_scatter")[kind]
+            with overlap_torch.produce(collective, (m, n), dtype, tile=TILE, chunks=6) as job:
+                job.output.fill_(float("nan"))
+                example.matmul[(job.tiles,)](
+                    a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
+                )  # fmt: skip
+            right = sums[seed] if kind == 0 else sums[seed].chunk(world)[rank]
+            wrong[turn] = (job.result() != right).sum()
+        else:
+            x = rows[seed][rank * part :][:part]
+            gate = torch.eye(k, n, device=x.device, dtype=dtype)
+            with overlap_torch.resources(16), overlap_torch.consume(
+                "all_gather", x, columns=n, tile=TILE, chunks=3
+            ) as job:  # fmt: skip
+                out = swiglu(x, gate, gate, job, job.programs)
+            wrong[turn] = (job.result() != rows[seed]).sum() + (out[:, :k].isnan().any(1).sum())
+            wanted = torch.nn.functional.silu(rows[seed].float()) * rows[seed].float()
+            wrong[turn] += ((out[:, :k].float() - wanted).abs() > 0.05).sum()
+    torch.ops.overlap.delay_side_stream(0)
+    bad = wrong.nonzero().flatten().tolist()
+    if bad:
+        failures.append(f"{len(bad)} rounds of {rounds}, the first {bad[:5]}")
+    overlap_torch.check()
+    return rounds, failures
+
+
+@TWO
+def test_kernels_on_gpus_races_short(ranks):
+    ranks.expect_no_failures(check_races, 60)
+
+
+@pytest.mark.races
+@pytest.mark.long
+@TWO
+def test_kernels_on_gpus_races(ranks):
+    ranks.expect_no_failures(check_races, 1000, timeout_s=500)
