@@ -117,7 +117,7 @@ class CudaRunner : public KernelCall::Runner, public runtime::Operands {
     chunk_name_.reset();
     if (chunk >= 0) chunk_name_.emplace(chunk);
   }
-  int32_t* counters() override { return call_.counters().data_ptr<int32_t>(); }
+  int32_t* counters(int32_t) override { return call_.counters().data_ptr<int32_t>(); }
 
  private:
   KernelCall& call_;
