@@ -28,7 +28,8 @@ class TileScales {
     // Gathered rows lie as they arrive, their scales in order.
     const bool gathers = params.rows.mode == plan::RowMap::Mode::kGather;
     const int row =
-        gathers ? place.output_part * params.rows.part_rows + place.output_row : place.input_row;
+        gathers ? place.output_part * params.rows.part_rows + place.output_row * Types::kTileM
+                : place.input_row;
     row_ = row + thread / cutlass::NumThreadsPerWarp * 16 + thread % cutlass::NumThreadsPerWarp / 4;
     column_ = tile.column * Types::kTileN + thread % 4 * 2;
   }
