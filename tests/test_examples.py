@@ -122,6 +122,7 @@ def test_examples_experts_results_come_back_to_their_tokens(tmp_path):
     assert float(re.search(r"^largest relative .* (\S+)$", output, re.M)[1]) < 1e-5, output
 
 
+@pytest.mark.long
 def test_examples_triton_kernels_equal_their_own_sequences(tmp_path):
     small = "--rows 64 --columns 32 --inner 32".split()
     output = run(example("05_triton_kernels.py"), "--ranks", "2", *small, folder=tmp_path)
