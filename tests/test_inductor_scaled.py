@@ -19,6 +19,7 @@ from torch.nn.functional import ScalingType
 from checks import Failures
 from graphs import OPS, Graphs
 from operands import integers, rank_device
+from overlap_torch import inductor
 from test_inductor import Eager, Functional, compare
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -258,6 +259,29 @@ def test_inductor_fuses_gemms_with_scales(ranks):
 @pytest.mark.ranks((2, "gloo"))
 def test_inductor_fuses_gemms_with_scales_of_dynamic_shapes(ranks):
     ranks.expect_no_failures(check_patterns, list(PATTERNS), True, timeout_s=600)
+
+
+def check_in_inductor() -> tuple[int, list[str]]:
+    failures = Failures()
+    for name in ("rows, all-gather of dim 1", "all-gather, reduce-scatter"):
+        pattern = PATTERNS[name]
+        torch._dynamo.reset()
+        tensors = tensors_of(pattern.tensors)
+        with inductor.enable(strict=True), torch.no_grad():
+            compiled = torch.compile(
+                lambda *given, run=pattern.run: run(Compiled(), *given), fullgraph=True
+            )
+            found = compiled(*tensors)
+        compare(failures, found, pattern.run(Right(), *tensors), name)
+        rows = tuple(row["op"] for row in inductor.report(clear=True))
+        failures.expect(None if rows == pattern.rows else f"{rows}", name, "rows")
+    return failures.result()
+
+
+@pytest.mark.long  # Inductor compiles C++ or Triton
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_inductor_compiles_gemms_with_scales(ranks):
+    ranks.expect_no_failures(check_in_inductor, timeout_s=600)
 
 
 # --- what is not fused ----------------------------------------------------------------------------------------
