@@ -157,7 +157,7 @@ def gemm_of(setting: Setting, shape: tuple[int, int, int]) -> Callable[[], objec
             made = plan.row_panels(
                 problem,
                 1,
-                kernel=Kernel[setting.gemm.upper()],
+                kernel=Kernel.__members__[setting.gemm.upper()],
                 comm_sms=grid_sms,
                 smem_pad_bytes=setting.pad_bytes,
             )

@@ -30,6 +30,9 @@ struct CudaCall {
 std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& entry, int device,
                                            cudaStream_t stream);
 
+// Whether this build holds machine code for the device. Loads all kernels.
+bool has_kernels(at::Device device);
+
 // Whether the fast path leaves this call to the composition, which is then counted.
 bool takes_composition(const OpCall& call);
 

@@ -64,7 +64,6 @@ runtime::Trace& cuda_trace() {
   return *trace;
 }
 
-// Whether this build holds machine code for the device. Loads all kernels.
 bool has_kernels(at::Device device) {
   constexpr int kUnknown = -1;
   static std::array<std::atomic<int>, 64>& known = *[] {

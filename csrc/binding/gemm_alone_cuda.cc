@@ -34,6 +34,8 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
       "problem is ",
       problem.to_string());
   const c10::cuda::CUDAGuard guard(input.device());
+  TORCH_CHECK_VALUE(has_kernels(input.device()), "gemm_alone: this build has no kernels for ",
+                    input.device());  // loads them
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
   const at::ScalarType type = scaled ? at::kBFloat16 : input.scalar_type();
   const at::Tensor output = empty({plan::buffer_elements(plan)}, input.options().dtype(type));
