@@ -76,7 +76,7 @@ def reductions(m: int, n: int, op: Op, dtype: torch.dtype) -> dict[str, plan.Pla
         if world == 2:
             plans["exchange"] = plan.packed(problem, 5, collective="exchange", **arguments)
     if peers_work():
-        made = plan.direct(problem, kernel=Kernel.LIBRARY)
+        made = plan.at_once(problem, kernel=Kernel.LIBRARY)
         made.tile_m, made.tile_n = TILE
         rows, columns = -(-m // TILE[0]), -(-n // TILE[1])
         made.bands = [plan.BandRun(1, rows)]
