@@ -294,6 +294,21 @@ void CallHistory::abandon(const std::string& text) {
   (void)told.wait_for(kPatience);
 }
 
+std::optional<std::string> CallHistory::abandoned() {
+  std::packaged_task<std::optional<std::string>()> ask([state = state_] {
+    const std::string name = state->prefix + "/abandoned";
+    return state->bootstrap.has(name) ? std::optional(state->read(name)) : std::nullopt;
+  });
+  std::future<std::optional<std::string>> answer = ask.get_future();
+  std::thread(std::move(ask)).detach();
+  try {
+    if (answer.wait_for(kPatience) == std::future_status::ready) return answer.get();
+  } catch (const std::exception&) {
+    // The store is gone.
+  }
+  return std::nullopt;
+}
+
 std::string CallHistory::describe_peers() {
   std::packaged_task<std::string()> ask([state = state_] {
     std::string text;

@@ -71,6 +71,9 @@ class CallHistory {
   // for two seconds at most.
   void abandon(const std::string& text);
 
+  // What a rank has told by that, if the store answers within two seconds.
+  std::optional<std::string> abandoned();
+
  private:
   struct State;
   std::shared_ptr<State> state_;  // shared with the thread that asks the store

@@ -487,7 +487,12 @@ void Group::mark_captured() {
   if (peers_ != nullptr) peers_->mark_captured();
 }
 
-void Group::fail(const std::string& message) {
+void Group::fail(const std::string& found) {
+  if (failed_) return;
+  // A rank that has left a call says why; what others find, NCCL's error say, follows from that and may be found first.
+  std::optional<std::string> left;
+  if (history_ != nullptr) left = history_->abandoned();
+  const std::string message = left.value_or(found);
   const std::lock_guard<std::mutex> lock(watch_mutex_);
   if (failed_) return;
   error_ = "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +

@@ -169,7 +169,7 @@ class Group {
   std::optional<std::string> reported_failure();
   std::optional<std::string> late_call();
   int chunk_in_flight() const;
-  void fail(const std::string& message);
+  void fail(const std::string& found);
 
   GroupOptions options_;
   DeviceState& device_;
