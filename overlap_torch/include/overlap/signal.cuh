@@ -13,9 +13,9 @@
 namespace overlap {
 
 // As the package's csrc/binding/kernel_job.h and csrc/runtime/group.h have them.
-inline constexpr int kReport = 64;           // in counters: where the host looks for failures
-inline constexpr int kDeadline = 66;         // nanoseconds
-inline constexpr int32_t kLate = 1 << 30;    // in a flag: a kernel has given up waiting for it
+inline constexpr int kReport = 64;         // in counters: where the host looks for failures
+inline constexpr int kDeadline = 66;       // nanoseconds
+inline constexpr int32_t kLate = 1 << 30;  // in a flag: a kernel has given up waiting for it
 inline constexpr uint64_t kCallersKernel = 254;
 
 __device__ __forceinline__ bool first_thread() {
@@ -67,7 +67,8 @@ __device__ __forceinline__ void wait(int32_t* arrived, int32_t chunk) {
       if (now_ns() - start < deadline) continue;
       // One plain store, as host memory may take no atomics. Others that wait for the chunk end, too.
       auto* const report = *reinterpret_cast<uint64_t**>(arrived + kReport);
-      const uint64_t failure = (static_cast<uint64_t>(chunk) << 8 | kCallersKernel) << 48 | 1ull << 24;
+      const uint64_t failure =
+          (static_cast<uint64_t>(chunk) << 8 | kCallersKernel) << 48 | 1ull << 24;
       asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(report), "l"(failure) : "memory");
       atomicOr(arrived + chunk, kLate);
     }
