@@ -56,7 +56,7 @@ def test_fp8_plans_are_sequential_on_cpu(op):
 
 @every_op
 @pytest.mark.parametrize("peers", [False, True])
-def test_fp8_plans_on_hopper_are_ping_pongs(op, peers):
+def test_fp8_plans_on_hopper_are_ping_pongs_or_the_librarys(op, peers):
     machine = copy.copy(H200)
     machine.peer_gbps = machine.link_gbps if peers else 0.0
     found = [
@@ -64,13 +64,17 @@ def test_fp8_plans_on_hopper_are_ping_pongs(op, peers):
         for plan in plans.candidates(scaled(op), machine)
         if plan.schedule == Schedule.OVERLAPPED
     ]
-    assert {plan.kernel for plan in found} <= {Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE}
-    assert found
+    pingpong = {Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE}
+    kernels = {plan.kernel for plan in found}
+    assert kernels & pingpong
+    assert kernels <= pingpong | {Kernel.LIBRARY}
     for plan in found:
         plans.validate(plan)
         assert plans.from_json(plans.to_json(plan)) == plan
+    # Whether a caller takes the kernels' sums the planner does not know.
     if op != Op.GEMM_ALLTOALL:
-        assert plans.make_plan(scaled(op), machine).schedule == Schedule.OVERLAPPED
+        assert Kernel.LIBRARY in kernels
+        assert plans.make_plan(scaled(op), machine).kernel == Kernel.LIBRARY
 
 
 @every_op

@@ -381,9 +381,16 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
   if (const Kernel kernel = best_kernel(problem, machine); kernel == Kernel::kLibrary) {
     add_gpu_library(plans, problem, machine);
   } else {
+    if (is_fp8(problem.dtype)) add_gpu_library(plans, problem, machine);
     add_gpu_kernel(plans, problem, machine, predict(plans.front(), machine), kernel);
   }
   return plans;
+}
+
+// Kernels of fp8 add up as the tensor cores do, which not every caller takes (use_fast_accum): the framework's GEMM would
+// follow a plan made for them. So they are taken by hand, or by measuring.
+static bool may_be_taken(const Plan& plan) {
+  return !is_fp8(plan.problem.dtype) || plan.kernel == Kernel::kLibrary;
 }
 
 Plan make_plan(const Problem& problem, const Machine& machine) {
@@ -394,6 +401,7 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
   size_t best = 0;
   double best_us = sequential_us;
   for (size_t i = 1; i < plans.size(); ++i) {
+    if (!may_be_taken(plans[i])) continue;
     const NeededGain needed = needed_gain(plans[i], machine);
     const double us = predict(plans[i], machine).total_us;
     // The first of equals stays: every rank goes through the same list in the same order.
