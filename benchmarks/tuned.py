@@ -68,7 +68,7 @@ def lowest_medians(problem: Problem, plans: Sequence[Plan], job: Job) -> list[fl
     input, weight = _tune.operands(problem, device, dist.get_rank())
     flush = None
     if device.type == "cuda":
-        flush = torch.empty(_tune._FLUSH_BYTES, dtype=torch.uint8, device=device)
+        flush = torch.empty(_tune.FLUSH_BYTES, dtype=torch.uint8, device=device)
     own: list[list[float]] = [[] for _ in plans]
     with torch.inference_mode():
         for turn in range(job.medians * job.turns):

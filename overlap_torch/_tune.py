@@ -52,7 +52,7 @@ from overlap_torch.plan import (
 MODES = ("call", "row")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ROW = 4  # calls
-_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
+FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
 _FUNCTIONS: dict[Op, Callable[..., Any]] = {
     Op.GEMM_ALLREDUCE: gemm_allreduce,
     Op.GEMM_REDUCESCATTER: gemm_reducescatter,
@@ -203,7 +203,7 @@ def tune(
         wanted = [problem for problem, _ in called(name, where.type)]
     else:
         wanted = list(problems)
-    session = _Session(name, members, where, most, repeats, cache, list(plans))
+    session = Session(name, members, where, most, repeats, cache, list(plans))
     wanted = session.agree_on(wanted)
     for problem in wanted:
         if problem.world_size != members.size():
@@ -213,10 +213,10 @@ def tune(
     results = []
     for index, (problem, mode) in enumerate((one, mode) for one in wanted for mode in modes):
         if progress and session.board.rank == 0:
-            _draw_bar(index, len(wanted) * len(modes), f"{words(problem)} {mode}")
+            draw_bar(index, len(wanted) * len(modes), f"{words(problem)} {mode}")
         results.append(session.tune(problem, mode, takes=mode == modes[0]))
     if progress and session.board.rank == 0 and wanted:
-        _draw_bar(len(results), len(results), "done")
+        draw_bar(len(results), len(results), "done")
         print(file=sys.stderr)
     return results
 
@@ -260,7 +260,7 @@ def _as_list(problem: Problem) -> list[Any]:
     ]
 
 
-class _Session:
+class Session:
     """One call of tune on one rank."""
 
     def __init__(
@@ -294,15 +294,7 @@ class _Session:
         return [Problem(*item) for item in self.board.broadcast(own)]
 
     def tune(self, problem: Problem, mode: str, takes: bool) -> Tuned:
-        before = plan_for(
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.dtype,
-            device=self.device,
-            group=self.name,
-            op=problem.op,
-        )
+        before = self._plan_for(problem)
         offer = self.board.broadcast(self._offer(problem, mode) if self.board.rank == 0 else None)
         plans = [decode(code) for code in offer["plans"]]
         answers = self.board.gather(
@@ -320,12 +312,7 @@ class _Session:
             times = tuple(zip(plans, offer["us"], strict=True))
             return Tuned(problem, mode, self._set(plans[offer["chosen"]], takes), times, "cache")
         plans = [plans[index] for index in kept["plans"]]
-        try:
-            own = self._measure(problem, plans, mode)
-        finally:
-            self._set(before, True)
-        said = self.board.gather(own)
-        verdict = self.board.broadcast(self._decide(said) if said is not None else None)
+        verdict = self.measure(problem, plans, mode)
         times = tuple((plans[i], verdict["us"][i]) for i in verdict["right"])
         if self.board.rank == 0 and self.files is not None:
             codes = [encode(plan) for plan, _ in times]
@@ -356,20 +343,35 @@ class _Session:
         """Why this rank cannot run it; "" if it can. Nothing is communicated."""
         try:
             validate(plan)
-            before = plan_for(
-                plan.problem.m,
-                plan.problem.n,
-                plan.problem.k,
-                plan.problem.dtype,
-                device=self.device,
-                group=self.name,
-                op=plan.problem.op,
-            )
+            before = self._plan_for(plan.problem)
             set_plan(plan, device=self.device, group=self.name)
             set_plan(before, device=self.device, group=self.name)
         except (ValueError, RuntimeError) as error:
             return str(error).split("\n")[0]
         return ""
+
+    def measure(self, problem: Problem, plans: list[Plan], mode: str) -> dict[str, Any]:
+        """Runs them in turns, the sequence first among them, and leaves the problem's plan as it was. The same on all ranks:
+        microseconds of each, which of them are right, and which one is to be taken, by index."""
+        before = self._plan_for(problem)
+        try:
+            own = self._measure(problem, plans, mode)
+        finally:
+            self._set(before, True)
+        said = self.board.gather(own)
+        return self.board.broadcast(self._decide(said) if said is not None else None)
+
+    def share(self, own: Any) -> Any:
+        """Rank 0's, on all ranks."""
+        return self.board.broadcast(own)
+
+    def ranked(self, problem: Problem, most: int) -> list[Plan]:
+        """The sequence, and up to ``most`` plans, as this rank's machine has them."""
+        return ranked(problem, self.machine, most)
+
+    def _plan_for(self, problem: Problem) -> Plan:
+        sizes = (problem.m, problem.n, problem.k, problem.dtype)
+        return plan_for(*sizes, device=self.device, group=self.name, op=problem.op)
 
     def _measure(self, problem: Problem, plans: list[Plan], mode: str) -> dict[str, Any]:
         """Times by plan and turn in microseconds, and which plans' results are the sequence's."""
@@ -391,7 +393,7 @@ class _Session:
                 right.append(_close(result, expected))
             flush = None
             if self.device.type == "cuda":
-                flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+                flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
             for turn in range(self.repeats):
                 # Each turn begins with another plan, in the same order on all ranks.
                 for index in (*range(turn % len(plans), len(plans)), *range(turn % len(plans))):
@@ -413,6 +415,12 @@ class _Session:
         best = min(right, key=lambda i: us[i])
         chosen = best if us[best] < _SHARE[self.device.type] * us[0] else 0
         return {"right": right, "us": us, "chosen": chosen}
+
+
+def session(device: torch.device, repeats: int) -> Session:
+    """Of the default group, without a cache. Every rank makes it."""
+    name = group_name(None)
+    return Session(name, process_group(name), device, 1, repeats, False, [])
 
 
 def _timeout_s(members: dist.ProcessGroup, device: torch.device) -> float:
@@ -465,7 +473,9 @@ def ranked(
         us = predict(plan, on).total_us
         return us * corrections(plan) if corrections is not None else us
 
-    others = sorted((one for one in candidates(problem, on) if one != sequence), key=expected)
+    others = sorted(
+        (one for one in candidates(problem, on, all=True) if one != sequence), key=expected
+    )
     firsts: dict[tuple[Any, ...], Plan] = {}
     for plan in others:
         own = (plan.kernel, plan.collective, plan.chunks[0].transport, plan.resources.window)
@@ -558,7 +568,7 @@ def _time_us(call: Callable[[], Any], mode: str, flush: torch.Tensor | None) -> 
     return 1e3 * start.elapsed_time(end) / calls
 
 
-def _draw_bar(done: int, of: int, what: str) -> None:
+def draw_bar(done: int, of: int, what: str) -> None:
     width = 30
     filled = width * done // max(1, of)
     bar = "#" * filled + "." * (width - filled)

@@ -74,7 +74,7 @@ def test_planner_candidates_leave_sms_to_all_lanes(problem: Problem, machine: Ma
             continue
         assert limits == {left // plan.resources.lanes}
         assert 0 < 2 * left <= machine.sm_count
-        if machine.link_gbps < 60:
+        if machine.arch == 90 and machine.link_gbps <= 30:  # as measured
             assert left <= 8
 
 
@@ -85,11 +85,14 @@ def test_planner_takes_windows_and_exchanges_only_where_they_work(
 ) -> None:
     for plan in plans.candidates(problem, machine):
         exchange = plan.collective == Collective.EXCHANGE
-        assert (plan.layout == Layout.PACKED) == exchange
+        measured = machine.arch == 90 and not 30 < machine.link_gbps < 180
+        assert (plan.layout == Layout.PACKED) >= exchange
+        if measured:
+            assert (plan.layout == Layout.PACKED) == exchange
         if plan.resources.window:
-            assert machine.windows and machine.link_gbps >= 60
+            assert machine.windows and (machine.link_gbps >= 180 or not measured)
         if exchange:
-            assert plan.resources.window or machine.link_gbps < 60
+            assert plan.resources.window or machine.link_gbps < 60 or not measured
             assert problem.world_size == 2
             assert problem.op == Op.GEMM_ALLREDUCE
 

@@ -232,20 +232,20 @@ def test_tune_keeps_all_m_of_a_weight_in_one_file(ranks, tmp_path):
 
 
 def with_a_rank_that_refuses(all_of_them: bool) -> Any:
-    original = _tune._Session._refusal
+    original = _tune.Session._refusal
 
-    def refusal(self: _tune._Session, one: plan.Plan) -> str:
+    def refusal(self: _tune.Session, one: plan.Plan) -> str:
         overlapped = one.schedule == Schedule.OVERLAPPED
         refuses = dist.get_rank() == 1 and (all_of_them or (overlapped and len(one.chunks) == 2))
         return "no memory" if refuses else original(self, one)
 
-    _tune._Session._refusal = refusal
+    _tune.Session._refusal = refusal
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             results = tune("/nonexistent", problem(), cache=False)
     finally:
-        _tune._Session._refusal = original
+        _tune.Session._refusal = original
     return [len(one.chunks) for one, _ in results[0].times], results[0].source, len(said)
 
 
@@ -337,7 +337,7 @@ def decided(*ranks_us: list[list[float]], right: list[list[bool]] | None = None)
         {"us": us, "right": [True] * plans if right is None else right[rank]}
         for rank, us in enumerate(ranks_us)
     ]
-    return _tune._Session._decide(Session(), said)["chosen"]
+    return _tune.Session._decide(Session(), said)["chosen"]
 
 
 def test_tune_takes_the_fastest_by_the_slowest_rank_and_the_sequence_in_doubt():

@@ -27,6 +27,43 @@ runtime::Bootstrap bootstrap_of(const c10::intrusive_ptr<c10d::ProcessGroup>& gr
   return bootstrap;
 }
 
+// GFLOP/s of the framework's GEMM on one SM, as the cost model counts them, where the profile is of another
+// architecture; 0 where it is of this one. Takes some ten milliseconds, and draws no random numbers.
+double measured_sm_gflops(const plan::Profile& profile) {
+  const cudaDeviceProp* device = at::cuda::getCurrentDeviceProperties();
+  if (device->major * 10 + device->minor == profile.gemm.arch) return 0.0;
+  constexpr int64_t kRows = 8192;
+  constexpr int64_t kInner = 4096;
+  constexpr int64_t kTile = 128;
+  constexpr int kWarmUps = 3;
+  constexpr int kCalls = 10;
+  const c10::InferenceMode no_gradients;
+  const auto options = at::TensorOptions().device(at::kCUDA, c10::cuda::current_device());
+  const at::Tensor input = at::arange(kRows * kInner, options.dtype(at::kFloat))
+                               .mul_(1.618)
+                               .sin_()
+                               .to(at::kBFloat16)
+                               .view({kRows, kInner});
+  at::Tensor output = at::empty({kRows, kRows}, options.dtype(at::kBFloat16));
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
+  runtime::Event begin(cudaEventDefault);
+  runtime::Event end(cudaEventDefault);
+  for (int call = 0; call < kWarmUps + kCalls; ++call) {
+    if (call == kWarmUps) begin.record(stream);
+    at::mm_out(output, input, input.t());
+  }
+  end.record(stream);
+  runtime::check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  float milliseconds = 0;
+  runtime::check_cuda(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()),
+                      "cudaEventElapsedTime");
+  const double us = 1e3 * milliseconds / kCalls - profile.gemm.start_us;
+  const double rounds =
+      static_cast<double>(kRows / kTile * (kRows / kTile)) / device->multiProcessorCount +
+      profile.gemm.library_idle_rounds;
+  return 2.0 * kTile * kTile * kInner * rounds * profile.gemm.library_factor / (1e3 * us);
+}
+
 }  // namespace
 
 std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& entry, int device,
@@ -52,6 +89,7 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   options.peers = environment().peers;
   options.abort_on_failure = environment().abort_on_failure;
   options.profile = environment().profile;
+  options.sm_gflops = measured_sm_gflops(*options.profile);
   auto group = std::make_shared<runtime::Group>(std::move(options));
   runtime::watch_group(group);
   slot = group;

@@ -7,7 +7,6 @@
 
 #include "binding/environment.h"
 #include "binding/plan_table.h"
-#include "planner/planner.h"
 
 namespace overlap::binding {
 namespace {
@@ -138,6 +137,31 @@ std::vector<std::shared_ptr<const Tally>> GroupEntry::tallies() {
   return {tallies_.begin(), tallies_.end()};
 }
 
+plan::Plan GroupEntry::make_plan(const plan::Problem& problem, at::DeviceType device,
+                                 const plan::Machine& machine) {
+  const auto neighbours = planner::neighbours(problem, machine);
+  if (!neighbours) return planner::make_plan(problem, machine);
+  const auto families_at = [&](int64_t m) {
+    plan::Problem other = problem;
+    other.m = m;
+    Families& found = families_[{key(other, device), machine.windows}];
+    if (found == nullptr) {
+      found = std::make_shared<const std::vector<planner::Family>>(
+          planner::best_families(other, machine));
+    }
+    return found;
+  };
+  const Families below = families_at((*neighbours)[0]);
+  const Families above = families_at((*neighbours)[1]);
+  return planner::make_plan_between(problem, machine, *below, *above);
+}
+
+plan::Plan GroupEntry::planned(const plan::Problem& problem, at::DeviceType device,
+                               const plan::Machine& machine) {
+  const std::lock_guard<std::mutex> lock(plans_mutex_);
+  return make_plan(problem, device, machine);
+}
+
 std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
                                                   at::DeviceType device,
                                                   const plan::Machine& machine) {
@@ -148,7 +172,7 @@ std::shared_ptr<const PlanEntry> GroupEntry::plan(const plan::Problem& problem,
   }
   std::shared_ptr<const PlanEntry>& entry = plans_[by];
   if (entry == nullptr) {
-    entry = make_entry(planner::make_plan(problem, machine), device, true, machine, false);
+    entry = make_entry(make_plan(problem, device, machine), device, true, machine, false);
   }
   return entry;
 }
@@ -159,7 +183,7 @@ std::shared_ptr<const PlanEntry> GroupEntry::capture_plan(const plan::Problem& p
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   std::shared_ptr<const PlanEntry>& entry = capture_plans_[key(problem, at::kCUDA)];
   if (entry == nullptr) {
-    entry = make_entry(planner::make_plan(problem, machine), at::kCUDA, true, machine, true);
+    entry = make_entry(make_plan(problem, at::kCUDA, machine), at::kCUDA, true, machine, true);
   }
   return entry;
 }
@@ -269,6 +293,7 @@ void GroupEntry::clear_plans() {
   set_plans_.clear();
   plans_.clear();
   capture_plans_.clear();
+  families_.clear();
 }
 
 int64_t GroupEntry::plan_count() {

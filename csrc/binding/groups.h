@@ -19,6 +19,7 @@
 #include "binding/recent_map.h"
 #include "cpu/collectives.h"
 #include "plan/plan.h"
+#include "planner/planner.h"
 #include "steps/step.h"
 
 namespace overlap::runtime {
@@ -99,6 +100,9 @@ class GroupEntry final : public cpu::Group {
                                                 plan::Machine machine);
   void set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner,
                 const plan::Machine& machine);
+  // What the planner makes for it, whatever was set.
+  plan::Plan planned(const plan::Problem& problem, at::DeviceType device,
+                     const plan::Machine& machine);
   void clear_plans();
   // Problems that it holds a plan for.
   int64_t plan_count();
@@ -143,6 +147,8 @@ class GroupEntry final : public cpu::Group {
   std::shared_ptr<Tally> tally(const plan::Problem& problem, at::DeviceType device,
                                const std::string& way, const std::function<void(Tally&)>& describe);
   void drop_old_tallies();
+  plan::Plan make_plan(const plan::Problem& problem, at::DeviceType device,
+                       const plan::Machine& machine);
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
@@ -154,6 +160,9 @@ class GroupEntry final : public cpu::Group {
   std::map<Key, std::shared_ptr<const PlanEntry>> set_plans_;
   RecentMap<Key, std::shared_ptr<const PlanEntry>, kPlans> plans_;  // the planner's
   RecentMap<Key, std::shared_ptr<const PlanEntry>, kPlans> capture_plans_;
+  // What was best at the M that are planned whole, with windows and without.
+  using Families = std::shared_ptr<const std::vector<planner::Family>>;
+  RecentMap<std::pair<Key, bool>, Families, kPlans> families_;
   using Way = std::pair<Key, std::string>;
   std::map<Way, std::shared_ptr<Tally>> tally_by_way_;
   std::vector<std::shared_ptr<Tally>> tallies_;

@@ -2,7 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cctype>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -688,7 +690,50 @@ void bind_planner(py::module_& m) {
       "in what; \"\" if none "
       "does. `builds` are hashes of what they were built from.");
   m.def("candidates", &planner::candidates, py::arg("problem"), py::arg("machine"),
-        "All plans that the planner weighs, the sequence first.");
+        py::arg("all") = false,
+        "The plans that the planner weighs, the sequence first; with `all`, also those that nobody "
+        "has measured on such a machine: it weighs them only where its profile is of other "
+        "machines.");
+  m.def(
+      "make_plan_between",
+      [](const Problem& problem, const Machine& machine) {
+        const auto neighbours = planner::neighbours(problem, machine);
+        if (!neighbours) return planner::make_plan(problem, machine);
+        Problem below = problem;
+        Problem above = problem;
+        below.m = (*neighbours)[0];
+        above.m = (*neighbours)[1];
+        return planner::make_plan_between(problem, machine, planner::best_families(below, machine),
+                                          planner::best_families(above, machine));
+      },
+      py::arg("problem"), py::arg("machine"),
+      "What a group plans for this M: where the planner weighs all, its choice, and elsewhere the "
+      "best of what is best at the two M beside it.");
+  m.def(
+      "planning_us",
+      [](const Problem& problem, const Machine& machine, int repeats) {
+        const auto neighbours = planner::neighbours(problem, machine);
+        Problem below = problem;
+        Problem above = problem;
+        if (neighbours) {
+          below.m = (*neighbours)[0];
+          above.m = (*neighbours)[1];
+        }
+        const auto low = planner::best_families(below, machine);
+        const auto high = planner::best_families(above, machine);
+        std::vector<double> us;
+        for (int repeat = 0; repeat < repeats; ++repeat) {
+          const auto begin = std::chrono::steady_clock::now();
+          const Plan plan = neighbours ? planner::make_plan_between(problem, machine, low, high)
+                                       : planner::make_plan(problem, machine);
+          const auto end = std::chrono::steady_clock::now();
+          us.push_back(std::chrono::duration<double, std::micro>(end - begin).count());
+        }
+        std::nth_element(us.begin(), us.begin() + repeats / 2, us.end());
+        return us.at(static_cast<size_t>(repeats / 2));
+      },
+      py::arg("problem"), py::arg("machine"), py::arg("repeats"),
+      "What planning a new M takes once its neighbours are known: the median in microseconds.");
   m.def("make_plan", &planner::make_plan, py::arg("problem"), py::arg("machine"),
         "The planner's choice: the candidate of the smallest predicted time; the sequence unless "
         "another is expected to gain clearly.");

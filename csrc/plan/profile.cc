@@ -104,12 +104,14 @@ std::vector<Field> make_fields() {
   fields.push_back({"schedules." #field, \
                     Schedules{[](Profile& p) -> Profile::Lists& { return p.schedules.field; }}})
 
+  WHOLE(gemm, arch, kCount);
   NUMBER(gemm, start_us, kUs);
   NUMBER(gemm, pingpong_rate, kRate);
   NUMBER(gemm, cooperative_rate, kRate);
   NUMBER(gemm, pingpong_wide_rate, kRate);
   NUMBER(gemm, sm80_rate, kRate);
   NUMBER(gemm, sm80_on_hopper_rate, kRate);
+  NUMBER(gemm, sm80_on_blackwell_rate, kRate);
   NUMBER(gemm, float32_rate, kRate);
   NUMBER(gemm, float64_rate, kRate);
   NUMBER(gemm, float8_rate, kRate);
@@ -143,7 +145,9 @@ std::vector<Field> make_fields() {
   NUMBER(sync, wait_us, kUs);
   NUMBER(sync, fork_join_us, kUs);
 
-  NUMBER(link, slow_gbps, kGbps);
+  NUMBER(link, slow_most_gbps, kGbps);
+  NUMBER(link, fast_least_gbps, kGbps);
+  NUMBER(link, fast_most_gbps, kGbps);
   NUMBER(link, alone_start_us, kUs);
   NUMBER(link, alone_rate, kRate);
   NUMBER(link, slow_pair_rate, kRate);
@@ -236,6 +240,7 @@ std::vector<Field> make_fields() {
   SCHEDULES(slow_link_scatter);
   SCHEDULES(peer_all_gather);
   SCHEDULES(library);
+  SCHEDULES(few_rows);
 #undef NUMBER
 #undef WHOLE
 #undef CALL

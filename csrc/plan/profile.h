@@ -26,13 +26,15 @@ struct Profile {
 
   // --- GEMM ------------------------------------------------------------------------------------
   struct Gemm {
+    int64_t arch;     // compute capability that these were measured on
     double start_us;  // launch and prologue, before the first tile is under way
     // Rates of kernels, of what the machine's library reaches in 16 bits (Machine::sm_gflops).
     double pingpong_rate;
     double cooperative_rate;
     double pingpong_wide_rate;
-    double sm80_rate;            // on the architectures it was made for
-    double sm80_on_hopper_rate;  // where mma.sync reaches no more of wgmma's rate
+    double sm80_rate;               // on the architectures it was made for
+    double sm80_on_hopper_rate;     // where mma.sync reaches no more of wgmma's rate,
+    double sm80_on_blackwell_rate;  // and of tcgen05's: assumed
     // Rates of other dtypes, of the 16-bit one. fp32 without TF32, as PyTorch does by default.
     double float32_rate;
     double float64_rate;
@@ -84,7 +86,12 @@ struct Profile {
 
   // --- NCCL ------------------------------------------------------------------------------------
   struct Link {
-    double slow_gbps;  // below it, as over PCIe or host memory, a few CTAs fill the link
+    // What was measured: slow links, as over PCIe or host memory, which a few CTAs fill, up to the first; fast ones from
+    // the second to the third. Between them numbers go from those of slow links to those of fast ones with the link's
+    // logarithm; beyond the third a CTA carries more in proportion.
+    double slow_most_gbps;
+    double fast_least_gbps;
+    double fast_most_gbps;
     // A plain all-reduce that has the GPU to itself: start beyond the link's latency, rate of link_gbps.
     double alone_start_us;
     double alone_rate;
@@ -229,6 +236,7 @@ struct Profile {
     Lists slow_link_scatter;                 // between two ranks
     Lists peer_all_gather;
     Lists library;
+    Lists few_rows;  // of few tile rows, where the others' smallest chunk would hold none
   } schedules;
 
   // The file again, whole, in the shipped file's order: reads back to the same numbers.

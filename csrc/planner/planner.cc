@@ -1,6 +1,7 @@
 #include "planner/planner.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -55,6 +56,21 @@ const Schedules& peer_schedules(Op op, const Profile& profile) {
   return op == Op::kAllGatherGemm ? profile.schedules.peer_all_gather : one;
 }
 
+// Plans as they are made; with `only`, no others than of those families.
+struct Candidates {
+  std::vector<Plan> plans = {};
+  std::vector<Family> families = {};  // one for each plan
+  const std::vector<Family>* only = nullptr;
+
+  bool wants(const Family& family) const {
+    return only == nullptr || std::find(only->begin(), only->end(), family) != only->end();
+  }
+  void add(Plan plan, Family family) {
+    plans.push_back(std::move(plan));
+    families.push_back(std::move(family));
+  }
+};
+
 // `total` in parts as the weights say, each but the last a multiple of `grain`. Empty if a part
 // would be.
 std::vector<int32_t> apportion(int32_t total, int32_t grain, const std::vector<int32_t>& weights) {
@@ -84,13 +100,21 @@ int32_t band_height(int32_t rows, int32_t grain, const std::vector<int32_t>& wei
   return 0;
 }
 
-void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
+void add_row_panels(Candidates& plans, const Problem& problem, Kernel kernel,
                     const Schedules& schedules, const Resources& resources, int32_t max_ctas,
                     Transport transport) {
   const Plan base = base_plan(problem, kernel, transport, {});
   const int32_t parts = row_parts(base);
   const int32_t rows = part_tile_rows(base);
   for (const std::vector<int32_t>& weights : schedules) {
+    Family family = {.kernel = kernel,
+                     .transport = transport,
+                     .collective = base.collective,
+                     .window = resources.window,
+                     .lanes = resources.lanes,
+                     .ctas = max_ctas,
+                     .weights = weights};
+    if (!plans.wants(family)) continue;
     // Of each part as many tile rows as make a whole band of all parts together.
     const int32_t height = band_height(rows, row_grain(base), weights);
     if (height == 0) continue;
@@ -98,22 +122,33 @@ void add_row_panels(std::vector<Plan>& plans, const Problem& problem, Kernel ker
         apportion(rows, parts == 1 ? height : row_grain(base), weights);
     if (heights.empty()) continue;
     const int32_t band_rows = parts == 1 ? height : std::max(kBandRows, base.cluster_m);
-    plans.push_back(
-        make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport));
+    plans.add(make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport),
+              std::move(family));
   }
 }
 
-// Chunks of tiles that are exchanged between two ranks.
-void add_exchanges(std::vector<Plan>& plans, const Problem& problem, Kernel kernel,
-                   const Schedules& schedules, const Resources& resources, int32_t max_ctas) {
+// Chunks of tiles, which end after any: exchanged between two ranks, or all-reduced.
+void add_packed(Candidates& plans, const Problem& problem, Kernel kernel,
+                const Schedules& schedules, const Resources& resources, int32_t max_ctas,
+                Collective collective) {
   const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
   const int32_t rows = tiles_m(base);
   for (const std::vector<int32_t>& weights : schedules) {
+    Family family = {.kernel = kernel,
+                     .transport = Transport::kNccl,
+                     .collective = collective,
+                     .packed = true,
+                     .window = resources.window,
+                     .lanes = resources.lanes,
+                     .ctas = max_ctas,
+                     .weights = weights};
+    if (!plans.wants(family)) continue;
     const std::vector<int32_t> chunks = apportion(rows * tiles_n(base), base.cluster_m, weights);
     if (chunks.empty()) continue;
-    plans.push_back(
-        make_packed(problem, kernel, chunks, std::min(kBandRows, rows), resources, max_ctas));
-    plans.back().collective = Collective::kExchange;
+    Plan plan =
+        make_packed(problem, kernel, chunks, std::min(kBandRows, rows), resources, max_ctas);
+    plan.collective = collective;
+    plans.add(std::move(plan), std::move(family));
   }
 }
 
@@ -174,6 +209,12 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
   return {shorter, kernel};  // which takes fewer rounds for what arrives
 }
 
+void set_peer_sms(Candidates& plans, size_t first) {
+  for (size_t i = first; i < plans.plans.size(); ++i) {
+    plans.plans[i].resources.comm_sms = peer_sms(plans.plans[i]);
+  }
+}
+
 // What stores into peers' memory and adds what they stored: ping-pong. Its wide tiles take more of a round that
 // is not full, which the model counts.
 std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
@@ -184,31 +225,44 @@ std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
   return {kernel, Kernel::kSm90PingpongWide};
 }
 
-void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Machine& machine,
-                    const Prediction& sequence, Kernel kernel) {
+Resources resources_of(const Way& way, bool window) {
+  return {.comm_sms = way.ctas * way.lanes, .window = window, .lanes = way.lanes};
+}
+
+// The GEMM keeps at least half of a small GPU.
+bool fits(const Way& way, const Machine& machine) {
+  return 2 * way.ctas * way.lanes <= machine.sm_count;
+}
+
+// Whether the profile's numbers were measured on such GPUs, over such a link.
+bool measured(const Machine& machine) {
+  const Profile::Link& link = machine.profile->link;
+  const double share = steps::fast_link_share(machine);
+  return machine.arch == machine.profile->gemm.arch &&
+         (share == 0.0 || (share == 1.0 && machine.link_gbps <= link.fast_most_gbps));
+}
+
+void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& machine,
+                    const Prediction& sequence, Kernel kernel, bool all) {
   const Profile& profile = *machine.profile;
-  const auto resources_of = [&](const Way& way, bool window) {
-    return Resources{.comm_sms = way.ctas * way.lanes, .window = window, .lanes = way.lanes};
-  };
-  const auto fits = [&](const Way& way) {  // the GEMM keeps at least half of a small GPU
-    return 2 * way.ctas * way.lanes <= machine.sm_count;
-  };
   const auto add_panels = [&](Kernel own, const Profile::Lists& ways, const Schedules& schedules,
                               bool window) {
     for (const std::vector<int32_t>& pair : ways) {
       const Way way = way_of(pair);
-      if (!fits(way)) continue;
+      if (!fits(way, machine)) continue;
       add_row_panels(plans, problem, own, schedules, resources_of(way, window), way.ctas,
                      Transport::kNccl);
     }
   };
   const auto add_exchanges_in = [&](const Way& way, bool window, const Schedules& schedules) {
-    if (!fits(way)) return;
-    add_exchanges(plans, problem, kernel, schedules, resources_of(way, window), way.ctas);
+    if (!fits(way, machine)) return;
+    add_packed(plans, problem, kernel, schedules, resources_of(way, window), way.ctas,
+               Collective::kExchange);
   };
   const Profile::Ways& ways = profile.ways;
   const Schedules& usual = schedules_of(problem.op, profile);
-  if (slow_link(machine)) {
+  const double share = steps::fast_link_share(machine);
+  if (share < 1.0 || all) {
     if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
       // In two lanes, for long GEMMs, what a chunk costs is hidden. In four, for GEMMs that the link outlasts, small
       // chunks at the ends gain; short GEMMs want few.
@@ -223,18 +277,18 @@ void add_gpu_kernel(std::vector<Plan>& plans, const Problem& problem, const Mach
     } else {
       add_panels(kernel, ways.slow_link, usual, false);
     }
-    return;
+    if (share == 0.0 && !all) return;
   }
   if (machine.peer_gbps >= profile.peer.fast_gbps && problem.m % problem.world_size == 0 &&
       problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
       !too_small_for_peers(problem, machine) && has_ring_flags(problem, kernel)) {
-    const size_t first = plans.size();
+    const size_t first = plans.plans.size();
     for (const Kernel own : peer_kernels(problem, machine, sequence, kernel)) {
       add_row_panels(plans, problem, own, peer_schedules(problem.op, profile), {}, 0,
                      Transport::kPeer);
     }
-    for (size_t i = first; i < plans.size(); ++i) plans[i].resources.comm_sms = peer_sms(plans[i]);
-    return;  // better than anything through NCCL, wherever both were measured
+    set_peer_sms(plans, first);
+    if (!all) return;  // measured better than anything through NCCL
   }
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet. The model's error is
   // larger than what lies between the three, so it does not choose among them.
@@ -281,7 +335,7 @@ Kernel best_kernel(const Problem& problem, const Machine& machine) {
 }
 
 // Everything in one step, where there is little to overlap.
-void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+void add_direct(Candidates& plans, const Problem& problem, const Machine& machine) {
   const bool gathers = problem.op == Op::kAllGatherGemm;
   const int64_t row_bytes = (gathers ? problem.k : problem.n) * moved_bytes(problem);
   if (machine.peer_gbps < machine.profile->peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
@@ -289,28 +343,83 @@ void add_direct(std::vector<Plan>& plans, const Problem& problem, const Machine&
       too_small_for_peers(problem, machine) || problem.dtype == DType::kFloat64) {
     return;
   }
-  plans.push_back(make_at_once(problem, Kernel::kLibrary));
+  const auto add = [&](Kernel kernel) {
+    Plan plan = make_at_once(problem, kernel);
+    const Family family = {
+        .kernel = kernel, .transport = Transport::kPeer, .collective = plan.collective};
+    if (plans.wants(family)) plans.add(std::move(plan), family);
+  };
+  add(Kernel::kLibrary);
   const bool owned = problem.op != Op::kGemmAllReduce || problem.world_size > 2;
   if (!gathers && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
       (!owned || problem.m % problem.world_size == 0)) {
-    plans.push_back(make_at_once(problem, Kernel::kSm90Pingpong));
+    add(Kernel::kSm90Pingpong);
   }
 }
 
-// Library GEMMs, a call per chunk: what the kernels cannot take.
-void add_gpu_library(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+// Ways of slow links or of fast ones; with `all`, of both.
+template <typename Add>
+void for_ways(const Profile::Lists& slow, const Profile::Lists& fast, const Machine& machine,
+              bool all, const Add& add) {
+  const auto each = [&](const Profile::Lists& ways) {
+    for (const std::vector<int32_t>& pair : ways) {
+      if (const Way way = way_of(pair); fits(way, machine)) add(way);
+    }
+  };
+  if (all || slow_link(machine)) each(slow);
+  if (all || !slow_link(machine)) each(fast);
+}
+
+// Library GEMMs, a call per chunk: what the kernels cannot take, or take longer for.
+void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& machine, bool all) {
   const Profile& profile = *machine.profile;
-  for (const std::vector<int32_t>& pair :
-       slow_link(machine) ? profile.ways.slow_link_library : profile.ways.library) {
-    const Way way = way_of(pair);
-    if (2 * way.ctas * way.lanes > machine.sm_count) continue;
-    const Resources resources = {.comm_sms = way.ctas * way.lanes, .lanes = way.lanes};
-    add_row_panels(plans, problem, Kernel::kLibrary, profile.schedules.library, resources, way.ctas,
-                   Transport::kNccl);
-  }
+  for_ways(profile.ways.slow_link_library, profile.ways.library, machine, all, [&](const Way& way) {
+    add_row_panels(plans, problem, Kernel::kLibrary, profile.schedules.library,
+                   resources_of(way, false), way.ctas, Transport::kNccl);
+  });
 }
 
-void add_cpu(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+// What nobody has measured: taken where the profile is of other machines, and offered to whoever measures.
+void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& machine,
+                    Kernel kernel) {
+  if (problem.recipe != Recipe::kNone) return;
+  const Profile& profile = *machine.profile;
+  const Schedules& few = profile.schedules.few_rows;
+  if (kernel != Kernel::kLibrary) {
+    // Fewer and lower chunks, or where there are hardly rows, chunks that end after any tile.
+    const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
+    const bool hardly = tiles_m(base) < 2 * kBandRows;
+    for_ways(profile.ways.slow_link, profile.ways.plain, machine, true, [&](const Way& way) {
+      if (problem.op == Op::kGemmReduceScatter) {
+        add_row_panels(plans, problem, kernel, few, resources_of(way, false), way.ctas,
+                       Transport::kNccl);
+      } else if (problem.op == Op::kGemmAllReduce && hardly) {
+        add_packed(plans, problem, kernel, few, resources_of(way, false), way.ctas,
+                   Collective::kAllReduce);
+      }
+    });
+  }
+  // mma.sync is slower than the framework's GEMM where that has better: chunks of the latter.
+  if (kernel == Kernel::kSm80 && machine.arch >= 90 && machine.arch < 120) {
+    add_gpu_library(plans, problem, machine, true);
+  }
+  // Copy engines take no SMs, whatever computes, and however slow the link: the GEMM stores nothing there.
+  if (problem.op != Op::kAllGatherGemm || machine.peer_gbps <= 0.0 ||
+      problem.world_size > kMaxPeerRanks || problem.m % problem.world_size != 0 ||
+      problem.k * element_bytes(problem.dtype) % kDirectAccess != 0 ||
+      problem.dtype == DType::kFloat64 || too_small_for_peers(problem, machine)) {
+    return;
+  }
+  const size_t first = plans.plans.size();
+  const auto add = [&](Kernel own) {
+    add_row_panels(plans, problem, own, profile.schedules.peer_all_gather, {}, 0, Transport::kPeer);
+  };
+  add(Kernel::kLibrary);
+  if (kernel == Kernel::kSm80) add(kernel);
+  set_peer_sms(plans, first);
+}
+
+void add_cpu(Candidates& plans, const Problem& problem, const Machine& machine) {
   const Profile& profile = *machine.profile;
   const double flops = 2.0 * static_cast<double>(problem.m) * static_cast<double>(problem.n) *
                        static_cast<double>(problem.k);
@@ -321,7 +430,7 @@ void add_cpu(std::vector<Plan>& plans, const Problem& problem, const Machine& ma
 }
 
 // Row counts differ by rank, so the plan says only how pieces are computed and how they travel.
-void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Machine& machine) {
+void add_all_to_all(Candidates& plans, const Problem& problem, const Machine& machine) {
   const bool cpu = machine.arch == 0;
   const Profile::AllToAll& sizes = machine.profile->all_to_all;
   const int64_t fast = problem.world_size == 2 ? sizes.pair_ctas : sizes.many_ctas;
@@ -334,11 +443,11 @@ void add_all_to_all(std::vector<Plan>& plans, const Problem& problem, const Mach
       problem.n * moved_bytes(problem) % kDirectAccess == 0 && problem.dtype != DType::kFloat64;
   // Over peers, between more than two ranks, long messages travel by NCCL.
   const int32_t comm_sms = peers && problem.world_size == 2 ? 0 : ctas;
-  plans.push_back(make_all_to_all(problem, best_kernel(problem, machine), {.comm_sms = comm_sms},
-                                  ctas,
-                                  cpu     ? Transport::kGloo
-                                  : peers ? Transport::kPeer
-                                          : Transport::kNccl));
+  plans.add(make_all_to_all(problem, best_kernel(problem, machine), {.comm_sms = comm_sms}, ctas,
+                            cpu     ? Transport::kGloo
+                            : peers ? Transport::kPeer
+                                    : Transport::kNccl),
+            {});
 }
 
 }  // namespace
@@ -357,10 +466,16 @@ NeededGain needed_gain(const Plan& plan, const Machine& machine) {
   return gain(needed.usual);
 }
 
-std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
-  std::vector<Plan> plans;
-  plans.reserve(128);  // as many as there are, mostly
-  plans.push_back(make_sequential(problem, machine));
+namespace {
+
+// All candidates, or those of some families, the sequence first.
+Candidates make_candidates(const Problem& problem, const Machine& machine, bool all,
+                           const std::vector<Family>* only) {
+  Candidates plans;
+  plans.plans.reserve(only == nullptr ? 128 : 8);  // as many as there are, mostly
+  plans.families.reserve(plans.plans.capacity());
+  plans.add(make_sequential(problem, machine), {});
+  plans.only = only;
   const bool all_to_all = problem.op == Op::kGemmAllToAll;
   const bool nothing_to_overlap = problem.world_size == 1 || (problem.m == 0 && !all_to_all) ||
                                   problem.n == 0 || problem.k == 0;
@@ -377,40 +492,100 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine) {
     add_cpu(plans, problem, machine);
     return plans;
   }
+  // No threshold decides between kinds of links where nobody has measured: both kinds' ways are weighed.
+  const bool whole = all || !measured(machine);
   add_direct(plans, problem, machine);
-  if (const Kernel kernel = best_kernel(problem, machine); kernel == Kernel::kLibrary) {
-    add_gpu_library(plans, problem, machine);
+  const Kernel kernel = best_kernel(problem, machine);
+  if (kernel == Kernel::kLibrary) {
+    add_gpu_library(plans, problem, machine, whole);
   } else {
-    if (is_fp8(problem.dtype)) add_gpu_library(plans, problem, machine);
-    add_gpu_kernel(plans, problem, machine, predict(plans.front(), machine), kernel);
+    if (is_fp8(problem.dtype)) add_gpu_library(plans, problem, machine, whole);
+    add_gpu_kernel(plans, problem, machine, predict(plans.plans.front(), machine), kernel, whole);
   }
+  if (whole) add_unmeasured(plans, problem, machine, kernel);
   return plans;
 }
 
 // Kernels of fp8 add up as the tensor cores do, which not every caller takes (use_fast_accum): the framework's GEMM would
 // follow a plan made for them. So they are taken by hand, or by measuring.
-static bool may_be_taken(const Plan& plan) {
+bool may_be_taken(const Plan& plan) {
   return !is_fp8(plan.problem.dtype) || plan.kernel == Kernel::kLibrary;
 }
 
+// What each is expected to take; infinite for one that is not expected to gain enough.
+std::vector<double> times_us(const std::vector<Plan>& plans, const Machine& machine) {
+  std::vector<double> us;
+  us.reserve(plans.size());
+  for (const Plan& plan : plans) {
+    const double own_us = predict(plan, machine).total_us;
+    const NeededGain needed = needed_gain(plan, machine);
+    const bool gains =
+        us.empty() || (may_be_taken(plan) && own_us + needed.us < needed.share * us.front());
+    us.push_back(gains ? own_us : std::numeric_limits<double>::infinity());
+  }
+  return us;
+}
+
+// The first of equals stays: every rank goes through the same list in the same order.
+size_t fastest(const std::vector<double>& us) {
+  return static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin());
+}
+
+}  // namespace
+
+std::vector<Plan> candidates(const Problem& problem, const Machine& machine, bool all) {
+  return make_candidates(problem, machine, all, nullptr).plans;
+}
+
 Plan make_plan(const Problem& problem, const Machine& machine) {
-  std::vector<Plan> plans = candidates(problem, machine);
+  std::vector<Plan> plans = candidates(problem, machine, false);
   // Few rows leave in one call after the GEMM, as in the sequence, whatever the plan.
   if (problem.op == Op::kGemmAllToAll) return std::move(plans.back());
-  const double sequential_us = predict(plans[0], machine).total_us;
-  size_t best = 0;
-  double best_us = sequential_us;
-  for (size_t i = 1; i < plans.size(); ++i) {
-    if (!may_be_taken(plans[i])) continue;
-    const NeededGain needed = needed_gain(plans[i], machine);
-    const double us = predict(plans[i], machine).total_us;
-    // The first of equals stays: every rank goes through the same list in the same order.
-    if (us + needed.us < needed.share * sequential_us && us < best_us) {
-      best = i;
-      best_us = us;
-    }
+  return std::move(plans[fastest(times_us(plans, machine))]);
+}
+
+std::optional<std::array<int64_t, 2>> neighbours(const Problem& problem, const Machine& machine) {
+  constexpr int64_t kLeast = 256;
+  constexpr int64_t kSteps = 4;  // from one power of two to the next
+  if (machine.arch == 0 || problem.op == Op::kGemmAllToAll || problem.m < kLeast) {
+    return std::nullopt;
   }
-  return std::move(plans[best]);
+  int64_t step = kLeast / kSteps;
+  while (2 * kSteps * step <= problem.m) step *= 2;
+  const int64_t below = problem.m / step * step;
+  // Rings are for parts of equal rows. Where the problem has none, its neighbours have none.
+  const int64_t ranks = problem.world_size;
+  const bool parted = problem.m % ranks == 0;
+  const auto alike = [&](int64_t m) {
+    if (parted) return (m + ranks - 1) / ranks * ranks;
+    return m % ranks == 0 ? m + 1 : m;
+  };
+  const std::array<int64_t, 2> both = {alike(below), alike(below + step)};
+  if (both[0] >= problem.m || both[1] <= problem.m) return std::nullopt;
+  return both;
+}
+
+std::vector<Family> best_families(const Problem& problem, const Machine& machine) {
+  constexpr size_t kMost = 2;
+  const Candidates found = make_candidates(problem, machine, false, nullptr);
+  const std::vector<double> us = times_us(found.plans, machine);
+  std::vector<size_t> order(found.plans.size() - 1);
+  std::iota(order.begin(), order.end(), 1);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return us[a] < us[b]; });
+  order.resize(std::min(order.size(), kMost));
+  std::vector<Family> families;
+  for (const size_t i : order) families.push_back(found.families[i]);
+  return families;
+}
+
+Plan make_plan_between(const Problem& problem, const Machine& machine,
+                       const std::vector<Family>& below, const std::vector<Family>& above) {
+  std::vector<Family> families = below;
+  for (const Family& family : above) {
+    if (std::find(below.begin(), below.end(), family) == below.end()) families.push_back(family);
+  }
+  std::vector<Plan> plans = make_candidates(problem, machine, false, &families).plans;
+  return std::move(plans[fastest(times_us(plans, machine))]);
 }
 
 }  // namespace overlap::planner

@@ -2,14 +2,19 @@
 // smallest time.
 #pragma once
 
+#include <array>
+#include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "plan/plan.h"
 
 namespace overlap::planner {
 
-// All candidates that the planner weighs, the sequential plan first.
-std::vector<plan::Plan> candidates(const plan::Problem& problem, const plan::Machine& machine);
+// The candidates that the planner weighs, the sequential plan first; with `all`, also those that nobody has measured on
+// such a machine, which the planner weighs only on machines that nobody has measured anything on.
+std::vector<plan::Plan> candidates(const plan::Problem& problem, const plan::Machine& machine,
+                                   bool all = false);
 
 // How much better than the sequence a plan has to be expected, to be taken: it needs less than this share of the
 // sequence's time, and saves this much.
@@ -22,5 +27,36 @@ NeededGain needed_gain(const plan::Plan& plan, const plan::Machine& machine);
 // The candidate with the smallest predicted time; sequential unless overlap is predicted to win
 // clearly.
 plan::Plan make_plan(const plan::Problem& problem, const plan::Machine& machine);
+
+// --- many M of one problem ---------------------------------------------------------------------------------
+// Serving calls with every M, and all candidates are up to two hundred. So a problem is planned whole at some M, and
+// between these only what was best at the two neighbours is weighed. That depends on the problem alone, not on what was
+// called before: every rank comes to the same.
+
+// What plans of one problem for other M have in common.
+struct Family {
+  plan::Kernel kernel = plan::Kernel::kLibrary;
+  plan::Transport transport = plan::Transport::kNccl;
+  plan::Collective collective = plan::Collective::kAllReduce;
+  bool packed = false;
+  bool window = false;
+  int32_t lanes = 1;
+  int32_t ctas = 0;
+  std::vector<int32_t> weights = {};  // of the chunks
+
+  bool operator==(const Family&) const = default;
+};
+
+// The M below and above at which the problem is planned whole; none where it is planned whole itself: at these M, with
+// few rows, and on CPU.
+std::optional<std::array<int64_t, 2>> neighbours(const plan::Problem& problem,
+                                                 const plan::Machine& machine);
+
+// The families of the best candidates, the best first: two, or fewer.
+std::vector<Family> best_families(const plan::Problem& problem, const plan::Machine& machine);
+
+// The best plan of these families, or the sequence.
+plan::Plan make_plan_between(const plan::Problem& problem, const plan::Machine& machine,
+                             const std::vector<Family>& below, const std::vector<Family>& above);
 
 }  // namespace overlap::planner

@@ -22,6 +22,7 @@ constexpr std::chrono::milliseconds kLastPoll{20};
 
 // Dense 16-bit tensor-core operations of one SM and clock, by architecture; the profile says how much is sustained.
 double tensor_flop_per_clock(int arch) {
+  if (arch == 100 || arch == 103) return 8192;
   if (arch == 90) return 4096;
   if (arch == 80) return 2048;
   return 1024;
@@ -86,6 +87,7 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
   if (options_.profile != nullptr) machine_.profile = options_.profile;
   machine_.sm_gflops = tensor_flop_per_clock(device_.arch()) *
                        machine_.profile->gemm.sustained_rate * device_.clock_khz() * 1e3 / 1e9;
+  if (options_.sm_gflops > 0.0) machine_.sm_gflops = options_.sm_gflops;
 #if defined(OVERLAP_WITH_SM80)
   machine_.has_sm80_kernels = device_.arch() >= 80;
 #endif

@@ -62,6 +62,8 @@ struct GroupOptions {
   bool abort_on_failure = false;  // a failure ends the process
   // What work takes on the ranks' machine, the same on all of them; null: the shipped one.
   plan::SharedProfile profile;
+  // What the framework's GEMM reaches on one SM, measured; 0: by the architecture and the profile.
+  double sm_gflops = 0.0;
 };
 
 // What a wait kernel and the watchdog share: pinned host memory.

@@ -17,8 +17,12 @@ double rate_of(const Plan& plan, const Machine& machine) {
     rate = on_cpu(machine) ? profile.cpu.float64_rate : profile.gemm.float64_rate;
   if (dtype == DType::kFloat32 && !on_cpu(machine)) rate = profile.gemm.float32_rate;
   if (is_fp8(dtype) && !on_cpu(machine)) rate = profile.gemm.float8_rate;
-  if (plan.kernel == Kernel::kSm80)
-    rate *= machine.arch >= 90 ? profile.gemm.sm80_on_hopper_rate : profile.gemm.sm80_rate;
+  if (plan.kernel == Kernel::kSm80) {
+    const bool blackwell = machine.arch >= 100 && machine.arch < 120;  // with tcgen05
+    rate *= machine.arch == 90 ? profile.gemm.sm80_on_hopper_rate
+            : blackwell        ? profile.gemm.sm80_on_blackwell_rate
+                               : profile.gemm.sm80_rate;
+  }
   if (plan.kernel == Kernel::kSm90Pingpong) rate *= profile.gemm.pingpong_rate;
   if (plan.kernel == Kernel::kSm90Cooperative) rate *= profile.gemm.cooperative_rate;
   if (plan.kernel == Kernel::kSm90PingpongWide) rate *= profile.gemm.pingpong_wide_rate;
@@ -69,6 +73,21 @@ int64_t rows_beside(const Pair& pair, int32_t sms_beside) {
 
 }  // namespace
 
+double fast_link_share(const Machine& machine) {
+  const Profile::Link& link = machine.profile->link;
+  if (on_cpu(machine) || machine.link_gbps <= link.slow_most_gbps) return 0.0;
+  if (machine.link_gbps >= link.fast_least_gbps) return 1.0;
+  return std::log(machine.link_gbps / link.slow_most_gbps) /
+         std::log(link.fast_least_gbps / link.slow_most_gbps);
+}
+
+double between_links(double slow, double fast, double share) {
+  if (share <= 0.0) return slow;
+  if (share >= 1.0) return fast;
+  if (slow <= 0.0 || fast <= 0.0) return slow + share * (fast - slow);
+  return slow * std::pow(fast / slow, share);
+}
+
 double tile_us(const Plan& plan, const Machine& machine) {
   double flops = 2.0 * plan.tile_m * plan.tile_n * static_cast<double>(plan.problem.k);
   // On CPU tiles that reach beyond the matrix cost what is inside. An all-to-all's plan has no tiles.
@@ -101,13 +120,16 @@ double launch_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t
 }
 
 double exchange_us(const Machine& machine, double sent_bytes, double received_bytes, bool beside) {
-  const auto& model = machine.profile->all_to_all;
-  const bool fast = !beside && !slow_link(machine);  // with nothing beside it, on a fast link
-  const double rate = 1e3 * (fast ? model.alone_rate : model.beside_rate) * machine.link_gbps;
+  const Profile& profile = *machine.profile;
+  // With nothing beside it a fast link is faster yet.
+  const Profile::AllToAll& calls = profile.all_to_all;
+  const double share = beside ? 0.0 : fast_link_share(machine);
+  const double rate =
+      1e3 * between_links(calls.beside_rate, calls.alone_rate, share) * machine.link_gbps;
   const double mean = (sent_bytes + received_bytes) / 2;
   const double longer = std::max(sent_bytes, received_bytes);
-  return (fast ? model.alone_start_us : model.start_us) +
-         (model.longer_message_share * longer + (1.0 - model.longer_message_share) * mean) / rate;
+  return between_links(calls.start_us, calls.alone_start_us, share) +
+         (calls.longer_message_share * longer + (1.0 - calls.longer_message_share) * mean) / rate;
 }
 
 int32_t parts_sent(const Plan& plan) {

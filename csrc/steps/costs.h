@@ -14,9 +14,16 @@ inline bool on_cpu(const plan::Machine& machine) {
   return machine.arch == 0;
 }
 
+// Which of the profile's two kinds of links this one is like: 0 for slow ones, 1 for fast ones, between them by its
+// logarithm.
+double fast_link_share(const plan::Machine& machine);
+
 inline bool slow_link(const plan::Machine& machine) {
-  return on_cpu(machine) || machine.link_gbps < machine.profile->link.slow_gbps;
+  return fast_link_share(machine) < 0.5;
 }
+
+// A number of slow links and of fast ones, for a link between them. Rates in their logarithms; exact at both ends.
+double between_links(double slow, double fast, double share);
 
 // Rounds of tiles, the last one whether full or not.
 inline double rounds_of(int64_t tiles, int32_t at_once) {

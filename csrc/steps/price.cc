@@ -46,7 +46,7 @@ struct Walk {
   const int32_t ranks = problem.world_size;
   const int32_t sms = machine.sm_count;
   const bool cpu = on_cpu(machine);
-  const bool slow = slow_link(machine);
+  const double fast_share = fast_link_share(machine);
   const bool program = plan::has_program(plan);
   const bool peers = plan::over_peers(plan) && !program;
   const bool gathers = problem.op == plan::Op::kAllGatherGemm;
@@ -387,8 +387,9 @@ struct Walk {
   }
   double end_of(const Unpack& unpack, size_t id, double begin_us) {
     const double bytes = bytes_behind(id);
-    if (unpack.terms > 1 && !slow) return sum(id, bytes, begin_us);
-    return begin_us + (hides(id) ? 0.0 : finish_us(bytes));
+    const double put_us = begin_us + (hides(id) ? 0.0 : finish_us(bytes));
+    if (unpack.terms <= 1 || fast_share == 0.0) return put_us;
+    return between_links(put_us, sum(id, bytes, begin_us), fast_share);
   }
   double end_of(const AddBias& bias, size_t id, double begin_us) {
     return begin_us + (hides(id) ? 0.0 : finish_us(static_cast<double>(bias.rows) * row_bytes));
@@ -448,13 +449,12 @@ struct Walk {
       };
       const bool low = order.tiles_m >= 2 * profile.gemm.low_band_rows &&
                        std::any_of(order.runs, order.runs + order.num_runs, low_run);
-      const bool many_ctas =
-          slow && ranks == 2 &&
-          lanes_beside * ctas_of(plan.chunks[0].max_ctas) > profile.link.slow_default_ctas;
+      const bool many_ctas = ranks == 2 && lanes_beside * ctas_of(plan.chunks[0].max_ctas) >
+                                               profile.link.slow_default_ctas;
       const bool large = plan.kernel == plan::Kernel::kSm90Cooperative ||
                          plan.kernel == plan::Kernel::kSm90PingpongWide;
       all_us = std::max(1.0, tiles / sms) * tile_us * profile.beside.nccl_factor *
-               (many_ctas ? profile.beside.many_ctas_factor : 1.0) /
+               (many_ctas ? between_links(profile.beside.many_ctas_factor, 1.0, fast_share) : 1.0) /
                (low ? profile.gemm.low_band_rate : 1.0) *
                std::pow(static_cast<double>(sms) / ctas_beside(plan, machine),
                         large ? profile.gemm.fewer_sms_power_large : profile.gemm.fewer_sms_power);
@@ -583,7 +583,8 @@ struct Walk {
   double alone_us(double bytes) const {
     const bool pair = problem.op == plan::Op::kGemmAllReduce && ranks == 2 && !cpu;
     const double slow_rate = pair ? profile.link.slow_pair_rate : profile.calls.slow_link.link_rate;
-    const double rate = (slow ? slow_rate : profile.link.alone_rate) * one_way_rate();
+    const double rate =
+        between_links(slow_rate, profile.link.alone_rate, fast_share) * one_way_rate();
     return (cpu ? 0.0 : profile.link.alone_start_us) + machine.link_latency_us +
            bytes / (1e3 * machine.link_gbps * rate);
   }
@@ -600,30 +601,42 @@ struct Walk {
   }
 
   plan::Profile::Call call_model() const {
+    const plan::Profile::Call slow = slow_call();
+    plan::Profile::Call fast = fast_call();
+    // What was measured on the fastest link: with a faster one more of it.
+    fast.cta_gbps *= std::max(1.0, machine.link_gbps / profile.link.fast_most_gbps);
+    const auto between = [&](double plan::Profile::Call::* of) {
+      return between_links(slow.*of, fast.*of, fast_share);
+    };
+    return {between(&plan::Profile::Call::start_us), between(&plan::Profile::Call::link_rate),
+            between(&plan::Profile::Call::cta_gbps), between(&plan::Profile::Call::latencies)};
+  }
+  plan::Profile::Call slow_call() const {
+    const plan::Profile::Calls& calls = profile.calls;
+    if (plan.collective == plan::Collective::kExchange) return calls.slow_link_exchange;
+    return {calls.slow_link.start_us, calls.slow_link.link_rate * one_way_rate(),
+            calls.slow_link.cta_gbps * one_way_rate(), calls.slow_link.latencies};
+  }
+  plan::Profile::Call fast_call() const {
+    const plan::Profile::Calls& calls = profile.calls;
     const bool window = plan.resources.window;
-    const bool exchanges = plan.collective == plan::Collective::kExchange;
-    if (slow && exchanges) return profile.calls.slow_link_exchange;
-    if (slow) {
-      return {profile.calls.slow_link.start_us, profile.calls.slow_link.link_rate * one_way_rate(),
-              profile.calls.slow_link.cta_gbps * one_way_rate(), profile.calls.slow_link.latencies};
-    }
-    if (exchanges) return profile.calls.exchange;
     switch (plan.collective) {
+      case plan::Collective::kExchange:
+        return calls.exchange;
       case plan::Collective::kReduceScatter:
-        return window ? profile.calls.reduce_scatter_window : profile.calls.reduce_scatter;
+        return window ? calls.reduce_scatter_window : calls.reduce_scatter;
       case plan::Collective::kAllGather:
-        return window ? profile.calls.all_gather_window : profile.calls.all_gather;
+        return window ? calls.all_gather_window : calls.all_gather;
       default:
-        if (ranks > 2)
-          return window ? profile.calls.all_reduce_window_of_many
-                        : profile.calls.all_reduce_of_many;
-        return window ? profile.calls.all_reduce_window : profile.calls.all_reduce;
+        if (ranks > 2) return window ? calls.all_reduce_window_of_many : calls.all_reduce_of_many;
+        return window ? calls.all_reduce_window : calls.all_reduce;
     }
   }
 
   int64_t ctas_of(int32_t max_ctas) const {
     if (max_ctas != 0) return max_ctas;
-    return slow ? profile.link.slow_default_ctas : profile.link.default_ctas;
+    return std::llround(between_links(static_cast<double>(profile.link.slow_default_ctas),
+                                      static_cast<double>(profile.link.default_ctas), fast_share));
   }
 
   // Over all ranks' parts.
