@@ -355,7 +355,7 @@ def record(turns: int, progress: bool) -> Recording | None:
         dtype = "float32" if device.type == "cpu" else "bfloat16"
         session = _tune.session(device, turns)
         jobs += [
-            lambda problem=Problem(*shape, dtype, world, op): _plans(session, problem)
+            lambda op=op, shape=shape: _plans(session, Problem(*shape, dtype, world, op))
             for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
             for shape in sizes
         ]

@@ -10,6 +10,7 @@
 #include "binding/cuda_trace.h"
 #include "binding/environment.h"
 #include "binding/op_call.h"
+#include "runtime/error.h"
 
 namespace overlap::binding {
 namespace {

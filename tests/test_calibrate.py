@@ -1,0 +1,143 @@
+"""Calibration on machines that are simulated: every number moved by up to 30 %, and noise; and the file that holds what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+import machine_table
+from overlap_torch import _calibrate, _tune, plan
+from overlap_torch.plan import Problem, Profile
+
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+SHAPES = [(m, n, k) for m in (512, 2048, 8192) for n, k in ((8192, 4096), (4096, 2048))]
+COPIES = [1 << 20, 16 << 20, 256 << 20]
+
+
+def moved(seed: int) -> Profile:
+    """The shipped profile with each of its numbers off by some 30 %."""
+    text = json.loads(Profile.shipped().to_json())
+    generator = random.Random(seed)
+    numbers = {
+        name: value * math.exp(generator.uniform(-0.3, 0.3))
+        for name, value in _calibrate._numbers(text)
+        if name.split(".")[0] in _calibrate._GPU
+        and isinstance(value, float)
+        and value > 0.0
+        and name not in _calibrate._CHOICES
+    }
+    return _calibrate._profile(text, numbers)
+
+
+def measured_on(name: str, truth: Profile, seed: int, noise: float = 0.03) -> _calibrate.Recording:
+    """What a machine that takes what `truth` says would have measured."""
+    generator = random.Random(seed)
+    machine = machine_table.machine(name)
+    fields = {field: getattr(machine, field) for field in _calibrate._MACHINE}
+    empty = _calibrate.Recording("simulated", fields, ())
+    numbers = dict(_calibrate._numbers(json.loads(truth.to_json())))
+    on, usual = empty.on(truth), empty.on(Profile.shipped())
+    times = [_calibrate.Time("copy", 1.0, bytes=size) for size in COPIES]
+    for op in OPS:
+        for shape in SHAPES:
+            problem = Problem(*shape, "bfloat16", machine_table.MACHINES[name][1], op)
+            plans = _tune.ranked(problem, usual, 8)
+            times += [_calibrate.Time("plan", 1.0, one) for one in plans]
+            times.append(_calibrate.Time("gemm", 1.0, plans[0]))
+    real = [
+        _calibrate.Time(
+            one.what,
+            _calibrate.expected_us(one, on, numbers) * math.exp(generator.gauss(0.0, noise)),
+            one.plan,
+            one.bytes,
+        )
+        for one in times
+    ]
+    return _calibrate.Recording("simulated", fields, tuple(real))
+
+
+@pytest.mark.parametrize("name", ["H200 NVLink x4", "A100 PCIe4 x2"])
+def test_calibrate_finds_a_machine_whose_numbers_are_others(name):
+    recording = measured_on(name, moved(1), 2)
+    found = _calibrate.fit(recording)
+    before, now = found.rms["all"]
+    assert before > 0.1
+    assert now <= 0.07
+    assert found.regret[1] <= 0.015
+    assert found.regret[1] <= found.regret[0]
+    # Problems that were not measured.
+    others = measured_on(name, moved(1), 3, noise=0.0)
+    on = recording.on(found.profile)
+    numbers = dict(_calibrate._numbers(json.loads(found.profile.to_json())))
+    errors = [math.log(_calibrate.expected_us(one, on, numbers) / one.us) for one in others.times]
+    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) <= 0.05
+
+
+def test_calibrate_leaves_what_is_right_as_it_is():
+    recording = measured_on("H200 NVLink x4", Profile.shipped(), 0, noise=0.0)
+    found = _calibrate.fit(recording)
+    assert found.moved == {} and found.rms["all"][1] < 1e-6 and found.regret == (0.0, 0.0)
+    assert found.profile.made_by == "calibrate" and found.profile.gpu == "simulated"
+
+
+def test_calibrate_reads_what_it_wrote_and_fits_the_same_again(tmp_path, capsys):
+    recording = measured_on("A100 NVLink x2", moved(4), 5)
+    recording = _calibrate.Recording("simulated", recording.machine, recording.times[:40])
+    file, out = tmp_path / "times.jsonl", tmp_path / "own.json"
+    _calibrate.write(file, recording)
+    again = _calibrate.read(file)
+    assert (again.gpu, again.machine) == (recording.gpu, recording.machine)
+    assert [one.us for one in again.times] == pytest.approx(
+        [one.us for one in recording.times], rel=1e-3
+    )
+    assert [one.plan for one in again.times] == [one.plan for one in recording.times]
+    profiles = []
+    for _ in range(2):
+        assert _calibrate.main(["--from", str(file), "--out", str(out)]) == 0
+        profiles.append(Profile.load(out))
+    assert profiles[0] == profiles[1] != Profile.shipped()
+    assert profiles[0].missing == ()
+    said = capsys.readouterr().out
+    assert f"OVERLAP_PROFILE={out}" in said and "root mean square error" in said
+    plan.validate(plan.make_plan(recording.times[-1].plan.problem, again.on(profiles[0])))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "x", '{"schema": 2, "kind": "overlap_torch.recording"}']
+    + [
+        '{"schema": 1, "kind": "overlap_torch.recording", "gpu": "", "machine": {"arch": 90}}\n'
+        + line
+        for line in (
+            '{"what": "copy", "us": 0, "bytes": 1}',
+            '{"what": "plan", "us": 1, "plan": [1]}',
+        )
+    ],
+)
+def test_calibrate_says_what_a_recording_is(text, tmp_path, capsys):
+    file = tmp_path / "times.jsonl"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        _calibrate.main(["--from", str(file)])
+    assert "allowed is what `calibrate --record` writes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--from", "a", "--record", "b"], "--record measures and --from does not: give one"),
+        (["--turns", "0"], "--turns is 0, allowed are 1 and more"),
+    ],
+)
+def test_calibrate_says_what_is_allowed(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        _calibrate.main([*argv, "--device", "cpu"])
+    assert message in capsys.readouterr().err
+
+
+def test_calibrate_needs_times():
+    with pytest.raises(ValueError, match="nothing was measured"):
+        _calibrate.fit(_calibrate.Recording("", {"arch": 90}, ()))
