@@ -406,7 +406,8 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
       "set_plan: the plan's transport is peer, but the ranks of this group do not map "
       "each other's memory; use nccl");
   // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
-  group->set_plan(plan, device.type(), plan == group->planned(plan.problem, device.type(), machine), machine);
+  group->set_plan(plan, device.type(), plan == group->planned(plan.problem, device.type(), machine),
+                  machine);
 }
 
 void clear_plans(const std::string& group_name) {
