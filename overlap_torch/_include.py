@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def include_path() -> str:
-    """The folder of ``overlap/signal.cuh``, which CUDA kernels include that signal or await chunks::
+    """The folder of ``overlap/signal.cuh``, which CUDA kernels include that signal or await chunks.
 
-    torch.utils.cpp_extension.load_inline(..., extra_include_paths=[overlap_torch.include_path()])
+    For ``extra_include_paths`` of ``torch.utils.cpp_extension.load_inline``.
     """
     return str(Path(__file__).parent / "include")

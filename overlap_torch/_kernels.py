@@ -63,7 +63,9 @@ _prepared: dict[tuple, _Prepared] = {}
 class Job:
     """A kernel of the caller's and its communication: what :func:`produce` and :func:`consume` give.
 
-    Attributes that a kernel is launched with, int32 tensors on the device but for the first two:
+    A kernel is launched with the tensors, which are int32 and on the device but for the first two.
+
+    Attributes:
         output: ``produce``: [rows, N], where the kernel stores its product, row-major; not the result.
         gathered: ``consume``: [world * rows, K], all ranks' rows, of which the kernel may read a tile's when its chunk has
             arrived.
@@ -71,8 +73,6 @@ class Job:
         tile_chunk: for each tile the chunk that it is counted for, or that it awaits.
         counters: ``produce``: to be signalled. Zero at first.
         arrived: ``consume``: to be waited for.
-
-    Numbers:
         tiles: how many tiles there are; rows of tiles times ``columns``.
         programs: how many programs a persistent kernel launches: the SMs that it does not leave to communication.
         plan: the :class:`overlap_torch.Plan` of its communication.
