@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from overlap_torch import plan as plan_api
+from overlap_torch._calibrate import medians_us
 from overlap_torch._tune import operands
 from overlap_torch.plan import Kernel, Plan, Problem
 
-_FLUSH_BYTES = 256 << 20
 _HOPPER = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE)
 _LONG_US = 50.0  # of cuBLAS: what is shorter is launches
 
@@ -50,28 +50,6 @@ def candidates(problem: Problem, kernels: Sequence[Kernel]) -> list[Plan]:
     return found
 
 
-def medians(calls: Sequence[Callable[[], object]], turns: int) -> list[float]:
-    """Microseconds of each, in turns, each in flushed caches."""
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    us: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    for turn in range(turns):
-        events = []
-        for place in range(len(calls)):
-            index = (turn + place) % len(calls)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            begin.record()
-            calls[index]()
-            end.record()
-            events.append((index, begin, end))
-        torch.cuda.synchronize()
-        for index, begin, end in events:
-            us[index].append(1e3 * begin.elapsed_time(end))
-    return [statistics.median(times) for times in us]
-
-
 def measure(shape: tuple[int, int, int], kernels: Sequence[Kernel], turns: int) -> dict[str, Any]:
     """One shape's row."""
     m, n, k = shape
@@ -92,9 +70,9 @@ def measure(shape: tuple[int, int, int], kernels: Sequence[Kernel], turns: int) 
         result = ours(plan)().flatten()[: m * n].view(m, n)
         right.append(bool((result - expected).abs().max() <= 0.02 * expected.abs().max()))
     calls = [library, *map(ours, plans)]
-    first = medians(calls, turns)
+    first = medians_us(calls, turns)
     best = min((i for i in range(1, len(calls)) if right[i - 1]), key=lambda i: first[i], default=0)
-    again = medians([library, calls[best]], 2 * turns)
+    again = medians_us([library, calls[best]], 2 * turns)
     return {
         "shape": list(shape),
         "cublas_us": again[0],

@@ -6,6 +6,7 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -293,20 +294,21 @@ def produce(
             f"{what}: send_rows must add up to the rows, {rows}, but add up to {sum(send)}"
         )
     problem = Problem(0 if to_all else rows, columns, 1, dtype, world, op)
-    return _job(
-        what,
-        problem,
-        tile,
-        chunks,
-        tile_order,
-        plan,
-        kernel_us,
-        send,
-        receive,
-        resources,
-        device,
-        name,
+    request = _Request(
+        what=what,
+        problem=problem,
+        tile=_two(tile, "tile", 1),
+        chunks=chunks,
+        tile_order=tile_order,
+        plan=plan,
+        kernel_us=kernel_us,
+        send_rows=tuple(send),
+        recv_rows=tuple(receive),
+        resources=_resources_of(resources, plan),
+        device=_device(device, name),
+        group=name,
     )
+    return Job(request.prepared(), request.device, request.resources, what)
 
 
 @_outside_graphs
@@ -368,118 +370,105 @@ def consume(
     problem = Problem(
         input.shape[0] * world, columns, input.shape[1], input.dtype, world, Op.ALLGATHER_GEMM
     )
-    return _job(
-        what,
-        problem,
-        tile,
-        chunks,
-        tile_order,
-        plan,
-        kernel_us,
-        [],
-        [],
-        resources,
-        input.device,
-        name,
-        input,
+    request = _Request(
+        what=what,
+        problem=problem,
+        tile=_two(tile, "tile", 1),
+        chunks=chunks,
+        tile_order=tile_order,
+        plan=plan,
+        kernel_us=kernel_us,
+        resources=_resources_of(resources, plan),
+        device=_device(input.device, name),
+        group=name,
     )
+    return Job(request.prepared(), request.device, request.resources, what, input)
 
 
-def _job(
-    what: str,
-    problem: Problem,
-    tile: tuple[int, int],
-    chunks: int | None,
-    tile_order: str | _tile_orders.Order,
-    plan: Plan | None,
-    kernel_us: float | Callable[[], object] | None,
-    send_rows: list[int],
-    recv_rows: list[int],
-    resources: KernelResources | None,
-    device: torch.device | str | None,
-    name: str,
-    rows: torch.Tensor | None = None,
-) -> Job:
-    where = _device(device, name)
+@dataclass(frozen=True)
+class _Request:
+    """What a caller asked for, of which the tables are made once."""
+
+    what: str
+    problem: Problem
+    tile: tuple[int, int]
+    chunks: int | None
+    tile_order: str | _tile_orders.Order
+    plan: Plan | None
+    kernel_us: float | Callable[[], object] | None
+    resources: KernelResources
+    device: torch.device
+    group: str
+    send_rows: tuple[int, ...] = ()
+    recv_rows: tuple[int, ...] = ()
+
+    def prepared(self) -> _Prepared:
+        problem = self.problem
+        key = (
+            self.group, self.device, problem.op, problem.m, problem.n, problem.k, problem.dtype, self.tile, self.chunks,
+            self.tile_order, None if self.plan is None else tuple(encode(self.plan)), self.kernel_us, self.send_rows,
+            self.recv_rows, self.resources,
+        )  # fmt: skip
+        found = _prepared.get(key)
+        if found is None or not found.job.current():
+            found = _prepared[key] = self._prepare()
+        return found
+
+    def _prepare(self) -> _Prepared:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.what}: the first call with these arguments cannot be captured into a CUDA graph, because it makes "
+                "tables and communicators; make one outside, with the same arguments"
+            )
+        problem, chunks = self.problem, self.chunks
+        to_all = problem.op == Op.GEMM_ALLTOALL
+        rows = sum(self.send_rows) if to_all else problem.m
+        if rows == 0 and not to_all or problem.n == 0 or problem.k == 0:
+            raise ValueError(
+                f"{self.what}: there is nothing to compute; leave the call out on all ranks"
+            )
+        if chunks is not None and (type(chunks) is not int or not 1 <= chunks <= MAX_CHUNKS):
+            raise ValueError(f"{self.what}: chunks is {chunks!r}, allowed are 1 to {MAX_CHUNKS}")
+        if self.plan is None:
+            plan, pieces = self._planned(), (chunks or 4) if to_all else 1
+        else:
+            _check_plan(self.what, self.plan, problem, self.tile)
+            plan, pieces = self.plan, chunks or 1
+        job = torch.classes.overlap.KernelJob(
+            encode(plan),
+            self.device,
+            self.group,
+            self.resources.comm_sms > 0,
+            self.send_rows,
+            self.recv_rows,
+            pieces,
+        )
+        return _Prepared(job, plan, self.tile_order, self.device)
+
+    def _planned(self) -> Plan:
+        from overlap_torch.plan import machine
+
+        measured = None
+        if self.kernel_us is not None:
+            measured = _time_of(self.kernel_us, self.device, self.group)
+        alone = self.problem.world_size == 1
+        return _kernel_plans.make_plan(
+            self.problem,
+            self.tile,
+            1 if alone else self.chunks,
+            measured,
+            machine(self.device, self.group) if measured is not None and not alone else None,
+            self.resources.comm_sms,
+            self.device.type == "cpu" or alone,
+        )
+
+
+def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:
+    """What the plan leaves free, if it says so, goes before what was asked for."""
     resources = _resources.current() if resources is None else resources
     if plan is not None and plan.resources.comm_sms:
-        resources = KernelResources(plan.resources.comm_sms, resources.by)
-    key = (
-        name, where, problem.op, problem.m, problem.n, problem.k, problem.dtype, tuple(tile), chunks, tile_order,
-        None if plan is None else tuple(encode(plan)), kernel_us, tuple(send_rows), tuple(recv_rows), resources,
-    )  # fmt: skip
-    prepared = _prepared.get(key)
-    if prepared is None or not prepared.job.current():
-        prepared = _prepare(
-            what,
-            problem,
-            tile,
-            chunks,
-            tile_order,
-            plan,
-            kernel_us,
-            send_rows,
-            recv_rows,
-            resources,
-            where,
-            name,
-        )
-        _prepared[key] = prepared
-    return Job(prepared, where, resources, what, rows)
-
-
-def _prepare(
-    what: str,
-    problem: Problem,
-    tile: tuple[int, int],
-    chunks: int | None,
-    tile_order: str | _tile_orders.Order,
-    plan: Plan | None,
-    kernel_us: float | Callable[[], object] | None,
-    send_rows: list[int],
-    recv_rows: list[int],
-    resources: KernelResources,
-    device: torch.device,
-    name: str,
-) -> _Prepared:
-    from overlap_torch.plan import machine
-
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what}: the first call with these arguments cannot be captured into a CUDA graph, because it makes tables "
-            "and communicators; make one outside, with the same arguments"
-        )
-    tile = _two(tile, "tile", 1)
-    to_all = problem.op == Op.GEMM_ALLTOALL
-    rows = sum(send_rows) if to_all else problem.m
-    if rows == 0 and not to_all or problem.n == 0 or problem.k == 0:
-        raise ValueError(f"{what}: there is nothing to compute; leave the call out on all ranks")
-    if chunks is not None and (type(chunks) is not int or not 1 <= chunks <= MAX_CHUNKS):
-        raise ValueError(f"{what}: chunks is {chunks!r}, allowed are 1 to {MAX_CHUNKS}")
-    pieces = 1
-    if plan is None:
-        measured = None
-        if kernel_us is not None:
-            measured = _time_of(kernel_us, device, name)
-        alone = problem.world_size == 1
-        plan = _kernel_plans.make_plan(
-            problem,
-            tile,
-            1 if alone else chunks,
-            measured,
-            machine(device, name) if measured is not None and not alone else None,
-            resources.comm_sms,
-            device.type == "cpu" or alone,
-        )
-        if to_all:
-            pieces = chunks or 4
-    else:
-        _check_plan(what, plan, problem, tile)
-        pieces = chunks or 1
-    job = torch.classes.overlap.KernelJob(
-        encode(plan), device, name, resources.comm_sms > 0, send_rows, recv_rows, pieces
-    )
-    return _Prepared(job, plan, tile_order, device)
+        return KernelResources(plan.resources.comm_sms, resources.by)
+    return resources
 
 
 def _check_plan(what: str, plan: Plan, problem: Problem, tile: tuple[int, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -47,9 +48,7 @@ CASES = [
 
 
 def problem_of(case: Case, op: str, world: int) -> Problem:
-    rows = 1
-    for size in case.leading:
-        rows *= size
+    rows = math.prod(case.leading)
     widths = [case.n, (case.n + 1) // 2, case.n % 2] if op == "weights" else [case.n]
     m = {"gemm_allreduce": rows, "gemm_alltoall": 0}.get(op, rows * world)
     dtype = case.pair[0]

@@ -38,9 +38,7 @@ class Gather : public CudaOperands {
                 void* output) override {
     if (step.weight == steps::LibraryGemm::kAllWeights) {
       for (size_t i = 0; i < call_.weights.size(); ++i) {
-        outputs_.push_back(call_.scales
-                               ? local_gemm(call_, gathered_, scales_, i, true)
-                               : library_gemm(gathered_, call_.weights[i], call_.biases[i]));
+        outputs_.push_back(product(gathered_, scales_, i, true));
       }
       return nullptr;
     }

@@ -62,6 +62,10 @@ std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t numb
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,
                   const plan::Plan& plan);
 
+// Adds rows that lie in memory to others, on this stream; `options` say what their numbers are.
+void add_rows(const steps::CopyRows& step, const void* source, void* destination, cudaStream_t on,
+              const at::TensorOptions& options);
+
 // The framework's GEMM: [rows, K] -> [rows, N], plus bias.
 at::Tensor library_gemm(const at::Tensor& input, const at::Tensor& weight,
                         const std::optional<at::Tensor>& bias = {});

@@ -47,7 +47,9 @@ class CudaOperands : public runtime::Operands {
   // The plan's kernel's operands: all rows, and a weight with its scales, if these have any. `gathered`: the scales of
   // all ranks' rows, where these are computed.
   kernels::GemmParams operands_of(size_t weight, const at::Tensor& gathered = {}) const;
-  // The framework's GEMM with a weight, on memory that the executor names. `scales`: those of these rows.
+  // The framework's GEMM with a weight; or on memory that the executor names. `scales`: those of these rows.
+  at::Tensor product(const at::Tensor& rows, const at::Tensor& scales, size_t weight,
+                     bool with_bias) const;
   void multiply(const at::Tensor& rows, const at::Tensor& scales, size_t weight, bool with_bias,
                 void* destination) const;
   at::Tensor scales_of(plan::Rows range) const {

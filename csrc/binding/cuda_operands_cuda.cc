@@ -35,15 +35,7 @@ void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
 
 void CudaOperands::add(const steps::CopyRows& step, const void* source, void* destination,
                        cudaStream_t on) {
-  const c10::cuda::CUDAStreamGuard guard(
-      c10::cuda::getStreamFromExternal(on, input_.device().index()));
-  const int64_t element = plan::moved_bytes(plan_.problem);
-  const auto rows = [&](void* begin, int64_t stride) {
-    return at::from_blob(begin, {step.rows, step.row_bytes / element}, {stride / element, 1},
-                         options());
-  };
-  at::Tensor sums = rows(destination, step.destination_stride);
-  sums.add_(rows(const_cast<void*>(source), step.source_stride));
+  add_rows(step, source, destination, on, options());
 }
 
 kernels::GemmParams CudaOperands::operands_of(size_t weight, const at::Tensor& gathered) const {
@@ -51,6 +43,12 @@ kernels::GemmParams CudaOperands::operands_of(size_t weight, const at::Tensor& g
   if (call_.scales)
     params.scales = gemm_scales(*call_.scales, weight, call_.weights[weight], plan_, gathered);
   return params;
+}
+
+at::Tensor CudaOperands::product(const at::Tensor& rows, const at::Tensor& scales, size_t weight,
+                                 bool with_bias) const {
+  if (call_.scales) return local_gemm(call_, rows, scales, weight, with_bias);
+  return library_gemm(rows, call_.weights[weight], with_bias ? call_.biases[weight] : std::nullopt);
 }
 
 void CudaOperands::multiply(const at::Tensor& rows, const at::Tensor& scales, size_t weight,

@@ -3,6 +3,7 @@
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include <limits>
 
@@ -84,6 +85,19 @@ at::Tensor aligned(const at::Tensor& tensor) {
   const at::Tensor result = tensor.contiguous();
   const bool begins_there = reinterpret_cast<uintptr_t>(result.const_data_ptr()) % kAccess == 0;
   return begins_there ? result : result.clone();
+}
+
+void add_rows(const steps::CopyRows& step, const void* source, void* destination, cudaStream_t on,
+              const at::TensorOptions& options) {
+  const c10::cuda::CUDAStreamGuard guard(
+      c10::cuda::getStreamFromExternal(on, options.device().index()));
+  const auto element = static_cast<int64_t>(options.dtype().itemsize());
+  const auto rows = [&](void* begin, int64_t stride) {
+    return at::from_blob(begin, {step.rows, step.row_bytes / element}, {stride / element, 1},
+                         options);
+  };
+  at::Tensor sums = rows(destination, step.destination_stride);
+  sums.add_(rows(const_cast<void*>(source), step.source_stride));
 }
 
 at::Tensor library_gemm(const at::Tensor& input, const at::Tensor& weight,

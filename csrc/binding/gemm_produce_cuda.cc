@@ -47,7 +47,7 @@ class Reduction : public CudaOperands {
   void* library(const steps::LibraryGemm& step, const void*, const void* adds,
                 void* output) override {
     if (makes_product_) {
-      made_ = call_.scales ? local_gemm(call_, false) : library_gemm(call_.input, call_.weight());
+      made_ = product(call_.input, scales_of({0, call_.input.size(0)}), 0, false);
       return made_.data_ptr();
     }
     multiply(rows(step.rows), scales_of(step.rows), 0, false, output);

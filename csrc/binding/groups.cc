@@ -141,9 +141,7 @@ plan::Plan GroupEntry::make_plan(const plan::Problem& problem, at::DeviceType de
                                  const plan::Machine& machine) {
   const auto neighbours = planner::neighbours(problem, machine);
   if (!neighbours) return planner::make_plan(problem, machine);
-  const auto families_at = [&](int64_t m) {
-    plan::Problem other = problem;
-    other.m = m;
+  const auto families_at = [&](const plan::Problem& other) {
     Families& found = families_[{key(other, device), machine.windows}];
     if (found == nullptr) {
       found = std::make_shared<const std::vector<planner::Family>>(

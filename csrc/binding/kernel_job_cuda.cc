@@ -101,17 +101,8 @@ class CudaRunner : public KernelCall::Runner, public runtime::Operands {
   }
   void add(const steps::CopyRows& step, const void* source, void* destination,
            cudaStream_t on) override {
-    const c10::cuda::CUDAStreamGuard guard(
-        c10::cuda::getStreamFromExternal(on, job_.device().index()));
-    const int64_t element = plan::moved_bytes(plan_.problem);
-    const auto options =
-        at::TensorOptions(job_.device()).dtype(from_plan_dtype(plan_.problem.dtype));
-    const auto rows = [&](void* begin, int64_t stride) {
-      return at::from_blob(begin, {step.rows, step.row_bytes / element}, {stride / element, 1},
-                           options);
-    };
-    at::Tensor sums = rows(destination, step.destination_stride);
-    sums.add_(rows(const_cast<void*>(source), step.source_stride));
+    const auto dtype = from_plan_dtype(plan_.problem.dtype);
+    add_rows(step, source, destination, on, at::TensorOptions(job_.device()).dtype(dtype));
   }
   void name_chunk(int32_t chunk) override {
     chunk_name_.reset();

@@ -699,12 +699,9 @@ void bind_planner(py::module_& m) {
       [](const Problem& problem, const Machine& machine) {
         const auto neighbours = planner::neighbours(problem, machine);
         if (!neighbours) return planner::make_plan(problem, machine);
-        Problem below = problem;
-        Problem above = problem;
-        below.m = (*neighbours)[0];
-        above.m = (*neighbours)[1];
-        return planner::make_plan_between(problem, machine, planner::best_families(below, machine),
-                                          planner::best_families(above, machine));
+        return planner::make_plan_between(problem, machine,
+                                          planner::best_families((*neighbours)[0], machine),
+                                          planner::best_families((*neighbours)[1], machine));
       },
       py::arg("problem"), py::arg("machine"),
       "What a group plans for this M: where the planner weighs all, its choice, and elsewhere the "
@@ -713,14 +710,11 @@ void bind_planner(py::module_& m) {
       "planning_us",
       [](const Problem& problem, const Machine& machine, int repeats) {
         const auto neighbours = planner::neighbours(problem, machine);
-        Problem below = problem;
-        Problem above = problem;
+        std::vector<planner::Family> low, high;
         if (neighbours) {
-          below.m = (*neighbours)[0];
-          above.m = (*neighbours)[1];
+          low = planner::best_families((*neighbours)[0], machine);
+          high = planner::best_families((*neighbours)[1], machine);
         }
-        const auto low = planner::best_families(below, machine);
-        const auto high = planner::best_families(above, machine);
         std::vector<double> us;
         for (int repeat = 0; repeat < repeats; ++repeat) {
           const auto begin = std::chrono::steady_clock::now();

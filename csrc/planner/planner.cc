@@ -544,7 +544,7 @@ Plan make_plan(const Problem& problem, const Machine& machine) {
   return std::move(plans[fastest(times_us(plans, machine))]);
 }
 
-std::optional<std::array<int64_t, 2>> neighbours(const Problem& problem, const Machine& machine) {
+std::optional<std::array<Problem, 2>> neighbours(const Problem& problem, const Machine& machine) {
   constexpr int64_t kLeast = 256;
   constexpr int64_t kSteps = 4;  // from one power of two to the next
   if (machine.arch == 0 || problem.op == Op::kGemmAllToAll || problem.m < kLeast) {
@@ -557,11 +557,12 @@ std::optional<std::array<int64_t, 2>> neighbours(const Problem& problem, const M
   const int64_t ranks = problem.world_size;
   const bool parted = problem.m % ranks == 0;
   const auto alike = [&](int64_t m) {
-    if (parted) return (m + ranks - 1) / ranks * ranks;
-    return m % ranks == 0 ? m + 1 : m;
+    Problem other = problem;
+    other.m = parted ? (m + ranks - 1) / ranks * ranks : m % ranks == 0 ? m + 1 : m;
+    return other;
   };
-  const std::array<int64_t, 2> both = {alike(below), alike(below + step)};
-  if (both[0] >= problem.m || both[1] <= problem.m) return std::nullopt;
+  const std::array<Problem, 2> both = {alike(below), alike(below + step)};
+  if (both[0].m >= problem.m || both[1].m <= problem.m) return std::nullopt;
   return both;
 }
 

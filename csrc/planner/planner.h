@@ -47,10 +47,10 @@ struct Family {
   bool operator==(const Family&) const = default;
 };
 
-// The M below and above at which the problem is planned whole; none where it is planned whole itself: at these M, with
+// The problem with the M below and the M above at which it is planned whole; none where it is planned whole itself: at these M, with
 // few rows, and on CPU.
-std::optional<std::array<int64_t, 2>> neighbours(const plan::Problem& problem,
-                                                 const plan::Machine& machine);
+std::optional<std::array<plan::Problem, 2>> neighbours(const plan::Problem& problem,
+                                                       const plan::Machine& machine);
 
 // The families of the best candidates, the best first: two, or fewer.
 std::vector<Family> best_families(const plan::Problem& problem, const plan::Machine& machine);

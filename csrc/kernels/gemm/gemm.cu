@@ -7,6 +7,7 @@
 #include "kernels/peer/peer_low_latency.h"
 #include "kernels/peer/peer_signal.h"
 #include "kernels/signal/signal.h"
+#include "plan/plan.h"
 
 #if defined(OVERLAP_WITH_SM80)
 #include "kernels/gemm/gemm_sm80.h"
@@ -21,10 +22,6 @@ namespace {
 #if defined(OVERLAP_WITH_SM90)
 constexpr int64_t kMaxTmaExtent = int64_t{1} << 31;
 constexpr int64_t kTmaBytes = 16;
-
-bool is_fp8(plan::DType dtype) {
-  return dtype == plan::DType::kFloat8E4M3 || dtype == plan::DType::kFloat8E5M2;
-}
 
 bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kTmaBytes == 0;
@@ -53,7 +50,7 @@ bool peers_supported(const GemmParams& params) {
 
 // Types of operands that an instance of this kernel has.
 bool types_supported(plan::Kernel kernel, const GemmParams& params) {
-  if (!is_fp8(params.dtype)) {
+  if (!plan::is_fp8(params.dtype)) {
     return !params.scales &&
            (params.dtype == plan::DType::kBFloat16 || params.dtype == plan::DType::kFloat16);
   }
@@ -67,7 +64,7 @@ bool types_supported(plan::Kernel kernel, const GemmParams& params) {
 // that fit an int.
 bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
   if (!types_supported(kernel, params)) return false;
-  const int64_t operand_piece = is_fp8(params.dtype) ? kTmaBytes : kTmaBytes / 2;  // elements
+  const int64_t operand_piece = plan::is_fp8(params.dtype) ? kTmaBytes : kTmaBytes / 2;  // elements
   const int64_t output_piece = kTmaBytes / 2;
   if (params.m <= 0 || params.n <= 0 || params.k <= 0) return false;
   if (params.m >= kMaxTmaExtent || params.n >= kMaxTmaExtent || params.k >= kMaxTmaExtent)
@@ -92,7 +89,7 @@ GemmSm90Instance scaled_instance(plan::Kernel kernel, plan::DType dtype, bool pe
 }
 
 GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
-  if (is_fp8(dtype)) return scaled_instance(kernel, dtype, peers);
+  if (plan::is_fp8(dtype)) return scaled_instance(kernel, dtype, peers);
   const bool bf16 = dtype == plan::DType::kBFloat16;
   switch (kernel) {
     case plan::Kernel::kSm90PingpongWide:
@@ -114,7 +111,7 @@ cudaError_t load_sm90_kernels() {
     const bool pingpong = plan::is_pingpong(kernel);
     for (const DType dtype :
          {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
-      if (is_fp8(dtype) && !pingpong) continue;
+      if (plan::is_fp8(dtype) && !pingpong) continue;
       if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
       if (error == cudaSuccess && pingpong) error = sm90_instance(kernel, dtype, true).load();
     }
