@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 
 #include "kernels/signal/signal.h"
 #include "plan/tile_order.h"
@@ -72,7 +73,7 @@ struct Instance {
   };
 };
 
-// Two CTAs on an SM hide each other's epilogue, so a thread may use 256 registers.
+// Two CTAs on an SM hide each other's epilogue, and each has half of its registers.
 template <class Element, class LayoutB>
 __global__ void __launch_bounds__(Instance<Element, LayoutB>::kThreads, 2)
     gemm_sm80_kernel(const __grid_constant__ typename Instance<Element, LayoutB>::Params params) {
@@ -137,44 +138,65 @@ __global__ void __launch_bounds__(Instance<Element, LayoutB>::kThreads, 2)
   }
 }
 
-// Shared memory a CTA may have on the current device. Raises the kernel's limit to it, the first
-// time on each device; two threads that come first together do the same thing twice.
+struct DeviceLimits {
+  int sms = 0;
+  int cta_shared = 0;  // bytes of shared memory that a CTA may have
+  int sm_shared = 0;   // and all CTAs of an SM
+};
+
+// The current device's. Raises the kernel's limit of shared memory, the first time on each device; two threads that
+// come first together do the same thing twice.
 template <class Element, class LayoutB>
-cudaError_t shared_memory_limit(int& limit) {
+cudaError_t device_limits(DeviceLimits& limits) {
   constexpr int kCachedDevices = 64;
-  static std::atomic<int> limits[kCachedDevices];
+  static DeviceLimits cache[kCachedDevices];
+  static std::atomic<bool> cached[kCachedDevices];
 
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) {
-    return error;
-  }
-  const bool cached = device < kCachedDevices;
-  limit = cached ? limits[device].load(std::memory_order_acquire) : 0;
-  if (limit > 0) {
+  if (error != cudaSuccess) return error;
+  const bool caches = device < kCachedDevices;
+  if (caches && cached[device].load(std::memory_order_acquire)) {
+    limits = cache[device];
     return cudaSuccess;
   }
-  error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) {
-    return error;
+  const auto get = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  get(limits.sms, cudaDevAttrMultiProcessorCount);
+  get(limits.cta_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(limits.sm_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(gemm_sm80_kernel<Element, LayoutB>,
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, limits.cta_shared);
   }
-  error = cudaFuncSetAttribute(gemm_sm80_kernel<Element, LayoutB>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, limit);
-  if (error == cudaSuccess && cached) {
-    limits[device].store(limit, std::memory_order_release);
+  static std::mutex writes;
+  if (error == cudaSuccess && caches) {
+    const std::lock_guard lock(writes);
+    if (!cached[device].load(std::memory_order_relaxed)) {
+      cache[device] = limits;
+      cached[device].store(true, std::memory_order_release);
+    }
   }
   return error;
 }
 
-// Dynamic shared memory of a launch: what the kernel needs and the padding, as far as the device
-// has it.
+struct LaunchSize {
+  int grid = 0;
+  int shared_bytes = 0;  // what the kernel needs and the padding, as far as the device has it
+};
+
+// Two CTAs on each SM, where both have room beside their padding. A grid that leaves SMs to others has one for each of
+// its own: the hardware spreads CTAs over all SMs before it doubles up.
 template <class Element, class LayoutB>
-cudaError_t shared_memory_bytes(const GemmParams& params, int& bytes) {
-  int limit = 0;
-  const cudaError_t error = shared_memory_limit<Element, LayoutB>(limit);
+LaunchSize launch_size(const GemmParams& params, const DeviceLimits& limits) {
   constexpr int kNeeded = sizeof(typename Instance<Element, LayoutB>::SharedStorage);
-  bytes = kNeeded + std::clamp(params.smem_pad_bytes, 0, std::max(0, limit - kNeeded));
-  return error;
+  constexpr int kReserved = 1 << 10;  // by the hardware, for each CTA
+  const int most = std::max(0, limits.cta_shared - kNeeded);
+  const int bytes = kNeeded + std::clamp(params.smem_pad_bytes, 0, most);
+  const bool two = params.ctas >= limits.sms && 2 * (bytes + kReserved) <= limits.sm_shared;
+  const int tiles = params.tiles_end() - params.first_tile;
+  return {.grid = std::min(two ? 2 * params.ctas : params.ctas, tiles), .shared_bytes = bytes};
 }
 
 const void* own_input(const GemmParams& params) {
@@ -196,11 +218,10 @@ int32_t output_rows(const GemmParams& params) {
 template <class Element, class LayoutB>
 cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
   using I = Instance<Element, LayoutB>;
-  int bytes = 0;
-  const cudaError_t error = shared_memory_bytes<Element, LayoutB>(params, bytes);
-  if (error != cudaSuccess) {
-    return error;
-  }
+  DeviceLimits limits;
+  const cudaError_t error = device_limits<Element, LayoutB>(limits);
+  if (error != cudaSuccess) return error;
+  const auto [grid, shared_bytes] = launch_size<Element, LayoutB>(params, limits);
   const bool packed = params.layout == plan::Layout::kPacked;
   typename I::Params kernel_params{
       .m = static_cast<int32_t>(params.m),
@@ -226,27 +247,16 @@ cudaError_t launch(const GemmParams& params, cudaStream_t stream) {
       .order = params.order,
   };
   void* arguments[] = {&kernel_params};
-  const int grid = std::min(params.ctas, params.tiles_end() - params.first_tile);
   return cudaLaunchKernel(gemm_sm80_kernel<Element, LayoutB>, dim3(grid), dim3(I::kThreads),
-                          arguments, static_cast<size_t>(bytes), stream);
+                          arguments, static_cast<size_t>(shared_bytes), stream);
 }
 
 template <class Element, class LayoutB>
 cudaError_t load() {
-  int limit = 0;
+  DeviceLimits limits;
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, gemm_sm80_kernel<Element, LayoutB>);
-  return error != cudaSuccess ? error : shared_memory_limit<Element, LayoutB>(limit);
-}
-
-template <class Element, class LayoutB>
-cudaError_t ctas_per_sm(const GemmParams& params, int& ctas) {
-  int bytes = 0;
-  const cudaError_t error = shared_memory_bytes<Element, LayoutB>(params, bytes);
-  return error != cudaSuccess ? error
-                              : cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                                    &ctas, gemm_sm80_kernel<Element, LayoutB>,
-                                    Instance<Element, LayoutB>::kThreads, bytes);
+  return error != cudaSuccess ? error : device_limits<Element, LayoutB>(limits);
 }
 
 // Calls `function.template operator()<Element, LayoutB>()` for the instance that `params` name.
@@ -309,14 +319,6 @@ cudaError_t load_gemm_sm80() {
     }
   }
   return cudaSuccess;
-}
-
-int gemm_sm80_ctas_per_sm(const GemmParams& params) {
-  int ctas = 0;
-  const cudaError_t error = dispatch(params, [&]<class Element, class LayoutB>() {
-    return ctas_per_sm<Element, LayoutB>(params, ctas);
-  });
-  return error == cudaSuccess ? ctas : 0;
 }
 
 }  // namespace overlap::kernels

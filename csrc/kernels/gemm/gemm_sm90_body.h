@@ -113,8 +113,7 @@ struct GemmSm90Body : Types {
   // --- the producer's first warp ---
 
   // Where a tile's rows begin, of so many; of a tile that has none, some others, if nothing of it is stored: zeros
-  // that TMA fills in come slower than they are multiplied, and with one such tile in twelve a GEMM took 1.3
-  // times as long.
+  // that TMA fills in come slower than they are multiplied.
   template <class Params>
   CUTLASS_DEVICE static int32_t loaded_row(const Params& params, int32_t row, int32_t rows) {
     return row < rows || params.packed ? row : 0;

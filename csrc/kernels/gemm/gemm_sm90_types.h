@@ -71,8 +71,7 @@ struct GemmSm90Types {
   static constexpr int kAlignment = 16 / sizeof(Input);
   static constexpr int kOutputAlignment = 16 / sizeof(Output);
 
-  // What is stored at a time. Over a link, rows of 128 bytes: with the builder's own, of 64, GEMMs that
-  // fill the link took 12 % longer.
+  // What is stored at a time. Over a link, rows of 128 bytes, as the builder's own, of 64, do not fill it.
   using EpilogueTile = std::conditional_t<kPeers, cute::Shape<cute::_64, cute::_64>,
                                           cutlass::epilogue::collective::EpilogueTileAuto>;
   // Alpha = 1, and beta = 1 for a source: the epilogue adds it, converts and stores.
