@@ -281,7 +281,8 @@ def make_all_to_all(
 
     ``problem.m`` is 0, as rows differ by rank; ``resources`` None: the defaults. ``kernel``, ``max_ctas``
     and ``transport`` are as in :func:`row_panels`. Over peers ``Resources(one_launch=True)`` asks for one launch that
-    computes the peers' rows first, stores and announces them, and copies those that arrive; the planner does not choose it.
+    computes the peers' rows first, stores and announces them, and copies those that arrive; a rank with few rows has the
+    framework's GEMM all the same.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ ALL_TO_ALL = "gemm_alltoall"  # has one way only, whatever the number of chunks
 DIRECT = "direct"
 ONE_LAUNCH = "one launch"  # of an all-to-all
 RING = 1
+
+# Of ranks whose all-to-alls are in one launch where the plan has that, whatever their rows.
+ALWAYS_ONE_LAUNCH = {"OVERLAP_PROFILE": str(Path(__file__).parent / "profiles/one_launch.json")}
 
 Way = (
     int | str

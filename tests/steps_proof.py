@@ -7,6 +7,7 @@ those of the cases here.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import itertools
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from overlap_torch import _plan
 from overlap_torch import plan as plans
@@ -26,6 +28,7 @@ from overlap_torch._plan import (
     Op,
     Plan,
     Problem,
+    Profile,
     Resources,
     Transport,
 )
@@ -33,6 +36,9 @@ from tests.planner_golden import MACHINES, families, problems
 
 WORLDS = range(2, 9)
 PEERS = MACHINES["hopper"]
+# Whose all-to-alls are in one launch where the plan has that, whatever their rows.
+ONE_LAUNCH = copy.copy(PEERS)
+ONE_LAUNCH.profile = Profile.load(Path(__file__).parent / "profiles/one_launch.json")
 
 # Where the planner's candidates have all structures that they have anywhere, as `make test-plans` checks.
 CANDIDATES = {
@@ -213,10 +219,11 @@ def all_to_alls() -> Iterator[Case]:
         for kernel, one_launch in ways:
             resources = Resources(comm_sms=16, one_launch=one_launch)
             plan = _plan.make_all_to_all(problem, kernel, resources, 16, transport)
+            machine = ONE_LAUNCH if one_launch else PEERS
             for rows, takes in itertools.product(rows_patterns(world), takers(plan)):
                 # Messages of 8 KiB a row: longer ones than ranks have heard of travel by NCCL.
                 for longest in {1, max(1, max(map(max, rows)) * 8192)}:
-                    yield Case(plan, PEERS, takes, rows=rows, longest_message=longest)
+                    yield Case(plan, machine, takes, rows=rows, longest_message=longest)
 
 
 def structure(case: Case) -> tuple:

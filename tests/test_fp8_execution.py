@@ -15,6 +15,7 @@ from checks import Failures
 from operands import rank_device
 from overlap_torch import plan as plan_api
 from overlap_torch.plan import Kernel, Op, Plan, Problem, Resources, Transport
+from peers import ALWAYS_ONE_LAUNCH
 from plans import available_kernels, peers_work
 from scaled import E4M3, E5M2, Case
 
@@ -45,6 +46,12 @@ CASES = [
     Case((384,), 256, 512, "block"),
     Case((130,), 100, 40, "row", bias=True, fast=True),
 ]
+
+
+@pytest.fixture
+def ranks(ranks):
+    ranks.environment = ALWAYS_ONE_LAUNCH
+    return ranks
 
 
 def problem_of(case: Case, op: str, world: int) -> Problem:

@@ -17,6 +17,7 @@ from overlap_torch.plan import Kernel
 from peer_races import Runner, race
 from peers import (
     ALL_TO_ALL,
+    ALWAYS_ONE_LAUNCH,
     ONE_LAUNCH,
     alltoall_ways,
     check_other_layouts,
@@ -30,6 +31,13 @@ from plans import chunked_plan
 of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 Counts = list[list[int]]  # [sender][receiver]
+
+
+@pytest.fixture
+def ranks(ranks):
+    ranks.environment = ALWAYS_ONE_LAUNCH
+    return ranks
+
 
 # N and K that the kernels take, and others: rows are whole accesses of 16 bytes in every dtype.
 SIZES = [(264, 72), (8, 8), (1000, 136), (520, 33), (16, 1)]

@@ -765,9 +765,11 @@ void bind_planner(py::module_& m) {
         return steps::stores_messages(plan, machine, rank, send_rows);
       },
       py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
-      "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's rows "
-      "and "
-      "stores them where they go; else the framework's computes all and a kernel sends them.");
+      "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's "
+      "rows, "
+      "or, by a plan of one_launch, once for all, and stores them where they go; else the "
+      "framework's "
+      "computes all and a kernel sends them.");
   def_pair<&steps::rows_beside_exchange>(
       m, "rows_beside_exchange",
       "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "

@@ -195,6 +195,7 @@ std::vector<Field> make_fields() {
   NUMBER(all_to_all, alone_start_us, kUs);
   NUMBER(all_to_all, longer_message_share, kShare);
   NUMBER(all_to_all, needed_gain_apart, kRate);
+  NUMBER(all_to_all, needed_gain_once, kRate);
   WHOLE(all_to_all, message_bytes, kBytes);
   WHOLE(all_to_all, gemm_first_us, (Range{0.0, 1000.0}));
   WHOLE(all_to_all, pair_ctas, kCtas);

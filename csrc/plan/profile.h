@@ -167,6 +167,7 @@ struct Profile {
     double alone_start_us;
     double longer_message_share;
     double needed_gain_apart;  // of launches apart, on both ranks
+    double needed_gain_once;   // over peers: of one launch of a rank's own
     int64_t message_bytes;     // smaller ones do not fill the link
     int64_t gemm_first_us;     // until a GEMM that goes first has its SMs
     int64_t pair_ctas;

@@ -442,8 +442,12 @@ void add_all_to_all(Candidates& plans, const Problem& problem, const Machine& ma
       machine.peer_gbps >= machine.profile->peer.fast_gbps && problem.world_size <= kMaxPeerRanks &&
       problem.n * moved_bytes(problem) % kDirectAccess == 0 && problem.dtype != DType::kFloat64;
   // Over peers, between more than two ranks, long messages travel by NCCL.
-  const int32_t comm_sms = peers && problem.world_size == 2 ? 0 : ctas;
-  plans.add(make_all_to_all(problem, best_kernel(problem, machine), {.comm_sms = comm_sms}, ctas,
+  const bool pair = peers && problem.world_size == 2;
+  // In one launch wide tiles were faster than those of 128 x 128, but for few rows.
+  const Kernel best = best_kernel(problem, machine);
+  const bool once = pair && best == Kernel::kSm90Pingpong;
+  plans.add(make_all_to_all(problem, once ? Kernel::kSm90PingpongWide : best,
+                            {.comm_sms = pair ? 0 : ctas, .one_launch = once}, ctas,
                             cpu     ? Transport::kGloo
                             : peers ? Transport::kPeer
                                     : Transport::kNccl),

@@ -166,20 +166,27 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
       static_cast<double>(problem.n * problem.k * element_bytes(problem.dtype)) /
       (1e3 * profile.gemm.weight_gbps);
   int64_t rows = 0;
-  double stored_us = -profile.host.launch_us;  // which is that of one more
+  int64_t whole_rows = 0;                     // of each rank's in whole clusters
+  double apart_us = -profile.host.launch_us;  // which is that of one more
   double sent_us = 0.0;
   for (size_t to = 0; to < send_rows.size(); ++to) {
     if (send_rows[to] == 0) continue;
     rows += send_rows[to];
+    const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
+    whole_rows += (send_rows[to] + grain - 1) / grain * grain;
     const double bytes_us =
         static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
     const bool own = static_cast<int32_t>(to) == rank;
     // Each launch reads the weight again.
-    stored_us += profile.host.launch_us + std::max({launch_us(plan, machine, send_rows[to], sms),
-                                                    weight_us, own ? 0.0 : bytes_us});
-    if (!own) sent_us += bytes_us / profile.peer.collective_rate;
+    apart_us += profile.host.launch_us + std::max({launch_us(plan, machine, send_rows[to], sms),
+                                                   weight_us, own ? 0.0 : bytes_us});
+    if (!own) sent_us += bytes_us;
   }
-  return stored_us < library_us(plan, machine, rows, sms) + sent_us;
+  const double in_turn_us =
+      library_us(plan, machine, rows, sms) + sent_us / profile.peer.collective_rate;
+  if (!plan.resources.one_launch) return apart_us < in_turn_us;
+  const double once_us = std::max({launch_us(plan, machine, whole_rows, sms), weight_us, sent_us});
+  return profile.all_to_all.needed_gain_once * once_us < in_turn_us;
 }
 
 int64_t rows_beside_exchange(const Plan& plan, const Machine& machine, int32_t rank,

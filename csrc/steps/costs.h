@@ -60,8 +60,8 @@ double last_round_us(const plan::Plan& plan, const plan::Machine& machine, int64
 // which share it, wait.
 double store_spread_us(const plan::Plan& plan, const plan::Machine& machine);
 
-// gemm_alltoall over peers, on one rank: whether its GEMM is better launched once for each rank's rows,
-// storing them where they go, than the framework's once for all, with the rows sent after it.
+// gemm_alltoall over peers, on one rank: whether its GEMM is better launched once for each rank's rows, or, where the
+// plan wants that, once for all, storing them where they go, than the framework's for all, with the rows sent after it.
 bool stores_messages(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows);
 

@@ -32,11 +32,9 @@ class Exchange : AllToAllSteps {
       : AllToAllSteps(plan, rank, machine, variant),
         message_bytes_(message_room(plan, rank, variant)),
         calls_nccl_(any_too_long()),
-        one_launch_(plan.resources.one_launch && variant.kernel_takes && !calls_nccl_ &&
-                    send_begin_.back() > 0),
-        stores_(one_launch_ ||
-                (variant.kernel_takes && stores_messages(plan, machine, rank, variant.send_rows))) {
-  }
+        stores_(variant.kernel_takes && stores_messages(plan, machine, rank, variant.send_rows)),
+        one_launch_(stores_ && plan.resources.one_launch && !calls_nccl_ &&
+                    send_begin_.back() > 0) {}
 
   StepList lower() {
     if (calls_nccl_ || ranks_ > 2) list_.add_communicators(plan_);
@@ -167,8 +165,8 @@ class Exchange : AllToAllSteps {
 
   const int64_t message_bytes_;  // at most, over peers
   const bool calls_nccl_;
-  const bool one_launch_;
   const bool stores_;
+  const bool one_launch_;
 };
 
 }  // namespace
