@@ -36,18 +36,20 @@ from overlap_torch.plan import (
     Schedule,
     decode,
     encode,
+    from_dict,
     machine,
     make_sequential,
     predict,
     row_panels,
-    validate,
+    to_dict,
 )
 
 SCHEMA, KIND = 1, "overlap_torch.recording"
 _NOISE = 0.04  # of a measured time, and of what the model cannot say
 _SPREAD = 0.3  # of a profile's numbers from one machine to the next
 _FURTHEST = 1.2  # in the logarithm: a number moves by no more than a factor of 3.3
-_STEPS = 6
+_OUTLIER = 3.0  # times the noise: what is further off was disturbed
+_STEPS = 25  # at most
 # Sections of numbers that a GPU has, and a CPU; and numbers that are limits of a choice, not what work takes.
 _GPU = ("gemm", "beside", "host", "sync", "link", "calls", "local", "peer")
 _CPU = ("cpu",)
@@ -118,7 +120,7 @@ def write(path: str | Path, recording: Recording) -> None:
     lines: list[dict[str, Any]] = [{**head, "machine": recording.machine}]
     for time in recording.times:
         line: dict[str, Any] = {"what": time.what, "us": round(time.us, 3)}
-        line |= {"bytes": time.bytes} if time.plan is None else {"plan": encode(time.plan)}
+        line |= {"bytes": time.bytes} if time.plan is None else {"plan": to_dict(time.plan)}
         lines.append(line)
     Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -144,8 +146,7 @@ def _time(line: dict[str, Any]) -> Time:
         raise ValueError(f"a line has {line['what']!r} of {us} us")
     if line["what"] == "copy":
         return Time("copy", us, bytes=int(line["bytes"]))
-    plan = decode(line["plan"])
-    validate(plan)
+    plan = from_dict(line["plan"])
     return Time(line["what"], us, plan)
 
 
@@ -193,12 +194,13 @@ def fit(recording: Recording, start: Profile | None = None, name: str = "calibra
     text = json.loads(start.to_json())
     numbers = dict(_numbers(text))
     sections = _CPU if recording.machine["arch"] == 0 else _GPU
+    kinds = Profile.fields()  # whole numbers are of CTAs, rows and bytes
     names = [
         one
         for one, value in numbers.items()
         if one.split(".")[0] in sections
         and one not in _CHOICES
-        and isinstance(value, float)
+        and kinds[one].startswith("a number")
         and value > 0.0
     ]
     measured = torch.tensor([time.us for time in recording.times], dtype=torch.float64).log()
@@ -213,31 +215,8 @@ def fit(recording: Recording, start: Profile | None = None, name: str = "calibra
         us = [expected_us(time, on, all_numbers) for time in recording.times]
         return torch.tensor(us, dtype=torch.float64).log()
 
-    def cost(x: torch.Tensor, error: torch.Tensor) -> float:
-        return ((error / _NOISE).square().sum() + (x / _SPREAD).square().sum()).item()
-
-    x = torch.zeros(len(names), dtype=torch.float64)
-    expected = first = logs(x)
-    for _ in range(_STEPS):
-        columns = []
-        for index in range(len(names)):
-            step = x.clone()
-            step[index] += 0.02
-            columns.append((logs(step) - expected) / 0.02)
-        jacobian = torch.stack(columns, dim=1)
-        left = jacobian.T @ jacobian / _NOISE**2 + torch.eye(len(names)).double() / _SPREAD**2
-        right = jacobian.T @ (measured - expected) / _NOISE**2 - x / _SPREAD**2
-        direction = torch.linalg.solve(left, right)
-        before = cost(x, measured - expected)
-        for _ in range(5):  # the model has corners: a step may be too long
-            tried = (x + direction).clamp(-_FURTHEST, _FURTHEST)
-            found = logs(tried)
-            if cost(tried, measured - found) < before:
-                x, expected = tried, found
-                break
-            direction = direction / 2
-        else:
-            break
+    first = logs(torch.zeros(len(names), dtype=torch.float64))
+    x = _least_squares(logs, measured, len(names))
     moved = {
         one: _rounded(numbers[one] * math.exp(by))
         for one, by in zip(names, x.tolist(), strict=True)
@@ -262,6 +241,53 @@ def fit(recording: Recording, start: Profile | None = None, name: str = "calibra
         _rms(recording.times, first - measured, now - measured),
         (_regret(recording.times, first.tolist()), _regret(recording.times, now.tolist())),
     )
+
+
+def _least_squares(
+    logs: Callable[[torch.Tensor], torch.Tensor], measured: torch.Tensor, count: int
+) -> torch.Tensor:
+    """Where `logs` is closest to what was measured: by Levenberg and Marquardt, as the model has corners.
+
+    Errors count by their squares up to `_OUTLIER` times the noise, and beyond that by themselves (Huber): a time that
+    something disturbed moves little.
+    """
+
+    def weights(error: torch.Tensor) -> torch.Tensor:
+        return (_OUTLIER * _NOISE / error.abs()).clamp(max=1.0)
+
+    def cost(x: torch.Tensor, error: torch.Tensor) -> float:
+        weight = weights(error)
+        counted = (error / _NOISE).square() * weight * (2.0 - weight)
+        return (counted.sum() + (x / _SPREAD).square().sum()).item()
+
+    x = torch.zeros(count, dtype=torch.float64)
+    expected = logs(x)
+    best, damping = cost(x, measured - expected), 1.0
+    for _ in range(_STEPS):
+        columns = []
+        for index in range(count):
+            step = x.clone()
+            step[index] += 0.02
+            columns.append((logs(step) - expected) / 0.02)
+        jacobian = torch.stack(columns, dim=1)
+        error = measured - expected
+        weighted = jacobian.T * weights(error) / _NOISE**2
+        left = weighted @ jacobian + torch.eye(count).double() / _SPREAD**2
+        right = weighted @ error - x / _SPREAD**2
+        before = best
+        for _ in range(8):
+            damped = left + damping * torch.diag(left.diagonal())
+            tried = (x + torch.linalg.solve(damped, right)).clamp(-_FURTHEST, _FURTHEST)
+            found = logs(tried)
+            now = cost(tried, measured - found)
+            if now < best:
+                x, expected, best = tried, found, now
+                damping /= 4.0
+                break
+            damping *= 4.0
+        if before - best < 1e-4 * before:
+            break
+    return x
 
 
 def _numbers(data: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
