@@ -22,9 +22,8 @@ COPIES = [1 << 20, 16 << 20, 256 << 20]
 def moved(seed: int) -> Profile:
     """The shipped profile with each of its numbers off by some 30 %."""
     text = json.loads(Profile.shipped().to_json())
-    generator = random.Random(seed)
     numbers = {
-        name: value * math.exp(generator.uniform(-0.3, 0.3))
+        name: value * math.exp(random.Random(f"{seed} {name}").uniform(-0.3, 0.3))
         for name, value in _calibrate._numbers(text)
         if name.split(".")[0] in _calibrate._GPU
         and Profile.fields()[name].startswith("a number")
