@@ -64,7 +64,15 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
     check_weight(name, input, weights[i], biases[i], scaled_output);
   }
   std::optional<Scales> checked;
-  if (scales != nullptr) checked = check_scales(name, input, weights, *scales);
+  if (scales != nullptr) {
+    checked = check_scales(name, input, weights, *scales);
+    // GPUs' GEMMs of scaled operands take weights along K: once in a call, and not for each chunk.
+    for (at::Tensor& weight : weights) {
+      if (weight.is_cuda() && weight.size(1) > 1 && weight.stride(1) != 1) {
+        weight = weight.contiguous();
+      }
+    }
+  }
 
   OpCall call{as_rows(input),
               std::move(weights),
