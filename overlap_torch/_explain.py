@@ -429,6 +429,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=["tensor", "row", "block"],
         help="how operands of float8_e4m3fn or float8_e5m2 are scaled; the output is bfloat16",
     )
+    parser.add_argument(
+        "--fast-accum",
+        action="store_true",
+        help="of scaled operands: calls with use_fast_accum=True",
+    )
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2)")
     parser.add_argument(
         "--device",
@@ -476,7 +481,9 @@ def _asked(args: argparse.Namespace) -> _Asked:
         if world is None:
             world = Ranks.choose(None, args.device).world_size if machine is None else 2
         recipe = "none" if args.scales is None else f"{args.scales}_wise"
-        problem = Problem(args.m, args.n, args.k, args.dtype, world, args.op, recipe)
+        problem = Problem(
+            args.m, args.n, args.k, args.dtype, world, args.op, recipe, fast_accum=args.fast_accum
+        )
     else:
         problem = plan.problem
     rows = (args.rows,) * problem.world_size if problem.op == Op.GEMM_ALLTOALL else ()

@@ -109,6 +109,7 @@ class Problem:
     world_size: int
     recipe: Recipe
     output_dtype: DType
+    fast_accum: bool
     def __init__(
         self,
         m: int,
@@ -119,6 +120,7 @@ class Problem:
         op: Op | str = ...,
         recipe: Recipe | str = ...,
         output_dtype: DType | str | torch.dtype | None = None,
+        fast_accum: bool = False,
     ) -> None: ...
     @property
     def row_parts(self) -> int: ...

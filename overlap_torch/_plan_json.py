@@ -145,7 +145,10 @@ def _plain(value: Any) -> Any:
 
 
 # Fields that earlier releases did not write, and what their plans had.
-_SINCE: dict[type, dict[str, Any]] = {Resources: {"one_launch": False}}
+_SINCE: dict[type, dict[str, Any]] = {
+    Resources: {"one_launch": False},
+    Problem: {"recipe": "none", "fast_accum": False},
+}
 
 
 def _read(what: str, kind: Any, data: Any) -> Any:
@@ -161,7 +164,7 @@ def _read(what: str, kind: Any, data: Any) -> Any:
     if isinstance(data, dict):
         data = _SINCE.get(kind, {}) | data
         if kind is Problem:  # without scales the result is of the operands' dtype
-            data = {"recipe": "none", "output_dtype": data.get("dtype")} | data
+            data = {"output_dtype": data.get("dtype")} | data
     _check_fields(what, data, kind.__fields__)
     owner = f"{what}'s" if what == "plan" else what
     values = {

@@ -233,7 +233,7 @@ def _usual_device() -> torch.device:
 
 
 def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
-    """What this process has called in the group on such devices, and how often; but scaled operands, which have one plan."""
+    """What this process has called in the group on such devices, and how often; but scaled operands, which are not tuned."""
     found: dict[str, tuple[Problem, int]] = {}
     for row in torch.ops.overlap.plan_table():
         if row["group"] != group or row["device"] != device_type or row["dtype"] not in _DTYPES:

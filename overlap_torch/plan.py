@@ -342,16 +342,20 @@ def plan_for(
     op: Op | str = Op.GEMM_ALLREDUCE,
     recipe: Recipe | str = Recipe.NONE,
     output_dtype: torch.dtype | DType | str | None = None,
+    fast_accum: bool = False,
 ) -> Plan:
     """The plan that the op would run now for an output [m, n] and inner dimension k on each rank.
 
     It is the one set for that problem, else the planner's. ``device`` None: the current CUDA
     device, or the CPU where there is none. ``group`` is as in
-    :func:`overlap_torch.gemm_allreduce`. ``recipe`` and ``output_dtype`` are of scaled operands: ``dtype`` is the input's.
+    :func:`overlap_torch.gemm_allreduce`. ``recipe``, ``output_dtype`` and ``fast_accum``, the ops'
+    ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's.
     """
     import torch
 
-    problem = Problem(m, n, k, dtype, op=op, recipe=recipe, output_dtype=output_dtype)
+    problem = Problem(
+        m, n, k, dtype, op=op, recipe=recipe, output_dtype=output_dtype, fast_accum=fast_accum
+    )
     code = torch.ops.overlap.plan_for(
         enum_name(problem.op),
         m,
@@ -362,6 +366,7 @@ def plan_for(
         _group_name(group),
         enum_name(problem.recipe),
         getattr(torch, enum_name(problem.output_dtype)),
+        problem.fast_accum,
     )
     return decode(list(code))
 
@@ -402,6 +407,7 @@ def use_plan(plan: Plan, *, device: Device = None, group: Group = None) -> Itera
         op=problem.op,
         recipe=problem.recipe,
         output_dtype=problem.output_dtype,
+        fast_accum=problem.fast_accum,
     )
     set_plan(plan, device=where, group=group)
     try:

@@ -260,9 +260,9 @@ def lists() -> Iterator[tuple[Case, int]]:
 # --- all candidates ---
 
 
-def of_family(name: str, op: Op) -> Iterator[Plan]:
+def of_family(name: str, op: Op, scaled: bool) -> Iterator[Plan]:
     """The candidates of an op's problems on a machine, but for one rank, more than can share memory, and nothing."""
-    for problem in problems(op):
+    for problem in problems(op, scaled):
         empty = 0 in (problem.n, problem.k) or (problem.m == 0 and op != Op.GEMM_ALLTOALL)
         if problem.world_size in WORLDS and not empty:
             yield from _plan.candidates(problem, MACHINES[name])
@@ -297,9 +297,9 @@ def check(batch: list[tuple[str, tuple[int, ...]]]) -> tuple[int, set, list[str]
 def main() -> int:
     begin = time.monotonic()
     todo: dict[tuple, str] = {}  # of machines alike in what decides steps
-    for _, name, op in families():
+    for _, name, op, scaled in families():
         machine = MACHINES[name]
-        for plan in of_family(name, op):
+        for plan in of_family(name, op, scaled):
             todo.setdefault((tuple(plan.encode()), machine.sm_count, machine.arch), name)
     each = [(name, code) for (code, _, _), name in todo.items()]
     batches = [each[i : i + 200] for i in range(0, len(each), 200)]

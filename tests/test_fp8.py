@@ -347,6 +347,11 @@ def check_plans() -> tuple[int, list[str]]:
     said = (problem.dtype.name, problem.recipe.name, problem.output_dtype.name, plan.schedule.name)
     right = ("FLOAT8_E4M3FN", "ROW_WISE", "BFLOAT16", "SEQUENTIAL")
     failures.expect(None if said == right else str(said), "plan_for")
+    fast = plan_api.plan_for(64, 32, 16, E4M3, device="cpu", recipe="row_wise", fast_accum=True)
+    same = (problem.fast_accum, fast.problem.fast_accum) == (False, True)
+    failures.expect(None if same else f"{problem}, {fast.problem}", "plan_for")
+    with plan_api.use_plan(fast, device="cpu") as used:
+        failures.expect(None if used.problem.fast_accum else str(used), "use_plan")
     case = Case((64,), 32, 16, "row")
     call = scaled.make(case, "gemm_allreduce", dist.get_rank(), dist.get_world_size(), 2)
     with overlap_torch.trace() as trace:
@@ -354,11 +359,13 @@ def check_plans() -> tuple[int, list[str]]:
         scaled.invoke(
             Case((64,), 32, 16, "row", output=torch.float32), "gemm_allreduce", call, rank_device()
         )
+        scaled.invoke(Case((64,), 32, 16, "row", fast=True), "gemm_allreduce", call, rank_device())
     text = str(overlap_torch.report())
-    for part in ("float8_e4m3fn row_wise to bfloat16", "float8_e4m3fn row_wise to float32"):
+    types = "float8_e4m3fn row_wise to "
+    right = [types + name for name in ("bfloat16", "float32", "bfloat16 fast_accum")]
+    for part in right:
         failures.expect(None if part in text else f"lacks {part}: {text}", "report")
     dtypes = [one.dtype for one in trace.calls]
-    right = ["float8_e4m3fn row_wise to bfloat16", "float8_e4m3fn row_wise to float32"]
     failures.expect(None if dtypes == right else str(dtypes), "trace")
     return failures.result()
 
@@ -366,3 +373,25 @@ def check_plans() -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"))
 def test_fp8_plans_reports_and_traces_name_types_and_recipe(ranks):
     ranks.expect_no_failures(check_plans)
+
+
+def check_accumulation(op: str) -> tuple[int, list[str]]:
+    """One rank lets sums be less exact: what it calls is another problem."""
+    failures = Failures()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case, fast = (Case((8,), 6, 16, "row", fast=value) for value in (False, True))
+    call = scaled.make(case, op, rank, world, 3)
+    message = message_of(
+        scaled.invoke, fast if rank == world - 1 else case, op, call, rank_device()
+    )
+    for part in ("rank 0 called", f"rank {world - 1} called", "row_wise bfloat16 fast_accum=1"):
+        failures.expect(None if part in message else f"lacks {part}: {message}", op)
+    for seed, both in enumerate((case, fast)):
+        scaled.check(failures, both, op, seed)
+    return failures.result()
+
+
+@every_op
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_fp8_ranks_that_accumulate_otherwise_raise(ranks, op):
+    ranks.expect_no_failures(check_accumulation, op)

@@ -14,6 +14,7 @@ import scaled
 from checks import Failures
 from operands import rank_device
 from overlap_torch import plan as plan_api
+from overlap_torch._explain import H200
 from overlap_torch.plan import Kernel, Op, Plan, Problem, Resources, Transport
 from peers import ALWAYS_ONE_LAUNCH
 from plans import available_kernels, peers_work
@@ -40,7 +41,8 @@ CASES = [
     Case((256,), 384, 192, "tensor", shared=True, bias=True, fast=True),
     Case((1,), 128, 16, "row", fast=True),
     Case((3, 100), 256, 144, "row", fast=True, layout="leading"),
-    # Sums in float32, blocks and the third pair of types: the framework's GEMM for the same chunks.
+    Case((256,), 384, 192, "row", fast=True, layout="transposed"),
+    # Sums in float32 and blocks are the framework's, as is the third pair of types, whatever the plan.
     Case((384,), 256, 256, "row"),
     Case((384,), 256, 256, "tensor", (E4M3, E5M2), fast=True),
     Case((384,), 256, 512, "block"),
@@ -58,12 +60,12 @@ def problem_of(case: Case, op: str, world: int) -> Problem:
     rows = math.prod(case.leading)
     widths = [case.n, (case.n + 1) // 2, case.n % 2] if op == "weights" else [case.n]
     m = {"gemm_allreduce": rows, "gemm_alltoall": 0}.get(op, rows * world)
-    dtype = case.pair[0]
-    return Problem(m, sum(widths), case.k, dtype, world, OPS[op], RECIPES[case.recipe], case.output)
+    types = (case.pair[0], world, OPS[op], RECIPES[case.recipe], case.output, case.fast)
+    return Problem(m, sum(widths), case.k, *types)
 
 
 def plans_of(problem: Problem, kernel: Kernel, transport: str) -> list[Plan]:
-    """Row panels in several cuts; packed tiles; what a problem has one way of."""
+    """Row panels in several cuts; packed tiles; in one step; what a problem has one way of."""
     peers = transport == "peer"
     if problem.op == Op.GEMM_ALLTOALL:
         made = Transport.__members__[transport.upper()]
@@ -81,12 +83,23 @@ def plans_of(problem: Problem, kernel: Kernel, transport: str) -> list[Plan]:
         plans.append(
             plan_api.row_panels(problem, max(1, min(4, rows // whole.cluster_m)), **options)
         )
+    if peers and _in_one_step(problem, kernel):
+        plans.append(plan_api.at_once(problem, kernel=kernel))
     if problem.op == Op.GEMM_ALLREDUCE and not peers:
         chunks = min(5, whole.tiles_m * whole.tiles_n)
         plans.append(plan_api.packed(problem, chunks, **options))
         if problem.world_size == 2:
             plans.append(plan_api.packed(problem, chunks, collective="exchange", **options))
     return plans
+
+
+def _in_one_step(problem: Problem, kernel: Kernel) -> bool:
+    """Whether at_once makes a plan of it that row_panels does not."""
+    if problem.op == Op.ALLGATHER_GEMM:
+        return kernel == Kernel.LIBRARY and problem.k % 16 == 0
+    element = getattr(torch, problem.output_dtype.name.lower()).itemsize
+    parted = kernel == Kernel.LIBRARY or problem.m % problem.world_size == 0
+    return problem.n * element % 16 == 0 and parted
 
 
 def check_plans(op: str, kernel: Kernel, transport: str) -> tuple[int, list[str]]:
@@ -125,6 +138,51 @@ def test_fp8_plan_execution_is_exact_under_every_plan(ranks, op, kernel, transpo
 def _runs(kernel: Kernel, transport: str) -> bool:
     works = peers_work()
     return kernel in available_kernels() and (transport == "nccl" or works)
+
+
+# Enough for all kinds of plans: blocks take K a multiple of 512, gathers over peers 128 KiB.
+WEIGHED = [
+    Case((rows,), 512, 512, recipe, fast=fast)
+    for rows in (512, 64)
+    for recipe in RECIPES
+    for fast in (False, True)
+]
+
+
+def check_weighed(op: str) -> tuple[int, list[str]]:
+    """A plan of each kind that the planner weighs as between H200s, and what it takes here."""
+    failures = Failures()
+    world = dist.get_world_size()
+    machine = plan_api.machine(rank_device())
+    machine.link_gbps, machine.link_latency_us = H200.link_gbps, H200.link_latency_us
+    machine.peer_gbps = H200.peer_gbps if machine.peer_gbps > 0 else 0.0
+    kinds = set()
+    for seed, case in enumerate(WEIGHED):
+        scaled.check(failures, case, op, seed)
+        plans = {}
+        for plan in plan_api.candidates(problem_of(case, op, world), machine, True):
+            transport = plan.chunks[0].transport
+            kind = (plan.kernel, transport, plan.collective, plan.layout, plan.resources.window)
+            plans.setdefault((*kind, len(plan.chunks) > 1), plan)
+        for kind, plan in plans.items():
+            plan_api.set_plan(plan)
+            scaled.check(failures, case, op, seed)
+            kinds.add(kind[:2])
+        plan_api.clear_plans()
+    kernels = {kernel for kernel, _ in kinds}
+    expected = {Kernel.LIBRARY}
+    if machine.has_sm90_kernels:
+        expected.add(Kernel.SM90_PINGPONG)
+    failures.expect(None if expected <= kernels else f"only {kinds}", op)
+    over = {transport for _, transport in kinds}
+    failures.expect(None if (Transport.PEER in over) == (machine.peer_gbps > 0) else str(over), op)
+    return failures.result()
+
+
+@every_op
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_fp8_plans_that_the_planner_weighs_are_exact(ranks, op):
+    ranks.expect_no_failures(check_weighed, op)
 
 
 def check_race(rounds: int) -> tuple[int, list[str]]:

@@ -238,15 +238,15 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         plans.decode(code[: data.draw(st.integers(0, len(code) - 1))])
     with pytest.raises(ValueError, match="encoded plan has .* numbers, expected"):
         plans.decode([*code, 0])
-    for version in (1, 2, 3, 99):
-        with pytest.raises(ValueError, match=f"version = {version}, this release reads 4: make"):
+    for version in (1, 2, 3, 4, 99):
+        with pytest.raises(ValueError, match=f"version = {version}, this release reads 5: make"):
             plans.decode([version, *code[1:]])
 
 
 def test_plan_code_is_its_fields_in_order() -> None:
     """What the op library takes: version, problem, how it runs, bands and chunks with their number in front, resources, and a
     program's rows of scratch and number of transfers."""
-    code = [4, 0, 1024, 512, 64, 0, 2, 0, 0, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0]
+    code = [5, 0, 1024, 512, 64, 0, 2, 0, 0, 0, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0]
     code += [8, 16, 0, 8, 0]
     code += [8, 0, 0, 0, 1, 0, 0, 0]
     assert plans.encode(example()) == code
@@ -255,15 +255,15 @@ def test_plan_code_is_its_fields_in_order() -> None:
 
 def test_plan_pickled_by_another_release_is_refused() -> None:
     text = pickle.dumps(example(), protocol=2)
-    (version,) = re.findall(rb"K\x04K\x00M\x00\x04", text)  # 4, gemm_allreduce, 1024
-    with pytest.raises(ValueError, match="version = 1, this release reads 4"):
+    (version,) = re.findall(rb"K\x05K\x00M\x00\x04", text)  # 5, gemm_allreduce, 1024
+    with pytest.raises(ValueError, match="version = 1, this release reads 5"):
         pickle.loads(text.replace(version, b"K\x01" + version[2:]))
 
 
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (Problem, "op m n k dtype world_size recipe output_dtype"),
+        (Problem, "op m n k dtype world_size recipe output_dtype fast_accum"),
         (BandRun, "tile_rows count"),
         (Chunk, "tiles transport max_ctas"),
         (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch"),
@@ -319,13 +319,13 @@ def changed(value: Any, kind: Any) -> Any:
     [
         (1, "problem.op"),
         (5, "problem.dtype"),
-        (9, "schedule"),
-        (10, "kernel"),
-        (14, "layout"),
-        (20, r"chunks\[0\].transport"),
-        (23, r"chunks\[1\].transport"),
-        (25, "collective"),
-        (28, "resources.window"),
+        (10, "schedule"),
+        (11, "kernel"),
+        (15, "layout"),
+        (21, r"chunks\[0\].transport"),
+        (24, r"chunks\[1\].transport"),
+        (26, "collective"),
+        (29, "resources.window"),
     ],
 )
 @pytest.mark.parametrize("value", [-1, 99])
@@ -336,7 +336,7 @@ def test_plan_decode_names_the_field_out_of_range(position: int, field: str, val
         plans.decode(code)
 
 
-@pytest.mark.parametrize(("length_at", "name"), [(15, "bands"), (18, "chunks")])
+@pytest.mark.parametrize(("length_at", "name"), [(16, "bands"), (19, "chunks")])
 def test_plan_decode_rejects_lengths_beyond_the_list(length_at: int, name: str) -> None:
     code = plans.encode(example())
     code[length_at] = 2**62

@@ -236,7 +236,7 @@ def test_plan_saved_by_earlier_releases_loads() -> None:
     assert plans.from_json(text) == plan
     written = json.loads(text)
     written["resources"]["one_launch"] = False
-    written["problem"] |= {"recipe": "none", "output_dtype": "float16"}
+    written["problem"] |= {"recipe": "none", "output_dtype": "float16", "fast_accum": False}
     assert json.loads(plans.to_json(plan)) == written
     assert repr(plan) == (
         "gemm_allreduce m=512 n=512 k=64 float16 world_size=2: overlapped, sm90_cooperative 128x256 cluster 2, packed, "

@@ -32,8 +32,8 @@ def test_planner_golden_sample_is_as_pinned():
 def test_planner_golden_weighs_more_than_the_sequence_on_every_machine():
     counts = golden.pinned()
     assert sum(pin["candidates"] for pin in counts.values()) > 200000
-    for family, name, op in golden.families():
-        problems = len(list(golden.problems(op)))
+    for family, name, op, scaled in golden.families():
+        problems = len(list(golden.problems(op, scaled)))
         assert problems > 50
         # An all-to-all of a few SMs leaves none to NCCL.
         alone = name == "not measured" or family == "gemm_alltoall on hopper of 16 SMs"

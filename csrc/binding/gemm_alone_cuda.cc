@@ -8,7 +8,7 @@ namespace overlap::binding {
 
 at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef code,
                       const std::optional<at::Tensor>& scale_input,
-                      const std::optional<at::Tensor>& scale_weight, bool use_fast_accum) {
+                      const std::optional<at::Tensor>& scale_weight) {
   const plan::Plan plan = plan::decode(code.vec());
   plan::validate(plan);
   const plan::Problem& problem = plan.problem;
@@ -49,7 +49,7 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
                           {.input = *scale_input,
                            .weights = {*scale_weight},
                            .recipe_input = recipe,
-                           .use_fast_accum = use_fast_accum});
+                           .use_fast_accum = problem.fast_accum});
     params.scales = gemm_scales(*scales, 0, weight, plan, {});
   }
   params.output = output.data_ptr();

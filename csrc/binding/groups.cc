@@ -77,7 +77,8 @@ GroupEntry::Key GroupEntry::key(const plan::Problem& problem, at::DeviceType dev
           problem.k,
           static_cast<int>(problem.dtype),
           static_cast<int>(problem.recipe),
-          static_cast<int>(plan::output_dtype(problem))};
+          static_cast<int>(plan::output_dtype(problem)),
+          problem.fast_accum};
 }
 
 // By what is called, and by what plan or why without one. A new one is logged where that is wanted.

@@ -134,8 +134,8 @@ class GroupEntry final : public cpu::Group {
   std::atomic<int> cuda_is_nccl{-1};  // -1: not asked yet
 
  private:
-  // device, op, m, n, k, dtype, recipe, output dtype
-  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int>;
+  // device, op, m, n, k, dtype, recipe, output dtype, fast accumulation
+  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int, bool>;
   // Publishes `text` over the store, and returns a function that waits for a peer's.
   std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);
   static Key key(const plan::Problem& problem, at::DeviceType device);

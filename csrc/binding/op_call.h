@@ -71,10 +71,10 @@ plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device 
 
 #if defined(OVERLAP_WITH_CUDA)
 // The GEMM of an all-reduce plan alone, counters on; returns its row-major or packed buffer, flat. Scales: of fp8, by
-// the recipe of the plan's problem.
+// recipe and accumulation of the plan's problem.
 at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef plan,
                       const std::optional<at::Tensor>& scale_input,
-                      const std::optional<at::Tensor>& scale_weight, bool use_fast_accum);
+                      const std::optional<at::Tensor>& scale_weight);
 
 // Whether the fast path serves this group on this device: NCCL, compute capability 8.0 or newer.
 bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device);

@@ -89,7 +89,10 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
   call.problem.k = input.size(-1);
   call.problem.dtype = to_plan_dtype(input.scalar_type());
   call.problem.world_size = call.group->world_size();
-  if (call.scales) call.problem.recipe = call.scales->recipe;
+  if (call.scales) {
+    call.problem.recipe = call.scales->recipe;
+    call.problem.fast_accum = call.scales->use_fast_accum;
+  }
   call.problem.output_dtype = to_plan_dtype(call.output_dtype());
   return call;
 }

@@ -374,7 +374,7 @@ plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device de
 std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k,
                               at::ScalarType dtype, at::Device device,
                               const std::string& group_name, const std::string& recipe,
-                              std::optional<at::ScalarType> output_dtype) {
+                              std::optional<at::ScalarType> output_dtype, bool fast_accum) {
   TORCH_CHECK_VALUE(m >= 0 && n >= 0 && k >= 0,
                     "plan_for: M, N and K must not be negative, but are ", m, ", ", n, ", ", k);
   const std::shared_ptr<GroupEntry> group = find_group(group_name);
@@ -388,6 +388,7 @@ std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64
   problem.recipe = to_recipe(recipe);
   const bool scaled = problem.recipe != plan::Recipe::kNone;
   problem.output_dtype = to_plan_dtype(output_dtype.value_or(scaled ? at::kBFloat16 : dtype));
+  problem.fast_accum = fast_accum;
   plan::check_problem(problem);
   return plan::encode(group->plan(problem, device.type(), machine_of(group, device))->plan);
 }
@@ -520,7 +521,7 @@ TORCH_LIBRARY(overlap, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group, str "
-      "recipe='none', ScalarType? output_dtype=None) -> int[]",
+      "recipe='none', ScalarType? output_dtype=None, bool fast_accum=False) -> int[]",
       &plan_for);
   m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
   m.def("clear_plans(str group) -> ()", &clear_plans);
@@ -537,7 +538,7 @@ TORCH_LIBRARY(overlap, m) {
 #if defined(OVERLAP_WITH_CUDA)
   m.def(
       "gemm_alone(Tensor input, Tensor weight, int[] plan, Tensor? scale_input=None, Tensor? "
-      "scale_weight=None, bool use_fast_accum=False) -> Tensor",
+      "scale_weight=None) -> Tensor",
       &gemm_alone);
 #endif
   m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);

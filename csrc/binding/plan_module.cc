@@ -358,7 +358,7 @@ void bind_parts(py::module_& m) {
   problem
       .def(py::init([](int64_t rows, int64_t columns, int64_t inner, const py::object& dtype,
                        int32_t world_size, const py::object& op, const py::object& recipe,
-                       const py::object& output_dtype) {
+                       const py::object& output_dtype, bool fast_accum) {
              Problem problem{member<Op>(op),
                              rows,
                              columns,
@@ -366,7 +366,8 @@ void bind_parts(py::module_& m) {
                              member<DType>(dtype),
                              world_size,
                              member<Recipe>(recipe),
-                             DType::kBFloat16};
+                             DType::kBFloat16,
+                             fast_accum};
              if (!output_dtype.is_none()) {
                problem.output_dtype = member<DType>(output_dtype);
              } else if (problem.recipe == Recipe::kNone) {
@@ -376,7 +377,8 @@ void bind_parts(py::module_& m) {
            }),
            py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = DType::kBFloat16,
            py::arg("world_size") = 1, py::arg("op") = Op::kGemmAllReduce,
-           py::arg("recipe") = Recipe::kNone, py::arg("output_dtype") = py::none())
+           py::arg("recipe") = Recipe::kNone, py::arg("output_dtype") = py::none(),
+           py::arg("fast_accum") = false)
       .def_property_readonly(
           "row_parts", [](const Problem& p) { return plan::op_row_parts(p); },
           "Parts of the rows, one for each rank, that a chunk holds equal tile rows of; else 1.")

@@ -27,12 +27,30 @@ std::string in_us(double us) {
   return text;
 }
 
+// What keeps scaled operands from kernels that signal, as plan::validate and the planner have it.
+std::string fp8_obstacle(const plan::Problem& problem, const plan::Machine& machine) {
+  constexpr int64_t kColumns = 8;
+  constexpr int64_t kInner = 16;
+  if (!machine.has_sm90_kernels) return "; only Hopper has kernels that signal for scaled operands";
+  if (problem.recipe == plan::Recipe::kBlock ||
+      plan::output_dtype(problem) != plan::DType::kBFloat16) {
+    return "; the kernels that signal take scales of tensors and rows, and make bfloat16";
+  }
+  if (!problem.fast_accum) return "; the kernels that signal are for use_fast_accum=True";
+  if (problem.n % kColumns != 0 || problem.k % kInner != 0) {
+    return "; the kernels that signal take multiples of 8 as N and of 16 as K";
+  }
+  return "";
+}
+
 // What keeps this problem, or this machine, from better plans.
 std::string obstacles(const plan::Problem& problem, const plan::Machine& machine) {
   constexpr int64_t kKernelMultiple = 8;
   if (machine.arch == 0) return "; gloo moves bytes with the cores that compute";
   std::string text;
-  if (plan::element_bytes(problem.dtype) != 2) {
+  if (plan::is_fp8(problem.dtype)) {
+    text += fp8_obstacle(problem, machine);
+  } else if (plan::element_bytes(problem.dtype) != 2) {
     text += c10::str("; no kernel that signals takes ", plan::name(problem.dtype));
   } else if (problem.n % kKernelMultiple != 0 || problem.k % kKernelMultiple != 0) {
     text += "; the kernels that signal take multiples of 8 as N and K";

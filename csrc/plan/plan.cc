@@ -198,6 +198,7 @@ std::string types_text(const Problem& problem) {
   if (scaled || problem.output_dtype != problem.dtype) {
     text += std::string(" to ") + name(problem.output_dtype);
   }
+  if (problem.fast_accum) text += " fast_accum";
   return text;
 }
 

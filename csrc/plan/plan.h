@@ -74,6 +74,7 @@ struct Problem {
   int32_t world_size = 1;
   Recipe recipe = Recipe::kNone;
   DType output_dtype = DType::kBFloat16;  // of scaled operands' output; else see output_dtype()
+  bool fast_accum = false;  // of scaled operands: whether sums may be the tensor cores' own
 
   friend bool operator==(const Problem&, const Problem&) = default;
   std::string to_string() const;
@@ -145,7 +146,7 @@ bool is_fp8(DType dtype);
 DType output_dtype(const Problem& problem);
 int64_t output_bytes(const Problem& problem);
 
-// For people: "bfloat16", or "float8_e4m3fn row_wise to bfloat16".
+// For people: "bfloat16", or "float8_e4m3fn row_wise to bfloat16", with "fast_accum" behind it where sums are.
 std::string types_text(const Problem& problem);
 
 // Of what travels: the operands in an all-gather, else the output.

@@ -11,7 +11,7 @@ namespace {
 
 // First number of every list. It changes whenever the fields or their order do, so that a list that
 // another version made is refused, not misread.
-constexpr int64_t kCodeVersion = 4;
+constexpr int64_t kCodeVersion = 5;
 
 // Numbers of an item without sequences.
 template <typename Item>
@@ -124,7 +124,7 @@ void for_each_number(const Value& value, bool shared, const Add& add) {
   } else if constexpr (kHasFields<Value>) {
     for_each_field<Value>([&](const auto& field) {
       if (shared && field.scope == Scope::kRank) return;
-      // So a problem without scales keeps its hash from one release to the next.
+      // So a problem without scales, or fast_accum, keeps its hash from one release to the next.
       if constexpr (std::is_same_v<Value, Problem>) {
         if (shared && field.quiet && is_usual(value, field)) return;
       }

@@ -237,13 +237,17 @@ struct Fields<Problem> {
             "scaled, "
             "of the result; the constructor takes its name or a torch.dtype as well."},
       Field{"world_size", &Problem::world_size, Scope::kGroup, "number of ranks."},
-      // Both quiet where operands are not scaled.
+      // Quiet where operands are not scaled, and fast_accum where it is not set.
       Field{"recipe", &Problem::recipe, Scope::kGroup,
             "see Recipe; the constructor takes its name as well.", "", true},
       Field{"output_dtype", &Problem::output_dtype, Scope::kGroup,
             "of the result; the constructor takes None for the operands' dtype, or bfloat16 where "
             "they "
             "are scaled.",
+            "", true},
+      Field{"fast_accum", &Problem::fast_accum, Scope::kGroup,
+            "whether scaled operands' sums may be the tensor cores' own, which are less exact than "
+            "fp32: the ops' use_fast_accum.",
             "", true},
   };
 };
@@ -446,7 +450,9 @@ constexpr void for_each_field(Visit&& visit) {
 // What goes without saying.
 template <typename Item, typename Value>
 bool is_usual(const Item& item, const Field<Item, Value>& field) {
-  if constexpr (std::is_same_v<Item, Problem>) {
+  if constexpr (std::is_same_v<Item, Problem> && std::is_same_v<Value, bool>) {
+    return !(item.*field.member);
+  } else if constexpr (std::is_same_v<Item, Problem>) {
     return item.recipe == Recipe::kNone;
   } else if constexpr (std::is_same_v<Value, Collective>) {
     return item.*field.member == collective_of(item.problem.op);

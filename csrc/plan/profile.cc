@@ -115,6 +115,12 @@ std::vector<Field> make_fields() {
   NUMBER(gemm, float32_rate, kRate);
   NUMBER(gemm, float64_rate, kRate);
   NUMBER(gemm, float8_rate, kRate);
+  NUMBER(gemm, float8_row_rate, kRate);
+  NUMBER(gemm, float8_exact_rate, kRate);
+  NUMBER(gemm, float8_pingpong_rate, kRate);
+  NUMBER(gemm, float8_pingpong_row_rate, kRate);
+  NUMBER(gemm, float8_pingpong_wide_rate, kRate);
+  NUMBER(gemm, float8_pingpong_wide_row_rate, kRate);
   NUMBER(gemm, sustained_rate, kRate);
   NUMBER(gemm, round_factor, kRate);
   NUMBER(gemm, library_factor, kRate);

@@ -38,7 +38,15 @@ struct Profile {
     // Rates of other dtypes, of the 16-bit one. fp32 without TF32, as PyTorch does by default.
     double float32_rate;
     double float64_rate;
+    // Scaled operands: the library's, with scales of tensors and of rows; the share of it that is left where sums are
+    // fp32 throughout; and the kernels', which have fast accumulation alone.
     double float8_rate;
+    double float8_row_rate;
+    double float8_exact_rate;
+    double float8_pingpong_rate;
+    double float8_pingpong_row_rate;
+    double float8_pingpong_wide_rate;
+    double float8_pingpong_wide_row_rate;
     double sustained_rate;       // of the tensor cores' rate at the highest clock
     double round_factor;         // of a tile's time: a round of tiles, all SMs together
     double library_factor;       // the same of the framework's GEMM,

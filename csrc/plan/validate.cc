@@ -62,6 +62,11 @@ void check_kernel(const Plan& plan) {
          name(Kernel::kSm90Pingpong), " and ", name(Kernel::kSm90PingpongWide),
          " compute tensor_wise and row_wise to bfloat16 alone: take the kernel 'library'");
   }
+  if (is_fp8(problem.dtype) && !problem.fast_accum) {
+    fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype),
+         " without fast_accum, but its sums are the tensor cores' own: take a problem with "
+         "fast_accum, which calls with use_fast_accum=True have, or the kernel 'library'");
+  }
   if (!is_fp8(problem.dtype) && element_bytes(problem.dtype) != 2) {
     fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype),
          ", but it computes bfloat16, float16 and fp8: take the kernel 'library'");
@@ -361,6 +366,10 @@ void check_problem(const Problem& problem) {
   if (problem.recipe != Recipe::kNone && !rounds_to) {
     fail("problem with scaled operands has the output_dtype ", name(problem.output_dtype),
          ", allowed are bfloat16, float16 and float32");
+  }
+  if (problem.recipe == Recipe::kNone && problem.fast_accum) {
+    fail("problem with operands of ", name(problem.dtype),
+         " has fast_accum, allowed is that of scaled operands alone: clear it");
   }
   check_range("m", problem.m, 0, kMaxSize, remedy);
   check_range("n", problem.n, 0, kMaxSize, remedy);

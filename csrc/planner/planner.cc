@@ -198,11 +198,13 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
   const auto fills = [&](Kernel own) {
     return fills_tiles(problem, profile.gemm, sms, transport, own);
   };
+  const bool fp8 = is_fp8(problem.dtype);  // which the cooperative kernel does not take
   const bool wide = fills(Kernel::kSm90PingpongWide);
-  const bool large = !is_fp8(problem.dtype) && fills(Kernel::kSm90Cooperative);
-  const Kernel shorter = problem.k <= profile.gemm.short_k && wide ? Kernel::kSm90PingpongWide
-                         : large                                   ? Kernel::kSm90Cooperative
-                                                                   : kernel;
+  const bool large = !fp8 && fills(Kernel::kSm90Cooperative);
+  const bool takes_wide = wide && (fp8 || problem.k <= profile.gemm.short_k);
+  const Kernel shorter = takes_wide ? Kernel::kSm90PingpongWide
+                         : large    ? Kernel::kSm90Cooperative
+                                    : kernel;
   if (!gathers) return {shorter};
   if (sequence.gemm_us > profile.gemm.cool_us) return {wide ? Kernel::kSm90PingpongWide : kernel};
   if (shorter == kernel) return {kernel};
@@ -317,13 +319,13 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
   }
 }
 
-// Of fp8: ping-pong, whose scales are of rows, to bfloat16.
+// Of fp8: ping-pong, whose scales are of tensors or rows, whose sums are the tensor cores' own, to bfloat16.
 bool kernels_take(const Problem& problem, const Machine& machine) {
   const bool fp8 = is_fp8(problem.dtype);
   const int64_t k_alignment = fp8 ? 2 * kAlignment : kAlignment;
   if (problem.n % kAlignment != 0 || problem.k % k_alignment != 0) return false;
   if (!fp8) return element_bytes(problem.dtype) == 2;
-  return machine.has_sm90_kernels && problem.recipe != Recipe::kBlock &&
+  return machine.has_sm90_kernels && problem.fast_accum && problem.recipe != Recipe::kBlock &&
          output_dtype(problem) == DType::kBFloat16;
 }
 
@@ -370,8 +372,17 @@ void for_ways(const Profile::Lists& slow, const Profile::Lists& fast, const Mach
   if (all || !slow_link(machine)) each(fast);
 }
 
+// The framework's GEMM of blocks takes fours of rows: else operands are multiplied out first, which must not befall the
+// ranks' parts alone.
+bool library_takes_parts(const Problem& problem) {
+  constexpr int64_t kRows = 4;
+  return problem.recipe != Recipe::kBlock || problem.m % kRows != 0 ||
+         problem.m / op_row_parts(problem) % kRows == 0;
+}
+
 // Library GEMMs, a call per chunk: what the kernels cannot take, or take longer for.
 void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& machine, bool all) {
+  if (!library_takes_parts(problem)) return;
   const Profile& profile = *machine.profile;
   for_ways(profile.ways.slow_link_library, profile.ways.library, machine, all, [&](const Way& way) {
     add_row_panels(plans, problem, Kernel::kLibrary, profile.schedules.library,
@@ -379,10 +390,29 @@ void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& m
   });
 }
 
+// Copy engines take no SMs, whatever computes, and however slow the link: the GEMM stores nothing there.
+void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Machine& machine,
+                           Kernel kernel) {
+  if (problem.op != Op::kAllGatherGemm || machine.peer_gbps <= 0.0 ||
+      problem.world_size > kMaxPeerRanks || problem.m % problem.world_size != 0 ||
+      problem.k * element_bytes(problem.dtype) % kDirectAccess != 0 ||
+      problem.dtype == DType::kFloat64 || too_small_for_peers(problem, machine) ||
+      !library_takes_parts(problem)) {
+    return;
+  }
+  const size_t first = plans.plans.size();
+  const auto add = [&](Kernel own) {
+    add_row_panels(plans, problem, own, machine.profile->schedules.peer_all_gather, {}, 0,
+                   Transport::kPeer);
+  };
+  add(Kernel::kLibrary);
+  if (kernel == Kernel::kSm80) add(kernel);
+  set_peer_sms(plans, first);
+}
+
 // What nobody has measured: taken where the profile is of other machines, and offered to whoever measures.
 void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& machine,
                     Kernel kernel) {
-  if (problem.recipe != Recipe::kNone) return;
   const Profile& profile = *machine.profile;
   const Schedules& few = profile.schedules.few_rows;
   if (kernel != Kernel::kLibrary) {
@@ -403,20 +433,6 @@ void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& ma
   if (kernel == Kernel::kSm80 && machine.arch >= 90 && machine.arch < 120) {
     add_gpu_library(plans, problem, machine, true);
   }
-  // Copy engines take no SMs, whatever computes, and however slow the link: the GEMM stores nothing there.
-  if (problem.op != Op::kAllGatherGemm || machine.peer_gbps <= 0.0 ||
-      problem.world_size > kMaxPeerRanks || problem.m % problem.world_size != 0 ||
-      problem.k * element_bytes(problem.dtype) % kDirectAccess != 0 ||
-      problem.dtype == DType::kFloat64 || too_small_for_peers(problem, machine)) {
-    return;
-  }
-  const size_t first = plans.plans.size();
-  const auto add = [&](Kernel own) {
-    add_row_panels(plans, problem, own, profile.schedules.peer_all_gather, {}, 0, Transport::kPeer);
-  };
-  add(Kernel::kLibrary);
-  if (kernel == Kernel::kSm80) add(kernel);
-  set_peer_sms(plans, first);
 }
 
 void add_cpu(Candidates& plans, const Problem& problem, const Machine& machine) {
@@ -507,13 +523,9 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
     add_gpu_kernel(plans, problem, machine, predict(plans.plans.front(), machine), kernel, whole);
   }
   if (whole) add_unmeasured(plans, problem, machine, kernel);
+  // Nothing of fp8 was measured over two GPUs or more, so the framework's GEMM is weighed beside the kernels.
+  if (whole || is_fp8(problem.dtype)) add_gathers_by_copies(plans, problem, machine, kernel);
   return plans;
-}
-
-// Kernels of fp8 add up as the tensor cores do, which not every caller takes (use_fast_accum): the framework's GEMM would
-// follow a plan made for them. So they are taken by hand, or by measuring.
-bool may_be_taken(const Plan& plan) {
-  return !is_fp8(plan.problem.dtype) || plan.kernel == Kernel::kLibrary;
 }
 
 // What each is expected to take; infinite for one that is not expected to gain enough.
@@ -523,8 +535,7 @@ std::vector<double> times_us(const std::vector<Plan>& plans, const Machine& mach
   for (const Plan& plan : plans) {
     const double own_us = predict(plan, machine).total_us;
     const NeededGain needed = needed_gain(plan, machine);
-    const bool gains =
-        us.empty() || (may_be_taken(plan) && own_us + needed.us < needed.share * us.front());
+    const bool gains = us.empty() || own_us + needed.us < needed.share * us.front();
     us.push_back(gains ? own_us : std::numeric_limits<double>::infinity());
   }
   return us;

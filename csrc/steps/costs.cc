@@ -8,15 +8,29 @@ using namespace plan;  // whose types these are
 
 namespace {
 
+// Of scaled operands on a GPU.
+double float8_rate_of(const Plan& plan, const Profile::Gemm& gemm) {
+  const Problem& problem = plan.problem;
+  const bool rows = problem.recipe == Recipe::kRow;
+  if (plan.kernel == Kernel::kSm90Pingpong) {
+    return rows ? gemm.float8_pingpong_row_rate : gemm.float8_pingpong_rate;
+  }
+  if (plan.kernel == Kernel::kSm90PingpongWide) {
+    return rows ? gemm.float8_pingpong_wide_row_rate : gemm.float8_pingpong_wide_rate;
+  }
+  const bool exact = !problem.fast_accum || problem.recipe == Recipe::kBlock;
+  return (rows ? gemm.float8_row_rate : gemm.float8_rate) * (exact ? gemm.float8_exact_rate : 1.0);
+}
+
 // Of the rate of the machine's library in 16 bits.
 double rate_of(const Plan& plan, const Machine& machine) {
   const Profile& profile = *machine.profile;
   const DType dtype = plan.problem.dtype;
+  if (is_fp8(dtype) && !on_cpu(machine)) return float8_rate_of(plan, profile.gemm);
   double rate = 1.0;
   if (dtype == DType::kFloat64)
     rate = on_cpu(machine) ? profile.cpu.float64_rate : profile.gemm.float64_rate;
   if (dtype == DType::kFloat32 && !on_cpu(machine)) rate = profile.gemm.float32_rate;
-  if (is_fp8(dtype) && !on_cpu(machine)) rate = profile.gemm.float8_rate;
   if (plan.kernel == Kernel::kSm80) {
     const bool blackwell = machine.arch >= 100 && machine.arch < 120;  // with tcgen05
     rate *= machine.arch == 90 ? profile.gemm.sm80_on_hopper_rate

@@ -136,7 +136,7 @@ def gemm_alltoall(
         recipe_input, recipe_weight: a ``torch.nn.functional.ScalingType`` (``TensorWise`` or ``RowWise`` for both, or
             ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
         output_dtype: of scaled operands' result and of the bias: bfloat16, float16 or float32.
-        use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``.
+        use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
 
     Returns:
         A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the ranks that sent the

@@ -1,6 +1,6 @@
 """What the planner weighs, expects and chooses, over a grid of machines and problems.
 
-A family is the problems of one op on one machine. pins.json holds a hash of each family's text: a line for each problem,
+A family is the problems of one op on one machine, those of scaled operands apart. pins.json holds a hash of each family's text: a line for each problem,
 and below it one for each candidate, with the times that the model expects of it, and a star at the one that is chosen.
 
 Times are pinned with eight significant digits. Their last bits are not the machine's alone: the model takes powers,
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from overlap_torch import _plan
-from overlap_torch._plan import DType, Machine, Op, Problem
+from overlap_torch._plan import DType, Machine, Op, Problem, Recipe
 
 HERE = Path(__file__).resolve().parent
 PINS = HERE / "pins.json"
@@ -111,17 +111,47 @@ OTHERS = [
 OTHER_TYPES = [(8192, 8192, 7168), (512, 4096, 3584), (16, 8192, 2048), (777, 1003, 511)]
 
 
-def problems(op: Op) -> Iterator[Problem]:
-    """An op's, each but once. Where each rank has an equal part of the rows they are rounded up."""
-    parted = op in (Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
+# Of scaled operands: as training has them, few rows, and what the kernels do not take.
+SCALED = [(8192, 8192, 7168), (4096, 8192, 2048), (16384, 4096, 3584), (512, 4096, 3584)]
+SCALED += [(16, 8192, 2048), (2052, 1000, 1016), (777, 1003, 511)]
+SCALED_MACHINES = ("hopper", "hopper without peers", "hopper, slow link", "ada")
+SCALED_TYPES = [
+    (Recipe.TENSOR_WISE, DType.BFLOAT16, True),
+    (Recipe.TENSOR_WISE, DType.BFLOAT16, False),
+    (Recipe.ROW_WISE, DType.BFLOAT16, True),
+    (Recipe.ROW_WISE, DType.FLOAT16, True),
+    (Recipe.BLOCK_WISE, DType.BFLOAT16, False),
+]
+
+
+def rows_of(op: Op, m: int, world: int) -> int:
+    """Rounded up where each rank has an equal part of the rows."""
+    if op == Op.GEMM_ALLTOALL:
+        return 0
+    return -(-m // world) * world if op in (Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM) else m
+
+
+def scaled_problems(op: Op) -> Iterator[Problem]:
+    """An op's with scaled operands."""
+    for world in (1, 2, 3, 4, 8):
+        for m, n, k in SCALED:
+            for recipe, output, fast in SCALED_TYPES:
+                shape = (rows_of(op, m, world), n, k)
+                yield Problem(*shape, DType.FLOAT8_E4M3FN, world, op, recipe, output, fast)
+
+
+def problems(op: Op, scaled: bool = False) -> Iterator[Problem]:
+    """An op's, each but once."""
+    if scaled:
+        yield from scaled_problems(op)
+        return
     typed = [(DType.BFLOAT16, SUITE + OTHERS)]
     typed += [(dtype, OTHER_TYPES) for dtype in (DType.FLOAT16, DType.FLOAT32, DType.FLOAT64)]
     seen = set()
     for world in WORLDS:
         for dtype, shapes in typed:
             for m, n, k in shapes:
-                rows = 0 if op == Op.GEMM_ALLTOALL else -(-m // world) * world if parted else m
-                key = (rows, n, k, dtype, world)
+                key = (rows_of(op, m, world), n, k, dtype, world)
                 if key not in seen:
                     seen.add(key)
                     yield Problem(*key, op)
@@ -145,31 +175,30 @@ def lines(problem: Problem, machine: Machine, exact: bool = False) -> Iterator[s
         yield f" * not a candidate: {chosen}"
 
 
-def families() -> Iterator[tuple[str, str, Op]]:
-    """(family, machine's name, op)."""
+def families() -> Iterator[tuple[str, str, Op, bool]]:
+    """(family, machine's name, op, whether operands are scaled)."""
+    ops = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM, Op.GEMM_ALLTOALL)
     for name in MACHINES:
-        for op in (
-            Op.GEMM_ALLREDUCE,
-            Op.GEMM_REDUCESCATTER,
-            Op.ALLGATHER_GEMM,
-            Op.GEMM_ALLTOALL,
-        ):
-            yield f"{op.name.lower()} on {name}", name, op
+        for op in ops:
+            yield f"{op.name.lower()} on {name}", name, op, False
+    for name in SCALED_MACHINES:
+        for op in ops:
+            yield f"{op.name.lower()} of fp8 on {name}", name, op, True
 
 
-def text(name: str, op: Op, exact: bool = False) -> str:
+def text(name: str, op: Op, scaled: bool, exact: bool = False) -> str:
     """All lines of a family."""
     machine = MACHINES[name]
     return "".join(
-        f"{line}\n" for problem in problems(op) for line in lines(problem, machine, exact)
+        f"{line}\n" for problem in problems(op, scaled) for line in lines(problem, machine, exact)
     )
 
 
 def pins() -> dict[str, dict]:
     """Of each family: how many candidates were weighed, and the hash of its text."""
     made = {}
-    for family, name, op in families():
-        all_lines = text(name, op)
+    for family, name, op, scaled in families():
+        all_lines = text(name, op, scaled)
         made[family] = {
             "candidates": all_lines.count("\n - ") + all_lines.count("\n * "),
             "text": hashlib.sha256(all_lines.encode()).hexdigest(),

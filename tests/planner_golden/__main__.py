@@ -15,8 +15,8 @@ def main() -> int:
     parser.add_argument("--exact", action="store_true", help="print times with all their bits")
     given = parser.parse_args()
     if given.dump or given.exact:
-        for family, name, op in families():
-            print(f"== {family}\n{text(name, op, given.exact)}", end="")
+        for family, name, op, scaled in families():
+            print(f"== {family}\n{text(name, op, scaled, given.exact)}", end="")
         return 0
     new = pins()
     if given.pin:
