@@ -72,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of fp8 operands, whose output is bf16 (not for block, gemm)",
     )
     add(
+        "--fast-accum",
+        action="store_true",
+        help="of fp8 operands with scales of tensors or rows: use_fast_accum=True, of the ops and of the sequence (gemm "
+        "has no other)",
+    )
+    add(
         "--repeats",
         type=int,
         help="repetitions of a call (default: 20, in a sweep 10); in row and graph a quarter, of ten calls each",
@@ -215,6 +221,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
             modes=_modes(args.modes, ops, on_cpu),
             dtype=DTYPES[args.dtype or ("fp32" if on_cpu else "bf16")],
             scales=_scales(args.scales, args.dtype, ops),
+            fast_accum=_fast_accum(args.fast_accum, args.scales),
             call_repeats=repeats,
             row_repeats=max(3, repeats // 4),
             baselines=_baselines(args.baselines, ops, on_cpu),
@@ -250,6 +257,15 @@ def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | 
             "--scales block is not for gemm: no signalling kernel has it; take tensor or row"
         )
     return scales
+
+
+def _fast_accum(given: bool, scales: str | None) -> bool:
+    """Raises ValueError for operands that have one accumulation."""
+    if given and scales not in ("tensor", "row"):
+        raise ValueError(
+            f"--fast-accum with --scales {scales}: allowed are tensor and row; leave it out"
+        )
+    return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -191,10 +191,11 @@ class Computations:
         group: str,
         baselines: tuple[str, ...] = (),
         scales: str | None = None,
+        fast_accum: bool = False,
     ) -> None:
         self._case, self._dtype, self._device = case, dtype, device
         if scales is not None:
-            self._take_scaled(scales, group, baselines)
+            self._take_scaled(scales, fast_accum, group, baselines)
             return
         sides = _SIDES[case.op](case, torch.empty(0, dtype=dtype, device=device), group)
         self._sides = sides
@@ -212,10 +213,14 @@ class Computations:
             for index in range(count)
         ]
 
-    def _take_scaled(self, scales: str, group: str, baselines: tuple[str, ...]) -> None:
+    def _take_scaled(
+        self, scales: str, fast_accum: bool, group: str, baselines: tuple[str, ...]
+    ) -> None:
         shape, world = self._case.shape, dist.get_world_size()
         send_rows = self._case.send_rows(world) if self._case.split else None
-        sides = self._sides = ScaledSides(self._case.op, shape, send_rows, scales, group)
+        sides = self._sides = ScaledSides(
+            self._case.op, shape, send_rows, scales, group, fast_accum
+        )
         on_gpu = "pytorch" in baselines and self._device.type == "cuda"
         self.baselines = sides.pytorch() if on_gpu else {}
         count = measure.operand_sets(self._device, (sides.input_rows + shape.n) * shape.k)

@@ -18,6 +18,7 @@ class Options:
     modes: tuple[str, ...]
     dtype: str  # name of a torch dtype
     scales: str | None  # of fp8 operands: "tensor", "row" or "block"
+    fast_accum: bool  # of fp8 operands: use_fast_accum, of the ops and of what is beside them
     call_repeats: int
     row_repeats: int  # repetitions of ten calls, in the modes row and graph
     baselines: tuple[str, ...]

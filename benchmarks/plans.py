@@ -90,6 +90,7 @@ class MeasuredProblem:
     device: torch.device
     group: str
     recipe: str = "none"  # of scaled operands
+    fast_accum: bool = False
 
     def fitting(self, text: str) -> list[Plan]:
         """Those of the plans in JSON that are for this problem."""
@@ -107,6 +108,7 @@ class MeasuredProblem:
             group=self.group,
             op=self.op,
             recipe=self.recipe,
+            fast_accum=self.fast_accum,
         )
 
     def set(self, plan: Plan) -> None:
@@ -118,10 +120,11 @@ class MeasuredProblem:
         plan_api.clear_plans(self.group)
 
     def candidates(self) -> list[Plan]:
-        """The planner's candidates, those of rank 0 on every rank. Collective."""
+        """The planner's candidates, those of rank 0 on every rank; of scaled operands also those that it does not weigh, as
+        nobody has measured any. Collective."""
         machine = plan_api.machine(self.device, self.group)
         chosen = []  # each plan's length, then the plan
-        for plan in plan_api.candidates(self.current().problem, machine):
+        for plan in plan_api.candidates(self.current().problem, machine, self.recipe != "none"):
             code = plan_api.encode(plan)
             chosen += [len(code), *code]
         chosen = broadcast_integers(chosen, self.group)

@@ -107,6 +107,7 @@ class Writer:
         self._title = (
             f"{world_size} x {name}, {backend}, torch {torch.__version__}, {self._options.dtype}"
             + (f" scaled by {self._options.scales}" if self._options.scales else "")
+            + (", fast accumulation" if self._options.fast_accum else "")
         )
         self._emit(
             {
@@ -232,6 +233,7 @@ class Writer:
             **subject.fields,
             "dtype": self._options.dtype,
             "scales": self._options.scales,
+            "fast_accum": self._options.fast_accum,
         }
 
     def _keep(

@@ -53,9 +53,17 @@ class ScaledSides:
     """As computations.Sides, of operands with scales."""
 
     def __init__(
-        self, op: str, shape: Shape, send_rows: list[int] | None, scales: str, group: str
+        self,
+        op: str,
+        shape: Shape,
+        send_rows: list[int] | None,
+        scales: str,
+        group: str,
+        fast_accum: bool,
     ) -> None:
         self._op, self._shape, self._scales, self._group = op, shape, scales, group
+        self._fast = fast_accum
+        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
         self._recipes = dict(zip(("recipe_input", "recipe_weight"), RECIPES[scales], strict=True))
         world = dist.get_world_size()
         self.input_rows = shape.m // world if op == "allgather_gemm" else shape.m
@@ -97,17 +105,31 @@ class ScaledSides:
         return x.to(dtype), w.to(torch.float8_e4m3fn), *ones
 
     def gemm(self, x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor) -> Results:
+        """The sequence's alone, of all ranks' rows where these are gathered: the same ones each time."""
+        if self._op == "allgather_gemm":
+            if self._whole is None:
+                world = dist.get_world_size()
+                copies = 1 if self._scales == "tensor" else world
+                rows = torch.cat([x.view(torch.uint8)] * world).view(x.dtype)
+                self._whole = rows, torch.cat([xs] * copies)
+            x, xs = self._whole
+        return self._product(x, w, xs, ws)
+
+    def _product(
+        self, x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor
+    ) -> Results:
         """PyTorch's where the device has one, else the product of dequantised operands."""
-        recipes = {name: recipe.value for name, recipe in self._recipes.items()}
-        return (torch.ops.overlap.scaled_linear(x, w, xs, ws, output_dtype=OUTPUT, **recipes),)
+        keywords = {name: recipe.value for name, recipe in self._recipes.items()}
+        keywords |= {"output_dtype": OUTPUT, "use_fast_accum": self._fast}
+        return (torch.ops.overlap.scaled_linear(x, w, xs, ws, **keywords),)
 
     def sequence(
         self, x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor
     ) -> Results:
         if self._op == "allgather_gemm":
             gathered, scales = self._gathered(x, xs)
-            return (*self.gemm(gathered, w, scales, ws), gathered.view(torch.uint8))
-        (product,) = self.gemm(x, w, xs, ws)
+            return (*self._product(gathered, w, scales, ws), gathered.view(torch.uint8))
+        (product,) = self._product(x, w, xs, ws)
         if self._op == "gemm_allreduce":
             dist.all_reduce(product)
             return (product,)
@@ -136,6 +158,7 @@ class ScaledSides:
             "scale_input": xs,
             "scale_weight": ws,
             "output_dtype": OUTPUT,
+            "use_fast_accum": self._fast,
             **self._recipes,
         }
         if self._op == "allgather_gemm":
@@ -172,14 +195,14 @@ class ScaledSides:
         def gather(x, w, xs, ws):
             gathered, (output,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
                 x, [w.t()], xs, [ws if tensor else ws.view(1, -1)], 0, group,
-                [None], [None], [OUTPUT], [False],
+                [None], [None], [OUTPUT], [self._fast],
             )  # fmt: skip
             return output, gathered.view(torch.uint8)
 
         def scatter(x, w, xs, ws):
             output = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
                 x, w.t(), xs, ws if tensor else ws.view(1, -1), "sum", 0, 0, group,
-                [shape.m, shape.n], None, None, OUTPUT, False,
+                [shape.m, shape.n], None, None, OUTPUT, self._fast,
             )  # fmt: skip
             return (output,)
 

@@ -89,6 +89,7 @@ class _CaseRun:
                 stopwatch.device,
                 group,
                 "none" if options.scales is None else f"{options.scales}_wise",
+                options.fast_accum,
             )
             if case.op in plans.OPS
             else None
@@ -101,7 +102,13 @@ class _CaseRun:
             fields=sizes | ({"split": case.split} if case.split else {}),
         )
         self._computations = Computations(
-            case, dtype, stopwatch.device, group, options.baselines, options.scales
+            case,
+            dtype,
+            stopwatch.device,
+            group,
+            options.baselines,
+            options.scales,
+            options.fast_accum,
         )
         self._baselines_checked = self._computations.exact_baselines() if options.check else {}
 

@@ -67,8 +67,10 @@ def test_bench_measures_each_op_and_writes_json(ranks, tmp_path, op):
 
 
 @pytest.mark.ranks((2, "gloo"))
-@pytest.mark.parametrize("scales", ["tensor", "row", "block"])
-def test_bench_measures_fp8_operands(ranks, tmp_path, scales):
+@pytest.mark.parametrize(
+    ("scales", "fast"), [("tensor", True), ("row", True), ("row", False), ("block", False)]
+)
+def test_bench_measures_fp8_operands(ranks, tmp_path, scales, fast):
     path = tmp_path / "rows.jsonl"
     argv = [
         "--op",
@@ -81,10 +83,12 @@ def test_bench_measures_fp8_operands(ranks, tmp_path, scales):
         "2",
     ]
     argv += ["--modes", "call", "--dtype", "float8_e4m3fn", "--scales", scales]
+    argv += ["--fast-accum"] if fast else []
     ranks.run(measure, [*argv, "--json", str(path)])
 
     _, *rows = lines_of(path)
-    assert {(row["dtype"], row["scales"]) for row in rows} == {("float8_e4m3fn", scales)}
+    said = {(row["dtype"], row["scales"], row["fast_accum"]) for row in rows}
+    assert said == {("float8_e4m3fn", scales, fast)}
     assert [row["op"] for row in rows] == [*SEQUENCES, "gemm_alltoall"]  # even and uneven
     for row in rows:
         assert row["checked"] is True
@@ -92,6 +96,7 @@ def test_bench_measures_fp8_operands(ranks, tmp_path, scales):
         problem = row["plan"]["problem"]
         types = (problem["dtype"], problem["recipe"], problem["output_dtype"])
         assert types == ("float8_e4m3fn", f"{scales}_wise", "bfloat16")
+        assert problem["fast_accum"] is fast
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,15 @@ def test_bench_asks_for_scales_of_fp8_and_of_nothing_else(argv, capsys):
     with pytest.raises(SystemExit):
         bench("cli").options_of(["--op", "gemm_allreduce", "--device", "cpu", *argv])
     assert "take --scales tensor, row or block" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["--dtype", "float8_e4m3fn", "--scales", "block"]])
+def test_bench_asks_for_fast_accumulation_of_tensors_and_rows_alone(argv, capsys):
+    with pytest.raises(SystemExit):
+        bench("cli").options_of(
+            ["--op", "gemm_allreduce", "--device", "cpu", "--fast-accum", *argv]
+        )
+    assert "allowed are tensor and row" in capsys.readouterr().err
 
 
 def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
