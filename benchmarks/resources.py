@@ -1,6 +1,8 @@
 """What a GEMM leaves to communication, and what that costs it: python -m overlap_torch.benchmarks.resources
 
-    --out FOLDER     results as resources.json, and pictures (needs matplotlib)
+    --out FOLDER     results as resources.json, and a picture, resources.png (needs matplotlib)
+    --quick          two shapes, fewer settings and rounds: a look, of some 20 s
+    --from FILE      the table and the picture of a resources.json again; needs no GPU
     torchrun --nproc-per-node 2 -m overlap_torch.benchmarks.resources      the same beside NCCL's all-reduces
 
 A GEMM and a kernel of n CTAs that moves bytes, as communication does, begin together. Each GEMM (cuBLAS, this package's mma.sync and
@@ -14,8 +16,10 @@ pads its blocks with, or not at all, and the moving kernel's stream has high or 
     hidden                  share of the shorter one's time that the other one hides: 1 is all, 0 one after the other, less is worse
     robust                  over the shapes, the least of hidden for this setting
 
-The moving kernel reads and writes exactly `moved_bytes`, the same with every number of CTAs. On one GPU it copies within the GPU; with torchrun it is
-an all-reduce of as many bytes, by a communicator of as many CTAs.
+The moving kernel moves exactly as many bytes with every number of CTAs. On one GPU it copies them within the GPU, which reads and
+writes each once; with torchrun it is an all-reduce by a communicator of as many CTAs, for which a ring sends and receives
+2 (n - 1) / n of them on each of n GPUs. `bytes_per_gpu` in the file says how many. Times are medians, of the slowest rank. After
+--seconds (140) no further setting begins, on no rank; the settings of a shape that are left out are missing in all that is told.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ import itertools
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,32 +44,52 @@ from overlap_torch import plan
 from overlap_torch._resources import green_context
 from overlap_torch.plan import Kernel, Problem
 
-SHAPES = [(4096, 8192, 7168), (8192, 8192, 2048), (8192, 4096, 3584), (2048, 16384, 4096)]
 MOVED_BYTES = 64 << 20
-SMS = (0, 8, 16, 24)
-PADS = (0, 64 << 10)  # of shared memory, for this package's kernels
-CTAS = (4, 8, 16, 24)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a GEMM leaves, and to what."""
+class Study:
+    """What is varied, and how often it is measured."""
+
+    shapes: tuple[tuple[int, int, int], ...] = (
+        (4096, 8192, 7168),
+        (8192, 8192, 2048),
+        (8192, 4096, 3584),
+        (2048, 16384, 4096),
+    )
+    sms: tuple[int, ...] = (8, 16, 24)
+    pads: tuple[int, ...] = (64 << 10,)  # bytes of shared memory, for this package's kernels
+    ctas: tuple[int, ...] = (4, 8, 16, 24)
+    rounds: int = 7
+    gemms: tuple[str, ...] = ("cublas", "triton", "sm80", "sm90_pingpong")
+
+
+QUICK = Study(shapes=((4096, 8192, 7168), (8192, 8192, 2048)), sms=(16,), ctas=(8, 16), rounds=4)
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """A GEMM, and what it leaves."""
 
     gemm: str
     by: str  # "nothing", "grid", "green_context" or "padding"
-    sms: int
-    pad_bytes: int
-    high_priority: bool
-    ctas: int
+    sms: int = 0
+    pad_bytes: int = 0
+
+    @property
+    def words(self) -> str:
+        amount = f" {self.pad_bytes >> 10} KiB" if self.pad_bytes else ""
+        return self.by.replace("_", " ") + (f" {self.sms} SMs" if self.sms else amount)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Times in microseconds."""
+    """Times in microseconds, beside a kernel of so many CTAs on a stream of high or low priority."""
 
     shape: tuple[int, int, int]
-    setting: Setting
-    moved_bytes: int
+    leaves: Leaves
+    high_priority: bool
+    ctas: int
     gemm_us: float
     moving_us: float
     together_us: float
@@ -116,25 +142,22 @@ def sm_count() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def settings() -> Iterator[Setting]:
+def ways(study: Study, capability: tuple[int, int]) -> Iterator[Leaves]:
     """Every way that each GEMM has."""
-    machine_kernels = ["sm80"] + (
-        ["sm90_pingpong"] if torch.cuda.get_device_capability() >= (9, 0) else []
-    )
-    for gemm, high, ctas in itertools.product(
-        ["cublas", "triton", *machine_kernels], (True, False), CTAS
-    ):
-        yield Setting(gemm, "nothing", 0, 0, high, ctas)
-        for sms in SMS[1:]:
+    for gemm in study.gemms:
+        if gemm == "sm90_pingpong" and capability != (9, 0):
+            continue
+        yield Leaves(gemm, "nothing")
+        for sms in study.sms:
             if gemm != "cublas":
-                yield Setting(gemm, "grid", sms, 0, high, ctas)
-            yield Setting(gemm, "green_context", sms, 0, high, ctas)
-        if gemm in machine_kernels:
-            for pad in PADS[1:]:
-                yield Setting(gemm, "padding", 0, pad, high, ctas)
+                yield Leaves(gemm, "grid", sms)
+            yield Leaves(gemm, "green_context", sms)
+        if gemm.startswith("sm"):
+            for pad in study.pads:
+                yield Leaves(gemm, "padding", 0, pad)
 
 
-def gemm_of(setting: Setting, shape: tuple[int, int, int]) -> Callable[[], object] | None:
+def gemm_of(setting: Leaves, shape: tuple[int, int, int]) -> Callable[[], object] | None:
     """Launches the GEMM; None where the kernel has no such setting."""
     m, n, k = shape
     a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
@@ -199,11 +222,16 @@ def mover(ctas: int, distributed: bool) -> Callable[[], object]:
     return lambda: _move[(ctas,)](source, target, source.numel(), BLOCK=1024, num_warps=8)
 
 
+def bytes_per_gpu(world: int) -> int:
+    """What the moving kernel reads and writes within a GPU, or sends and receives."""
+    return 2 * MOVED_BYTES if world == 1 else 4 * MOVED_BYTES * (world - 1) // world
+
+
 def timed(
     first: Callable[[], object] | None,
     second: Callable[[], object] | None,
     stream: torch.cuda.Stream,
-):
+) -> tuple[float, float]:
     """Microseconds from a common begin: the end of what this stream does, and of what `stream` does."""
     own = torch.cuda.current_stream()
     begin, own_end, other_end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -225,123 +253,228 @@ def timed(
     return 1e3 * begin.elapsed_time(own_end), 1e3 * begin.elapsed_time(other_end)
 
 
-def median_times(
-    gemm: Callable[[], object], moving: Callable[[], object], stream, rounds: int
-) -> list[float]:
-    """gemm, moving, together, gemm beside, moving beside."""
-    rows = []
+Beside = tuple[bool, int]  # priority, CTAs
+
+
+def measure_way(
+    gemm: Callable[[], object],
+    movers: dict[int, Callable[[], object]],
+    streams: dict[bool, torch.cuda.Stream],
+    rounds: int,
+) -> dict[Beside, list[float]]:
+    """For each priority and number of CTAs: gemm, moving, together, gemm beside, moving beside; all in turns."""
+    cases = list(itertools.product(streams, movers))
+    rows: dict[Beside, list[list[float]]] = {case: [] for case in cases}
     for turn in range(rounds + 1):
-        alone = timed(gemm, None, stream)[0], timed(None, moving, stream)[1]
-        beside = timed(gemm, moving, stream)
-        if turn > 0:
-            rows.append([*alone, max(beside), *beside])
-    times = [statistics.median(column) for column in zip(*rows, strict=True)]
-    if not dist.is_initialized():
-        return times
-    shared = torch.tensor(times, dtype=torch.float64, device="cuda")
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return shared.tolist()
+        gemm_us = timed(gemm, None, streams[True])[0]
+        moving_us = {ctas: timed(None, move, streams[True])[1] for ctas, move in movers.items()}
+        for high, ctas in cases:
+            beside = timed(gemm, movers[ctas], streams[high])
+            if turn > 0:
+                row = [gemm_us, moving_us[ctas], max(beside), *beside]
+                rows[high, ctas].append(row)
+    medians = torch.tensor(
+        [[statistics.median(column) for column in zip(*rows[case], strict=True)] for case in cases],
+        dtype=torch.float64,
+    )
+    if dist.is_initialized():
+        slowest = medians.cuda()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        medians = slowest.cpu()
+    return dict(zip(cases, medians.tolist(), strict=True))
 
 
-def measure(rounds: int, gemms: list[str] | None) -> list[Result]:
-    distributed = dist.is_initialized()
-    movers = {ctas: mover(ctas, distributed) for ctas in CTAS}
+def in_time(deadline: float) -> bool:
+    """Whether there is time left by rank 0's clock."""
+    left = time.monotonic() < deadline
+    if dist.is_initialized():
+        answer = torch.tensor([left], dtype=torch.int32, device="cuda")
+        dist.broadcast(answer, 0)
+        left = bool(answer.item())
+    return left
+
+
+def measure(study: Study, seconds: float) -> tuple[list[Result], bool]:
+    """The results, and whether they are all."""
+    deadline = time.monotonic() + seconds
+    movers = {ctas: mover(ctas, dist.is_initialized()) for ctas in study.ctas}
     streams = {high: torch.cuda.Stream(priority=-5 if high else 0) for high in (True, False)}
     results = []
-    for shape in SHAPES:
-        for setting in settings():
-            if gemms and setting.gemm not in gemms:
-                continue
-            gemm = gemm_of(setting, shape)
+    for shape in study.shapes:
+        for way in ways(study, torch.cuda.get_device_capability()):
+            if not in_time(deadline):
+                return results, False
+            gemm = gemm_of(way, shape)
             if gemm is None:
                 continue
-            times = median_times(gemm, movers[setting.ctas], streams[setting.high_priority], rounds)
-            results.append(Result(shape, setting, MOVED_BYTES, *times))
-    return results
+            found = measure_way(gemm, movers, streams, study.rounds)
+            results += [Result(shape, way, *beside, *times) for beside, times in found.items()]
+    return results, True
 
 
-def robust(results: list[Result], setting: Setting) -> float:
-    return min(one.hidden for one in results if one.setting == setting)
+# --- what is told ---------------------------------------------------------------------------------------------
 
 
-def show(results: list[Result]) -> None:
-    """For each GEMM, way and number of CTAs: what it gets and costs, over the shapes."""
-    print(
-        "| GEMM | by | SMs | pad | priority | CTAs | GEMM, us | moving, us | together, us | hidden | robust |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for setting in dict.fromkeys(one.setting for one in results):
-        own = [one for one in results if one.setting == setting]
+def write(path: Path, head: dict[str, Any], results: list[Result]) -> None:
+    """One line for what holds for all, one for each result."""
+    rows = [
+        [*one.shape, *asdict(one.leaves).values(), int(one.high_priority), one.ctas]
+        + [round(getattr(one, name), 1) for name in _TIMES]
+        for one in results
+    ]
+    head = {**head, "columns": ["m", "n", "k", "gemm", "by", "sms", "pad_bytes", "high_priority", "ctas", *_TIMES]}  # fmt: skip
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(f'{{"head": {json.dumps(head)},\n"rows": [\n{lines}\n]}}\n')
 
-        def mean(name: str, own: list[Result] = own) -> float:
-            return statistics.fmean(getattr(one, name) for one in own)
 
-        print(
-            f"| {setting.gemm} | {setting.by} | {setting.sms} | {setting.pad_bytes >> 10} KiB | "
-            f"{'high' if setting.high_priority else 'low'} | {setting.ctas} | "
-            f"{mean('gemm_us'):.0f} / {mean('gemm_beside_us'):.0f} | {mean('moving_us'):.0f} / {mean('moving_beside_us'):.0f} | "
-            f"{mean('together_us'):.0f} | {mean('hidden'):.2f} | {robust(results, setting):.2f} |"
+_TIMES = ("gemm_us", "moving_us", "together_us", "gemm_beside_us", "moving_beside_us")
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
+    data = json.loads(path.read_text())
+    results = [
+        Result((m, n, k), Leaves(gemm, by, sms, pad), bool(high), ctas, *times)
+        for m, n, k, gemm, by, sms, pad, high, ctas, *times in data["rows"]
+    ]
+    return data["head"], results
+
+
+def means(results: list[Result]) -> dict[tuple[Leaves, bool, int], dict[str, float]]:
+    """Each setting's means over the shapes, and the least of hidden; settings that all shapes have."""
+    shapes = len({one.shape for one in results})
+    found: dict[tuple[Leaves, bool, int], list[Result]] = {}
+    for one in results:
+        found.setdefault((one.leaves, one.high_priority, one.ctas), []).append(one)
+    return {
+        setting: {name: statistics.fmean(getattr(one, name) for one in own) for name in (*_TIMES, "hidden")}
+        | {"robust": min(one.hidden for one in own)}
+        for setting, own in found.items()
+        if len(own) == shapes
+    }  # fmt: skip
+
+
+def table(results: list[Result]) -> str:
+    """For each GEMM and way the number of CTAs with which both together take least, at high priority, and what low priority makes of it."""
+    found = means(results)
+    lines = [
+        "| GEMM | leaves | CTAs | GEMM, us | moving, us | together, us | hidden | at least | hidden at low priority |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for way in dict.fromkeys(way for way, _, _ in found):
+        own = {ctas: one for (of, high, ctas), one in found.items() if of == way and high}
+        ctas = min(own, key=lambda ctas: own[ctas]["together_us"])
+        best, low = own[ctas], found[way, False, ctas]
+        lines.append(
+            f"| {way.gemm} | {way.words} | {ctas} | {best['gemm_us']:.0f}, {best['gemm_beside_us']:.0f} | "
+            f"{best['moving_us']:.0f}, {best['moving_beside_us']:.0f} | {best['together_us']:.0f} | {best['hidden']:.2f} | "
+            f"{best['robust']:.2f} | {low['hidden']:.2f} |"
         )
-    print("Times: alone / beside each other; means over the shapes.")
+    lines.append(
+        "\nTimes: alone, beside each other. Means over the shapes; at least: the shape with the least."
+    )
+    return "\n".join(lines)
 
 
-def draw(results: list[Result], folder: Path) -> None:
-    """A picture for each GEMM: hidden over CTAs, a line for each way."""
+def draw(results: list[Result], path: Path) -> None:
+    """One picture: for each GEMM hidden over CTAs, a line for each way; dashed at low priority."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    for gemm in dict.fromkeys(one.setting.gemm for one in results):
-        figure, axes = pyplot.subplots(figsize=(8, 5))
-        own = [one for one in results if one.setting.gemm == gemm and one.setting.high_priority]
-        ways = dict.fromkeys(
-            (one.setting.by, one.setting.sms, one.setting.pad_bytes) for one in own
-        )
-        for way in ways:
-            points = {}
-            for one in own:
-                if (one.setting.by, one.setting.sms, one.setting.pad_bytes) == way:
-                    points.setdefault(one.setting.ctas, []).append(one.hidden)
-            axes.plot(list(points), [statistics.fmean(each) for each in points.values()], marker="o",
-                      label=f"{way[0]} {way[1] or ''} {f'{way[2] >> 10} KiB' if way[2] else ''}".strip())  # fmt: skip
-        axes.set_xlabel("CTAs of the moving kernel")
-        axes.set_ylabel("hidden share of the shorter one's time")
-        axes.set_title(f"{gemm}: what it leaves to communication")
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        figure.savefig(folder / f"resources_{gemm}.png", dpi=120)
-        pyplot.close(figure)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--gemm",
-        action="append",
-        help="cublas, triton, sm80 or sm90_pingpong; all, if none is named",
+    found = means(results)
+    gemms = list(dict.fromkeys(way.gemm for way, _, _ in found))
+    figure, axes = pyplot.subplots(
+        1, len(gemms), figsize=(4.2 * len(gemms), 4.2), sharey=True, squeeze=False
     )
-    parser.add_argument("--out", type=Path, help="folder for resources.json and pictures")
-    options = parser.parse_args()
+    for place, gemm in zip(axes[0], gemms, strict=True):
+        for index, way in enumerate(dict.fromkeys(way for way, _, _ in found if way.gemm == gemm)):
+            for high, style in ((True, "-"), (False, ":")):
+                points = sorted(
+                    (ctas, one["hidden"])
+                    for (of, priority, ctas), one in found.items()
+                    if of == way and priority == high
+                )
+                place.plot(*zip(*points, strict=True), style, color=f"C{index}", marker="o" if high else None,
+                           label=way.words if high else None)  # fmt: skip
+        place.set_title(gemm)
+        place.set_xlabel("CTAs of the moving kernel")
+        place.legend(fontsize=7)
+    axes[0][0].set_ylabel("hidden share of the shorter one's time")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def tell(head: dict[str, Any], results: list[Result], folder: Path | None) -> None:
+    print(
+        f"{head['world']} x {head['gpu']}, {head['sms']} SMs, bf16, {head['moved_bytes'] >> 20} MiB moved, "
+        f"{head['bytes_per_gpu'] >> 20} MiB on each GPU, {head['rounds']} rounds, {head['seconds']:.0f} s"
+        + ("" if head["complete"] else "; not all was measured in that time")
+    )
+    print(table(results))
+    if folder is None:
+        return
+    try:
+        draw(results, folder / "resources.png")
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+
+
+def run(study: Study, seconds: float, folder: Path | None) -> None:
+    """What each rank does."""
+    begin = time.monotonic()
     distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if distributed:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
     with torch.no_grad():
-        results = measure(options.rounds, options.gemm)
+        results, complete = measure(study, seconds)
+    world = dist.get_world_size() if distributed else 1
     if not distributed or dist.get_rank() == 0:
-        print(
-            f"{torch.cuda.get_device_name()}, {sm_count()} SMs, bf16, {MOVED_BYTES >> 20} MiB moved"
-        )
-        show(results)
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            rows = [asdict(one) | {"hidden": one.hidden} for one in results]
-            (options.out / "resources.json").write_text(json.dumps(rows, indent=1) + "\n")
-            draw(results, options.out)
+        head = {
+            "gpu": torch.cuda.get_device_name(),
+            "sms": sm_count(),
+            "world": world,
+            "torch": torch.__version__,
+            "moved_bytes": MOVED_BYTES,
+            "bytes_per_gpu": bytes_per_gpu(world),
+            "rounds": study.rounds,
+            "seconds": round(time.monotonic() - begin, 1),
+            "complete": complete,
+        }
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            write(folder / "resources.json", head, results)
+        tell(head, results, folder)
     if distributed:
         dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two shapes, fewer settings")
+    parser.add_argument("--rounds", type=int, help="of which each time is the median (default: 7)")
+    parser.add_argument("--seconds", type=float, default=140, help="begin no further setting then")
+    parser.add_argument(
+        "--gemm",
+        action="append",
+        choices=Study().gemms,
+        help="one of those that are measured; all, if none is named",
+    )
+    parser.add_argument("--out", type=Path, help="folder for resources.json and resources.png")
+    parser.add_argument("--from", type=Path, dest="source", help="a resources.json to tell again")
+    options = parser.parse_args()
+    if options.source:
+        tell(*read(options.source), options.out)
+        return
+    study = QUICK if options.quick else Study()
+    study = replace(
+        study,
+        rounds=options.rounds or study.rounds,
+        gemms=tuple(options.gemm or study.gemms),
+    )
+    run(study, options.seconds, options.out)
 
 
 if __name__ == "__main__":
