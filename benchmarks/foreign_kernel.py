@@ -8,7 +8,8 @@ Triton's matmul tutorial, and the one that takes the same order, cut into chunks
 
 On several, the kernel's own sequence (the bare kernel, then NCCL's collective) takes turns with jobs: the kernel's grouped order, cut
 into chunks, and the same chunks in the order as it was, column by column, which completes them all at the end: what the order
-of tiles is worth. Times are those of the slowest rank.
+of tiles is worth. One job's chunks and ways are what the planner makes of the bare kernel's time. Times are those of the slowest
+rank.
 
 Medians, and the ratio shape by shape; results are compared first, on integers, bit for bit.
 """
@@ -190,7 +191,7 @@ def _take_turns(variants: list[Callable[[], object]], rounds: int) -> list[float
 def gain(
     collective: str, shape: tuple[int, int, int], tile: tuple[int, int], rounds: int
 ) -> tuple[float, ...]:
-    """The sequence's time, the best job's with its setting, and the same job's without a tile order."""
+    """Times of the sequence, the best job, the best one without a tile order, and the planner's job; the best one's place."""
     m, n, k = shape
     world = dist.get_world_size()
     generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
@@ -203,6 +204,12 @@ def gain(
         row_panels(problem, chunks, tile=tile, comm_sms=sms, max_ctas=ctas, transport="nccl")
         for chunks, sms, ctas in SETTINGS
     ]
+    bare = torch.empty(m, n, device=a.device, dtype=a.dtype)
+    plans.append(
+        overlap_torch.produce(
+            collective, (m, n), a.dtype, tile=tile, kernel_us=lambda: _launch(a, b, bare, tile)
+        ).plan
+    )
     right = _sequence(collective, a, b, tile)
     for plan in plans:
         for order in ("cut", "uncut"):
@@ -218,7 +225,7 @@ def gain(
     _take_turns(variants, 3)
     times = _take_turns(variants, rounds)
     best = min(range(len(plans)), key=lambda index: times[1 + index])
-    return times[0], times[1 + best], min(times[1 + len(plans) :]), best
+    return times[0], times[1 + best], min(times[1 + len(plans) :]), times[len(plans)], best
 
 
 def measure_gain(tile: tuple[int, int], rounds: int) -> None:
@@ -230,16 +237,17 @@ def measure_gain(tile: tuple[int, int], rounds: int) -> None:
         if first:
             print(f"\n{collective}, {dist.get_world_size()} x {torch.cuda.get_device_name()}; us")
             print(
-                "| M x N x K | sequence | job | gain | chunks, SMs, CTAs | without order | order's worth |"
+                "| M x N x K | sequence | job | gain | chunks, SMs, CTAs | planner's job | without order | order's worth |"
             )
-            print("| --- | --- | --- | --- | --- | --- | --- |")
+            print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         for shape in suite_group("m_train"):
             sizes = (shape.m, shape.n, shape.k)
-            sequence, job, uncut, best = gain(collective, sizes, tile, rounds)
+            sequence, job, uncut, planned, best = gain(collective, sizes, tile, rounds)
+            setting = SETTINGS[best] if best < len(SETTINGS) else "the planner's"
             ratios.append(sequence / job)
             if first:
                 print(
-                    f"| {shape} | {sequence:.0f} | {job:.0f} | {ratios[-1]:.2f} | {SETTINGS[best]} | {uncut:.0f} | "
+                    f"| {shape} | {sequence:.0f} | {job:.0f} | {ratios[-1]:.2f} | {setting} | {planned:.0f} | {uncut:.0f} | "
                     f"{uncut / job:.2f} |",
                     flush=True,
                 )
@@ -254,6 +262,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tile", type=int, nargs=2, default=(128, 256))
     options = parser.parse_args()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        measure_gain(tuple(options.tile), options.rounds)
+        return
     print(
         f"{torch.cuda.get_device_name()}, bf16, tiles of {options.tile[0]} x {options.tile[1]}, {CHUNKS} chunks; us"
     )

@@ -238,16 +238,18 @@ def produce(
         dtype: of the output: bfloat16, float16, float32 or float64.
         tile: (rows, columns) of a tile, in elements. Tiles begin at row and column 0; the last ones may be partly outside.
         chunks: how many pieces are communicated one by one, 1 to 64, or as many as there are rows of tiles (of one rank's
-            part) where that is less; of an all-to-all, pieces of what each pair exchanges, 1 to 63. None: the number that takes the least time by
-            ``kernel_us`` and the measured link, or 4.
+            part) where that is less; of an all-to-all, pieces of what each pair exchanges, 1 to 63. None: what the planner expects to
+            take the least time beside a kernel of ``kernel_us``; without that, and of an all-to-all, 4.
         tile_order: the kernel's own order, by name or as a function: ``"row_major"`` (along N), ``"column_major"`` (along M),
             ``"grouped"`` (8 rows at a time, as in Triton's tutorial), ``"swizzled"`` (8 columns at a time), or a function of the
             numbers of rows and columns of tiles that returns all tiles as row * columns + column. ``job.tile_order`` keeps it
             within each chunk, and takes the chunks one after the other.
         plan: in place of ``chunks``: a plan of this shape, with row panels, packed, direct, sequential or by a program, of the
             kernel ``library`` and this tile. A ring over peers needs this package's GEMMs.
-        kernel_us: the kernel's time in microseconds, the same number on all ranks; or a function that launches the kernel
-            without a job, which is called a few times now, timed, and averaged over the ranks.
+        kernel_us: the kernel's time in microseconds, by itself and on all SMs, the same number on all ranks; or a function that
+            launches the kernel without a job, which is called a few times now, timed, and averaged over the ranks. The planner
+            weighs chunks and ways to communicate them with it, by what the job's steps are expected to take on the
+            measured link; one chunk stays where several are not expected to gain clearly, as on CPU.
         send_rows, recv_rows: of an all-to-all: how many rows of the output go to each rank, in their order, and come from it.
         operands: tensors that the kernel reads, to be checked for gradients; see Raises.
         resources: what the kernel leaves to communication; None: as the innermost :func:`overlap_torch.resources` says.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import re
 
 import pytest
@@ -12,7 +15,7 @@ import kernel_lists
 import kernels
 import overlap_torch
 import rank_pool
-from overlap_torch import _kernel_plans, _tile_orders, plan
+from overlap_torch import _plan, _tile_orders, plan
 from overlap_torch.plan import Machine, Op, Problem
 
 TILE = (32, 32)
@@ -450,19 +453,141 @@ def test_kernels_orders_keep_within_chunks_what_the_kernel_does():
     ]
 
 
+def fast_link() -> Machine:
+    """Two H200s, as the profile has them."""
+    return Machine(
+        arch=90, sm_count=132, sm_gflops=5e3, link_latency_us=9.0, link_gbps=260.0, windows=True, peer_gbps=365.0
+    )  # fmt: skip
+
+
+def slow_link() -> Machine:
+    return Machine(arch=80, sm_count=108, sm_gflops=2e3, link_latency_us=20.0, link_gbps=20.0)
+
+
+REDUCING = Problem(8192, 8192, 1, torch.bfloat16, 2)  # 128 MiB
+OVERLAPPING_OPS = [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM]
+
+
+def price_us(chosen: plan.Plan, machine: Machine, kernel_us: float) -> float:
+    return _plan.price_kernel(chosen, machine, kernel_us).expected.total_us
+
+
 def test_kernels_chunks_follow_the_kernels_time():
-    machine = Machine(arch=90, sm_count=132, link_latency_us=20.0, link_gbps=200.0)
-    problem = Problem(8192, 8192, 1, torch.bfloat16, 2)  # 128 MiB, 671 us
-    # One behind the other: 1000 + 20 + 671. In c chunks: 1000 + 20 + 671 / c, at the least.
-    assert _kernel_plans.expected_us(1000.0, 671.0, 20.0, 1) == 1691.0
-    assert _kernel_plans.expected_us(1000.0, 671.0, 20.0, 10) == pytest.approx(1087.1)
-    assert _kernel_plans.choose_chunks(problem, 64, 1000.0, machine) > 4
-    assert _kernel_plans.choose_chunks(problem, 2, 1000.0, machine) == 2
-    # Too short a kernel to hide anything.
-    assert _kernel_plans.choose_chunks(problem, 64, 10.0, machine) == 1
-    # A scattered sum moves half.
-    scattered = Problem(8192, 8192, 1, torch.bfloat16, 2, Op.GEMM_REDUCESCATTER)
-    assert _kernel_plans.choose_chunks(scattered, 64, 25.0, machine) == 1
+    def chunks(kernel_us: float, problem: Problem = REDUCING, **more) -> int:
+        made = _plan.make_kernel_plan(problem, fast_link(), (128, 256), kernel_us, **more)
+        plan.validate(made)
+        assert (made.kernel, made.tile_m, made.tile_n) == (plan.Kernel.LIBRARY, 128, 256)
+        return len(made.chunks)
+
+    assert chunks(1000.0) > 3
+    assert chunks(1000.0, chunks=2) == 2
+    assert chunks(1000.0, Problem(256, 8192, 1, torch.bfloat16, 2), chunks=9) == 2  # rows of tiles
+    # Too short a kernel to hide anything, and too little to be hidden.
+    assert chunks(10.0) == 1
+    assert chunks(1000.0, Problem(256, 512, 1, torch.bfloat16, 2)) == 1
+
+
+@pytest.mark.parametrize("op", OVERLAPPING_OPS)
+@pytest.mark.parametrize("machine", [fast_link(), slow_link()], ids=["fast", "slow"])
+@pytest.mark.parametrize("comm_sms", [0, 4, 16])
+def test_kernels_plans_are_those_of_the_smallest_price(op, machine, comm_sms):
+    problem = Problem(8192, 4096, 4096, torch.bfloat16, 2, op)
+    for kernel_us in (5.0, 80.0, 400.0, 2000.0, 20000.0):
+        weighed = _plan.kernel_candidates(problem, machine, (128, 128), kernel_us, comm_sms)
+        chosen = _plan.make_kernel_plan(problem, machine, (128, 128), kernel_us, comm_sms)
+        prices = [price_us(one, machine, kernel_us) for one in weighed]
+        assert len(weighed[0].chunks) == 1
+        price = price_us(chosen, machine, kernel_us)
+        # By the profile: no less than the kernel, and never more than one behind the other.
+        assert kernel_us <= price <= prices[0]
+        clearly = [us for us in prices if us + 12.0 < 0.95 * prices[0]]
+        assert price == (min(clearly) if clearly else prices[0])
+        for one in weighed:
+            assert one.resources.comm_sms == comm_sms
+            ctas = one.chunks[0].max_ctas * one.resources.lanes
+            assert ctas <= comm_sms or comm_sms == 0
+
+
+def test_kernels_that_await_overlap_where_sms_are_set_apart():
+    problem = Problem(8192, 4096, 4096, torch.bfloat16, 2, Op.ALLGATHER_GEMM)
+    behind = _plan.make_kernel_plan(problem, fast_link(), (128, 128), 500.0)
+    beside = _plan.make_kernel_plan(problem, fast_link(), (128, 128), 500.0, 16)
+    assert len(behind.chunks) == 1  # the kernel begins when everything is there
+    assert price_us(beside, fast_link(), 500.0) < 0.95 * price_us(behind, fast_link(), 500.0)
+
+
+@pytest.mark.parametrize("op", OVERLAPPING_OPS)
+def test_kernels_price_has_what_the_list_has(op):
+    """Of four equal chunks on a link that takes longer than the kernel: the first chunk's tiles, then all that travels."""
+    problem = Problem(8192, 4096, 4096, torch.bfloat16, 2, op)
+    machine = fast_link()
+    made = plan.row_panels(problem, 4, tile=(128, 128), comm_sms=8, max_ctas=8, transport="nccl")
+    price = _plan.price_kernel(made, machine, 100.0)
+    steps = json.loads(_plan.kernel_steps_json(made, 0, machine, True)[0])["steps"]
+    spans = dict(enumerate(price.steps))
+    calls = [spans[i] for i, one in enumerate(steps) if one["step"] == "collective"]
+    (kernel,) = (spans[i] for i, one in enumerate(steps) if one["step"] == "callers_kernel")
+    assert len(calls) == 4 and all(a[1] <= b[0] for a, b in itertools.pairwise(calls))
+    assert kernel[1] - kernel[0] >= 100.0
+    if op == Op.ALLGATHER_GEMM:
+        # What arrives last is an eighth of the rows, which the kernel computes behind it.
+        assert kernel[1] >= calls[-1][1] + 100.0 / 8
+        assert kernel[0] <= calls[0][1]
+    else:
+        assert price.computed_us == pytest.approx(
+            [kernel[0] + (kernel[1] - kernel[0]) * (i + 1) / 4 for i in range(4)]
+        )
+        assert all(
+            begin >= computed for (begin, _), computed in zip(calls, price.computed_us, strict=True)
+        )
+        assert price.expected.total_us >= calls[-1][1]
+
+
+def test_kernels_plans_on_cpu_have_one_chunk():
+    """Nothing there goes on beside the kernel."""
+    cpu = Machine(arch=0, sm_count=2, sm_gflops=50.0, link_latency_us=200.0, link_gbps=1.0)
+    made = _plan.make_kernel_plan(REDUCING, cpu, (64, 64), 1e6)
+    assert len(made.chunks) == 1 and made.chunks[0].transport == plan.Transport.GLOO
+    assert len(_plan.make_kernel_plan(REDUCING, cpu, (64, 64), 1e6, chunks=3).chunks) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kernel_us": 0.0},
+        {"kernel_us": float("nan")},
+        {"tile": (0, 64)},
+        {"comm_sms": -1},
+        {"problem": Problem(0, 64, 1, torch.bfloat16, 2, Op.GEMM_ALLTOALL)},
+    ],
+)
+def test_kernels_plans_say_what_is_allowed(arguments):
+    usual = {"problem": REDUCING, "machine": fast_link(), "tile": (64, 64), "kernel_us": 10.0}
+    with pytest.raises(ValueError, match="allowed are times above 0"):
+        _plan.make_kernel_plan(**usual | arguments)
+    with pytest.raises(ValueError, match="nothing is known of the machine's link"):
+        _plan.make_kernel_plan(**usual | {"machine": Machine()})
+
+
+def check_time_of_a_kernel() -> tuple[int, list[str]]:
+    calls: list[int] = []
+    with overlap_torch.produce(
+        "all_reduce", (64, 8), torch.float32, tile=(16, 8), kernel_us=lambda: calls.append(1)
+    ) as job:
+        job.output.fill_(1)
+        for tile in job.tile_order.tolist():
+            job.counters[job.tile_chunk[tile]] += 1
+    assert len(calls) == 2 and len(job.plan.chunks) == 1
+    assert job.result().unique() == dist.get_world_size()
+    return 1, []
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_times_are_measured(ranks):
+    ranks.expect_no_failures(check_time_of_a_kernel)
+
+
+# --- resources ------------------------------------------------------------------------------------------------
 
 
 def test_kernels_resources_say_what_there_is():

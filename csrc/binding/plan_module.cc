@@ -650,6 +650,41 @@ void def_pair(py::module_& m, const char* name, const char* doc) {
       py::arg("receive_rows"), py::arg("sms_beside"), doc);
 }
 
+// Plans for kernels of the caller's.
+void bind_kernel_planner(py::module_& m) {
+  const auto def = [&](const char* name, auto function, const char* doc) {
+    m.def(
+        name,
+        [function](const Problem& problem, const Machine& machine, std::pair<int32_t, int32_t> tile,
+                   double kernel_us, int32_t comm_sms, int32_t chunks) {
+          return function(problem, machine,
+                          planner::KernelRequest{.tile_m = tile.first,
+                                                 .tile_n = tile.second,
+                                                 .kernel_us = kernel_us,
+                                                 .comm_sms = comm_sms,
+                                                 .chunks = chunks});
+        },
+        py::arg("problem"), py::arg("machine"), py::arg("tile"), py::arg("kernel_us"),
+        py::arg("comm_sms") = 0, py::arg("chunks") = 0, doc);
+  };
+  def("kernel_candidates", &planner::kernel_candidates,
+      "The plans that are weighed for a kernel of the caller's of that time, on all SMs and by "
+      "itself, which leaves so many SMs to communication: all in one chunk first. `chunks`: of "
+      "that "
+      "number alone; 0: of any.");
+  def("make_kernel_plan", &planner::make_kernel_plan,
+      "The one of the smallest expected time; of any number of chunks, one chunk unless another is "
+      "expected to gain clearly.");
+  m.def(
+      "price_kernel",
+      [](const Plan& plan, const Machine& machine, double kernel_us) {
+        plan::validate(plan);
+        return planner::price_kernel(plan, machine, kernel_us);
+      },
+      py::arg("plan"), py::arg("machine"), py::arg("kernel_us"),
+      "The Price of the steps of a job by this plan, whose kernel takes that time by itself.");
+}
+
 void bind_planner(py::module_& m) {
   py::class_<KernelShape>(m, "KernelShape", "Tile shape and cluster of a kernel.")
       .def(py::init([](int32_t tile_m, int32_t tile_n, int32_t cluster_m) {
@@ -730,6 +765,7 @@ void bind_planner(py::module_& m) {
       },
       py::arg("problem"), py::arg("machine"), py::arg("repeats"),
       "What planning a new M takes once its neighbours are known: the median in microseconds.");
+  bind_kernel_planner(m);
   m.def("make_plan", &planner::make_plan, py::arg("problem"), py::arg("machine"),
         "The planner's choice: the candidate of the smallest predicted time; the sequence unless "
         "another is expected to gain clearly.");

@@ -168,7 +168,9 @@ Attributes:
                                return spans;
                              })
       .def_readonly("computed_us", &steps::Price::computed_us);
-  def_steps(m, "price_steps", &steps::price,
+  const auto price = [](const steps::StepList& list, const Plan& plan, int32_t rank,
+                        const Machine& machine) { return steps::price(list, plan, rank, machine); };
+  def_steps(m, "price_steps", price,
             "The Price of what steps_text shows. Raises ValueError as it does.");
   m.def(
       "predict",

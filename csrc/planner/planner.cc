@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "plan/templates.h"
+#include "planner/apportion.h"
 #include "steps/costs.h"
 #include "steps/price.h"
 
@@ -70,25 +71,6 @@ struct Candidates {
     families.push_back(std::move(family));
   }
 };
-
-// `total` in parts as the weights say, each but the last a multiple of `grain`. Empty if a part
-// would be.
-std::vector<int32_t> apportion(int32_t total, int32_t grain, const std::vector<int32_t>& weights) {
-  const int64_t grains = (total + grain - 1) / grain;
-  const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
-  std::vector<int32_t> parts;
-  int64_t weight = 0;
-  int32_t begin = 0;
-  for (const int32_t w : weights) {
-    weight += w;
-    const int64_t end_grain = (2 * weight * grains + sum) / (2 * sum);  // rounded to the nearest
-    const int32_t end = static_cast<int32_t>(std::min<int64_t>(end_grain * grain, total));
-    if (end <= begin) return {};
-    parts.push_back(end - begin);
-    begin = end;
-  }
-  return parts;
-}
 
 // The highest band of which the smallest chunk holds a whole one; 0 if there is none.
 int32_t band_height(int32_t rows, int32_t grain, const std::vector<int32_t>& weights) {

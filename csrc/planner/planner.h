@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "steps/price.h"
 
 namespace overlap::planner {
 
@@ -27,6 +28,30 @@ NeededGain needed_gain(const plan::Plan& plan, const plan::Machine& machine);
 // The candidate with the smallest predicted time; sequential unless overlap is predicted to win
 // clearly.
 plan::Plan make_plan(const plan::Problem& problem, const plan::Machine& machine);
+
+// --- kernels of the caller's --------------------------------------------------------------------------------
+// Their GEMM, or whatever else they compute, has a time that is measured or given; chunks are row panels of its tiles.
+
+struct KernelRequest {
+  int32_t tile_m = 0;
+  int32_t tile_n = 0;
+  double kernel_us = 0.0;  // on all SMs, by itself
+  int32_t comm_sms = 0;    // that it leaves to communication
+  // As many of about equal height, or fewer where there are not so many rows of tiles; 0: any.
+  int32_t chunks = 0;
+};
+
+// What is weighed: all in one chunk first, which is the sequence. Not for all-to-alls, whose rows differ by rank.
+std::vector<plan::Plan> kernel_candidates(const plan::Problem& problem,
+                                          const plan::Machine& machine,
+                                          const KernelRequest& request);
+
+// What the job's list of steps is expected to take by such a plan.
+steps::Price price_kernel(const plan::Plan& plan, const plan::Machine& machine, double kernel_us);
+
+// The candidate with the smallest expected time; with chunks = 0 the sequence unless another gains clearly.
+plan::Plan make_kernel_plan(const plan::Problem& problem, const plan::Machine& machine,
+                            const KernelRequest& request);
 
 // --- many M of one problem ---------------------------------------------------------------------------------
 // Serving calls with every M, and all candidates are up to two hundred. So a problem is planned whole at some M, and

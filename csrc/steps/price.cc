@@ -40,6 +40,7 @@ struct Walk {
   const plan::Plan& plan;
   const int32_t rank;
   const plan::Machine& machine;
+  const double callers_us;  // of a kernel of the caller's, on all SMs and alone
 
   const plan::Problem& problem = plan.problem;
   const plan::Profile& profile = *machine.profile;
@@ -61,6 +62,8 @@ struct Walk {
   std::array<LaneState, static_cast<size_t>(Lane::kCopy) + 1> lanes = {};
   std::vector<StepId> next_of_lane = {};
   std::vector<double> arrived_us = {};  // over peers, chunk by chunk
+  std::map<int32_t, double> brought_us =
+      {};  // what a kernel of the caller's is told of, by counter
   int32_t lanes_beside = 0;
   bool awaits = false;      // one launch awaits an all-gather's chunks
   double all_bytes = 0.0;   // of NCCL's calls
@@ -180,7 +183,8 @@ struct Walk {
   }
   static bool is_gemm(const Step& step) {
     return std::holds_alternative<Gemm>(step.what) ||
-           std::holds_alternative<LibraryGemm>(step.what);
+           std::holds_alternative<LibraryGemm>(step.what) ||
+           std::holds_alternative<CallersKernel>(step.what);
   }
   // When what the step comes after on other lanes has ended.
   double behind(size_t id) const {
@@ -258,9 +262,48 @@ struct Walk {
   double end_of(const Count& count, size_t, double begin_us) {
     return counters_us[count.counter] = begin_us + profile.host.launch_us;
   }
-  // How long it takes, whoever launches it knows.
-  double end_of(const CallersKernel&, size_t, double begin_us) { return begin_us; }
-  double end_of(const Arrive&, size_t, double begin_us) { return begin_us; }
+  double end_of(const CallersKernel& kernel, size_t id, double& begin_us) {
+    const size_t counters = index(std::max(1, list.counters));
+    std::vector<double> tiles(counters, 0.0);
+    for (const int32_t counter : list.tiles.chunks) ++tiles[index(counter)];
+    const auto all = static_cast<double>(list.tiles.chunks.size());
+    const bool several =
+        std::count_if(tiles.begin(), tiles.end(), [](double n) { return n > 0.0; }) > 1;
+    const double all_us = callers_us_beside(several && (kernel.counts || kernel.awaits));
+    begin_us = std::max(begin_us, behind(id));
+    double us = begin_us;
+    for (size_t counter = 0; counter < counters; ++counter) {
+      if (kernel.awaits && tiles[counter] > 0.0) {
+        const auto brought = brought_us.find(static_cast<int32_t>(counter));
+        if (brought == brought_us.end()) return kNever;
+        us = std::max(us, brought->second);
+      }
+      us += all > 0.0 ? all_us * tiles[counter] / all : 0.0;
+      if (kernel.counts) price.computed_us.push_back(us);
+    }
+    computed(all_us);
+    return us;
+  }
+  // On the SMs that it does not leave. While NCCL's calls go on beside it, it takes longer, and their CTAs take SMs from it
+  // where it has not left as many.
+  double callers_us_beside(bool communicates) const {
+    if (cpu) return callers_us;
+    const auto share_of = [&](double from, double taken) {
+      return std::pow(from / std::max(1.0, sms - taken), profile.gemm.fewer_sms_power);
+    };
+    const double left = plan.resources.comm_sms;
+    const double own_us = callers_us * share_of(sms, left);
+    if (!communicates || plan::over_peers(plan)) return own_us;
+    const plan::Profile::Call model = call_model();
+    const auto ctas = static_cast<double>(ctas_of(plan.chunks[0].max_ctas) * plan.resources.lanes);
+    const double rate = std::min(machine.link_gbps * model.link_rate, ctas * model.cta_gbps) * 1e3;
+    const double slower =
+        profile.beside.nccl_factor * share_of(std::max(1.0, sms - left), std::max(left, ctas));
+    return own_us + std::min(own_us, all_bytes / rate) * (slower - 1.0);
+  }
+  double end_of(const Arrive& arrive, size_t, double begin_us) {
+    return brought_us[arrive.chunk] = begin_us;
+  }
   double end_of(const Mark&, size_t id, double begin_us) {
     return std::max(begin_us, behind(id) + wait_us);
   }
@@ -697,8 +740,8 @@ struct Walk {
 }  // namespace
 
 Price price(const StepList& list, const plan::Plan& plan, int32_t rank,
-            const plan::Machine& machine) {
-  Walk walk = {list, plan, rank, machine};
+            const plan::Machine& machine, double kernel_us) {
+  Walk walk = {list, plan, rank, machine, kernel_us};
   walk.run();
   return std::move(walk.price);
 }

@@ -31,9 +31,10 @@ struct Price {
   std::vector<double> computed_us;  // by a GEMM that counts: when each chunk's tiles are finished
 };
 
-// The list must be one of the plan's, on that rank of that machine.
+// The list must be one of the plan's, on that rank of that machine. `kernel_us`: what a kernel of the caller's takes on
+// all SMs, by itself.
 Price price(const StepList& list, const plan::Plan& plan, int32_t rank,
-            const plan::Machine& machine);
+            const plan::Machine& machine, double kernel_us = 0.0);
 
 // What is expected of a plan: its list, as ranks run it whose operands the plan's kernel takes, without bias, is priced.
 // The plan must be valid. Nothing for problems without tiles, as all-to-alls', whose rows differ by call; infinite times

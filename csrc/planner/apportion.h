@@ -1,0 +1,31 @@
+// A whole number in parts.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+namespace overlap::planner {
+
+// `total` in parts as the weights say, each but the last a multiple of `grain`. Empty if a part
+// would be.
+inline std::vector<int32_t> apportion(int32_t total, int32_t grain,
+                                      const std::vector<int32_t>& weights) {
+  const int64_t grains = (total + grain - 1) / grain;
+  const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
+  std::vector<int32_t> parts;
+  int64_t weight = 0;
+  int32_t begin = 0;
+  for (const int32_t w : weights) {
+    weight += w;
+    const int64_t end_grain = (2 * weight * grains + sum) / (2 * sum);  // rounded to the nearest
+    const int32_t end = static_cast<int32_t>(std::min<int64_t>(end_grain * grain, total));
+    if (end <= begin) return {};
+    parts.push_back(end - begin);
+    begin = end;
+  }
+  return parts;
+}
+
+}  // namespace overlap::planner

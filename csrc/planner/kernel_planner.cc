@@ -1,0 +1,154 @@
+// Plans for kernels of the caller's: how many chunks, and how they travel.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "plan/templates.h"
+#include "planner/apportion.h"
+#include "planner/planner.h"
+#include "steps/costs.h"
+#include "steps/step.h"
+
+namespace overlap::planner {
+
+using namespace plan;  // whose types and templates these are
+
+namespace {
+
+// CTAs of a communicator, lanes.
+struct Way {
+  int32_t ctas = 0;
+  int32_t lanes = 1;
+
+  bool operator==(const Way&) const = default;
+};
+
+class KernelCandidates {
+ public:
+  KernelCandidates(const Problem& problem, const Machine& machine, const KernelRequest& request)
+      : problem_(problem),
+        machine_(machine),
+        request_(request),
+        cpu_(steps::on_cpu(machine)),
+        transport_(cpu_ ? Transport::kGloo : Transport::kNccl),
+        shape_{request.tile_m, request.tile_n, 1},
+        rows_(part_tile_rows(base_plan(problem, Kernel::kLibrary, transport_, shape_))) {}
+
+  std::vector<Plan> make() {
+    const std::vector<Way> found = ways();
+    if (request_.chunks > 0) {
+      const std::vector<int32_t> equal(static_cast<size_t>(std::min(request_.chunks, rows_)), 1);
+      for (const Way& way : found) add(equal, way);
+      return std::move(plans_);
+    }
+    // NCCL's own number of CTAs, or as many of them as have room beside the kernel.
+    const auto most = static_cast<int32_t>(machine_.profile->link.default_ctas);
+    add({1}, {.ctas = cpu_ ? 0 : std::min(most, request_.comm_sms)});
+    if (cpu_) return std::move(plans_);  // where nothing goes on beside the kernel
+    for (const std::vector<int32_t>& weights : schedules()) {
+      for (const Way& way : found) add(weights, way);
+    }
+    return std::move(plans_);
+  }
+
+ private:
+  const Profile::Lists& schedules() const {
+    const Profile::Schedules& all = machine_.profile->schedules;
+    if (problem_.op == Op::kGemmReduceScatter) return all.reduce_scatter;
+    return problem_.op == Op::kAllGatherGemm ? all.all_gather : all.all_reduce;
+  }
+
+  // The profile's plain ones, of slow links, fast ones, or between the two both, that fit what the kernel leaves.
+  std::vector<Way> ways() const {
+    if (cpu_) return {{}};
+    const Profile::Ways& all = machine_.profile->ways;
+    const double share = steps::fast_link_share(machine_);
+    std::vector<Way> found;
+    const auto take = [&](const Profile::Lists& lists) {
+      for (const std::vector<int32_t>& pair : lists) {
+        const Way way = {pair[0], pair[1]};
+        const int32_t ctas = way.ctas * way.lanes;
+        const bool fits =
+            request_.comm_sms > 0 ? ctas <= request_.comm_sms : 2 * ctas <= machine_.sm_count;
+        if (fits && std::find(found.begin(), found.end(), way) == found.end()) found.push_back(way);
+      }
+    };
+    if (share < 1.0) take(all.slow_link);
+    if (share > 0.0) take(all.plain);
+    // Fewer than any way asks for.
+    if (found.empty()) found.push_back({.ctas = std::max(1, request_.comm_sms)});
+    return found;
+  }
+
+  void add(const std::vector<int32_t>& weights, const Way& way) {
+    const std::vector<int32_t> heights = apportion(rows_, 1, weights);
+    if (heights.empty()) return;
+    const int32_t least = *std::min_element(heights.begin(), heights.end());
+    const Resources resources = {.comm_sms = request_.comm_sms, .lanes = way.lanes};
+    plans_.push_back(make_row_panels(problem_, Kernel::kLibrary, heights,
+                                     std::min(kBandRows, op_row_parts(problem_) * least), resources,
+                                     way.ctas, transport_, shape_));
+  }
+
+  const Problem& problem_;
+  const Machine& machine_;
+  const KernelRequest& request_;
+  const bool cpu_;
+  const Transport transport_;
+  const KernelShape shape_;
+  const int32_t rows_;  // of tiles, of one part
+  std::vector<Plan> plans_;
+};
+
+void check(const Problem& problem, const Machine& machine, const KernelRequest& request) {
+  if (problem.op == Op::kGemmAllToAll || request.tile_m < 1 || request.tile_n < 1 ||
+      !(request.kernel_us > 0.0) || request.comm_sms < 0 || request.chunks < 0) {
+    throw std::invalid_argument(
+        "a kernel of your own of " + std::to_string(request.kernel_us) + " us in tiles of " +
+        std::to_string(request.tile_m) + " x " + std::to_string(request.tile_n) +
+        ": allowed are times above 0, tiles of 1 or more, and ops other than gemm_alltoall");
+  }
+  if (machine.sm_count <= 0 || machine.link_gbps <= 0.0) {
+    throw std::invalid_argument("nothing is known of the machine's link: measure it");
+  }
+}
+
+}  // namespace
+
+std::vector<Plan> kernel_candidates(const Problem& problem, const Machine& machine,
+                                    const KernelRequest& request) {
+  check(problem, machine, request);
+  return KernelCandidates(problem, machine, request).make();
+}
+
+steps::Price price_kernel(const Plan& plan, const Machine& machine, double kernel_us) {
+  // An all-gather's kernel begins at once where it leaves SMs to what it waits for.
+  steps::KernelJob job;
+  job.awaits = plan.problem.op == Op::kAllGatherGemm && plan.resources.comm_sms > 0;
+  return steps::price(steps::lower_for_kernel(plan, 0, machine, job), plan, 0, machine, kernel_us);
+}
+
+Plan make_kernel_plan(const Problem& problem, const Machine& machine,
+                      const KernelRequest& request) {
+  std::vector<Plan> plans = kernel_candidates(problem, machine, request);
+  const auto expected_us = [&](const Plan& plan) {
+    return price_kernel(plan, machine, request.kernel_us).expected.total_us;
+  };
+  // The first one is the sequence, unless the caller has said how many chunks.
+  const Profile::Gain& needed = machine.profile->needed_gain.usual;
+  const double first_us = expected_us(plans[0]);
+  size_t best = 0;
+  double best_us = first_us;
+  for (size_t i = 1; i < plans.size(); ++i) {
+    const double us = expected_us(plans[i]);
+    const bool gains = request.chunks > 0 || us + needed.us < needed.share * first_us;
+    if (gains && us < best_us) {
+      best = i;
+      best_us = us;
+    }
+  }
+  return std::move(plans[best]);
+}
+
+}  // namespace overlap::planner
