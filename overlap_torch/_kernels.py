@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from overlap_torch import _kernel_plans, _resources, _tile_orders
+from overlap_torch import _kernel_plans, _occupancy, _resources, _tile_orders
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
 from overlap_torch._ops.group import Group, group_name, process_group
 from overlap_torch._plan import MAX_CHUNKS, Op, Plan, Problem, encode
@@ -75,7 +75,8 @@ class Job:
         counters: ``produce``: to be signalled. Zero at first.
         arrived: ``consume``: to be waited for.
         tiles: how many tiles there are; rows of tiles times ``columns``.
-        programs: how many programs a persistent kernel launches: the SMs that it does not leave to communication.
+        programs: how many programs a persistent kernel launches: the SMs that it does not leave to communication, times the
+            blocks of an SM where ``resources`` say how many.
         plan: the :class:`overlap_torch.Plan` of its communication.
     """
 
@@ -176,6 +177,24 @@ class Job:
             state = "was left by an exception" if self._failed else "has not ended"
             raise RuntimeError(f"{self._what} has no result: its `with` {state}")
         return self._result
+
+    def smem_pad_bytes(self, shared_bytes: int) -> int:
+        """Shared memory to add to each block of a CUDA kernel: the plan's, or what ``resources(by="padding")`` come to.
+
+        Args:
+            shared_bytes: what a block has without, static and dynamic together.
+
+        Raises:
+            ValueError: as many blocks as ``ctas_per_sm`` have no room on an SM.
+        """
+        if self.plan.resources.smem_pad_bytes:
+            return self.plan.resources.smem_pad_bytes
+        if not (self._on_gpu and self._resources.ctas_per_sm):
+            return 0
+        properties = torch.cuda.get_device_properties(self._device)
+        return _occupancy.smem_pad_bytes(
+            shared_bytes, self._resources.ctas_per_sm, properties.shared_memory_per_multiprocessor
+        )
 
     @property
     def _on_gpu(self) -> bool:
@@ -435,7 +454,11 @@ class _Request:
             plan, pieces = self._planned(), (chunks or 4) if to_all else 1
         else:
             _check_plan(self.what, self.plan, problem, self.tile)
-            plan, pieces = self.plan, chunks or 1
+            plan, pieces = self.plan.copy(), chunks or 1
+        if self.resources.priority == "low":
+            made = plan.resources
+            made.low_priority = True
+            plan.resources = made
         job = torch.classes.overlap.KernelJob(
             encode(plan),
             self.device,
@@ -468,9 +491,10 @@ class _Request:
 def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:
     """What the plan leaves free, if it says so, goes before what was asked for."""
     resources = _resources.current() if resources is None else resources
-    if plan is not None and plan.resources.comm_sms:
-        return KernelResources(plan.resources.comm_sms, resources.by)
-    return resources
+    if plan is None or not plan.resources.comm_sms:
+        return resources
+    by = "grid" if resources.by == "padding" else resources.by
+    return KernelResources(plan.resources.comm_sms, by, priority=resources.priority)
 
 
 def _check_plan(what: str, plan: Plan, problem: Problem, tile: tuple[int, int]) -> None:

@@ -269,6 +269,7 @@ class Resources:
     finish_ctas: int
     lanes: int
     one_launch: bool
+    low_priority: bool
     def __init__(
         self,
         comm_sms: int = 0,
@@ -277,6 +278,7 @@ class Resources:
         finish_ctas: int = 0,
         lanes: int = 1,
         one_launch: bool = False,
+        low_priority: bool = False,
     ) -> None: ...
 
 class Plan:

@@ -146,7 +146,7 @@ def _plain(value: Any) -> Any:
 
 # Fields that earlier releases did not write, and what their plans had.
 _SINCE: dict[type, dict[str, Any]] = {
-    Resources: {"one_launch": False},
+    Resources: {"one_launch": False, "low_priority": False},
     Problem: {"recipe": "none", "fast_accum": False},
 }
 

@@ -9,29 +9,50 @@ from dataclasses import dataclass
 
 import torch
 
-WAYS = ("grid", "green_context")
+from overlap_torch._occupancy import MOST_CTAS
+
+WAYS = ("grid", "green_context", "padding")
+PRIORITIES = ("high", "low")
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """``comm_sms`` SMs that the kernel leaves free, and how; see :func:`resources`."""
+    """What the kernel leaves, how, and what communication's streams are; see :func:`resources`."""
 
     comm_sms: int = 0
     by: str = "grid"
+    ctas_per_sm: int = 0
+    priority: str = "high"
 
     def __post_init__(self) -> None:
-        if self.by not in WAYS:
-            raise ValueError(f"by is {self.by!r}, allowed are {', '.join(map(repr, WAYS))}")
+        for name, allowed in (("by", WAYS), ("priority", PRIORITIES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"{name} is {value!r}, allowed are {', '.join(map(repr, allowed))}"
+                )
         if type(self.comm_sms) is not int or self.comm_sms < 0:
             raise ValueError(f"comm_sms is {self.comm_sms!r}, allowed is an integer of 0 or more")
+        pads = self.by == "padding"
+        allowed = range(1, MOST_CTAS + 1) if pads else range(1)
+        if type(self.ctas_per_sm) is not int or self.ctas_per_sm not in allowed:
+            raise ValueError(
+                f"ctas_per_sm is {self.ctas_per_sm!r}, allowed are "
+                + (f"1 to {MOST_CTAS}" if pads else f'0 with by={self.by!r}: take by="padding"')
+            )
+        if pads and self.comm_sms:
+            raise ValueError(
+                f'comm_sms is {self.comm_sms}, allowed is 0 with by="padding", which leaves a part of every SM: take '
+                'by="grid" or "green_context" to set SMs apart'
+            )
 
     def programs(self, sm_count: int) -> int:
-        """SMs that are left to the kernel."""
+        """Programs of a persistent kernel: one for each SM that is left to it, with padding as many as an SM has room for."""
         if self.comm_sms >= sm_count:
             raise ValueError(
                 f"comm_sms is {self.comm_sms}, allowed are 0 to {sm_count - 1}, as the device has {sm_count} SMs"
             )
-        return sm_count - self.comm_sms
+        return (sm_count - self.comm_sms) * max(1, self.ctas_per_sm)
 
 
 class _Current(threading.local):
@@ -47,7 +68,9 @@ def current() -> KernelResources:
 
 
 @contextmanager
-def resources(comm_sms: int, by: str = "grid") -> Iterator[KernelResources]:
+def resources(
+    comm_sms: int = 0, by: str = "grid", *, ctas_per_sm: int = 0, priority: str = "high"
+) -> Iterator[KernelResources]:
     """What the kernels of jobs that begin in this block leave to communication::
 
         with overlap_torch.resources(16, by="green_context"):
@@ -62,12 +85,20 @@ def resources(comm_sms: int, by: str = "grid") -> Iterator[KernelResources]:
             kernel that is launched there, cuBLAS's too, stays on them. It makes its own default stream the current one,
             which begins behind the stream that was current, and which that one goes on behind; other streams that are
             used inside keep all SMs. A CUDA graph cannot be captured through it. Numbers of SMs are rounded down to what the
-            device can set apart, 8 on Hopper.
+            device can set apart, 8 on Hopper. ``"padding"``: CUDA kernels are launched with ``job.smem_pad_bytes(own)`` bytes of
+            shared memory more (``overlap/launch.cuh`` does that), so that an SM holds ``ctas_per_sm`` of their blocks, and
+            the rest of it is communication's. No SM is set apart: ``comm_sms`` is 0.
+        ctas_per_sm: with ``by="padding"``, 1 to 32.
+        priority: of the streams that communication is on: ``"high"``, so that its blocks get the SMs that become free, or
+            ``"low"``, behind the kernel's. ``plan.resources.low_priority`` says the same of a plan.
 
     Raises:
         ValueError: a number or a way that there is not.
     """
-    before, _current.resources = _current.resources, KernelResources(comm_sms, by)
+    before, _current.resources = (
+        _current.resources,
+        KernelResources(comm_sms, by, ctas_per_sm, priority),
+    )
     try:
         yield _current.resources
     finally:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from overlap_torch import _plan
+from overlap_torch import _occupancy, _plan
 from overlap_torch._explain import Explanation, explain
 from overlap_torch._imports import from_msccl, from_mscclpp
 from overlap_torch._plan import (
@@ -139,6 +139,7 @@ __all__ = [
     "save",
     "schema",
     "set_plan",
+    "smem_pad_bytes",
     "to_dict",
     "to_json",
     "two_shot",
@@ -164,6 +165,7 @@ def row_panels(
     smem_pad_bytes: int = 0,
     finish_ctas: int = 0,
     lanes: int = 1,
+    low_priority: bool = False,
     transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Plan:
@@ -182,13 +184,14 @@ def row_panels(
         comm_sms: SMs that the GEMM leaves free.
         max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
         window: stage chunks in an NCCL symmetric window.
-        smem_pad_bytes: shared memory added to each GEMM block, in bytes.
+        smem_pad_bytes: shared memory added to each GEMM block, in bytes; :func:`smem_pad_bytes` says how much.
         finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
         lanes: chunks in flight at a time, 1 to 4; each takes ``max_ctas`` CTAs.
+        low_priority: communication's streams have the lowest priority, not the highest.
         transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU; None: ``gloo``
             where torch finds no CUDA device, the kernel is ``library`` and no option above is set
-            that only GPUs have (comm_sms, max_ctas, window, smem_pad_bytes, finish_ctas), else
-            ``nccl``. A plan for another machine, or for CPU tensors beside a GPU, names it. Over
+            that only GPUs have (comm_sms, max_ctas, window, smem_pad_bytes, finish_ctas,
+            low_priority), else ``nccl``. A plan for another machine, or for CPU tensors beside a GPU, names it. Over
             ``peer`` chunks are cut from one rank's part of the rows, whatever the op.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
 
@@ -196,7 +199,9 @@ def row_panels(
         ValueError: a plan that could not run; the message says what is allowed.
     """
     kernel = enum_member(Kernel, kernel)
-    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
+    resources = Resources(
+        comm_sms, smem_pad_bytes, window, finish_ctas, lanes, low_priority=low_priority
+    )
     transport = _transport(transport, kernel, resources, max_ctas)
     shape = _shape(kernel, transport, tile)
     parts = problem.world_size if transport == Transport.PEER else problem.row_parts
@@ -224,6 +229,7 @@ def packed(
     smem_pad_bytes: int = 0,
     finish_ctas: int = 0,
     lanes: int = 1,
+    low_priority: bool = False,
     transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
     collective: Collective | str = Collective.ALL_REDUCE,
@@ -237,7 +243,9 @@ def packed(
     is put in place; that is of NCCL's alone. All else is as in :func:`row_panels`.
     """
     kernel, collective = enum_member(Kernel, kernel), enum_member(Collective, collective)
-    resources = Resources(comm_sms, smem_pad_bytes, window, finish_ctas, lanes)
+    resources = Resources(
+        comm_sms, smem_pad_bytes, window, finish_ctas, lanes, low_priority=low_priority
+    )
     if transport is None and collective == Collective.EXCHANGE:
         transport = Transport.NCCL
     transport = _transport(transport, kernel, resources, max_ctas)
@@ -253,6 +261,36 @@ def packed(
     plan.collective = collective
     validate(plan)
     return plan
+
+
+def smem_pad_bytes(
+    kernel: Kernel | str | int, ctas_per_sm: int, *, sm_bytes: int | None = None
+) -> int:
+    """Shared memory to add to each block of a kernel, so that an SM has room for so many and not one more, in bytes.
+
+    Args:
+        kernel: ``sm80``, of which an SM holds two blocks without, where they have room and no SMs are left free
+            (``comm_sms``); or the bytes that a block of a kernel of yours has without, static and dynamic together. The
+            sm90 kernels fill an SM with one block in any case.
+        ctas_per_sm: 1 to 32.
+        sm_bytes: shared memory of an SM; None: of the current CUDA device.
+
+    Raises:
+        ValueError: so many blocks have no room even without padding, or no number of bytes leaves room for just so many.
+    """
+    if not isinstance(kernel, int):
+        kernel = enum_member(Kernel, kernel)
+        if kernel != Kernel.SM80:
+            raise ValueError(
+                f"kernel is {enum_name(kernel)}, allowed is sm80, or a number of bytes: the framework's GEMM takes no padding, and "
+                "a block of the sm90 kernels fills an SM"
+            )
+        kernel = _occupancy.MMA_SYNC_BYTES
+    if sm_bytes is None:
+        import torch
+
+        sm_bytes = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
+    return _occupancy.smem_pad_bytes(kernel, ctas_per_sm, sm_bytes)
 
 
 def at_once(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:

@@ -595,9 +595,123 @@ def test_kernels_resources_say_what_there_is():
         assert (outer.comm_sms, outer.by, outer.programs(132)) == (16, "green_context", 116)
         with pytest.raises(ValueError, match="comm_sms is 16, allowed are 0 to 15"):
             outer.programs(16)
-    for arguments in ((-1,), (1.5,), (4, "magic")):
-        with pytest.raises(ValueError, match="allowed"), overlap_torch.resources(*arguments):
+    with overlap_torch.resources(by="padding", ctas_per_sm=2, priority="low") as outer:
+        assert (outer.comm_sms, outer.priority, outer.programs(132)) == (0, "low", 264)
+    for arguments, more in (
+        ((-1,), {}),
+        ((1.5,), {}),
+        ((4, "magic"), {}),
+        ((4,), {"priority": "middle"}),
+        ((4,), {"ctas_per_sm": 1}),
+        ((0, "padding"), {}),
+        ((0, "padding"), {"ctas_per_sm": 33}),
+        ((4, "padding"), {"ctas_per_sm": 1}),
+    ):
+        with (
+            pytest.raises(ValueError, match="allowed"),
+            overlap_torch.resources(*arguments, **more),
+        ):
             pass
+
+
+HOPPER, AMPERE, ADA = 228 << 10, 164 << 10, 100 << 10  # shared memory of an SM
+
+
+@pytest.mark.parametrize("sm_bytes", [HOPPER, AMPERE, ADA])
+@pytest.mark.parametrize("own", [0, 100, 8192, 16 << 10, 40_000, 64 << 10, 98 << 10])
+@pytest.mark.parametrize("ctas", [1, 2, 3, 5, 16, 31, 32])
+def test_kernels_padding_leaves_room_for_just_so_many_blocks(sm_bytes, own, ctas):
+    def blocks(padding: int) -> int:
+        """As the hardware counts them: 1 KiB more for each, in pieces of 128 bytes."""
+        return sm_bytes // (math.ceil((own + padding + 1024) / 128) * 128)
+
+    # Paddings that a block may have; each piece of the hardware's holds four of them.
+    if not any(blocks(padding) == ctas for padding in range(0, sm_bytes - 1024 - own + 1, 32)):
+        with pytest.raises(ValueError, match=f"ctas_per_sm is {ctas}"):
+            plan.smem_pad_bytes(own, ctas, sm_bytes=sm_bytes)
+        return
+    found = plan.smem_pad_bytes(own, ctas, sm_bytes=sm_bytes)
+    assert blocks(found) == ctas
+    # The fewest bytes, but for what the hardware rounds up.
+    assert found == 0 or blocks(found - 128) > ctas or found < 128
+
+
+def test_kernels_padding_of_the_mma_sync_kernel():
+    # By hand: one block of 65,536 + 50,304 + 1,024 = 116,864 bytes, of which two are 256 bytes more than 228 KiB.
+    assert plan.smem_pad_bytes("sm80", 1, sm_bytes=HOPPER) == 50_304
+    assert plan.smem_pad_bytes("sm80", 2, sm_bytes=HOPPER) == 77_824 - 1024 - 65_536 + 128
+    assert plan.smem_pad_bytes("sm80", 1, sm_bytes=ADA) == 0  # holds one in any case
+    made = plan.row_panels(
+        Problem(512, 512, 64, torch.bfloat16, 2), 2, kernel="sm80", transport="nccl",
+        smem_pad_bytes=plan.smem_pad_bytes("sm80", 1, sm_bytes=HOPPER), low_priority=True,
+    )  # fmt: skip
+    assert made.resources.smem_pad_bytes == 50_304 and made.resources.low_priority
+    assert "at low priority" in repr(made)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sm80", 3), "ctas_per_sm is 3, allowed are 1 to 3"),
+        (("sm80", 4), "ctas_per_sm is 4, allowed are 1 to 3"),
+        (("sm80", 0), "ctas_per_sm is 0, allowed are 1 to 32"),
+        ((227 << 10, 2), "ctas_per_sm is 2, allowed are 1 to 1"),
+        (((227 << 10) + 1, 1), "shared_bytes is 232449, allowed are 0 to 232448"),
+        ((-1, 1), "shared_bytes is -1, allowed is"),
+        (("library", 1), "kernel is library, allowed is sm80, or a number of bytes"),
+        (("sm90_pingpong", 1), "kernel is sm90_pingpong, allowed is sm80"),
+    ],
+)
+def test_kernels_padding_says_what_is_allowed(arguments, message):
+    if arguments == ("sm80", 3):
+        assert plan.smem_pad_bytes(*arguments, sm_bytes=HOPPER) == 0  # three have room
+        return
+    with pytest.raises(ValueError, match=message):
+        plan.smem_pad_bytes(*arguments, sm_bytes=HOPPER)
+
+
+def check_low_priority() -> tuple[int, list[str]]:
+    usual = plan.row_panels(
+        Problem(64, 8, 1, torch.float32, dist.get_world_size()), 2, tile=(16, 8)
+    )
+    for given in ({"chunks": 2}, {"plan": usual}):
+        with (
+            overlap_torch.resources(by="padding", ctas_per_sm=1, priority="low"),
+            overlap_torch.produce(
+                "all_reduce", (64, 8), torch.float32, tile=(16, 8), **given
+            ) as job,
+        ):
+            job.output.fill_(1)
+            for tile in job.tile_order.tolist():
+                job.counters[job.tile_chunk[tile]] += 1
+            assert job.smem_pad_bytes(1024) == 0  # a CPU has no SMs
+        assert job.plan.resources.low_priority and len(job.plan.chunks) == 2
+        assert job.result().unique() == dist.get_world_size()
+    assert not usual.resources.low_priority
+    usual.resources = plan.Resources(smem_pad_bytes=4096)
+    with overlap_torch.produce(
+        "all_reduce", (64, 8), torch.float32, tile=(16, 8), plan=usual
+    ) as job:
+        assert job.smem_pad_bytes(1024) == 4096
+        job.output.fill_(1)
+        for tile in job.tile_order.tolist():
+            job.counters[job.tile_chunk[tile]] += 1
+    return 3, []
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_resources_are_the_plans(ranks):
+    ranks.expect_no_failures(check_low_priority)
+
+
+def test_kernels_padding_knows_the_kernels_bytes():
+    from pathlib import Path
+
+    from overlap_torch import _occupancy
+
+    header = Path(__file__).resolve().parents[1] / "csrc/kernels/gemm/gemm_sm80.h"
+    text = re.search(r"kGemmSm80SharedBytes = (\d+) << 10;", header.read_text())[1]
+    assert int(text) << 10 == _occupancy.MMA_SYNC_BYTES
 
 
 def test_kernels_headers_are_installed_and_agree_with_the_library():

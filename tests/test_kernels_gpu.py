@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -67,6 +68,7 @@ def reductions(m: int, n: int, op: Op, dtype: torch.dtype) -> dict[str, plan.Pla
     plans = {
         "panels": plan.row_panels(problem, 4, lanes=2, **arguments),
         "window": plan.row_panels(problem, 3, window=True, **arguments),
+        "low priority": plan.row_panels(problem, 4, lanes=2, low_priority=True, **arguments),
         "one collective": plan.row_panels(problem, 1, **arguments),
         "two_shot": plan.two_shot(problem, tile=TILE, transport="nccl"),
     }
@@ -354,10 +356,43 @@ def check_cuda_kernel() -> tuple[int, list[str]]:
     m, n, k = 512, 192, 64
     for seed in range(4):
         a, b = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
-        expect(
-            failures, f"seed {seed}", example.row_parallel(a, b, 4), kernels.reduced(m, n, k, seed)
-        )
-    return 4, failures
+        for padded in ({}, {"by": "padding", "ctas_per_sm": 1, "priority": "low"}):
+            with overlap_torch.resources(**padded):
+                result = example.row_parallel(a, b, 4)
+            expect(failures, f"seed {seed}, {padded}", result, kernels.reduced(m, n, k, seed))
+    return 8, failures
+
+
+def check_times() -> tuple[int, list[str]]:
+    """Chunks by a time that is measured."""
+    failures = []
+    example = kernels.example()
+    m, n, k = 4096, 1024, 256
+    for seed, chunks in enumerate((None, 4)):
+        a, b = kernels.operands(m, n, k, seed=seed, dtype=torch.bfloat16)
+        out = torch.empty(m, n, device=a.device, dtype=a.dtype)
+        tiles = -(-m // TILE[0]) * -(-n // TILE[1])
+        order = torch.arange(tiles, dtype=torch.int32, device=a.device)
+        none = torch.zeros_like(order)  # a chunk of all tiles, and its counter
+        bare = functools.partial(
+            example.matmul[(tiles,)], a, b, out, order, none, none.clone(), m, n, k, **example.blocks()
+        )  # fmt: skip
+        with overlap_torch.produce(
+            "all_reduce", (m, n), a.dtype, tile=TILE, chunks=chunks, kernel_us=bare
+        ) as job:
+            example.matmul[(job.tiles,)](
+                a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
+            )  # fmt: skip
+        expect(failures, f"{chunks} chunks", job.result(), kernels.reduced(m, n, k, seed))
+        if chunks and len(job.plan.chunks) != chunks:
+            failures.append(f"{len(job.plan.chunks)} chunks, not {chunks}")
+    overlap_torch.check()
+    return 2, failures
+
+
+@TWO
+def test_kernels_on_gpus_are_planned_by_their_time(ranks):
+    ranks.expect_no_failures(check_times)
 
 
 @TWO

@@ -246,9 +246,9 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
 def test_plan_code_is_its_fields_in_order() -> None:
     """What the op library takes: version, problem, how it runs, bands and chunks with their number in front, resources, and a
     program's rows of scratch and number of transfers."""
-    code = [5, 0, 1024, 512, 64, 0, 2, 0, 0, 0, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0]
+    code = [6, 0, 1024, 512, 64, 0, 2, 0, 0, 0, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0]
     code += [8, 16, 0, 8, 0]
-    code += [8, 0, 0, 0, 1, 0, 0, 0]
+    code += [8, 0, 0, 0, 1, 0, 0, 0, 0]
     assert plans.encode(example()) == code
     assert plans.decode(code) == example()
 
@@ -266,7 +266,7 @@ def test_plan_pickled_by_another_release_is_refused() -> None:
         (Problem, "op m n k dtype world_size recipe output_dtype fast_accum"),
         (BandRun, "tile_rows count"),
         (Chunk, "tiles transport max_ctas"),
-        (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch"),
+        (Resources, "comm_sms smem_pad_bytes window finish_ctas lanes one_launch low_priority"),
         (
             Plan,
             "problem schedule kernel tile_m tile_n cluster_m layout bands chunks collective resources program",

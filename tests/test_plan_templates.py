@@ -175,6 +175,7 @@ def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: boo
         *({"kernel": kernel} for kernel in ("sm80", "sm90_pingpong", "sm90_cooperative")),
         *({name: 8} for name in ("comm_sms", "max_ctas", "smem_pad_bytes", "finish_ctas")),
         {"window": True},
+        {"low_priority": True},
     ]
     for options in for_gpus:
         for template in (plans.row_panels, plans.packed):
@@ -235,7 +236,7 @@ def test_plan_saved_by_earlier_releases_loads() -> None:
     )  # fmt: skip
     assert plans.from_json(text) == plan
     written = json.loads(text)
-    written["resources"]["one_launch"] = False
+    written["resources"] |= {"one_launch": False, "low_priority": False}
     written["problem"] |= {"recipe": "none", "output_dtype": "float16", "fast_accum": False}
     assert json.loads(plans.to_json(plan)) == written
     assert repr(plan) == (

@@ -118,6 +118,7 @@ struct Resources {
   int32_t lanes = 1;  // chunks in flight at a time, each on a stream and communicator of its own
   bool one_launch =
       false;  // all-to-all over peers: one GEMM stores, announces and receives all messages
+  bool low_priority = false;  // communication's streams have the lowest priority, not the highest
 
   friend bool operator==(const Resources&, const Resources&) = default;
 };

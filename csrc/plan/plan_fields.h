@@ -334,6 +334,9 @@ struct Fields<Resources> {
       Field{"one_launch", &Resources::one_launch, Scope::kRank,
             "gemm_alltoall over peers: whether one launch computes, sends and receives all rows.",
             ", in one launch", true},
+      Field{"low_priority", &Resources::low_priority, Scope::kRank,
+            "whether communication's streams have the lowest priority, not the highest.",
+            ", at low priority", true},
   };
 };
 

@@ -83,6 +83,8 @@ DeviceState::DeviceState(int device)
            Stream(highest_priority())},
       copy(lowest_priority()),
       observer(highest_priority()),
+      low_side{Stream(lowest_priority()), Stream(lowest_priority()), Stream(lowest_priority()),
+               Stream(lowest_priority())},
       device_(device),
       sm_count_(attribute(cudaDevAttrMultiProcessorCount, device)),
       arch_(attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +

@@ -54,7 +54,8 @@ std::optional<unsigned long long> capture_id(cudaStream_t stream);
 //   copy     |                        | unpack 0 |      | unpack 1 | ^
 //   observer | only while a timeline is recorded: when each chunk's tiles were finished
 //
-// side has the highest priority, so that NCCL's CTAs get the SMs that are free; copy has the lowest.
+// side has the highest priority, so that NCCL's CTAs get the SMs that are free; copy has the lowest. Plans may take
+// streams of the lowest priority in side's place.
 class DeviceState {
  public:
   // Makes the current device's state: loads all kernels, so that nothing is loaded lazily while
@@ -68,9 +69,14 @@ class DeviceState {
   std::array<Stream, plan::kMaxLanes> side;
   Stream copy;
   Stream observer;
+  std::array<Stream, plan::kMaxLanes> low_side;  // in place of side, for plans that say so
   Event fork;
   std::array<Event, plan::kMaxLanes> join;
   Event copied;
+
+  cudaStream_t side_stream(bool low_priority, int32_t lane) const {
+    return (low_priority ? low_side : side)[static_cast<size_t>(lane)].get();
+  }
 
   // Of the steps of a call that others come behind, by number.
   void reserve_events(size_t count) {

@@ -249,7 +249,10 @@ class Run {
   cudaStream_t stream(Lane lane) const {
     if (lane == Lane::kCaller) return caller_;
     if (lane == Lane::kCopy) return device_.copy.get();
-    return device_.side[static_cast<size_t>(lane) - static_cast<size_t>(Lane::kSide0)].get();
+    return side(static_cast<int32_t>(lane) - static_cast<int32_t>(Lane::kSide0));
+  }
+  cudaStream_t side(int32_t lane) const {
+    return device_.side_stream(plan_.resources.low_priority, lane);
   }
 
   char* base(const Where& where) const {
@@ -297,7 +300,7 @@ class Run {
     lanes_ = step.side_lanes;
     copies_ = step.copies;
     device_.fork.record(caller_);
-    for (int lane = 0; lane < lanes_; ++lane) device_.fork.block(device_.side[lane].get());
+    for (int lane = 0; lane < lanes_; ++lane) device_.fork.block(side(lane));
     if (copies_) device_.fork.block(device_.copy.get());
     if (timer_) device_.fork.block(device_.observer.get());
   }
@@ -306,7 +309,7 @@ class Run {
   void join() {
     forked_ = false;
     for (int lane = 0; lane < lanes_; ++lane) {
-      device_.join[lane].record(device_.side[lane].get());
+      device_.join[lane].record(side(lane));
       device_.join[lane].block(caller_);
     }
     if (copies_) {

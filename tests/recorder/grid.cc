@@ -691,6 +691,28 @@ void visit_counters(const Visit& visit) {
   }
 }
 
+// Plans whose communication has streams of low priority, by turns with those that have not: no stream is left behind.
+void visit_low_priority(const Visit& visit) {
+  for (const Op op : {Op::kGemmAllReduce, Op::kAllGatherGemm}) {
+    const auto made = [&](bool low) {
+      return panels(problem_of(op, all_rows(op, kWhole, 2), 2), kPingpong, {1, 3},
+                    {.comm_sms = 16, .lanes = 2, .low_priority = low}, 8);
+    };
+    Case one = {.family = family("low priority", 2), .world = 2, .rank = 0};
+    for (const bool captured : {false, true}) {
+      one.name = cat(plan::name(op), captured ? ", captured" : "");
+      one.prepared = captured;
+      one.calls.clear();
+      for (const bool low : {true, false, true}) {
+        Call call = {made(low), taken(true, false), {}};
+        call.mode.captured = captured;
+        one.calls.push_back(call);
+      }
+      visit(one);
+    }
+  }
+}
+
 // Rows of an all-to-all that change from call to call: the room for messages grows when the ranks tell each other.
 void visit_growing_rows(const Visit& visit) {
   for (const auto& [world, rank] : places(Transport::kPeer)) {
@@ -906,6 +928,7 @@ void visit_grid(const Visit& visit) {
   visit_sequential(visit, Op::kAllGatherGemm, true);
   visit_sequences(visit);
   visit_counters(visit);
+  visit_low_priority(visit);
   visit_growing_rows(visit);
   visit_refused(visit);
   visit_thrown(visit);

@@ -48,6 +48,7 @@ struct Instance {
       typename Blocks<Element, LayoutB>::SharedStorage;  // a union of main loop and epilogue
 
   static constexpr int kThreads = 32 * Mma::WarpCount::kCount;
+  static_assert(sizeof(SharedStorage) == kGemmSm80SharedBytes);
 
   struct Params {
     int32_t m;  // rows of the input
@@ -190,7 +191,7 @@ struct LaunchSize {
 // its own: the hardware spreads CTAs over all SMs before it doubles up.
 template <class Element, class LayoutB>
 LaunchSize launch_size(const GemmParams& params, const DeviceLimits& limits) {
-  constexpr int kNeeded = sizeof(typename Instance<Element, LayoutB>::SharedStorage);
+  constexpr int kNeeded = kGemmSm80SharedBytes;
   constexpr int kReserved = 1 << 10;  // by the hardware, for each CTA
   const int most = std::max(0, limits.cta_shared - kNeeded);
   const int bytes = kNeeded + std::clamp(params.smem_pad_bytes, 0, most);

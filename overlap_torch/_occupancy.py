@@ -1,0 +1,52 @@
+"""How much shared memory a kernel's blocks take, so that an SM holds no more of them than it is to. Knows no torch."""
+
+from __future__ import annotations
+
+# Of every GPU since compute capability 8.0: what the hardware keeps for each block, and the pieces in which it gives out
+# shared memory. A block may have all of an SM's but that.
+_RESERVED_BYTES = 1 << 10
+_GRANULE_BYTES = 128
+MOST_CTAS = 32  # that an SM holds
+# Of a block of the mma.sync kernel; csrc/kernels/gemm/gemm_sm80.h has it, too.
+MMA_SYNC_BYTES = 64 << 10
+
+
+def smem_pad_bytes(shared_bytes: int, ctas_per_sm: int, sm_bytes: int) -> int:
+    """Shared memory to add to each block, so that an SM has room for so many of them and not one more, in bytes.
+
+    Args:
+        shared_bytes: what a block has without, static and dynamic together.
+        ctas_per_sm: blocks of the kernel that an SM is to hold, 1 to 32. Threads and registers may leave room for fewer.
+        sm_bytes: shared memory of an SM, such as 233,472 (228 KiB) on Hopper.
+
+    It is as little as the pieces of 128 bytes allow in which the hardware gives it out: what that leaves of an SM's is other
+    kernels'.
+
+    Raises:
+        ValueError: so many blocks have no room even without padding.
+    """
+    if type(ctas_per_sm) is not int or not 1 <= ctas_per_sm <= MOST_CTAS:
+        raise ValueError(f"ctas_per_sm is {ctas_per_sm!r}, allowed are 1 to {MOST_CTAS}")
+    if type(shared_bytes) is not int or shared_bytes < 0:
+        raise ValueError(f"shared_bytes is {shared_bytes!r}, allowed is an integer of 0 or more")
+
+    def taken(padding: int) -> int:
+        return -(-(shared_bytes + padding + _RESERVED_BYTES) // _GRANULE_BYTES) * _GRANULE_BYTES
+
+    if ctas_per_sm * taken(0) > sm_bytes:
+        raise ValueError(
+            f"ctas_per_sm is {ctas_per_sm}, allowed are 1 to {sm_bytes // taken(0)}, as blocks of {shared_bytes} bytes share "
+            f"an SM's {sm_bytes}"
+            if taken(0) <= sm_bytes
+            else f"shared_bytes is {shared_bytes}, allowed are 0 to {sm_bytes - _RESERVED_BYTES}, what a block may have"
+        )
+    # One block more must not fit: the first granule beyond its share of the SM.
+    least = (sm_bytes // (ctas_per_sm + 1) // _GRANULE_BYTES + 1) * _GRANULE_BYTES
+    if least <= taken(0):
+        return 0
+    if ctas_per_sm * least > sm_bytes:
+        raise ValueError(
+            f"ctas_per_sm is {ctas_per_sm}: no padding leaves room for so many blocks of {shared_bytes} bytes, and not for "
+            f"{ctas_per_sm + 1}, on an SM with {sm_bytes} bytes; take fewer"
+        )
+    return least - _RESERVED_BYTES - shared_bytes
