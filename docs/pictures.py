@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from xml.sax.saxutils import escape
 
 from overlap_torch import _plan
 from overlap_torch._explain import H200, chunks_of, walk
-from overlap_torch.plan import Machine, Op, Plan, Problem
+from overlap_torch.plan import Machine, Op, Plan, Problem, row_panels
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 
 GEMM, PLACE, LINE, TEXT = "#4878a8", "#b0b0b0", "#808080", "#202020"
 CHUNKS = ("#f2c14e", "#e8923a")  # neighbours differ
 PARTS = ("#4878a8", "#2f5d8a")
+STUCK = "#e3b7b0"
 WAITS = ("wait_for_tiles", "wait_for_peers", "wait_for_slots", "mark", "fork", "join", "delay")
 COMMUNICATES = (
     "collective",
@@ -56,6 +58,7 @@ class Panel:
     total_us: float
     rows: tuple[tuple[str, tuple[Bar, ...]], ...]
     ticks: tuple[float, ...] = ()
+    ends: bool = True
 
 
 @dataclass(frozen=True)
@@ -285,12 +288,69 @@ def few_rows() -> Picture:
     )
 
 
+def deadlock() -> Picture:
+    """A kernel of the caller's that awaits an all-gather: on all SMs, and with some set apart."""
+    problem = Problem(8192, 8192, 3584, "bfloat16", 2, Op.ALLGATHER_GEMM)
+    machine, kernel_us, apart = nccl_alone(), 300.0, 16
+    plan = row_panels(problem, 4, tile=(128, 256), comm_sms=apart, max_ctas=apart, transport="nccl")
+    made, tiles, _ = _plan.kernel_steps_json(plan, 0, machine, True)
+    steps = json.loads(made)["steps"]
+    price = _plan.price_kernel(plan, machine, kernel_us)
+    spans = list(zip(steps, price.steps, strict=True))
+    begin = next(span[0] for step, span in spans if step["step"] == "callers_kernel")
+    arrived = {step["chunk"]: span[1] for step, span in spans if step["step"] == "arrive"}
+    calls = [span for step, span in spans if step["step"] == "collective"]
+
+    # Each chunk's tiles as soon as it has arrived and those before are done.
+    computes, now = [], begin
+    for chunk in sorted(arrived):
+        first = max(now, arrived[chunk])
+        if computes and first > now:
+            computes.append(Bar(now, first, STUCK))
+        now = first + price.expected.gemm_us * tiles.count(chunk) / len(tiles)
+        label = "own rows" if chunk == 0 else str(chunk - 1)
+        computes.append(Bar(first, now, PARTS[chunk % 2], label))
+    own, total = computes[0], price.expected.total_us
+    gathers = [Bar(*span, CHUNKS[i % 2], str(i)) for i, span in enumerate(calls)]
+    stuck = Panel(
+        "on all SMs: what the kernel waits for waits for an SM that the kernel keeps",
+        total,
+        (
+            (
+                f"SM 0 to {machine.sm_count - 1}",
+                (own, Bar(own.end, total, STUCK, "every program waits for chunk 0, and keeps its SM")),
+            ),
+            ("NCCL", (Bar(calls[0][0], total, STUCK, "chunk 0 waits for an SM"),)),
+        ),
+        ends=False,
+    )  # fmt: skip
+    left = machine.sm_count - apart
+    goes_on = Panel(
+        f"with resources(comm_sms={apart}), and job.programs = {left} programs: every wait ends",
+        total,
+        (
+            (f"SM 0 to {left - 1}", tuple(computes)),
+            (f"SM {left} to {machine.sm_count - 1}", tuple(gathers)),
+        ),
+    )
+    return Picture(
+        f"consume, a persistent kernel of {kernel_us:.0f} µs, 8192 x 8192 x 3584, bfloat16, rank 0 of 2 H200s",
+        (stuck, goes_on),
+        (
+            (PARTS[0], "the kernel's tiles of a chunk"),
+            (CHUNKS[0], "all-gather of a chunk"),
+            (STUCK, "waits"),
+        ),
+    )
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "allreduce": all_reduce,
     "reducescatter": reduce_scatter,
     "allgather": all_gather,
     "alltoall": all_to_all,
     "few_rows": few_rows,
+    "deadlock": deadlock,
 }
 
 
@@ -353,7 +413,8 @@ def panel_svg(one: Panel, y: int, scale: float) -> Iterable[str]:
                 yield rect(LEFT + tick * scale - 0.7, top - 2, 1.4, BAR + 4, "black")
     end = LEFT + one.total_us * scale
     yield rect(end, y - 3, 1, ROW * len(one.rows) + 2, LINE)
-    yield text(end + 6, y + 12.5, f"{one.total_us:.0f} µs", 11, weight="bold")
+    words = f"{one.total_us:.0f} µs" if one.ends else "never"
+    yield text(end + 6, y + 12.5, words, 11, weight="bold")
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str) -> str:
