@@ -4,6 +4,10 @@ What is measured: GEMMs of the framework and of the package's kernels, copies on
 plans in turns. The fit moves the profile's times and rates from those of a known profile as far as the measured times ask
 for: least squares of the logarithms, in which a number that moves by 30 % weighs as much as a time that is off by 4 %. What
 was not measured stays as it was.
+
+Each limit on NCCL's CTAs is a communicator for each lane, with memory of its own. A fitted profile has two: where NCCL was
+measured with several numbers of CTAs, the fewest that reach 95 % of the link's rate by themselves, and those of which two lanes
+together reach 80 %.
 """
 
 from __future__ import annotations
@@ -65,6 +69,9 @@ _CHOICES = {
     "peer.fast_gbps",
     "cpu.chunk_flops",
 }
+_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+_CTAS = (1, 2, 4, 8, 12, 16, 24, 32)
+_MESSAGE = 64 << 20
 _MACHINE = (
     "arch",
     "sm_count",
@@ -80,12 +87,14 @@ _MACHINE = (
 
 @dataclass(frozen=True)
 class Time:
-    """A measured one: of a whole plan, of its GEMM alone, or of a copy of so many bytes on the device."""
+    """A measured one: of a whole plan, of its GEMM alone, of a copy of so many bytes on the device, or of a collective of so
+    many bytes by so many CTAs of NCCL's, alone."""
 
-    what: str  # "plan", "gemm" or "copy"
+    what: str  # "plan", "gemm", "copy" or a collective of _COLLECTIVES
     us: float
     plan: Plan | None = None
     bytes: int = 0
+    ctas: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ def write(path: str | Path, recording: Recording) -> None:
     for time in recording.times:
         line: dict[str, Any] = {"what": time.what, "us": round(time.us, 3)}
         line |= {"bytes": time.bytes} if time.plan is None else {"plan": to_dict(time.plan)}
+        line |= {"ctas": time.ctas} if time.what in _COLLECTIVES else {}
         lines.append(line)
     Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -142,8 +152,12 @@ def read(path: str | Path) -> Recording:
 
 def _time(line: dict[str, Any]) -> Time:
     us = float(line["us"])
-    if line["what"] not in ("plan", "gemm", "copy") or not 0.0 < us < math.inf:
+    if line["what"] not in ("plan", "gemm", "copy", *_COLLECTIVES) or not 0.0 < us < math.inf:
         raise ValueError(f"a line has {line['what']!r} of {us} us")
+    if line["what"] in _COLLECTIVES:
+        if int(line["ctas"]) < 1:
+            raise ValueError(f"a line has {line['ctas']} CTAs")
+        return Time(line["what"], us, bytes=int(line["bytes"]), ctas=int(line["ctas"]))
     if line["what"] == "copy":
         return Time("copy", us, bytes=int(line["bytes"]))
     plan = from_dict(line["plan"])
@@ -188,10 +202,14 @@ def fit(recording: Recording, start: Profile | None = None, name: str = "calibra
     Raises:
         ValueError: nothing was measured.
     """
-    if not recording.times:
+    by_ctas = cta_limits(recording.times)
+    times = tuple(time for time in recording.times if time.what not in _COLLECTIVES)
+    if not times:
         raise ValueError("nothing was measured, so nothing can be fitted")
     start = start or Profile.shipped()
     text = json.loads(start.to_json())
+    if by_ctas is not None:
+        text = with_cta_limits(text, *by_ctas)
     numbers = dict(_numbers(text))
     sections = _CPU if recording.machine["arch"] == 0 else _GPU
     kinds = Profile.fields()  # whole numbers are of CTAs, rows and bytes
@@ -203,7 +221,7 @@ def fit(recording: Recording, start: Profile | None = None, name: str = "calibra
         and kinds[one].startswith("a number")
         and value > 0.0
     ]
-    measured = torch.tensor([time.us for time in recording.times], dtype=torch.float64).log()
+    measured = torch.tensor([time.us for time in times], dtype=torch.float64).log()
 
     def logs(x: torch.Tensor) -> torch.Tensor:
         moved = {
@@ -212,7 +230,7 @@ def fit(recording: Recording, start: Profile | None = None, name: str = "calibra
         profile = _profile(text, moved)
         on = recording.on(profile)
         all_numbers = {**numbers, **moved}
-        us = [expected_us(time, on, all_numbers) for time in recording.times]
+        us = [expected_us(time, on, all_numbers) for time in times]
         return torch.tensor(us, dtype=torch.float64).log()
 
     first = logs(torch.zeros(len(names), dtype=torch.float64))
@@ -226,20 +244,20 @@ def fit(recording: Recording, start: Profile | None = None, name: str = "calibra
     made = {
         "by": "calibrate",
         "at": today,
-        "note": f"{len(recording.times)} times, from {start.name}",
+        "note": f"{len(times)} times, from {start.name}",
     }
     profile = _profile(
         {**text, "name": name, "made": made, "machine": {"gpu": recording.gpu}}, moved
     )
     all_numbers = {**numbers, **moved}
     on = recording.on(profile)
-    us = [expected_us(time, on, all_numbers) for time in recording.times]
+    us = [expected_us(time, on, all_numbers) for time in times]
     now = torch.tensor(us, dtype=torch.float64).log()
     return Fit(
         profile,
         {one: (numbers[one], value) for one, value in moved.items()},
-        _rms(recording.times, first - measured, now - measured),
-        (_regret(recording.times, first.tolist()), _regret(recording.times, now.tolist())),
+        _rms(times, first - measured, now - measured),
+        (_regret(times, first.tolist()), _regret(times, now.tolist())),
     )
 
 
@@ -288,6 +306,41 @@ def _least_squares(
         if before - best < 1e-4 * before:
             break
     return x
+
+
+def cta_limits(times: Sequence[Time]) -> tuple[int, int] | None:
+    """The two numbers of CTAs that NCCL's communicators are made for; None where NCCL was not measured by their number.
+
+    By the mean over the collectives of the share of the best rate: the fewest CTAs that reach 80 % are two lanes', so that each
+    has half of them; the fewest that reach 95 % are one lane's.
+    """
+    rates: dict[str, dict[int, float]] = {}
+    for time in times:
+        if time.what in _COLLECTIVES:
+            rates.setdefault(time.what, {})[time.ctas] = time.bytes / time.us
+    common = sorted(set.intersection(*(set(one) for one in rates.values()))) if rates else []
+    if not common:
+        return None
+    shares = {
+        ctas: statistics.fmean(one[ctas] / max(one.values()) for one in rates.values())
+        for ctas in common
+    }
+    best = max(shares.values())
+    two_lanes, one_lane = (
+        next(ctas for ctas in common if shares[ctas] >= share * best) for share in (0.80, 0.95)
+    )
+    return -(-two_lanes // 2), one_lane
+
+
+def with_cta_limits(text: dict[str, Any], each_of_two: int, one: int) -> dict[str, Any]:
+    """A profile's text whose ways have lanes as before, and no other limits on CTAs than these."""
+    ways = {}
+    for name, pairs in text["ways"].items():
+        own = {(one if lanes == 1 else each_of_two, lanes) for _, lanes in pairs}
+        # The planner looks for the most SMs in the last one.
+        ways[name] = [list(way) for way in sorted(own, key=lambda way: (way[0] * way[1], way))]
+    calls = {name: one for name in ("pair_ctas", "many_ctas", "slow_link_ctas")}
+    return {**text, "ways": ways, "all_to_all": {**text["all_to_all"], **calls}}
 
 
 def _numbers(data: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -376,6 +429,8 @@ def record(turns: int, progress: bool) -> Recording | None:
     if device.type == "cuda":
         jobs += [lambda shape=shape: _gemms(shape, mine, turns) for shape in _GEMMS + _SMALL_GEMMS]
         jobs.append(lambda: _copies(turns))
+    if world > 1 and device.type == "cuda":
+        jobs += [lambda ctas=ctas: _collectives(ctas, turns) for ctas in _CTAS]
     if world > 1:
         sizes = _CPU_PROBLEMS if device.type == "cpu" else _PROBLEMS
         dtype = "float32" if device.type == "cpu" else "bfloat16"
@@ -433,6 +488,29 @@ def _gemms(shape: tuple[int, int, int], on: Machine, turns: int) -> list[Time]:
 
     us = medians_us([call(plan) for plan in plans], turns)
     return [Time("gemm", one, plan) for one, plan in zip(us, plans, strict=True)]
+
+
+def _collectives(ctas: int, turns: int) -> list[Time]:
+    """NCCL's, on all ranks of the default group, by a communicator of so many CTAs."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    options.config.cga_cluster_size = 0  # which NCCL would take CTAs in multiples of
+    group = dist.new_group(pg_options=options)
+    world = dist.get_world_size()
+    part = torch.zeros(_MESSAGE // 2 // world, dtype=torch.bfloat16, device=current_device())
+    whole = part.repeat(world)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+    }
+    us = torch.tensor(medians_us(list(calls.values()), turns), device=current_device())
+    dist.all_reduce(us, dist.ReduceOp.MAX, group=group)
+    dist.destroy_process_group(group)
+    return [
+        Time(what, one, bytes=whole.nbytes, ctas=ctas)
+        for what, one in zip(calls, us.tolist(), strict=True)
+    ]
 
 
 def _copies(turns: int) -> list[Time]:

@@ -162,3 +162,68 @@ def test_calibrate_says_what_is_allowed(argv, message, capsys):
 def test_calibrate_needs_times():
     with pytest.raises(ValueError, match="nothing was measured"):
         _calibrate.fit(_calibrate.Recording("", {"arch": 90}, ()))
+
+
+# --- NCCL's CTAs ----------------------------------------------------------------------------------------------
+
+
+def curve(cta_gbps: float, link_gbps: float) -> list[_calibrate.Time]:
+    """Collectives of which each CTA carries so much, up to what the link does; gathers half as long as an all-reduce."""
+    return [
+        _calibrate.Time(what, share * 64e3 / min(ctas * cta_gbps, link_gbps), None, 64 << 20, ctas)
+        for what, share in (("all_reduce", 1.0), ("reduce_scatter", 0.5), ("all_gather", 0.5))
+        for ctas in (1, 2, 4, 8, 12, 16, 24, 32)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cta_gbps", "link_gbps", "limits"),
+    [
+        (13.0, 260.0, (8, 24)),  # 16 CTAs reach 208, which is 80 %; 24 all of it
+        (32.0, 260.0, (4, 8)),  # 8 reach 256
+        (5.0, 10.0, (1, 2)),
+        (5.0, 20.0, (2, 4)),
+        (1.0, 1000.0, (16, 32)),  # the most that was measured
+    ],
+)
+def test_calibrate_takes_the_fewest_ctas(cta_gbps, link_gbps, limits):
+    assert _calibrate.cta_limits(curve(cta_gbps, link_gbps)) == limits
+
+
+def test_calibrate_takes_no_limits_that_were_not_measured():
+    assert _calibrate.cta_limits([_calibrate.Time("copy", 1.0, bytes=8)]) is None
+    shipped = Profile.shipped()
+    recording = measured_on("H200 NVLink x4", shipped, 0, noise=0.0)
+    same = json.loads(_calibrate.fit(recording).profile.to_json())
+    assert same["ways"] == json.loads(shipped.to_json())["ways"]
+
+
+@pytest.mark.parametrize("name", ["H200 NVLink x2", "A100 NVLink x4", "A100 PCIe4 x2"])
+def test_calibrate_leaves_two_limits_on_a_machine(name, tmp_path):
+    recording = measured_on(name, Profile.shipped(), 0, noise=0.0)
+    world = machine_table.MACHINES[name][1]
+    times = (*recording.times[:12], *curve(13.0, recording.machine["link_gbps"]))
+    _calibrate.write(
+        tmp_path / "times", _calibrate.Recording("simulated", recording.machine, times)
+    )
+    read = _calibrate.read(tmp_path / "times")
+    assert [(one.what, one.ctas, one.bytes) for one in read.times[12:]] == [
+        (one.what, one.ctas, one.bytes) for one in times[12:]
+    ]
+    each_of_two, one = _calibrate.cta_limits(read.times)
+    found = _calibrate.fit(read).profile
+    on = read.on(found)
+    for op in (*OPS, "gemm_alltoall"):
+        lanes: set[tuple[int, int]] = set()
+        for m, n, k in [(0, 8192, 4096)] if op == "gemm_alltoall" else SHAPES:
+            problem = Problem(m, n, k, "bfloat16", world, op)
+            for weighed in plan.candidates(problem, on, True):
+                plan.validate(weighed)
+                for number, chunk in enumerate(weighed.chunks):
+                    lanes.add((chunk.max_ctas, number % weighed.resources.lanes))
+        # No limit is NCCL's own choice, of the communicator that every group has.
+        assert {ctas for ctas, _ in lanes} <= {0, each_of_two, one}
+    ways = json.loads(found.to_json())["ways"]
+    assert all(
+        [ctas * of for ctas, of in way] == sorted(c * n for c, n in way) for way in ways.values()
+    )
