@@ -1,6 +1,7 @@
 #include "planner/planner.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -567,9 +568,18 @@ std::vector<Family> best_families(const Problem& problem, const Machine& machine
   constexpr size_t kMost = 2;
   const Candidates found = make_candidates(problem, machine, false, nullptr);
   const std::vector<double> us = times_us(found.plans, machine);
+  // Behind those that gain enough, those that come close: at an M between they may.
+  std::vector<double> expected_us = us;
+  for (size_t i = 1; i < us.size(); ++i) {
+    if (std::isinf(us[i])) {
+      expected_us[i] = predict(found.plans[i], machine).total_us;
+    }
+  }
   std::vector<size_t> order(found.plans.size() - 1);
   std::iota(order.begin(), order.end(), 1);
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return us[a] < us[b]; });
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return std::pair(us[a], expected_us[a]) < std::pair(us[b], expected_us[b]);
+  });
   order.resize(std::min(order.size(), kMost));
   std::vector<Family> families;
   for (const size_t i : order) families.push_back(found.families[i]);
