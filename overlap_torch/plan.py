@@ -207,7 +207,7 @@ def row_panels(
     parts = problem.world_size if transport == Transport.PEER else problem.row_parts
     whole_clusters = problem.op == Op.ALLGATHER_GEMM or transport == Transport.PEER
     grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
-    rows = _tiles(problem.m // parts, shape.tile_m, grain)
+    rows = _tiles(-(-problem.m // parts), shape.tile_m, grain)
     heights = _split(rows, chunks, grain, "tile rows") if isinstance(chunks, int) else list(chunks)
     if band_rows is None:
         band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))

@@ -93,11 +93,15 @@ def skip_unless_it_runs(ranks, kernel: Kernel = Kernel.LIBRARY) -> None:
     ranks.skip_without_peers()
 
 
-def check_other_layouts(op: str, kernel: Kernel, way: Way) -> tuple[int, list[str]]:
-    """Operands that the kernel cannot take, on one rank at a time, and on each rank others."""
+def check_other_layouts(
+    op: str, kernel: Kernel, way: Way, m: int | None = None
+) -> tuple[int, list[str]]:
+    """Operands that the kernel cannot take, on one rank at a time, and on each rank others. `m`: of an all-reduce."""
     failures = Failures()
     rank, world = dist.get_rank(), dist.get_world_size()
     case = peer_case(op, 260, 264, 64, torch.bfloat16)
+    if m is not None:
+        case = case.with_(leading=(m,))
     inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
     for bias in (False, True):
         case = case.with_(bias=bias)

@@ -179,7 +179,10 @@ def parted_plans_and_grids(
     world = draw(st.integers(2 if peers else 1, 5))
     rows = draw(st.integers(1, 9 * plan.tile_m))  # of a part
     n = draw(st.integers(1, 5 * plan.tile_n))
-    plan.problem = Problem(world * rows, n, draw(st.integers(1, 10**6)), dtype, world, op)
+    m = world * rows
+    if ring and op == Op.GEMM_ALLREDUCE:  # whose last part may be shorter
+        m -= draw(st.integers(0, min(world, rows) - 1))
+    plan.problem = Problem(m, n, draw(st.integers(1, 10**6)), dtype, world, op)
 
     # Tile rows of a part come in grains, so that a chunk has whole clusters; those of an all-gather, and of a ring, lie
     # in one part.

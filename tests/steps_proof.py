@@ -203,6 +203,17 @@ def by_hand() -> Iterator[Case]:
                 yield from variants(plans.at_once(problem, kernel=kernel), PEERS)
 
 
+def rings() -> Iterator[Case]:
+    """Of parts that are not equal: by hand, as the planner has them where it may choose."""
+    kernels = (Kernel.LIBRARY, Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE)
+    # At the larger inner size there is room to spread stores.
+    for world, kernel, inner in itertools.product(WORLDS, kernels, (512, 8192)):
+        for rows in (1024 * world + 1, 1024 * world - 1, 64 * world - 1):
+            problem = Problem(rows, 2048 - 40, inner, DType.BFLOAT16, world, Op.GEMM_ALLREDUCE)
+            ring = plans.row_panels(problem, 1, kernel=kernel, transport="peer")
+            yield from variants(ring, PEERS)
+
+
 def rows_patterns(world: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     yield tuple((3000,) * world for _ in range(world))
     yield tuple(tuple((a * 5 + b * 3) % 7 * 2500 for b in range(world)) for a in range(world))
@@ -228,14 +239,22 @@ def all_to_alls() -> Iterator[Case]:
 
 def structure(case: Case) -> tuple:
     problem = case.plan.problem
-    return problem.op.value, problem.world_size, tuple(case.structures())
+    return problem.op.value, problem.world_size, (has_short_part(case), *case.structures())
+
+
+def has_short_part(case: Case) -> bool:
+    """Whether it is a ring's whose parts do not have equal numbers of rows: steps then differ by numbers alone."""
+    problem = case.plan.problem
+    ring = case.plan.collective == Collective.RING
+    return ring and problem.m % problem.world_size != 0
 
 
 @functools.cache
 def classes() -> dict[tuple, Case]:
     """One case of each structure of all ranks' steps, of the smallest problem that has it."""
     found: dict[tuple, Case] = {}
-    for case in itertools.chain(of_candidates(covering_problems()), by_hand(), all_to_alls()):
+    made = (of_candidates(covering_problems()), by_hand(), rings(), all_to_alls())
+    for case in itertools.chain(*made):
         key = structure(case)
         before = found.get(key)
         if before is None or size(case) < size(before):
@@ -251,9 +270,10 @@ def lists() -> Iterator[tuple[Case, int]]:
     """One case and rank for each structure of one rank's steps, with the fewest ranks that have it."""
     seen = set()
     for (op, _, structures), case in sorted(classes().items(), key=lambda item: item[0][1]):
-        for rank, hashes in enumerate(structures):
-            if (op, hashes) not in seen:
-                seen.add((op, hashes))
+        short, *of_ranks = structures
+        for rank, hashes in enumerate(of_ranks):
+            if (op, short, hashes) not in seen:
+                seen.add((op, short, hashes))
                 yield case, rank
 
 

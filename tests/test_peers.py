@@ -14,7 +14,9 @@ from peers import (
     ALL_TO_ALL,
     KERNELS,
     PEER_OPS,
+    RING,
     check_other_layouts,
+    every_kernel,
     has_bias,
     kernel_id,
     peer_case,
@@ -77,11 +79,49 @@ def test_peers_take_layouts_that_differ_between_ranks(ranks, op, kernel):
     ranks.expect_no_failures(check_other_layouts, op, kernel, 2, timeout_s=300)
 
 
+def check_any_rows(kernel: Kernel, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """All-reduces whose last rank owns fewer rows than the others."""
+    failures = Failures()
+    world = dist.get_world_size()
+    for part, n, k in [(2, 8, 8), *SHAPES, (1025, 520, 264)]:
+        # By one row, by as many as the ranks allow; a single row is left where parts are that low.
+        for rows in {world * part - 1, world * (part - 1) + 1}:
+            if rows <= (world - 1) * part:
+                continue
+            case = Case((rows,), n, k, dtype)
+            for bias in (False, True):
+                for weight_layout in ("k_contiguous", "n_contiguous"):
+                    mine = case.with_(bias=bias, weight_layout=weight_layout)
+                    plan = peer_plan(mine, "gemm_allreduce", RING, kernel)
+                    check_plan(failures, mine, plan, rows, "rows", kernel.name)
+    return failures.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_kernel
+@pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"), (8, "nccl"))
+def test_peers_ring_takes_any_rows(ranks, kernel, dtype):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(check_any_rows, kernel, dtype, timeout_s=300)
+
+
+@every_kernel
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_peers_ring_of_any_rows_takes_layouts_that_differ_between_ranks(ranks, kernel):
+    skip_unless_it_runs(ranks, kernel)
+    ranks.expect_no_failures(
+        check_other_layouts, "gemm_allreduce", kernel, RING, 261, timeout_s=300
+    )
+
+
 # --- order ------------------------------------------------------------------------------------------
 
 
-def runner(op: str, rows: int, n: int, k: int, way: int, kernel: Kernel) -> Runner:
+def runner(
+    op: str, rows: int, n: int, k: int, way: int, kernel: Kernel, short_by: int = 0
+) -> Runner:
     case = peer_case(op, rows, n, k, torch.bfloat16, bias=has_bias(op))
+    case = case.with_(leading=(case.leading[0] - short_by,))
     plan = peer_plan(case, op, way, kernel)
     return Runner(f"{kernel.name} in {way} chunks", op, case, plan)
 
@@ -97,6 +137,8 @@ def over_nccl(rows: int, n: int, k: int, kernel: Kernel) -> Runner:
 
 def race_of_ops(ops: list[str], calls: int, kernel: Kernel, chunks: int) -> tuple[int, list[str]]:
     runners = [runner(op, 643, 776, 136, chunks, kernel) for op in ops]
+    if "gemm_allreduce" in ops:  # whose last rank may own fewer rows
+        runners.append(runner("gemm_allreduce", 643, 776, 136, chunks, kernel, short_by=1))
     if ALL_TO_ALL in ops:
         runners.append(over_nccl(643, 776, 144, kernel))
     return race(runners, runner(ops[0], 4200, 4096, 4096, chunks, kernel), calls, chunks)

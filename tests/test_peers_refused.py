@@ -21,8 +21,8 @@ def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     world = dist.get_world_size()
     problem = plan_module.DType.FLOAT32, world
     good = plan_module.row_panels(Problem(512, 64, 32, *problem), 1, transport="peer")
-    uneven = good.copy()
-    uneven.problem = Problem(511, 64, 32, *problem)
+    few = plan_module.row_panels(Problem(world, 64, 32, *problem), 1, transport="peer")
+    few.problem = Problem(1, 64, 32, *problem)
     over_nccl = good.copy()
     over_nccl.chunks = [Chunk(chunk.tiles) for chunk in good.chunks]
     sent = plan_module.at_once(Problem(512, 64, 32, *problem))
@@ -37,7 +37,7 @@ def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     to_all_in_turn = to_all.copy()
     to_all_in_turn.schedule = Schedule.SEQUENTIAL
     plans = {
-        "rows that are no equal parts": (uneven, f"m = 511 on {world} ranks"),
+        "fewer rows than ranks": (few, f"the collective ring cuts m = 1 into {world} parts of 1"),
         "a ring over NCCL": (over_nccl, "ring with the transport nccl, allowed is peer"),
         "a direct reduction over NCCL": (sent_over_nccl, "direct with the transport nccl, allowed"),
         "rows of no whole accesses": (narrow, "rows of 252 bytes, allowed are multiples of 16"),

@@ -63,7 +63,7 @@ def test_plan_over_peers_takes_every_tile_once_in_whole_rows_of_parts(
     # One part is computed at a time, so no cluster may have tiles of two.
     for row in range(0, grid.rows, plan.cluster_m):
         assert len({places[row + i][0] for i in range(plan.cluster_m)}) == 1
-    part_rows = grid.m // grid.parts
+    part_rows = -(-grid.m // grid.parts)
     covered: list[int] = []
     rows_of: list[list[set[int]]] = [[set() for _ in range(grid.parts)] for _ in grid.chunks]
     for (row, _), chunk in zip(tiles, grid.chunk_of_tiles(), strict=True):
@@ -220,10 +220,6 @@ def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
             "direct: take that",
         ),
         (
-            {"problem": Problem(1023, 512, 64, DType.BFLOAT16, 2)},
-            "by peer with m = 1023 on 2 ranks, allowed are multiples .* take the transport nccl",
-        ),
-        (
             {"chunks": [Chunk(16, Transport.PEER)] * 2},
             "the collective ring has 2 chunks, allowed is one of all tiles, .* join them",
         ),
@@ -236,6 +232,34 @@ def test_plan_validate_names_what_is_wrong_with_a_plan_over_peers(changes, messa
         setattr(plan, field, value)
     with pytest.raises(ValueError, match=message):
         plan.validate()
+
+
+@pytest.mark.parametrize("kernel", ["library", "sm90_pingpong", "sm90_pingpong_wide"])
+@pytest.mark.parametrize("world", range(2, 9))
+def test_plan_of_a_ring_takes_any_rows_of_which_each_rank_has_some(world: int, kernel: str) -> None:
+    options = {"kernel": kernel, "transport": "peer"}
+    some = [0, 0]
+    for m in [*range(1, 8 * world), 4095, 4096, 4097, 5001, 8193]:
+        problem = Problem(m, 512, 64, DType.BFLOAT16, world)
+        # Equal parts, one after the other, as far as there are rows.
+        part = -(-m // world)
+        parts = [min(part, m - begin) for begin in range(0, m, part)]
+        some[len(parts) == world] += 1
+        if len(parts) < world:
+            expected = (
+                f"the collective ring cuts m = {m} into {world} parts of {part} rows, .*direct"
+            )
+            with pytest.raises(ValueError, match=expected):
+                plans.row_panels(problem, 1, **options)
+            continue
+        plan = plans.row_panels(problem, 1, **options)
+        plan.validate()
+        assert plan.collective == Collective.RING
+        assert plan.chunk_rows(0) == (0, part)
+        cluster = 256 if kernel != "library" else 128
+        assert plan.tiles_m == world * -(-part // cluster) * (cluster // 128)
+        assert plans.decode(plans.encode(plan)) == plan
+    assert min(some) >= (1 if world == 2 else 2)
 
 
 @every_op

@@ -9,6 +9,7 @@ import pytest
 
 from machines import ada, big, cpu, hopper, slow
 from overlap_torch import _plan
+from overlap_torch import plan as plans
 from overlap_torch.plan import Kernel, Machine, Op, Plan, Problem, Resources, Transport
 
 MACHINES = {
@@ -154,6 +155,34 @@ def test_plan_steps_of_an_all_to_all_over_peers_meet_in_slots(name: str, takes: 
 
 def all_to_all(world: int) -> Problem:
     return big(op=Op.GEMM_ALLTOALL, m=0, n=4096, k=1024, world_size=world)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_plan_steps_of_a_ring_end_with_the_rows(rank: int) -> None:
+    """Parts of 65 rows, the last one of 62; in slots all have the same room. By the framework's GEMM and by the kernel."""
+    problem = big(m=257, n=512, k=64, world_size=4)
+    plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+    slot_bytes = (3 + 4) * 65 * 512 * 2
+    rows = [65, 65, 65, 62]
+    turns = [
+        (rank + 7 - phase) % 4 for phase in range(4)
+    ]  # whose part is computed, the own one last
+    made = steps(plan, rank, kernel_takes=False)
+    assert made["slot_bytes"] == slot_bytes
+    gemms = exchanges(made, "library_gemm")
+    assert [(one["begin"], one["end"]) for one in gemms] == [
+        (65 * part, 65 * part + rows[part]) for part in turns
+    ]
+    assert [one["input"]["offset"] for one in gemms] == [65 * part * 64 * 2 for part in turns]
+    copies = exchanges(made, "copy")
+    before = [(rank + 4 - distance) % 4 for distance in (1, 2, 3)]
+    moved = [*turns[:3], rank, rank, rank, *before]
+    assert [copy["bytes"] for copy in copies] == [rows[part] * 512 * 2 for part in moved]
+    into = [copy["destination"] for copy in copies[6:]]
+    assert [place["buffer"] for place in into] == ["output"] * 3
+    assert [place["offset"] for place in into] == [65 * part * 512 * 2 for part in before]
+    (gemm,) = exchanges(steps(plan, rank), "gemm")
+    assert (gemm["begin"], gemm["end"], gemm["rows"]["part_rows"]) == (0, 257, 65)
 
 
 def test_plan_steps_of_weights_store_into_an_output_each() -> None:

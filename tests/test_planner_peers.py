@@ -99,9 +99,15 @@ def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> Non
         assert in_phases(plans.make_plan(problem, machine)) <= tries
 
 
-def test_planner_takes_no_phases_for_rows_that_are_no_equal_parts() -> None:
+def test_planner_leaves_phases_of_unequal_parts_to_whoever_measures() -> None:
     assert in_phases(plans.make_plan(big(m=8192), fast()))
-    for m in (4097, 8193):
+    for m in (4097, 5001, 8193):
+        for world in (2, 4):
+            weighed = plans.candidates(big(m=m, world_size=world), fast(), all=True)
+            assert {plan.kernel for plan in weighed if in_phases(plan)} == {
+                Kernel.SM90_PINGPONG,
+                Kernel.SM90_PINGPONG_WIDE,
+            }
         for plan in (*plans.candidates(big(m=m), fast()), plans.make_plan(big(m=m), fast())):
             assert not in_phases(plan)
         for plan in plans.candidates(big(m=m, world_size=4), fast()):
@@ -440,6 +446,21 @@ def test_predict_over_peers_is_finite_and_falls_with_the_rate(
         more = Problem(**fields, dtype=DType.BFLOAT16, world_size=world, op=op)
         larger = plans.row_panels(more, chunks, kernel="sm90_pingpong", transport="peer")
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 9000), st.integers(1, 7), sizes, sizes, st.integers(2, 8))
+def test_predict_of_a_ring_whose_last_part_is_shorter_is_that_of_whole_parts(
+    part, short_by, n, k, world
+) -> None:
+    def ring(m: int) -> Plan:
+        problem = Problem(m, n, k, DType.BFLOAT16, world)
+        return plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+
+    short_by = min(short_by, world - 1, part - 1)
+    # All ranks take as many tiles, and some send whole parts.
+    whole = total(ring(world * part), fast())
+    assert total(ring(world * part - short_by), fast()) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -33,6 +33,23 @@ def test_steps_proof_of_every_structure_finds_no_fault() -> None:
     assert faults == []
 
 
+@pytest.mark.parametrize("world", range(2, 9))
+def test_steps_proof_of_rings_finds_no_fault_whatever_the_rows(world: int) -> None:
+    """Last parts shorter by a row, by a tile and by whole clusters of them; of one row; of as many as the others."""
+    cases = 0
+    for kernel in (Kernel.LIBRARY, Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE):
+        for m in (*range(1, 3 * world), *range(127 * world, 129 * world + 1), 4097, 5001):
+            part = -(-m // world)
+            if (world - 1) * part >= m:
+                continue
+            problem = Problem(m, 264, 64, DType.BFLOAT16, world)
+            ring = plans.row_panels(problem, 1, kernel=kernel, transport="peer")
+            for case in steps_proof.variants(ring, PEERS):
+                cases += 1
+                assert case.fault() == "", case
+    assert cases > 100
+
+
 def test_steps_proof_communication_is_alike_whatever_a_ranks_operands_are() -> None:
     texts: dict[tuple, set[str]] = {}
     for case in steps_proof.classes().values():
@@ -55,6 +72,8 @@ def over_peers(world: int) -> list[Plan]:
     ring = {"kernel": Kernel.SM90_PINGPONG, "transport": "peer"}
     reductions = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER)
     made = [plans.row_panels(problem(op), 1, **ring) for op in reductions]
+    uneven = Problem(1024 * world + 1, 1024, 256, DType.BFLOAT16, world)
+    made.append(plans.row_panels(uneven, 1, **ring))
     made += [plans.at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
     made += [plans.at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
     made.append(plans.at_once(Problem(8, 1024, 256, DType.BFLOAT16, world)))

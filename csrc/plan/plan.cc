@@ -229,8 +229,12 @@ int32_t row_parts(const Plan& plan) {
 }
 
 int64_t part_rows(const Plan& plan) {
-  const int32_t parts = row_parts(plan);
-  return parts == 1 ? plan.problem.m : plan.problem.m / parts;
+  return round_up_div(plan.problem.m, row_parts(plan));
+}
+
+Rows rows_of_part(const Plan& plan, int32_t part) {
+  const int64_t rows = part_rows(plan);
+  return {part * rows, std::min((part + 1) * rows, plan.problem.m)};
 }
 
 bool over_peers(const Plan& plan) {
@@ -247,6 +251,11 @@ int64_t direct_piece_bytes(const Plan& plan) {
   // As many bytes for each of two ranks, in one step instead of two.
   if (!direct_in_pieces(plan)) return bytes;
   return round_up_div(round_up_div(bytes, problem.world_size), kPeerAccessBytes) * kPeerAccessBytes;
+}
+
+bool every_part_has_rows(const Problem& problem) {
+  const int64_t ranks = problem.world_size;
+  return (ranks - 1) * round_up_div(problem.m, ranks) < problem.m;
 }
 
 int64_t ring_tiles(const Plan& plan) {

@@ -167,7 +167,7 @@ int32_t op_row_parts(const Problem& problem);
 // and so do direct plans between more than two ranks; with a program a reduce-scatter's are not cut.
 int32_t row_parts(const Plan& plan);
 
-// Rows of one part.
+// Rows of one part; of a ring's all-reduce the last one may have fewer, but has some.
 int64_t part_rows(const Plan& plan);
 
 // Whether chunks travel through the peers' memory.
@@ -176,6 +176,9 @@ bool over_peers(const Plan& plan);
 // Tile rows of a band, at most: it keeps a wave of tiles square. Higher ones finish later and share no
 // more of the operands in L2.
 inline constexpr int32_t kBandRows = 16;
+
+// Whether a ring can cut the rows: into parts of equal numbers, but for the last one, which has some.
+bool every_part_has_rows(const Problem& problem);
 
 // Tiles that a ring passes on, at most: each has a flag.
 inline constexpr int64_t kMaxRingTiles = int64_t{1} << 17;
@@ -239,6 +242,9 @@ struct Rows {
   int64_t end = 0;
 };
 Rows chunk_rows(const Plan& plan, int32_t chunk);
+
+// Rows of all parts together that belong to this one.
+Rows rows_of_part(const Plan& plan, int32_t part);
 
 // A plan as a flat list of integers, the form in which it crosses the op library's schemas, and
 // back. decode throws std::invalid_argument on a list that encode cannot have made.

@@ -138,8 +138,9 @@ struct RowMap {
                    // the own part's; those of each chunk behind it are the other parts', as many of
                    // each, in order. The own rows are an input of their own; the others' lie in the
                    // input chunk by chunk, which has room for all parts in each
-    kSplit = 3,  // the input's rows are parts, one after the other; each has an output of its own.
-                 // Each is taken in a phase, part_tile_rows after part_tile_rows; or in rounds
+    kSplit =
+        3,  // the input's rows are parts, one after the other, the last of which may be shorter; each has
+    // an output of its own. Each is taken in a phase, part_tile_rows after part_tile_rows; or in rounds
     kRanges =
         4,  // the same, of any number of rows each; each is taken as one of the order's chunks
   };

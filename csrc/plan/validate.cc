@@ -265,10 +265,16 @@ void check_peers(const Plan& plan) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
          kMaxPeerRanks, ": take the transport nccl");
   }
-  if ((ring || row_parts(plan) > 1) && problem.m % problem.world_size != 0) {
+  if (row_parts(plan) > 1 && !ring && problem.m % problem.world_size != 0) {
     fail("plan travels by peer with m = ", problem.m, " on ", problem.world_size,
          " ranks, allowed are multiples of the number of ranks, as each owns an equal part: take "
          "the transport nccl");
+  }
+  if (ring && problem.m > 0 && !every_part_has_rows(problem)) {
+    fail("plan with the collective ring cuts m = ", problem.m, " into ", problem.world_size,
+         " parts of ", part_rows(plan),
+         " rows, allowed are numbers of rows of which the last part has some: take the collective "
+         "direct, or the transport nccl");
   }
   if (ring && ring_tiles(plan) > kMaxRingTiles) {
     fail("plan with the collective ring passes on ", ring_tiles(plan), " tiles, allowed are ",

@@ -210,6 +210,24 @@ std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
   return {kernel, Kernel::kSm90PingpongWide};
 }
 
+// In phases, where peers' memory carries them. Whether it does.
+bool add_over_peers(Candidates& plans, const Problem& problem, const Machine& machine,
+                    const Prediction& sequence, Kernel kernel) {
+  const Profile& profile = *machine.profile;
+  if (machine.peer_gbps < profile.peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
+      kernel != Kernel::kSm90Pingpong || !every_part_has_rows(problem) ||
+      too_small_for_peers(problem, machine) || !has_ring_flags(problem, kernel)) {
+    return false;
+  }
+  const size_t first = plans.plans.size();
+  for (const Kernel own : peer_kernels(problem, machine, sequence, kernel)) {
+    add_row_panels(plans, problem, own, peer_schedules(problem.op, profile), {}, 0,
+                   Transport::kPeer);
+  }
+  set_peer_sms(plans, first);
+  return true;
+}
+
 Resources resources_of(const Way& way, bool window) {
   return {.comm_sms = way.ctas * way.lanes, .window = window, .lanes = way.lanes};
 }
@@ -264,16 +282,9 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
     }
     if (share == 0.0 && !all) return;
   }
-  if (machine.peer_gbps >= profile.peer.fast_gbps && problem.m % problem.world_size == 0 &&
-      problem.world_size <= kMaxPeerRanks && kernel == Kernel::kSm90Pingpong &&
-      !too_small_for_peers(problem, machine) && has_ring_flags(problem, kernel)) {
-    const size_t first = plans.plans.size();
-    for (const Kernel own : peer_kernels(problem, machine, sequence, kernel)) {
-      add_row_panels(plans, problem, own, peer_schedules(problem.op, profile), {}, 0,
-                     Transport::kPeer);
-    }
-    set_peer_sms(plans, first);
-    if (!all) return;  // measured better than anything through NCCL
+  if (problem.m % problem.world_size == 0 &&
+      add_over_peers(plans, problem, machine, sequence, kernel) && !all) {
+    return;  // measured better than anything through NCCL
   }
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet. The model's error is
   // larger than what lies between the three, so it does not choose among them.
@@ -503,7 +514,11 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
     add_gpu_library(plans, problem, machine, whole);
   } else {
     if (is_fp8(problem.dtype)) add_gpu_library(plans, problem, machine, whole);
-    add_gpu_kernel(plans, problem, machine, predict(plans.plans.front(), machine), kernel, whole);
+    const Prediction sequence = predict(plans.plans.front(), machine);
+    add_gpu_kernel(plans, problem, machine, sequence, kernel, whole);
+    // Rings whose last part is shorter, for whoever measures them.
+    const bool parted = problem.m % problem.world_size == 0;
+    if (all && !parted) add_over_peers(plans, problem, machine, sequence, kernel);
   }
   if (whole) add_unmeasured(plans, problem, machine, kernel);
   // Nothing of fp8 was measured over two GPUs or more, so the framework's GEMM is weighed beside the kernels.

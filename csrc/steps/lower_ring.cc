@@ -17,7 +17,8 @@ class Ring {
         ranks_(plan.problem.world_size),
         sends_on_(plan.problem.op == plan::Op::kGemmAllReduce),
         part_rows_(plan::part_rows(plan)),
-        part_bytes_(part_rows_ * plan.problem.n * plan::moved_bytes(plan.problem)),
+        row_bytes_(plan.problem.n * plan::moved_bytes(plan.problem)),
+        part_bytes_(part_rows_ * row_bytes_),
         part_tile_rows_(plan::tiles_m(plan) / ranks_),
         part_tiles_(static_cast<int64_t>(part_tile_rows_) * plan::tiles_n(plan)) {}
 
@@ -46,6 +47,12 @@ class Ring {
  private:
   // The part that this rank computes in a phase; in the last one its own.
   int32_t part_of(int32_t phase) const { return (rank_ + 2 * ranks_ - 1 - phase) % ranks_; }
+
+  // Rows of a part in bytes: the last one may be shorter, its place in slots is not.
+  int64_t bytes_of(int32_t part) const {
+    const plan::Rows rows = plan::rows_of_part(plan_, part);
+    return (rows.end - rows.begin) * row_bytes_;
+  }
 
   Where own_part() const { return {Buffer::kOutput, sends_on_ ? rank_ * part_bytes_ : 0}; }
 
@@ -104,22 +111,22 @@ class Ring {
     const bool last = phase + 1 == ranks_;
     const Target target = this->target(phase);
     const Where place = last ? target.where : Where{Buffer::kPartial};
-    const int64_t row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
+    const int64_t input_row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
     list_.communicates = -1;
-    list_.add(Lane::kCaller, LibraryGemm{0,
-                                         {part * part_rows_, (part + 1) * part_rows_},
-                                         {Buffer::kInput, part * part_rows_ * row_bytes},
-                                         {place, target.adds}});
+    const plan::Rows rows = plan::rows_of_part(plan_, part);
+    list_.add(
+        Lane::kCaller,
+        LibraryGemm{0, rows, {Buffer::kInput, rows.begin * input_row_bytes}, {place, target.adds}});
     list_.communicates = 0;
     if (last) return;
-    list_.add(Lane::kCaller, Copy{place, target.where, part_bytes_});
+    list_.add(Lane::kCaller, Copy{place, target.where, bytes_of(part)});
     list_.add(Lane::kCaller, MeetTiles{phase * part_tiles_, phase * part_tiles_, part_tiles_, 1});
   }
 
   // What the kernel does with final tiles itself.
   void collect() {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
-      const Copy copy = {own_part(), finished((rank_ + distance) % ranks_, rank_), part_bytes_};
+      const Copy copy = {own_part(), finished((rank_ + distance) % ranks_, rank_), bytes_of(rank_)};
       if (distance == 1) {
         list_.add_held(Lane::kCaller, copy);
       } else {
@@ -132,7 +139,7 @@ class Ring {
                 MeetTiles{first, first + (distance - 1) * part_tiles_, part_tiles_, distance});
       const int32_t part = (rank_ + ranks_ - distance) % ranks_;
       list_.add(Lane::kCaller,
-                Copy{finished(rank_, part), {Buffer::kOutput, part * part_bytes_}, part_bytes_});
+                Copy{finished(rank_, part), {Buffer::kOutput, part * part_bytes_}, bytes_of(part)});
     }
   }
 
@@ -143,6 +150,7 @@ class Ring {
   const int32_t ranks_;
   const bool sends_on_;
   const int64_t part_rows_;
+  const int64_t row_bytes_;  // of the product
   const int64_t part_bytes_;
   const int32_t part_tile_rows_;
   const int64_t part_tiles_;

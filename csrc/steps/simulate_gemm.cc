@@ -10,6 +10,12 @@ namespace {
 // of them; so many of them show what comes first.
 constexpr int32_t kRowGroups = 4;
 
+// With map kSplit: the last part may have fewer rows than the others.
+int64_t rows_of_part(const Gemm& step, int32_t part) {
+  const int64_t rows = step.map.part_rows;
+  return std::min(rows, step.rows.end - step.rows.begin - part * rows);
+}
+
 }  // namespace
 
 // --- GEMMs ---
@@ -47,7 +53,7 @@ Simulation::TileRows Simulation::tile_rows(const Here& here, const Gemm& step,
     }
     case Mode::kSplit: {
       const int64_t first = int64_t{place.output_row} * tile;
-      rows.rows = std::clamp<int64_t>(step.map.part_rows - first, 0, tile);
+      rows.rows = std::clamp<int64_t>(rows_of_part(step, place.output_part) - first, 0, tile);
       rows.output = place.output_part;
       rows.output_row = first;
       break;
@@ -235,13 +241,13 @@ void Simulation::pass_tiles(const Span& span, Here& here, const Gemm& step, cons
 // The peers' final tiles.
 void Simulation::collect(Here& here, const Gemm& step, const Span& span) {
   const int64_t to_row = row_bytes(here, step.weight);
-  const int64_t rows = step.map.part_rows;
   const int64_t part = part_tiles(here);
   const int32_t height = step.map.part_tile_rows;
   const int32_t columns = here.list->orders[at(step.order)].tiles_n;
   const int32_t groups = std::min(kRowGroups, height);
   for (int32_t distance = 1; distance < ranks_; ++distance) {
     const int32_t peer = (here.rank + ranks_ - distance) % ranks_;
+    const int64_t rows = rows_of_part(step, peer);
     for (int32_t group = 0; group < groups; ++group) {
       const int64_t first = (int64_t{group} * height + groups - 1) / groups;
       const int64_t end = ((int64_t{group} + 1) * height + groups - 1) / groups;
@@ -253,7 +259,7 @@ void Simulation::collect(Here& here, const Gemm& step, const Span& span) {
       reads_calls({span.first, by}, here);
       const int64_t flags = (ranks_ - 1 + distance - 1) * part;
       await_tiles({span.first, by}, here, flags + first * columns, flags + end * columns);
-      const int64_t offset = (peer * rows + begin_row) * to_row;
+      const int64_t offset = (int64_t{peer} * step.map.part_rows + begin_row) * to_row;
       Where from = *step.arriving;
       from.offset += offset;
       const Where to = {Buffer::kOutput, offset};

@@ -49,8 +49,10 @@ static_assert(split_begins_at(9, 384, 3, 0, 2) && split_begins_at(11, 728, 1, 2,
 static_assert(split_begins_at(12, 512, 4, 0, 2) && split_begins_at(14, 856, 2, 2, 2));
 static_assert(split_begins_at(17, 1240, 5, 2, 2));
 
+// The last part has fewer rows than the others by `short_by`.
 struct RingShape {
   int64_t part_rows, n, k;
+  int64_t short_by = 0;
 };
 
 // In: of the operands, where that is fp8.
@@ -66,12 +68,14 @@ class RingCase {
         mirrors_(mirrors),
         collects_(mirrors && chunks == 1),
         output_stride_(shape.n + 16),
-        name_(std::string(plan::name(kernel)) + ": ring of " + std::to_string(ranks) +
-              " ranks, parts of " + std::to_string(shape.part_rows) + " x " +
-              std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
-              (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8") +
-              (mirrors ? ", mirrored" : "") + (collects_ ? " and collected, " : ", ") +
-              std::to_string(chunks) + " chunks") {
+        name_(
+            std::string(plan::name(kernel)) + ": ring of " + std::to_string(ranks) +
+            " ranks, parts of " + std::to_string(shape.part_rows) +
+            (shape.short_by == 0 ? "" : " (the last " + std::to_string(rows_of(ranks - 1)) + ")") +
+            " x " + std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
+            (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8") +
+            (mirrors ? ", mirrored" : "") + (collects_ ? " and collected, " : ", ") +
+            std::to_string(chunks) + " chunks") {
     make_order(chunks);
     CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
     *report_ = {};
@@ -127,8 +131,8 @@ class RingCase {
 
   struct Memory {
     Memory(const RingCase& ring, uint32_t rank)
-        : operands(ring.ranks_ * ring.shape_.part_rows, ring.shape_.n, ring.shape_.k,
-                   ring.k_contiguous_, rank),
+        : operands(ring.ranks_ * ring.shape_.part_rows - ring.shape_.short_by, ring.shape_.n,
+                   ring.shape_.k, ring.k_contiguous_, rank),
           output(ring.part_elements()),
           mirrored(ring.all_elements()),
           collected(ring.all_elements()),
@@ -209,6 +213,9 @@ class RingCase {
     order_.chunk_begin[chunks] = order_.num_tiles();
   }
 
+  int64_t rows_of(int part) const {
+    return shape_.part_rows - (part + 1 == ranks_ ? shape_.short_by : 0);
+  }
   int64_t part_stride() const { return shape_.part_rows * output_stride_; }
   int64_t part_elements() const { return 2 * kGuard + part_stride(); }
   int64_t all_elements() const { return 2 * kGuard + ranks_ * part_stride(); }
@@ -224,12 +231,12 @@ class RingCase {
   int part_of(int rank, int phase) const { return (rank + 2 * ranks_ - 1 - phase) % ranks_; }
 
   void make_references() {
-    const int64_t rows = shape_.part_rows;
     for (int part = 0; part < ranks_; ++part) {
       for (int hop = 0; hop < ranks_; ++hop) {
-        references_.push_back(std::make_unique<Buffer<T>>(rows * shape_.n));
+        references_.push_back(std::make_unique<Buffer<T>>(rows_of(part) * shape_.n));
         memory(part + 1 + hop)
-            .operands.reference(part * rows, rows, hop == 0 ? nullptr : reference(part, hop - 1),
+            .operands.reference(part * shape_.part_rows, rows_of(part),
+                                hop == 0 ? nullptr : reference(part, hop - 1),
                                 references_.back()->data());
       }
     }
@@ -324,8 +331,10 @@ class RingCase {
     }
   }
 
-  void expect_part(const Buffer<T>& part, const T* reference, const std::string& what) {
-    expect(part, {reference, shape_.part_rows, shape_.n, output_stride_, false, 1, 1, {}}, what);
+  // A part's rows, and nothing behind them, where another part is longer.
+  void expect_part(const Buffer<T>& buffer, int part, int hop, const std::string& what) {
+    expect(buffer, {reference(part, hop), rows_of(part), shape_.n, output_stride_, false, 1, 1, {}},
+           what);
   }
 
   // One of several parts in a buffer: with its final sums, or as it was.
@@ -343,15 +352,15 @@ class RingCase {
     Buffer<T> alone(part_elements());
     CUDA_CHECK(cudaMemcpy(alone.data() + kGuard, from, part_stride() * sizeof(T),
                           cudaMemcpyDeviceToDevice));
-    expect_part(alone, reference(part, ranks_ - 1), what);
+    expect_part(alone, part, ranks_ - 1, what);
   }
 
   void expect_rank(int rank, const std::string& what) {
     Memory& own = memory(rank);
-    expect_part(own.output, reference(rank, ranks_ - 1), what + ", the own part");
+    expect_part(own.output, rank, ranks_ - 1, what + ", the own part");
     for (int phase = 0; phase + 1 < ranks_; ++phase) {
       const int part = part_of(rank + ranks_ - 1, phase);
-      expect_part(*own.partial[static_cast<size_t>(phase)], reference(part, phase),
+      expect_part(*own.partial[static_cast<size_t>(phase)], part, phase,
                   what + ", what came in phase " + std::to_string(phase));
     }
     for (int part = 0; part < ranks_; ++part) {
@@ -392,6 +401,30 @@ class RingCase {
   std::vector<std::unique_ptr<Buffer<T>>> references_;
 };
 
+// Rings whose last part is shorter: by a row, and by whole tiles and clusters, which then have no rows, or one.
+inline int check_short_rings(plan::Kernel kernel, bool small) {
+  std::vector<RingShape> shapes = {
+      {2, 8, 8, 1}, {131, 136, 24, 1}, {257, 264, 136, 1}, {513, 520, 40, 256}};
+  if (!small) shapes.push_back({1025, 2048, 320, 1});
+  int cases = 0;
+  for (const int ranks : {2, 3, 4, kernels::kMaxPeers}) {
+    for (const RingShape& shape : shapes) {
+      // Of scattered sums parts are equal, so these are stored in all places, and collected.
+      RingCase<__nv_bfloat16>(kernel, ranks, shape, cases % 2 == 0, true, 1).check();
+      ++cases;
+    }
+    // One row left; and as many as fill a tile.
+    for (const int64_t short_by : {int64_t{299}, int64_t{172}}) {
+      RingCase<__half>(kernel, ranks, {300, 264, 72, short_by}, true, true, 1).check();
+      ++cases;
+    }
+    RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, {257, 264, 528, 3}, true, true, 1)
+        .check();
+    ++cases;
+  }
+  return cases;
+}
+
 // The products are integers, exact in fp32; what a hop rounds, the references round alike.
 inline void check_ring(plan::Kernel kernel, bool small) {
   // Whole tiles; one element; parts that end inside a tile, in a cluster's first and second one; many
@@ -431,6 +464,7 @@ inline void check_ring(plan::Kernel kernel, bool small) {
     RingCase<__nv_bfloat16>(kernel, kernels::kMaxPeers, shapes[shape], true, true, 1).check();
     ++cases;
   }
+  cases += check_short_rings(kernel, small);
   std::printf("ring of %s: %d cases good\n", plan::name(kernel), cases);
 }
 

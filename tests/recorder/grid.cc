@@ -339,6 +339,29 @@ void visit_ring(const Visit& visit, Op op) {
   }
 }
 
+// Of which the last rank owns fewer rows than the others: one more than these have in all, and one less.
+void visit_uneven_ring(const Visit& visit) {
+  for (const auto& [world, rank] : places(Transport::kPeer)) {
+    const std::string base = family(cat(plan::name(Op::kGemmAllReduce), " ring"), world);
+    for (const int64_t rows : {512 * world + 1, 512 * world - 1}) {
+      for (const Kernel kernel : {kPingpong, Kernel::kSm90PingpongWide}) {
+        for (const Operands& operands : produce_operands()) {
+          with_plan(
+              [&] {
+                return panels(problem_of(Op::kGemmAllReduce, rows, world, 1004), kernel, {1}, {}, 0,
+                              Transport::kPeer);
+              },
+              [&](const Plan& plan) {
+                Case one = {.family = base + ", uneven", .world = world, .rank = rank};
+                one.name = cat(plan::name(kernel), " rows ", rows, " ", describe(operands));
+                visit_modes(visit, one, plan, operands, kernel == kPingpong);
+              });
+        }
+      }
+    }
+  }
+}
+
 void visit_direct(const Visit& visit, Op op) {
   constexpr Shape kShapes[] = {{" of 128 rows", 128, kColumns}, {" of 512 rows", 512, 1024}};
   for (const auto& [world, rank] : places(Transport::kPeer)) {
@@ -913,6 +936,7 @@ void visit_grid(const Visit& visit) {
       visit_programs(visit, op, by);
     }
   }
+  visit_uneven_ring(visit);
   visit_one_kernel(visit, Op::kGemmAllReduce, true);
   visit_packed(visit, false);
   visit_packed(visit, true);

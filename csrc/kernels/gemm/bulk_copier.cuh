@@ -73,7 +73,7 @@ class BulkCopier {
 };
 
 // Parts of tiles: some rows of kColumns elements of one of several matrices, to the same place of another
-// one's of its shape.
+// one's of its shape; of the last matrix as many rows as there are.
 template <class Element, int kColumns>
 struct TileRoute {
   // As many as fit beside five stages of operands, four of wide tiles: between four ranks a cluster collects
@@ -90,13 +90,17 @@ struct TileRoute {
 
   cute::TmaDescriptor from = {};
   cute::TmaDescriptor to = {};
-  int32_t rows = 0;  // 0: nothing is copied
+  cute::TmaDescriptor to_last = {};  // the same place, where every matrix ends as the last one does
+  int32_t rows = 0;                  // 0: nothing is copied
+  int32_t last = 0;                  // matrix
 
-  // `count` matrices, one after the other.
-  static TileRoute make(const void* from, void* to, int rows, int columns, int count,
+  // `count` matrices, one after the other, the last of which is copied up to `last_rows`.
+  static TileRoute make(const void* from, void* to, int rows, int last_rows, int columns, int count,
                         int64_t stride) {
-    return {tensor_map(from, rows, columns, count, stride),
-            tensor_map(to, rows, columns, count, stride), rows};
+    const int64_t matrix = rows * stride;
+    return {tensor_map(from, rows, columns, count, stride, matrix),
+            tensor_map(to, rows, columns, count, stride, matrix),
+            tensor_map(to, last_rows, columns, count, stride, matrix), rows, count - 1};
   }
 
   __device__ __forceinline__ static uint32_t bytes(const Piece&) { return kPieceBytes; }
@@ -106,18 +110,19 @@ struct TileRoute {
                                  memory, piece.column, piece.row, piece.matrix);
   }
   __device__ __forceinline__ void store(const Piece& piece, const void* memory) const {
-    cute::SM90_TMA_STORE_3D::copy(&to, memory, piece.column, piece.row, piece.matrix);
+    cute::SM90_TMA_STORE_3D::copy(piece.matrix == last ? &to_last : &to, memory, piece.column,
+                                  piece.row, piece.matrix);
   }
 
  private:
   static cute::TmaDescriptor tensor_map(const void* base, int rows, int columns, int count,
-                                        int64_t stride) {
+                                        int64_t stride, int64_t matrix) {
     using Layout = cute::Layout<cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>,
                                 cute::Stride<cute::Int<kColumns>, cute::_1>>;
     const auto tensor =
         cute::make_tensor(cute::make_gmem_ptr(static_cast<const Element*>(base)),
                           cute::make_layout(cute::make_shape(rows, columns, count),
-                                            cute::make_stride(stride, cute::_1{}, rows * stride)));
+                                            cute::make_stride(stride, cute::_1{}, matrix)));
     return *cute::make_tma_copy(cute::SM90_TMA_LOAD{}, tensor, Layout{}).get_tma_descriptor();
   }
 };

@@ -109,7 +109,7 @@ struct GemmPeers {
   void* mirrors[kMaxMoreOutputs] = {};
   // With kSplit, of ranks that mirror to each other, or null: where the peers' mirrors arrive, in own memory,
   // and where the GEMM copies each of their tiles, once it has been announced. Both hold all parts, one after
-  // the other, the own one untouched, with the output's stride.
+  // the other, the own one untouched, with the output's stride; what is collected ends with the input's rows.
   const void* arriving = nullptr;
   void* collected = nullptr;
   // For each part of the rows (else the first alone): row-major with the output's shape and stride, or

@@ -139,7 +139,7 @@ class GemmSm90ParamsOf {
     params.sent = (1u << outputs) - 1u;
     if (peers.num_mirrors == 0) params.sent &= ~last;
     for (int mirror = 0; mirror < peers.num_mirrors; ++mirror) {
-      const auto place = epilogue(peers.mirrors[mirror], rows_stored(), nullptr);
+      const auto place = epilogue(peers.mirrors[mirror], rows_of(last_output()), nullptr);
       params.mirrors[mirror] = *place.tma_store_d.get_tma_descriptor();
     }
     auto& store = params.epilogue[last_output()].tma_store_d;
@@ -149,7 +149,8 @@ class GemmSm90ParamsOf {
     if (peers.collected != nullptr) {
       params.collected =
           Gemm::Collected::make(peers.arriving, peers.collected, gemm_.rows.part_rows,
-                                extent(gemm_.n), gemm_.order.parts, gemm_.output_stride);
+                                extent(rows_of(gemm_.order.parts - 1)), extent(gemm_.n),
+                                gemm_.order.parts, gemm_.output_stride);
     }
     if (peers.messages) params.messages = *peers.messages;
   }
@@ -157,7 +158,12 @@ class GemmSm90ParamsOf {
   void* output_of(int output) const {
     return output == 0 ? gemm_.output : gemm_.peers->more_outputs[output - 1];
   }
+  // Rows that an output has. So nothing is stored, nor added, beyond a part that is shorter than the others.
   int64_t rows_of(int output) const {
+    if (gemm_.rows.mode == plan::RowMap::Mode::kSplit) {
+      const int64_t rows = gemm_.rows.part_rows;
+      return std::min(rows, gemm_.m - output * rows);
+    }
     if (gemm_.rows.mode != plan::RowMap::Mode::kRanges) return rows_stored();
     const int32_t* const begin = gemm_.rows.range_begin;
     const int64_t end = output + 1 < gemm_.order.parts ? begin[output + 1] : gemm_.m;
