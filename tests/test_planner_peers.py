@@ -99,20 +99,23 @@ def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> Non
         assert in_phases(plans.make_plan(problem, machine)) <= tries
 
 
-def test_planner_leaves_phases_of_unequal_parts_to_whoever_measures() -> None:
-    assert in_phases(plans.make_plan(big(m=8192), fast()))
-    for m in (4097, 5001, 8193):
-        for world in (2, 4):
-            weighed = plans.candidates(big(m=m, world_size=world), fast(), all=True)
-            assert {plan.kernel for plan in weighed if in_phases(plan)} == {
-                Kernel.SM90_PINGPONG,
-                Kernel.SM90_PINGPONG_WIDE,
-            }
-        for plan in (*plans.candidates(big(m=m), fast()), plans.make_plan(big(m=m), fast())):
-            assert not in_phases(plan)
-        for plan in plans.candidates(big(m=m, world_size=4), fast()):
-            # What the framework's GEMM makes is cut anywhere.
-            assert not over_peers(plan) or plan.kernel == Kernel.LIBRARY
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_planner_takes_phases_for_rows_that_are_no_equal_parts(world: int) -> None:
+    # Parts of 16 tile rows, as those of 2048 rows have.
+    equal = plans.make_plan(big(m=2048 * world, world_size=world), fast())
+    assert in_phases(equal)
+    for m in (2048 * world - 1, 2047 * world + 1, 1999 * world + 1):
+        plan = plans.make_plan(big(m=m, world_size=world), fast())
+        plan.validate()
+        assert in_phases(plan)
+        assert (plan.kernel, plan.chunks, plan.bands) == (equal.kernel, equal.chunks, equal.bands)
+
+
+def test_planner_takes_no_phases_where_a_rank_owns_no_rows() -> None:
+    for m, world in [(1, 2), (9, 8), (49, 8)]:
+        for everything in (False, True):
+            found = plans.candidates(big(m=m, world_size=world), fast(), all=everything)
+            assert not any(in_phases(plan) for plan in found)
 
 
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])

@@ -282,10 +282,9 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
     }
     if (share == 0.0 && !all) return;
   }
-  if (problem.m % problem.world_size == 0 &&
-      add_over_peers(plans, problem, machine, sequence, kernel) && !all) {
-    return;  // measured better than anything through NCCL
-  }
+  // Rings of equal parts were measured better than anything through NCCL. Others take more tiles that have few rows.
+  const bool equal_parts = problem.m % problem.world_size == 0;
+  if (add_over_peers(plans, problem, machine, sequence, kernel) && equal_parts && !all) return;
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet. The model's error is
   // larger than what lies between the three, so it does not choose among them.
   if (problem.op != Op::kGemmAllReduce) {
@@ -514,11 +513,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
     add_gpu_library(plans, problem, machine, whole);
   } else {
     if (is_fp8(problem.dtype)) add_gpu_library(plans, problem, machine, whole);
-    const Prediction sequence = predict(plans.plans.front(), machine);
-    add_gpu_kernel(plans, problem, machine, sequence, kernel, whole);
-    // Rings whose last part is shorter, for whoever measures them.
-    const bool parted = problem.m % problem.world_size == 0;
-    if (all && !parted) add_over_peers(plans, problem, machine, sequence, kernel);
+    add_gpu_kernel(plans, problem, machine, predict(plans.plans.front(), machine), kernel, whole);
   }
   if (whole) add_unmeasured(plans, problem, machine, kernel);
   // Nothing of fp8 was measured over two GPUs or more, so the framework's GEMM is weighed beside the kernels.
@@ -566,7 +561,7 @@ std::optional<std::array<Problem, 2>> neighbours(const Problem& problem, const M
   int64_t step = kLeast / kSteps;
   while (2 * kSteps * step <= problem.m) step *= 2;
   const int64_t below = problem.m / step * step;
-  // Rings are for parts of equal rows. Where the problem has none, its neighbours have none.
+  // Parts of equal rows have other candidates: where the problem has none, its neighbours have none.
   const int64_t ranks = problem.world_size;
   const bool parted = problem.m % ranks == 0;
   const auto alike = [&](int64_t m) {
