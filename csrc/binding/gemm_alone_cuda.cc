@@ -49,6 +49,7 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
                           {.input = *scale_input,
                            .weights = {*scale_weight},
                            .recipe_input = recipe,
+                           .recipe_weight = {},  // as the input's
                            .use_fast_accum = problem.fast_accum});
     params.scales = gemm_scales(*scales, 0, weight, plan, {});
   }

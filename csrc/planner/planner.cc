@@ -67,7 +67,9 @@ struct Candidates {
   bool wants(const Family& family) const {
     return only == nullptr || std::find(only->begin(), only->end(), family) != only->end();
   }
+  // Of a small problem two schedules may come to the same plan: the first one stays.
   void add(Plan plan, Family family) {
+    if (std::find(plans.begin(), plans.end(), plan) != plans.end()) return;
     plans.push_back(std::move(plan));
     families.push_back(std::move(family));
   }
