@@ -101,6 +101,35 @@ def test_tune_sets_what_it_took(ranks, tmp_path):
         assert taken != before
 
 
+def lucky_once() -> Any:
+    """Every plan but the sequence is fast while several are measured, and slow beside the sequence alone."""
+    wanted, original = problem(), _tune._time_us
+    session = _tune.Session.measure
+    measured: list[int] = []
+
+    def measure(self, one, plans, mode):
+        measured.append(len(plans))
+        return session(self, one, plans, mode)
+
+    def time(call, mode, flush):
+        call()
+        overlaps = chunks_held(wanted) > 1
+        return (10.0 if len(measured) == 1 else 1000.0) if overlaps else 100.0
+
+    _tune._time_us, _tune.Session.measure = time, measure
+    try:
+        (one,) = overlap_torch.tune([wanted], cache=False, device=torch.device("cpu"))
+        return measured[1:], one.plan.schedule.name, one.gain
+    finally:
+        _tune._time_us, _tune.Session.measure = original, session
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(ranks):
+    said = ranks.run(lucky_once)
+    assert [one[:2] for one in said] == [([2], "SEQUENTIAL")] * 2
+
+
 def with_noise(seed: int) -> Any:
     noise = random.Random(seed * 100 + dist.get_rank())
     original = _tune._time_us
