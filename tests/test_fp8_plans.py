@@ -134,13 +134,13 @@ def gain(plan: Plan) -> float:
 
 
 @pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise", "block_wise"])
-def test_fp8_planner_gathers_by_copies_for_the_frameworks_gemm(recipe):
+def test_fp8_gathers_by_copies_for_the_frameworks_gemm_are_for_those_who_measure(recipe):
     problem = Problem(4096, 4096, 3584, "float8_e4m3fn", 2, Op.ALLGATHER_GEMM, recipe)
-    found = plans.candidates(problem, H200)
+    found = plans.candidates(problem, H200, True)
     copied = [plan for plan in found if over_peers(plan) and plan.schedule == Schedule.OVERLAPPED]
     assert copied and {plan.kernel for plan in copied} == {Kernel.LIBRARY}
-    best = min(copied, key=lambda plan: plans.predict(plan, H200).total_us)
-    assert plans.make_plan(problem, H200) == best
+    # On two H100s they gained 0.58x to 1.21x, and in single calls nothing: the host enqueues a chunk too slowly.
+    assert not any(plan in copied for plan in plans.candidates(problem, H200))
     # Few rows travel in one kernel.
     few = Problem(256, 8192, 7168, "float8_e4m3fn", 2, Op.ALLGATHER_GEMM, recipe)
     assert plans.make_plan(few, H200).schedule == Schedule.SEQUENTIAL

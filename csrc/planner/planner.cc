@@ -514,12 +514,12 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   if (kernel == Kernel::kLibrary) {
     add_gpu_library(plans, problem, machine, whole);
   } else {
-    if (is_fp8(problem.dtype)) add_gpu_library(plans, problem, machine, whole);
+    if (is_fp8(problem.dtype) && whole) add_gpu_library(plans, problem, machine, true);
     add_gpu_kernel(plans, problem, machine, predict(plans.plans.front(), machine), kernel, whole);
   }
-  if (whole) add_unmeasured(plans, problem, machine, kernel);
-  // Nothing of fp8 was measured over two GPUs or more, so the framework's GEMM is weighed beside the kernels.
-  if (whole || is_fp8(problem.dtype)) add_gathers_by_copies(plans, problem, machine, kernel);
+  if (!whole) return plans;
+  add_unmeasured(plans, problem, machine, kernel);
+  add_gathers_by_copies(plans, problem, machine, kernel);
   return plans;
 }
 

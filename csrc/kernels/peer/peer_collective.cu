@@ -131,7 +131,8 @@ cudaError_t load() {
 }  // namespace
 
 cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
-  switch (params.dtype) {
+  // What is only gathered, of any type, is bytes.
+  switch (params.reduces ? params.dtype : plan::DType::kBFloat16) {
     case plan::DType::kBFloat16:
       return launch_collective<__nv_bfloat16>(params, stream);
     case plan::DType::kFloat16:
