@@ -170,8 +170,14 @@ def _uncut(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     return _orders[key]
 
 
-def _take_turns(variants: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Microseconds, medians over the rounds of the slowest rank's times."""
+ROW = 4  # calls
+
+
+def _take_turns(variants: list[Callable[[], object]], rounds: int, mode: str) -> list[float]:
+    """Microseconds of a call, medians over the rounds of the slowest rank's times: of one call, whose host's time is in it, or
+    of `ROW` in a row, which the host enqueues behind other work, as a training step does."""
+    calls = 1 if mode == "call" else ROW
+    other = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     times = torch.zeros(rounds, len(variants), dtype=torch.float64, device="cuda")
     for turn in range(rounds):
         for step in range(len(variants)):
@@ -179,17 +185,21 @@ def _take_turns(variants: list[Callable[[], object]], rounds: int) -> list[float
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.barrier()
             torch.cuda.synchronize()
+            if mode == "row":
+                for _ in range(calls):  # for longer than the host needs
+                    torch.mm(other, other)
             begin.record()
-            variants[index]()
+            for _ in range(calls):
+                variants[index]()
             end.record()
             end.synchronize()
-            times[turn, index] = 1e3 * begin.elapsed_time(end)
+            times[turn, index] = 1e3 * begin.elapsed_time(end) / calls
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.median(0).values.tolist()
 
 
 def gain(
-    collective: str, shape: tuple[int, int, int], tile: tuple[int, int], rounds: int
+    collective: str, shape: tuple[int, int, int], tile: tuple[int, int], rounds: int, mode: str
 ) -> tuple[float, ...]:
     """Times of the sequence, the best job, the best one without a tile order, and the planner's job; the best one's place."""
     m, n, k = shape
@@ -222,8 +232,8 @@ def gain(
         variants.append(lambda plan=plan: _job(collective, a, b, tile, plan, "cut"))
     for plan in plans:
         variants.append(lambda plan=plan: _job(collective, a, b, tile, plan, "uncut"))
-    _take_turns(variants, 3)
-    times = _take_turns(variants, rounds)
+    _take_turns(variants, 3, mode)
+    times = _take_turns(variants, rounds, mode)
     best = min(range(len(plans)), key=lambda index: times[1 + index])
     return times[0], times[1 + best], min(times[1 + len(plans) :]), times[len(plans)], best
 
@@ -231,30 +241,36 @@ def gain(
 def measure_gain(tile: tuple[int, int], rounds: int) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    first = dist.get_rank() == 0
     for collective in COLLECTIVES:
-        ratios = []
-        if first:
-            print(f"\n{collective}, {dist.get_world_size()} x {torch.cuda.get_device_name()}; us")
-            print(
-                "| M x N x K | sequence | job | gain | chunks, SMs, CTAs | planner's job | without order | order's worth |"
-            )
-            print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-        for shape in suite_group("m_train"):
-            sizes = (shape.m, shape.n, shape.k)
-            sequence, job, uncut, planned, best = gain(collective, sizes, tile, rounds)
-            setting = SETTINGS[best] if best < len(SETTINGS) else "the planner's"
-            ratios.append(sequence / job)
-            if first:
-                print(
-                    f"| {shape} | {sequence:.0f} | {job:.0f} | {ratios[-1]:.2f} | {setting} | {planned:.0f} | {uncut:.0f} | "
-                    f"{uncut / job:.2f} |",
-                    flush=True,
-                )
-        if first:
-            mean = math.prod(ratios) ** (1 / len(ratios))
-            print(f"geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
+        for mode in ("call", "row"):
+            _print_gains(collective, tile, rounds, mode)
     dist.destroy_process_group()
+
+
+def _print_gains(collective: str, tile: tuple[int, int], rounds: int, mode: str) -> None:
+    first = dist.get_rank() == 0
+    ratios = []
+    if first:
+        gpu = torch.cuda.get_device_name()
+        print(f"\n{collective}, {mode}, {dist.get_world_size()} x {gpu}; us")
+        print(
+            "| M x N x K | sequence | job | gain | chunks, SMs, CTAs | planner's job | without order | order's worth |"
+        )
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for shape in suite_group("m_train"):
+        sizes = (shape.m, shape.n, shape.k)
+        sequence, job, uncut, planned, best = gain(collective, sizes, tile, rounds, mode)
+        setting = SETTINGS[best] if best < len(SETTINGS) else "the planner's"
+        ratios.append(sequence / job)
+        if first:
+            print(
+                f"| {shape} | {sequence:.0f} | {job:.0f} | {ratios[-1]:.2f} | {setting} | {planned:.0f} | {uncut:.0f} | "
+                f"{uncut / job:.2f} |",
+                flush=True,
+            )
+    if first:
+        mean = math.prod(ratios) ** (1 / len(ratios))
+        print(f"geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
 
 
 def main() -> None:
