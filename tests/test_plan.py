@@ -238,8 +238,8 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
         plans.decode(code[: data.draw(st.integers(0, len(code) - 1))])
     with pytest.raises(ValueError, match="encoded plan has .* numbers, expected"):
         plans.decode([*code, 0])
-    for version in (1, 2, 3, 4, 99):
-        with pytest.raises(ValueError, match=f"version = {version}, this release reads 5: make"):
+    for version in (1, 2, 3, 4, 5, 99):
+        with pytest.raises(ValueError, match=f"version = {version}, this release reads 6: make"):
             plans.decode([version, *code[1:]])
 
 
@@ -255,8 +255,8 @@ def test_plan_code_is_its_fields_in_order() -> None:
 
 def test_plan_pickled_by_another_release_is_refused() -> None:
     text = pickle.dumps(example(), protocol=2)
-    (version,) = re.findall(rb"K\x05K\x00M\x00\x04", text)  # 5, gemm_allreduce, 1024
-    with pytest.raises(ValueError, match="version = 1, this release reads 5"):
+    (version,) = re.findall(rb"K\x06K\x00M\x00\x04", text)  # 6, gemm_allreduce, 1024
+    with pytest.raises(ValueError, match="version = 1, this release reads 6"):
         pickle.loads(text.replace(version, b"K\x01" + version[2:]))
 
 
