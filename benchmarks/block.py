@@ -9,6 +9,7 @@ read one input fused, as training frameworks do it. Both keep the gathered input
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ MODES = ("call", "row")  # a training step is no graph
 MAX_ERROR_RATIO = (
     1.25  # as below: the error of a norm's gradient, a few thousand sums, is itself noisy
 )
+# And of a small block few numbers are compared, whose roundings are chance: of N numbers this by the root of N more.
+_CHANCE = 8.0
 _BOUND_REPEATS = 5
 
 # input [rows, K], weight [N, K] -> [rows * world, N], and input [rows, K], weight [N, K] -> [rows / world, N]
@@ -212,7 +215,8 @@ def styled_results(block: Block, operands: Operands) -> tuple[torch.Tensor, ...]
 
 
 def errors(block: Block, operands: Operands) -> torch.Tensor:
-    """RMS errors [2, results] of the styles' and the sequence's step, each the largest over the ranks. Collective.
+    """RMS errors [2, results] of the styles' and the sequence's step, each the largest over the ranks, and behind them how much
+    larger the former may be. Collective.
 
     They are held to the sequence in float32, that of float32 operands to float64.
     """
@@ -233,7 +237,8 @@ def errors(block: Block, operands: Operands) -> torch.Tensor:
         ]
     )
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
-    return result.cpu()
+    ratios = [MAX_ERROR_RATIO + _CHANCE / math.sqrt(true.numel()) for true in exact]
+    return torch.cat([result.cpu(), torch.tensor([ratios], dtype=result.dtype)])
 
 
 def run(
@@ -247,8 +252,8 @@ def run(
     operands = Operands.draw(block, dtype, stopwatch.device)
     checked = None
     if options.check:
-        op, sequence = errors(block, operands)
-        checked = bool((op <= MAX_ERROR_RATIO * sequence).all())
+        op, sequence, ratios = errors(block, operands)
+        checked = bool((op <= ratios * sequence).all())
 
     def variant(linears: Linears) -> measure.Variant:
         def run_step(turn: int) -> None:
