@@ -1,7 +1,6 @@
 #include "planner/planner.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -523,17 +522,26 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   return plans;
 }
 
-// What each is expected to take; infinite for one that is not expected to gain enough.
-std::vector<double> times_us(const std::vector<Plan>& plans, const Machine& machine) {
+// What each is expected to take.
+std::vector<double> expected_us(const std::vector<Plan>& plans, const Machine& machine) {
   std::vector<double> us;
   us.reserve(plans.size());
-  for (const Plan& plan : plans) {
-    const double own_us = predict(plan, machine).total_us;
-    const NeededGain needed = needed_gain(plan, machine);
-    const bool gains = us.empty() || own_us + needed.us < needed.share * us.front();
-    us.push_back(gains ? own_us : std::numeric_limits<double>::infinity());
+  for (const Plan& plan : plans) us.push_back(predict(plan, machine).total_us);
+  return us;
+}
+
+// Infinite for one that is not expected to gain enough over the first.
+std::vector<double> gaining_us(const std::vector<Plan>& plans, const Machine& machine,
+                               std::vector<double> us) {
+  for (size_t i = 1; i < plans.size(); ++i) {
+    const NeededGain needed = needed_gain(plans[i], machine);
+    const bool gains = us[i] + needed.us < needed.share * us.front();
+    if (!gains) us[i] = std::numeric_limits<double>::infinity();
   }
   return us;
+}
+std::vector<double> times_us(const std::vector<Plan>& plans, const Machine& machine) {
+  return gaining_us(plans, machine, expected_us(plans, machine));
 }
 
 // The first of equals stays: every rank goes through the same list in the same order.
@@ -579,18 +587,13 @@ std::optional<std::array<Problem, 2>> neighbours(const Problem& problem, const M
 std::vector<Family> best_families(const Problem& problem, const Machine& machine) {
   constexpr size_t kMost = 2;
   const Candidates found = make_candidates(problem, machine, false, nullptr);
-  const std::vector<double> us = times_us(found.plans, machine);
+  const std::vector<double> expected = expected_us(found.plans, machine);
+  const std::vector<double> us = gaining_us(found.plans, machine, expected);
   // Behind those that gain enough, those that come close: at an M between they may.
-  std::vector<double> expected_us = us;
-  for (size_t i = 1; i < us.size(); ++i) {
-    if (std::isinf(us[i])) {
-      expected_us[i] = predict(found.plans[i], machine).total_us;
-    }
-  }
   std::vector<size_t> order(found.plans.size() - 1);
   std::iota(order.begin(), order.end(), 1);
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return std::pair(us[a], expected_us[a]) < std::pair(us[b], expected_us[b]);
+    return std::pair(us[a], expected[a]) < std::pair(us[b], expected[b]);
   });
   order.resize(std::min(order.size(), kMost));
   std::vector<Family> families;

@@ -43,6 +43,12 @@ double rate_of(const Plan& plan, const Machine& machine) {
   return rate;
 }
 
+// A GEMM takes whole clusters of tiles: as many rows.
+int64_t rows_of_clusters(const Plan& plan, int64_t rows) {
+  const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
+  return (rows + grain - 1) / grain * grain;
+}
+
 // An all-to-all of two ranks over NCCL, on one of them.
 struct Pair {
   Pair(const Plan& for_plan, const Machine& on, int32_t rank, const std::vector<int64_t>& send_rows,
@@ -128,8 +134,7 @@ double library_us(const Plan& plan, const Machine& machine, int64_t rows, int32_
 }
 
 double launch_us(const Plan& plan, const Machine& machine, int64_t rows, int32_t sms) {
-  const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
-  const int64_t tiles = (rows + grain - 1) / grain * plan.cluster_m * tiles_n(plan);
+  const int64_t tiles = rows_of_clusters(plan, rows) / plan.tile_m * tiles_n(plan);
   return machine.profile->gemm.round_factor * rounds_of(tiles, sms) * tile_us(plan, machine);
 }
 
@@ -186,8 +191,7 @@ bool stores_messages(const Plan& plan, const Machine& machine, int32_t rank,
   for (size_t to = 0; to < send_rows.size(); ++to) {
     if (send_rows[to] == 0) continue;
     rows += send_rows[to];
-    const int64_t grain = int64_t{plan.tile_m} * plan.cluster_m;
-    whole_rows += (send_rows[to] + grain - 1) / grain * grain;
+    whole_rows += rows_of_clusters(plan, send_rows[to]);
     const double bytes_us =
         static_cast<double>(send_rows[to] * problem.n) * element / (1e3 * machine.peer_gbps);
     const bool own = static_cast<int32_t>(to) == rank;
