@@ -6,10 +6,10 @@
 On one GPU nothing is communicated. Two kernels that differ in nothing else take turns: the bare one in the grouped order of
 Triton's matmul tutorial, and the one that takes the same order, cut into chunks, from a table and signals each tile.
 
-On several, the kernel's own sequence (the bare kernel, then NCCL's collective) takes turns with jobs: the kernel's grouped order, cut
-into chunks, and the same chunks in the order as it was, column by column, which completes them all at the end: what the order
-of tiles is worth. One job's chunks and ways are what the planner makes of the bare kernel's time. Times are those of the slowest
-rank.
+On several, the kernel's own sequence (the bare kernel, then NCCL's collective) takes turns with jobs. Communication needs SMs: a
+kernel of one tile a program leaves none until tiles end, a persistent one as many as it is told, a green context keeps some from
+any kernel. The grouped order is cut into chunks; the same chunks column by column complete all at the end: what the order of
+tiles is worth. One job's chunks and ways are what the planner makes of the bare kernel's time. Times are those of the slowest rank.
 
 Medians, and the ratio shape by shape; results are compared first, on integers, bit for bit.
 """
@@ -21,6 +21,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ import triton.language as tl
 import overlap_torch
 import overlap_torch.triton as ot
 from overlap_torch import _tile_orders
-from overlap_torch.plan import Op, Plan, Problem, row_panels
+from overlap_torch._resources import KernelResources
+from overlap_torch.plan import Op, Plan, Problem, row_panels, two_shot
 
 from .shapes import suite_group
 
@@ -48,23 +50,20 @@ GROUP = 8
 
 
 @triton.jit
-def _gemm(a, b, c, tile_order, tile_chunk, counters, M, N, K, SIGNALS: tl.constexpr, GROUP: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """c = a @ b.T, all row-major, of whole tiles."""
-    program = tl.program_id(0)
+def _tile_of(index, M, N, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The index-th tile of the grouped order of Triton's tutorial."""
     columns = tl.cdiv(N, BLOCK_N)
-    if SIGNALS:
-        tile = ot.tile(tile_order, program)
-        row, column = tile // columns, tile % columns
-    else:
-        in_group = GROUP * columns
-        first = program // in_group * GROUP
-        size = min(tl.cdiv(M, BLOCK_M) - first, GROUP)
-        row = first + program % in_group % size
-        column = program % in_group // size
-        tile = 0
-    rows = row * BLOCK_M + tl.arange(0, BLOCK_M)
-    of_columns = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = index // (GROUP * columns) * GROUP
+    size = min(tl.cdiv(M, BLOCK_M) - first, GROUP)
+    place = index % (GROUP * columns)
+    return (first + place % size) * columns + place // size
+
+
+@triton.jit
+def _compute(a, b, c, tile, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    columns = tl.cdiv(N, BLOCK_N)
+    rows = tile // columns * BLOCK_M + tl.arange(0, BLOCK_M)
+    of_columns = tile % columns * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     left = a + rows[:, None] * K + inner[None, :]
     right = b + of_columns[None, :] * K + inner[:, None]
@@ -74,8 +73,31 @@ def _gemm(a, b, c, tile_order, tile_chunk, counters, M, N, K, SIGNALS: tl.conste
         left += BLOCK_K
         right += BLOCK_K
     tl.store(c + rows.to(tl.int64)[:, None] * N + of_columns[None, :], sums.to(c.dtype.element_ty))
+
+
+@triton.jit
+def _gemm(a, b, c, tile_order, tile_chunk, counters, M, N, K, SIGNALS: tl.constexpr, GROUP: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """c = a @ b.T, all row-major, of whole tiles, one a program."""
+    tile = _tile_of(tl.program_id(0), M, N, GROUP, BLOCK_M, BLOCK_N)
+    if SIGNALS:
+        tile = ot.tile(tile_order, tl.program_id(0))
+    _compute(a, b, c, tile, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
     if SIGNALS:
         ot.signal(counters, tl.load(tile_chunk + tile))
+
+
+@triton.jit
+def _persistent_gemm(a, b, c, tile_order, tile_chunk, counters, tiles, M, N, K, SIGNALS: tl.constexpr, GROUP: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """The same by as many programs as there are."""
+    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = _tile_of(index, M, N, GROUP, BLOCK_M, BLOCK_N)
+        if SIGNALS:
+            tile = ot.tile(tile_order, index)
+        _compute(a, b, c, tile, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if SIGNALS:
+            ot.signal(counters, tl.load(tile_chunk + tile))
 
 
 def compare(m: int, n: int, k: int, tile: tuple[int, int], rounds: int) -> tuple[float, float]:
@@ -116,27 +138,65 @@ def compare(m: int, n: int, k: int, tile: tuple[int, int], rounds: int) -> tuple
 # --- several GPUs ---------------------------------------------------------------------------------------------
 
 COLLECTIVES = {"all_reduce": Op.GEMM_ALLREDUCE, "reduce_scatter": Op.GEMM_REDUCESCATTER}
-# Chunks, SMs that the kernel leaves free, NCCL's CTAs.
-SETTINGS = [(4, 0, 16), (8, 0, 16), (4, 16, 16), (8, 16, 16), (4, 0, 24)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a job runs: its chunks, the SMs that the kernel leaves to communication, and how; NCCL's CTAs."""
+
+    chunks: int
+    sms: int = 0
+    by: str = (
+        "tiles"  # one a program; "grid": persistent; "green": one a program, in a green context
+    )
+    ctas: int = 16
+
+    def __str__(self) -> str:
+        return f"{self.chunks}, {self.by} {self.sms}, {self.ctas}"
+
+
+SETTINGS = [
+    Setting(4),
+    Setting(2, 16, "grid"),
+    Setting(4, 16, "grid"),
+    Setting(8, 16, "grid"),
+    Setting(4, 8, "grid", 8),
+    Setting(4, 24, "grid", 24),
+    Setting(4, 16, "green"),
+    Setting(8, 16, "green"),
+    Setting(4, 16, "peer"),
+    Setting(8, 16, "peer"),
+]
+FREE_SMS = 16  # in the planner's job
+GREEN = KernelResources(16, "green_context")
 
 
 def _launch(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, tile: tuple[int, int], job=None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    tile: tuple[int, int],
+    job=None,
+    programs: int = 0,
 ) -> None:
+    """By so many persistent programs; 0: by one a tile."""
     (m, k), n = a.shape, b.shape[0]
     tiles = -(-m // tile[0]) * -(-n // tile[1])
     tables = (job.tile_order, job.tile_chunk, job.counters) if job else (None, None, None)
-    _gemm[(tiles,)](
-        a, b, c, *tables, m, n, k, SIGNALS=job is not None, GROUP=GROUP,
-        BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=64, num_warps=8, num_stages=3,
+    options = dict(
+        SIGNALS=job is not None, GROUP=GROUP, BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=64, num_warps=8, num_stages=3
     )  # fmt: skip
+    if programs:
+        _persistent_gemm[(programs,)](a, b, c, *tables, tiles, m, n, k, **options)
+    else:
+        _gemm[(tiles,)](a, b, c, *tables, m, n, k, **options)
 
 
 def _sequence(
-    collective: str, a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int]
+    collective: str, a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int], programs: int
 ) -> torch.Tensor:
     c = torch.empty(a.shape[0], b.shape[0], device=a.device, dtype=a.dtype)
-    _launch(a, b, c, tile)
+    _launch(a, b, c, tile, programs=programs)
     if collective == "all_reduce":
         dist.all_reduce(c)
         return c
@@ -146,18 +206,35 @@ def _sequence(
 
 
 def _job(
-    collective: str, a: torch.Tensor, b: torch.Tensor, tile: tuple[int, int], plan: Plan, order: str
+    collective: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tile: tuple[int, int],
+    plan: Plan,
+    by: str,
+    order: str = "cut",
 ) -> torch.Tensor:
     shape = (a.shape[0], b.shape[0])
+    resources = GREEN if by == "green" else None
     with overlap_torch.produce(
-        collective, shape, a.dtype, tile=tile, plan=plan, tile_order="grouped"
+        collective, shape, a.dtype, tile=tile, plan=plan, tile_order="grouped", resources=resources
     ) as job:
         if order == "uncut":
             job.tile_order = _uncut(
                 *(-(-size // side) for size, side in zip(shape, tile, strict=True)), a.device
             )
-        _launch(a, b, job.output, tile, job)
+        _launch(a, b, job.output, tile, job, job.programs if by in ("grid", "peer") else 0)
     return job.result()
+
+
+def _plan(one: Setting, problem: Problem, tile: tuple[int, int]) -> Plan:
+    if one.by == "peer":
+        return two_shot(
+            problem, one.chunks, tile=tile, kernel="library", transport="peer", comm_sms=one.sms, max_ctas=one.ctas
+        )  # fmt: skip
+    return row_panels(
+        problem, one.chunks, tile=tile, comm_sms=one.sms, max_ctas=one.ctas, transport="nccl"
+    )
 
 
 _orders: dict[tuple, torch.Tensor] = {}
@@ -198,10 +275,23 @@ def _take_turns(variants: list[Callable[[], object]], rounds: int, mode: str) ->
     return times.median(0).values.tolist()
 
 
+@dataclass
+class Gain:
+    """Microseconds of a call."""
+
+    kernel: float  # by itself
+    sequence: float  # the faster one of its kernel with one tile a program, and the persistent one
+    job: float  # the fastest one
+    setting: str  # its
+    tiles: float  # the job by one tile a program with no SM left free
+    uncut: float  # the fastest job without an order of tiles
+    planned: float  # the planner's
+
+
 def gain(
     collective: str, shape: tuple[int, int, int], tile: tuple[int, int], rounds: int, mode: str
-) -> tuple[float, ...]:
-    """Times of the sequence, the best job, the best one without a tile order, and the planner's job; the best one's place."""
+) -> Gain:
+    """Jobs by all settings and by the planner's plan, beside the kernel's own sequence."""
     m, n, k = shape
     world = dist.get_world_size()
     generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
@@ -210,67 +300,87 @@ def gain(
         for rows in (m, n)
     )
     problem = Problem(m, n, 1, torch.bfloat16, world, COLLECTIVES[collective])
-    plans = [
-        row_panels(problem, chunks, tile=tile, comm_sms=sms, max_ctas=ctas, transport="nccl")
-        for chunks, sms, ctas in SETTINGS
-    ]
+    all_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     bare = torch.empty(m, n, device=a.device, dtype=a.dtype)
-    plans.append(
-        overlap_torch.produce(
-            collective, (m, n), a.dtype, tile=tile, kernel_us=lambda: _launch(a, b, bare, tile)
-        ).plan
-    )
-    right = _sequence(collective, a, b, tile)
-    for plan in plans:
-        for order in ("cut", "uncut"):
-            if not torch.equal(_job(collective, a, b, tile, plan, order), right):
-                raise RuntimeError(
-                    f"{collective} {shape}: a job's result differs from the sequence's"
-                )
-    variants: list[Callable[[], object]] = [lambda: _sequence(collective, a, b, tile)]
-    for plan in plans:
-        variants.append(lambda plan=plan: _job(collective, a, b, tile, plan, "cut"))
-    for plan in plans:
-        variants.append(lambda plan=plan: _job(collective, a, b, tile, plan, "uncut"))
+    planned = overlap_torch.produce(
+        collective,
+        (m, n),
+        a.dtype,
+        tile=tile,
+        kernel_us=lambda: _launch(a, b, bare, tile, programs=all_sms),
+        resources=KernelResources(FREE_SMS),
+    ).plan
+    jobs = [(planned, "grid", "the planner's")]
+    for one in SETTINGS:
+        jobs.append((_plan(one, problem, tile), one.by, str(one)))
+    uncut = [(plan, by) for plan, by, _ in jobs if by == "grid"]
+    variants: list[Callable[[], torch.Tensor]] = [
+        lambda programs=programs: _sequence(collective, a, b, tile, programs)
+        for programs in (0, all_sms)
+    ]
+    variants += [
+        lambda plan=plan, by=by: _job(collective, a, b, tile, plan, by) for plan, by, _ in jobs
+    ]
+    variants += [
+        lambda plan=plan, by=by: _job(collective, a, b, tile, plan, by, "uncut")
+        for plan, by in uncut
+    ]
+    right = variants[0]()
+    for variant in variants[1:]:
+        if not torch.equal(variant(), right):
+            raise RuntimeError(f"{collective} {shape}: results differ from the sequence's")
+    variants.append(lambda: _launch(a, b, bare, tile))
     _take_turns(variants, 3, mode)
     times = _take_turns(variants, rounds, mode)
-    best = min(range(len(plans)), key=lambda index: times[1 + index])
-    return times[0], times[1 + best], min(times[1 + len(plans) :]), times[len(plans)], best
+    by_job = times[2 : 2 + len(jobs)]
+    best = min(range(len(jobs)), key=by_job.__getitem__)
+    tiles = min(time for time, (_, by, _) in zip(by_job, jobs, strict=True) if by == "tiles")
+    return Gain(
+        kernel=times[-1],
+        sequence=min(times[:2]),
+        job=by_job[best],
+        setting=jobs[best][2],
+        tiles=tiles,
+        uncut=min(times[2 + len(jobs) : -1]),
+        planned=by_job[0],
+    )
 
 
 def measure_gain(tile: tuple[int, int], rounds: int) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    for collective in COLLECTIVES:
-        for mode in ("call", "row"):
+    for mode in ("call", "row"):
+        for collective in COLLECTIVES:
             _print_gains(collective, tile, rounds, mode)
     dist.destroy_process_group()
 
 
 def _print_gains(collective: str, tile: tuple[int, int], rounds: int, mode: str) -> None:
     first = dist.get_rank() == 0
-    ratios = []
+    ratios, planned, bounds = [], [], []
     if first:
         gpu = torch.cuda.get_device_name()
         print(f"\n{collective}, {mode}, {dist.get_world_size()} x {gpu}; us")
         print(
-            "| M x N x K | sequence | job | gain | chunks, SMs, CTAs | planner's job | without order | order's worth |"
+            "| M x N x K | kernel alone | sequence | job | gain | chunks, SMs, CTAs | planner's job | one tile a program, no SM free | "
+            "without order | order's worth |"
         )
-        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+        print("| --- |" + " --- |" * 9)
     for shape in suite_group("m_train"):
-        sizes = (shape.m, shape.n, shape.k)
-        sequence, job, uncut, planned, best = gain(collective, sizes, tile, rounds, mode)
-        setting = SETTINGS[best] if best < len(SETTINGS) else "the planner's"
-        ratios.append(sequence / job)
+        one = gain(collective, (shape.m, shape.n, shape.k), tile, rounds, mode)
+        ratios.append(one.sequence / one.job)
+        planned.append(one.sequence / one.planned)
+        bounds.append(one.sequence / one.kernel)
         if first:
             print(
-                f"| {shape} | {sequence:.0f} | {job:.0f} | {ratios[-1]:.2f} | {setting} | {planned:.0f} | {uncut:.0f} | "
-                f"{uncut / job:.2f} |",
+                f"| {shape} | {one.kernel:.0f} | {one.sequence:.0f} | {one.job:.0f} | {ratios[-1]:.2f} | {one.setting} | {one.planned:.0f} | "
+                f"{one.tiles:.0f} | {one.uncut:.0f} | {one.uncut / one.job:.2f} |",
                 flush=True,
             )
     if first:
-        mean = math.prod(ratios) ** (1 / len(ratios))
-        print(f"geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
+        for name, each in (("best", ratios), ("planner's", planned), ("kernel alone", bounds)):
+            mean = math.prod(each) ** (1 / len(each))
+            print(f"{name}: geometric mean {mean:.3f}, lowest {min(each):.3f}")
 
 
 def main() -> None:

@@ -48,17 +48,33 @@ def _outside_graphs(function: _Function) -> _Function:
 class _Prepared:
     """A job as the op library has it, and its tables on the device: what all calls of one kind share."""
 
-    def __init__(self, job, plan: Plan, tile_order: str | _tile_orders.Order, device: torch.device):
-        self.job, self.plan = job, plan
+    def __init__(self, request: _Request, plan: Plan, job) -> None:
+        device = request.device
+        self.job, self.plan, self.what = job, plan, request.what
+        self.device, self.resources = device, request.resources
+        self.on_gpu = device.type == "cuda"
         self.chunks = job.tile_chunks()
         self.columns = job.tile_columns()
-        order = _tile_orders.by_chunks(tile_order, self.chunks, self.columns)
+        order = _tile_orders.by_chunks(request.tile_order, self.chunks, self.columns)
         self.tile_order = _tile_orders.table(order, device)
         self.tile_chunk = _tile_orders.table(self.chunks, device)
+        self.programs = _STAND_IN_SMS
+        if self.on_gpu:
+            self.programs = request.resources.programs(
+                torch.cuda.get_device_properties(device).multi_processor_count
+            )
 
 
-# By what is called; graphs may hold the tables' addresses, so that they are never dropped.
+# By what is called, whose arguments are looked at once; graphs may hold the tables' addresses, so that they are never dropped.
 _prepared: dict[tuple, _Prepared] = {}
+
+
+def _found(key: tuple) -> _Prepared | None:
+    try:
+        found = _prepared.get(key)
+    except TypeError:  # something that cannot be a key, and that is refused later
+        return None
+    return found if found is not None and found.job.current() else None
 
 
 class Job:
@@ -87,16 +103,8 @@ class Job:
     counters: torch.Tensor
     arrived: torch.Tensor
 
-    def __init__(
-        self,
-        prepared: _Prepared,
-        device: torch.device,
-        resources: KernelResources,
-        what: str,
-        rows: torch.Tensor | None = None,
-    ) -> None:
-        self._prepared, self._device, self._resources = prepared, device, resources
-        self._what, self._rows = what, rows
+    def __init__(self, prepared: _Prepared, rows: torch.Tensor | None = None) -> None:
+        self._prepared, self._rows = prepared, rows
         self._call = None
         self._result: torch.Tensor | None = None
         self._entered = self._failed = False
@@ -105,38 +113,35 @@ class Job:
         self.plan = prepared.plan
         self.tiles = len(prepared.chunks)
         self.columns = prepared.columns
-        self.programs = _STAND_IN_SMS
-        if self._on_gpu:
-            self.programs = resources.programs(
-                torch.cuda.get_device_properties(device).multi_processor_count
-            )
+        self.programs = prepared.programs
 
     @_outside_graphs
     def __enter__(self) -> Job:
+        prepared = self._prepared
         if self._entered:
             raise RuntimeError(
-                f"{self._what}: a job is entered once; make another one for the next call"
+                f"{prepared.what}: a job is entered once; make another one for the next call"
             )
         self._entered = True
-        prepared = self._prepared
         context = None
-        if self._resources.by == "green_context" and self._resources.comm_sms and self._on_gpu:
-            context = _resources.green_context(self.programs, self._device)
-        self._call = torch.classes.overlap.KernelCall(prepared.job, self._rows)
+        resources = prepared.resources
+        if resources.by == "green_context" and resources.comm_sms and prepared.on_gpu:
+            context = _resources.green_context(self.programs, prepared.device)
+        self._call, matrix, counters = prepared.job.begin(self._rows)
         self.tile_order, self.tile_chunk = prepared.tile_order, prepared.tile_chunk
         if self._rows is None:
-            self.output = self._call.matrix()
-            self.counters = self._call.counters()
+            self.output = matrix
+            self.counters = self._counters = counters
             if _debugs() and not self._capturing:
                 # Each tile has a counter of its own.
-                self._debug = torch.zeros(self.tiles, dtype=torch.int32, device=self._device)
+                device = prepared.device
+                self._debug = torch.zeros(self.tiles, dtype=torch.int32, device=device)
                 self.counters = self._debug
-                self.tile_chunk = torch.arange(self.tiles, dtype=torch.int32, device=self._device)
+                self.tile_chunk = torch.arange(self.tiles, dtype=torch.int32, device=device)
         else:
-            self.gathered = self._call.matrix()
-            self.arrived = self._call.counters()
+            self.gathered, self.arrived = matrix, counters
         if context is not None:
-            self._stream = torch.cuda.current_stream(self._device)
+            self._stream = torch.cuda.current_stream(prepared.device)
             context.set_context()
             self._context = context
         return self
@@ -155,7 +160,7 @@ class Job:
         call, self._call = self._call, None
         if kind is not None:
             self._failed = True
-            call.abandon(f"{self._what} by an exception, {kind.__name__}: {error}")
+            call.abandon(f"{self._prepared.what} by an exception, {kind.__name__}: {error}")
             return
         self._failed = True  # until it has been finished
         if self._debug is not None:
@@ -175,7 +180,7 @@ class Job:
         """
         if self._result is None:
             state = "was left by an exception" if self._failed else "has not ended"
-            raise RuntimeError(f"{self._what} has no result: its `with` {state}")
+            raise RuntimeError(f"{self._prepared.what} has no result: its `with` {state}")
         return self._result
 
     def smem_pad_bytes(self, shared_bytes: int) -> int:
@@ -189,20 +194,19 @@ class Job:
         """
         if self.plan.resources.smem_pad_bytes:
             return self.plan.resources.smem_pad_bytes
-        if not (self._on_gpu and self._resources.ctas_per_sm):
+        prepared = self._prepared
+        if not (prepared.on_gpu and prepared.resources.ctas_per_sm):
             return 0
-        properties = torch.cuda.get_device_properties(self._device)
+        properties = torch.cuda.get_device_properties(prepared.device)
         return _occupancy.smem_pad_bytes(
-            shared_bytes, self._resources.ctas_per_sm, properties.shared_memory_per_multiprocessor
+            shared_bytes,
+            prepared.resources.ctas_per_sm,
+            properties.shared_memory_per_multiprocessor,
         )
 
     @property
-    def _on_gpu(self) -> bool:
-        return self._device.type == "cuda"
-
-    @property
     def _capturing(self) -> bool:
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+        return self._prepared.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _check_tiles(self, call) -> None:
         """Under OVERLAP_DEBUG=1: each tile has been signalled once. The chunks' counters follow."""
@@ -214,10 +218,10 @@ class Job:
         if wrong:
             shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             text = f"the kernel signalled tile {shown}; each tile (row, column) is signalled once"
-            call.abandon(f"{self._what}: {text}")
-            raise RuntimeError(f"{self._what}: {text}")
+            call.abandon(f"{self._prepared.what}: {text}")
+            raise RuntimeError(f"{self._prepared.what}: {text}")
         counts = torch.tensor(self._prepared.job.chunk_tiles(), dtype=torch.int32)
-        call.counters()[: len(counts)].copy_(counts)
+        self._counters[: len(counts)].copy_(counts)
 
 
 @_outside_graphs
@@ -266,8 +270,8 @@ def produce(
         plan: in place of ``chunks``: a plan of this shape, with row panels, packed, direct, sequential or by a program, of the
             kernel ``library`` and this tile. A ring over peers needs this package's GEMMs.
         kernel_us: the kernel's time in microseconds, by itself and on all SMs, the same number on all ranks; or a function that
-            launches the kernel without a job, which is called a few times now, timed, and averaged over the ranks. The planner
-            weighs chunks and ways to communicate them with it, by what the job's steps are expected to take on the
+            launches the kernel without a job, which is called a few times now, timed, and averaged over the ranks; make that
+            function once, for another one is timed again. The planner weighs chunks and ways to communicate them with it, by what the job's steps are expected to take on the
             measured link; one chunk stays where several are not expected to gain clearly, as on CPU.
         send_rows, recv_rows: of an all-to-all: how many rows of the output go to each rank, in their order, and come from it.
         operands: tensors that the kernel reads, to be checked for gradients; see Raises.
@@ -288,6 +292,40 @@ def produce(
             ``with`` ends; on CUDA otherwise when the wait's deadline passes. A rank that left its ``with`` by an exception, which
             all other ranks are told: nothing is communicated. On CUDA the group is of no use afterwards.
     """
+    name = group_name(group)
+    resources = _resources_of(resources, plan)
+    key = (
+        collective, tuple(shape), dtype, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
+        None if send_rows is None else tuple(send_rows), None if recv_rows is None else tuple(recv_rows), resources,
+        device, _current_device(), name,
+    )  # fmt: skip
+    prepared = _found(key)
+    if prepared is None:
+        request = _produce_request(
+            collective, shape, dtype, tile, chunks, tile_order, plan, kernel_us, send_rows, recv_rows, resources, device, name
+        )  # fmt: skip
+        _check_gradients(request.what, operands)
+        prepared = _prepared[key] = request.prepare()
+    else:
+        _check_gradients(prepared.what, operands)
+    return Job(prepared)
+
+
+def _produce_request(
+    collective: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tile: tuple[int, int],
+    chunks: int | None,
+    tile_order: str | _tile_orders.Order,
+    plan: Plan | None,
+    kernel_us: float | Callable[[], object] | None,
+    send_rows: Sequence[int] | None,
+    recv_rows: Sequence[int] | None,
+    resources: KernelResources,
+    device: torch.device | str | None,
+    name: str,
+) -> _Request:
     if collective not in _OPS:
         raise ValueError(
             f"collective is {collective!r}, allowed are {', '.join(map(repr, _OPS))}"
@@ -300,8 +338,6 @@ def produce(
     op = _OPS[collective]
     what = f"overlap_torch.produce({collective!r}, {tuple(shape)})"
     rows, columns = _two(shape, "shape", 0)
-    _check_gradients(what, operands)
-    name = group_name(group)
     world = process_group(name).size()
     to_all = op == Op.GEMM_ALLTOALL
     send, receive = list(send_rows or ()), list(recv_rows or ())
@@ -315,7 +351,7 @@ def produce(
             f"{what}: send_rows must add up to the rows, {rows}, but add up to {sum(send)}"
         )
     problem = Problem(0 if to_all else rows, columns, 1, dtype, world, op)
-    request = _Request(
+    return _Request(
         what=what,
         problem=problem,
         tile=_two(tile, "tile", 1),
@@ -325,11 +361,10 @@ def produce(
         kernel_us=kernel_us,
         send_rows=tuple(send),
         recv_rows=tuple(receive),
-        resources=_resources_of(resources, plan),
+        resources=resources,
         device=_device(device, name),
         group=name,
     )
-    return Job(request.prepared(), request.device, request.resources, what)
 
 
 @_outside_graphs
@@ -387,6 +422,14 @@ def consume(
     what = f"overlap_torch.consume('all_gather', {tuple(input.shape)})"
     _check_gradients(what, [input])
     name = group_name(group)
+    resources = _resources_of(resources, plan)
+    key = (
+        collective, tuple(input.shape), input.dtype, columns, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
+        resources, input.device, name,
+    )  # fmt: skip
+    prepared = _found(key)
+    if prepared is not None:
+        return Job(prepared, input)
     world = process_group(name).size()
     problem = Problem(
         input.shape[0] * world, columns, input.shape[1], input.dtype, world, Op.ALLGATHER_GEMM
@@ -399,11 +442,12 @@ def consume(
         tile_order=tile_order,
         plan=plan,
         kernel_us=kernel_us,
-        resources=_resources_of(resources, plan),
+        resources=resources,
         device=_device(input.device, name),
         group=name,
     )
-    return Job(request.prepared(), request.device, request.resources, what, input)
+    prepared = _prepared[key] = request.prepare()
+    return Job(prepared, input)
 
 
 @dataclass(frozen=True)
@@ -423,19 +467,7 @@ class _Request:
     send_rows: tuple[int, ...] = ()
     recv_rows: tuple[int, ...] = ()
 
-    def prepared(self) -> _Prepared:
-        problem = self.problem
-        key = (
-            self.group, self.device, problem.op, problem.m, problem.n, problem.k, problem.dtype, self.tile, self.chunks,
-            self.tile_order, None if self.plan is None else tuple(encode(self.plan)), self.kernel_us, self.send_rows,
-            self.recv_rows, self.resources,
-        )  # fmt: skip
-        found = _prepared.get(key)
-        if found is None or not found.job.current():
-            found = _prepared[key] = self._prepare()
-        return found
-
-    def _prepare(self) -> _Prepared:
+    def prepare(self) -> _Prepared:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.what}: the first call with these arguments cannot be captured into a CUDA graph, because it makes "
@@ -468,7 +500,7 @@ class _Request:
             self.recv_rows,
             pieces,
         )
-        return _Prepared(job, plan, self.tile_order, self.device)
+        return _Prepared(self, plan, job)
 
     def _planned(self) -> Plan:
         from overlap_torch.plan import machine
@@ -486,6 +518,15 @@ class _Request:
             self.resources.comm_sms,
             self.device.type == "cpu" or alone,
         )
+
+
+def _code(plan: Plan | None) -> tuple[int, ...] | None:
+    return None if plan is None else tuple(encode(plan))
+
+
+def _current_device() -> int:
+    """The one that is meant where no device or no index is given, of a key."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:

@@ -4,6 +4,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "binding/operands.h"
 
@@ -171,7 +173,23 @@ plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Devic
 }
 #endif
 
+namespace {
+
+// In one step from Python, while the GPU waits: the call, the kernel's matrix and its counters.
+std::tuple<c10::intrusive_ptr<KernelCall>, at::Tensor, at::Tensor> begin(
+    const c10::intrusive_ptr<KernelJob>& job, const std::optional<at::Tensor>& input) {
+  auto call = c10::make_intrusive<KernelCall>(job, input);
+  at::Tensor matrix = call->matrix();
+  at::Tensor counters = call->counters();
+  return {std::move(call), std::move(matrix), std::move(counters)};
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(overlap, m) {
+  m.class_<KernelCall>("KernelCall")
+      .def("finish", &KernelCall::finish)
+      .def("abandon", &KernelCall::abandon);
   m.class_<KernelJob>("KernelJob")
       .def(torch::init<const std::vector<int64_t>&, at::Device, const std::string&, bool,
                        std::vector<int64_t>, std::vector<int64_t>, int64_t>())
@@ -179,13 +197,8 @@ TORCH_LIBRARY_FRAGMENT(overlap, m) {
       .def("tile_columns", &KernelJob::tile_columns)
       .def("chunk_tiles", &KernelJob::chunk_tiles)
       .def("describe", &KernelJob::describe)
-      .def("current", &KernelJob::current);
-  m.class_<KernelCall>("KernelCall")
-      .def(torch::init<c10::intrusive_ptr<KernelJob>, const std::optional<at::Tensor>&>())
-      .def("matrix", &KernelCall::matrix)
-      .def("counters", &KernelCall::counters)
-      .def("finish", &KernelCall::finish)
-      .def("abandon", &KernelCall::abandon);
+      .def("current", &KernelJob::current)
+      .def("begin", &begin);
 }
 
 }  // namespace overlap::binding

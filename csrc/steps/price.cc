@@ -68,6 +68,8 @@ struct Walk {
   bool awaits = false;      // one launch awaits an all-gather's chunks
   double all_bytes = 0.0;   // of NCCL's calls
   double counted_us = 0.0;  // the end of a GEMM that counts
+  double callers_end_us = 0.0;
+  double callers_tile_us = 0.0;  // of one tile of a round
   // A chunk on its way: the framework's GEMMs of its parts, which count as one, or the copies of its rows to peers.
   int64_t chunk_tiles = 0;
   double chunk_begin_us = 0.0;
@@ -282,7 +284,14 @@ struct Walk {
       if (kernel.counts) price.computed_us.push_back(us);
     }
     computed(all_us);
+    callers_end_us = us;
+    callers_tile_us = all > 0.0 ? all_us / std::ceil(all / sms) : 0.0;
     return us;
+  }
+  // Blocks that find no SM left beside the caller's kernel get those whose tiles end: all do at about the same time.
+  double when_tiles_end(double begin_us, int64_t blocks) const {
+    if (plan.resources.comm_sms >= blocks || begin_us >= callers_end_us) return begin_us;
+    return std::min(begin_us + callers_tile_us, callers_end_us);
   }
   // On the SMs that it does not leave. While NCCL's calls go on beside it, it takes longer, and their CTAs take SMs from it
   // where it has not left as many.
@@ -317,6 +326,7 @@ struct Walk {
     // CTAs that find no SM beside a persistent GEMM stay outside until its end.
     const bool fits = counted_us == 0.0 || plan.resources.comm_sms >= ctas * lanes_beside;
     if (!fits) begin_us = std::max(begin_us, counted_us + wait_us);
+    begin_us = when_tiles_end(begin_us, ctas * lanes_beside);
     const plan::Profile::Call model = call_model();
     LaneState& lane = lanes[static_cast<size_t>(side_lane(call.lane))];
     lane.calls = true;
