@@ -16,20 +16,48 @@ std::array<char, 40> host_id() {
   return id;
 }
 
+struct Answer {
+  int64_t error = cudaSuccess;
+  int64_t free_bytes = 0;  // of the device
+};
+
+Answer answer_of(cudaError_t error) {
+  Answer answer{.error = error};
+  size_t free = 0;
+  size_t all = 0;
+  if (error != cudaSuccess && cudaMemGetInfo(&free, &all) == cudaSuccess) {
+    answer.free_bytes = static_cast<int64_t>(free);
+  }
+  (void)cudaGetLastError();  // a failure here is an answer, not an error
+  return answer;
+}
+
 }  // namespace
 
 std::unique_ptr<PeerMemory> PeerMemory::make(const ByteAllGather& all_gather, int rank,
-                                             int world_size, int64_t bytes, cudaStream_t stream) {
+                                             int world_size, int64_t bytes, cudaStream_t stream,
+                                             std::string* why) {
   std::unique_ptr<PeerMemory> memory(new PeerMemory(rank, world_size, bytes));
-  const bool mapped = memory->map(all_gather, stream);
+  Answer answer = answer_of(memory->map(all_gather, stream));
   // A region that works between some ranks only is one that no rank may use.
-  const std::vector<uint8_t> answers = all_gather({mapped, mapped});
-  if (std::find(answers.begin(), answers.end(), 0) != answers.end()) memory.reset();
+  std::vector<uint8_t> own(sizeof(answer));
+  std::memcpy(own.data(), &answer, sizeof(answer));
+  const std::vector<uint8_t> answers = all_gather(own);
+  for (int of = 0; of < world_size; ++of) {
+    std::memcpy(&answer, answers.data() + static_cast<size_t>(of) * sizeof(answer), sizeof(answer));
+    if (answer.error == cudaSuccess) continue;
+    if (memory != nullptr && why != nullptr) {
+      *why = "on rank " + std::to_string(of) + ", whose device has " +
+             std::to_string(answer.free_bytes >> 20) + " MiB free, CUDA said \"" +
+             cudaGetErrorString(static_cast<cudaError_t>(answer.error)) + "\"";
+    }
+    memory.reset();
+  }
   return memory;
 }
 
 // Every rank takes part in the all-gather, whatever went wrong before.
-bool PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream) {
+cudaError_t PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream) {
   struct Offer {
     cudaIpcMemHandle_t handle;
     std::array<char, 40> host;
@@ -39,26 +67,30 @@ bool PeerMemory::map(const ByteAllGather& all_gather, cudaStream_t stream) {
   const std::array<char, 40> host = host_id();
   offer.host = host;
   void* own = nullptr;
-  bool works = cudaMalloc(&own, static_cast<size_t>(bytes_)) == cudaSuccess;
+  cudaError_t error = cudaMalloc(&own, static_cast<size_t>(bytes_));
+  const auto and_then = [&error](auto&& next) {
+    if (error == cudaSuccess) error = next();
+  };
   addresses_[static_cast<size_t>(rank_)] = static_cast<char*>(own);
-  works = works && cudaMemsetAsync(own, 0, static_cast<size_t>(bytes_), stream) == cudaSuccess &&
-          cudaStreamSynchronize(stream) == cudaSuccess &&
-          cudaIpcGetMemHandle(&offer.handle, own) == cudaSuccess;
-  offer.works = works;
+  and_then([&] { return cudaMemsetAsync(own, 0, static_cast<size_t>(bytes_), stream); });
+  and_then([&] { return cudaStreamSynchronize(stream); });
+  and_then([&] { return cudaIpcGetMemHandle(&offer.handle, own); });
+  offer.works = error == cudaSuccess;
   std::vector<uint8_t> value(sizeof(offer));
   std::memcpy(value.data(), &offer, sizeof(offer));
   const std::vector<uint8_t> offers = all_gather(value);
   for (size_t peer = 0; peer < addresses_.size(); ++peer) {
     if (static_cast<int>(peer) == rank_) continue;
     std::memcpy(&offer, offers.data() + peer * sizeof(offer), sizeof(offer));
+    if (offer.works == 0) return error;  // and says so itself
     void* address = nullptr;
-    works =
-        works && offer.works != 0 && offer.host == host &&
-        cudaIpcOpenMemHandle(&address, offer.handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
-    addresses_[peer] = works ? static_cast<char*>(address) : nullptr;
+    and_then([&] {
+      if (offer.host != host) return cudaErrorPeerAccessUnsupported;
+      return cudaIpcOpenMemHandle(&address, offer.handle, cudaIpcMemLazyEnablePeerAccess);
+    });
+    addresses_[peer] = error == cudaSuccess ? static_cast<char*>(address) : nullptr;
   }
-  (void)cudaGetLastError();  // a failure here is an answer, not an error
-  return works;
+  return error;
 }
 
 PeerMemory::~PeerMemory() {

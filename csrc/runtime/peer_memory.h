@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace overlap::runtime {
@@ -18,10 +19,11 @@ using ByteAllGather = std::function<std::vector<uint8_t>(const std::vector<uint8
 // fail without harm, so that trying is asking.
 class PeerMemory {
  public:
-  // Collective. Null on all ranks if any of them cannot map the memory of any other. The memory is
-  // zeroed on the stream, which is synchronised.
+  // Collective. Null on all ranks if any of them cannot map the memory of any other, and `why` says the
+  // same on all. The memory is zeroed on the stream, which is synchronised.
   static std::unique_ptr<PeerMemory> make(const ByteAllGather& all_gather, int rank, int world_size,
-                                          int64_t bytes, cudaStream_t stream);
+                                          int64_t bytes, cudaStream_t stream,
+                                          std::string* why = nullptr);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
@@ -35,7 +37,7 @@ class PeerMemory {
  private:
   PeerMemory(int rank, int world_size, int64_t bytes)
       : rank_(rank), bytes_(bytes), addresses_(static_cast<size_t>(world_size)) {}
-  bool map(const ByteAllGather& all_gather, cudaStream_t stream);
+  cudaError_t map(const ByteAllGather& all_gather, cudaStream_t stream);
 
   int rank_ = 0;
   int64_t bytes_ = 0;

@@ -93,12 +93,13 @@ void Peers::reserve(int64_t slot_bytes) {
   if (fits(slot_bytes)) return;
   int64_t rounded = kMinSlotBytes;
   while (rounded < slot_bytes) rounded *= 2;
-  auto larger = PeerMemory::make(all_gather_, rank_, world_size_, 2 * rounded, stream_);
+  std::string why;
+  auto larger = PeerMemory::make(all_gather_, rank_, world_size_, 2 * rounded, stream_, &why);
   if (larger == nullptr) {
-    throw Error(
-        "overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +
-        " bytes of each other's memory, as one of them has no more memory left. Free some, or "
-        "set plans with the transport nccl.");
+    throw Error("overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +
+                " bytes of each other's memory: " + why +
+                ". Free some (torch.cuda.empty_cache() gives back what PyTorch keeps), or set plans "
+                "with the transport nccl.");
   }
   // The old memory may be in use, and waiting for the device is not allowed here: it is kept. All
   // of it together is less than the new one.
