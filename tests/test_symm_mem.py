@@ -455,11 +455,12 @@ def check_async_tp(how: str) -> tuple[int, list[str]]:
     own = operands_of_rank()
     torch._dynamo.reset()
     backend = "inductor" if how == "inductor" else aot_autograd(fw_compiler=passed)
-    # A PyTorch without NCCL runs the pass on no graph at all.
+    # A PyTorch without NCCL runs the pass on no graph at all, and one from 2.15 on none without a GPU.
     with (
         overlap_torch.replace_symm_mem() as replacement,
         torch._inductor.config.patch(_micro_pipeline_tp=True, fx_graph_cache=False),
         mock.patch.object(dist, "is_nccl_available", lambda: True),
+        mock.patch.object(symmetric_memory, "is_symm_mem_enabled_for_group", lambda name: True),
     ):
         compiled = torch.compile(block, fullgraph=True, backend=backend)
         output = compiled(*own, group)
