@@ -32,7 +32,7 @@ import overlap_torch
 import overlap_torch.triton as ot
 from overlap_torch import _tile_orders
 from overlap_torch._resources import KernelResources
-from overlap_torch.plan import Op, Plan, Problem, row_panels, two_shot
+from overlap_torch.plan import Op, Plan, Problem, packed, row_panels, two_shot
 
 from .shapes import suite_group
 
@@ -164,7 +164,10 @@ SETTINGS = [
     Setting(4, 24, "grid", 24),
     Setting(4, 16, "green"),
     Setting(8, 16, "green"),
-    Setting(4, 16, "peer"),
+    Setting(4, 8, "window", 8),
+    Setting(8, 8, "window", 8),
+    Setting(8, 16, "window", 16),
+    Setting(4, 16, "exchange", 16),
     Setting(8, 16, "peer"),
 ]
 FREE_SMS = 16  # in the planner's job
@@ -223,7 +226,7 @@ def _job(
             job.tile_order = _uncut(
                 *(-(-size // side) for size, side in zip(shape, tile, strict=True)), a.device
             )
-        _launch(a, b, job.output, tile, job, job.programs if by in ("grid", "peer") else 0)
+        _launch(a, b, job.output, tile, job, 0 if by in ("tiles", "green") else job.programs)
     return job.result()
 
 
@@ -232,9 +235,14 @@ def _plan(one: Setting, problem: Problem, tile: tuple[int, int]) -> Plan:
         return two_shot(
             problem, one.chunks, tile=tile, kernel="library", transport="peer", comm_sms=one.sms, max_ctas=one.ctas
         )  # fmt: skip
-    return row_panels(
-        problem, one.chunks, tile=tile, comm_sms=one.sms, max_ctas=one.ctas, transport="nccl"
+    if one.by == "exchange":
+        return packed(
+            problem, one.chunks, tile=tile, comm_sms=one.sms, max_ctas=one.ctas, window=True, collective="exchange"
+        )  # fmt: skip
+    how = dict(
+        tile=tile, comm_sms=one.sms, max_ctas=one.ctas, transport="nccl", window=one.by == "window"
     )
+    return row_panels(problem, one.chunks, **how)
 
 
 _orders: dict[tuple, torch.Tensor] = {}
@@ -312,6 +320,8 @@ def gain(
     ).plan
     jobs = [(planned, "grid", "the planner's")]
     for one in SETTINGS:
+        if one.by == "exchange" and (collective != "all_reduce" or world != 2):
+            continue
         jobs.append((_plan(one, problem, tile), one.by, str(one)))
     uncut = [(plan, by) for plan, by, _ in jobs if by == "grid"]
     variants: list[Callable[[], torch.Tensor]] = [

@@ -95,6 +95,13 @@ KernelCall::KernelCall(c10::intrusive_ptr<KernelJob> job, const std::optional<at
   }
   runner_ = job_->device().is_cpu() ? cpu_runner(*this) : cuda_runner(*this);
   runner_->begin();
+  if (list_->tiles.stores == steps::Buffer::kWindow) {
+    const plan::Problem& problem = job_->plan().problem;
+    const auto options =
+        at::TensorOptions(job_->device()).dtype(from_plan_dtype(problem.dtype));
+    memory(steps::Buffer::kWindow) =
+        at::from_blob(runner_->window(), {problem.m, problem.n}, options);
+  }
 }
 
 void KernelCall::make_memory(const std::optional<at::Tensor>& input) {
@@ -122,7 +129,7 @@ void KernelCall::make_memory(const std::optional<at::Tensor>& input) {
     const int64_t product = to_all ? rows_of(job_->job().send_rows) : problem.m;
     const int64_t result =
         to_all ? rows_of(job_->job().receive_rows) : problem.m / plan::op_row_parts(problem);
-    if (list_->tiles.stores != Buffer::kOutput) {
+    if (list_->tiles.stores == Buffer::kProduct) {
       memory(Buffer::kProduct) = at::empty({product, problem.n}, options);
     }
     if (list_->tiles.result == Buffer::kOutput) {

@@ -78,6 +78,8 @@ class KernelCall : public torch::CustomClassHolder {
     virtual void begin() = 0;
     virtual void finish() = 0;
     virtual void abandon(const std::string& why) = 0;
+    // Memory that the group keeps, where the list stages chunks in it.
+    virtual void* window() { return nullptr; }
   };
 
   // Memory of the call, for runners.

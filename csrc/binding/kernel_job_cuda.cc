@@ -77,6 +77,8 @@ class CudaRunner : public KernelCall::Runner, public runtime::Operands {
     open_->finish();
   }
 
+  void* window() override { return open_->window(); }
+
   void abandon(const std::string& why) override {
     const c10::cuda::CUDAGuard guard(job_.device());
     if (plan_.problem.op == plan::Op::kAllGatherGemm) {

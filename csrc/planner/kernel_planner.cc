@@ -20,6 +20,7 @@ namespace {
 struct Way {
   int32_t ctas = 0;
   int32_t lanes = 1;
+  bool window = false;
 
   bool operator==(const Way&) const = default;
 };
@@ -59,15 +60,16 @@ class KernelCandidates {
     return problem_.op == Op::kAllGatherGemm ? all.all_gather : all.all_reduce;
   }
 
-  // The profile's plain ones, of slow links, fast ones, or between the two both, that fit what the kernel leaves.
+  // The profile's plain ones, of slow links, fast ones, or between the two both, that fit what the kernel leaves. An
+  // all-reduce's windows, in which the kernel stores, ask for fewer CTAs.
   std::vector<Way> ways() const {
     if (cpu_) return {{}};
     const Profile::Ways& all = machine_.profile->ways;
     const double share = steps::fast_link_share(machine_);
     std::vector<Way> found;
-    const auto take = [&](const Profile::Lists& lists) {
+    const auto take = [&](const Profile::Lists& lists, bool window = false) {
       for (const std::vector<int32_t>& pair : lists) {
-        const Way way = {pair[0], pair[1]};
+        const Way way = {pair[0], pair[1], window};
         const int32_t ctas = way.ctas * way.lanes;
         const bool fits =
             request_.comm_sms > 0 ? ctas <= request_.comm_sms : 2 * ctas <= machine_.sm_count;
@@ -76,6 +78,9 @@ class KernelCandidates {
     };
     if (share < 1.0) take(all.slow_link);
     if (share > 0.0) take(all.plain);
+    if (share > 0.0 && machine_.windows && problem_.op == Op::kGemmAllReduce) {
+      take(all.all_reduce_window, true);
+    }
     // Fewer than any way asks for.
     if (found.empty()) found.push_back({.ctas = std::max(1, request_.comm_sms)});
     return found;
@@ -85,7 +90,8 @@ class KernelCandidates {
     const std::vector<int32_t> heights = apportion(rows_, 1, weights);
     if (heights.empty()) return;
     const int32_t least = *std::min_element(heights.begin(), heights.end());
-    const Resources resources = {.comm_sms = request_.comm_sms, .lanes = way.lanes};
+    const Resources resources = {
+        .comm_sms = request_.comm_sms, .window = way.window, .lanes = way.lanes};
     plans_.push_back(make_row_panels(problem_, Kernel::kLibrary, heights,
                                      std::min(kBandRows, op_row_parts(problem_) * least), resources,
                                      way.ctas, transport_, shape_));

@@ -99,6 +99,7 @@ class Run {
     open_ = false;
   }
   bool open() const { return open_; }
+  void* window() const { return window_; }
 
  private:
   void check_device() const {
@@ -732,6 +733,10 @@ void OpenCall::begin() {
     state_->run_.reset();
     throw;
   }
+}
+
+void* OpenCall::window() const {
+  return state_->run_->window();
 }
 
 void OpenCall::finish() {

@@ -78,6 +78,9 @@ class OpenCall {
   void begin();
   void finish();
 
+  // The call's part of the window, where its list has one. Between begin() and finish().
+  void* window() const;
+
   // Instead of finish(): the caller's stream continues behind what was begun, and nothing else is enqueued.
   void abandon() noexcept;
 

@@ -131,10 +131,10 @@ class KernelSteps {
     kernel(false);
   }
 
-  // Whole rows, of each part.
+  // Whole rows, of each part. A reduce-scatter's are brought together first. The kernel stores an all-reduce's where they
+  // are added up: in the output, or in a window, from which the sums are copied.
   void reduce_rows() {
     const bool scatters = problem_.op == plan::Op::kGemmReduceScatter;
-    const bool in_place = !scatters && !plan_.resources.window;
     list_.made.chunks = list_.made.counters = chunks_;
     std::vector<Claim> claims;
     std::vector<plan::Extent> extents;
@@ -146,16 +146,14 @@ class KernelSteps {
       extents.push_back({parts_ * rows.begin * problem_.n, (rows.end - rows.begin) * problem_.n});
     }
     assign(claims, true);
-    Buffer staging = Buffer::kOutput;
-    if (!in_place) {
-      staging = staging_of(plan_, variant(), extents);
-      list_.made.tiles.stores = Buffer::kProduct;
-      list_.add_scratch(Buffer::kProduct, problem_.m * row_bytes_);
-      list_.add_scratch(staging, problem_.m * row_bytes_);
-    }
+    Buffer staging = staging_of(plan_, variant(), extents);
+    const bool window = staging == Buffer::kWindow;
+    if (!scatters && !window) staging = Buffer::kOutput;
+    list_.made.tiles.stores = scatters ? Buffer::kProduct : staging;
+    if (scatters) list_.add_scratch(Buffer::kProduct, problem_.m * row_bytes_);
+    if (staging != Buffer::kOutput) list_.add_scratch(staging, problem_.m * row_bytes_);
     list_.add_communicators(plan_);
-    const bool copies = staging == Buffer::kWindow;
-    list_.add(Lane::kCaller, Fork{lanes_, copies});
+    list_.add(Lane::kCaller, Fork{lanes_, window});
     kernel(true);
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
       const plan::Rows rows = rows_of(chunk);
@@ -165,14 +163,14 @@ class KernelSteps {
       };
       const int64_t bytes = extent.count * element_bytes_;
       wait(side(chunk), chunk);
-      for (int64_t part = 0; part < parts_ && !in_place; ++part) {
+      for (int64_t part = 0; part < parts_ && scatters; ++part) {
         const Where from = {Buffer::kProduct, (part * part_rows_ + rows.begin) * row_bytes_};
         list_.add(side(chunk), Copy{from, place(part), bytes});
       }
       const Where output = {Buffer::kOutput, rows.begin * row_bytes_};
-      const Where result = copies ? place(scatters ? rank_ : 0) : output;
+      const Where result = window ? place(scatters ? rank_ : 0) : output;
       communicate(chunk, place(0), result, extent.count);
-      if (copies) list_.add(Lane::kCopy, Copy{result, output, bytes}, {list_.last()});
+      if (window) list_.add(Lane::kCopy, Copy{result, output, bytes}, {list_.last()});
     }
     list_.add(Lane::kCaller, Join{});
   }
