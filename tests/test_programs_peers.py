@@ -416,7 +416,8 @@ def race_of_programs(ops: list[str], kernel: Kernel, calls: int) -> tuple[int, l
     runners = [
         runner(op, engines, 321 + 64 * i, kernel) for i, engines in enumerate(ENGINES) for op in ops
     ]
-    return race(runners, runner(ops[0], "sms", 4200, kernel, 4096, 4096), calls, len(ops))
+    rows = 16800 // dist.get_world_size() ** 2  # of each rank; what is right is computed in float64
+    return race(runners, runner(ops[0], "sms", rows, kernel, 4096, 4096), calls, len(ops))
 
 
 @pytest.mark.parametrize(
