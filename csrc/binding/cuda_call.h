@@ -57,6 +57,9 @@ std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t numb
                                                const at::Tensor& weight, const plan::Plan& plan,
                                                const at::Tensor& gathered);
 
+// Every rank's scales of its rows, in rank order.
+at::Tensor gathered_scales(const OpCall& call, const CudaCall& cuda);
+
 // Whether the plan's kernel takes these operands, which depends on this rank's strides alone.
 // Either way the same chunks are communicated.
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,

@@ -47,6 +47,11 @@ PlanEntry::PlanEntry(plan::Plan made, bool planned) : plan(std::move(made)), by_
   communication_hash = plan::communication_hash(plan);
 }
 
+const PlanEntry& PlanEntry::of_scales(const std::function<plan::Plan()>& make) const {
+  std::call_once(scales_made_, [&] { scales_ = std::make_unique<PlanEntry>(make(), true); });
+  return *scales_;
+}
+
 GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
     : group_(group),
       name_(group->getGroupName()),

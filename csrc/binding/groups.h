@@ -70,6 +70,13 @@ struct PlanEntry {
   bool by_planner = true;                     // not set by the user
   mutable std::atomic<bool> prepared{false};  // capture plans: their communicators exist
   std::shared_ptr<Tally> tally;               // of the calls by this plan
+
+  // Of an all-gather of fp8: how its scales travel, which `make` says once.
+  const PlanEntry& of_scales(const std::function<plan::Plan()>& make) const;
+
+ private:
+  mutable std::once_flag scales_made_;
+  mutable std::unique_ptr<const PlanEntry> scales_;
 };
 
 // Kept by weak pointer to the ProcessGroup: names come back after a new init_process_group.

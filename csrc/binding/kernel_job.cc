@@ -97,8 +97,7 @@ KernelCall::KernelCall(c10::intrusive_ptr<KernelJob> job, const std::optional<at
   runner_->begin();
   if (list_->tiles.stores == steps::Buffer::kWindow) {
     const plan::Problem& problem = job_->plan().problem;
-    const auto options =
-        at::TensorOptions(job_->device()).dtype(from_plan_dtype(problem.dtype));
+    const auto options = at::TensorOptions(job_->device()).dtype(from_plan_dtype(problem.dtype));
     memory(steps::Buffer::kWindow) =
         at::from_blob(runner_->window(), {problem.m, problem.n}, options);
   }

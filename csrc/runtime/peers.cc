@@ -96,10 +96,11 @@ void Peers::reserve(int64_t slot_bytes) {
   std::string why;
   auto larger = PeerMemory::make(all_gather_, rank_, world_size_, 2 * rounded, stream_, &why);
   if (larger == nullptr) {
-    throw Error("overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +
-                " bytes of each other's memory: " + why +
-                ". Free some (torch.cuda.empty_cache() gives back what PyTorch keeps), or set plans "
-                "with the transport nccl.");
+    throw Error(
+        "overlap_torch: the ranks cannot map " + std::to_string(2 * rounded) +
+        " bytes of each other's memory: " + why +
+        ". Free some (torch.cuda.empty_cache() gives back what PyTorch keeps), or set plans "
+        "with the transport nccl.");
   }
   // The old memory may be in use, and waiting for the device is not allowed here: it is kept. All
   // of it together is less than the new one.
