@@ -107,9 +107,9 @@ def lucky_once() -> Any:
     session = _tune.Session.measure
     measured: list[int] = []
 
-    def measure(self, one, plans, mode):
+    def measure(self, one, plans, mode, turns=None):
         measured.append(len(plans))
-        return session(self, one, plans, mode)
+        return session(self, one, plans, mode, turns)
 
     def time(call, mode, flush):
         call()
@@ -128,6 +128,34 @@ def lucky_once() -> Any:
 def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(ranks):
     said = ranks.run(lucky_once)
     assert [one[:2] for one in said] == [([2], "SEQUENTIAL")] * 2
+
+
+@pytest.mark.parametrize(
+    ("us", "planned", "taken"),
+    [
+        ([100.0, 90.0], "c", 1),  # all gain; the plan from before is not among those
+        ([100.0, 99.0], "c", 0),
+        ([100.0, 80.0, 70.0], "b", 2),  # sequence, the plan from before, and the fastest
+        ([100.0, 80.0, 79.0], "b", 1),  # which does not gain over that one
+        ([100.0, 99.0, 90.0], "b", 2),
+        ([100.0, 120.0, 110.0], "b", 0),
+    ],
+)
+def test_tune_looks_again_beside_the_sequence_and_the_plan_from_before(us, planned, taken):
+    class Session:
+        device, repeats = torch.device("cuda"), 10
+
+        def measure(self, wanted, plans, mode, turns):
+            assert (plans, mode) == (
+                ["a", "b", "d"][: len(us)] if len(us) == 3 else ["a", "d"],
+                "row",
+            )
+            assert turns == 40  # brief calls
+            return {"us": us}
+
+    verdict = {"chosen": 2, "us": [200.0, 190.0, 150.0]}
+    found = _tune.Session._look_again(Session(), "wanted", ["a", "b", "d"], verdict, planned, "row")
+    assert found == {0: 0, 1: 1 if len(us) == 3 else 2, 2: 2}[taken]
 
 
 def with_noise(seed: int) -> Any:
