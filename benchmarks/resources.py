@@ -1,6 +1,6 @@
 """What a GEMM leaves to communication, and what that costs it: python -m overlap_torch.benchmarks.resources
 
-    --out FOLDER     results as resources.json, and a picture, resources.png (needs matplotlib)
+    --out FOLDER     results as resources.json, and a picture, resources.svg (needs matplotlib)
     --quick          two shapes, fewer settings and rounds: a look, of some 20 s
     --from FILE      the table and the picture of a resources.json again; needs no GPU
     torchrun --nproc-per-node 2 -m overlap_torch.benchmarks.resources      the same beside NCCL's all-reduces
@@ -379,7 +379,8 @@ def draw(results: list[Result], path: Path) -> None:
     """One picture: for each GEMM hidden over CTAs, a line for each way; dashed at low priority."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "resources"}
     from matplotlib import pyplot
 
     found = means(results)
@@ -402,7 +403,8 @@ def draw(results: list[Result], path: Path) -> None:
         place.legend(fontsize=7)
     axes[0][0].set_ylabel("hidden share of the shorter one's time")
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
@@ -416,7 +418,7 @@ def tell(head: dict[str, Any], results: list[Result], folder: Path | None) -> No
     if folder is None:
         return
     try:
-        draw(results, folder / "resources.png")
+        draw(results, folder / "resources.svg")
     except ImportError:
         print("no picture: matplotlib is not installed")
 
@@ -462,7 +464,7 @@ def main() -> None:
         choices=Study().gemms,
         help="one of those that are measured; all, if none is named",
     )
-    parser.add_argument("--out", type=Path, help="folder for resources.json and resources.png")
+    parser.add_argument("--out", type=Path, help="folder for resources.json and resources.svg")
     parser.add_argument("--from", type=Path, dest="source", help="a resources.json to tell again")
     options = parser.parse_args()
     if options.source:
