@@ -83,7 +83,8 @@ class Job:
     A kernel is launched with the tensors, which are int32 and on the device but for the first two.
 
     Attributes:
-        output: ``produce``: [rows, N], where the kernel stores its product, row-major; not the result.
+        output: ``produce``: [rows, N], where the kernel stores its product, row-major; not the result, and the group's memory
+            behind the ``with``.
         gathered: ``consume``: [world * rows, K], all ranks' rows, of which the kernel may read a tile's when its chunk has
             arrived.
         tile_order: the tiles in the order in which to take them, each as row * columns + column of the grid of tiles.
