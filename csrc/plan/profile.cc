@@ -226,6 +226,7 @@ std::vector<Field> make_fields() {
   GAIN(peer);
   GAIN(exchange_window);
   GAIN(reduce_scatter_window);
+  GAIN(no_sms_left);
 
   WAYS(plain);
   WAYS(all_reduce_window);

@@ -216,6 +216,7 @@ struct Profile {
     Gain peer;     // no collective of a library's that may not fit beside
     Gain exchange_window;
     Gain reduce_scatter_window;
+    Gain no_sms_left;  // a kernel of the caller's on all SMs: communication waits for tiles to end
   } needed_gain;
 
   using Lists = std::vector<std::vector<int32_t>>;

@@ -142,7 +142,8 @@ Plan make_kernel_plan(const Problem& problem, const Machine& machine,
     return price_kernel(plan, machine, request.kernel_us).expected.total_us;
   };
   // The first one is the sequence, unless the caller has said how many chunks.
-  const Profile::Gain& needed = machine.profile->needed_gain.usual;
+  const Profile::NeededGain& gains = machine.profile->needed_gain;
+  const Profile::Gain& needed = request.comm_sms > 0 ? gains.usual : gains.no_sms_left;
   const double first_us = expected_us(plans[0]);
   size_t best = 0;
   double best_us = first_us;
