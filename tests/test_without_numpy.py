@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from overlap_torch._ops.group import broadcast_integers
 from test_examples import run
 
+ROOT = Path(__file__).resolve().parent.parent
 LAYERS = """
 import sys
 import torch
@@ -49,6 +53,12 @@ def test_layers_do_without_numpy(without_numpy, tmp_path):
     assert first["numpy"] is False
     assert first == second, "the ranks drew the same layer, whatever their seeds"
     assert len(first["weight"]) == 4 and len(first["weight"][0]) == 6
+
+
+def test_builds_do_not_speak_of_numpy(without_numpy):
+    code = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import toolchain; toolchain.import_torch()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "NumPy" not in said.stderr, said.stderr
 
 
 def test_demo_does_without_numpy(without_numpy, tmp_path):

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,10 @@ def torch_pin(torch: ModuleType) -> str:
 def import_torch() -> ModuleType:
     """The torch that is installed, if it is new enough."""
     try:
-        import torch
+        with warnings.catch_warnings():
+            # Nothing here needs NumPy, which a fresh environment lacks: torch's word about it would open every build.
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            import torch
     except ImportError as error:
         raise BuildError(
             f"torch cannot be imported by {sys.executable} ({error}). overlap_torch is built against "
