@@ -15,7 +15,7 @@ and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into mod
 import importlib
 from types import ModuleType
 
-from overlap_torch import plan
+from overlap_torch import _built, plan  # noqa: F401  (_built comes first: it says what is missing)
 from overlap_torch._include import include_path
 from overlap_torch._kernels import Job, consume, produce
 from overlap_torch._ops import (

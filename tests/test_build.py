@@ -257,6 +257,31 @@ def test_doctor_names_values_and_variables_that_mean_nothing(monkeypatch):
     assert "OVERLAP_PEER is set, but means nothing" in report
 
 
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        ([], "there is no _C.so"),
+        (
+            ["_C.so", "_plan.cpython-27-other.so"],
+            f"there is no _plan for Python 3.{sys.version_info.minor}",
+        ),
+    ],
+)
+def test_checkout_that_is_not_built_says_what_to_do(tmp_path, there, why):
+    """As where `pip install .` was run, and Python is started in the checkout."""
+    unbuilt = tmp_path / "overlap_torch"
+    unbuilt.mkdir()
+    for source in (ROOT / "overlap_torch").glob("*.py"):
+        shutil.copy(source, unbuilt)
+    for name in there:
+        (unbuilt / name).touch()
+    command = [sys.executable, "-m", "overlap_torch", "doctor"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode != 0
+    assert f"not built in {unbuilt}: {why}" in ran.stderr, ran.stderr
+    assert "another folder" in ran.stderr and "make build" in ran.stderr
+
+
 def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
     paths = paths_of(
         cuda="13.0",

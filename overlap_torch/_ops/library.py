@@ -10,11 +10,6 @@ _LIBRARY = Path(__file__).parents[1] / "_C.so"
 
 
 def _load_library() -> None:
-    if not _LIBRARY.exists():
-        raise ImportError(
-            f"overlap_torch is not built: {_LIBRARY} does not exist. Build it with "
-            "`pip install .` in the project's folder, or with `make build` in a checkout."
-        )
     try:
         torch.ops.load_library(_LIBRARY)
     except OSError as error:
