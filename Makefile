@@ -125,7 +125,7 @@ $(VENV)/.torch: | $(PY)
 	@index=; \
 	if [ -z "$(GPU)$(NVCC)" ] && $(PY) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
 	    $(CPU_INDEX)/torch/ 2>/dev/null; then index="--index-url $(CPU_INDEX)"; fi; \
-	echo "Installing $(TORCH) $$index into $(VENV) ..."; \
+	echo "Installing $(TORCH) into $(VENV) ($${index:-some gigabytes, with its CUDA}); this takes minutes ..."; \
 	$(PIP) $$index "$(TORCH)"
 	$(PIP) "setuptools>=77,<82" wheel ninja pybind11
 	@touch $@
