@@ -123,7 +123,7 @@ $(PY):
 # answers; everywhere else torch comes from PyPI with the CUDA that it was built for.
 $(VENV)/.torch: | $(PY)
 	@index=; \
-	if [ -z "$(GPU)$(NVCC)" ] && $(PY) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
+	if [ -z "$(GPU)$(if $(filter 0,$(OVERLAP_CUDA)),,$(NVCC))" ] && $(PY) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
 	    $(CPU_INDEX)/torch/ 2>/dev/null; then index="--index-url $(CPU_INDEX)"; fi; \
 	echo "Installing $(TORCH) into $(VENV) ($${index:-some gigabytes, with its CUDA}); this takes minutes ..."; \
 	$(PIP) $$index "$(TORCH)"

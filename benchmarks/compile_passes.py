@@ -7,6 +7,7 @@ nothing is timed. It prints a Markdown table. Models of Hugging Face are among t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import logging
@@ -252,6 +253,7 @@ def _fused(found: Counter[str], left: Counter[str]) -> str:
 
 def main() -> None:
     """Prints the table."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     warnings.filterwarnings("ignore", "erase_node")  # _micro_pipeline_tp erases some nodes twice
     logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
     print("\n".join(table()))
