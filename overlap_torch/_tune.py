@@ -60,10 +60,9 @@ _FUNCTIONS: dict[Op, Callable[..., Any]] = {
 }
 # A plan is taken in the sequence's place if it needs less than this share of its time: what the same plan's medians
 # differ by from one time to the next, and on CPU more.
-_SHARE = {"cuda": 0.98, "cpu": 0.95}
-# The second look's turns, times the first one's; and those of calls that take less than so many microseconds, which are
-# the host's for a good part.
-_LONGER, _LONGER_IF_BRIEF, _BRIEF_US = 2, 4, 250.0
+_SHARE = {"cuda": 0.98, "cpu": 0.9}
+# The second look lasts so long, as what disturbs brief calls comes and goes; in turns, so many times the first one's.
+_LOOK_US, _LEAST_LONGER, _MOST_LONGER = 2e5, 2, 40
 
 
 @dataclass(frozen=True)
@@ -340,8 +339,9 @@ class Session:
         if planned in plans:
             places.append(plans.index(planned))
         places = list(dict.fromkeys([*places, verdict["chosen"]]))
-        longer = _LONGER_IF_BRIEF if min(verdict["us"]) < _BRIEF_US else _LONGER
-        us = self.measure(problem, [plans[i] for i in places], mode, longer * self.repeats)["us"]
+        turns = int(_LOOK_US / sum(verdict["us"][i] for i in places))
+        turns = min(max(turns, _LEAST_LONGER * self.repeats), _MOST_LONGER * self.repeats)
+        us = self.measure(problem, [plans[i] for i in places], mode, turns)["us"]
         taken = 0
         for place in range(1, len(places)):
             if us[place] < _SHARE[self.device.type] * us[taken]:
