@@ -146,9 +146,9 @@ class Setting:
 
     chunks: int
     sms: int = 0
-    by: str = (
-        "tiles"  # one a program; "grid": persistent; "green": one a program, in a green context
-    )
+    # "tiles": one a program; "green": the same in a green context; "grid": persistent; and persistent "window": in an NCCL
+    # window; "exchange": tiles that two ranks send each other and add; "peer": by a program over peers.
+    by: str = "tiles"
     ctas: int = 16
 
     def __str__(self) -> str:
@@ -324,7 +324,7 @@ def gain(
             continue
         jobs.append((_plan(one, problem, tile), one.by, str(one)))
     uncut = [(plan, by) for plan, by, _ in jobs if by == "grid"]
-    variants: list[Callable[[], torch.Tensor]] = [
+    variants: list[Callable[[], object]] = [
         lambda programs=programs: _sequence(collective, a, b, tile, programs)
         for programs in (0, all_sms)
     ]

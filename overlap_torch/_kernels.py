@@ -272,8 +272,9 @@ def produce(
             kernel ``library`` and this tile. A ring over peers needs this package's GEMMs.
         kernel_us: the kernel's time in microseconds, by itself and on all SMs, the same number on all ranks; or a function that
             launches the kernel without a job, which is called a few times now, timed, and averaged over the ranks; make that
-            function once, for another one is timed again. The planner weighs chunks and ways to communicate them with it, by what the job's steps are expected to take on the
-            measured link; one chunk stays where several are not expected to gain clearly, as on CPU.
+            function once, for another one is timed again. The planner weighs chunks and ways to communicate them with it,
+            by what the job's steps are expected to take on the measured link; one chunk stays where several are not
+            expected to gain clearly, as on CPU.
         send_rows, recv_rows: of an all-to-all: how many rows of the output go to each rank, in their order, and come from it.
         operands: tensors that the kernel reads, to be checked for gradients; see Raises.
         resources: what the kernel leaves to communication; None: as the innermost :func:`overlap_torch.resources` says.

@@ -334,16 +334,15 @@ class Session:
         mode: str,
     ) -> int:
         """Which plan is taken in the end. The fastest of several was lucky, too: beside the sequence and the plan that there
-        was before, and longer, it has to gain once more over both."""
-        places = [0]
-        if planned in plans:
-            places.append(plans.index(planned))
-        places = list(dict.fromkeys([*places, verdict["chosen"]]))
+        was before, and longer, it has to gain once more over both. None is taken whose results were wrong, then or now."""
+        places = [i for i in verdict["right"] if i in (0, verdict["chosen"]) or plans[i] == planned]
+        # The fastest comes last: it has to gain over the one from before, too.
+        places.sort(key=lambda i: i == verdict["chosen"])
         turns = int(_LOOK_US / sum(verdict["us"][i] for i in places))
         turns = min(max(turns, _LEAST_LONGER * self.repeats), _MOST_LONGER * self.repeats)
-        us = self.measure(problem, [plans[i] for i in places], mode, turns)["us"]
-        taken = 0
-        for place in range(1, len(places)):
+        again = self.measure(problem, [plans[i] for i in places], mode, turns)
+        us, taken = again["us"], 0
+        for place in again["right"]:
             if us[place] < _SHARE[self.device.type] * us[taken]:
                 taken = place
         return places[taken]

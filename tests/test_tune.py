@@ -151,11 +151,27 @@ def test_tune_looks_again_beside_the_sequence_and_the_plan_from_before(us, plann
                 "row",
             )
             assert turns == (370 if len(us) == 3 else 400)  # 0.2 s, and 40 times as many at most
-            return {"us": us}
+            return {"us": us, "right": range(len(us))}
 
-    verdict = {"chosen": 2, "us": [200.0, 190.0, 150.0]}
+    verdict = {"chosen": 2, "us": [200.0, 190.0, 150.0], "right": [0, 1, 2]}
     found = _tune.Session._look_again(Session(), "wanted", ["a", "b", "d"], verdict, planned, "row")
     assert found == {0: 0, 1: 1 if len(us) == 3 else 2, 2: 2}[taken]
+
+
+def test_tune_takes_no_plan_in_the_end_that_was_wrong_once():
+    class Session:
+        device, repeats = torch.device("cuda"), 10
+        right = (0, 1)
+
+        def measure(self, wanted, plans, mode, turns):
+            assert plans == ["a", "d"]  # the plan from before, "b", was wrong the first time
+            return {"us": [100.0, 50.0], "right": self.right}
+
+    session, plans = Session(), ["a", "b", "d"]
+    verdict = {"chosen": 2, "us": [200.0, 190.0, 150.0], "right": [0, 2]}
+    assert _tune.Session._look_again(session, "wanted", plans, verdict, "b", "call") == 2
+    session.right = (0,)
+    assert _tune.Session._look_again(session, "wanted", plans, verdict, "b", "call") == 0
 
 
 def with_noise(seed: int) -> Any:

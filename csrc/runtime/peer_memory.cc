@@ -1,6 +1,5 @@
 #include "runtime/peer_memory.h"
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <fstream>
