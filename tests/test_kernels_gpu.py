@@ -128,11 +128,9 @@ def swiglu(x, gate, up, job, programs: int) -> torch.Tensor:
     return out
 
 
-def check_gathering_plans() -> tuple[int, list[str]]:
-    failures = []
-    m, n, k = 512, 256, 128
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problem = Problem(m * world, n, k, torch.bfloat16, world, Op.ALLGATHER_GEMM)
+def gathering(m: int, n: int, k: int) -> dict[str, plan.Plan]:
+    """Plans of every kind that feed a kernel of a user's; m: the gathered rows."""
+    problem = Problem(m, n, k, torch.bfloat16, dist.get_world_size(), Op.ALLGATHER_GEMM)
     arguments = {"tile": TILE, "comm_sms": 16}
     plans = {
         "panels": plan.row_panels(problem, 4, transport="nccl", lanes=2, max_ctas=8, **arguments),
@@ -145,6 +143,14 @@ def check_gathering_plans() -> tuple[int, list[str]]:
     if peers_work():
         plans["peers"] = plan.row_panels(problem, 3, transport="peer", **arguments)
         plans["peers, behind"] = plan.row_panels(problem, 3, transport="peer", tile=TILE)
+    return plans
+
+
+def check_gathering_plans() -> tuple[int, list[str]]:
+    failures = []
+    m, n, k = 512, 256, 128
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plans = gathering(m * world, n, k)
     for seed, (label, chosen) in enumerate(plans.items()):
         for turn in range(3):
             rows = [
@@ -423,6 +429,19 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
     wrong = torch.zeros(rounds, dtype=torch.int64, device=kernels.device())
     junk = torch.full((1 << 22,), float("nan"), device=kernels.device())
     del junk
+    plans = [
+        [
+            dict(chunks=6),  # by the planner
+            *(
+                dict(plan=chosen)
+                for label, chosen in reductions(m, n, op, dtype).items()
+                if label in ("window", "packed in a window", "exchange", "direct")
+            ),
+        ]
+        for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER)
+    ]
+    gathers = [dict(chunks=3), *(dict(plan=chosen) for chosen in gathering(m, n, k).values())]
+    assert len(plans[0]) > 2 and any("plan" in given for given in plans[1])
     for turn in range(rounds):
         seed = turn % distinct
         a, b = operands[seed]
@@ -432,7 +451,8 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
         kind = turn % 3
         if kind < 2:
             collective = ("all_reduce", "reduce_scatter")[kind]
-            with overlap_torch.produce(collective, (m, n), dtype, tile=TILE, chunks=6) as job:
+            given = plans[kind][turn // 3 % len(plans[kind])]
+            with overlap_torch.produce(collective, (m, n), dtype, tile=TILE, **given) as job:
                 job.output.fill_(float("nan"))
                 example.matmul[(job.tiles,)](
                     a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
@@ -442,9 +462,11 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
         else:
             x = rows[seed][rank * part :][:part]
             gate = torch.eye(k, n, device=x.device, dtype=dtype)
-            with overlap_torch.resources(16), overlap_torch.consume(
-                "all_gather", x, columns=n, tile=TILE, chunks=3
-            ) as job:  # fmt: skip
+            given = gathers[turn // 3 % len(gathers)]
+            with (
+                overlap_torch.resources(16),
+                overlap_torch.consume("all_gather", x, columns=n, tile=TILE, **given) as job,
+            ):
                 out = swiglu(x, gate, gate, job, job.programs)
             wrong[turn] = (job.result() != rows[seed]).sum() + (out[:, :k].isnan().any(1).sum())
             wanted = torch.nn.functional.silu(rows[seed].float()) * rows[seed].float()
