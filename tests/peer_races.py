@@ -52,6 +52,14 @@ def _prepare(runner: Runner, seeds: int, group: dist.ProcessGroup) -> _Prepared:
     )
 
 
+def come_late(chance: random.Random) -> None:
+    """Now and then this rank is late by many calls, on the host or on the device: the others go on as far as they may."""
+    if chance.random() < 0.03:
+        time.sleep(chance.uniform(0, 0.03))
+    if chance.random() < 0.03:
+        torch.cuda._sleep(chance.randrange(40_000_000))
+
+
 def wrong_elements(outputs: list[torch.Tensor], rights: list[torch.Tensor]) -> torch.Tensor:
     """How many there are; on the device."""
     pairs = zip(outputs, rights, strict=True)
@@ -110,8 +118,7 @@ def race(runners: list[Runner], larger: Runner, calls: int, seed: int) -> tuple[
                 look_again()
         if grows:
             held.append(list(torch.ops.overlap.memory(name)))
-        if chance.random() < 0.02:
-            time.sleep(chance.uniform(0, 0.01))
+        come_late(chance)
     torch.cuda.synchronize()
     while kept:
         look_again()

@@ -14,6 +14,7 @@ import overlap_torch
 import rank_pool
 from overlap_torch import plan
 from overlap_torch.plan import Kernel, Op, Problem
+from peer_races import come_late
 from plans import peers_work
 from test_kernels import (
     TILE,
@@ -448,6 +449,7 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
         torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 50, 400)))
         if chance.random() < 0.2:
             torch.cuda._sleep(chance.randrange(200_000))
+        come_late(chance)
         kind = turn % 3
         if kind < 2:
             collective = ("all_reduce", "reduce_scatter")[kind]

@@ -17,7 +17,7 @@ from operands import rank_device, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
-from peer_races import Runner, wrong_elements
+from peer_races import Runner, come_late, wrong_elements
 from peers import (
     ALL_TO_ALL,
     DIRECT,
@@ -151,6 +151,7 @@ def stagger(chance: random.Random) -> None:
         time.sleep(chance.uniform(0, 0.005))
     if chance.random() < 0.4:
         torch.cuda._sleep(chance.randrange(600_000))
+    come_late(chance)
 
 
 @fixed_counts()

@@ -18,6 +18,7 @@ from operands import Case, poison, rank_device, world_name
 from ops import OPS, Arguments, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel
+from peer_races import come_late
 from plans import GPU_KERNELS, chunked_plan
 
 # (label, layout, chunks, resources)
@@ -94,8 +95,7 @@ def race_on_gpu(
                 for output, right in zip(outputs, expected[turn % DISTINCT], strict=True):
                     wrong[turn] += (output != right).sum()
                 del outputs, output
-            if chance.random() < 0.02:
-                time.sleep(chance.uniform(0, 0.01))
+            come_late(chance)
     torch.cuda.synchronize()
     torch.ops.overlap.delay_side_stream(0)
     overlap_torch.check()

@@ -234,6 +234,8 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     for (int32_t distance = 1; distance < meeting.ranks; ++distance) {
       const int32_t peer = (meeting.rank + meeting.ranks - distance) % meeting.ranks;
       const CopyRun& message = params.messages.received[peer];
+      // An empty one is waited for, too: that the peer has come to this call lets the next one use its slot.
+      if (message.bytes == 0 && blockIdx.x == 0) wait_for_block(meeting, peer, number);
       copy_runs(&message, 1, blockIdx.x, gridDim.x, copier, [&](int32_t) {
         wait_for_block(meeting, peer, number);
         fence_bulk_copies();  // which see what the flag acquired, too
