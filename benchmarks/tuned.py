@@ -1,7 +1,11 @@
 """``python -m benchmarks.tuned``: tuned plans beside the planner's own and the sequence, over random problems.
 
-Each problem is tuned (``overlap_torch.tune``, without a cache), then the three are measured again, in turns. A plan's time
-is the lowest of several medians of the slowest rank's times. Where two of the three are the same plan they are one.
+The problems are tuned (``overlap_torch.tune``, without a cache), then the three are measured again, in turns. A plan's time
+is the lowest of several medians of the slowest rank's times; a median of each problem is measured before the next one of
+any, as times move between levels that last for seconds. Where two of the three are the same plan they are one.
+
+With ``--best N`` the model's first N candidates are measured, too, and the fastest of these then beside the three: how
+much the tuner has missed.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from overlap_torch._launch import Ranks, current_device, launch
 from overlap_torch.plan import Plan, Problem, machine, make_sequential, plan_for, set_plan
 
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+NEAR = 1.03  # of the best one's time
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Job:
     medians: int
     turns: int
     seed: int
+    best: int
     json: str | None
 
 
@@ -61,8 +67,24 @@ def random_problems(count: int, world: int, on_gpu: bool, seed: int) -> list[Pro
     return found
 
 
-def lowest_medians(problem: Problem, plans: Sequence[Plan], job: Job) -> list[float]:
-    """Microseconds of each plan, the same on all ranks."""
+@dataclass
+class Entry:
+    """A problem and its plans, the sequence first."""
+
+    problem: Problem
+    planned: Plan
+    tuned: Plan
+    plans: list[Plan]
+    medians: list[list[float]]  # by pass, microseconds of each plan
+    best: Plan | None = None  # the fastest of many
+
+    def us(self, plan: Plan) -> float:
+        index = self.plans.index(plan)
+        return min(one[index] for one in self.medians) if self.medians else 1.0
+
+
+def medians(problem: Problem, plans: Sequence[Plan], turns: int, first: int = 0) -> list[float]:
+    """Microseconds of each plan, the same on all ranks: of so many turns, which begin with the `first`-th."""
     device = current_device()
     function = getattr(overlap_torch, _tune.enum_name(problem.op))
     input, weight = _tune.operands(problem, device, dist.get_rank())
@@ -71,7 +93,7 @@ def lowest_medians(problem: Problem, plans: Sequence[Plan], job: Job) -> list[fl
         flush = torch.empty(_tune.FLUSH_BYTES, dtype=torch.uint8, device=device)
     own: list[list[float]] = [[] for _ in plans]
     with torch.inference_mode():
-        for turn in range(job.medians * job.turns):
+        for turn in range(first, first + turns):
             for index in range(len(plans)):
                 index = (index + turn) % len(plans)
                 set_plan(plans[index], device=device)
@@ -79,66 +101,82 @@ def lowest_medians(problem: Problem, plans: Sequence[Plan], job: Job) -> list[fl
                 own[index].append(_tune._time_us(lambda: function(input, weight), "call", flush))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    slowest = [
-        [max(times) for times in zip(*(rank[i] for rank in everyone), strict=True)]
+    return [
+        statistics.median(max(us) for us in zip(*(rank[i] for rank in everyone), strict=True))
         for i in range(len(plans))
     ]
-    step = job.turns
-    return [
-        min(statistics.median(us[at : at + step]) for at in range(0, len(us), step))
-        for us in slowest
-    ]
+
+
+def fastest(problem: Problem, job: Job) -> Plan:
+    """Of the sequence and the model's first candidates; the same on all ranks."""
+    plans = _tune.ranked(problem, machine(current_device()), job.best)
+    us = medians(problem, plans, 2 * job.turns)
+    return plans[us.index(min(us))]
+
+
+def prepare(problems: Sequence[Problem], job: Job) -> list[Entry]:
+    """Tunes them all."""
+    device = current_device()
+    planned = [plan_for(p.m, p.n, p.k, p.dtype, device=device, op=p.op) for p in problems]
+    tuned = overlap_torch.tune(
+        problems, device=device, most=job.most, repeats=job.repeats, cache=False, progress=True
+    )
+    entries = []
+    for problem, by_model, one in zip(problems, planned, tuned, strict=True):
+        entry = Entry(problem, by_model, one.plan, [make_sequential(problem, machine(device))], [])
+        entry.best = fastest(problem, job) if job.best else None
+        for plan in (by_model, one.plan, entry.best):
+            if plan is not None and plan not in entry.plans:
+                entry.plans.append(plan)
+        entries.append(entry)
+    return entries
 
 
 def run_rank(job: Job) -> None:
     """What each rank does."""
-    device, world = current_device(), dist.get_world_size()
-    rows: list[dict[str, Any]] = []
     begin = time.monotonic()
-    problems = random_problems(job.problems, world, device.type == "cuda", job.seed)
-    for number, problem in enumerate(problems):
-        sizes = (problem.m, problem.n, problem.k, problem.dtype)
-        planned = plan_for(*sizes, device=device, op=problem.op)
-        sequence = make_sequential(problem, machine(device))
-        (one,) = overlap_torch.tune(
-            [problem], device=device, most=job.most, repeats=job.repeats, cache=False
-        )
-        plans: list[Plan] = []
-        for candidate in (sequence, planned, one.plan):
-            if candidate not in plans:
-                plans.append(candidate)
-        us = lowest_medians(problem, plans, job) if len(plans) > 1 else [1.0]
-        sequence_us, planned_us, tuned_us = (
-            us[plans.index(candidate)] for candidate in (sequence, planned, one.plan)
-        )
-        rows.append(
-            {
-                "problem": _tune.words(problem),
-                "plan": str(one.plan).partition(": ")[2],
-                "untuned": sequence_us / planned_us,
-                "tuned": sequence_us / tuned_us,
-                "us": us if len(plans) > 1 else None,
-            }
-        )
-        if dist.get_rank() == 0:
-            row = rows[-1]
-            print(
-                f"{number + 1:4}/{len(problems)} {row['problem']:40} untuned {row['untuned']:5.2f}x"
-                f"  tuned {row['tuned']:5.2f}x  {row['plan']}",
-                flush=True,
-            )
+    on_gpu = current_device().type == "cuda"
+    entries = prepare(random_problems(job.problems, dist.get_world_size(), on_gpu, job.seed), job)
+    for turn in range(job.medians):
+        for entry in entries:
+            if len(entry.plans) > 1:
+                entry.medians.append(medians(entry.problem, entry.plans, job.turns, turn))
     if dist.get_rank() != 0:
         return
+    rows = [row_of(entry) for entry in entries]
+    for number, row in enumerate(rows):
+        missed = f"  {row['of_best']:.2f} of the best" if job.best else ""
+        print(
+            f"{number + 1:4}/{len(rows)} {row['problem']:40} untuned {row['untuned']:5.2f}x"
+            f"  tuned {row['tuned']:5.2f}x{missed}  {row['plan']}"
+        )
     for op in OPS:
-        print(summary(op, [row for row in rows if row["problem"].startswith(op + " ")]))
-    print(summary("all", rows))
+        print(summary(op, [row for row in rows if row["problem"].startswith(op + " ")], job.best))
+    print(summary("all", rows, job.best))
     print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
     if job.json is not None:
         with open(job.json, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=1)
 
 
-def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
+def row_of(entry: Entry) -> dict[str, Any]:
+    sequence_us, tuned_us = entry.us(entry.plans[0]), entry.us(entry.tuned)
+    row = {
+        "problem": _tune.words(entry.problem),
+        "plan": str(entry.tuned).partition(": ")[2],
+        "untuned": sequence_us / entry.us(entry.planned),
+        "tuned": sequence_us / tuned_us,
+        "us": entry.medians,
+    }
+    if entry.best is not None:
+        row |= {
+            "best": str(entry.best).partition(": ")[2],
+            "of_best": tuned_us / entry.us(entry.best),
+        }
+    return row
+
+
+def summary(name: str, rows: Sequence[dict[str, Any]], best: int = 0) -> str:
     """One line: lowest and geometric mean of the speed-ups over the sequence."""
 
     def mean(column: str) -> float:
@@ -146,10 +184,14 @@ def summary(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
     lowest = {column: min(row[column] for row in rows) for column in ("tuned", "untuned")}
     other = sum("sequential" not in row["plan"] for row in rows)
-    return (
+    line = (
         f"{name:20} {len(rows)} problems, {other} not the sequence: tuned lowest {lowest['tuned']:.3f}x, mean "
         f"{mean('tuned'):.3f}x; untuned lowest {lowest['untuned']:.3f}x, mean {mean('untuned'):.3f}x"
     )
+    if best:
+        near = sum(row["of_best"] <= NEAR for row in rows) / len(rows)
+        line += f"; {near:.0%} within {NEAR - 1:.0%} of the best of {best}"
+    return line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,6 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--medians", type=int, default=5, help="of which the lowest counts")
     parser.add_argument("--turns", type=int, default=5, help="behind each median")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--best", type=int, default=0, metavar="N", help="of the first N candidates"
+    )
     parser.add_argument("--json", help="a file for all times")
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
     parser.add_argument("--device", choices=["cuda", "cpu"])
@@ -170,8 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     job = Job(
-        args.problems, args.most, args.repeats, args.medians, args.turns, args.seed, args.json
-    )
+        args.problems, args.most, args.repeats, args.medians, args.turns, args.seed, args.best,
+        args.json,
+    )  # fmt: skip
     launch(ranks, run_rank, job)
     return 0
 

@@ -6,7 +6,9 @@ come to another plan than the others, and none makes a collective call that anot
 1. rank 0 says which plans to measure, or which one the cache has;
 2. every rank says which of them it can run, and what it was built from; what one rank cannot run none does;
 3. all run the same plans in the same order, a fixed number of times, and send their times;
-4. rank 0 takes the slowest rank's time of each turn, and their median of each plan, and says which plan it is.
+4. rank 0 takes the slowest rank's time of each turn, and their median of each plan, and says which plan it is;
+5. what won by that is measured again and longer, and once more when the other problems have been: times move between
+   levels that last for seconds.
 
 Every wait has the group's deadline, and says which rank did not come.
 """
@@ -63,6 +65,7 @@ _FUNCTIONS: dict[Op, Callable[..., Any]] = {
 _SHARE = {"cuda": 0.98, "cpu": 0.9}
 # The second look lasts so long, as what disturbs brief calls comes and goes; in turns, so many times the first one's.
 _LOOK_US, _LEAST_LONGER, _MOST_LONGER = 2e5, 2, 40
+_APART_S = 1.0  # between the second look and the last one, at least; else there is no last one
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,21 @@ class Tuned:
         """The sequence's time by the plan's; None if they were not measured."""
         us = [time for plan, time in self.times if plan == self.plan]
         return self.times[0][1] / us[0] if us else None
+
+
+@dataclass
+class _Measured:
+    """What was measured of a problem, the same on all ranks; plans by index, the sequence first."""
+
+    problem: Problem
+    mode: str
+    takes: bool
+    plans: list[Plan]
+    before: Plan  # what the op ran by
+    us: list[float]
+    right: list[int]
+    chosen: int
+    ended_s: float = 0.0  # by this rank's clock
 
 
 @dataclass
@@ -212,12 +230,18 @@ def tune(
             raise ValueError(
                 f"tune: {problem} is for {problem.world_size} ranks, but the group has {members.size()}"
             )
+    pairs = [(one, mode) for one in wanted for mode in modes]
+    draws = progress and session.board.rank == 0
     results = []
-    for index, (problem, mode) in enumerate((one, mode) for one in wanted for mode in modes):
-        if progress and session.board.rank == 0:
-            draw_bar(index, len(wanted) * len(modes), f"{words(problem)} {mode}")
+    for index, (problem, mode) in enumerate(pairs):
+        if draws:
+            draw_bar(index, len(pairs), f"{words(problem)} {mode}")
         results.append(session.tune(problem, mode, takes=mode == modes[0]))
-    if progress and session.board.rank == 0 and wanted:
+    for index in session.to_look_at_again():
+        if draws:
+            draw_bar(index, len(pairs), f"{words(pairs[index][0])} again")
+        results[index] = session.look_once_more(index)
+    if draws and wanted:
         draw_bar(len(results), len(results), "done")
         print(file=sys.stderr)
     return results
@@ -289,6 +313,9 @@ class Session:
         self.machine: Machine = machine(device, name)
         self.environment = _tuned_files.environment(device, self.machine, members.size())
         self.files = _tuned_files.Files(self.environment) if cache else None
+        self.measured: list[
+            _Measured | None
+        ] = []  # of each problem and mode in turn; None: not now
 
     def agree_on(self, problems: list[Problem]) -> list[Problem]:
         """Rank 0's, but all-to-alls."""
@@ -297,6 +324,7 @@ class Session:
 
     def tune(self, problem: Problem, mode: str, takes: bool) -> Tuned:
         before = self._plan_for(problem)
+        self.measured.append(None)
         offer = self.board.broadcast(self._offer(problem, mode) if self.board.rank == 0 else None)
         plans = [decode(code) for code in offer["plans"]]
         answers = self.board.gather(
@@ -315,37 +343,54 @@ class Session:
             return Tuned(problem, mode, self._set(plans[offer["chosen"]], takes), times, "cache")
         plans = [plans[index] for index in kept["plans"]]
         verdict = self.measure(problem, plans, mode)
-        if verdict["chosen"] != 0:
-            verdict["chosen"] = self._look_again(problem, plans, verdict, before, mode)
-        times = tuple((plans[i], verdict["us"][i]) for i in verdict["right"])
-        if self.board.rank == 0 and self.files is not None:
-            codes = [encode(plan) for plan, _ in times]
-            chosen = verdict["right"].index(verdict["chosen"])
-            self.files.write(problem, mode, codes, [us for _, us in times], chosen)
-        chosen_plan = self._set(plans[verdict["chosen"]], takes)
-        return Tuned(problem, mode, chosen_plan, times, "measured")
+        one = _Measured(problem, mode, takes, plans, before, **verdict)
+        if one.chosen != 0:
+            one.chosen = self._look_again(one)
+        one.ended_s = time.monotonic()
+        self.measured[-1] = one
+        return self._take(one)
 
-    def _look_again(
-        self,
-        problem: Problem,
-        plans: list[Plan],
-        verdict: dict[str, Any],
-        planned: Plan,
-        mode: str,
-    ) -> int:
+    def to_look_at_again(self) -> list[int]:
+        """Whose winner is to be measured once more, the same on all ranks: those that were a while ago."""
+        now = time.monotonic()
+        return self.board.broadcast(
+            [
+                index
+                for index, one in enumerate(self.measured)
+                if one is not None and one.chosen != 0 and now - one.ended_s >= _APART_S
+            ]
+        )
+
+    def look_once_more(self, index: int) -> Tuned:
+        one = self.measured[index]
+        assert one is not None
+        one.chosen = self._look_again(one)
+        return self._take(one)
+
+    def _look_again(self, one: _Measured) -> int:
         """Which plan is taken in the end. The fastest of several was lucky, too: beside the sequence and the plan that there
         was before, and longer, it has to gain once more over both. None is taken whose results were wrong, then or now."""
-        places = [i for i in verdict["right"] if i in (0, verdict["chosen"]) or plans[i] == planned]
+        places = [i for i in one.right if i in (0, one.chosen) or one.plans[i] == one.before]
         # The fastest comes last: it has to gain over the one from before, too.
-        places.sort(key=lambda i: i == verdict["chosen"])
-        turns = int(_LOOK_US / sum(verdict["us"][i] for i in places))
+        places.sort(key=lambda i: i == one.chosen)
+        turns = int(_LOOK_US / sum(one.us[i] for i in places))
         turns = min(max(turns, _LEAST_LONGER * self.repeats), _MOST_LONGER * self.repeats)
-        again = self.measure(problem, [plans[i] for i in places], mode, turns)
+        again = self.measure(one.problem, [one.plans[i] for i in places], one.mode, turns)
         us, taken = again["us"], 0
         for place in again["right"]:
             if us[place] < _SHARE[self.device.type] * us[taken]:
                 taken = place
         return places[taken]
+
+    def _take(self, one: _Measured) -> Tuned:
+        """Sets the plan that was chosen, and remembers all times."""
+        times = tuple((one.plans[i], one.us[i]) for i in one.right)
+        if self.board.rank == 0 and self.files is not None:
+            codes = [encode(plan) for plan, _ in times]
+            chosen = one.right.index(one.chosen)
+            self.files.write(one.problem, one.mode, codes, [us for _, us in times], chosen)
+        plan = self._set(one.plans[one.chosen], one.takes)
+        return Tuned(one.problem, one.mode, plan, times, "measured")
 
     def _set(self, plan: Plan, takes: bool) -> Plan:
         if takes:

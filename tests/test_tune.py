@@ -130,6 +130,12 @@ def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(ranks):
     assert [one[:2] for one in said] == [([2], "SEQUENTIAL")] * 2
 
 
+def measured(right: list[int], before: str, mode: str) -> _tune._Measured:
+    return _tune._Measured(
+        "wanted", mode, True, ["a", "b", "d"], before, [200.0, 190.0, 150.0], right, 2
+    )
+
+
 @pytest.mark.parametrize(
     ("us", "planned", "taken"),
     [
@@ -153,8 +159,7 @@ def test_tune_looks_again_beside_the_sequence_and_the_plan_from_before(us, plann
             assert turns == (370 if len(us) == 3 else 400)  # 0.2 s, and 40 times as many at most
             return {"us": us, "right": range(len(us))}
 
-    verdict = {"chosen": 2, "us": [200.0, 190.0, 150.0], "right": [0, 1, 2]}
-    found = _tune.Session._look_again(Session(), "wanted", ["a", "b", "d"], verdict, planned, "row")
+    found = _tune.Session._look_again(Session(), measured([0, 1, 2], planned, "row"))
     assert found == {0: 0, 1: 1 if len(us) == 3 else 2, 2: 2}[taken]
 
 
@@ -167,11 +172,59 @@ def test_tune_takes_no_plan_in_the_end_that_was_wrong_once():
             assert plans == ["a", "d"]  # the plan from before, "b", was wrong the first time
             return {"us": [100.0, 50.0], "right": self.right}
 
-    session, plans = Session(), ["a", "b", "d"]
-    verdict = {"chosen": 2, "us": [200.0, 190.0, 150.0], "right": [0, 2]}
-    assert _tune.Session._look_again(session, "wanted", plans, verdict, "b", "call") == 2
+    session, one = Session(), measured([0, 2], "b", "call")
+    assert _tune.Session._look_again(session, one) == 2
     session.right = (0,)
-    assert _tune.Session._look_again(session, "wanted", plans, verdict, "b", "call") == 0
+    assert _tune.Session._look_again(session, one) == 0
+
+
+def slow_later(folder: str) -> Any:
+    """Plans that overlap are fast until all problems were measured, and slow from then on."""
+    wanted = [problem(), problem("gemm_reducescatter")]
+    original, apart_s = _tune._time_us, _tune._APART_S
+    measure, to_look_at = _tune.Session.measure, _tune.Session.to_look_at_again
+    later, current, taken = False, wanted[0], []
+
+    def time(call, mode, flush):
+        call()
+        return (1000.0 if later else 10.0) if chunks_held(current) > 1 else 100.0
+
+    def measure_one(self, one, *rest):
+        nonlocal current
+        current = one
+        return measure(self, one, *rest)
+
+    def come_to_the_end(self):
+        nonlocal later
+        later = True
+        taken.append(to_look_at(self))
+        return taken[-1]
+
+    _tune._time_us, _tune.Session.measure = time, measure_one
+    _tune.Session.to_look_at_again = come_to_the_end
+    try:
+        for number, _tune._APART_S in enumerate((1e9, 0.0)):  # too soon for a last look, and not
+            later = False
+            place = f"{folder}/{number}"
+            for wants in ("schedule", "source", "schedule"):
+                results = tune(place, *wanted)
+                sources = [one.source for one in results]
+                schedules = [one.plan.schedule.name for one in results]
+                taken.append(sources if wants == "source" else schedules)
+        return taken
+    finally:
+        _tune._time_us, _tune._APART_S = original, apart_s
+        _tune.Session.measure, _tune.Session.to_look_at_again = measure, to_look_at
+        plan.clear_plans()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(ranks, tmp_path):
+    overlapped, sequential, cached = ["OVERLAPPED"] * 2, ["SEQUENTIAL"] * 2, ["cache"] * 2
+    for taken in ranks.run(slow_later, str(tmp_path)):
+        # Whose winners were looked at once more, and what was taken; then the same from the cache.
+        assert taken[:6] == [[], overlapped, [], cached, [], overlapped]
+        assert taken[6:] == [[0, 1], sequential, [], cached, [], sequential]
 
 
 def with_noise(seed: int) -> Any:
