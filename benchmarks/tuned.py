@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=4, help="plans beside the sequence")
     parser.add_argument("--repeats", type=int, default=10, help="turns of tuning")
     parser.add_argument("--medians", type=int, default=5, help="of which the lowest counts")
-    parser.add_argument("--turns", type=int, default=5, help="behind each median")
+    parser.add_argument("--turns", type=int, default=15, help="behind each median")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--best", type=int, default=0, metavar="N", help="of the first N candidates"
