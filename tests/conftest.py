@@ -11,7 +11,8 @@ _MARKERS = {
     "gpu2": "needs two CUDA devices",
     "long": "takes minutes; left out unless chosen with -m long or -m races",
     "races": "the long race tests",
-    "ranks": "ranks((world, backend), ...): the pools that a test with the fixture ranks runs on",
+    "ranks": "ranks((world, backend), ..., long=[...]): the pools that a test with the fixture ranks runs on, and those of its long "
+    "version",
 }
 
 
@@ -104,10 +105,10 @@ class RankRunner:
         assert not lines, f"{len(lines)} failures in {job.__name__}:\n" + "\n".join(lines[:40])
 
 
-def _ranks_param(world: int, backend: str):
-    marks = (
-        [] if backend == "gloo" else [pytest.mark.gpu, *([pytest.mark.gpu2] if world > 1 else [])]
-    )
+def _ranks_param(world: int, backend: str, long: bool = False):
+    marks = [pytest.mark.long] if long else []
+    if backend != "gloo":
+        marks += [pytest.mark.gpu, *([pytest.mark.gpu2] if world > 1 else [])]
     return pytest.param((world, backend), id=f"{world}-{backend}", marks=marks)
 
 
@@ -115,10 +116,13 @@ _RANKS = [_ranks_param(world, backend) for backend in ("gloo", "nccl") for world
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`ranks`: every world size on gloo and NCCL, or those that the marker ranks((world, backend), ...) names."""
+    """`ranks`: every world size on gloo and NCCL, or those that the marker `ranks` names."""
     if "ranks" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("ranks")
-        params = [_ranks_param(*pair) for pair in marker.args] if marker else _RANKS
+        params = _RANKS
+        if marker:
+            params = [_ranks_param(*pair) for pair in marker.args]
+            params += [_ranks_param(*pair, long=True) for pair in marker.kwargs.get("long", ())]
         metafunc.parametrize("ranks", params, indirect=True)
 
 

@@ -68,7 +68,14 @@ def test_bench_measures_each_op_and_writes_json(ranks, tmp_path, op):
 
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize(
-    ("scales", "fast"), [("tensor", True), ("row", True), ("row", False), ("block", False)]
+    ("scales", "fast"),
+    [
+        ("row", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [("tensor", True), ("row", False), ("block", False)]
+        ),
+    ],
 )
 def test_bench_measures_fp8_operands(ranks, tmp_path, scales, fast):
     path = tmp_path / "rows.jsonl"

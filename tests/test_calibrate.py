@@ -107,6 +107,7 @@ def test_calibrate_undoes_the_moves_that_make_choices_worse():
     assert _calibrate._without_worse_choices({}, lambda moves: 0.3) == {}
 
 
+@pytest.mark.long
 def test_calibrate_leaves_what_is_right_as_it_is():
     recording = measured_on("H200 NVLink x4", Profile.shipped(), 0, noise=0.0)
     found = _calibrate.fit(recording)
@@ -200,6 +201,7 @@ def test_calibrate_takes_the_fewest_ctas(cta_gbps, link_gbps, limits):
     assert _calibrate.cta_limits(curve(cta_gbps, link_gbps)) == limits
 
 
+@pytest.mark.long
 def test_calibrate_takes_no_limits_that_were_not_measured():
     assert _calibrate.cta_limits([_calibrate.Time("copy", 1.0, bytes=8)]) is None
     shipped = Profile.shipped()

@@ -244,7 +244,11 @@ def fail_by(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("action", "what"),
-    [*itertools.product(["abort", "raise"], ["disagreement", "deadline", "bad argument"])],
+    [
+        *itertools.product(["abort", "raise"], ["disagreement", "bad argument"]),
+        ("abort", "deadline"),
+        pytest.param("raise", "deadline", marks=pytest.mark.long),
+    ],
 )
 def test_on_failure_ends_the_process_or_raises(action, what):
     outcomes = rank_pool.run_fresh(

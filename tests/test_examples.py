@@ -64,6 +64,7 @@ def example(name: str) -> str:
     return str(ROOT / "examples" / name)
 
 
+@pytest.mark.long
 def test_examples_gpt_trains_as_with_pytorchs_styles(tmp_path):
     small = "--steps 20 --width 32 --context 32 --batch 4 --compare --out plots".split()
     output = run(example("02_train_tensor_parallel.py"), "--ranks", "2", *small, folder=tmp_path)
@@ -82,7 +83,7 @@ def test_examples_gpt_trains_as_with_pytorchs_styles(tmp_path):
     "tokens",
     [
         pytest.param((), marks=pytest.mark.long, id="whole"),
-        pytest.param(("--sequence",), id="sequence"),
+        pytest.param(("--sequence",), marks=pytest.mark.long, id="sequence"),
     ],
 )
 def test_examples_llama_is_the_one_on_one_device(tmp_path, tokens):
@@ -111,6 +112,7 @@ def test_examples_llama_names_what_is_missing(tmp_path):
     assert result.returncode == 1 and "pip install transformers" in result.stderr, result.stderr
 
 
+@pytest.mark.long
 def test_examples_experts_results_come_back_to_their_tokens(tmp_path):
     output = run(example("04_moe_combine.py"), "--ranks", "2", "--tokens", "40", folder=tmp_path)
     counts = re.findall(r"^rank (\d): (\d+) tokens, rows to experts \[(.*)\]$", output, re.M)

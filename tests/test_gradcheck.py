@@ -129,6 +129,6 @@ def check_numerical_gradients(name: str, leading: tuple[int, ...], with_bias: bo
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("name", "leading"), CALLS, ids=str)
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
 def test_gradcheck_global_function(ranks, name, leading, with_bias):
     assert all(ranks.run(check_numerical_gradients, name, leading, with_bias))

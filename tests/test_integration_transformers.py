@@ -187,7 +187,8 @@ def check_compiled(family: str, folder: str) -> tuple[int, list[str]]:
     return failures.result()
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.ranks((2, "gloo"))
 def test_inductor_fuses_all_of_transformers_own_styles(ranks, family, tmp_path):
     ranks.expect_no_failures(check_compiled, family, str(tmp_path), timeout_s=300)

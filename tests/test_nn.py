@@ -159,7 +159,7 @@ def check_mlp(sequence: bool) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
 def test_nn_pair_of_layers_is_an_mlp(ranks, sequence):
     ranks.expect_no_failures(check_mlp, sequence)
 

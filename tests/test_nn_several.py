@@ -243,7 +243,7 @@ def check_manners() -> tuple[int, list[str]]:
     return failures.result()
 
 
-@pytest.mark.ranks((3, "gloo"), (2, "nccl"))
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
 def test_nn_several_outputs_in_other_manners(ranks):
     ranks.expect_no_failures(check_manners)
 

@@ -502,7 +502,7 @@ def check_style(style: type, shape: tuple[int, int, int, int]) -> tuple[int, lis
 
 @pytest.mark.parametrize("shape", [(12, 6, 6, 12), (7, 5, 5, 7)], ids=str)
 @pytest.mark.parametrize("style", STYLES)
-@some_ranks
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
 def test_second_order_of_styles(ranks, style, shape):
     ranks.expect_no_failures(check_style, style, shape)
 

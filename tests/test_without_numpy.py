@@ -61,6 +61,7 @@ def test_builds_do_not_speak_of_numpy(without_numpy):
     assert "NumPy" not in said.stderr, said.stderr
 
 
+@pytest.mark.long
 def test_demo_does_without_numpy(without_numpy, tmp_path):
     output = run("-m", "overlap_torch", "demo", "--device", "cpu", folder=tmp_path)
     assert "bit for bit" in output, output
