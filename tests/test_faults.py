@@ -180,7 +180,7 @@ def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float
 
 @pytest.mark.parametrize(
     ("backend", "plan"),
-    [pytest.param("gloo", plan) for plan in ("default", "packed")]
+    [("gloo", "default"), pytest.param("gloo", "packed", marks=pytest.mark.long)]
     + [
         pytest.param("nccl", plan, marks=[pytest.mark.gpu, pytest.mark.gpu2])
         for plan in ("default", "packed", "window")

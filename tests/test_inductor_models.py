@@ -172,7 +172,10 @@ def check_styled(sequence: bool, bias: bool) -> tuple[int, list[str]]:
     return failures.result()
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.parametrize(
+    "sequence",
+    [pytest.param(False, marks=pytest.mark.long, id="all"), pytest.param(True, id="sequence")],
+)
 @pytest.mark.ranks((2, "gloo"))
 def test_inductor_fuses_all_of_pytorchs_styles_and_a_parallel_loss(ranks, sequence):
     ranks.expect_no_failures(check_styled, sequence, True, timeout_s=300)

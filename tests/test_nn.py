@@ -268,7 +268,7 @@ def check_module() -> tuple[int, list[str]]:
     return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
 def test_nn_layers_are_modules(ranks):
     ranks.expect_no_failures(check_module)
 

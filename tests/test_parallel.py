@@ -123,7 +123,7 @@ def check_compiled_layouts(style: type) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@pytest.mark.ranks((2, "nccl"), long=[(2, "gloo")])
 def test_parallel_layer_compiles_to_one_graph(ranks, style):
     ranks.expect_no_failures(check_compiled_layouts, style, timeout_s=240)
 

@@ -44,6 +44,7 @@ def without_numpy(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(hidden.parent))
 
 
+@pytest.mark.long
 def test_layers_do_without_numpy(without_numpy, tmp_path):
     import torch
 
