@@ -63,8 +63,9 @@ pin: build  ## pins what calls enqueue and what the planner weighs, as it is now
 	$(PY) -m tests.recorder --pin
 	$(PY) -m tests.planner_golden --pin
 
-pictures: build  ## the documents' timelines, from the plans as they are now
+pictures: build  ## the documents' timelines, from the plans as they are now, and the resource study, from its data
 	$(PY) docs/pictures.py
+	$(PY) -m benchmarks.resources --from benchmarks/data/resources_h100x1.json --out docs/pictures
 
 docs: build $(VENV)/.docs  ## the pages and the reference as HTML, in build/docs; warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
