@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import overlap_torch
 from overlap_torch import _tune
 from overlap_torch._launch import Ranks, current_device, launch
-from overlap_torch.plan import Plan, Problem, machine, make_sequential, plan_for, set_plan
+from overlap_torch.plan import Plan, Problem, machine, make_sequential, plan_for
 
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 NEAR = 1.03  # of the best one's time
@@ -83,40 +82,16 @@ class Entry:
         return min(one[index] for one in self.medians) if self.medians else 1.0
 
 
-def medians(problem: Problem, plans: Sequence[Plan], turns: int, first: int = 0) -> list[float]:
-    """Microseconds of each plan, the same on all ranks: of so many turns, which begin with the `first`-th."""
-    device = current_device()
-    function = getattr(overlap_torch, _tune.enum_name(problem.op))
-    input, weight = _tune.operands(problem, device, dist.get_rank())
-    flush = None
-    if device.type == "cuda":
-        flush = torch.empty(_tune.FLUSH_BYTES, dtype=torch.uint8, device=device)
-    own: list[list[float]] = [[] for _ in plans]
-    with torch.inference_mode():
-        for turn in range(first, first + turns):
-            for index in range(len(plans)):
-                index = (index + turn) % len(plans)
-                set_plan(plans[index], device=device)
-                function(input, weight)
-                own[index].append(_tune._time_us(lambda: function(input, weight), "call", flush))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return [
-        statistics.median(max(us) for us in zip(*(rank[i] for rank in everyone), strict=True))
-        for i in range(len(plans))
-    ]
-
-
-def fastest(problem: Problem, job: Job) -> Plan:
+def fastest(session: _tune.Session, problem: Problem, job: Job) -> Plan:
     """Of the sequence and the model's first candidates; the same on all ranks."""
-    plans = _tune.ranked(problem, machine(current_device()), job.best)
-    us = medians(problem, plans, 2 * job.turns)
-    return plans[us.index(min(us))]
+    plans = session.ranked(problem, job.best)
+    found = session.measure(problem, plans, "call", 2 * job.turns)
+    return plans[min(found["right"], key=lambda i: found["us"][i])]
 
 
-def prepare(problems: Sequence[Problem], job: Job) -> list[Entry]:
+def prepare(session: _tune.Session, problems: Sequence[Problem], job: Job) -> list[Entry]:
     """Tunes them all."""
-    device = current_device()
+    device = session.device
     planned = [plan_for(p.m, p.n, p.k, p.dtype, device=device, op=p.op) for p in problems]
     tuned = overlap_torch.tune(
         problems, device=device, most=job.most, repeats=job.repeats, cache=False, progress=True
@@ -124,7 +99,7 @@ def prepare(problems: Sequence[Problem], job: Job) -> list[Entry]:
     entries = []
     for problem, by_model, one in zip(problems, planned, tuned, strict=True):
         entry = Entry(problem, by_model, one.plan, [make_sequential(problem, machine(device))], [])
-        entry.best = fastest(problem, job) if job.best else None
+        entry.best = fastest(session, problem, job) if job.best else None
         for plan in (by_model, one.plan, entry.best):
             if plan is not None and plan not in entry.plans:
                 entry.plans.append(plan)
@@ -135,12 +110,15 @@ def prepare(problems: Sequence[Problem], job: Job) -> list[Entry]:
 def run_rank(job: Job) -> None:
     """What each rank does."""
     begin = time.monotonic()
-    on_gpu = current_device().type == "cuda"
-    entries = prepare(random_problems(job.problems, dist.get_world_size(), on_gpu, job.seed), job)
-    for turn in range(job.medians):
+    device = current_device()
+    session = _tune.session(device, job.turns)
+    problems = random_problems(job.problems, dist.get_world_size(), device.type == "cuda", job.seed)
+    entries = prepare(session, problems, job)
+    for _ in range(job.medians):
         for entry in entries:
             if len(entry.plans) > 1:
-                entry.medians.append(medians(entry.problem, entry.plans, job.turns, turn))
+                found = session.measure(entry.problem, entry.plans, "call")
+                entry.medians.append(found["us"])
     if dist.get_rank() != 0:
         return
     rows = [row_of(entry) for entry in entries]

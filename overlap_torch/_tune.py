@@ -236,7 +236,7 @@ def tune(
     for index, (problem, mode) in enumerate(pairs):
         if draws:
             draw_bar(index, len(pairs), f"{words(problem)} {mode}")
-        results.append(session.tune(problem, mode, takes=mode == modes[0]))
+        results.append(session.tune(index, problem, mode, takes=mode == modes[0]))
     for index in session.to_look_at_again():
         if draws:
             draw_bar(index, len(pairs), f"{words(pairs[index][0])} again")
@@ -313,18 +313,15 @@ class Session:
         self.machine: Machine = machine(device, name)
         self.environment = _tuned_files.environment(device, self.machine, members.size())
         self.files = _tuned_files.Files(self.environment) if cache else None
-        self.measured: list[
-            _Measured | None
-        ] = []  # of each problem and mode in turn; None: not now
+        self.measured: dict[int, _Measured] = {}  # by the index of problem and mode
 
     def agree_on(self, problems: list[Problem]) -> list[Problem]:
         """Rank 0's, but all-to-alls."""
         own = [_as_list(problem) for problem in problems if problem.op in _FUNCTIONS]
         return [Problem(*item) for item in self.board.broadcast(own)]
 
-    def tune(self, problem: Problem, mode: str, takes: bool) -> Tuned:
+    def tune(self, index: int, problem: Problem, mode: str, takes: bool) -> Tuned:
         before = self._plan_for(problem)
-        self.measured.append(None)
         offer = self.board.broadcast(self._offer(problem, mode) if self.board.rank == 0 else None)
         plans = [decode(code) for code in offer["plans"]]
         answers = self.board.gather(
@@ -347,7 +344,7 @@ class Session:
         if one.chosen != 0:
             one.chosen = self._look_again(one)
         one.ended_s = time.monotonic()
-        self.measured[-1] = one
+        self.measured[index] = one
         return self._take(one)
 
     def to_look_at_again(self) -> list[int]:
@@ -356,14 +353,13 @@ class Session:
         return self.board.broadcast(
             [
                 index
-                for index, one in enumerate(self.measured)
-                if one is not None and one.chosen != 0 and now - one.ended_s >= _APART_S
+                for index, one in self.measured.items()
+                if one.chosen != 0 and now - one.ended_s >= _APART_S
             ]
         )
 
     def look_once_more(self, index: int) -> Tuned:
         one = self.measured[index]
-        assert one is not None
         one.chosen = self._look_again(one)
         return self._take(one)
 

@@ -206,11 +206,9 @@ def slow_later(folder: str) -> Any:
         for number, _tune._APART_S in enumerate((1e9, 0.0)):  # too soon for a last look, and not
             later = False
             place = f"{folder}/{number}"
-            for wants in ("schedule", "source", "schedule"):
+            for _ in range(2):
                 results = tune(place, *wanted)
-                sources = [one.source for one in results]
-                schedules = [one.plan.schedule.name for one in results]
-                taken.append(sources if wants == "source" else schedules)
+                taken.append([(one.source, one.plan.schedule.name) for one in results])
         return taken
     finally:
         _tune._time_us, _tune._APART_S = original, apart_s
@@ -220,11 +218,12 @@ def slow_later(folder: str) -> Any:
 
 @pytest.mark.ranks((2, "gloo"))
 def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(ranks, tmp_path):
-    overlapped, sequential, cached = ["OVERLAPPED"] * 2, ["SEQUENTIAL"] * 2, ["cache"] * 2
     for taken in ranks.run(slow_later, str(tmp_path)):
         # Whose winners were looked at once more, and what was taken; then the same from the cache.
-        assert taken[:6] == [[], overlapped, [], cached, [], overlapped]
-        assert taken[6:] == [[0, 1], sequential, [], cached, [], sequential]
+        assert taken[:2] == [[], [("measured", "OVERLAPPED")] * 2]
+        assert taken[2:4] == [[], [("cache", "OVERLAPPED")] * 2]
+        assert taken[4:6] == [[0, 1], [("measured", "SEQUENTIAL")] * 2]
+        assert taken[6:] == [[], [("cache", "SEQUENTIAL")] * 2]
 
 
 def with_noise(seed: int) -> Any:
@@ -419,9 +418,8 @@ def what_was_called() -> Any:
 
 @pytest.mark.ranks((2, "gloo"))
 def test_tune_of_nothing_takes_what_was_called(ranks):
-    ranks.environment = {
-        "OVERLAP_LOG": "none"
-    }  # a pool of its own, in which other tests have called nothing
+    # A pool of its own, in which other tests have called nothing.
+    ranks.environment = {"OVERLAP_LOG": "none"}
     for found in ranks.run(what_was_called):
         assert repr(Problem(*SHAPES, "float32", 2, "gemm_allreduce")) in found
 
