@@ -232,6 +232,47 @@ def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op, plan):
             assert f"rank {missing}" in outcome.value[1], outcome.value[1]
 
 
+def call_behind_one_that_gives_up(op: str) -> tuple[float, str] | None:
+    """The last rank does not call; each other calls later than the one before, which gives up first, and lets it go on."""
+    set_plan_named("peers", op)
+    for _ in range(2):
+        call(op, case_of("peers"))
+        synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    rank, missing = dist.get_rank(), dist.get_world_size() - 1
+    message = ""
+    time.sleep(0.8 * rank)
+    start = time.monotonic()
+    if rank < missing:
+        try:
+            call(op, case_of("peers"))
+            synchronize()
+            overlap_torch.check()
+        except RuntimeError as error:
+            message = str(error)
+    seconds = time.monotonic() - start
+    store.add("ended", 1)
+    while store.add("ended", 0) <= missing and time.monotonic() - start < 30.0:
+        time.sleep(0.1)
+    return (seconds, message) if rank < missing else None
+
+
+@pytest.mark.ranks((3, "nccl"), (4, "nccl"))
+def test_faults_rank_behind_one_that_gave_up_is_told(ranks):
+    """Whose waits all ended in time: with what is not right."""
+    ranks.skip_without_peers()
+    outcomes = rank_pool.run_fresh(
+        ranks.world, "nccl", call_behind_one_that_gives_up, "gemm_reducescatter",
+        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "3"},
+    )  # fmt: skip
+    missing = ranks.world - 1
+    expect_reports(outcomes, list(range(missing)), 3.0 + MARGIN_S)
+    assert f"from rank {missing} passed its deadline" in outcomes[0].value[1]
+    for outcome in outcomes[1:missing]:
+        assert "rank 0 has failed, and what it sent since is not right" in outcome.value[1]
+
+
 @pytest.mark.parametrize("plan", PEER_PLANS)
 @pytest.mark.parametrize("use_check", [False, True])
 @pytest.mark.ranks((2, "nccl"))

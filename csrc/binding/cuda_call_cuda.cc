@@ -189,7 +189,7 @@ void check_cuda_groups() {
       const auto group = weak.lock();
       if (group == nullptr) continue;
       try {
-        group->check();
+        group->check_peers();
       } catch (const std::exception&) {
         if (entry->registered()) throw;  // of a group that was destroyed nobody wants to know
       }

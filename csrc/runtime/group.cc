@@ -19,6 +19,10 @@ constexpr size_t kMaxPending = 256;
 constexpr int kPreparedPending = 64;
 constexpr std::chrono::milliseconds kFirstPoll{1};  // of the store
 constexpr std::chrono::milliseconds kLastPoll{20};
+constexpr std::chrono::milliseconds kPeerPatience{50};  // for a copy, which takes some 20 us
+// How long a sign that a peer has failed waits for the cause: histories are compared within some seconds, and who
+// finds that they differ fails first.
+constexpr std::chrono::milliseconds kCausePatience{3000};
 
 // Dense 16-bit tensor-core operations of one SM and clock, by architecture; the profile says how much is sustained.
 double tensor_flop_per_clock(int arch) {
@@ -115,6 +119,7 @@ Group::Group(GroupOptions options) : options_(std::move(options)), device_(Devic
 
 Group::~Group() {
   if (failed_ && peers_ != nullptr) peers_->leak();
+  peer_failures_.reset();
   peers_.reset();
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   communicators_.clear();
@@ -412,6 +417,8 @@ void Group::measure_peers() {
     gbps = std::min(gbps, theirs);
   }
   machine_.peer_gbps = gbps;
+  peer_failures_ = std::make_unique<PeerFailures>(peers_->failures(), peers_->failures_of_peers(),
+                                                  report_.get());
 }
 
 // Ranks that plan differently wait for each other until their deadline. Power limits, drivers and clocks may differ: all
@@ -453,11 +460,33 @@ bool Group::windows_work() {
 
 void Group::check() {
   if (!failed_) {
-    if (const auto failure = reported_failure()) fail(*failure);
+    if (const auto failure = wait_failure()) {
+      fail(*failure);
+    } else if (const auto sign = nccl_failure()) {
+      fail_by_sign(*sign);
+    }
   }
   if (!failed_) return;
   const std::lock_guard<std::mutex> lock(watch_mutex_);
   throw Error(error_);
+}
+
+void Group::check_peers() {
+  if (!failed_) {
+    if (const auto failure = wait_failure()) {
+      fail(*failure);
+    } else if (const auto told = told_failure(kPeerPatience)) {
+      told->is_cause ? fail(told->text) : fail_by_sign(told->text);
+    }
+  }
+  check();
+}
+
+// The watchdog may find the cause soon, and fails then.
+void Group::fail_by_sign(const std::string& sign) {
+  const Clock::time_point end = Clock::now() + kCausePatience + kLastPoll;
+  while (watched_ && !failed_ && Clock::now() < end) std::this_thread::sleep_for(kFirstPoll);
+  fail(sign);
 }
 
 void Group::track(cudaStream_t stream, int chunks) {
@@ -509,7 +538,9 @@ void Group::fail(const std::string& found) {
   // Kernels that wait see it, too, and end.
   uint64_t nothing = 0;
   std::atomic_ref<uint64_t>(report_.get()->failure)
-      .compare_exchange_strong(nothing, kernels::pack({.expected = 1}));
+      .compare_exchange_strong(
+          nothing,
+          kernels::pack({.chunk = chunk_in_flight(), .peer = kFoundByHost, .expected = 1}));
 }
 
 // In one NCCL group: all kernels are told to end before any memory is freed. One by one, the first communicator's free
@@ -524,8 +555,8 @@ void Group::abort_communicators() {
   aborted_ = true;
 }
 
-// What a wait whose deadline passed has left behind, or NCCL says: cheap enough for every call.
-std::optional<std::string> Group::reported_failure() {
+// What a wait whose deadline passed has left behind: cheap enough for every call, as is what NCCL says.
+std::optional<std::string> Group::wait_failure() {
   const kernels::WaitReport* report = report_.get();
   const uint64_t failure = *static_cast<const volatile uint64_t*>(&report->failure);
   if (failure != 0) {
@@ -547,6 +578,10 @@ std::optional<std::string> Group::reported_failure() {
                      std::to_string(wait.peer) + deadline + counts +
                      " That rank died, hangs, or made different calls.";
   }
+  return std::nullopt;
+}
+
+std::optional<std::string> Group::nccl_failure() {
   std::optional<std::string> error;
   {
     // Another communicator may be in the making, which takes as long as its slowest rank.
@@ -562,6 +597,28 @@ std::optional<std::string> Group::reported_failure() {
          " of its oldest call in flight. A rank died, or its network did.";
 }
 
+// What a peer has told: its waits have failed, and let pass what is not right.
+std::optional<Group::Told> Group::told_failure(std::chrono::microseconds patience) {
+  if (peer_failures_ == nullptr) return std::nullopt;
+  const std::optional<PeerFailures::Failure> told = peer_failures_->look(patience);
+  if (!told) return std::nullopt;
+  const kernels::WaitFailure& wait = told->wait;
+  const std::string chunk = "chunk " + std::to_string(wait.chunk);
+  const std::string rank = "rank " + std::to_string(told->rank) + " has failed";
+  if (wait.peer == kFoundByHost) {
+    return Told{rank + " in or after " + chunk +
+                    " of a call, and what it sent since is not right. Its own error says why.",
+                false};
+  }
+  const std::string of = wait.peer == kCallersKernel ? "the arrival of " + chunk
+                         : wait.peer == kernels::kOwnGemm
+                             ? "the finished tiles of " + chunk
+                             : chunk + " from rank " + std::to_string(wait.peer);
+  return Told{
+      rank + ", and what it sent since is not right: its wait for " + of + " passed its deadline.",
+      true};
+}
+
 // The chunk that the oldest call in flight has come to. Of one chunk, the collective follows the GEMM on its
 // stream: no wait reports it.
 int Group::chunk_in_flight() const {
@@ -571,14 +628,33 @@ int Group::chunk_in_flight() const {
 }
 
 bool Group::watch() {
+  watched_ = true;
   if (!failed_) {
-    std::optional<std::string> failure = reported_failure();
+    std::optional<std::string> failure = wait_failure();
     if (!failure) failure = history_->look();
     if (!failure) failure = late_call();
+    if (!failure) failure = sign_of_failure();
     // The error can be read from here on, without waiting for the device.
     if (failure) fail(*failure);
   }
+  if (failed_ && peer_failures_ != nullptr && !told_) {
+    peer_failures_->tell();
+    told_ = true;
+  }
   return failed_ && !aborted_;
+}
+
+// What a peer or NCCL says, once no cause has been found for a while.
+std::optional<std::string> Group::sign_of_failure() {
+  std::optional<std::string> sign;
+  if (const auto told = told_failure({})) {
+    if (told->is_cause) return told->text;
+    sign = told->text;
+  }
+  if (!sign) sign = nccl_failure();
+  if (!sign) return std::nullopt;
+  if (!first_sign_) first_sign_ = Clock::now();
+  return Clock::now() - *first_sign_ >= kCausePatience ? sign : std::nullopt;
 }
 
 std::optional<std::string> Group::late_call() {

@@ -25,6 +25,7 @@
 #include "runtime/call_history.h"
 #include "runtime/communicator.h"
 #include "runtime/device_state.h"
+#include "runtime/peer_failures.h"
 #include "runtime/peers.h"
 
 namespace overlap::runtime {
@@ -32,6 +33,8 @@ namespace overlap::runtime {
 // In place of a peer in the reports of waits: a kernel of the caller's waited for a chunk to arrive. It stands in
 // overlap/signal.cuh and triton.py, too.
 inline constexpr int32_t kCallersKernel = 254;
+// The same: no wait failed, the host found something.
+inline constexpr int32_t kFoundByHost = 253;
 
 // Which of a group's communicators: `maxCTAs` belongs to the communicator, and chunks in flight at
 // the same time need one each.
@@ -120,8 +123,12 @@ class Group {
   int64_t longest_message(int64_t own_bytes, bool capturing);
 
   // Throws what went wrong, afterwards every call throws it again: what the watchdog found, and what waits and
-  // NCCL have reported by now. Whoever has synchronised the device misses nothing.
+  // NCCL have reported by now.
   void check();
+
+  // The same, and what peers have told by now, which the watchdog finds within moments. Whoever has synchronised the
+  // device misses nothing.
+  void check_peers();
 
   // This rank makes this call; before anything of it is launched.
   void add_call(const plan::Problem& problem) { history_->add(problem); }
@@ -168,7 +175,15 @@ class Group {
   std::vector<uint8_t> all_gather_bytes(const std::vector<uint8_t>& own);
   std::string id_key(CommunicatorKey key) const;
   Communicator& make_communicator(CommunicatorKey key, const ncclUniqueId& id);
-  std::optional<std::string> reported_failure();
+  std::optional<std::string> wait_failure();
+  std::optional<std::string> nccl_failure();
+  struct Told {
+    std::string text;
+    bool is_cause = false;  // and not the sign that there is one
+  };
+  std::optional<Told> told_failure(std::chrono::microseconds patience);
+  std::optional<std::string> sign_of_failure();
+  void fail_by_sign(const std::string& sign);
   std::optional<std::string> late_call();
   int chunk_in_flight() const;
   void fail(const std::string& found);
@@ -182,7 +197,8 @@ class Group {
   std::map<CommunicatorKey, std::unique_ptr<Communicator>> communicators_;
   std::unique_ptr<Staging> staging_;
   std::vector<std::unique_ptr<Staging>> outgrown_;
-  std::unique_ptr<Peers> peers_;  // null: the ranks do not map each other's memory
+  std::unique_ptr<Peers> peers_;                 // null: the ranks do not map each other's memory
+  std::unique_ptr<PeerFailures> peer_failures_;  // null: the same
   int byte_gathers_ = 0;
 
   uint64_t message_calls_ = 0;       // of longest_message, but for captures
@@ -195,7 +211,11 @@ class Group {
   std::deque<std::unique_ptr<Pending>> pending_;
   std::vector<std::unique_ptr<Pending>> idle_;
   std::string error_;
+  // The watchdog's:
+  std::optional<std::chrono::steady_clock::time_point> first_sign_;
+  bool told_ = false;
   std::atomic<bool> failed_{false};
+  std::atomic<bool> watched_{false};  // by the watchdog
   std::atomic<bool> aborted_{false};
 };
 

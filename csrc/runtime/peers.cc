@@ -25,6 +25,7 @@ struct Flags {
   Slot slots[2];
   uint64_t low_latency_calls;
   uint64_t low_latency_flags[2][kernels::kMaxPeers];  // of the writers
+  uint64_t failures[kernels::kMaxPeers];              // of the writers
 };
 
 // The flags, behind them each slot's of tiles, and behind those for each writer the buffers of
@@ -249,6 +250,19 @@ kernels::PeerLowLatencyParams Peers::low_latency(uint64_t hash) const {
   params.arrived = reinterpret_cast<Flags*>(flags_->of(rank_))->low_latency_flags[0];
   params.tag = kernels::peer_call_tag(hash);
   return params;
+}
+
+const uint64_t* Peers::failures() const {
+  return reinterpret_cast<Flags*>(flags_->of(rank_))->failures;
+}
+
+std::vector<uint64_t*> Peers::failures_of_peers() const {
+  std::vector<uint64_t*> words;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_) continue;
+    words.push_back(&reinterpret_cast<Flags*>(flags_->of(peer))->failures[rank_]);
+  }
+  return words;
 }
 
 int64_t Peers::bytes() const {

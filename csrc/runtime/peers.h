@@ -80,6 +80,10 @@ class Peers {
   // deadline and report.
   kernels::PeerMeeting meeting(const Call& call) const;
 
+  // Words for what each peer tells about its failures, and this rank's in the memory of each peer.
+  const uint64_t* failures() const;
+  std::vector<uint64_t*> failures_of_peers() const;
+
   // Buffers and count of an all-reduce that sends at most kLowLatencyBytes, which takes no slot.
   kernels::PeerLowLatencyParams low_latency(uint64_t hash) const;
   static constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;

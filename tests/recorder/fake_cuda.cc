@@ -96,13 +96,15 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
   return cudaSuccess;
 }
 
-// DeviceState makes four side streams, then these, and at last four in place of the first, of low priority.
+// DeviceState makes four side streams, then these, and at last four in place of the first, of low priority; a group over
+// peers one to read what they tell about failures.
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int priority) {
   const int index = record().count("stream");
   const std::string name = index < 4    ? cat("side", index)
                            : index == 4 ? "copy"
                            : index == 5 ? "observer"
-                                        : cat("low_side", index - 6);
+                           : index < 10 ? cat("low_side", index - 6)
+                                        : "failures";
   const bool low = index == 4 || index > 5;
   if ((priority == 0) != low) {
     record().violation(cat(name, " has the priority ", priority, ", and kernels of others wait"));

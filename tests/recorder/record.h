@@ -33,7 +33,7 @@ std::string cat(const Pieces&... pieces) {
   return text;
 }
 
-inline constexpr int kMaxStreams = 12;
+inline constexpr int kMaxStreams = 13;
 
 // Of each stream, how many of its operations come before.
 using Clock = std::array<int32_t, kMaxStreams>;

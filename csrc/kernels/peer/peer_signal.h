@@ -18,7 +18,6 @@
 
 namespace overlap::kernels {
 
-inline constexpr int kMaxPeers = 8;
 inline constexpr uint64_t kPeerSteps = 256;  // of a call, at most
 
 // The number that stands for a step of the call in progress, after `calls` that have ended: more

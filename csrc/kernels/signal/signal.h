@@ -46,12 +46,16 @@ __device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* counter) {
 }
 #endif
 
+inline constexpr int kMaxPeers = 8;  // ranks that map each other's memory
+
 // What a wait that passed its deadline leaves behind: in pinned host memory, read without
 // synchronising.
 struct WaitReport {
   uint64_t failure = 0;  // a packed WaitFailure, written at once, or 0; an early failure is kept
   int32_t reached =
       -1;  // the last chunk of any call whose wait ended: what its rank was communicating
+  // Where a wait that failed tells the peers so, in their memory; null: no more peers.
+  uint64_t* tell[kMaxPeers - 1] = {};
 };
 
 inline constexpr int32_t kOwnGemm = 255;  // in place of a peer: what was waited for is local

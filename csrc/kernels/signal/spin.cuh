@@ -43,9 +43,21 @@ __device__ __forceinline__ void pause(int64_t duration_ns) {
   while (global_time_ns() - start < duration_ns) __nanosleep(kLastSleepNs);
 }
 
+// The kernel goes on behind a wait that failed, and announces to its peers what is not right: they learn of the failure
+// before.
+__device__ __forceinline__ void tell_peers(const WaitReport* report) {
+  if (report == nullptr) return;
+  const uint64_t failure = load_relaxed_sys(&report->failure);
+  for (uint64_t* const word : report->tell) {
+    if (word == nullptr) break;
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(failure) : "memory");
+  }
+  __threadfence_system();
+}
+
 // Polls until `reached()`, or until the deadline has passed or another wait of the group has failed:
 // then the results are void, and later waits need not sit out a deadline each. True if reached; calls
-// `expired()` at the deadline.
+// `expired()` at the deadline, which leaves a report.
 template <class Reached, class Expired>
 __device__ __forceinline__ bool spin(int64_t deadline_ns, const WaitReport* report, Reached reached,
                                      Expired expired) {
@@ -60,13 +72,15 @@ __device__ __forceinline__ bool spin(int64_t deadline_ns, const WaitReport* repo
     const int64_t waited = global_time_ns() - start;
     if (waited >= deadline_ns) {
       expired();
-      return false;
+      break;
     }
     if (waited >= next_report_poll) {
       next_report_poll = waited + kReportPollNs;
-      if (report != nullptr && load_relaxed_sys(&report->failure) != 0) return false;
+      if (report != nullptr && load_relaxed_sys(&report->failure) != 0) break;
     }
   }
+  tell_peers(report);
+  return false;
 }
 
 }  // namespace overlap::kernels
