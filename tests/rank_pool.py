@@ -217,16 +217,14 @@ def run(
     of its own.
     """
     key = (world, backend, *sorted((environment or {}).items()))
-    if key not in _pools:
-        _pools[key] = Ranks(world, backend, POOL_GROUP_TIMEOUT_S, environment or {})
-    outcomes = _pools[key].call(job, args, timeout_s)
-    if any(outcome.kind != "returned" for outcome in outcomes):
-        ranks = _pools.pop(key)
-        try:
-            ranks.check(job, outcomes)
-        finally:
-            ranks.kill()
-    return [outcome.value for outcome in outcomes]
+    ranks = _pools.pop(key, None) or Ranks(world, backend, POOL_GROUP_TIMEOUT_S, environment or {})
+    try:
+        values = ranks.check(job, ranks.call(job, args, timeout_s))
+    except BaseException:  # pytest's timeout, too: a late answer would be taken for the next job's
+        ranks.kill()
+        raise
+    _pools[key] = ranks
+    return values
 
 
 def run_fresh(

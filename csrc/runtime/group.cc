@@ -7,8 +7,8 @@
 #include <cstring>
 #include <thread>
 
-#include "plan/agreement.h"
 #include "runtime/error.h"
+#include "runtime/scratch.h"
 
 namespace overlap::runtime {
 namespace {
@@ -19,10 +19,6 @@ constexpr size_t kMaxPending = 256;
 constexpr int kPreparedPending = 64;
 constexpr std::chrono::milliseconds kFirstPoll{1};  // of the store
 constexpr std::chrono::milliseconds kLastPoll{20};
-constexpr std::chrono::milliseconds kPeerPatience{50};  // for a copy, which takes some 20 us
-// How long a sign that a peer has failed waits for the cause: histories are compared within some seconds, and who
-// finds that they differ fails first.
-constexpr std::chrono::milliseconds kCausePatience{3000};
 
 // Dense 16-bit tensor-core operations of one SM and clock, by architecture; the profile says how much is sustained.
 double tensor_flop_per_clock(int arch) {
@@ -31,29 +27,6 @@ double tensor_flop_per_clock(int arch) {
   if (arch == 80) return 2048;
   return 1024;
 }
-
-double elapsed_us(const Event& begin, const Event& end) {
-  float milliseconds = 0;
-  check_cuda(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()), "cudaEventElapsedTime");
-  return milliseconds * 1000.0;
-}
-
-// Device memory of a measurement. Stream-ordered: cudaFree would wait for the whole device, where a
-// foreign collective may be waiting for a peer that waits for this rank.
-class Scratch {
- public:
-  Scratch(size_t bytes, cudaStream_t stream) : stream_(stream) {
-    check_cuda(cudaMallocAsync(&pointer_, bytes, stream), "cudaMallocAsync");
-  }
-  ~Scratch() { cudaFreeAsync(pointer_, stream_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  void* get() const { return pointer_; }
-
- private:
-  void* pointer_ = nullptr;
-  cudaStream_t stream_ = nullptr;
-};
 
 }  // namespace
 
@@ -307,140 +280,6 @@ int64_t Group::longest_message(int64_t own_bytes, bool capturing) {
   return longest_message_;
 }
 
-void Group::measure_link() {
-  constexpr size_t kSmallBytes = size_t{1} << 18;
-  constexpr size_t kLargeBytes = size_t{1} << 25;
-  // The median of `repeats`, each the mean of `calls` back to back. Small ones run behind `lead` large ones, so that
-  // the host's time does not count: on a slow host it is three times a small call's.
-  struct Effort {
-    int repeats;
-    int calls;
-    int lead;
-  };
-  constexpr Effort kFull{.repeats = 5, .calls = 8, .lead = 4};
-  // Over sockets a large call takes tens of milliseconds: a hundred of them would be felt at each new group.
-  constexpr Effort kShort{.repeats = 3, .calls = 2, .lead = 1};
-  constexpr double kSlowUs = 3000.0;
-  Communicator& nccl = communicator({}, false);
-  Event begin(cudaEventDefault);
-  Event end(cudaEventDefault);
-  const cudaStream_t stream = device_.side[0].get();
-  const Scratch scratch(kLargeBytes, stream);
-  check_cuda(cudaMemsetAsync(scratch.get(), 0, kLargeBytes, stream), "cudaMemsetAsync");
-
-  const auto all_reduce = [&](size_t bytes, int calls) {
-    for (int call = 0; call < calls; ++call) {
-      nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
-    }
-  };
-  const auto median_us = [&](const Effort& effort, size_t bytes, int lead) {
-    std::vector<double> times;
-    for (int i = 0; i < effort.repeats; ++i) {
-      all_reduce(kLargeBytes, lead);
-      begin.record(stream);
-      all_reduce(bytes, effort.calls);
-      end.record(stream);
-      check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-      times.push_back(elapsed_us(begin, end) / effort.calls);
-    }
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
-  };
-  // The same on all ranks, so that they measure and plan alike.
-  const auto mean_over_ranks = [&](double time_us) {
-    float time = static_cast<float>(time_us);
-    check_cuda(cudaMemcpyAsync(scratch.get(), &time, sizeof(time), cudaMemcpyHostToDevice, stream),
-               "cudaMemcpyAsync");
-    nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, stream);
-    check_cuda(cudaMemcpyAsync(&time, scratch.get(), sizeof(time), cudaMemcpyDeviceToHost, stream),
-               "cudaMemcpyAsync");
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    return static_cast<double>(time) / options_.world_size;
-  };
-  // The first call of a communicator connects the ranks; the second one says how much measuring is worth its time.
-  const double first_us =
-      mean_over_ranks(median_us({.repeats = 1, .calls = 1, .lead = 0}, kLargeBytes, 1));
-  const Effort effort = first_us > kSlowUs ? kShort : kFull;
-  if (first_us <= kSlowUs) (void)median_us(effort, kLargeBytes, 1);  // warms up
-  const double small_us = mean_over_ranks(median_us(effort, kSmallBytes, effort.lead));
-  const double large_us =
-      std::max(mean_over_ranks(median_us(effort, kLargeBytes, 1)), small_us + 1.0);
-  machine_.windows = windows_work();
-  machine_.link_latency_us = small_us;
-  machine_.link_gbps = (kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3);
-}
-
-// Whether the ranks map each other's memory, and how fast copies into it are.
-void Group::measure_peers() {
-  constexpr int64_t kBytes = int64_t{1} << 25;
-  constexpr int kRepeats = 5;
-  const auto all_gather = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
-  const auto wanted = static_cast<uint8_t>(options_.peers);
-  const std::vector<uint8_t> all = all_gather({wanted, wanted});
-  if (std::find(all.begin(), all.end(), 0) != all.end()) return;
-  peers_ = Peers::make(all_gather, options_.rank, options_.world_size, device_.side[0].get());
-  if (peers_ == nullptr) return;
-  float gbps = 0.0f;
-  try {
-    peers_->reserve(kBytes);
-  } catch (const Error&) {
-    peers_.reset();
-    return;
-  }
-  const cudaStream_t stream = device_.side[0].get();
-  // From one slot into another: nobody reads there. To each rank in turn, as neighbours may be bridged and others not:
-  // what plans move to all is as slow as the slowest way.
-  char* source = peers_->slot({.slot = 0}, options_.rank);
-  Event begin(cudaEventDefault);
-  Event end(cudaEventDefault);
-  for (int distance = 1; distance < options_.world_size; ++distance) {
-    const int peer = (options_.rank + distance) % options_.world_size;
-    char* const destination = peers_->slot({.slot = 1}, peer);
-    float best = 0.0f;
-    for (int repeat = 0; repeat < kRepeats; ++repeat) {
-      begin.record(stream);
-      check_cuda(cudaMemcpyAsync(destination, source, kBytes, cudaMemcpyDeviceToDevice, stream),
-                 "cudaMemcpyAsync");
-      end.record(stream);
-      check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-      best = std::max(best, static_cast<float>(kBytes / (1e3 * elapsed_us(begin, end))));
-    }
-    gbps = distance == 1 ? best : std::min(gbps, best);
-  }
-  // The slowest rank's on all of them, so that they plan alike.
-  std::vector<uint8_t> bytes(sizeof(gbps));
-  std::memcpy(bytes.data(), &gbps, sizeof(gbps));
-  bytes = all_gather_bytes(bytes);
-  for (int rank = 0; rank < options_.world_size; ++rank) {
-    float theirs = 0.0f;
-    std::memcpy(&theirs, bytes.data() + sizeof(theirs) * static_cast<size_t>(rank), sizeof(theirs));
-    gbps = std::min(gbps, theirs);
-  }
-  machine_.peer_gbps = gbps;
-  peer_failures_ = std::make_unique<PeerFailures>(peers_->failures(), peers_->failures_of_peers(),
-                                                  report_.get());
-}
-
-// Ranks that plan differently wait for each other until their deadline. Power limits, drivers and clocks may differ: all
-// plan for the slowest rank.
-void Group::agree_on_machine() {
-  int nccl_version = 0;
-  check_nccl(ncclGetVersion(&nccl_version), "ncclGetVersion");
-  const plan::RankFacts own = plan::facts_of(machine_, nccl_version, plan::kSourceHash);
-  std::vector<uint8_t> bytes(sizeof(own));
-  std::memcpy(bytes.data(), &own, sizeof(own));
-  bytes = all_gather_bytes(bytes);
-  std::vector<plan::RankFacts> all(static_cast<size_t>(options_.world_size));
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    std::memcpy(&all[rank], bytes.data() + rank * sizeof(own), sizeof(own));
-  }
-  const plan::Agreement agreed = plan::agree(machine_, all);
-  machine_ = agreed.machine;
-  if (agreed.difference.empty() || options_.rank != 0) return;
-  std::fprintf(stderr, "overlap_torch: ranks of group '%s' differ: %s\n", options_.name.c_str(),
-               agreed.difference.c_str());
-}
-
 // Whether the ranks see each other's memory, so that NCCL takes its window kernels: on all of them
 // or on none.
 bool Group::windows_work() {
@@ -456,37 +295,6 @@ bool Group::windows_work() {
              "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   return works == static_cast<float>(options_.world_size);
-}
-
-void Group::check() {
-  if (!failed_) {
-    if (const auto failure = wait_failure()) {
-      fail(*failure);
-    } else if (const auto sign = nccl_failure()) {
-      fail_by_sign(*sign);
-    }
-  }
-  if (!failed_) return;
-  const std::lock_guard<std::mutex> lock(watch_mutex_);
-  throw Error(error_);
-}
-
-void Group::check_peers() {
-  if (!failed_) {
-    if (const auto failure = wait_failure()) {
-      fail(*failure);
-    } else if (const auto told = told_failure(kPeerPatience)) {
-      told->is_cause ? fail(told->text) : fail_by_sign(told->text);
-    }
-  }
-  check();
-}
-
-// The watchdog may find the cause soon, and fails then.
-void Group::fail_by_sign(const std::string& sign) {
-  const Clock::time_point end = Clock::now() + kCausePatience + kLastPoll;
-  while (watched_ && !failed_ && Clock::now() < end) std::this_thread::sleep_for(kFirstPoll);
-  fail(sign);
 }
 
 void Group::track(cudaStream_t stream, int chunks) {
@@ -506,178 +314,10 @@ void Group::track(cudaStream_t stream, int chunks) {
   pending_.push_back(std::move(entry));
 }
 
-void Group::abandon(const std::string& why) {
-  const std::string text = "rank " + std::to_string(options_.rank) + " left " + why + ".";
-  history_->abandon(text);
-  fail(text);
-}
-
 void Group::mark_captured() {
   const std::lock_guard<std::mutex> lock(communicators_mutex_);
   for (auto& [key, communicator] : communicators_) communicator->mark_captured();
   if (peers_ != nullptr) peers_->mark_captured();
-}
-
-void Group::fail(const std::string& found) {
-  if (failed_) return;
-  // A rank that has left a call says why; what others find, NCCL's error say, follows from that and may be found first.
-  std::optional<std::string> left;
-  if (history_ != nullptr) left = history_->abandoned();
-  const std::string message = left.value_or(found);
-  const std::lock_guard<std::mutex> lock(watch_mutex_);
-  if (failed_) return;
-  error_ = "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
-           ": " + message +
-           " Its communicators are aborted, and results of its ops are undefined from then on. "
-           "Destroy the process group and make a new one to go on.";
-  if (options_.abort_on_failure) {
-    std::fprintf(stderr, "%s (OVERLAP_ON_FAILURE=abort)\n", error_.c_str());
-    std::abort();
-  }
-  failed_ = true;
-  // Kernels that wait see it, too, and end.
-  uint64_t nothing = 0;
-  std::atomic_ref<uint64_t>(report_.get()->failure)
-      .compare_exchange_strong(
-          nothing,
-          kernels::pack({.chunk = chunk_in_flight(), .peer = kFoundByHost, .expected = 1}));
-}
-
-// In one NCCL group: all kernels are told to end before any memory is freed. One by one, the first communicator's free
-// waits for the second one's kernel, which nobody has told.
-void Group::abort_communicators() {
-  {
-    const std::lock_guard<std::mutex> lock(communicators_mutex_);
-    (void)ncclGroupStart();
-    for (auto& [key, communicator] : communicators_) communicator->abort();
-    (void)ncclGroupEnd();
-  }
-  aborted_ = true;
-}
-
-// What a wait whose deadline passed has left behind: cheap enough for every call, as is what NCCL says.
-std::optional<std::string> Group::wait_failure() {
-  const kernels::WaitReport* report = report_.get();
-  const uint64_t failure = *static_cast<const volatile uint64_t*>(&report->failure);
-  if (failure != 0) {
-    const kernels::WaitFailure wait = kernels::unpack(failure);
-    const std::string deadline =
-        " passed its deadline of " + std::to_string(options_.timeout.count() / 1000.0) + " s: ";
-    const std::string counts =
-        "expected " + std::to_string(wait.expected) + ", saw " + std::to_string(wait.seen) + ".";
-    if (wait.peer == kCallersKernel) {
-      return "a kernel of the caller's waited for the arrival of chunk " +
-             std::to_string(wait.chunk) + " and" + deadline + "it did not arrive. If the kernel " +
-             "holds all SMs while it waits, nothing can arrive: launch no more programs than the "
-             "job's `programs` (docs/kernels.md).";
-    }
-    return wait.peer == kernels::kOwnGemm
-               ? "the wait for the finished tiles of chunk " + std::to_string(wait.chunk) +
-                     " of its own GEMM" + deadline + counts
-               : "the wait for chunk " + std::to_string(wait.chunk) + " from rank " +
-                     std::to_string(wait.peer) + deadline + counts +
-                     " That rank died, hangs, or made different calls.";
-  }
-  return std::nullopt;
-}
-
-std::optional<std::string> Group::nccl_failure() {
-  std::optional<std::string> error;
-  {
-    // Another communicator may be in the making, which takes as long as its slowest rank.
-    const std::unique_lock<std::mutex> lock(communicators_mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) return std::nullopt;
-    for (auto& [key, communicator] : communicators_) {
-      if (!error) error = communicator->async_error();
-    }
-  }
-  if (!error) return std::nullopt;
-  const std::lock_guard<std::mutex> lock(watch_mutex_);
-  return *error + ", in or after chunk " + std::to_string(chunk_in_flight()) +
-         " of its oldest call in flight. A rank died, or its network did.";
-}
-
-// What a peer has told: its waits have failed, and let pass what is not right.
-std::optional<Group::Told> Group::told_failure(std::chrono::microseconds patience) {
-  if (peer_failures_ == nullptr) return std::nullopt;
-  const std::optional<PeerFailures::Failure> told = peer_failures_->look(patience);
-  if (!told) return std::nullopt;
-  const kernels::WaitFailure& wait = told->wait;
-  const std::string chunk = "chunk " + std::to_string(wait.chunk);
-  const std::string rank = "rank " + std::to_string(told->rank) + " has failed";
-  if (wait.peer == kFoundByHost) {
-    return Told{rank + " in or after " + chunk +
-                    " of a call, and what it sent since is not right. Its own error says why.",
-                false};
-  }
-  const std::string of = wait.peer == kCallersKernel ? "the arrival of " + chunk
-                         : wait.peer == kernels::kOwnGemm
-                             ? "the finished tiles of " + chunk
-                             : chunk + " from rank " + std::to_string(wait.peer);
-  return Told{
-      rank + ", and what it sent since is not right: its wait for " + of + " passed its deadline.",
-      true};
-}
-
-// The chunk that the oldest call in flight has come to. Of one chunk, the collective follows the GEMM on its
-// stream: no wait reports it.
-int Group::chunk_in_flight() const {
-  if (pending_.empty() || pending_.front()->chunks == 1) return 0;
-  const int32_t reached = *static_cast<const volatile int32_t*>(&report_.get()->reached);
-  return std::max(reached, 0);
-}
-
-bool Group::watch() {
-  watched_ = true;
-  if (!failed_) {
-    std::optional<std::string> failure = wait_failure();
-    if (!failure) failure = history_->look();
-    if (!failure) failure = late_call();
-    if (!failure) failure = sign_of_failure();
-    // The error can be read from here on, without waiting for the device.
-    if (failure) fail(*failure);
-  }
-  if (failed_ && peer_failures_ != nullptr && !told_) {
-    peer_failures_->tell();
-    told_ = true;
-  }
-  return failed_ && !aborted_;
-}
-
-// What a peer or NCCL says, once no cause has been found for a while.
-std::optional<std::string> Group::sign_of_failure() {
-  std::optional<std::string> sign;
-  if (const auto told = told_failure({})) {
-    if (told->is_cause) return told->text;
-    sign = told->text;
-  }
-  if (!sign) sign = nccl_failure();
-  if (!sign) return std::nullopt;
-  if (!first_sign_) first_sign_ = Clock::now();
-  return Clock::now() - *first_sign_ >= kCausePatience ? sign : std::nullopt;
-}
-
-std::optional<std::string> Group::late_call() {
-  int64_t call = 0;
-  int chunk = 0;
-  {
-    const std::lock_guard<std::mutex> lock(watch_mutex_);
-    while (!pending_.empty() && cudaEventQuery(pending_.front()->done.get()) != cudaErrorNotReady) {
-      idle_.push_back(std::move(pending_.front()));
-      pending_.pop_front();
-    }
-    if (pending_.empty() || Clock::now() <= pending_.front()->deadline) return std::nullopt;
-    call = pending_.front()->call;
-    chunk = chunk_in_flight();
-  }
-  history_->publish();
-  return "call " + std::to_string(call) + " did not finish within " +
-         std::to_string(options_.timeout.count() / 1000.0) + " s; its chunk " +
-         std::to_string(chunk) +
-         " was the last to be computed here, and waits for peers to communicate it. Calls made by "
-         "the peers, as far as they are known: " +
-         history_->describe_peers() + "; by this rank: " + std::to_string(history_->calls()) +
-         ". A rank died, hangs, or made different calls.";
 }
 
 bool Group::idle() {

@@ -5,24 +5,13 @@
 #include <thread>
 
 #include "runtime/error.h"
+#include "runtime/let_captures_be.h"
 
 namespace overlap::runtime {
 namespace {
 
 constexpr std::chrono::microseconds kPoll{5};
 constexpr int kAnyPriority = 0;
-
-// While it lives, this thread's calls may come between another's capture, or its own: none of them is part of it.
-class LetCapturesBe {
- public:
-  LetCapturesBe() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~LetCapturesBe() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  LetCapturesBe(const LetCapturesBe&) = delete;
-  LetCapturesBe& operator=(const LetCapturesBe&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 }  // namespace
 

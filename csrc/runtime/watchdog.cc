@@ -8,6 +8,7 @@
 
 #include "runtime/error.h"
 #include "runtime/group.h"
+#include "runtime/let_captures_be.h"
 
 namespace overlap::runtime {
 namespace {
@@ -46,7 +47,7 @@ class Watchdog {
   }
 
   void run() {
-    let_captures_be();
+    const LetCapturesBe let_captures_be;
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
       wake_.wait_for(lock, kPeriod);
@@ -101,7 +102,7 @@ class Watchdog {
     if (stopping_) return;
     ++ending_;
     std::thread([this, device, kept] {
-      let_captures_be();
+      const LetCapturesBe let_captures_be;
       cudaSetDevice(device);
       (*kept)();
       delete kept;
@@ -109,12 +110,6 @@ class Watchdog {
       --ending_;
       stopped_.notify_all();
     }).detach();
-  }
-
-  // A capture in another thread must not be invalidated by this thread's calls.
-  static void let_captures_be() {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
   }
 
   std::mutex mutex_;

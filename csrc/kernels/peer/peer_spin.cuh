@@ -19,11 +19,6 @@ __device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t va
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// Behind a fence.
-__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
 __device__ __forceinline__ WaitFailure missed_peer(int32_t chunk, int32_t peer, uint64_t expected,
                                                    uint64_t seen) {
   constexpr uint64_t kLowBits = 0xffffff;

@@ -22,6 +22,10 @@ __device__ __forceinline__ void store_relaxed_sys(int32_t* address, int32_t valu
   asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -50,7 +54,7 @@ __device__ __forceinline__ void tell_peers(const WaitReport* report) {
   const uint64_t failure = load_relaxed_sys(&report->failure);
   for (uint64_t* const word : report->tell) {
     if (word == nullptr) break;
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(failure) : "memory");
+    store_relaxed_sys(word, failure);
   }
   __threadfence_system();
 }

@@ -1,0 +1,156 @@
+// What a group measures and agrees on when it is made: its links, its peers' memory, its ranks' machines.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "plan/agreement.h"
+#include "runtime/error.h"
+#include "runtime/group.h"
+#include "runtime/scratch.h"
+
+namespace overlap::runtime {
+namespace {
+
+double elapsed_us(const Event& begin, const Event& end) {
+  float milliseconds = 0;
+  check_cuda(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()), "cudaEventElapsedTime");
+  return milliseconds * 1000.0;
+}
+
+}  // namespace
+
+void Group::measure_link() {
+  constexpr size_t kSmallBytes = size_t{1} << 18;
+  constexpr size_t kLargeBytes = size_t{1} << 25;
+  // The median of `repeats`, each the mean of `calls` back to back. Small ones run behind `lead` large ones, so that
+  // the host's time does not count: on a slow host it is three times a small call's.
+  struct Effort {
+    int repeats;
+    int calls;
+    int lead;
+  };
+  constexpr Effort kFull{.repeats = 5, .calls = 8, .lead = 4};
+  // Over sockets a large call takes tens of milliseconds: a hundred of them would be felt at each new group.
+  constexpr Effort kShort{.repeats = 3, .calls = 2, .lead = 1};
+  constexpr double kSlowUs = 3000.0;
+  Communicator& nccl = communicator({}, false);
+  Event begin(cudaEventDefault);
+  Event end(cudaEventDefault);
+  const cudaStream_t stream = device_.side[0].get();
+  const Scratch scratch(kLargeBytes, stream);
+  check_cuda(cudaMemsetAsync(scratch.get(), 0, kLargeBytes, stream), "cudaMemsetAsync");
+
+  const auto all_reduce = [&](size_t bytes, int calls) {
+    for (int call = 0; call < calls; ++call) {
+      nccl.all_reduce(scratch.get(), scratch.get(), bytes / 4, plan::DType::kFloat32, stream);
+    }
+  };
+  const auto median_us = [&](const Effort& effort, size_t bytes, int lead) {
+    std::vector<double> times;
+    for (int i = 0; i < effort.repeats; ++i) {
+      all_reduce(kLargeBytes, lead);
+      begin.record(stream);
+      all_reduce(bytes, effort.calls);
+      end.record(stream);
+      check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+      times.push_back(elapsed_us(begin, end) / effort.calls);
+    }
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+  };
+  // The same on all ranks, so that they measure and plan alike.
+  const auto mean_over_ranks = [&](double time_us) {
+    float time = static_cast<float>(time_us);
+    check_cuda(cudaMemcpyAsync(scratch.get(), &time, sizeof(time), cudaMemcpyHostToDevice, stream),
+               "cudaMemcpyAsync");
+    nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, stream);
+    check_cuda(cudaMemcpyAsync(&time, scratch.get(), sizeof(time), cudaMemcpyDeviceToHost, stream),
+               "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    return static_cast<double>(time) / options_.world_size;
+  };
+  // The first call of a communicator connects the ranks; the second one says how much measuring is worth its time.
+  const double first_us =
+      mean_over_ranks(median_us({.repeats = 1, .calls = 1, .lead = 0}, kLargeBytes, 1));
+  const Effort effort = first_us > kSlowUs ? kShort : kFull;
+  if (first_us <= kSlowUs) (void)median_us(effort, kLargeBytes, 1);  // warms up
+  const double small_us = mean_over_ranks(median_us(effort, kSmallBytes, effort.lead));
+  const double large_us =
+      std::max(mean_over_ranks(median_us(effort, kLargeBytes, 1)), small_us + 1.0);
+  machine_.windows = windows_work();
+  machine_.link_latency_us = small_us;
+  machine_.link_gbps = (kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3);
+}
+
+// Whether the ranks map each other's memory, and how fast copies into it are.
+void Group::measure_peers() {
+  constexpr int64_t kBytes = int64_t{1} << 25;
+  constexpr int kRepeats = 5;
+  const auto all_gather = [this](const std::vector<uint8_t>& own) { return all_gather_bytes(own); };
+  const auto wanted = static_cast<uint8_t>(options_.peers);
+  const std::vector<uint8_t> all = all_gather({wanted, wanted});
+  if (std::find(all.begin(), all.end(), 0) != all.end()) return;
+  peers_ = Peers::make(all_gather, options_.rank, options_.world_size, device_.side[0].get());
+  if (peers_ == nullptr) return;
+  float gbps = 0.0f;
+  try {
+    peers_->reserve(kBytes);
+  } catch (const Error&) {
+    peers_.reset();
+    return;
+  }
+  const cudaStream_t stream = device_.side[0].get();
+  // From one slot into another: nobody reads there. To each rank in turn, as neighbours may be bridged and others not:
+  // what plans move to all is as slow as the slowest way.
+  char* source = peers_->slot({.slot = 0}, options_.rank);
+  Event begin(cudaEventDefault);
+  Event end(cudaEventDefault);
+  for (int distance = 1; distance < options_.world_size; ++distance) {
+    const int peer = (options_.rank + distance) % options_.world_size;
+    char* const destination = peers_->slot({.slot = 1}, peer);
+    float best = 0.0f;
+    for (int repeat = 0; repeat < kRepeats; ++repeat) {
+      begin.record(stream);
+      check_cuda(cudaMemcpyAsync(destination, source, kBytes, cudaMemcpyDeviceToDevice, stream),
+                 "cudaMemcpyAsync");
+      end.record(stream);
+      check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+      best = std::max(best, static_cast<float>(kBytes / (1e3 * elapsed_us(begin, end))));
+    }
+    gbps = distance == 1 ? best : std::min(gbps, best);
+  }
+  // The slowest rank's on all of them, so that they plan alike.
+  std::vector<uint8_t> bytes(sizeof(gbps));
+  std::memcpy(bytes.data(), &gbps, sizeof(gbps));
+  bytes = all_gather_bytes(bytes);
+  for (int rank = 0; rank < options_.world_size; ++rank) {
+    float theirs = 0.0f;
+    std::memcpy(&theirs, bytes.data() + sizeof(theirs) * static_cast<size_t>(rank), sizeof(theirs));
+    gbps = std::min(gbps, theirs);
+  }
+  machine_.peer_gbps = gbps;
+  peer_failures_ = std::make_unique<PeerFailures>(peers_->failures(), peers_->failures_of_peers(),
+                                                  report_.get());
+}
+
+// Ranks that plan differently wait for each other until their deadline. Power limits, drivers and clocks may differ: all
+// plan for the slowest rank.
+void Group::agree_on_machine() {
+  int nccl_version = 0;
+  check_nccl(ncclGetVersion(&nccl_version), "ncclGetVersion");
+  const plan::RankFacts own = plan::facts_of(machine_, nccl_version, plan::kSourceHash);
+  std::vector<uint8_t> bytes(sizeof(own));
+  std::memcpy(bytes.data(), &own, sizeof(own));
+  bytes = all_gather_bytes(bytes);
+  std::vector<plan::RankFacts> all(static_cast<size_t>(options_.world_size));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    std::memcpy(&all[rank], bytes.data() + rank * sizeof(own), sizeof(own));
+  }
+  const plan::Agreement agreed = plan::agree(machine_, all);
+  machine_ = agreed.machine;
+  if (agreed.difference.empty() || options_.rank != 0) return;
+  std::fprintf(stderr, "overlap_torch: ranks of group '%s' differ: %s\n", options_.name.c_str(),
+               agreed.difference.c_str());
+}
+
+}  // namespace overlap::runtime
