@@ -5,6 +5,28 @@
 #include "binding/cuda_call.h"
 
 namespace overlap::binding {
+namespace {
+
+// With the counters that ops have: zeroed before, for many calls at once. A capture's are its own.
+void launch_with_counters(const plan::Plan& plan, kernels::GemmParams& params,
+                          cudaStream_t stream) {
+  const int32_t count = params.order.num_chunks;
+  if (runtime::capture_id(stream).has_value()) {
+    const at::Tensor counters = empty({count}, at::device(at::kCUDA).dtype(at::kInt));
+    params.counters = counters.data_ptr<int32_t>();
+    C10_CUDA_CHECK(kernels::zero_counters(params.counters, count, stream));
+    C10_CUDA_CHECK(kernels::launch_gemm(plan.kernel, params, stream));
+    return;
+  }
+  runtime::DeviceState& device = runtime::DeviceState::current();
+  const std::lock_guard<std::mutex> lock(device.mutex);
+  device.chain(stream, std::nullopt);
+  params.counters = device.zeroed_counters(count, stream);
+  C10_CUDA_CHECK(kernels::launch_gemm(plan.kernel, params, stream));
+  device.chained(stream, std::nullopt);
+}
+
+}  // namespace
 
 at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef code,
                       const std::optional<at::Tensor>& scale_input,
@@ -39,7 +61,6 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream().stream();
   const at::ScalarType type = scaled ? at::kBFloat16 : input.scalar_type();
   const at::Tensor output = empty({plan::buffer_elements(plan)}, input.options().dtype(type));
-  const at::Tensor counters = empty({plan::kMaxChunks}, input.options().dtype(at::kInt));
 
   kernels::GemmParams params = gemm_params(input, weight, plan);
   std::optional<Scales> scales;
@@ -55,15 +76,13 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
   }
   params.output = output.data_ptr();
   params.order = plan::tile_order(plan);
-  params.counters = counters.data_ptr<int32_t>();
   params.ctas =
       at::cuda::getCurrentDeviceProperties()->multiProcessorCount - plan.resources.comm_sms;
   TORCH_CHECK_VALUE(
       kernel_takes(params, weight, plan), "gemm_alone: kernel ", plan::name(plan.kernel),
       " does not take these operands: K contiguous, 16-byte aligned rows, a device and "
       "a build that have the kernel");
-  C10_CUDA_CHECK(kernels::zero_counters(params.counters, params.order.num_chunks, stream));
-  C10_CUDA_CHECK(kernels::launch_gemm(plan.kernel, params, stream));
+  launch_with_counters(plan, params, stream);
   return output;
 }
 
