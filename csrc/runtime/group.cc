@@ -298,19 +298,21 @@ bool Group::windows_work() {
 }
 
 void Group::track(cudaStream_t stream, int chunks) {
-  const std::lock_guard<std::mutex> lock(watch_mutex_);
-  if (pending_.size() >= kMaxPending) return;  // the oldest ones stand for it
   std::unique_ptr<Pending> entry;
-  if (idle_.empty()) {
-    entry = std::make_unique<Pending>();
-  } else {
-    entry = std::move(idle_.back());
-    idle_.pop_back();
+  {
+    const std::lock_guard<std::mutex> lock(watch_mutex_);
+    if (pending_.size() >= kMaxPending) return;  // the oldest ones stand for it
+    if (!idle_.empty()) {
+      entry = std::move(idle_.back());
+      idle_.pop_back();
+    }
   }
+  if (entry == nullptr) entry = std::make_unique<Pending>();
+  entry->done.record(stream);  // may wait for the device, and the watchdog must not wait for that
   entry->call = history_->calls();
   entry->chunks = chunks;
   entry->deadline = Clock::now() + options_.timeout;
-  entry->done.record(stream);
+  const std::lock_guard<std::mutex> lock(watch_mutex_);
   pending_.push_back(std::move(entry));
 }
 

@@ -142,9 +142,14 @@ class Group {
   // A graph now holds this group's communicators, or its peers' memory.
   void mark_captured();
 
-  // Looks for passed deadlines and NCCL errors. Whether the group has failed, here or in a call, and its communicators
-  // are still to be aborted. Called by the watchdog.
+  // Looks for passed deadlines, other ranks' failures and NCCL errors. Whether the group has failed, here or in a call,
+  // and its communicators are still to be aborted. Called by the watchdog. Calls nothing of CUDA's: a driver that waits
+  // for a kernel, as where another thread loads code, keeps all who call it, and what makes the kernel end is found here.
   bool watch();
+
+  // Finds out what `watch` is to know of the device: which calls have ended, and what peers tell. Called by a thread of
+  // its own.
+  void observe();
 
   // Aborts all communicators of a group that has failed. Frees memory, which waits for all that runs on the device.
   void abort_communicators();
@@ -181,10 +186,11 @@ class Group {
     std::string text;
     bool is_cause = false;  // and not the sign that there is one
   };
-  std::optional<Told> told_failure(std::chrono::microseconds patience);
+  std::optional<Told> told_failure() const;
   std::optional<std::string> sign_of_failure();
   void fail_by_sign(const std::string& sign);
   std::optional<std::string> late_call();
+  void forget_ended_calls();
   int chunk_in_flight() const;
   void fail(const std::string& found);
 
@@ -211,9 +217,9 @@ class Group {
   std::deque<std::unique_ptr<Pending>> pending_;
   std::vector<std::unique_ptr<Pending>> idle_;
   std::string error_;
-  // The watchdog's:
-  std::optional<std::chrono::steady_clock::time_point> first_sign_;
-  bool told_ = false;
+  std::chrono::steady_clock::time_point observed_;  // what had ended by then is not pending
+  std::optional<std::chrono::steady_clock::time_point> first_sign_;  // the watchdog's
+  bool told_ = false;                                                // the observer's
   std::atomic<bool> failed_{false};
   std::atomic<bool> watched_{false};  // by the watchdog
   std::atomic<bool> aborted_{false};

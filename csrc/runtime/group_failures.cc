@@ -37,8 +37,10 @@ void Group::check_peers() {
   if (!failed_) {
     if (const auto failure = wait_failure()) {
       fail(*failure);
-    } else if (const auto told = told_failure(kPeerPatience)) {
-      told->is_cause ? fail(told->text) : fail_by_sign(told->text);
+    } else if (peer_failures_ != nullptr) {
+      peer_failures_->look(kPeerPatience);
+      const auto told = told_failure();
+      if (told) told->is_cause ? fail(told->text) : fail_by_sign(told->text);
     }
   }
   check();
@@ -137,9 +139,9 @@ std::optional<std::string> Group::nccl_failure() {
 }
 
 // What a peer has told: its waits have failed, and let pass what is not right.
-std::optional<Group::Told> Group::told_failure(std::chrono::microseconds patience) {
+std::optional<Group::Told> Group::told_failure() const {
   if (peer_failures_ == nullptr) return std::nullopt;
-  const std::optional<PeerFailures::Failure> told = peer_failures_->look(patience);
+  const std::optional<PeerFailures::Failure> told = peer_failures_->known();
   if (!told) return std::nullopt;
   const kernels::WaitFailure& wait = told->wait;
   const std::string chunk = "chunk " + std::to_string(wait.chunk);
@@ -176,17 +178,44 @@ bool Group::watch() {
     // The error can be read from here on, without waiting for the device.
     if (failure) fail(*failure);
   }
-  if (failed_ && peer_failures_ != nullptr && !told_) {
+  return failed_ && !aborted_;
+}
+
+void Group::observe() {
+  forget_ended_calls();
+  if (peer_failures_ == nullptr) return;
+  if (!failed_) peer_failures_->look({});
+  if (failed_ && !told_) {
     peer_failures_->tell();
     told_ = true;
   }
-  return failed_ && !aborted_;
+}
+
+// No other thread takes calls out.
+void Group::forget_ended_calls() {
+  const Clock::time_point begin = Clock::now();
+  while (true) {
+    Pending* oldest = nullptr;
+    {
+      const std::lock_guard<std::mutex> lock(watch_mutex_);
+      if (!pending_.empty()) oldest = pending_.front().get();
+    }
+    // Without the lock: the driver may keep this thread.
+    const bool ended = oldest != nullptr && cudaEventQuery(oldest->done.get()) != cudaErrorNotReady;
+    const std::lock_guard<std::mutex> lock(watch_mutex_);
+    if (!ended) {
+      observed_ = begin;
+      return;
+    }
+    idle_.push_back(std::move(pending_.front()));
+    pending_.pop_front();
+  }
 }
 
 // What a peer or NCCL says, once no cause has been found for a while.
 std::optional<std::string> Group::sign_of_failure() {
   std::optional<std::string> sign;
-  if (const auto told = told_failure({})) {
+  if (const auto told = told_failure()) {
     if (told->is_cause) return told->text;
     sign = told->text;
   }
@@ -201,11 +230,11 @@ std::optional<std::string> Group::late_call() {
   int chunk = 0;
   {
     const std::lock_guard<std::mutex> lock(watch_mutex_);
-    while (!pending_.empty() && cudaEventQuery(pending_.front()->done.get()) != cudaErrorNotReady) {
-      idle_.push_back(std::move(pending_.front()));
-      pending_.pop_front();
-    }
-    if (pending_.empty() || Clock::now() <= pending_.front()->deadline) return std::nullopt;
+    if (pending_.empty()) return std::nullopt;
+    // It was looked at behind its deadline; or the driver has kept the observer as long again, which something on the
+    // device must be the reason of.
+    const Clock::time_point deadline = pending_.front()->deadline;
+    if (observed_ <= deadline && Clock::now() <= deadline + options_.timeout) return std::nullopt;
     call = pending_.front()->call;
     chunk = chunk_in_flight();
   }

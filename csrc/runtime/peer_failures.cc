@@ -32,10 +32,19 @@ PeerFailures::~PeerFailures() {
   cudaFreeHost(words_);
 }
 
-std::optional<PeerFailures::Failure> PeerFailures::look(std::chrono::microseconds patience) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const LetCapturesBe let_captures_be;
+std::optional<PeerFailures::Failure> PeerFailures::known() const {
+  for (int rank = 0; rank < kernels::kMaxPeers; ++rank) {
+    const uint64_t word = std::atomic_ref<uint64_t>(words_[rank]).load();
+    if (word != 0) return Failure{rank, kernels::unpack(word)};
+  }
+  return std::nullopt;
+}
+
+void PeerFailures::look(std::chrono::microseconds patience) {
   const auto end = std::chrono::steady_clock::now() + patience;
+  const std::unique_lock<std::timed_mutex> lock(mutex_, end);
+  if (!lock.owns_lock()) return;  // another thread looks, and the driver keeps it
+  const LetCapturesBe let_captures_be;
   const auto copied = [&] {
     while (cudaEventQuery(copied_.get()) == cudaErrorNotReady) {
       (void)cudaGetLastError();  // PyTorch would find it
@@ -44,22 +53,16 @@ std::optional<PeerFailures::Failure> PeerFailures::look(std::chrono::microsecond
     }
     return true;
   };
-  if (copied()) {
-    const cudaError_t error = cudaMemcpyAsync(words_, own_, kernels::kMaxPeers * sizeof(uint64_t),
-                                              cudaMemcpyDeviceToHost, stream_.get());
-    if (error != cudaSuccess) return std::nullopt;  // whatever it is, the ops report it
-    copied_.record(stream_.get());
-    (void)copied();
-  }
-  for (int rank = 0; rank < kernels::kMaxPeers; ++rank) {
-    const uint64_t word = std::atomic_ref<uint64_t>(words_[rank]).load();
-    if (word != 0) return Failure{rank, kernels::unpack(word)};
-  }
-  return std::nullopt;
+  if (!copied()) return;
+  const cudaError_t error = cudaMemcpyAsync(words_, own_, kernels::kMaxPeers * sizeof(uint64_t),
+                                            cudaMemcpyDeviceToHost, stream_.get());
+  if (error != cudaSuccess) return;  // whatever it is, the ops report it
+  copied_.record(stream_.get());
+  (void)copied();
 }
 
 void PeerFailures::tell() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::timed_mutex> lock(mutex_);
   const LetCapturesBe let_captures_be;
   for (uint64_t* const word : theirs_) {
     (void)cudaMemcpyAsync(word, &report_->failure, sizeof(*word), cudaMemcpyDefault, stream_.get());

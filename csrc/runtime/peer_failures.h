@@ -33,9 +33,11 @@ class PeerFailures {
   PeerFailures(const PeerFailures&) = delete;
   PeerFailures& operator=(const PeerFailures&) = delete;
 
-  // What a peer has told, as of the last copy that has ended; begins the next one, and waits for it this long at most.
-  // Right in a capture, too.
-  std::optional<Failure> look(std::chrono::microseconds patience);
+  // What a peer has told, as of the last copy that has ended. Calls nothing of CUDA's.
+  std::optional<Failure> known() const;
+
+  // Begins a copy, once the last one has ended, and waits for it, but no longer than this. Right in a capture, too.
+  void look(std::chrono::microseconds patience);
 
   // Tells the peers what `report` says, for kernels that do not: a caller's.
   void tell();
@@ -44,7 +46,7 @@ class PeerFailures {
   const uint64_t* own_;
   std::vector<uint64_t*> theirs_;
   kernels::WaitReport* report_;
-  std::mutex mutex_;
+  std::timed_mutex mutex_;  // of the stream and its event
   Stream stream_;
   Event copied_;
   uint64_t* words_ = nullptr;  // pinned

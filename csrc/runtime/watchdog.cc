@@ -1,4 +1,6 @@
-// One thread that watches all groups of the process.
+// Two threads watch all groups of the process: one observes what their devices have done, the other finds failures and
+// has them aborted. The driver may keep the first for as long as a kernel runs, and must not keep the second, which ends
+// kernels that wait for ranks that have failed.
 #include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
@@ -33,7 +35,8 @@ class Watchdog {
     if (groups_.size() == 1 && !started_) {
       started_ = true;
       std::atexit([] { instance().stop(); });
-      std::thread([this] { run(); }).detach();
+      std::thread([this] { watch(); }).detach();
+      std::thread([this] { observe(); }).detach();
     }
   }
 
@@ -43,11 +46,35 @@ class Watchdog {
     stopping_ = true;
     wake_.notify_all();
     // Bounded: ending a communicator can hang with the device, and an exit must not.
-    stopped_.wait_for(lock, kExitWait, [this] { return !watching_ && ending_ == 0; });
+    stopped_.wait_for(lock, kExitWait,
+                      [this] { return !watching_ && !observing_ && ending_ == 0; });
   }
 
-  void run() {
+  void observe() {
     const LetCapturesBe let_captures_be;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopping_) {
+      wake_.wait_for(lock, kPeriod);
+      if (stopping_) break;
+      observing_ = true;
+      std::vector<std::shared_ptr<Group>> groups = groups_;
+      lock.unlock();
+      for (const std::shared_ptr<Group>& group : groups) {
+        try {
+          cudaSetDevice(group->device().device());
+          group->observe();
+        } catch (const std::exception&) {
+          // As below.
+        }
+      }
+      groups.clear();  // none ends with it: those that are observed are kept
+      lock.lock();
+      observing_ = false;
+      stopped_.notify_all();
+    }
+  }
+
+  void watch() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
       wake_.wait_for(lock, kPeriod);
@@ -59,7 +86,6 @@ class Watchdog {
       std::vector<std::shared_ptr<Group>> ended;
       for (const std::shared_ptr<Group>& group : groups) {
         try {
-          cudaSetDevice(group->device().device());
           if (group->watch()) {
             failed.push_back(group);
           } else if (!group->alive() && group->idle()) {
@@ -72,13 +98,14 @@ class Watchdog {
       }
       groups.clear();
       lock.lock();
+      if (observing_) ended.clear();  // the next time
       std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
         return std::find(ended.begin(), ended.end(), group) != ended.end();
       });
       for (const std::shared_ptr<Group>& group : failed) {
         if (aborting_.contains(group.get())) continue;
         aborting_.insert(group.get());
-        end_beside(group->device().device(), [this, group] {
+        end_beside([this, group] {
           group->abort_communicators();
           const std::lock_guard<std::mutex> changed(mutex_);
           aborting_.erase(group.get());
@@ -86,8 +113,10 @@ class Watchdog {
       }
       // The communicators of process groups that no longer exist end with them.
       for (std::shared_ptr<Group>& group : ended) {
-        const int device = group->device().device();
-        end_beside(device, [group = std::move(group)]() mutable { group.reset(); });
+        end_beside([group = std::move(group)]() mutable {
+          cudaSetDevice(group->device().device());
+          group.reset();
+        });
       }
       watching_ = false;
       stopped_.notify_all();
@@ -96,14 +125,13 @@ class Watchdog {
 
   // With mutex_ held. What ends communicators frees memory, and so waits for all that runs on the device: it has a thread
   // of its own, as this one has to find out that another group's kernels will never end.
-  void end_beside(int device, std::function<void()> end) {
+  void end_beside(std::function<void()> end) {
     auto* kept = new std::function<void()>(std::move(end));
     // An exit waits for nothing that has not begun, and nothing may begin behind it.
     if (stopping_) return;
     ++ending_;
-    std::thread([this, device, kept] {
+    std::thread([this, kept] {
       const LetCapturesBe let_captures_be;
-      cudaSetDevice(device);
       (*kept)();
       delete kept;
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -121,6 +149,7 @@ class Watchdog {
   bool started_ = false;
   bool stopping_ = false;
   bool watching_ = false;
+  bool observing_ = false;  // holds all groups
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "driver.h"
 #include "record.h"
 
 using recorder::cat;
@@ -42,6 +43,7 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaSetDevice(int) {
+  recorder::driver().enter();
   return cudaSuccess;
 }
 
@@ -79,8 +81,9 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t) {
+  recorder::driver().enter();
   record().host("asks for an event");
-  return cudaSuccess;
+  return recorder::driver().ends ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t) {
@@ -203,6 +206,7 @@ cudaError_t cudaMemcpy(void* destination, const void* source, size_t bytes, cuda
 
 cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes,
                             cudaMemcpyKind kind, cudaStream_t stream) {
+  recorder::driver().enter();
   if (!record().on) return cudaSuccess;
   const auto size = static_cast<int64_t>(bytes);
   if (kind != cudaMemcpyDeviceToDevice) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 
+#include "driver.h"
 #include "record.h"
 
 using recorder::cat;
@@ -104,6 +105,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId, i
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   comm->aborted = true;
+  ++recorder::driver().aborted;
   return ncclSuccess;
 }
 
