@@ -413,12 +413,12 @@ def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
     """From now on the op runs ``plan`` for ``plan.problem``; every rank has to set the same.
 
     ``device`` None: the CPU for a plan over gloo, else the current CUDA device. Raises ValueError for what ``validate``
-    refuses, and for a program that needs more memory than the device has.
+    refuses on a device of as many SMs, and for a program that needs more memory than the device has.
     """
     import torch
 
-    validate(plan)
     where = _device(device, plan)
+    validate(plan, _machine(where, plan))
     if plan.program.transfers:
         check_memory(plan, _total_bytes(where))
     torch.ops.overlap.set_plan(encode(plan), where, _group_name(group))
@@ -530,6 +530,16 @@ def _device(device: Device, plan: Plan | None = None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _machine(device: torch.device, plan: Plan) -> Machine:
+    """The usual one, with the device's SMs: where there are few, what waits may leave none to the GEMM."""
+    import torch
+
+    machine = _plan.usual_machine(plan)
+    if device.type == "cuda" and machine.arch > 0:
+        machine.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    return machine
 
 
 def _total_bytes(device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,23 @@ def ring(world: int, chunks: int, by: str, streams: int = 1, n: int = 256) -> Pl
 
 def made(plan: Plan, rank: int) -> dict:
     return json.loads(_plan.steps_json(plan, rank, PEERS))
+
+
+@pytest.mark.parametrize(("sms", "refused"), [(17, True), (18, False)])
+def test_program_is_refused_where_its_kernel_leaves_the_gemm_no_cluster(monkeypatch, sms, refused):
+    """Set for a device, a plan is looked at with the SMs that the device has, before the op hears of it."""
+    device = SimpleNamespace(multi_processor_count=sms, total_memory=1 << 36)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    heard = []
+    monkeypatch.setattr(torch.ops.overlap, "set_plan", lambda *arguments: heard.append(arguments))
+    monkeypatch.setattr(plan_module, "_group_name", lambda group: "0")
+    plan = ring(2, 1, "sms")
+    if not refused:
+        plan_module.set_plan(plan, device="cuda:0")
+    else:
+        with pytest.raises(ValueError, match=r"takes 2 of 17 SMs, .* hold 16.*lower max_ctas"):
+            plan_module.set_plan(plan, device="cuda:0")
+    assert len(heard) == (not refused)
 
 
 def test_ring_by_sms_is_one_kernel_that_waits_for_chunks_and_flags():

@@ -112,6 +112,8 @@ void bind_proof(py::module_& m) {
 Of a plan for 2 to 8 ranks the steps of all ranks are gone through as well, several calls in a row: they end whatever SMs
 are held, nothing is read or written too early, and the results are the op's. What is found names rank and step.
 `machine`: whose SMs there are; by default a Hopper of 132.)");
+  m.def("usual_machine", &steps::usual_machine, py::arg("plan"),
+        "What `validate` takes a plan's machine to be where none is given.");
   def_of_ranks(
       m, "find_fault", [](const steps::Ranks& ranks) { return text(steps::find_fault(ranks)); },
       R"(What is wrong with the steps of all ranks, or nothing.
