@@ -17,6 +17,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -187,7 +188,11 @@ class Ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         if ranks:
             time.sleep(1.0)
-        return [_tail(os.path.join(self._folder, f"stacks{rank}"), 6000) for rank in ranks]
+        return [
+            _tail(os.path.join(self._folder, f"stacks{rank}"), 6000)
+            + _native_stacks(self._processes[rank].pid)
+            for rank in ranks
+        ]
 
     def _describe(self, what: str, outcomes: Sequence[Outcome]) -> str:
         parts = [f"{what} on {self.name}:"]
@@ -256,6 +261,19 @@ def close_all() -> None:
 
 
 atexit.register(close_all)
+
+
+def _native_stacks(process: int) -> str:
+    """Where all threads are, in libraries too: of a hang in CUDA or NCCL, Python's stacks show one line. "" without gdb."""
+    if shutil.which("gdb") is None:
+        return ""
+    command = ["gdb", "-p", str(process), "-batch", "-ex", "thread apply all backtrace 20"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "\ngdb did not answer"
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("#", "Thread"))]
+    return "\n" + "\n".join(lines)[:20000]
 
 
 def _tail(path: str, size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 
 import pytest
 import torch
@@ -306,25 +307,36 @@ def failing_call(kind: str) -> str:
     return ""
 
 
-@pytest.mark.gpu2
-@pytest.mark.parametrize(
-    "kind, messages",
-    [
-        ("signal", ["the wait for the finished tiles of chunk 1", ""]),
-        ("exception", ["rank 1 left .*by an exception, KeyError: 'boom'", "KeyError"]),
-        ("arrival", ["a kernel of the caller's waited for the arrival of chunk 60", ""]),
-        ("op", ["an op was called inside", "an op was called inside"]),
-    ],
-)
-def test_kernels_on_gpus_say_what_went_wrong(kind, messages):
-    import re
+MESSAGES = {  # what each rank says
+    "signal": ["the wait for the finished tiles of chunk 1", ""],
+    "exception": ["rank 1 left .*by an exception, KeyError: 'boom'", "KeyError"],
+    "arrival": ["a kernel of the caller's waited for the arrival of chunk 60", ""],
+    "op": ["an op was called inside", "an op was called inside"],
+}
 
+
+def expect_messages(kind: str) -> None:
     outcomes = rank_pool.run_fresh(
-        2, "nccl", failing_call, kind, environment={"OVERLAP_TIMEOUT_S": "5"}, timeout_s=240
+        2, "nccl", failing_call, kind, environment={"OVERLAP_TIMEOUT_S": "5"}, timeout_s=100
     )
-    for outcome, message in zip(outcomes, messages, strict=True):
+    for outcome, message in zip(outcomes, MESSAGES[kind], strict=True):
         assert outcome.kind == "returned", outcome
         assert re.search(message, outcome.value, re.DOTALL), outcome.value
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("kind", list(MESSAGES))
+def test_kernels_on_gpus_say_what_went_wrong(kind):
+    expect_messages(kind)
+
+
+@pytest.mark.long
+@pytest.mark.races
+@pytest.mark.gpu2
+def test_kernels_on_gpus_say_what_went_wrong_each_time():
+    """Whatever a rank is doing when the other one has left, it is not kept."""
+    for _ in range(20):
+        expect_messages("exception")
 
 
 # --- other ways to write kernels ------------------------------------------------------------------------------
