@@ -36,10 +36,10 @@ def test_recorder_ranks_that_make_other_calls_find_that_out(program):
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_recorder_failures_are_found_while_the_driver_is_busy(program):
+def test_recorder_group_finds_failures_while_the_driver_is_busy_and_agrees_on_memory(program):
     """A thread that loads code is kept by the driver until a kernel has ended, with all that call it: what makes the
-    kernel end must not wait there."""
-    done = subprocess.run([program, "watch-check"], capture_output=True, text=True, timeout=120)
+    kernel end must not wait there. A rank that has no memory left must not let the others wait in NCCL."""
+    done = subprocess.run([program, "group-check"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "")
 
 

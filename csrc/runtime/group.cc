@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "runtime/error.h"
+#include "runtime/let_captures_be.h"
 #include "runtime/scratch.h"
 
 namespace overlap::runtime {
@@ -123,7 +124,7 @@ Communicator& Group::make_communicator(CommunicatorKey key, const ncclUniqueId& 
   const Scratch scratch(sizeof(float), device_.side[0].get());
   communicator->all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32,
                            device_.side[0].get());
-  check_cuda(cudaStreamSynchronize(device_.side[0].get()), "cudaStreamSynchronize");
+  await(device_.side[0].get());
   forget(id_key(key));
   return *(communicators_[key] = std::move(communicator));
 }
@@ -177,6 +178,31 @@ std::vector<uint8_t> Group::await_key(const std::string& key, int peer) {
   return options_.bootstrap.get(key);
 }
 
+// Polls, as a rank that has come to `meet` may die behind it.
+void Group::await(cudaStream_t stream) {
+  const LetCapturesBe let_captures_be;
+  const Clock::time_point deadline = Clock::now() + options_.timeout;
+  std::chrono::microseconds pause{5};
+  while (true) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state != cudaErrorNotReady) {
+      check_cuda(state, "cudaStreamQuery");
+      return;
+    }
+    (void)cudaGetLastError();  // PyTorch would find it
+    if (failed_) check();
+    if (Clock::now() >= deadline) {
+      throw Error("overlap_torch: group '" + options_.name + "', rank " +
+                  std::to_string(options_.rank) +
+                  ": a collective that makes ready for calls did not end within " +
+                  std::to_string(options_.timeout.count() / 1000.0) +
+                  " s. A rank died, or its network did.");
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, std::chrono::microseconds(kFirstPoll));
+  }
+}
+
 // After a collective call all ranks have read what rank 0 brought; a later group of the same name on
 // the same store must not find it.
 void Group::forget(const std::string& key) {
@@ -212,7 +238,7 @@ std::vector<uint8_t> Group::all_gather_bytes(const std::vector<uint8_t>& own) {
   communicator({}, false).all_gather_in_place(scratch.get(), words, plan::DType::kBFloat16, stream);
   check_cuda(cudaMemcpyAsync(all.data(), scratch.get(), all.size(), cudaMemcpyDeviceToHost, stream),
              "cudaMemcpyAsync");
-  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  await(stream);
   forget(key);
   return all;
 }
@@ -220,6 +246,27 @@ std::vector<uint8_t> Group::all_gather_bytes(const std::vector<uint8_t>& own) {
 std::string Group::id_key(CommunicatorKey key) const {
   return "overlap_torch/" + options_.name + "/nccl_id/" + std::to_string(key.max_ctas) + "." +
          std::to_string(key.lane);
+}
+
+// On all ranks or on none: the others would wait in NCCL for one that has no memory left.
+std::unique_ptr<Staging> Group::make_staging(int64_t bytes) {
+  std::unique_ptr<Staging> made;
+  std::string why;
+  try {
+    made = std::make_unique<Staging>(bytes);
+  } catch (const Error& error) {
+    why = error.what();
+  }
+  const auto answer = static_cast<uint8_t>(made != nullptr);
+  const std::vector<uint8_t> answers = all_gather_bytes({answer, answer});
+  const auto missing = std::find(answers.begin(), answers.end(), 0);
+  if (missing == answers.end()) return made;
+  throw Error("overlap_torch: group '" + options_.name + "': rank " +
+              std::to_string((missing - answers.begin()) / 2) + " cannot allocate " +
+              std::to_string(bytes >> 20) + " MiB that NCCL reaches" +
+              (why.empty() ? "" : " (" + why + ")") +
+              ". Free some (torch.cuda.empty_cache() gives back what PyTorch keeps), or set plans "
+              "without a window.");
 }
 
 void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bool capturing) {
@@ -235,8 +282,9 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
     while (rounded < bytes) rounded *= 2;
     // The old memory may be in use, and waiting for the device is not allowed here: it is kept. All
     // of it together is less than the new one.
+    std::unique_ptr<Staging> larger = make_staging(rounded);
     if (staging_ != nullptr) outgrown_.push_back(std::move(staging_));
-    staging_ = std::make_unique<Staging>(rounded);
+    staging_ = std::move(larger);
   }
   for (const CommunicatorKey& key : keys) {
     if (staging_->windows.contains(key)) continue;
@@ -293,7 +341,7 @@ bool Group::windows_work() {
   communicator(key, false).all_reduce(flag, flag, 1, plan::DType::kFloat32, stream);
   check_cuda(cudaMemcpyAsync(&works, flag, sizeof(works), cudaMemcpyDeviceToHost, stream),
              "cudaMemcpyAsync");
-  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  await(stream);
   return works == static_cast<float>(options_.world_size);
 }
 

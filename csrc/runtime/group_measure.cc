@@ -52,7 +52,7 @@ void Group::measure_link() {
       begin.record(stream);
       all_reduce(bytes, effort.calls);
       end.record(stream);
-      check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+      await(stream);
       times.push_back(elapsed_us(begin, end) / effort.calls);
     }
     std::sort(times.begin(), times.end());
@@ -66,7 +66,7 @@ void Group::measure_link() {
     nccl.all_reduce(scratch.get(), scratch.get(), 1, plan::DType::kFloat32, stream);
     check_cuda(cudaMemcpyAsync(&time, scratch.get(), sizeof(time), cudaMemcpyDeviceToHost, stream),
                "cudaMemcpyAsync");
-    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    await(stream);
     return static_cast<double>(time) / options_.world_size;
   };
   // The first call of a communicator connects the ranks; the second one says how much measuring is worth its time.
@@ -114,7 +114,7 @@ void Group::measure_peers() {
       check_cuda(cudaMemcpyAsync(destination, source, kBytes, cudaMemcpyDeviceToDevice, stream),
                  "cudaMemcpyAsync");
       end.record(stream);
-      check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+      await(stream);
       best = std::max(best, static_cast<float>(kBytes / (1e3 * elapsed_us(begin, end))));
     }
     gbps = distance == 1 ? best : std::min(gbps, best);

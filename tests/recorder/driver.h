@@ -11,6 +11,7 @@ struct Driver {
   std::atomic<int> kept{0};      // threads
   std::atomic<bool> ends{true};  // what is asked of events
   std::atomic<int> aborted{0};   // communicators
+  bool full = false;             // no memory is left for windows
 
   void enter() {
     if (!busy) return;

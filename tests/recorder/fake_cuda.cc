@@ -125,6 +125,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  record().synchronize(stream);
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   *id = reinterpret_cast<unsigned long long>(stream);
   return cudaSuccess;

@@ -193,6 +193,7 @@ ncclResult_t ncclGetVersion(int* version) {
 }
 
 ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
+  if (recorder::driver().full) return ncclUnhandledCudaError;
   const int before = record().count("window");
   const std::string name = before == 0 ? "window" : cat("window", before + 1);
   record().host(cat("allocates ", bytes, " bytes, ", name));

@@ -5,7 +5,7 @@
 // recorder lower NAME       the list of steps of a case's first call, and a line with the same as JSON
 // recorder self-check       whether the record itself finds what it is there to find
 // recorder history-check    whether ranks that make other calls find that out
-// recorder watch-check      whether failures are found while the driver keeps whoever calls it
+// recorder group-check      what a group does where something fails
 // recorder bench            host time of an executor's call, with fakes that do nothing
 //
 // A case's name is its family and its name in it, as `list` prints them.
@@ -13,10 +13,10 @@
 #include <cstring>
 
 #include "grid.h"
+#include "group_check.h"
 #include "history_check.h"
 #include "record.h"
 #include "self_check.h"
-#include "watch_check.h"
 
 namespace {
 
@@ -96,7 +96,7 @@ int main(int count, char** words) {
   if (command == "list" && count == 2) return list();
   if (command == "self-check" && count == 2) return say(recorder::self_check());
   if (command == "history-check" && count == 2) return say(recorder::history_check());
-  if (command == "watch-check" && count == 2) return say(recorder::watch_check());
+  if (command == "group-check" && count == 2) return say(recorder::group_check());
   if (command == "bench" && count == 2) return bench();
   if (command == "lower" && count == 3) return lower(words[2]);
   if (command == "show" && count == 3) return show(words[2], false);
@@ -104,7 +104,7 @@ int main(int count, char** words) {
     return show(words[2], true);
   }
   std::fprintf(stderr,
-               "recorder grid | list | self-check | history-check | watch-check | bench | "
+               "recorder grid | list | self-check | history-check | group-check | bench | "
                "lower NAME | show NAME [--canonical]\n");
   return 2;
 }

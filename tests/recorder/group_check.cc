@@ -1,4 +1,4 @@
-#include "watch_check.h"
+#include "group_check.h"
 
 #include <chrono>
 #include <functional>
@@ -81,7 +81,7 @@ std::string failure_of(runtime::Group& group) {
 
 }  // namespace
 
-std::vector<std::string> watch_check() {
+std::vector<std::string> group_check() {
   std::vector<std::string> failures;
   const auto expect = [&](bool holds, const std::string& what) {
     if (!holds) failures.push_back(what);
@@ -91,6 +91,20 @@ std::vector<std::string> watch_check() {
     expect(said.find(part) != std::string::npos, "'" + part + "' is not in '" + said + "'");
   };
   Driver& cuda = driver();
+
+  const auto full = group_of("full", "", 60s);
+  void* const before = full->staging(1, {{}}, false);
+  cuda.full = true;
+  try {
+    (void)full->staging(int64_t{64} << 20, {{}}, false);
+    expect(false, "memory that is not there is refused");
+  } catch (const runtime::Error& error) {
+    const std::string said = error.what();
+    expect(said.find("rank 0 cannot allocate 64 MiB") != std::string::npos, "who, not: " + said);
+  }
+  expect(full->staging(1, {{}}, false) == before, "what was there stays");
+  cuda.full = false;
+  expect(full->staging(int64_t{64} << 20, {{}}, false) != before, "it is taken once it is there");
 
   const auto left = group_of("left", "rank 1 left a call by an exception.", 60s);
   const auto unseen = group_of("unseen", "", 300ms);
