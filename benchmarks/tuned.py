@@ -94,7 +94,12 @@ def prepare(session: _tune.Session, problems: Sequence[Problem], job: Job) -> li
     device = session.device
     planned = [plan_for(p.m, p.n, p.k, p.dtype, device=device, op=p.op) for p in problems]
     tuned = overlap_torch.tune(
-        problems, device=device, most=job.most, repeats=job.repeats, cache=False, progress=True
+        problems,
+        device=device,
+        most=job.most,
+        repeats=job.repeats,
+        cache=False,
+        progress=sys.stderr.isatty(),
     )
     entries = []
     for problem, by_model, one in zip(problems, planned, tuned, strict=True):
