@@ -20,6 +20,8 @@ constexpr size_t kMaxPending = 256;
 constexpr int kPreparedPending = 64;
 constexpr std::chrono::milliseconds kFirstPoll{1};  // of the store
 constexpr std::chrono::milliseconds kLastPoll{20};
+// What makes ready for calls, measures and connects, may take longer than a short deadline of calls.
+constexpr std::chrono::milliseconds kReadyPatience{60'000};
 
 // Dense 16-bit tensor-core operations of one SM and clock, by architecture; the profile says how much is sustained.
 double tensor_flop_per_clock(int arch) {
@@ -181,7 +183,8 @@ std::vector<uint8_t> Group::await_key(const std::string& key, int peer) {
 // Polls, as a rank that has come to `meet` may die behind it.
 void Group::await(cudaStream_t stream) {
   const LetCapturesBe let_captures_be;
-  const Clock::time_point deadline = Clock::now() + options_.timeout;
+  const std::chrono::milliseconds patience = std::max(options_.timeout, kReadyPatience);
+  const Clock::time_point deadline = Clock::now() + patience;
   std::chrono::microseconds pause{5};
   while (true) {
     const cudaError_t state = cudaStreamQuery(stream);
@@ -192,11 +195,10 @@ void Group::await(cudaStream_t stream) {
     (void)cudaGetLastError();  // PyTorch would find it
     if (failed_) check();
     if (Clock::now() >= deadline) {
-      throw Error("overlap_torch: group '" + options_.name + "', rank " +
-                  std::to_string(options_.rank) +
-                  ": a collective that makes ready for calls did not end within " +
-                  std::to_string(options_.timeout.count() / 1000.0) +
-                  " s. A rank died, or its network did.");
+      throw Error(
+          "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
+          ": a collective that makes ready for calls did not end within " +
+          std::to_string(patience.count() / 1000.0) + " s. A rank died, or its network did.");
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, std::chrono::microseconds(kFirstPoll));

@@ -174,7 +174,7 @@ class Group {
   std::vector<uint8_t> meet(const std::string& key, const std::vector<uint8_t>& brought);
   std::vector<uint8_t> await_key(const std::string& key, int peer);
   void forget(const std::string& key);
-  // Until all that is enqueued has ended; throws if that takes longer than a call may.
+  // Until all that is enqueued has ended; throws if that takes longer than a call may, and a minute.
   void await(cudaStream_t stream);
   std::unique_ptr<Staging> make_staging(int64_t bytes);
   ncclUniqueId unique_id(CommunicatorKey key);
