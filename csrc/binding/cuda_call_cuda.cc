@@ -55,10 +55,7 @@ double measured_sm_gflops(const plan::Profile& profile) {
   }
   end.record(stream);
   runtime::check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  float milliseconds = 0;
-  runtime::check_cuda(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()),
-                      "cudaEventElapsedTime");
-  const double us = 1e3 * milliseconds / kCalls - profile.gemm.start_us;
+  const double us = runtime::elapsed_us(begin, end) / kCalls - profile.gemm.start_us;
   const double rounds =
       static_cast<double>(kRows / kTile * (kRows / kTile)) / device->multiProcessorCount +
       profile.gemm.library_idle_rounds;

@@ -60,6 +60,12 @@ void Event::block(cudaStream_t stream) const {
   check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
 }
 
+double elapsed_us(const Event& begin, const Event& end) {
+  float milliseconds = 0;
+  check_cuda(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()), "cudaEventElapsedTime");
+  return milliseconds * 1e3;
+}
+
 Stream::Stream(int priority) {
   check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority),
              "cudaStreamCreateWithPriority");

@@ -31,6 +31,9 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+// Of timed events, both of which have come.
+double elapsed_us(const Event& begin, const Event& end);
+
 // Owner of a CUDA stream. Captured by forking from a stream that is being captured.
 class Stream {
  public:

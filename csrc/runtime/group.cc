@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -20,6 +18,7 @@ constexpr size_t kMaxPending = 256;
 constexpr int kPreparedPending = 64;
 constexpr std::chrono::milliseconds kFirstPoll{1};  // of the store
 constexpr std::chrono::milliseconds kLastPoll{20};
+constexpr std::chrono::microseconds kFirstQuery{5};  // of the device
 // What makes ready for calls, measures and connects, may take longer than a short deadline of calls.
 constexpr std::chrono::milliseconds kReadyPatience{60'000};
 
@@ -162,46 +161,42 @@ std::vector<uint8_t> Group::meet(const std::string& key, const std::vector<uint8
 
 // Polls: the store's own wait would keep the watchdog from asking it, which finds out why a peer does not come.
 std::vector<uint8_t> Group::await_key(const std::string& key, int peer) {
-  const Clock::time_point deadline = Clock::now() + options_.timeout;
-  std::chrono::milliseconds pause = kFirstPoll;
-  while (!options_.bootstrap.has(key)) {
-    if (failed_) check();
-    if (Clock::now() >= deadline) {
-      throw Error("overlap_torch: group '" + options_.name + "', rank " +
-                  std::to_string(options_.rank) + ": rank " + std::to_string(peer) +
-                  " did not come to make communicators, map memory or compare messages within " +
-                  std::to_string(options_.timeout.count() / 1000.0) +
-                  " s. Every rank of the group has to call the op with the same shapes, dtype and "
-                  "plan.");
-    }
-    std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, kLastPoll);
-  }
+  poll([&] { return options_.bootstrap.has(key); }, options_.timeout, kFirstPoll, kLastPoll,
+       "rank " + std::to_string(peer) +
+           " did not come to make communicators, map memory or compare messages",
+       "Every rank of the group has to call the op with the same shapes, dtype and plan.");
   return options_.bootstrap.get(key);
 }
 
 // Polls, as a rank that has come to `meet` may die behind it.
 void Group::await(cudaStream_t stream) {
   const LetCapturesBe let_captures_be;
-  const std::chrono::milliseconds patience = std::max(options_.timeout, kReadyPatience);
-  const Clock::time_point deadline = Clock::now() + patience;
-  std::chrono::microseconds pause{5};
-  while (true) {
+  const auto ended = [&] {
     const cudaError_t state = cudaStreamQuery(stream);
     if (state != cudaErrorNotReady) {
       check_cuda(state, "cudaStreamQuery");
-      return;
+      return true;
     }
     (void)cudaGetLastError();  // PyTorch would find it
+    return false;
+  };
+  poll(ended, std::max(options_.timeout, kReadyPatience), kFirstQuery, kFirstPoll,
+       "a collective that makes ready for calls did not end", "A rank died, or its network did.");
+}
+
+void Group::poll(const std::function<bool()>& ready, std::chrono::milliseconds patience,
+                 std::chrono::microseconds pause, std::chrono::microseconds last_pause,
+                 const std::string& what, const std::string& why) {
+  const Clock::time_point deadline = Clock::now() + patience;
+  while (!ready()) {
     if (failed_) check();
     if (Clock::now() >= deadline) {
-      throw Error(
-          "overlap_torch: group '" + options_.name + "', rank " + std::to_string(options_.rank) +
-          ": a collective that makes ready for calls did not end within " +
-          std::to_string(patience.count() / 1000.0) + " s. A rank died, or its network did.");
+      throw Error("overlap_torch: group '" + options_.name + "', rank " +
+                  std::to_string(options_.rank) + ": " + what + " within " +
+                  std::to_string(patience.count() / 1000.0) + " s. " + why);
     }
     std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, std::chrono::microseconds(kFirstPoll));
+    pause = std::min(2 * pause, last_pause);
   }
 }
 

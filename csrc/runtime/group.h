@@ -176,6 +176,10 @@ class Group {
   void forget(const std::string& key);
   // Until all that is enqueued has ended; throws if that takes longer than a call may, and a minute.
   void await(cudaStream_t stream);
+  // Until `ready()`; throws if the group fails meanwhile, or, behind `patience`, that `what` within that time, and `why`.
+  void poll(const std::function<bool()>& ready, std::chrono::milliseconds patience,
+            std::chrono::microseconds pause, std::chrono::microseconds last_pause,
+            const std::string& what, const std::string& why);
   std::unique_ptr<Staging> make_staging(int64_t bytes);
   ncclUniqueId unique_id(CommunicatorKey key);
   // Every rank's bytes, as many from each (rounded up to an even number), in rank order. Collective,

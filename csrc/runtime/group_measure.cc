@@ -9,15 +9,6 @@
 #include "runtime/scratch.h"
 
 namespace overlap::runtime {
-namespace {
-
-double elapsed_us(const Event& begin, const Event& end) {
-  float milliseconds = 0;
-  check_cuda(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()), "cudaEventElapsedTime");
-  return milliseconds * 1000.0;
-}
-
-}  // namespace
 
 void Group::measure_link() {
   constexpr size_t kSmallBytes = size_t{1} << 18;

@@ -8,12 +8,6 @@
 namespace overlap::runtime {
 namespace {
 
-double elapsed_us(const Event& from, const Event& to) {
-  float milliseconds = 0;
-  check_cuda(cudaEventElapsedTime(&milliseconds, from.get(), to.get()), "cudaEventElapsedTime");
-  return milliseconds * 1e3;
-}
-
 std::vector<double> rows_of(const CallTrace& call, const CallTrace& first) {
   std::vector<double> rows;
   for (size_t chunk = 0; chunk < call.ready.size(); ++chunk) {

@@ -52,74 +52,79 @@ class Watchdog {
 
   void observe() {
     const LetCapturesBe let_captures_be;
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!stopping_) {
-      wake_.wait_for(lock, kPeriod);
-      if (stopping_) break;
-      observing_ = true;
-      std::vector<std::shared_ptr<Group>> groups = groups_;
-      lock.unlock();
-      for (const std::shared_ptr<Group>& group : groups) {
-        try {
-          cudaSetDevice(group->device().device());
-          group->observe();
-        } catch (const std::exception&) {
-          // As below.
-        }
-      }
-      groups.clear();  // none ends with it: those that are observed are kept
-      lock.lock();
-      observing_ = false;
-      stopped_.notify_all();
-    }
+    const auto look = [](const std::shared_ptr<Group>& group) {
+      cudaSetDevice(group->device().device());
+      group->observe();
+    };
+    every_period(observing_, look, [] {});
   }
 
   void watch() {
+    std::vector<std::shared_ptr<Group>> failed;
+    std::vector<std::shared_ptr<Group>> ended;
+    const auto look = [&](const std::shared_ptr<Group>& group) {
+      if (group->watch()) {
+        failed.push_back(group);
+      } else if (!group->alive() && group->idle()) {
+        ended.push_back(group);
+      }
+    };
+    every_period(watching_, look, [&] {
+      abort(failed);
+      if (!observing_) forget(ended);  // else the next time
+      failed.clear();
+      ended.clear();
+    });
+  }
+
+  // Again and again: `look(group)` for all groups, with `looking` set, and behind them, with mutex_ held, `then()`.
+  template <class Look, class Then>
+  void every_period(bool& looking, Look look, Then then) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
       wake_.wait_for(lock, kPeriod);
       if (stopping_) break;
-      watching_ = true;
+      looking = true;
       std::vector<std::shared_ptr<Group>> groups = groups_;
       lock.unlock();
-      std::vector<std::shared_ptr<Group>> failed;
-      std::vector<std::shared_ptr<Group>> ended;
       for (const std::shared_ptr<Group>& group : groups) {
         try {
-          if (group->watch()) {
-            failed.push_back(group);
-          } else if (!group->alive() && group->idle()) {
-            ended.push_back(group);
-          }
+          look(group);
         } catch (const std::exception&) {
           // A failing watch must not end the watch over the others; the group's own calls report
           // the same error.
         }
       }
-      groups.clear();
+      groups.clear();  // none ends with it: those that are observed are kept
       lock.lock();
-      if (observing_) ended.clear();  // the next time
-      std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
-        return std::find(ended.begin(), ended.end(), group) != ended.end();
-      });
-      for (const std::shared_ptr<Group>& group : failed) {
-        if (aborting_.contains(group.get())) continue;
-        aborting_.insert(group.get());
-        end_beside([this, group] {
-          group->abort_communicators();
-          const std::lock_guard<std::mutex> changed(mutex_);
-          aborting_.erase(group.get());
-        });
-      }
-      // The communicators of process groups that no longer exist end with them.
-      for (std::shared_ptr<Group>& group : ended) {
-        end_beside([group = std::move(group)]() mutable {
-          cudaSetDevice(group->device().device());
-          group.reset();
-        });
-      }
-      watching_ = false;
+      then();
+      looking = false;
       stopped_.notify_all();
+    }
+  }
+
+  void abort(const std::vector<std::shared_ptr<Group>>& failed) {
+    for (const std::shared_ptr<Group>& group : failed) {
+      if (aborting_.contains(group.get())) continue;
+      aborting_.insert(group.get());
+      end_beside([this, group] {
+        group->abort_communicators();
+        const std::lock_guard<std::mutex> changed(mutex_);
+        aborting_.erase(group.get());
+      });
+    }
+  }
+
+  // The communicators of process groups that no longer exist end with them.
+  void forget(std::vector<std::shared_ptr<Group>>& ended) {
+    std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
+      return std::find(ended.begin(), ended.end(), group) != ended.end();
+    });
+    for (std::shared_ptr<Group>& group : ended) {
+      end_beside([group = std::move(group)]() mutable {
+        cudaSetDevice(group->device().device());
+        group.reset();
+      });
     }
   }
 

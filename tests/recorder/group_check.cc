@@ -9,6 +9,7 @@
 #include "record.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
+#include "session.h"
 
 namespace recorder {
 namespace {
@@ -16,23 +17,17 @@ namespace {
 namespace runtime = overlap::runtime;
 using namespace std::chrono_literals;
 
-// All ranks come, whatever is asked for; `left`: what the other rank says when it leaves a call.
+// All ranks come, and call the same; `left`: what the other rank says when it leaves a call.
 runtime::Bootstrap store(const std::string& left) {
-  const auto ends_with = [](const std::string& key, const std::string& end) {
-    return key.size() >= end.size() && key.compare(key.size() - end.size(), end.size(), end) == 0;
+  runtime::Bootstrap all = bootstrap();
+  all.get = [left, get = all.get](const std::string& key) {
+    if (key.ends_with("/abandoned")) return std::vector<uint8_t>(left.begin(), left.end());
+    return get(key);
   };
-  runtime::Bootstrap all;
-  all.set = [](const std::string&, const std::vector<uint8_t>&) {};
-  all.get = [=](const std::string& key) {
-    if (ends_with(key, "/abandoned")) return std::vector<uint8_t>(left.begin(), left.end());
-    return std::vector<uint8_t>(key.find("/nccl_id/") == std::string::npos ? 1
-                                                                           : sizeof(ncclUniqueId));
+  all.has = [left](const std::string& key) {
+    if (key.ends_with("/abandoned")) return !left.empty();
+    return key.find("/calls/") == std::string::npos && !key.ends_with("/disagreement");
   };
-  all.has = [=](const std::string& key) {
-    if (ends_with(key, "/abandoned")) return !left.empty();
-    return key.find("/calls/") == std::string::npos && !ends_with(key, "/disagreement");
-  };
-  all.remove = [](const std::string&) {};
   return all;
 }
 

@@ -33,25 +33,6 @@ void set_link(Link link) {
   to.windows = link != Link::kNoWindows && link != Link::kSlow;
 }
 
-// All ranks have come, whatever is asked for. Communicators are named as their keys in the store end.
-runtime::Bootstrap bootstrap() {
-  const auto is_id = [](const std::string& key) {
-    const std::string kId = "/nccl_id/";
-    const size_t found = key.find(kId);
-    if (found == std::string::npos) return false;
-    record().communicator = key.substr(found + kId.size());
-    return true;
-  };
-  runtime::Bootstrap result;
-  result.set = [is_id](const std::string& key, const std::vector<uint8_t>&) { (void)is_id(key); };
-  result.get = [is_id](const std::string& key) {
-    return std::vector<uint8_t>(is_id(key) ? sizeof(ncclUniqueId) : 1);
-  };
-  result.has = [](const std::string&) { return true; };
-  result.remove = [](const std::string&) {};
-  return result;
-}
-
 // The shipped one, but that all-to-alls in one launch are so whatever their rows.
 const plan::SharedProfile& profile() {
   static const plan::SharedProfile made = [] {
@@ -377,6 +358,24 @@ class Session {
 };
 
 }  // namespace
+
+runtime::Bootstrap bootstrap() {
+  const auto is_id = [](const std::string& key) {
+    const std::string kId = "/nccl_id/";
+    const size_t found = key.find(kId);
+    if (found == std::string::npos) return false;
+    record().communicator = key.substr(found + kId.size());
+    return true;
+  };
+  runtime::Bootstrap result;
+  result.set = [is_id](const std::string& key, const std::vector<uint8_t>&) { (void)is_id(key); };
+  result.get = [is_id](const std::string& key) {
+    return std::vector<uint8_t>(is_id(key) ? sizeof(ncclUniqueId) : 1);
+  };
+  result.has = [](const std::string&) { return true; };
+  result.remove = [](const std::string&) {};
+  return result;
+}
 
 const kernels::WaitReport* expected_report() {
   return group_report;

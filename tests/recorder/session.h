@@ -8,6 +8,7 @@
 
 #include "kernels/signal/signal.h"
 #include "plan/plan.h"
+#include "runtime/bootstrap.h"
 #include "steps/step.h"
 
 namespace recorder {
@@ -15,6 +16,9 @@ namespace recorder {
 // Every wait of a group has its deadline and reports to it.
 inline constexpr int64_t kDeadlineNs = 30'000'000'000;
 const overlap::kernels::WaitReport* expected_report();
+
+// A store to which all ranks have come, whatever is asked for. Communicators are named as their keys in it end.
+overlap::runtime::Bootstrap bootstrap();
 
 // How a call goes.
 struct Mode {
