@@ -3,6 +3,9 @@
 For each of some random shapes all our kernels, in several chunks, take turns with ``torch.mm`` in flushed caches. Ours is
 chosen where its median is the lowest. What was chosen is then measured again, and the table shows that ratio. Nothing is
 asserted.
+
+With ``--exchanged`` the same kernels also multiply the weight by the input: their tiles then lie along N, and their widths
+along M. No op does that, as the result is the transposed one: it shows what such tiles would bring.
 """
 
 from __future__ import annotations
@@ -50,26 +53,46 @@ def candidates(problem: Problem, kernels: Sequence[Kernel]) -> list[Plan]:
     return found
 
 
-def measure(shape: tuple[int, int, int], kernels: Sequence[Kernel], turns: int) -> dict[str, Any]:
+def exchanged_problem(problem: Problem) -> Problem:
+    """The product's of weight and input, whose rows are the weight's. Its columns, the input's rows, are padded to whole 16
+    bytes, as the kernels store them."""
+    rows = -(-problem.m // 8) * 8
+    return Problem(problem.n, rows, problem.k, problem.dtype, problem.world_size)
+
+
+def measure(
+    shape: tuple[int, int, int], kernels: Sequence[Kernel], turns: int, exchanged: bool
+) -> dict[str, Any]:
     """One shape's row."""
     m, n, k = shape
     problem = Problem(m, n, k, "bfloat16", 2)
     input, weight = operands(problem, torch.device("cuda"), 0)
     plans = candidates(problem, kernels)
+    factors = [(input, weight)] * len(plans)
+    if exchanged:
+        other = exchanged_problem(problem)
+        padded = torch.zeros(other.n, k, dtype=input.dtype, device=input.device)
+        padded[:m] = input
+        plans += candidates(other, kernels)
+        factors += [(weight, padded)] * (len(plans) - len(factors))
 
-    def ours(plan: Plan) -> Callable[[], torch.Tensor]:
+    def ours(plan: Plan, left: torch.Tensor, right: torch.Tensor) -> Callable[[], torch.Tensor]:
         code = plan_api.encode(plan)
-        return lambda: torch.ops.overlap.gemm_alone(input, weight, code)
+        return lambda: torch.ops.overlap.gemm_alone(left, right, code)
 
     def library() -> torch.Tensor:
         return torch.mm(input, weight.t())
 
     expected = library()
+    products = [ours(plan, *pair) for plan, pair in zip(plans, factors, strict=True)]
     right = []
-    for plan in plans:
-        result = ours(plan)().flatten()[: m * n].view(m, n)
+    for plan, (left, _), product in zip(plans, factors, products, strict=True):
+        rows, columns = plan.problem.m, plan.problem.n
+        result = product().flatten()[: rows * columns].view(rows, columns)
+        if left is weight:
+            result = result[:, :m].t()
         right.append(bool((result - expected).abs().max() <= 0.02 * expected.abs().max()))
-    calls = [library, *map(ours, plans)]
+    calls = [library, *products]
     first = medians_us(calls, turns)
     best = min((i for i in range(1, len(calls)) if right[i - 1]), key=lambda i: first[i], default=0)
     again = medians_us([library, calls[best]], 2 * turns)
@@ -81,6 +104,7 @@ def measure(shape: tuple[int, int, int], kernels: Sequence[Kernel], turns: int) 
         "chosen": bool(best) and first[best] < first[0],
         "kernel": plans[best - 1].kernel.name.lower() if best else "",
         "chunks": len(plans[best - 1].chunks) if best else 0,
+        "exchanged": bool(best) and factors[best - 1][0] is weight,
         "wrong": [
             plan.kernel.name.lower() for plan, ok in zip(plans, right, strict=True) if not ok
         ],
@@ -107,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", type=int, default=60)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--exchanged", action="store_true", help="also with the operands exchanged")
     parser.add_argument("--json", help="a file for all times")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -118,13 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'M x N x K':>20} {'cuBLAS us':>10} {'ours us':>10} {'ratio':>7}  kernel, chunks")
     with torch.inference_mode():
         for shape in shapes(args.shapes, args.seed):
-            row = measure(shape, kernels, args.turns)
+            row = measure(shape, kernels, args.turns, args.exchanged)
             rows.append(row)
-            name = (
-                f"{row['kernel']}, {row['chunks']}"
-                if row["chosen"]
-                else f"cuBLAS ({row['kernel']})"
-            )
+            kernel = row["kernel"] + (" exchanged" if row["exchanged"] else "")
+            name = f"{kernel}, {row['chunks']}" if row["chosen"] else f"cuBLAS ({kernel})"
             print(
                 f"{' x '.join(map(str, shape)):>20} {row['cublas_us']:10.1f} {row['ours_us']:10.1f} "
                 f"{row['ratio']:7.3f}  {name}{'  WRONG' if row['wrong'] else ''}",
