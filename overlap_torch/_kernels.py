@@ -487,7 +487,7 @@ class _Request:
         if self.plan is None:
             plan, pieces = self._planned(), (chunks or 4) if to_all else 1
         else:
-            _check_plan(self.what, self.plan, problem, self.tile)
+            _check_plan(self.what, self.plan, problem, self.tile, self.device)
             plan, pieces = self.plan.copy(), chunks or 1
         if self.resources.priority == "low":
             made = plan.resources
@@ -540,7 +540,11 @@ def _resources_of(resources: KernelResources | None, plan: Plan | None) -> Kerne
     return KernelResources(plan.resources.comm_sms, by, priority=resources.priority)
 
 
-def _check_plan(what: str, plan: Plan, problem: Problem, tile: tuple[int, int]) -> None:
+def _check_plan(
+    what: str, plan: Plan, problem: Problem, tile: tuple[int, int], device: torch.device
+) -> None:
+    from overlap_torch.plan import check_on
+
     same = all(
         getattr(plan.problem, field) == getattr(problem, field)
         for field in ("op", "m", "n", "dtype", "world_size")
@@ -554,6 +558,10 @@ def _check_plan(what: str, plan: Plan, problem: Problem, tile: tuple[int, int]) 
             f"{what}: the plan has tiles of {plan.tile_m} x {plan.tile_n}, the kernel of {tile[0]} x {tile[1]}: make the "
             "plan with tile="
         )
+    try:
+        check_on(device, plan)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _check_gradients(what: str, operands: Sequence[torch.Tensor]) -> None:

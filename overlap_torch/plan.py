@@ -418,9 +418,7 @@ def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
     import torch
 
     where = _device(device, plan)
-    validate(plan, _machine(where, plan))
-    if plan.program.transfers:
-        check_memory(plan, _total_bytes(where))
+    check_on(where, plan)
     torch.ops.overlap.set_plan(encode(plan), where, _group_name(group))
 
 
@@ -530,6 +528,14 @@ def _device(device: Device, plan: Plan | None = None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def check_on(device: torch.device, plan: Plan) -> None:
+    """Raises ValueError for what cannot run there: what `validate` refuses with as many SMs, and a program that needs more
+    memory than the device has."""
+    validate(plan, _machine(device, plan))
+    if plan.program.transfers:
+        check_memory(plan, _total_bytes(device))
 
 
 def _machine(device: torch.device, plan: Plan) -> Machine:

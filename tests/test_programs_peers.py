@@ -18,7 +18,7 @@ import steps_proof
 from checks import Failures, check_call, message_of
 from operands import Case, rank_device
 from ops import OPS
-from overlap_torch import _plan
+from overlap_torch import _kernels, _plan
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import (
     Editor,
@@ -90,18 +90,24 @@ def made(plan: Plan, rank: int) -> dict:
 
 @pytest.mark.parametrize(("sms", "refused"), [(17, True), (18, False)])
 def test_program_is_refused_where_its_kernel_leaves_the_gemm_no_cluster(monkeypatch, sms, refused):
-    """Set for a device, a plan is looked at with the SMs that the device has, before the op hears of it."""
+    """Set for a device or given to a job, a plan is looked at with the SMs that the device has, before anything hears of it."""
     device = SimpleNamespace(multi_processor_count=sms, total_memory=1 << 36)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     heard = []
     monkeypatch.setattr(torch.ops.overlap, "set_plan", lambda *arguments: heard.append(arguments))
     monkeypatch.setattr(plan_module, "_group_name", lambda group: "0")
     plan = ring(2, 1, "sms")
-    if not refused:
-        plan_module.set_plan(plan, device="cuda:0")
-    else:
-        with pytest.raises(ValueError, match=r"takes 2 of 17 SMs, .* hold 16.*lower max_ctas"):
-            plan_module.set_plan(plan, device="cuda:0")
+    tile, where = (plan.tile_m, plan.tile_n), torch.device("cuda:0")
+    looks = [
+        lambda: plan_module.set_plan(plan, device=where),
+        lambda: _kernels._check_plan("produce", plan, plan.problem, tile, where),  # a job's own
+    ]
+    for look in looks:
+        if not refused:
+            look()
+        else:
+            with pytest.raises(ValueError, match=r"takes 2 of 17 SMs, .* hold 16.*lower max_ctas"):
+                look()
     assert len(heard) == (not refused)
 
 
