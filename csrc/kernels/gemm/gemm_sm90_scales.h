@@ -11,7 +11,7 @@ template <class Types>
 class TileScales {
   static constexpr int kSlabRows = 64;  // of one wgmma
   static constexpr int kPieceColumns = 8;
-  static constexpr int kRows = 2 * Types::kTileM / kSlabRows;
+  static constexpr int kRows = 2 * Types::kTeamRows / kSlabRows;
   static constexpr int kColumns = 2 * Types::kTileN / kPieceColumns;
   static_assert(Types::kTeamThreads == cutlass::NumThreadsPerWarpGroup);
 
@@ -19,7 +19,8 @@ class TileScales {
   using Params = GemmScales;
 
   template <class KernelParams>
-  CUTLASS_DEVICE TileScales(const KernelParams& params, const plan::TileCoord& tile, int thread)
+  CUTLASS_DEVICE TileScales(const KernelParams& params, const plan::TileCoord& tile, int thread,
+                            int first_row)
       : scales_(params) {
     const auto [m, n, k, l] = params.gemm_shape;
     const plan::TileRowPlace place = params.place(tile.row);
@@ -30,8 +31,23 @@ class TileScales {
     const int row =
         gathers ? place.output_part * params.rows.part_rows + place.output_row * Types::kTileM
                 : place.input_row;
-    row_ = row + thread / cutlass::NumThreadsPerWarp * 16 + thread % cutlass::NumThreadsPerWarp / 4;
+    row_ = row + first_row + thread / cutlass::NumThreadsPerWarp * 16 +
+           thread % cutlass::NumThreadsPerWarp / 4;
     column_ = tile.column * Types::kTileN + thread % 4 * 2;
+  }
+
+  // Into L1, while the product is computed: one line of 128 bytes by each of the first threads.
+  CUTLASS_DEVICE void prefetch(int thread) const {
+    constexpr int kLine = 128 / sizeof(float);
+    if (thread < Types::kTileN / kLine) {
+      const int at = min(column_ - thread % 4 * 2 + thread * kLine, last_column_);
+      prefetch_l1(scales_.weight + at * scales_.weight_stride);
+    }
+    if (thread < Types::kTeamRows / kLine) {
+      const int lane_row = thread % cutlass::NumThreadsPerWarp / 4;
+      const int at = min(row_ - lane_row + thread * kLine, last_row_);
+      prefetch_l1(scales_.input + at / scales_.rows_per_scale);
+    }
   }
 
   template <class Sums>
@@ -52,6 +68,10 @@ class TileScales {
   }
 
  private:
+  CUTLASS_DEVICE static void prefetch_l1(const float* address) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+  }
+
   // A row that is stored, or the last one that has a scale.
   CUTLASS_DEVICE int row(int i) const {
     return min(row_ + i / 2 * kSlabRows + i % 2 * 8, last_row_);
