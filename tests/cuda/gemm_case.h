@@ -46,10 +46,21 @@ inline std::vector<int32_t> unequal_parts(int64_t total, int64_t parts, int64_t 
   return result;
 }
 
-inline plan::Plan make_plan(plan::Kernel kernel, int64_t m, int64_t n, int64_t k, plan::DType dtype,
-                            plan::Layout layout, int chunks, int band_rows) {
+// Of operands of type In: with scales of rows, where these are fp8.
+template <class In>
+plan::Problem problem_of(plan::Op op, int64_t m, int64_t n, int64_t k, int32_t world) {
+  plan::Problem problem{op, m, n, k, dtype_of<In>(), world};
+  if (sizeof(In) == 1) {
+    problem.recipe = plan::Recipe::kRow;
+    problem.fast_accum = true;
+  }
+  return problem;
+}
+
+inline plan::Plan make_plan(plan::Kernel kernel, const plan::Problem& problem, plan::Layout layout,
+                            int chunks, int band_rows) {
   const plan::KernelShape shape = plan::kernel_shape(kernel, false);
-  const plan::Problem problem{plan::Op::kGemmAllReduce, m, n, k, dtype, 2};
+  const auto [m, n] = std::pair{problem.m, problem.n};
   const int64_t tiles_m = round_up(round_up(m, shape.tile_m) / shape.tile_m, shape.cluster_m);
   const int64_t tiles_n = round_up(n, shape.tile_n) / shape.tile_n;
   const plan::Plan plan =
@@ -64,19 +75,26 @@ inline plan::Plan make_plan(plan::Kernel kernel, int64_t m, int64_t n, int64_t k
 }
 
 // One GEMM: operands with gaps between their rows (poisoned, so that a read of a gap shows), its
-// plan, its reference.
-template <class T>
+// plan, its reference. In: of the operands, where that is fp8; the weight is then e4m3, and both have scales.
+template <class T, class In = T>
 class GemmCase {
+  static constexpr bool kScaled = !std::is_same_v<T, In>;
+  static constexpr int64_t kPiece = 16 / sizeof(In);
+  using Weight = std::conditional_t<kScaled, __nv_fp8_e4m3, In>;
+
  public:
   GemmCase(plan::Kernel kernel, int64_t m, int64_t n, int64_t k, bool k_contiguous,
            plan::Layout layout, int chunks, int band_rows, int64_t gap)
       : kernel_(kernel),
-        plan_(make_plan(kernel, m, n, k, dtype_of<T>(), layout, chunks, band_rows)),
-        input_stride_(round_up(k, 8) + gap),
-        weight_stride_(round_up(k_contiguous ? k : n, 8) + gap),
+        plan_(make_plan(kernel, problem_of<In>(plan::Op::kGemmAllReduce, m, n, k, 2), layout,
+                        chunks, band_rows)),
+        input_stride_(round_up(k, kPiece) + round_up(gap, kPiece)),
+        weight_stride_(round_up(k_contiguous ? k : n, kPiece) + round_up(gap, kPiece)),
         output_stride_(round_up(n, 8) + gap),
         input_(m * input_stride_),
         weight_((k_contiguous ? n : k) * weight_stride_),
+        row_scales_(m),
+        column_scales_(n),
         reference_(m * n),
         output_(2 * kGuard + (layout == plan::Layout::kPacked ? plan::buffer_elements(plan_)
                                                               : m * output_stride_)),
@@ -93,7 +111,13 @@ class GemmCase {
     params_.m = m;
     params_.n = n;
     params_.k = k;
-    params_.dtype = dtype_of<T>();
+    params_.dtype = dtype_of<In>();
+    if constexpr (kScaled) {
+      kernels::GemmScales& scales = params_.scales.emplace();
+      scales.input = row_scales_.data();
+      scales.weight = column_scales_.data();
+      scales.weight_stride = 1;
+    }
     params_.input = input_.data();
     params_.input_stride = input_stride_;
     params_.weight = weight_.data();
@@ -107,8 +131,9 @@ class GemmCase {
     tiles_taken_.zero(nullptr);
     params_.ending.tiles_taken = tiles_taken_.data();
     params_.ctas = gemm_ctas();
-    name_ = plan_.to_string() + (k_contiguous ? ", weight along k" : ", weight along n") +
-            ", gap " + std::to_string(gap);
+    name_ = plan_.to_string() + (kScaled ? ", fp8" : "") +
+            (k_contiguous ? ", weight along k" : ", weight along n") + ", gap " +
+            std::to_string(gap);
   }
 
   bool supported() const { return kernels::gemm_supported(kernel_, params_); }
@@ -119,6 +144,8 @@ class GemmCase {
     const bool along_k = params_.weight_k_contiguous;
     fill(weight_.data(), along_k ? params_.n : params_.k, along_k ? params_.k : params_.n,
          weight_stride_, 2);
+    fill(row_scales_.data(), 1, params_.m, params_.m, 4);
+    fill(column_scales_.data(), 1, params_.n, params_.n, 5);
     fill_reference(nullptr);
   }
 
@@ -180,19 +207,20 @@ class GemmCase {
   }
 
   // All rows as they are in the input, and nothing around them.
-  void expect_copy(const Buffer<T>& gathered) const {
-    const auto words = [](const Buffer<T>& buffer) {
-      std::vector<uint16_t> host(static_cast<size_t>(buffer.elements()));
-      CUDA_CHECK(cudaMemcpy(host.data(), buffer.data(), host.size() * sizeof(uint16_t),
+  void expect_copy(const Buffer<In>& gathered) const {
+    using Word = std::conditional_t<sizeof(In) == 1, uint8_t, uint16_t>;
+    const auto words = [](const Buffer<In>& buffer) {
+      std::vector<Word> host(static_cast<size_t>(buffer.elements()));
+      CUDA_CHECK(cudaMemcpy(host.data(), buffer.data(), host.size() * sizeof(Word),
                             cudaMemcpyDeviceToHost));
       return host;
     };
-    const Buffer<T> poisoned(kGuard);
-    std::vector<uint16_t> want = words(poisoned);
-    const std::vector<uint16_t> guard = want, rows = words(input_);
+    const Buffer<In> poisoned(kGuard);
+    std::vector<Word> want = words(poisoned);
+    const std::vector<Word> guard = want, rows = words(input_);
     want.insert(want.end(), rows.begin(), rows.end());
     want.insert(want.end(), guard.begin(), guard.end());
-    const std::vector<uint16_t> got = words(gathered);
+    const std::vector<Word> got = words(gathered);
     const auto [at, where] = std::mismatch(got.begin(), got.end(), want.begin(), want.end());
     if (at != got.end() || where != want.end()) {
       fail("%s: element %lld of what was copied is %04x, expected %04x", name().c_str(),
@@ -208,22 +236,22 @@ class GemmCase {
                     bool awaits = false) {
     const kernels::GemmParams whole = params_;
     kernels::GemmGather& gather = params_.gather.emplace();
-    const plan::Problem problem{
-        plan::Op::kAllGatherGemm, params_.m, params_.n, params_.k, params_.dtype, parts};
+    const plan::Problem problem =
+        problem_of<In>(plan::Op::kAllGatherGemm, params_.m, params_.n, params_.k, parts);
     const plan::Plan plan = plan::make_row_panels(
         problem, kernel_, heights, std::max(plan::kBandRows, plan_.cluster_m), {}, 0);
     const int64_t part_rows = plan::part_rows(plan);
-    Buffer<T> own_input(part_rows * input_stride_), staged(params_.m * input_stride_);
-    Buffer<T> gathered(kGuard + params_.m * input_stride_ + kGuard);
+    Buffer<In> own_input(part_rows * input_stride_), staged(params_.m * input_stride_);
+    Buffer<In> gathered(kGuard + params_.m * input_stride_ + kGuard);
     const bool copies = kernels::copies_beside(kernel_);
-    const auto copy_beside = [&](const T* from, int64_t to_row, int64_t rows, int32_t chunk) {
+    const auto copy_beside = [&](const In* from, int64_t to_row, int64_t rows, int32_t chunk) {
       if (!copies) return;
       gather.copies[gather.num_copies++] = {from, gathered.data() + kGuard + to_row * input_stride_,
-                                            rows * input_stride_ * static_cast<int64_t>(sizeof(T)),
+                                            rows * input_stride_ * static_cast<int64_t>(sizeof(In)),
                                             chunk};
     };
-    const auto copy_rows = [&](T* to, int64_t from_row, int64_t rows, cudaStream_t stream) {
-      const size_t bytes = static_cast<size_t>(rows * input_stride_) * sizeof(T);
+    const auto copy_rows = [&](In* to, int64_t from_row, int64_t rows, cudaStream_t stream) {
+      const size_t bytes = static_cast<size_t>(rows * input_stride_) * sizeof(In);
       CUDA_CHECK(cudaMemcpyAsync(to, input_.data() + from_row * input_stride_, bytes,
                                  cudaMemcpyDeviceToDevice, stream));
     };
@@ -240,10 +268,10 @@ class GemmCase {
     };
     const auto arrive = [&](int32_t chunk, cudaStream_t stream) {
       for_each_part(chunk,
-                    [&](T* to, int64_t row, int64_t count) { copy_rows(to, row, count, stream); });
+                    [&](In* to, int64_t row, int64_t count) { copy_rows(to, row, count, stream); });
     };
     const auto copy_arrived = [&](int32_t chunk, int32_t awaited) {
-      for_each_part(chunk, [&](T* from, int64_t row, int64_t count) {
+      for_each_part(chunk, [&](In* from, int64_t row, int64_t count) {
         copy_beside(from, row, count, awaited);
       });
     };
@@ -453,17 +481,21 @@ class GemmCase {
  private:
   void fill_reference(const T* source) {
     const bool along_k = params_.weight_k_contiguous;
-    reference_gemm_kernel<<<2048, 256>>>(input_.data(), input_stride_, weight_.data(),
-                                         along_k ? weight_stride_ : 1, along_k ? 1 : weight_stride_,
-                                         source, output_stride_, reference_.data(), params_.m,
-                                         params_.n, params_.k);
+    reference_gemm_kernel<<<2048, 256>>>(
+        input_.data(), input_stride_, weight_.data(), along_k ? weight_stride_ : 1,
+        along_k ? 1 : weight_stride_, source, output_stride_, reference_.data(), params_.m,
+        params_.n, params_.k, kScaled ? row_scales_.data() : nullptr,
+        kScaled ? column_scales_.data() : nullptr);
     CUDA_CHECK(cudaGetLastError());
   }
 
   plan::Kernel kernel_;
   plan::Plan plan_;
   int64_t input_stride_, weight_stride_, output_stride_;
-  Buffer<T> input_, weight_, reference_, output_;
+  Buffer<In> input_;
+  Buffer<Weight> weight_;
+  Buffer<float> row_scales_, column_scales_;
+  Buffer<T> reference_, output_;
   Buffer<int32_t> counters_;
   Buffer<uint32_t> tiles_taken_;  // stays zero between launches
   Buffer<T>* mirror_ = nullptr;

@@ -29,7 +29,6 @@ namespace {
 
 using namespace overlap;
 using namespace overlap::check;
-using plan::DType;
 using plan::Kernel;
 using plan::Layout;
 
@@ -37,7 +36,19 @@ struct Shape {
   int64_t m, n, k;
 };
 
-template <class T>
+// What operands of type In may be: fp8's are along k alone, in whole pieces of 16 bytes.
+template <class In>
+constexpr bool kIsFp8 = sizeof(In) == 1;
+template <class In>
+int64_t whole_k(int64_t k) {
+  return kIsFp8<In> ? round_up(k, 16) : k;
+}
+template <class In>
+std::vector<bool> weight_layouts() {
+  return kIsFp8<In> ? std::vector<bool>{true} : std::vector<bool>{true, false};
+}
+
+template <class T, class In = T>
 void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
   // Nice, thin, prime along m, barely above and below a tile, more K steps than stages and fewer;
   // odd n and k last.
@@ -51,14 +62,14 @@ void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
                                  {3001, 264, 200}});
   }
   for (const Shape& shape : shapes) {
-    for (const bool k_contiguous : {true, false}) {
+    for (const bool k_contiguous : weight_layouts<In>()) {
       for (const Layout layout : {Layout::kRowMajor, Layout::kPacked}) {
         for (const int chunks : {1, 4}) {
           const int64_t gap = chunks == 1 ? 0 : 16;
-          GemmCase<T> gemm(kernel, shape.m, shape.n, shape.k, k_contiguous, layout, chunks,
-                           chunks == 1 ? 8 : 2, gap);
+          GemmCase<T, In> gemm(kernel, shape.m, shape.n, whole_k<In>(shape.k), k_contiguous, layout,
+                               chunks, chunks == 1 ? 8 : 2, gap);
           if (!gemm.supported()) {
-            if (shape.n % 8 == 0 && shape.k % 8 == 0)
+            if (shape.n % 8 == 0 && (kIsFp8<In> || shape.k % 8 == 0))
               fail("%s: not supported", gemm.name().c_str());
             continue;
           }
@@ -79,10 +90,11 @@ void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
   }
   if (rounds == 0) return;
   const Shape shape = small ? Shape{300, 520, 64} : Shape{4000, 4096, 512};
-  for (const bool k_contiguous : {true, false}) {
+  for (const bool k_contiguous : weight_layouts<In>()) {
     for (const Layout layout : {Layout::kRowMajor, Layout::kPacked}) {
       for (const int band_rows : {1, 4}) {
-        GemmCase<T> gemm(kernel, shape.m, shape.n, shape.k, k_contiguous, layout, 7, band_rows, 8);
+        GemmCase<T, In> gemm(kernel, shape.m, shape.n, shape.k, k_contiguous, layout, 7, band_rows,
+                             8);
         gemm.fill_operands();
         gemm.check(gemm_ctas(), 0, true);  // also loads every kernel before anything waits
         gemm.race(rounds);
@@ -95,7 +107,7 @@ void check_gemm(Kernel kernel, bool small, int rounds, int& cases, int& races) {
 // Rows of which one part is there and the others arrive in chunks: whole tiles and ragged ends, more
 // chunks and fewer, own parts in front, in between and behind; on a few CTAs, so that launches take
 // some rounds, and on most, where they take what is there.
-template <class T>
+template <class T, class In = T>
 void check_gathers(Kernel kernel, bool small, int& cases) {
   struct Gather {
     int32_t parts;
@@ -119,10 +131,10 @@ void check_gathers(Kernel kernel, bool small, int& cases) {
         many ? std::vector<int32_t>(plan::kMaxChunks,
                                     static_cast<int32_t>(tile_rows / gather.chunks))
              : unequal_parts(tile_rows, gather.chunks, shape.cluster_m);
-    for (const bool k_contiguous : {true, false}) {
+    for (const bool k_contiguous : weight_layouts<In>()) {
       for (const int64_t gap : {0, 16}) {
-        GemmCase<T> gemm(kernel, gather.parts * gather.part_rows, gather.n, gather.k, k_contiguous,
-                         Layout::kRowMajor, 1, 8, gap);
+        GemmCase<T, In> gemm(kernel, gather.parts * gather.part_rows, gather.n,
+                             whole_k<In>(gather.k), k_contiguous, Layout::kRowMajor, 1, 8, gap);
         gemm.fill_operands();
         for (const int32_t own : {0, 1, gather.parts - 1}) {
           for (const int32_t ctas : {4, 15, gemm_ctas()}) {
@@ -144,7 +156,8 @@ void check_gathers(Kernel kernel, bool small, int& cases) {
 template <class T>
 void check_reorder(Kernel kernel, int64_t m, int64_t n, int64_t shift, int32_t ctas) {
   // The tile order does not depend on the dtype, and kernels' plans are of 16-bit types.
-  const plan::Plan plan = make_plan(kernel, m, n, 64, DType::kBFloat16, Layout::kPacked, 3, 2);
+  const plan::Problem problem = problem_of<__nv_bfloat16>(plan::Op::kGemmAllReduce, m, n, 64, 2);
+  const plan::Plan plan = make_plan(kernel, problem, Layout::kPacked, 3, 2);
   const std::string name = plan.to_string() + ", reorder of " + std::to_string(sizeof(T)) +
                            "-byte elements, shift " + std::to_string(shift) + ", " +
                            std::to_string(ctas) + " CTAs";
@@ -386,6 +399,8 @@ struct Target {
 
 std::vector<Target> targets(bool small, int rounds) {
   const std::vector<Kernel> pingpong = {Kernel::kSm90Pingpong, Kernel::kSm90PingpongWide};
+  std::vector<Kernel> hopper = pingpong;
+  hopper.push_back(Kernel::kSm90Cooperative);
   std::vector<Target> all = {
       {"signal", {}, check_signal},
       {"peers", {}, check_peers},
@@ -398,6 +413,18 @@ std::vector<Target> targets(bool small, int rounds) {
       {"messages", pingpong,
        [=] {
          for (const Kernel kernel : pingpong) check_messages(kernel, small, rounds);
+       }},
+      {"fp8", hopper,
+       [=] {
+         int cases = 0, races = 0;
+         for (const Kernel kernel : hopper) {
+           check_gemm<__nv_bfloat16, __nv_fp8_e4m3>(kernel, small, rounds, cases, races);
+           check_gathers<__nv_bfloat16, __nv_fp8_e4m3>(kernel, small, cases);
+         }
+         for (const Kernel kernel : pingpong) {
+           check_gemm<__nv_bfloat16, __nv_fp8_e5m2>(kernel, small, rounds, cases, races);
+         }
+         std::printf("fp8: %d cases and %d race rounds good\n", cases, races);
        }},
   };
   for (const auto& [name, kernel] :
