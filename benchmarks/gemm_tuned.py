@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,44 @@ def exchanged_problem(problem: Problem) -> Problem:
     return Problem(problem.n, rows, problem.k, problem.dtype, problem.world_size)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A kernel of ours, and the factors that it gets: left [rows, K], right [columns, K]."""
+
+    plan: Plan
+    left: torch.Tensor
+    right: torch.Tensor
+    exchanged: bool
+
+    @property
+    def product(self) -> Callable[[], torch.Tensor]:
+        code = plan_api.encode(self.plan)
+        return lambda: torch.ops.overlap.gemm_alone(self.left, self.right, code)
+
+    def result(self, m: int) -> torch.Tensor:
+        """[M, N], as the product that was asked for."""
+        rows, columns = self.plan.problem.m, self.plan.problem.n
+        found = self.product().flatten()[: rows * columns].view(rows, columns)
+        return found[:, :m].t() if self.exchanged else found
+
+
+def ways_of(
+    problem: Problem,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    kernels: Sequence[Kernel],
+    exchanged: bool,
+) -> list[Way]:
+    """All that are measured beside the library."""
+    ways = [Way(plan, input, weight, False) for plan in candidates(problem, kernels)]
+    if exchanged:
+        other = exchanged_problem(problem)
+        padded = torch.zeros(other.n, problem.k, dtype=input.dtype, device=input.device)
+        padded[: problem.m] = input
+        ways += [Way(plan, weight, padded, True) for plan in candidates(other, kernels)]
+    return ways
+
+
 def measure(
     shape: tuple[int, int, int], kernels: Sequence[Kernel], turns: int, exchanged: bool
 ) -> dict[str, Any]:
@@ -67,32 +106,16 @@ def measure(
     m, n, k = shape
     problem = Problem(m, n, k, "bfloat16", 2)
     input, weight = operands(problem, torch.device("cuda"), 0)
-    plans = candidates(problem, kernels)
-    factors = [(input, weight)] * len(plans)
-    if exchanged:
-        other = exchanged_problem(problem)
-        padded = torch.zeros(other.n, k, dtype=input.dtype, device=input.device)
-        padded[:m] = input
-        plans += candidates(other, kernels)
-        factors += [(weight, padded)] * (len(plans) - len(factors))
-
-    def ours(plan: Plan, left: torch.Tensor, right: torch.Tensor) -> Callable[[], torch.Tensor]:
-        code = plan_api.encode(plan)
-        return lambda: torch.ops.overlap.gemm_alone(left, right, code)
+    ways = ways_of(problem, input, weight, kernels, exchanged)
 
     def library() -> torch.Tensor:
         return torch.mm(input, weight.t())
 
     expected = library()
-    products = [ours(plan, *pair) for plan, pair in zip(plans, factors, strict=True)]
-    right = []
-    for plan, (left, _), product in zip(plans, factors, products, strict=True):
-        rows, columns = plan.problem.m, plan.problem.n
-        result = product().flatten()[: rows * columns].view(rows, columns)
-        if left is weight:
-            result = result[:, :m].t()
-        right.append(bool((result - expected).abs().max() <= 0.02 * expected.abs().max()))
-    calls = [library, *products]
+    right = [
+        bool((way.result(m) - expected).abs().max() <= 0.02 * expected.abs().max()) for way in ways
+    ]
+    calls = [library, *(way.product for way in ways)]
     first = medians_us(calls, turns)
     best = min((i for i in range(1, len(calls)) if right[i - 1]), key=lambda i: first[i], default=0)
     again = medians_us([library, calls[best]], 2 * turns)
@@ -102,11 +125,11 @@ def measure(
         "ours_us": again[1],
         "ratio": again[1] / again[0],
         "chosen": bool(best) and first[best] < first[0],
-        "kernel": plans[best - 1].kernel.name.lower() if best else "",
-        "chunks": len(plans[best - 1].chunks) if best else 0,
-        "exchanged": bool(best) and factors[best - 1][0] is weight,
+        "kernel": ways[best - 1].plan.kernel.name.lower() if best else "",
+        "chunks": len(ways[best - 1].plan.chunks) if best else 0,
+        "exchanged": bool(best) and ways[best - 1].exchanged,
         "wrong": [
-            plan.kernel.name.lower() for plan, ok in zip(plans, right, strict=True) if not ok
+            way.plan.kernel.name.lower() for way, ok in zip(ways, right, strict=True) if not ok
         ],
         "first_us": first,
     }

@@ -56,6 +56,20 @@ class TileScales {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i)
       rows[i] = __ldg(scales_.input + row(i) / scales_.rows_per_scale);
+    if constexpr (Types::kHalves) {
+      // Where these fit they are a fraction of the instructions below, which take as long as a block or two along K.
+      if (scales_.weight_stride == 0) {
+        const float one = __ldg(scales_.weight);
+        return scale_by(sums, rows, [&](int) { return make_float2(one, one); });
+      }
+      const float* const first = scales_.weight + column_;
+      const bool inside = column_ + kPieceColumns * (kColumns / 2) <= last_column_ + 1;
+      if (scales_.weight_stride == 1 && inside && reinterpret_cast<uintptr_t>(first) % 8 == 0) {
+        return scale_by(sums, rows, [&](int piece) {
+          return __ldg(reinterpret_cast<const float2*>(first + piece * kPieceColumns));
+        });
+      }
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       const int at = min(column_ + i / 2 * kPieceColumns + i % 2, last_column_);
@@ -68,6 +82,24 @@ class TileScales {
   }
 
  private:
+  // `columns_of(piece)`: the scales of a thread's two columns in each eight.
+  template <class Sums, class ColumnsOf>
+  CUTLASS_DEVICE static void scale_by(Sums& sums, const float (&rows)[kRows],
+                                      ColumnsOf columns_of) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int piece = 0; piece < kColumns / 2; ++piece) {
+      const float2 columns = columns_of(piece);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kRows; ++j) {
+          sums(cute::make_coord(cute::make_coord(i, j % 2, piece), j / 2, 0)) *=
+              rows[j] * (i == 0 ? columns.x : columns.y);
+        }
+      }
+    }
+  }
+
   CUTLASS_DEVICE static void prefetch_l1(const float* address) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
   }
