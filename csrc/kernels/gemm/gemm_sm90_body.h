@@ -203,12 +203,7 @@ struct GemmSm90Body : Types {
       const plan::TileRowPlace rows = params.place(step.coord.row);
       const bool has_source = params.has_source(rows);
       if (has_source) load_state.advance((step.sources - sources) * kLoads);
-      const auto place = params.packed
-                             ? cute::make_coord(team_row(0, team), 0, cute::_,
-                                                plan::packed_slot(params.order, step.index,
-                                                                  params.terms, params.term))
-                             : cute::make_coord(team_row(rows.output_row, team), step.coord.column,
-                                                cute::_, params.matrix(rows));
+      const auto place = output_place(params, step, rows, team);
       before_store(step, rows);
       if constexpr (kTeams > 1) order.wait();
       Epilogue epilogue(params.epilogue[params.output(rows)], shared.tensors.epilogue);
@@ -249,6 +244,17 @@ struct GemmSm90Body : Types {
   }
   CUTLASS_DEVICE static int team_row(int tile_row, int team) {
     return Types::kHalves ? tile_row * kTeams + team : tile_row;
+  }
+
+  // Where a team's share of a tile goes, for the epilogue.
+  template <class Params>
+  CUTLASS_DEVICE static auto output_place(const Params& params, const Step& step,
+                                          const plan::TileRowPlace& rows, int team) {
+    return params.packed ? cute::make_coord(team_row(0, team), 0, cute::_,
+                                            plan::packed_slot(params.order, step.index,
+                                                              params.terms, params.term))
+                         : cute::make_coord(team_row(rows.output_row, team), step.coord.column,
+                                            cute::_, params.matrix(rows));
   }
 
   // By a team's first warp, behind its stores: whether both halves are stored, if tiles have halves. The team of the first
