@@ -61,6 +61,10 @@ class Buffer {
   int64_t bytes_;
 };
 
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 // Integers from -3 to 3, or thirds of them (which round), in [rows, columns]; what lies between the
 // rows stays poisoned.
 template <class T>
@@ -218,15 +222,17 @@ template <class T, class In>
 struct TestOperands {
   static constexpr bool kScaled = !std::is_same_v<T, In>;
   using Weight = std::conditional_t<kScaled, __nv_fp8_e4m3, In>;
-  static constexpr int64_t kPad = 16 / sizeof(In);  // between rows
+  static constexpr int64_t kPiece = 16 / sizeof(In);
 
-  TestOperands(int64_t m, int64_t n, int64_t k, bool k_contiguous, uint32_t seed)
+  // Rows begin at whole pieces of 16 bytes, with a gap of `gap` elements or a few more between them.
+  TestOperands(int64_t m, int64_t n, int64_t k, bool k_contiguous, uint32_t seed,
+               int64_t gap = kPiece)
       : m(m),
         n(n),
         k(k),
         k_contiguous(k_contiguous),
-        input_stride(k + kPad),
-        weight_stride((k_contiguous ? k : n) + kPad),
+        input_stride(round_up(k, kPiece) + round_up(gap, kPiece)),
+        weight_stride(round_up(k_contiguous ? k : n, kPiece) + round_up(gap, kPiece)),
         input(m * input_stride),
         weight((k_contiguous ? n : k) * weight_stride),
         row_scales(m),
@@ -237,13 +243,17 @@ struct TestOperands {
     fill(column_scales.data(), 1, n, n, 40u + seed);
   }
 
-  // The product of rows [begin, begin + count), plus source.
+  // The product of rows [begin, begin + count), plus source, whose rows are contiguous.
   void reference(int64_t begin, int64_t count, const T* source, T* output) const {
-    reference_gemm_kernel<<<2048, 256>>>(input.data() + begin * input_stride, input_stride,
-                                         weight.data(), k_contiguous ? weight_stride : 1,
-                                         k_contiguous ? 1 : weight_stride, source, n, output, count,
-                                         n, k, kScaled ? row_scales.data() + begin : nullptr,
-                                         kScaled ? column_scales.data() : nullptr);
+    reference(begin, count, source, n, output);
+  }
+  void reference(int64_t begin, int64_t count, const T* source, int64_t source_stride,
+                 T* output) const {
+    reference_gemm_kernel<<<2048, 256>>>(
+        input.data() + begin * input_stride, input_stride, weight.data(),
+        k_contiguous ? weight_stride : 1, k_contiguous ? 1 : weight_stride, source, source_stride,
+        output, count, n, k, kScaled ? row_scales.data() + begin : nullptr,
+        kScaled ? column_scales.data() : nullptr);
     CUDA_CHECK(cudaGetLastError());
   }
 

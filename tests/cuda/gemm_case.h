@@ -29,10 +29,6 @@ inline int gemm_ctas() {
   return std::max(2, sm_count() - 8);
 }
 
-inline int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 // `total` in at most `parts` parts that grow from the first on, each a multiple of `unit`.
 inline std::vector<int32_t> unequal_parts(int64_t total, int64_t parts, int64_t unit) {
   std::vector<int32_t> result;
@@ -78,23 +74,14 @@ inline plan::Plan make_plan(plan::Kernel kernel, const plan::Problem& problem, p
 // plan, its reference. In: of the operands, where that is fp8; the weight is then e4m3, and both have scales.
 template <class T, class In = T>
 class GemmCase {
-  static constexpr bool kScaled = !std::is_same_v<T, In>;
-  static constexpr int64_t kPiece = 16 / sizeof(In);
-  using Weight = std::conditional_t<kScaled, __nv_fp8_e4m3, In>;
-
  public:
   GemmCase(plan::Kernel kernel, int64_t m, int64_t n, int64_t k, bool k_contiguous,
            plan::Layout layout, int chunks, int band_rows, int64_t gap)
       : kernel_(kernel),
         plan_(make_plan(kernel, problem_of<In>(plan::Op::kGemmAllReduce, m, n, k, 2), layout,
                         chunks, band_rows)),
-        input_stride_(round_up(k, kPiece) + round_up(gap, kPiece)),
-        weight_stride_(round_up(k_contiguous ? k : n, kPiece) + round_up(gap, kPiece)),
+        operands_(m, n, k, k_contiguous, 0, gap),
         output_stride_(round_up(n, 8) + gap),
-        input_(m * input_stride_),
-        weight_((k_contiguous ? n : k) * weight_stride_),
-        row_scales_(m),
-        column_scales_(n),
         reference_(m * n),
         output_(2 * kGuard + (layout == plan::Layout::kPacked ? plan::buffer_elements(plan_)
                                                               : m * output_stride_)),
@@ -108,21 +95,7 @@ class GemmCase {
                      plan_.tile_m,
                      plan_.tile_n,
                      plan::tile_order(plan_)} {
-    params_.m = m;
-    params_.n = n;
-    params_.k = k;
-    params_.dtype = dtype_of<In>();
-    if constexpr (kScaled) {
-      kernels::GemmScales& scales = params_.scales.emplace();
-      scales.input = row_scales_.data();
-      scales.weight = column_scales_.data();
-      scales.weight_stride = 1;
-    }
-    params_.input = input_.data();
-    params_.input_stride = input_stride_;
-    params_.weight = weight_.data();
-    params_.weight_stride = weight_stride_;
-    params_.weight_k_contiguous = k_contiguous;
+    operands_.put_into(params_);
     params_.output = output_.data() + kGuard;
     params_.output_stride = output_stride_;
     params_.layout = layout;
@@ -131,7 +104,7 @@ class GemmCase {
     tiles_taken_.zero(nullptr);
     params_.ending.tiles_taken = tiles_taken_.data();
     params_.ctas = gemm_ctas();
-    name_ = plan_.to_string() + (kScaled ? ", fp8" : "") +
+    name_ = plan_.to_string() + (operands_.kScaled ? ", fp8" : "") +
             (k_contiguous ? ", weight along k" : ", weight along n") + ", gap " +
             std::to_string(gap);
   }
@@ -139,14 +112,8 @@ class GemmCase {
   bool supported() const { return kernels::gemm_supported(kernel_, params_); }
   const std::string& name() const { return name_; }
 
-  void fill_operands() {
-    fill(input_.data(), params_.m, params_.k, input_stride_, 1);
-    const bool along_k = params_.weight_k_contiguous;
-    fill(weight_.data(), along_k ? params_.n : params_.k, along_k ? params_.k : params_.n,
-         weight_stride_, 2);
-    fill(row_scales_.data(), 1, params_.m, params_.m, 4);
-    fill(column_scales_.data(), 1, params_.n, params_.n, 5);
-    fill_reference(nullptr);
+  void fill_reference(const T* source = nullptr) {
+    operands_.reference(0, params_.m, source, output_stride_, reference_.data());
   }
 
   // The same with a source, which the kernel adds.
@@ -160,7 +127,7 @@ class GemmCase {
     if (!supported()) fail("%s: not supported with a source", name().c_str());
     check(ctas, 0, true);
     params_.peers = before;
-    fill_reference(nullptr);
+    fill_reference();
   }
 
   // The same with a second output, without and with a source.
@@ -217,7 +184,7 @@ class GemmCase {
     };
     const Buffer<In> poisoned(kGuard);
     std::vector<Word> want = words(poisoned);
-    const std::vector<Word> guard = want, rows = words(input_);
+    const std::vector<Word> guard = want, rows = words(operands_.input);
     want.insert(want.end(), rows.begin(), rows.end());
     want.insert(want.end(), guard.begin(), guard.end());
     const std::vector<Word> got = words(gathered);
@@ -241,19 +208,20 @@ class GemmCase {
     const plan::Plan plan = plan::make_row_panels(
         problem, kernel_, heights, std::max(plan::kBandRows, plan_.cluster_m), {}, 0);
     const int64_t part_rows = plan::part_rows(plan);
-    Buffer<In> own_input(part_rows * input_stride_), staged(params_.m * input_stride_);
-    Buffer<In> gathered(kGuard + params_.m * input_stride_ + kGuard);
+    Buffer<In> own_input(part_rows * operands_.input_stride),
+        staged(params_.m * operands_.input_stride);
+    Buffer<In> gathered(kGuard + params_.m * operands_.input_stride + kGuard);
     const bool copies = kernels::copies_beside(kernel_);
     const auto copy_beside = [&](const In* from, int64_t to_row, int64_t rows, int32_t chunk) {
       if (!copies) return;
-      gather.copies[gather.num_copies++] = {from, gathered.data() + kGuard + to_row * input_stride_,
-                                            rows * input_stride_ * static_cast<int64_t>(sizeof(In)),
-                                            chunk};
+      gather.copies[gather.num_copies++] = {
+          from, gathered.data() + kGuard + to_row * operands_.input_stride,
+          rows * operands_.input_stride * static_cast<int64_t>(sizeof(In)), chunk};
     };
     const auto copy_rows = [&](In* to, int64_t from_row, int64_t rows, cudaStream_t stream) {
-      const size_t bytes = static_cast<size_t>(rows * input_stride_) * sizeof(In);
-      CUDA_CHECK(cudaMemcpyAsync(to, input_.data() + from_row * input_stride_, bytes,
-                                 cudaMemcpyDeviceToDevice, stream));
+      const size_t bytes = static_cast<size_t>(rows * operands_.input_stride) * sizeof(In);
+      CUDA_CHECK(cudaMemcpyAsync(to, operands_.input.data() + from_row * operands_.input_stride,
+                                 bytes, cudaMemcpyDeviceToDevice, stream));
     };
     copy_rows(own_input.data(), own * part_rows, part_rows, nullptr);
     // The rows of a chunk: where they are staged, where they belong, how many.
@@ -262,7 +230,7 @@ class GemmCase {
       const int64_t count = rows.end - rows.begin;
       for (int32_t part = 0; part < parts; ++part) {
         if (part == own) continue;
-        use(staged.data() + (parts * rows.begin + part * count) * input_stride_,
+        use(staged.data() + (parts * rows.begin + part * count) * operands_.input_stride,
             part * part_rows + rows.begin, count);
       }
     };
@@ -312,7 +280,7 @@ class GemmCase {
     CUDA_CHECK(cudaDeviceSynchronize());
     expect(output_, expectation_,
            plan.to_string() + ", rank " + std::to_string(own) + ", " + std::to_string(ctas) +
-               " CTAs, gap " + std::to_string(input_stride_ - params_.k) +
+               " CTAs, gap " + std::to_string(operands_.input_stride - params_.k) +
                (awaits ? ", awaited inside" : ""));
     if (copies) expect_copy(gathered);
     params_ = whole;
@@ -479,22 +447,10 @@ class GemmCase {
   }
 
  private:
-  void fill_reference(const T* source) {
-    const bool along_k = params_.weight_k_contiguous;
-    reference_gemm_kernel<<<2048, 256>>>(
-        input_.data(), input_stride_, weight_.data(), along_k ? weight_stride_ : 1,
-        along_k ? 1 : weight_stride_, source, output_stride_, reference_.data(), params_.m,
-        params_.n, params_.k, kScaled ? row_scales_.data() : nullptr,
-        kScaled ? column_scales_.data() : nullptr);
-    CUDA_CHECK(cudaGetLastError());
-  }
-
   plan::Kernel kernel_;
   plan::Plan plan_;
-  int64_t input_stride_, weight_stride_, output_stride_;
-  Buffer<In> input_;
-  Buffer<Weight> weight_;
-  Buffer<float> row_scales_, column_scales_;
+  TestOperands<T, In> operands_;
+  int64_t output_stride_;
   Buffer<T> reference_, output_;
   Buffer<int32_t> counters_;
   Buffer<uint32_t> tiles_taken_;  // stays zero between launches
