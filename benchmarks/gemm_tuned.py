@@ -63,17 +63,17 @@ def exchanged_problem(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class Way:
-    """A kernel of ours, and the factors that it gets: left [rows, K], right [columns, K]."""
+    """A kernel of ours, and the factors that it gets: [rows, K] and [columns, K]."""
 
     plan: Plan
-    left: torch.Tensor
-    right: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
     exchanged: bool
 
     @property
     def product(self) -> Callable[[], torch.Tensor]:
         code = plan_api.encode(self.plan)
-        return lambda: torch.ops.overlap.gemm_alone(self.left, self.right, code)
+        return lambda: torch.ops.overlap.gemm_alone(self.first, self.second, code)
 
     def result(self, m: int) -> torch.Tensor:
         """[M, N], as the product that was asked for."""
