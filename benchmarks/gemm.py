@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from overlap_torch import _verify
 from overlap_torch import plan as plan_api
-from overlap_torch.plan import Collective, DType, Kernel, Layout, Plan, Problem, Recipe
+from overlap_torch.plan import Collective, Kernel, Layout, Plan, Problem, Recipe
 
 from . import measure, plans, report, scaled
 from .options import Options
@@ -36,9 +36,9 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
     if not (machine.has_sm90_kernels or machine.has_sm80_kernels):
         raise ValueError("gemm: this build has no signalling kernel for this device")
     hopper = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE]
-    if problem.dtype != DType.FLOAT8_E5M2:
+    if problem.recipe == Recipe.NONE:
         hopper.append(Kernel.SM90_COOPERATIVE)
-    if problem.recipe != Recipe.NONE and not machine.has_sm90_kernels:
+    elif not machine.has_sm90_kernels:
         raise ValueError("gemm: this build has no signalling kernel of fp8 for this device")
     chosen = []
     for kernel in hopper if machine.has_sm90_kernels else [Kernel.SM80]:

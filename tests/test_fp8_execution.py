@@ -30,8 +30,7 @@ OPS = {
     "gemm_alltoall": Op.GEMM_ALLTOALL,
 }
 RECIPES = {"tensor": "tensor_wise", "row": "row_wise", "block": "block_wise"}
-PINGPONG = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE)
-FP8_KERNELS = (*PINGPONG, Kernel.SM90_COOPERATIVE)
+FP8_KERNELS = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE)
 
 # Around tiles of 128 x 128 and 128 x 192; K a multiple of 16, N of 8, as kernels take them, and others.
 CASES = [
@@ -72,7 +71,7 @@ def plans_of(problem: Problem, kernel: Kernel, transport: str) -> list[Plan]:
         made = Transport.__members__[transport.upper()]
         resources = Resources(comm_sms=0 if peers and problem.world_size == 2 else 8)
         plans = [plan_api.make_all_to_all(problem, kernel, resources, 8, made)]
-        if peers and kernel in PINGPONG:
+        if peers and kernel in FP8_KERNELS:
             one = plan_api.make_all_to_all(problem, kernel, Resources(one_launch=True), 0, made)
             plans.append(one)
         return plans

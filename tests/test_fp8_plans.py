@@ -197,21 +197,10 @@ def test_fp8_plans_of_what_no_kernel_takes_are_the_librarys(op, changes):
         assert plan.kernel == Kernel.LIBRARY
 
 
-@pytest.mark.parametrize("kernel", ["sm90_pingpong", "sm90_pingpong_wide", "sm90_cooperative"])
-def test_fp8_plans_of_every_hopper_kernel_are_made_by_hand(kernel):
-    plan = plans.row_panels(scaled(Op.GEMM_ALLREDUCE, fast_accum=True), 4, kernel=kernel)
-    plans.validate(plan)
-    assert plan.kernel == Kernel.__members__[kernel.upper()] and len(plan.chunks) == 4
-
-
 @pytest.mark.parametrize(
     ("changes", "kernel", "message"),
     [
-        (
-            {"dtype": DType.FLOAT8_E5M2},
-            "sm90_cooperative",
-            "float8_e5m2 tensor_wise to bfloat16.*sm90_pingpong",
-        ),
+        ({}, "sm90_cooperative", "float8_e4m3fn tensor_wise to bfloat16.*sm90_pingpong"),
         ({}, "sm80", "given float8_e4m3fn"),
         ({"recipe": Recipe.BLOCK_WISE}, "sm90_pingpong", "block_wise.*library"),
         ({"output_dtype": DType.FLOAT32}, "sm90_pingpong_wide", "to float32"),

@@ -37,11 +37,6 @@ constexpr bool is_sm90(Kernel kernel) {
   return is_pingpong(kernel) || kernel == Kernel::kSm90Cooperative;
 }
 
-// Whether there is an instance for an input of this type of fp8.
-constexpr bool takes_fp8(Kernel kernel, DType input) {
-  return is_pingpong(kernel) || (kernel == Kernel::kSm90Cooperative && input == DType::kFloat8E4M3);
-}
-
 // Where finished tiles are stored. kRowMajor: chunks are whole row panels of the plain output.
 // kPacked: tiles one after the other in tile order, put back to row-major behind the next chunk's
 // communication.

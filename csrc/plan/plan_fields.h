@@ -95,7 +95,7 @@ struct Enumeration<Kernel> {
       Member<Kernel>{Kernel::kSm90Pingpong, "sm90_pingpong",
                      "128 x 128, bfloat16, float16 and fp8, Hopper"},
       Member<Kernel>{Kernel::kSm90Cooperative, "sm90_cooperative",
-                     "128 x 256, bfloat16, float16 and float8_e4m3fn, Hopper"},
+                     "128 x 256, bfloat16 and float16, Hopper"},
       Member<Kernel>{Kernel::kSm90PingpongWide, "sm90_pingpong_wide",
                      "128 x 192, bfloat16, float16 and fp8, Hopper"},
   };

@@ -55,13 +55,12 @@ void check_kernel(const Plan& plan) {
   }
   const Problem& problem = plan.problem;
   if (is_fp8(problem.dtype) &&
-      (!takes_fp8(plan.kernel, problem.dtype) || output_dtype(problem) != DType::kBFloat16 ||
+      (!is_pingpong(plan.kernel) || output_dtype(problem) != DType::kBFloat16 ||
        problem.recipe == Recipe::kBlock)) {
     fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype), " ",
          name(problem.recipe), " to ", name(output_dtype(problem)), ", but of fp8 ",
-         name(Kernel::kSm90Pingpong), ", ", name(Kernel::kSm90PingpongWide), " and, of ",
-         name(DType::kFloat8E4M3), " alone, ", name(Kernel::kSm90Cooperative),
-         " compute tensor_wise and row_wise to bfloat16: take the kernel 'library'");
+         name(Kernel::kSm90Pingpong), " and ", name(Kernel::kSm90PingpongWide),
+         " compute tensor_wise and row_wise to bfloat16 alone: take the kernel 'library'");
   }
   if (is_fp8(problem.dtype) && !problem.fast_accum) {
     fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype),

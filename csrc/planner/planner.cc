@@ -182,7 +182,7 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
   const auto fills = [&](Kernel own) {
     return fills_tiles(problem, profile.gemm, sms, transport, own);
   };
-  const bool fp8 = is_fp8(problem.dtype);  // whose cooperative kernel was not measured yet
+  const bool fp8 = is_fp8(problem.dtype);  // which the cooperative kernel does not take
   const bool wide = fills(Kernel::kSm90PingpongWide);
   const bool large = !fp8 && fills(Kernel::kSm90Cooperative);
   const bool takes_wide = wide && (fp8 || problem.k <= profile.gemm.short_k);

@@ -54,8 +54,7 @@ bool types_supported(plan::Kernel kernel, const GemmParams& params) {
     return !params.scales &&
            (params.dtype == plan::DType::kBFloat16 || params.dtype == plan::DType::kFloat16);
   }
-  if (!params.scales || !plan::takes_fp8(kernel, params.dtype) || !params.weight_k_contiguous)
-    return false;
+  if (!params.scales || !plan::is_pingpong(kernel) || !params.weight_k_contiguous) return false;
   const GemmScales& scales = *params.scales;
   return scales.weight_dtype == plan::DType::kFloat8E4M3 &&
          scales.output_dtype == plan::DType::kBFloat16;
@@ -80,7 +79,6 @@ bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
 }
 
 GemmSm90Instance scaled_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
-  if (kernel == plan::Kernel::kSm90Cooperative) return gemm_sm90_cooperative_e4m3();
   const bool e4m3 = dtype == plan::DType::kFloat8E4M3;
   if (kernel == plan::Kernel::kSm90PingpongWide) {
     if (peers) return e4m3 ? gemm_sm90_peers_wide_e4m3() : gemm_sm90_peers_wide_e5m2();
@@ -113,7 +111,7 @@ cudaError_t load_sm90_kernels() {
     const bool pingpong = plan::is_pingpong(kernel);
     for (const DType dtype :
          {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
-      if (plan::is_fp8(dtype) && !plan::takes_fp8(kernel, dtype)) continue;
+      if (plan::is_fp8(dtype) && !pingpong) continue;
       if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
       if (error == cudaSuccess && pingpong) error = sm90_instance(kernel, dtype, true).load();
     }

@@ -128,7 +128,7 @@ struct GemmSm90 : GemmSm90Body<GemmSm90Types<kKernel, Operands, false>> {
       if (role.is_one_thread_of(kCopyWarp) && params.num_copies > 0) copy(params, shared);
     } else {
       cutlass::arch::warpgroup_reg_alloc<Types::kConsumerRegisters>();
-      Tiles tiles(params, role.turn(), Types::kTurns);
+      Tiles tiles(params, role.team(), Types::kTeams);
       const auto nothing = [](const Step&, const plan::TileRowPlace&) {};
       Body::consume(params, shared, pipeline, load_pipeline, order, role.team(), tiles, nothing,
                     nothing);

@@ -5,8 +5,6 @@
 //                stores. Tiles of 128 columns, or 192 (wide): those read less of the operands for the same
 //                product, but fit a small grid worse.
 //   cooperative  one team of two warp groups, half a tile each.
-//   halves       the cooperative kernel of fp8: two teams of one warp group, half of every tile each. They store one after
-//                the other, so that the first is ahead by as much as it takes to store half a tile, and multiplies then.
 //
 //   producer | load 0 | load 1 | load 2 | load 3 | ...  (TMA, as far ahead as memory allows)
 //   team 0   |        | mma 0  | store 0, signal | mma 2 | ...
@@ -55,9 +53,7 @@ struct GemmSm90Body : Types {
   using typename Types::SharedStorage;
   using typename Types::Step;
   using typename Types::StorePipeline;
-  using typename Types::TeamMma;
   using typename Types::TeamOrder;
-  using typename Types::TeamTile;
   using typename Types::TiledMma;
   using typename Types::TileShape;
   using Types::kTeams;
@@ -71,9 +67,7 @@ struct GemmSm90Body : Types {
         : warp_group(cutlass::canonical_warp_group_idx()),
           warp(cutlass::canonical_warp_idx_sync() % cutlass::NumWarpsPerWarpGroup) {}
     CUTLASS_DEVICE bool produces() const { return warp_group == 0; }
-    CUTLASS_DEVICE int team() const { return kTeams > 1 ? warp_group - 1 : 0; }
-    // Among those that alternate tiles.
-    CUTLASS_DEVICE int turn() const { return Types::kTurns > 1 ? team() : 0; }
+    CUTLASS_DEVICE int team() const { return Types::kPingpong ? warp_group - 1 : 0; }
     CUTLASS_DEVICE bool is_one_thread_of(int producer_warp) const {
       return produces() && warp == producer_warp && cutlass::canonical_lane_idx() == 0;
     }
@@ -88,7 +82,7 @@ struct GemmSm90Body : Types {
       params.role = MainloopPipeline::ThreadCategory::Producer;
     if (!role.produces()) params.role = MainloopPipeline::ThreadCategory::Consumer;
     params.is_leader = threadIdx.x % cutlass::NumThreadsPerWarpGroup == 0;
-    params.num_consumers = Types::kMmaThreads;
+    params.num_consumers = kTeamThreads;
     params.num_producers = Mainloop::NumProducerThreadEvents;
     params.transaction_bytes = mainloop.tma_transaction_bytes;
     return MainloopPipeline(shared.mainloop, params, typename Types::ClusterShape{});
@@ -172,44 +166,43 @@ struct GemmSm90Body : Types {
         (static_cast<int>(threadIdx.x) - cutlass::NumThreadsPerWarpGroup) % kTeamThreads;
     const int k_tiles =
         cute::size<3>(cute::get<0>(mainloop.load_init(params.gemm_shape, params.mainloop)));
-    constexpr auto kLoads = Epilogue::get_load_pipe_increment(TeamTile{});
-    constexpr auto kStores = Epilogue::get_store_pipe_increment(TeamTile{});
+    constexpr auto kLoads = Epilogue::get_load_pipe_increment(TileShape{});
+    constexpr auto kStores = Epilogue::get_store_pipe_increment(TileShape{});
     TiledMma tiled_mma;
-    TeamMma team_mma;
 
-    // All teams read one sequence of loads: who alternates skips the tiles of the others. And all write one of stores.
+    // All teams read one sequence of loads: each skips the tiles of the others.
     typename Mainloop::PipelineState mainloop_state;
     typename Epilogue::LoadPipelineState load_state;
     auto store_state = cutlass::make_producer_start_state<StorePipeline>();
-    if constexpr (!Types::kHalves) mainloop_state.advance(team * k_tiles);
+    mainloop_state.advance(team * k_tiles);
     store_state.advance(team * kStores);
     int32_t sources = 0;  // tiles of sources that this team read or skipped
-    uint32_t stored = 0;  // tiles, where they are signalled
 
     for (Step step; tiles.next(step);) {
       auto accumulators = cute::partition_fragment_C(tiled_mma, cute::take<0, 2>(TileShape{}));
-      if constexpr (Types::kHalves) {
-        typename Types::Scaling(params, step.coord, thread, first_row(team)).prefetch(thread);
-      }
-      if constexpr (Types::kTurns > 1) order.wait();
-      mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles,
-                   Types::kHalves ? team * kTeamThreads + thread : thread, shared.tensors.mainloop,
+      if constexpr (kTeams > 1) order.wait();
+      mainloop.mma(pipeline, mainloop_state, accumulators, k_tiles, thread, shared.tensors.mainloop,
                    params.mainloop);
-      if constexpr (Types::kTurns > 1) order.arrive();
+      if constexpr (kTeams > 1) order.arrive();
       mainloop.mma_tail(pipeline, mainloop_state, k_tiles);
-      mainloop_state.advance(k_tiles * Types::kTurns);
-      typename Types::Scaling(params, step.coord, thread, first_row(team)).scale(accumulators);
+      mainloop_state.advance(k_tiles * kTeams);
+      typename Types::Scaling(params, step.coord, thread).scale(accumulators);
 
       const plan::TileRowPlace rows = params.place(step.coord.row);
       const bool has_source = params.has_source(rows);
       if (has_source) load_state.advance((step.sources - sources) * kLoads);
-      const auto place = output_place(params, step, rows, team);
+      const auto place =
+          params.packed
+              ? cute::make_coord(
+                    0, 0, cute::_,
+                    plan::packed_slot(params.order, step.index, params.terms, params.term))
+              : cute::make_coord(rows.output_row, step.coord.column, cute::_, params.matrix(rows));
       before_store(step, rows);
       if constexpr (kTeams > 1) order.wait();
       Epilogue epilogue(params.epilogue[params.output(rows)], shared.tensors.epilogue);
       auto [load_next, store_next] = epilogue.store(
-          load_pipeline, load_state, store_pipeline, store_state, params.store_shape, TeamTile{},
-          place, accumulators, team_mma, thread, shared.tensors.epilogue);
+          load_pipeline, load_state, store_pipeline, store_state, params.store_shape, TileShape{},
+          place, accumulators, tiled_mma, thread, shared.tensors.epilogue);
       if constexpr (kTeams > 1) {
         // The other team writes the same shared memory next: the copy engine must have read it.
         auto [load_end, store_end] =
@@ -229,47 +222,13 @@ struct GemmSm90Body : Types {
       // released here.
       if (params.counters != nullptr && thread < cutlass::NumThreadsPerWarp) {
         wait_bulk_stores_complete();
-        if (whole_tile(team, stored++) && cutlass::canonical_lane_idx() == 0) {
+        if (cutlass::canonical_lane_idx() == 0) {
           signal_release_gpu(params.counters + plan::tile_chunk(params.order, step.index));
         }
         __syncwarp();
       }
       if (thread < cutlass::NumThreadsPerWarp) behind_store(step, rows);
     }
-  }
-
-  // Where a team's share of a tile begins: in rows of the tile, and in shares of all tiles.
-  CUTLASS_DEVICE static int first_row(int team) {
-    return Types::kHalves ? team * Types::kTeamRows : 0;
-  }
-  CUTLASS_DEVICE static int team_row(int tile_row, int team) {
-    return Types::kHalves ? tile_row * kTeams + team : tile_row;
-  }
-
-  // Where a team's share of a tile goes, for the epilogue.
-  template <class Params>
-  CUTLASS_DEVICE static auto output_place(const Params& params, const Step& step,
-                                          const plan::TileRowPlace& rows, int team) {
-    return params.packed ? cute::make_coord(team_row(0, team), 0, cute::_,
-                                            plan::packed_slot(params.order, step.index,
-                                                              params.terms, params.term))
-                         : cute::make_coord(team_row(rows.output_row, team), step.coord.column,
-                                            cute::_, params.matrix(rows));
-  }
-
-  // By a team's first warp, behind its stores: whether both halves are stored, if tiles have halves. The team of the first
-  // one tells the other, which stores later. Two barriers by turns: the first team cannot be two tiles ahead, as they store
-  // by turns.
-  CUTLASS_DEVICE static bool whole_tile(int team, uint32_t stored) {
-    if constexpr (!Types::kHalves) return true;
-    constexpr uint32_t kThreads = kTeams * cutlass::NumThreadsPerWarp;
-    const uint32_t barrier = stored % 2;
-    if (team == 0) {
-      cutlass::arch::NamedBarrier::arrive(kThreads, barrier);
-    } else {
-      cutlass::arch::NamedBarrier::sync(kThreads, barrier);
-    }
-    return team != 0;
   }
 
   // --- the end ---

@@ -30,7 +30,6 @@ GemmSm90Instance gemm_sm90_pingpong_e4m3();
 GemmSm90Instance gemm_sm90_pingpong_e5m2();
 GemmSm90Instance gemm_sm90_pingpong_wide_e4m3();
 GemmSm90Instance gemm_sm90_pingpong_wide_e5m2();
-GemmSm90Instance gemm_sm90_cooperative_e4m3();
 GemmSm90Instance gemm_sm90_peers_e4m3();
 GemmSm90Instance gemm_sm90_peers_e5m2();
 GemmSm90Instance gemm_sm90_peers_wide_e4m3();

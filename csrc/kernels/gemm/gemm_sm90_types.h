@@ -27,8 +27,7 @@ template <class Types>
 struct Unscaled {
   struct Params {};
   template <class KernelParams>
-  CUTLASS_DEVICE Unscaled(const KernelParams&, const plan::TileCoord&, int, int) {}
-  CUTLASS_DEVICE void prefetch(int) const {}
+  CUTLASS_DEVICE Unscaled(const KernelParams&, const plan::TileCoord&, int) {}
   template <class Sums>
   CUTLASS_DEVICE void scale(Sums&) const {}
 };
@@ -55,8 +54,6 @@ struct GemmSm90Types {
   static constexpr bool kPingpong = plan::is_pingpong(kKernel);
   static constexpr bool kWide = kKernel == plan::Kernel::kSm90PingpongWide;
   static constexpr bool kForPeers = kPeers;
-  // Teams of half of every tile, where others are one team or take turns. See gemm_sm90_body.h.
-  static constexpr bool kHalves = !kPingpong && Operands::kFp8;
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
   static constexpr int kColumns = kWide ? 192 : kPingpong ? 128 : 256;
   using TileShape = cute::Shape<cute::_128, cute::Int<kColumns>, cute::Int<128 / sizeof(Input)>>;
@@ -67,20 +64,15 @@ struct GemmSm90Types {
       std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
                          cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum>;
   using MainloopSchedule = std::conditional_t<Operands::kFp8, Fp8Schedule, PlainSchedule>;
-  using EpilogueSchedule =
-      std::conditional_t<kPingpong || kHalves, cutlass::epilogue::TmaWarpSpecialized,
-                         cutlass::epilogue::TmaWarpSpecializedCooperative>;
-  // What a team stores at once.
-  using TeamTile =
-      std::conditional_t<kHalves, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<128>>,
-                         TileShape>;
+  using EpilogueSchedule = std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
+                                              cutlass::epilogue::TmaWarpSpecializedCooperative>;
   using LayoutWeight = std::conditional_t<kWeightKContiguous, cutlass::layout::ColumnMajor,
                                           cutlass::layout::RowMajor>;
   static constexpr int kAlignment = 16 / sizeof(Input);
   static constexpr int kOutputAlignment = 16 / sizeof(Output);
 
   // What is stored at a time. Over a link, rows of 128 bytes, as the builder's own, of 64, do not fill it.
-  using EpilogueTile = std::conditional_t<kPeers || kHalves, cute::Shape<cute::_64, cute::_64>,
+  using EpilogueTile = std::conditional_t<kPeers, cute::Shape<cute::_64, cute::_64>,
                                           cutlass::epilogue::collective::EpilogueTileAuto>;
   // Alpha = 1, and beta = 1 for a source: the epilogue adds it, converts and stores.
   using Fusion =
@@ -88,7 +80,7 @@ struct GemmSm90Types {
                          cutlass::epilogue::fusion::LinearCombination<Output, float, Output>,
                          cutlass::epilogue::fusion::ScaledAcc<Output, float>>;
   using BuiltEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TeamTile, ClusterShape, EpilogueTile,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
       float, float, std::conditional_t<kPeers, Output, void>, cutlass::layout::RowMajor,
       kOutputAlignment, Output, cutlass::layout::RowMajor, kOutputAlignment, EpilogueSchedule,
       Fusion>::CollectiveOp;
@@ -111,18 +103,8 @@ struct GemmSm90Types {
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileN = cute::size<1>(TileShape{});
   static constexpr int kClusterM = cute::size<0>(ClusterShape{});
-  static constexpr int kTeams = kPingpong || kHalves ? 2 : 1;
-  static constexpr int kTurns = kPingpong ? kTeams : 1;  // teams that alternate tiles
-  // By whom a team's sums were computed, for the epilogue.
-  using TeamMma =
-      std::conditional_t<kHalves,
-                         decltype(cute::make_tiled_mma(
-                             typename TiledMma::Atom{},
-                             cute::Layout<cute::Shape<cute::_1, cute::_1, cute::_1>>{})),
-                         TiledMma>;
-  static constexpr int kMmaThreads = cute::size(TiledMma{});  // that read one stage of operands
-  static constexpr int kTeamThreads = cute::size(TeamMma{});
-  static constexpr int kTeamRows = cute::size<0>(TeamTile{});
+  static constexpr int kTeams = kPingpong ? 2 : 1;
+  static constexpr int kTeamThreads = cute::size(TiledMma{});
   static constexpr int kThreads = cutlass::NumThreadsPerWarpGroup + kTeams * kTeamThreads;
   static_assert(kThreads == 384);
   static constexpr int kLoadWarp = 0;  // of the producer's warp group
@@ -135,8 +117,8 @@ struct GemmSm90Types {
   // A launch gets 168 a thread; who takes more than others gave away waits for ever.
   static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 
-  // Two ordered phases per tile, multiply and store, each held by one team at a time. Of halves only the second one.
-  using TeamOrder = cutlass::OrderedSequenceBarrier<kHalves ? 1 : 2, kTeams>;
+  // Two ordered phases per tile, multiply and store, each held by one team at a time.
+  using TeamOrder = cutlass::OrderedSequenceBarrier<2, kTeams>;
   using MainloopPipeline = typename Mainloop::MainloopPipeline;
   using LoadPipeline = typename Epilogue::LoadPipeline;  // of the source
   using StorePipeline = typename Epilogue::StorePipeline;
