@@ -380,7 +380,7 @@ def check_behind_failures(repeats: int) -> tuple[int, list[str]]:
 
 
 # Ranks that share a GPU wait for their turns of it.
-SHORT = timedelta(seconds=1.0 if rank_pool.shares_gpus() else 0.5)
+SHORT = timedelta(seconds=2.0 if rank_pool.shares_gpus() else 0.5)
 CHECKED = {"peers": {}, "nccl": {"OVERLAP_PEERS": "0"}}
 
 
