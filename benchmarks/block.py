@@ -3,14 +3,15 @@
 A Llama block without rotary embeddings. Each rank holds equal shares of the tokens, between the GEMMs of the heads and of
 the intermediate size. The styles' block is what a user of overlap_torch.parallel has: modules with a weight for each of q,
 k, v, gate and up. The sequence is F.linear and PyTorch's functional collectives by hand, with the weights of GEMMs that
-read one input fused, as training frameworks do it. Both keep the gathered input for backward.
+read one input fused, as training frameworks do it. All keep the gathered input for backward. PyTorch's own styles on
+the same modules are a baseline.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ MAX_ERROR_RATIO = (
 # And of a small block few numbers are compared, whose roundings are chance: of N numbers this by the root of N more.
 _CHANCE = 8.0
 _BOUND_REPEATS = 5
+_BASELINES = ("styles",)  # PyTorch's own
 
 # input [rows, K], weight [N, K] -> [rows * world, N], and input [rows, K], weight [N, K] -> [rows / world, N]
 _Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -127,12 +129,13 @@ class Operands:
             }
         )
 
-    def styled(self, block: Block) -> styled.StyledBlock:
-        """The block with the styles, with these operands' memory."""
+    def styled(self, block: Block, styles: styled.Styles) -> styled.StyledBlock:
+        """The block with these styles, with these operands' memory."""
         mesh = init_device_mesh(self.x.device.type, (dist.get_world_size(),))
         features, kv_features = block.heads * block.head_dim, block.kv_heads * block.head_dim
         module = styled.parallel_block(
             mesh,
+            styles,
             block.hidden,
             features,
             kv_features,
@@ -205,40 +208,41 @@ def styled_step(
     return output.detach(), *torch.autograd.grad(output, [x, *module.parameters()], grad)
 
 
-def styled_results(block: Block, operands: Operands) -> tuple[torch.Tensor, ...]:
+def styled_results(
+    block: Block, operands: Operands, styles: styled.Styles
+) -> tuple[torch.Tensor, ...]:
     """As `step` returns them."""
-    output, x, *grads = styled_step(operands.styled(block), operands.x, operands.grad)
+    output, x, *grads = styled_step(operands.styled(block, styles), operands.x, operands.grad)
     norm, mlp_norm, q, k, v, out, gate, up, down = (
         grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads
     )
     return output, x, norm, torch.cat([q, k, v]), out, mlp_norm, torch.cat([gate, up]), down
 
 
-def errors(block: Block, operands: Operands) -> torch.Tensor:
-    """RMS errors [2, results] of the styles' and the sequence's step, each the largest over the ranks, and behind them how much
-    larger the former may be. Collective.
+def right(block: Block, operands: Operands, variants: Sequence[styled.Styles]) -> list[bool]:
+    """Of each of these styles, whether its step's RMS errors are hardly larger than the sequence's. Collective.
 
-    They are held to the sequence in float32, that of float32 operands to float64.
+    They are held to the sequence in float32, that of float32 operands to float64; each is the largest over the ranks.
     """
     exact_dtype = torch.float32 if operands.x.dtype.itemsize == 2 else torch.float64
     exact = step(block, operands.to(exact_dtype), by_sequence())
-    result = torch.stack(
+    steps = [functools.partial(styled_results, block, operands, styles) for styles in variants]
+    errors = torch.stack(
         [
             torch.stack(
                 [
                     (value.double() - true.double()).square_().mean().sqrt()
-                    for value, true in zip(results, exact, strict=True)
+                    for value, true in zip(compute(), exact, strict=True)
                 ]
             )
-            for results in (
-                styled_results(block, operands),
-                step(block, operands, by_sequence()),
-            )
+            for compute in (*steps, functools.partial(step, block, operands, by_sequence()))
         ]
     )
-    dist.all_reduce(result, op=dist.ReduceOp.MAX)
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    *found, sequence = errors.cpu()
     ratios = [MAX_ERROR_RATIO + _CHANCE / math.sqrt(true.numel()) for true in exact]
-    return torch.cat([result.cpu(), torch.tensor([ratios], dtype=result.dtype)])
+    allowed = sequence * torch.tensor(ratios, dtype=sequence.dtype)
+    return [bool((error <= allowed).all()) for error in found]
 
 
 def run(
@@ -250,10 +254,8 @@ def run(
     """Checks and times one block; whether its results were right. Collective."""
     dtype = getattr(torch, options.dtype)
     operands = Operands.draw(block, dtype, stopwatch.device)
-    checked = None
-    if options.check:
-        op, sequence, ratios = errors(block, operands)
-        checked = bool((op <= ratios * sequence).all())
+    styles = [styled.OVERLAP, *([styled.PYTORCH] if "pytorch" in options.baselines else [])]
+    checked, *others_checked = right(block, operands, styles) if options.check else [None]
 
     def variant(linears: Linears) -> measure.Variant:
         def run_step(turn: int) -> None:
@@ -261,11 +263,15 @@ def run(
 
         return run_step
 
-    module = operands.styled(block)
+    def styled_variant(styles: styled.Styles) -> measure.Variant:
+        module = operands.styled(block, styles)
 
-    def run_styled(turn: int) -> None:
-        styled_step(module, operands.x, operands.grad)
+        def run_step(turn: int) -> None:
+            styled_step(module, operands.x, operands.grad)
 
+        return run_step
+
+    variants = [variant(by_sequence()), *map(styled_variant, styles)]
     bounds = _bounds(stopwatch, operands, variant)
     subject = report.Subject(
         op="block",
@@ -281,10 +287,14 @@ def run(
         },
     )
     for mode in (mode for mode in options.modes if mode in MODES):
-        sequence, op = stopwatch.compare(
-            mode, [variant(by_sequence()), run_styled], options.repeats(mode)
+        sequence, op, *others = stopwatch.compare(mode, variants, options.repeats(mode))
+        timed = report.Timed(
+            sequence,
+            op,
+            dict(zip(_BASELINES, others, strict=False)),
+            dict(zip(_BASELINES, others_checked, strict=False)),
         )
-        writer.measurement(subject, mode, report.Timed(sequence, op), checked, bounds=bounds)
+        writer.measurement(subject, mode, timed, checked, bounds=bounds)
     return checked is not False
 
 

@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--baselines",
         default="",
-        help="pytorch: PyTorch's own ops on symmetric memory as further variants in the same turns (not for block, "
-        "gemm_alltoall, CPU); sets TORCH_SYMM_MEM_DISABLE_MULTICAST=1 unless it is set",
+        help="pytorch: PyTorch's own ops on symmetric memory as further variants in the same turns (not for "
+        "gemm_alltoall, CPU), of block PyTorch's styles; sets TORCH_SYMM_MEM_DISABLE_MULTICAST=1 unless it is set",
     )
     add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU; for gemm alone 1)")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
@@ -164,16 +164,17 @@ def _modes(text: str, ops: tuple[str, ...], on_cpu: bool) -> tuple[str, ...]:
 
 def _baselines(text: str, ops: tuple[str, ...], on_cpu: bool) -> tuple[str, ...]:
     names = _names("baselines", text, BASELINES)
-    without = [op for op in ops if op not in pytorch_ops.OPS]
     if not names:
         return names
-    if on_cpu:
+    if on_cpu and "block" not in ops:
         raise ValueError(
             f"--baselines {text} measures nothing on CPU: PyTorch's symmetric memory needs GPUs; leave it out"
         )
+    possible = ("block", *(() if on_cpu else pytorch_ops.OPS))
+    without = [op for op in ops if op not in possible]
     if len(without) == len(ops):
         raise ValueError(
-            f"--baselines {text} measures nothing of {', '.join(ops)}: it is for {', '.join(pytorch_ops.OPS)}"
+            f"--baselines {text} measures nothing of {', '.join(ops)}: it is for {', '.join(possible)}"
         )
     if without:
         print(f"{', '.join(without)}: without the baselines of PyTorch", file=sys.stderr)

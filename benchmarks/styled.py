@@ -1,14 +1,21 @@
-"""The benchmark's transformer block as a user of the styles has it: modules, and one parallelize_module call."""
+"""The benchmark's transformer block as a user of styles has it: modules, and one parallelize_module call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from overlap_torch.parallel import (
     OverlapColwiseParallel,
@@ -73,27 +80,38 @@ class StyledBlock(torch.nn.Module):
             setattr(self.get_submodule(owner), attribute, torch.nn.Parameter(part))
 
 
-def parallel_plan() -> dict[str, object]:
-    """Tokens (dim 0) cut over the ranks outside of attention and MLP, features inside."""
-    rows: Placement = Shard(0)
+class Styles(NamedTuple):
+    """Three styles of one origin."""
 
-    def prepare() -> OverlapPrepareModuleInput:
-        return OverlapPrepareModuleInput(
-            input_layouts=(rows,), desired_input_layouts=(Replicate(),), use_local_output=True
-        )
+    prepare: type[PrepareModuleInput]
+    columns: type[ColwiseParallel]
+    rows: type[RowwiseParallel]
 
-    return {
-        "attention": prepare(),
-        **{f"attention.{name}": OverlapColwiseParallel() for name in ("q", "k", "v")},
-        "attention.out": OverlapRowwiseParallel(output_layouts=rows),
-        "mlp": prepare(),
-        **{f"mlp.{name}": OverlapColwiseParallel() for name in ("gate", "up")},
-        "mlp.down": OverlapRowwiseParallel(output_layouts=rows),
-    }
+    def plan(self) -> dict[str, ParallelStyle]:
+        """Tokens (dim 0) cut over the ranks outside of attention and MLP, features inside."""
+        tokens: Placement = Shard(0)
+
+        def prepare() -> ParallelStyle:
+            return self.prepare(
+                input_layouts=(tokens,), desired_input_layouts=(Replicate(),), use_local_output=True
+            )
+
+        return {
+            "attention": prepare(),
+            **{f"attention.{name}": self.columns() for name in ("q", "k", "v")},
+            "attention.out": self.rows(output_layouts=tokens),
+            "mlp": prepare(),
+            **{f"mlp.{name}": self.columns() for name in ("gate", "up")},
+            "mlp.down": self.rows(output_layouts=tokens),
+        }
 
 
-def parallel_block(mesh: DeviceMesh, *sizes: int, mix: Mix) -> StyledBlock:
-    """The block with the styles; its parameters are to be set."""
+OVERLAP = Styles(OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwiseParallel)
+PYTORCH = Styles(PrepareModuleInput, ColwiseParallel, RowwiseParallel)
+
+
+def parallel_block(mesh: DeviceMesh, styles: Styles, *sizes: int, mix: Mix) -> StyledBlock:
+    """The block with these styles; its parameters are to be set."""
     with torch.device("meta"):
         block = StyledBlock(*sizes, mix)
-    return parallelize_module(block, mesh, parallel_plan())
+    return parallelize_module(block, mesh, styles.plan())

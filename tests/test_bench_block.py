@@ -25,17 +25,33 @@ def test_bench_measures_a_block(ranks, tmp_path, dtype):
     assert [row[name] for name in sizes] == [32, 4, 2, 48, 8]
     assert row["checked"] is True
     assert "plan" not in row
+    assert "pytorch_us" not in row
     check_times(row)
 
 
-def gradients_of_block() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A block's step by the styles, and the same block's on one rank, cut to this rank's part."""
+@pytest.mark.ranks((2, "gloo"))
+def test_bench_measures_a_block_beside_pytorchs_styles(ranks, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    argv = ["--op", "block", "--device", "cpu", "--blocks", "32x4x2x48@8", "--repeats", "2"]
+    argv += ["--baselines", "pytorch", "--modes", "row", "--dtype", "fp32", "--json", str(path)]
+    ranks.run(measure, argv)
+
+    _, row = lines_of(path)
+    assert row["checked"] is True
+    assert row["pytorch_checked"] == {"styles": True} and row["pytorch_best"] == "styles"
+    ratio = row["sequence_us"]["median"] / row["pytorch_us"]["styles"]["median"]
+    assert row["pytorch_speedup"] == pytest.approx(ratio, abs=1e-3)
+    check_times(row)
+
+
+def gradients_of_block(styles: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A block's step by styles, and the same block's on one rank, cut to this rank's part."""
     block = bench("block")
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = bench("shapes").Block("custom", 16, 4, 2, 24, 8)
     device = torch.device("cpu")
     operands = block.Operands.draw(sizes, torch.float64, device)
-    found = block.styled_results(sizes, operands)
+    found = block.styled_results(sizes, operands, getattr(bench("styled"), styles))
 
     def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(world)]
@@ -88,7 +104,8 @@ def gradients_of_block() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_bench_block_computes_the_unsharded_block(ranks):
-    for found, expected in ranks.run(gradients_of_block):
+@pytest.mark.parametrize("styles", ["OVERLAP", "PYTORCH"])
+def test_bench_block_computes_the_unsharded_block(ranks, styles):
+    for found, expected in ranks.run(gradients_of_block, styles):
         for value, true in zip(found, expected, strict=True):
             torch.testing.assert_close(value, true, rtol=1e-9, atol=1e-9)

@@ -43,7 +43,7 @@ def test_bench_refuses_a_bad_command_line(capsys, argv, message):
     ("ops", "option", "value", "message"),
     [
         ("block", "modes", "graph", "measures nothing of block: take call, row"),
-        ("block,gemm_alltoall", "baselines", "pytorch", "measures nothing of block, gemm_alltoall"),
+        ("gemm_alltoall", "baselines", "pytorch", "measures nothing of gemm_alltoall"),
     ],
 )
 def test_bench_refuses_to_measure_nothing(ops, option, value, message):
@@ -56,13 +56,15 @@ def test_bench_says_what_is_left_out(capsys):
     ops = ("gemm_allreduce", "block")
     assert cli._modes("call,graph", ops, True) == ("call",)
     assert cli._modes("graph", ops, False) == ("graph",)
-    assert cli._baselines("pytorch", ops, False) == ("pytorch",)
+    assert cli._baselines("pytorch", (*ops, "gemm_alltoall"), False) == ("pytorch",)
+    assert cli._baselines("pytorch", ops, True) == ("pytorch",)
     assert cli._baselines("", ops, True) == ()
     printed = capsys.readouterr().err.splitlines()
     assert printed == [
         "mode graph left out: CUDA graphs need a GPU",
         "block: only the modes call, row",
-        "block: without the baselines of PyTorch",
+        "gemm_alltoall: without the baselines of PyTorch",
+        "gemm_allreduce: without the baselines of PyTorch",
     ]
 
 
