@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
+from overlap_torch._dtensor import Placements
 from overlap_torch._fp8 import Recipe
-from overlap_torch._placements import from_local, to_local
+from overlap_torch._placements import from_local, redistribute, to_local
 from overlap_torch._sequence import Operands, column_sequences
 
 
@@ -266,19 +267,23 @@ def _gather(
         with torch.inference_mode(False), torch.no_grad():
             return _gather(input, layout, readers, mesh, use_local_output)
     dim = _token_dim(input, layout)
-    if not isinstance(input, DTensor):
+    if torch.compiler.is_compiling() and not isinstance(input, DTensor):
         input = from_local(input, mesh, (layout,))
+    distributed = isinstance(input, DTensor)
     outputs, gathered = column_sequences(
-        to_local(input).movedim(dim, 0),
+        (to_local(input) if distributed else input).movedim(dim, 0),
         [reader.operands() for reader in readers],
         group=readers[0].group,
         world_size=mesh.size(),
-        tokens=input.shape[dim],
+        tokens=input.shape[dim] * (1 if distributed else mesh.size()),
         recipe=readers[0].fp8,
     )
     # As PrepareModuleInput's is: modules call view(), and autocast has cast what was gathered.
     gathered = gathered.movedim(0, dim).contiguous().to(input.dtype)
-    replicated = _replicated(gathered, input, use_local_output)
+    if distributed:
+        replicated = _replicated(gathered, input, use_local_output)
+    else:
+        replicated = _Replicated.apply(gathered, input, mesh, (Shard(dim),), use_local_output)
     if not torch.compiler.is_compiling():
         _watch(replicated, outputs)
     for reader, output in zip(readers, outputs, strict=True):
@@ -313,29 +318,38 @@ def _watch(gathered: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
 
 # Dynamo, if it looked inside, would trace a backward for a gradient with the placements of the output.
 def _replicated(gathered: torch.Tensor, input: DTensor, use_local_output: bool) -> torch.Tensor:
-    return _Replicated.apply(gathered, input, use_local_output)
+    return _Replicated.apply(
+        gathered, input, input.device_mesh, input.placements, use_local_output
+    )
 
 
 class _Replicated(torch.autograd.Function):
     """The gathered input as its readers see it: replicated, a DTensor or a tensor.
 
     The gradient of `gathered` is a part of a sum. A gradient that every rank has in full needs no communication: it is cut
-    for `input`, from which `gathered` came.
+    for `input`, from which `gathered` came: a DTensor, or this rank's part of one.
     """
 
     @staticmethod
     def forward(
-        ctx, gathered: torch.Tensor, input: DTensor, use_local_output: bool
+        ctx,
+        gathered: torch.Tensor,
+        input: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Placements,
+        use_local_output: bool,
     ) -> torch.Tensor:
-        ctx.mesh, ctx.placements = input.device_mesh, input.placements
+        ctx.mesh, ctx.placements = mesh, placements
+        ctx.of_dtensor = isinstance(input, DTensor)
         if use_local_output:
             return gathered.view_as(gathered)
-        return DTensor.from_local(gathered, ctx.mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not isinstance(grad, DTensor):
-            grad = DTensor.from_local(grad, ctx.mesh, [Replicate()], run_check=False)
+            grad = from_local(grad, ctx.mesh, (Replicate(),))
         if grad.placements[0].is_partial():
-            return grad.to_local(), None, None
-        return None, grad.redistribute(placements=ctx.placements), None
+            return to_local(grad), None, None, None, None
+        grad = redistribute(grad, ctx.placements)
+        return None, grad if ctx.of_dtensor else to_local(grad), None, None, None
