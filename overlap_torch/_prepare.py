@@ -318,9 +318,7 @@ def _watch(gathered: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
 
 # Dynamo, if it looked inside, would trace a backward for a gradient with the placements of the output.
 def _replicated(gathered: torch.Tensor, input: DTensor, use_local_output: bool) -> torch.Tensor:
-    return _Replicated.apply(
-        gathered, input, input.device_mesh, input.placements, use_local_output
-    )
+    return _Replicated.apply(gathered, input, input.device_mesh, input.placements, use_local_output)
 
 
 class _Replicated(torch.autograd.Function):
