@@ -32,7 +32,6 @@ MAX_ERROR_RATIO = (
 # And of a small block few numbers are compared, whose roundings are chance: of N numbers this by the root of N more.
 _CHANCE = 8.0
 _BOUND_REPEATS = 5
-_BASELINES = ("styles",)  # PyTorch's own
 
 # input [rows, K], weight [N, K] -> [rows * world, N], and input [rows, K], weight [N, K] -> [rows / world, N]
 _Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -254,24 +253,21 @@ def run(
     """Checks and times one block; whether its results were right. Collective."""
     dtype = getattr(torch, options.dtype)
     operands = Operands.draw(block, dtype, stopwatch.device)
-    styles = [styled.OVERLAP, *([styled.PYTORCH] if "pytorch" in options.baselines else [])]
-    checked, *others_checked = right(block, operands, styles) if options.check else [None]
+    baselines = {"styles": styled.PYTORCH} if "pytorch" in options.baselines else {}
+    styles = [styled.OVERLAP, *baselines.values()]
+    checked, baselines_checked = None, {}
+    if options.check:
+        checked, *others = right(block, operands, styles)
+        baselines_checked = dict(zip(baselines, others, strict=True))
 
     def variant(linears: Linears) -> measure.Variant:
-        def run_step(turn: int) -> None:
-            step(block, operands, linears)
+        return _every_turn(step, block, operands, linears)
 
-        return run_step
-
-    def styled_variant(styles: styled.Styles) -> measure.Variant:
-        module = operands.styled(block, styles)
-
-        def run_step(turn: int) -> None:
-            styled_step(module, operands.x, operands.grad)
-
-        return run_step
-
-    variants = [variant(by_sequence()), *map(styled_variant, styles)]
+    modules = [operands.styled(block, one) for one in styles]
+    variants = [
+        variant(by_sequence()),
+        *(_every_turn(styled_step, module, operands.x, operands.grad) for module in modules),
+    ]
     bounds = _bounds(stopwatch, operands, variant)
     subject = report.Subject(
         op="block",
@@ -289,13 +285,19 @@ def run(
     for mode in (mode for mode in options.modes if mode in MODES):
         sequence, op, *others = stopwatch.compare(mode, variants, options.repeats(mode))
         timed = report.Timed(
-            sequence,
-            op,
-            dict(zip(_BASELINES, others, strict=False)),
-            dict(zip(_BASELINES, others_checked, strict=False)),
+            sequence, op, dict(zip(baselines, others, strict=True)), baselines_checked
         )
         writer.measurement(subject, mode, timed, checked, bounds=bounds)
     return checked is not False
+
+
+def _every_turn(compute: Callable[..., object], *arguments: object) -> measure.Variant:
+    """The same in each turn; what it returns is let go."""
+
+    def run_turn(turn: int) -> None:
+        compute(*arguments)
+
+    return run_turn
 
 
 def _bounds(

@@ -29,6 +29,16 @@ def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torc
     return _ToLocal.apply(tensor, grad_placements)
 
 
+def local_rows(input: torch.Tensor, dim: int, world_size: int) -> tuple[torch.Tensor, int]:
+    """This rank's part of an input cut in `dim`, with that dim in front, and the size of the whole's.
+
+    A plain tensor is this rank's part already, and every rank's has its size.
+    """
+    if isinstance(input, DTensor):
+        return to_local(input).movedim(dim, 0), input.shape[dim]
+    return input.movedim(dim, 0), input.shape[dim] * world_size
+
+
 def from_local(
     local: torch.Tensor,
     mesh: DeviceMesh,

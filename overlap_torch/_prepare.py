@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from overlap_torch._dtensor import Placements
 from overlap_torch._fp8 import Recipe
-from overlap_torch._placements import from_local, redistribute, to_local
+from overlap_torch._placements import from_local, local_rows, redistribute, to_local
 from overlap_torch._sequence import Operands, column_sequences
 
 
@@ -269,18 +269,18 @@ def _gather(
     dim = _token_dim(input, layout)
     if torch.compiler.is_compiling() and not isinstance(input, DTensor):
         input = from_local(input, mesh, (layout,))
-    distributed = isinstance(input, DTensor)
+    local, tokens = local_rows(input, dim, mesh.size())
     outputs, gathered = column_sequences(
-        (to_local(input) if distributed else input).movedim(dim, 0),
+        local,
         [reader.operands() for reader in readers],
         group=readers[0].group,
         world_size=mesh.size(),
-        tokens=input.shape[dim] * (1 if distributed else mesh.size()),
+        tokens=tokens,
         recipe=readers[0].fp8,
     )
     # As PrepareModuleInput's is: modules call view(), and autocast has cast what was gathered.
     gathered = gathered.movedim(0, dim).contiguous().to(input.dtype)
-    if distributed:
+    if isinstance(input, DTensor):
         replicated = _replicated(gathered, input, use_local_output)
     else:
         replicated = _Replicated.apply(gathered, input, mesh, (Shard(dim),), use_local_output)

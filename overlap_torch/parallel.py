@@ -43,7 +43,7 @@ from overlap_torch import _linear
 from overlap_torch._dtensor import local_parts, sharded_dim
 from overlap_torch._fp8 import Maps, Recipe, recipe_of_config
 from overlap_torch._ops.dtensor import make_ops_known
-from overlap_torch._placements import from_local, redistribute, to_local
+from overlap_torch._placements import from_local, local_rows, redistribute, to_local
 from overlap_torch._prepare import GatheredReader, OverlapPrepareModuleInput
 from overlap_torch._report import note_call, note_fallback
 from overlap_torch._sequence import (
@@ -261,10 +261,9 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
         dim = sharded_dim(placement, input.dim())
         weight, bias, padding = operands = self.operands()
         if dim is not None and dim != input.dim() - 1:
-            tokens = input.shape[dim] * (1 if distributed else self.world_size)
-            local = to_local(input) if distributed else input
+            local, tokens = local_rows(input, dim, self.world_size)
             (output,), _ = column_sequences(
-                local.movedim(dim, 0),
+                local,
                 [operands],
                 group=self.group,
                 world_size=self.world_size,

@@ -303,6 +303,41 @@ def test_parallel_prepared_input_has_other_readers(ranks):
     ranks.expect_no_failures(check_other_readers)
 
 
+class Cubed(torch.nn.Module):
+    """A reader of the input, and something else that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = torch.nn.Linear(6, 4, bias=False, device=rank_device())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q(x), x**3
+
+
+def check_second_derivative() -> tuple[int, list[str]]:
+    failures = Failures()
+    plan = {
+        "": OverlapPrepareModuleInput(
+            input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+        "q": OverlapColwiseParallel(),
+    }
+    model = parallelize_module(Cubed(), mesh(), plan)
+    whole_input = integers(4, 6, seed=3)
+    mine = cut(whole_input, Shard(0)).to_local().clone().requires_grad_()
+    _, cubes = model(mine)
+    (first,) = torch.autograd.grad(cubes.sum(), mine, create_graph=True)
+    failures.expect(difference(first.detach(), 3 * mine.detach() ** 2), "first")
+    (second,) = torch.autograd.grad(first.sum(), mine)
+    failures.expect(difference(second, 6 * mine.detach()), "second")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_has_a_second_derivative_by_other_readers(ranks):
+    ranks.expect_no_failures(check_second_derivative)
+
+
 def check_lifetime() -> tuple[int, list[str]]:
     """The gathered tensor and what was computed ahead end with the forward, also with one that raises."""
     failures = Failures()
