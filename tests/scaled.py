@@ -200,6 +200,68 @@ def invoke(
     return [getattr(overlap_torch, op)(input, weights[0], *rows, biases[0], **keywords)]
 
 
+@dataclass(frozen=True)
+class Overload:
+    """An op's scaled overload, its parameters by position in the order of the schema, all but the group."""
+
+    op: str  # of OPS
+
+    @property
+    def name(self) -> str:
+        return {"weights": "allgather_gemm.scaled_weights"}.get(self.op, f"{self.op}.scaled")
+
+    @property
+    def operator(self) -> torch._ops.OpOverload:
+        packet, _, overload = self.name.partition(".")
+        return getattr(getattr(torch.ops.overlap, packet), overload)
+
+    def arguments(
+        self, case: Case, rank: int, world: int, device: torch.device, seed: int = 0
+    ) -> list[Any]:
+        call = make(case, self.op, rank, world, seed)
+        several = self.op == "weights"
+
+        def place(tensors: Sequence[torch.Tensor | None]) -> Any:
+            moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
+            return moved if several else moved[0]
+
+        recipes = RECIPES[case.recipe] if case.named else (None, None)
+        return [
+            call.input.to(device),
+            place(call.weights),
+            *([call.send_rows, call.recv_rows] if self.op == "gemm_alltoall" else []),
+            call.scale_input.to(device),
+            place(call.scale_weights),
+            place(call.biases),
+            *(None if recipe is None else recipe.value for recipe in recipes),
+            case.output,
+            case.fast,
+            *([case.shared] if self.op in ("allgather_gemm", "weights") else []),
+        ]
+
+    def expected(
+        self, case: Case, rank: int, world: int, device: torch.device, seed: int = 0
+    ) -> list[torch.Tensor]:
+        calls = [make(case, self.op, r, world, seed) for r in range(world)]
+        return [tensor.to(device) for tensor in expected(case, self.op, calls, rank)]
+
+    def wrapper(self, *arguments: Any, group: Any = None) -> Any:
+        """The public function, with arguments as above."""
+        names = [argument.name for argument in self.operator._schema.arguments]
+        keywords = dict(zip(names[: len(arguments)], arguments, strict=True))
+        for several, one in (
+            ("weights", "weight"),
+            ("scale_weights", "scale_weight"),
+            ("biases", "bias"),
+        ):
+            if several in keywords:
+                keywords[one] = keywords.pop(several)
+        for recipe in ("recipe_input", "recipe_weight"):
+            if keywords[recipe] is not None:
+                keywords[recipe] = ScalingType(keywords[recipe])
+        return getattr(overlap_torch, self.name.partition(".")[0])(**keywords, group=group)
+
+
 def _product(case: Case, call: Call, weight: int = 0) -> torch.Tensor:
     input = (
         call.input.reshape(-1, case.k)

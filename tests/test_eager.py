@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 
+import scaled
 from checks import Failures
 from modes import SeesDispatches, SeesFunctions
 from operands import Case, rank_device, world_name
@@ -24,38 +25,65 @@ CASES = [
     Case((3,), 4, 0), Case((9,), 8, 16, input_layout="transposed"),
 ]  # fmt: skip
 
-every_op = pytest.mark.parametrize("op", list(OPS))
+SCALED_CASES = [
+    scaled.Case((6,), 5, 7), scaled.Case((2, 3), 4, 8, "tensor", shared=True), scaled.Case((6,), 16, 200, "block"),
+    scaled.Case((0,), 4, 5, "tensor"), scaled.Case((3,), 4, 6, pair=scaled.PAIRS[1], bias=True, named=False),
+    scaled.Case((6,), 16, 32, output=torch.float32, bias=True, fast=True),
+]  # fmt: skip
+
+SCALED = {overload.name: overload for overload in map(scaled.Overload, scaled.OPS)}
+FUNCTIONS = {**OPS, **SCALED}
+
+every_function = pytest.mark.parametrize("op", list(FUNCTIONS))
 
 
 def function_of(op: str) -> Callable[..., Any]:
     return getattr(_eager, op.replace(".", "_"))
 
 
-def arguments_of(op: str, case: Case, seed: int = 0) -> list[Any]:
-    return OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), rank_device(), seed)
+def arguments_of(op: str, case: Case | scaled.Case, seed: int = 0) -> list[Any]:
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+    return FUNCTIONS[op].arguments(case, *place, seed)
+
+
+def cases_of(op: str) -> list[Case] | list[scaled.Case]:
+    if op in SCALED:
+        return SCALED_CASES
+    kinds = ((False, torch.bfloat16), (True, torch.float32))
+    return [
+        case.with_(dtype=dtype, bias=bias) for case in OPS[op].of(CASES) for bias, dtype in kinds
+    ]
+
+
+def small_case(op: str) -> Case | scaled.Case:
+    if op in SCALED:
+        return scaled.Case((4,), 3, 4, bias=True)
+    return Case((4,), 3, 4, torch.float32, bias=True)
 
 
 def check_results(op: str) -> tuple[int, list[str]]:
     failures = Failures()
-    rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    for seed, case in enumerate(OPS[op].of(CASES)):
-        for bias, dtype in ((False, torch.bfloat16), (True, torch.float32)):
-            case = case.with_(dtype=dtype, bias=bias)
-            arguments = arguments_of(op, case, seed)
-            expected = OPS[op].expected(case, rank, world, device, seed)
-            # A parameter that wants a gradient is nobody's business where none is recorded.
-            with torch.no_grad():
-                parameters = map_tensors(torch.nn.Parameter, arguments)
-                outputs = function_of(op)(*parameters, world_name())
-            for given in (arguments, map_tensors(torch.Tensor.clone, arguments)):
-                again = function_of(op)(*given, world_name())
-                failures.expect(None if type(again) is type(outputs) else "another type", op, case)
-                failures.expect_equal(tensors_of(outputs), tensors_of(again), "again", op, case)
-            failures.expect_equal(tensors_of(outputs), expected, op, case)
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+
+    def expect_same(results: Any, right: Any, *labels: Any) -> None:
+        left, right = (list(map(scaled.as_comparable, tensors_of(one))) for one in (results, right))
+        failures.expect_equal(left, right, *labels)
+
+    for seed, case in enumerate(cases_of(op)):
+        arguments = arguments_of(op, case, seed)
+        # A parameter that wants a gradient is nobody's business where none is recorded.
+        with torch.no_grad():
+            parameters = map_tensors(torch.nn.Parameter, arguments)
+            outputs = function_of(op)(*parameters, world_name())
+        for given in (arguments, map_tensors(torch.Tensor.clone, arguments)):
+            again = function_of(op)(*given, world_name())
+            failures.expect(None if type(again) is type(outputs) else "another type", op, case)
+            expect_same(outputs, again, "again", op, case)
+        expect_same(outputs, FUNCTIONS[op].expected(case, *place, seed), op, case)
     return failures.result()
 
 
-@every_op
+@every_function
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
 def test_eager_results_are_right(ranks, op):
     ranks.expect_no_failures(check_results, op)
@@ -77,7 +105,7 @@ def calls_declined(op: str) -> list[str]:
         return []
     taken: list[str] = []
     group = world_name()
-    arguments = arguments_of(op, Case((4,), 3, 4, torch.float32, bias=True))
+    arguments = arguments_of(op, small_case(op))
 
     def expect_declined(what: str, given: list[Any], name: Any = group) -> None:
         if function_of(op)(*given, name) is not None:
@@ -88,7 +116,7 @@ def calls_declined(op: str) -> list[str]:
             "wants a gradient": lambda t: t.detach().requires_grad_(),
             "has a meaning of its own": lambda t: t.as_subclass(Subclass),
             "is a number": lambda t: 3,
-            "is a NumPy array": lambda t: t.cpu().numpy(),
+            "is a NumPy array": lambda t: t.float().cpu().numpy(),
         }
         for what, change in changes.items():
             expect_declined(f"tensor {i} {what}", with_tensor(arguments, i, change))
@@ -109,15 +137,33 @@ def calls_declined(op: str) -> list[str]:
     expect_declined("a name that is no UTF-8", arguments, "\ud800")
     expect_declined("an argument too many", [*arguments, None])
     expect_declined("an argument too few", arguments[:-1])
-    if op == "gemm_alltoall":
-        input, weight, send, recv, bias = arguments
-        for counts in (5, "12", [1.0] * len(send), [2**70] * len(send), {1, 2}, None):
-            expect_declined(f"send_rows {counts}", [input, weight, counts, recv, bias])
-            expect_declined(f"recv_rows {counts}", [input, weight, send, counts, bias])
+    for parameter, values in wrong_values().items():
+        for place in places_of(op, parameter):
+            for value in values:
+                given = [*arguments[:place], value, *arguments[place + 1 :]]
+                expect_declined(f"{parameter} {value}", given)
     return taken
 
 
-@every_op
+def wrong_values() -> dict[str, list[Any]]:
+    """Of which no parameter of that name takes one."""
+    world = dist.get_world_size()
+    counts = [5, "12", [1.0] * world, [2**70] * world, {1, 2}, None]
+    recipes = ["RowWise", 1.0, 2**70, torch.nn.functional.ScalingType.RowWise]
+    flags = [0, 1, None, "True"]
+    return {
+        "send_rows": counts, "recv_rows": counts, "recipe_input": recipes, "recipe_weight": recipes,
+        "output_dtype": ["bfloat16", 15, None, float], "use_fast_accum": flags, "shared_scale_input": flags,
+    }  # fmt: skip
+
+
+def places_of(op: str, parameter: str) -> list[int]:
+    """Where the op has a parameter of that name."""
+    names = [argument.name for argument in FUNCTIONS[op].operator._schema.arguments]
+    return [place for place, name in enumerate(names) if name == parameter]
+
+
+@every_function
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_eager_leaves_the_rest_to_torch(ranks, op):
     for taken in ranks.run(calls_declined, op):
@@ -126,31 +172,31 @@ def test_eager_leaves_the_rest_to_torch(ranks, op):
 
 def observers(op: str) -> list[list[bool]]:
     """Whether modes, a subclass and a tracer see a call of the wrapper."""
-    arguments = arguments_of(op, Case((4,), 3, 4, torch.float32))
-    operator = OPS[op].operator
+    arguments = arguments_of(op, small_case(op))
+    operator = FUNCTIONS[op].operator
     group = world_name()
     seen = []
     for mode in (SeesFunctions(), SeesDispatches()):
         with mode:
-            OPS[op].wrapper(*arguments, group=group)
+            FUNCTIONS[op].wrapper(*arguments, group=group)
         seen.append(operator in mode.seen)
-    outputs = OPS[op].wrapper(
+    outputs = FUNCTIONS[op].wrapper(
         *with_tensor(arguments, 0, lambda t: t.as_subclass(Subclass)), group=group
     )
     seen.append(type(tensors_of(outputs)[0]) is Subclass)
-    if op == "allgather_gemm.weights":
+    if op in ("allgather_gemm.weights", "allgather_gemm.scaled_weights"):
         return seen  # torch.jit.trace takes no list of optional tensors
 
     def traced(input: torch.Tensor) -> torch.Tensor:
         given = with_tensor(arguments, 0, lambda _: input)
-        return tensors_of(OPS[op].wrapper(*given, group=group))[0]
+        return tensors_of(FUNCTIONS[op].wrapper(*given, group=group))[0]
 
     trace = torch.jit.trace(traced, (arguments[0],), check_trace=False)
-    seen.append(f"overlap::{op}" in str(trace.graph))
+    seen.append(f"overlap::{op.partition('.')[0]}" in str(trace.graph))
     return seen
 
 
-@every_op
+@every_function
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_eager_hides_no_call(ranks, op):
     for seen in ranks.run(observers, op):
@@ -160,9 +206,10 @@ def test_eager_hides_no_call(ranks, op):
 def results_without_module(op: str) -> tuple[int, list[str]]:
     """As where the module is built for another Python."""
     failures = Failures()
-    case = Case((6,), 5, 7, torch.float32, bias=True)
+    case = small_case(op)
     arguments = arguments_of(op, case)
-    expected = OPS[op].expected(case, dist.get_rank(), dist.get_world_size(), rank_device())
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+    expected = FUNCTIONS[op].expected(case, *place)
     names = eager.__all__
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "overlap_torch._eager", None)
@@ -172,12 +219,14 @@ def results_without_module(op: str) -> tuple[int, list[str]]:
         for name in names:
             failures.expect(None if getattr(other, name)(1, 2) is None else "takes a call", name)
             patch.setattr(eager, name, getattr(other, name))
-        outputs = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))
-    failures.expect_equal(outputs, expected, op)
+        outputs = tensors_of(FUNCTIONS[op].wrapper(*arguments, group=world_name()))
+    failures.expect_equal(
+        *(list(map(scaled.as_comparable, one)) for one in (outputs, expected)), op
+    )
     return failures.result()
 
 
-@every_op
+@every_function
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_eager_module_may_be_missing(ranks, op):
     ranks.expect_no_failures(results_without_module, op)

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -53,6 +54,22 @@ bool read(PyObject* object, int64_t& number) {
   return overflow == 0;
 }
 
+bool read(PyObject* object, std::optional<int64_t>& number) {
+  return Py_IsNone(object) || read(object, number.emplace());
+}
+
+bool read(PyObject* object, bool& truth) {
+  if (!PyBool_Check(object)) return false;
+  truth = Py_IsTrue(object);
+  return true;
+}
+
+bool read(PyObject* object, at::ScalarType& dtype) {
+  if (!THPDtype_Check(object)) return false;
+  dtype = reinterpret_cast<THPDtype*>(object)->scalar_type;
+  return true;
+}
+
 template <typename Element, typename Elements>
 bool read_list(PyObject* object, Elements& elements) {
   if (!PyList_Check(object) && !PyTuple_Check(object)) return false;
@@ -91,12 +108,18 @@ PyObject* wrap(std::vector<at::Tensor>&& tensors) {
   return list.release();
 }
 
-template <typename First>
-PyObject* wrap(std::tuple<First, at::Tensor>&& pair) {
-  const THPObjectPtr first(wrap(std::move(std::get<0>(pair))));
-  if (!first) return nullptr;
-  const THPObjectPtr second(wrap(std::move(std::get<1>(pair))));
-  return second ? PyTuple_Pack(2, first.get(), second.get()) : nullptr;
+template <typename... Results>
+PyObject* wrap(std::tuple<Results...>&& results) {
+  THPObjectPtr tuple(PyTuple_New(sizeof...(Results)));
+  if (!tuple) return nullptr;
+  Py_ssize_t place = 0;
+  const auto add = [&](auto& result) {
+    PyObject* object = wrap(std::move(result));
+    if (object != nullptr) PyTuple_SET_ITEM(tuple.get(), place++, object);
+    return object != nullptr;
+  };
+  const bool all = std::apply([&](auto&... each) { return (add(each) && ...); }, results);
+  return all ? tuple.release() : nullptr;
 }
 
 // Modes, tracers and function transforms see a call through torch.ops.
@@ -150,6 +173,11 @@ constexpr Op kReduceScatter{"overlap::gemm_reducescatter", ""};
 constexpr Op kAllGather{"overlap::allgather_gemm", ""};
 constexpr Op kAllGatherWeights{"overlap::allgather_gemm", "weights"};
 constexpr Op kAllToAll{"overlap::gemm_alltoall", ""};
+constexpr Op kScaledAllReduce{"overlap::gemm_allreduce", "scaled"};
+constexpr Op kScaledReduceScatter{"overlap::gemm_reducescatter", "scaled"};
+constexpr Op kScaledAllGather{"overlap::allgather_gemm", "scaled"};
+constexpr Op kScaledAllGatherWeights{"overlap::allgather_gemm", "scaled_weights"};
+constexpr Op kScaledAllToAll{"overlap::gemm_alltoall", "scaled"};
 
 using Produce = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
                            const std::string&);
@@ -161,6 +189,22 @@ using ConsumeWeights = std::tuple<std::vector<at::Tensor>, at::Tensor>(const at:
                                                                        const std::string&);
 using AllToAll = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
                             const OptionalTensor&, const std::string&);
+
+// Of operands with scales: their recipes by number, and the output's dtype.
+using ScaledProduce = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                 const at::Tensor&, const OptionalTensor&, std::optional<int64_t>,
+                                 std::optional<int64_t>, at::ScalarType, bool, const std::string&);
+using ScaledConsume = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+    const OptionalTensor&, std::optional<int64_t>, std::optional<int64_t>, at::ScalarType, bool,
+    bool, const std::string&);
+using ScaledConsumeWeights = std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor>(
+    const at::Tensor&, at::TensorList, const at::Tensor&, at::TensorList, const OptionalTensors&,
+    std::optional<int64_t>, std::optional<int64_t>, at::ScalarType, bool, bool, const std::string&);
+using ScaledAllToAll = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef,
+                                  at::IntArrayRef, const at::Tensor&, const at::Tensor&,
+                                  const OptionalTensor&, std::optional<int64_t>,
+                                  std::optional<int64_t>, at::ScalarType, bool, const std::string&);
 
 template <const auto& kOp, typename Signature>
 PyMethodDef method(const char* name) {
@@ -179,6 +223,11 @@ PyMODINIT_FUNC PyInit__eager() {
       method<kAllGather, Consume>("allgather_gemm"),
       method<kAllGatherWeights, ConsumeWeights>("allgather_gemm_weights"),
       method<kAllToAll, AllToAll>("gemm_alltoall"),
+      method<kScaledAllReduce, ScaledProduce>("gemm_allreduce_scaled"),
+      method<kScaledReduceScatter, ScaledProduce>("gemm_reducescatter_scaled"),
+      method<kScaledAllGather, ScaledConsume>("allgather_gemm_scaled"),
+      method<kScaledAllGatherWeights, ScaledConsumeWeights>("allgather_gemm_scaled_weights"),
+      method<kScaledAllToAll, ScaledAllToAll>("gemm_alltoall_scaled"),
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef module = [] {

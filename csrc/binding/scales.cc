@@ -114,7 +114,16 @@ std::string shapes_of(Recipe recipe, const at::Tensor& input, const at::Tensor& 
   }
 }
 
-void check_scale(const char* op, const std::string& name, const at::Tensor& scale,
+std::string shapes_of(const std::vector<Recipe>& recipes, const at::Tensor& input,
+                      const at::Tensor& weight, const char* between) {
+  std::string shapes;
+  for (const Recipe recipe : recipes) {
+    shapes += (shapes.empty() ? "" : between) + shapes_of(recipe, input, weight);
+  }
+  return shapes;
+}
+
+void check_scale(const char* op, const char* name, const at::Tensor& scale,
                  const at::Tensor& input) {
   TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, op, ": ", name, " is ", scale.scalar_type(),
                    "; scales are float32");
@@ -140,11 +149,12 @@ Recipe recipe_of(const char* op, const at::Tensor& input, const std::vector<at::
     named = of_weight;
   }
   for (size_t i = 0; i < weights.size(); ++i) {
-    std::vector<Recipe> fitting;
-    std::string allowed;
+    std::vector<Recipe> possible;
     for (const Recipe recipe : kRecipes) {
-      if (named && recipe != *named) continue;
-      allowed += (allowed.empty() ? "" : ", or ") + shapes_of(recipe, input, weights[i]);
+      if (!named || recipe == *named) possible.push_back(recipe);
+    }
+    std::vector<Recipe> fitting;
+    for (const Recipe recipe : possible) {
       if (fits_input(recipe, given.input.sizes(), input.sizes()) &&
           fits_weight(recipe, given.weights[i].sizes(), weights[i].sizes())) {
         fitting.push_back(recipe);
@@ -152,15 +162,21 @@ Recipe recipe_of(const char* op, const at::Tensor& input, const std::vector<at::
     }
     TORCH_CHECK_VALUE(!fitting.empty(), op, ": input ", input.sizes(), " and weight ",
                       weights[i].sizes(), " have scales of shapes ", given.input.sizes(), " and ",
-                      given.weights[i].sizes(), "; they must be ", allowed);
+                      given.weights[i].sizes(), "; they must be ",
+                      shapes_of(possible, input, weights[i], ", or "));
     TORCH_CHECK_VALUE(fitting.size() == 1, op, ": scales of shapes ", given.input.sizes(), " and ",
                       given.weights[i].sizes(), " fit two recipes, ",
-                      shapes_of(fitting[0], input, weights[i]), " and ",
-                      shapes_of(fitting[1], input, weights[i]),
+                      shapes_of(fitting, input, weights[i], " and "),
                       "; name recipe_input, a torch.nn.functional.ScalingType");
     named = fitting[0];
   }
   return *named;
+}
+
+// Scales as a contiguous matrix; most are one.
+at::Tensor as_matrix(const at::Tensor& scales, int64_t rows, int64_t columns) {
+  if (scales.sizes() == at::IntArrayRef({rows, columns}) && scales.is_contiguous()) return scales;
+  return scales.reshape({rows, columns}).contiguous();
 }
 
 // Each of `blocks` rows or columns stands for 128 of them, `size` in all.
@@ -223,11 +239,11 @@ Scales check_scales(const char* op, const at::Tensor& input, const std::vector<a
   const bool one = scales.recipe == Recipe::kTensor;
   const int64_t columns = scales.recipe == Recipe::kBlock ? blocks(input.size(-1)) : 1;
   const int64_t m = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
-  scales.input = given.input.reshape({one ? 1 : m, columns}).contiguous();
+  scales.input = as_matrix(given.input, one ? 1 : m, columns);
   for (size_t i = 0; i < weights.size(); ++i) {
     const int64_t n = weights[i].size(0);
     const int64_t rows = one ? 1 : scales.recipe == Recipe::kBlock ? blocks(n) : n;
-    scales.weights.push_back(given.weights[i].reshape({rows, columns}).contiguous());
+    scales.weights.push_back(as_matrix(given.weights[i], rows, columns));
   }
   scales.output_dtype = out;
   scales.use_fast_accum = given.use_fast_accum;

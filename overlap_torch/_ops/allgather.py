@@ -434,6 +434,7 @@ def allgather_gemm(
         if unscaled:
             return eager.call(eager.allgather_gemm, _op, group, input, weight, bias)
         return scaled.call(
+            eager.allgather_gemm_scaled,
             _op_scaled,
             group,
             (input, weight),
@@ -461,6 +462,7 @@ def allgather_gemm(
             f"for each, but it is one tensor of shape {tuple(scale_weight.shape)}; give a list"
         )
     return scaled.call(
+        eager.allgather_gemm_scaled_weights,
         _op_scaled_weights,
         group,
         (input, weights),

@@ -161,6 +161,7 @@ def gemm_alltoall(
             eager.gemm_alltoall, _op, group, input, weight, send_rows, recv_rows, bias
         )
     return scaled.call(
+        eager.gemm_alltoall_scaled,
         _op_scaled,
         group,
         (input, weight, send_rows, recv_rows),

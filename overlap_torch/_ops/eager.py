@@ -19,24 +19,37 @@ from overlap_torch._ops.group import Group, group_name
 try:
     from overlap_torch._eager import (
         allgather_gemm,
+        allgather_gemm_scaled,
+        allgather_gemm_scaled_weights,
         allgather_gemm_weights,
         gemm_allreduce,
+        gemm_allreduce_scaled,
         gemm_alltoall,
+        gemm_alltoall_scaled,
         gemm_reducescatter,
+        gemm_reducescatter_scaled,
     )
 except ImportError:  # built for another Python
 
     def gemm_allreduce(*arguments: Any) -> None:
         """No call is for it."""
 
-    allgather_gemm = allgather_gemm_weights = gemm_alltoall = gemm_reducescatter = gemm_allreduce
+    allgather_gemm = allgather_gemm_scaled = gemm_allreduce
+    allgather_gemm_weights = allgather_gemm_scaled_weights = gemm_allreduce
+    gemm_allreduce_scaled = gemm_alltoall = gemm_alltoall_scaled = gemm_allreduce
+    gemm_reducescatter = gemm_reducescatter_scaled = gemm_allreduce
 
 __all__ = [
     "allgather_gemm",
+    "allgather_gemm_scaled",
+    "allgather_gemm_scaled_weights",
     "allgather_gemm_weights",
     "gemm_allreduce",
+    "gemm_allreduce_scaled",
     "gemm_alltoall",
+    "gemm_alltoall_scaled",
     "gemm_reducescatter",
+    "gemm_reducescatter_scaled",
 ]
 
 
@@ -45,16 +58,23 @@ behind_calls: Callable[..., None] | None = None
 
 
 def call(
-    short: Callable[..., Any], op: torch._ops.OpOverload, group: Group, *arguments: Any
+    short: Callable[..., Any],
+    op: torch._ops.OpOverload,
+    group: Group,
+    *arguments: Any,
+    **keywords: Any,
 ) -> Any:
-    """``op`` of the arguments, by its short way in if that takes them."""
+    """``op`` of the arguments, by its short way in if that takes them.
+
+    ``keywords``: the parameters of the schema that are keywords, but for the group, all of them and in its order.
+    """
     name = group if type(group) is str else group_name(group)
     if is_dynamo_compiling():
-        return op(*arguments, group=name)
-    results = short(*arguments, name)
+        return op(*arguments, **keywords, group=name)
+    results = short(*arguments, *keywords.values(), name)
     if results is None:
         dtensor.make_ops_known()
-        results = op(*arguments, group=name)
+        results = op(*arguments, **keywords, group=name)
     if behind_calls is not None:
         behind_calls(op, name, arguments)
     return results

@@ -145,6 +145,7 @@ def gemm_reducescatter(
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
         return eager.call(eager.gemm_reducescatter, _op, group, input, weight, bias)
     return scaled.call(
+        eager.gemm_reducescatter_scaled,
         _op_scaled,
         group,
         (input, weight),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import ScalingType
 
-from overlap_torch._ops import dtensor, fakes, library  # noqa: F401  (the library holds the ops)
-from overlap_torch._ops.group import Group, group_name, world_size
+from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops.group import Group, world_size
 
 Recipe = ScalingType | None
 
@@ -27,6 +26,7 @@ _RECIPES = {
 
 
 def call(
+    short: Callable[..., Any],
     op: torch._ops.OpOverload,
     group: Group,
     positional: Sequence[Any],
@@ -37,7 +37,10 @@ def call(
     recipe_weight: Recipe,
     **keywords: Any,
 ) -> Any:
-    """The scaled overload ``op``; ``positional`` are its arguments before the scales."""
+    """The scaled overload ``op``, whose short way in is ``short``.
+
+    ``positional``: its arguments before the scales; ``keywords``: those behind the recipes, in the schema's order.
+    """
     if scale_input is None or scale_weight is None:
         missing = "scale_input" if scale_input is None else "scale_weight"
         name = op.name().partition("::")[2].partition(".")[0]
@@ -45,16 +48,16 @@ def call(
             f"{name}: {missing} is None, but scaled operands need scale_input and scale_weight, "
             "and operands without scales take no recipes; give both scales, or none of these"
         )
-    if not is_dynamo_compiling():
-        dtensor.make_ops_known()
-    return op(
+    return eager.call(
+        short,
+        op,
+        group,
         *positional,
         scale_input,
         scale_weight,
         bias,
         recipe_input=_number(recipe_input),
         recipe_weight=_number(recipe_weight),
-        group=group if type(group) is str else group_name(group),
         **keywords,
     )
 
