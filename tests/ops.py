@@ -31,6 +31,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     return pytree.tree_map_only(torch.Tensor, function, tree)
 
 
+def operator_of(name: str) -> torch._ops.OpOverload:
+    """Of an op's name, with its overload's behind a dot if it is not the default."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.overlap, packet), overload or "default")
+
+
 def _sum(parts: Sequence[torch.Tensor], limit: float) -> torch.Tensor:
     magnitude = sum(part.detach().abs() for part in parts)
     assert magnitude.numel() == 0 or magnitude.max() <= limit, "data not exact in their dtype"
@@ -52,8 +58,7 @@ class Op(ABC):
 
     @property
     def operator(self) -> torch._ops.OpOverload:
-        packet, _, overload = self.name.partition(".")
-        return getattr(getattr(torch.ops.overlap, packet), overload or "default")
+        return operator_of(self.name)
 
     @property
     def wrapper(self) -> Callable[..., Any]:

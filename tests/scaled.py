@@ -20,6 +20,7 @@ from torch.nn.functional import ScalingType
 import overlap_torch
 from checks import Failures
 from operands import difference, rank_device
+from ops import operator_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
@@ -212,8 +213,7 @@ class Overload:
 
     @property
     def operator(self) -> torch._ops.OpOverload:
-        packet, _, overload = self.name.partition(".")
-        return getattr(getattr(torch.ops.overlap, packet), overload)
+        return operator_of(self.name)
 
     def arguments(
         self, case: Case, rank: int, world: int, device: torch.device, seed: int = 0

@@ -250,21 +250,11 @@ def test_fp8_gathers_carry_fp8_and_reductions_the_outputs_type(ranks):
 
 def arguments_of(op: str) -> tuple[torch._ops.OpOverload, tuple, dict]:
     """A call of the operator itself."""
-    world, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
-    case = Case((4,), 6, 16, "row", bias=True)
-    call = scaled.make(case, op, rank, world, 1)
-    packet = torch.ops.overlap.allgather_gemm if op == "weights" else getattr(torch.ops.overlap, op)
-    operator = packet.scaled_weights if op == "weights" else packet.scaled
-    weights = [weight.to(device) for weight in call.weights]
-    scales = [scale.to(device) for scale in call.scale_weights]
-    biases = [None if bias is None else bias.to(device) for bias in call.biases]
-    rows = (call.send_rows, call.recv_rows) if op == "gemm_alltoall" else ()
-    scale_input = call.scale_input.to(device)
-    if op == "weights":
-        arguments = (call.input.to(device), weights, scale_input, scales, biases)
-    else:
-        arguments = (call.input.to(device), weights[0], *rows, scale_input, scales[0], biases[0])
-    return operator, arguments, {"group": world_name()}
+    overload = scaled.Overload(op)
+    place = (dist.get_rank(), dist.get_world_size(), rank_device())
+    arguments = overload.arguments(Case((4,), 6, 16, "row", bias=True, named=False), *place, 1)
+    positional = sum(not one.kwarg_only for one in overload.operator._schema.arguments)
+    return overload.operator, tuple(arguments[:positional]), {"group": world_name()}
 
 
 def check_compilers(op: str) -> tuple[int, list[str]]:
