@@ -147,6 +147,7 @@ def row_of(entry: Entry) -> dict[str, Any]:
     row = {
         "problem": _tune.words(entry.problem),
         "plan": str(entry.tuned).partition(": ")[2],
+        "sequence": entry.tuned == entry.plans[0],
         "untuned": sequence_us / entry.us(entry.planned),
         "tuned": sequence_us / tuned_us,
         "us": entry.medians,
@@ -166,7 +167,7 @@ def summary(name: str, rows: Sequence[dict[str, Any]], best: int = 0) -> str:
         return math.exp(statistics.fmean(math.log(row[column]) for row in rows))
 
     lowest = {column: min(row[column] for row in rows) for column in ("tuned", "untuned")}
-    other = sum("sequential" not in row["plan"] for row in rows)
+    other = sum(not row["sequence"] for row in rows)
     line = (
         f"{name:20} {len(rows)} problems, {other} not the sequence: tuned lowest {lowest['tuned']:.3f}x, mean "
         f"{mean('tuned'):.3f}x; untuned lowest {lowest['untuned']:.3f}x, mean {mean('untuned'):.3f}x"

@@ -195,7 +195,7 @@ def tune(
         problems: with the group's number of ranks; None: all that this process has called so far. All-to-alls, which
             have one plan, are left out.
         modes: of "call" (one call at a time, with cold caches) and "row" (calls back to back). The op runs by the
-            first one's plan; the others are remembered.
+            first one's plan; the others are remembered. On GPUs the host's time is in neither.
         group: as in :func:`overlap_torch.gemm_allreduce`.
         device: None: the current CUDA device, or the CPU where there is none.
         most: plans to measure beside the sequence, 1 or more.
@@ -462,15 +462,12 @@ class Session:
                 if expected is None:
                     expected = result
                 right.append(_close(result, expected))
-            flush = None
-            if self.device.type == "cuda":
-                flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+            clocks = _clocks(self.device, len(plans))
             for turn in range(turns):
                 # Each turn begins with another plan, in the same order on all ranks.
                 for index in (*range(turn % len(plans), len(plans)), *range(turn % len(plans))):
                     set_plan(plans[index], device=self.device, group=self.name)
-                    call()  # the ranks come together, and the plan's list of steps is made
-                    us[index].append(_time_us(call, mode, flush))
+                    us[index].append(_time_us(call, mode, clocks[index]))
         return {"right": right, "us": us}
 
     def _decide(self, said: list[dict[str, Any]]) -> dict[str, Any]:
@@ -619,22 +616,48 @@ def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
     return ((result - expected).abs().max() <= 0.02 * expected.abs().max()).item()
 
 
-def _time_us(call: Callable[[], Any], mode: str, flush: torch.Tensor | None) -> float:
-    """Of one call, in "row" of the mean one; behind a call that all ranks have just ended."""
+@dataclass
+class _Clock:
+    """What one plan's calls are timed with on a GPU."""
+
+    flush: torch.Tensor
+    host_us: float = 1000.0  # that the host needed last for all it enqueues in a turn
+
+    # As many as the fastest clock has, so that what spins does so for no less than what is asked for.
+    CYCLES_PER_US = 2000
+    MOST_US = 3000.0
+
+
+def _clocks(device: torch.device, plans: int) -> list[_Clock | None]:
+    if device.type != "cuda":
+        return [None] * plans
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    return [_Clock(flush) for _ in range(plans)]
+
+
+def _time_us(call: Callable[[], Any], mode: str, clock: _Clock | None) -> float:
+    """Of one call, in "row" of the mean one; behind a call that brings the ranks together, and makes the list of steps."""
     calls = 1 if mode == "call" else _ROW
-    if flush is None:
+    if clock is None:
+        call()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         return 1e6 * (time.perf_counter() - begin) / calls
-    # The host enqueues what is timed while the GPU is busy with what comes before.
+    # The GPU spins until the host has enqueued all of it: no time of the host's is in what is measured, and what brings
+    # the ranks together on the GPU ends on all of them at once, however apart their hosts are.
+    spin_us = min(1.5 * clock.host_us, clock.MOST_US)
+    begin = time.perf_counter()
+    torch.cuda._sleep(int(spin_us * clock.CYCLES_PER_US))
+    call()
     if mode == "call":
-        flush.zero_()
+        clock.flush.zero_()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(calls):
         call()
     end.record()
+    clock.host_us = 1e6 * (time.perf_counter() - begin)
     end.synchronize()
     return 1e3 * start.elapsed_time(end) / calls
 
