@@ -1,0 +1,201 @@
+"""``python -m benchmarks.programs``: plans with programs beside the planner's own and the sequence.
+
+The programs are templates (``overlap_torch.plan``) with several numbers of chunks and kernels, and files of MSCCL (.xml) and MSCCL++
+(.json) that are named, each for the op that has its collective. All plans of a problem take turns in one run; a time is
+the median of the slowest rank's. Results are compared with the sequence's first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from overlap_torch import _tune, plan
+from overlap_torch._launch import Ranks, current_device, launch
+from overlap_torch._plan_json import enum_name
+from overlap_torch.plan import Op, Plan, Problem
+
+from . import shapes
+
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+TEMPLATES = (plan.ring, plan.double_ring, plan.one_shot, plan.two_shot)
+CHUNKS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each rank does."""
+
+    shapes: tuple[shapes.Shape, ...]
+    ops: tuple[str, ...]
+    modes: tuple[str, ...]
+    transport: str
+    turns: int
+    files: tuple[str, ...]
+    json: str | None
+
+
+def makers(files: Sequence[str]) -> Iterator[tuple[str, Callable[..., Plan]]]:
+    """What makes a plan of a problem, by name."""
+    for template in TEMPLATES:
+        yield template.__name__, template
+    for path in files:
+        read = plan.from_msccl if path.endswith(".xml") else plan.from_mscclpp
+
+        def imported(problem: Problem, path: str = path, read: Any = read, **how: Any) -> Plan:
+            return read(path, problem, **how)
+
+        yield Path(path).name, imported
+
+
+def programs(
+    problem: Problem, transport: str, files: Sequence[str], refused: Callable[[str], None]
+) -> dict[str, Plan]:
+    """By a name of one's own: all that can be made. Each refusal is told, with its reason."""
+    kernels = ["library"]
+    if transport != "gloo" and problem.op != Op.ALLGATHER_GEMM:
+        kernels.append("sm90_pingpong")
+    found: dict[str, Plan] = {}
+    for name, make in makers(files):
+        for kernel in kernels:
+            for chunks in CHUNKS:
+                title = f"{name}, {kernel}, {chunks}"
+                try:
+                    made = make(problem, chunks=chunks, kernel=kernel, transport=transport)
+                except ValueError as error:
+                    refused(f"{_tune.words(problem)}: {title}: {error}")
+                    continue
+                found[title] = made
+    return found
+
+
+def measured(
+    session: _tune.Session, problem: Problem, mode: str, job: Job, refused: Callable[[str], None]
+) -> dict[str, Any]:
+    """A row: microseconds of the sequence, the planner's plan, and of each program that is right."""
+    device = session.device
+    sequence = plan.make_sequential(problem, session.machine)
+    own = plan.plan_for(
+        problem.m, problem.n, problem.k, problem.dtype, device=device, op=problem.op
+    )
+    named = {"sequence": sequence, "planner": own}
+    named |= programs(problem, job.transport, job.files, refused)
+    plans: list[Plan] = []
+    for one in named.values():
+        if one not in plans:  # templates may come to the same
+            plans.append(one)
+    times = session.measure(problem, plans, mode, job.turns)
+    us = {}
+    for name, one in named.items():
+        index = plans.index(one)
+        if index in times["right"]:
+            us[name] = times["us"][index]
+        else:
+            refused(f"{_tune.words(problem)}: {name}: its result is not the sequence's")
+    return {"problem": _tune.words(problem), "op": enum_name(problem.op), "mode": mode, "us": us}
+
+
+def gains(row: dict[str, Any]) -> dict[str, float]:
+    """By name of a template or file, the sequence's time by that of its best plan; and the planner's."""
+    best: dict[str, float] = {}
+    for title, us in row["us"].items():
+        name = title.partition(",")[0]
+        if name != "sequence":
+            best[name] = max(best.get(name, 0.0), row["us"]["sequence"] / us)
+    return best
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for a plan's name: geometric mean of its speed-ups over the sequence, and the lowest."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, gain in gains(row).items():
+            found.setdefault(name, []).append(gain)
+    lines = []
+    for name, values in found.items():
+        mean = math.exp(statistics.fmean(map(math.log, values)))
+        lines.append(f"    {name:24} {mean:.3f} ({min(values):.3f}), {len(values)} shapes")
+    return "\n".join(lines)
+
+
+def run_rank(job: Job) -> None:
+    """What each rank does."""
+    device = current_device()
+    session = _tune.session(device, job.turns)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    told: set[str] = set()
+
+    def refused(why: str) -> None:
+        if rank == 0 and why not in told:
+            told.add(why)
+            print(f"left out: {why}", file=sys.stderr)
+
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    rows = []
+    for op in job.ops:
+        for shape in job.shapes:
+            problem = Problem(-(-shape.m // world) * world, shape.n, shape.k, dtype, world, op)
+            for mode in job.modes:
+                row = measured(session, problem, mode, job, refused)
+                rows.append(row)
+                if rank == 0:
+                    others = {name: us for name, us in row["us"].items() if name != "sequence"}
+                    fastest = min((name for name in others if name != "planner"), key=others.get)
+                    print(
+                        f"{row['problem']:36} {mode:4} planner {row['us']['sequence'] / others['planner']:5.2f}x  "
+                        f"{row['us']['sequence'] / others[fastest]:5.2f}x {fastest}",
+                        flush=True,
+                    )
+    if rank != 0:
+        return
+    for op in job.ops:
+        for mode in job.modes:
+            print(f"{op}, {mode}: mean (lowest) over the sequence, by the best of its plans")
+            print(summary([row for row in rows if (row["op"], row["mode"]) == (op, mode)]))
+    if job.json is not None:
+        Path(job.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs with these command line arguments; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__)
+    parser.add_argument("--shapes", default="m_train", help="as of bench (default: m_train)")
+    parser.add_argument("--op", default="all", help=f"comma-separated: {', '.join(OPS)}, all")
+    parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
+    parser.add_argument(
+        "--transport", choices=["nccl", "peer", "gloo"], help="default: peer, on CPU gloo"
+    )
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--file", action="append", default=[], help="an .xml or .json; repeatable")
+    parser.add_argument("--json", help="a file for all times")
+    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    parser.add_argument("--device", choices=["cuda", "cpu"])
+    args = parser.parse_args(argv)
+    ops = OPS if args.op == "all" else tuple(args.op.split(","))
+    modes = tuple(args.modes.split(","))
+    try:
+        if unknown := [op for op in ops if op not in OPS]:
+            raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(OPS)}, all")
+        _tune.check_arguments(modes, 1, args.turns)
+        ranks = Ranks.choose(args.world, args.device)
+        wanted = tuple(shapes.parse(args.shapes))
+    except ValueError as error:
+        parser.error(str(error))
+    transport = args.transport or ("peer" if ranks.device_type == "cuda" else "gloo")
+    launch(
+        ranks, run_rank, Job(wanted, ops, modes, transport, args.turns, tuple(args.file), args.json)
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
