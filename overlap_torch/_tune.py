@@ -32,7 +32,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from overlap_torch import _tuned_files
-from overlap_torch._ops import allgather_gemm, eager, gemm_allreduce, gemm_reducescatter
+from overlap_torch._ops import allgather_gemm, eager, gemm_allreduce, gemm_reducescatter, scaled
 from overlap_torch._ops.group import Group, group_name, process_group
 from overlap_torch._plan_json import enum_name
 from overlap_torch.plan import (
@@ -40,6 +40,7 @@ from overlap_torch.plan import (
     Op,
     Plan,
     Problem,
+    Recipe,
     candidates,
     decode,
     encode,
@@ -52,7 +53,6 @@ from overlap_torch.plan import (
 )
 
 MODES = ("call", "row")
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ROW = 4  # calls
 FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
 _FUNCTIONS: dict[Op, Callable[..., Any]] = {
@@ -259,23 +259,35 @@ def _usual_device() -> torch.device:
 
 
 def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
-    """What this process has called in the group on such devices, and how often; but scaled operands, which are not tuned."""
+    """What this process has called in the group on such devices, and how often."""
     found: dict[str, tuple[Problem, int]] = {}
     for row in torch.ops.overlap.plan_table():
-        if row["group"] != group or row["device"] != device_type or row["dtype"] not in _DTYPES:
+        if row["group"] != group or row["device"] != device_type:
             continue
-        sizes = [int(row[size]) for size in ("m", "n", "k")]
-        problem = Problem(*sizes, row["dtype"], int(row["world_size"]), row["op"])
+        problem = Problem(
+            *(int(row[size]) for size in ("m", "n", "k")),
+            row["input_dtype"],
+            int(row["world_size"]),
+            row["op"],
+            row["recipe"],
+            row["output_dtype"],
+            row["fast_accum"] == "1",
+        )
         _, calls = found.get(repr(problem), (problem, 0))
         found[repr(problem)] = (problem, calls + int(row["calls"]))
     return list(found.values())
 
 
 def words(problem: Problem) -> str:
-    return f"{enum_name(problem.op)} {problem.m}x{problem.n}x{problem.k}"
+    text = f"{enum_name(problem.op)} {problem.m}x{problem.n}x{problem.k}"
+    if problem.recipe == Recipe.NONE:
+        return text
+    fast = " fast_accum" if problem.fast_accum else ""
+    return f"{text} {enum_name(problem.dtype)} {enum_name(problem.recipe)}{fast}"
 
 
-def _as_list(problem: Problem) -> list[Any]:
+def arguments(problem: Problem) -> list[Any]:
+    """What Problem makes it of again, as JSON has it."""
     return [
         problem.m,
         problem.n,
@@ -283,6 +295,9 @@ def _as_list(problem: Problem) -> list[Any]:
         enum_name(problem.dtype),
         problem.world_size,
         enum_name(problem.op),
+        enum_name(problem.recipe),
+        enum_name(problem.output_dtype),
+        problem.fast_accum,
     ]
 
 
@@ -317,7 +332,7 @@ class Session:
 
     def agree_on(self, problems: list[Problem]) -> list[Problem]:
         """Rank 0's, but all-to-alls."""
-        own = [_as_list(problem) for problem in problems if problem.op in _FUNCTIONS]
+        own = [arguments(problem) for problem in problems if problem.op in _FUNCTIONS]
         return [Problem(*item) for item in self.board.broadcast(own)]
 
     def tune(self, index: int, problem: Problem, mode: str, takes: bool) -> Tuned:
@@ -439,8 +454,18 @@ class Session:
         return ranked(problem, self.machine, most)
 
     def _plan_for(self, problem: Problem) -> Plan:
-        sizes = (problem.m, problem.n, problem.k, problem.dtype)
-        return plan_for(*sizes, device=self.device, group=self.name, op=problem.op)
+        return plan_for(
+            problem.m,
+            problem.n,
+            problem.k,
+            problem.dtype,
+            device=self.device,
+            group=self.name,
+            op=problem.op,
+            recipe=problem.recipe,
+            output_dtype=problem.output_dtype,
+            fast_accum=problem.fast_accum,
+        )
 
     def _measure(
         self, problem: Problem, plans: list[Plan], mode: str, turns: int
@@ -448,9 +473,10 @@ class Session:
         """Times by plan and turn in microseconds, and which plans' results are the sequence's."""
         function = _FUNCTIONS[problem.op]
         input, weight = operands(problem, self.device, self.board.rank)
+        keywords = _scaled_keywords(problem, self.device, self.board.rank)
 
         def call() -> torch.Tensor:
-            result = function(input, weight, group=self.name)
+            result = function(input, weight, group=self.name, **keywords)
             return result[0] if isinstance(result, tuple) else result
 
         right, us = [], [[] for _ in plans]
@@ -595,16 +621,49 @@ def operands(
     problem: Problem, device: torch.device, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and weight of one rank, normally distributed: a GPU's clock depends on what it multiplies."""
-    rows = problem.m
-    if problem.op == Op.ALLGATHER_GEMM:
-        rows = problem.m // problem.world_size
     dtype = getattr(torch, enum_name(problem.dtype))
+    is_scaled = problem.recipe != Recipe.NONE
+    # What is cast is drawn before; and no GEMM takes two operands of e5m2.
+    drawn = torch.bfloat16 if is_scaled else dtype
+    weight_dtype = torch.float8_e4m3fn if is_scaled else dtype
     generator = torch.Generator(device).manual_seed(rank)
 
     def make(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=drawn)
 
-    return make(rows, problem.k), make(problem.n, problem.k)
+    input, weight = make(_input_rows(problem), problem.k), make(problem.n, problem.k)
+    return input.to(dtype), weight.to(weight_dtype)
+
+
+def _input_rows(problem: Problem) -> int:
+    if problem.op == Op.ALLGATHER_GEMM:
+        return problem.m // problem.world_size
+    return problem.m
+
+
+def _scaled_keywords(problem: Problem, device: torch.device, rank: int) -> dict[str, Any]:
+    """What the ops are called with beside the operands: scales from 1/2 to 2, and what the problem says. Else nothing."""
+    if problem.recipe == Recipe.NONE:
+        return {}
+    rows, blocks = _input_rows(problem), -(-problem.k // scaled.BLOCK)
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] = {
+        Recipe.TENSOR_WISE: ((1,), (1,)),
+        Recipe.ROW_WISE: ((rows, 1), (problem.n, 1)),
+        Recipe.BLOCK_WISE: ((rows, blocks), (-(-problem.n // scaled.BLOCK), blocks)),
+    }[problem.recipe]
+    generator = torch.Generator(device).manual_seed(rank)
+    scale_input, scale_weight = (
+        2 ** (2 * torch.rand(shape, generator=generator, device=device) - 1) for shape in shapes
+    )
+    of_input, of_weight = scaled.RECIPES[enum_name(problem.recipe).partition("_")[0]]
+    return {
+        "scale_input": scale_input,
+        "scale_weight": scale_weight,
+        "recipe_input": of_input,
+        "recipe_weight": of_weight,
+        "output_dtype": getattr(torch, enum_name(problem.output_dtype)),
+        "use_fast_accum": problem.fast_accum,
+    }
 
 
 def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -675,7 +734,8 @@ def draw_bar(done: int, of: int, what: str) -> None:
 class _FirstCalls:
     """Comes behind each call of an op: tunes what was called for the first time.
 
-    What it goes by is the same on all ranks of a group: op, sizes and dtype. Rank 0 says which problems these are.
+    What it goes by is the same on all ranks of a group: op, sizes, dtypes and how operands are scaled. Rank 0 says which
+    problems these are.
     """
 
     def __init__(self) -> None:
@@ -691,7 +751,10 @@ class _FirstCalls:
             if isinstance(one, torch.Tensor)
         ]
         device = tensors[0].device
-        key = (op, group, device.type, *((tuple(one.shape), one.dtype) for one in tensors))
+        # Of scaled operands: recipes, the output's type and the accumulation.
+        others = (one for one in arguments if isinstance(one, (bool, int, torch.dtype)))
+        shapes = ((tuple(one.shape), one.dtype) for one in tensors)
+        key = (op, group, device.type, *shapes, *others)
         if self._busy or key in self._seen or _hidden(device):
             return
         self._seen.add(key)

@@ -21,16 +21,20 @@ from overlap_torch._plan_json import enum_name
 from overlap_torch.plan import Problem
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_SCALES = ("tensor", "row", "block")
 _OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 _SCHEMA, _KIND = 1, "overlap_torch.problems"
-_SIZES = ("m", "n", "k")
+# What a record has of each problem, by the names of Problem's arguments; and of scaled operands' beside that.
+_NAMES = ("m", "n", "k", "dtype", "world_size", "op")
+_OF_SCALED = ("recipe", "output_dtype", "fast_accum")
 
 
 @dataclass(frozen=True)
 class _Job:
     """What each rank of the command does."""
 
-    problems: tuple[tuple[Any, ...], ...]  # M, N, K, dtype, op
+    problems: tuple[list[Any], ...]  # what Problem takes
     modes: tuple[str, ...]
     most: int
     repeats: int
@@ -57,7 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="runs a program and writes down what it calls: torchrun ... -m overlap_torch tune --record FILE train.py ...",
     )
     parser.add_argument("--op", default=_OPS[0], help=f"comma-separated: {', '.join(_OPS)}, all")
-    parser.add_argument("--dtype", choices=list(_SHORT), help="default: bf16, on CPU fp32")
+    parser.add_argument(
+        "--dtype",
+        choices=[*_SHORT, *_FP8],
+        help="the input's; default: bf16, on CPU fp32. Weights of fp8 are float8_e4m3fn",
+    )
+    parser.add_argument(
+        "--scales",
+        choices=_SCALES,
+        help="how operands of fp8 are scaled; the output is bfloat16",
+    )
+    parser.add_argument(
+        "--fast-accum",
+        action="store_true",
+        help="of fp8: calls with use_fast_accum=True",
+    )
     parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
     parser.add_argument(
         "--most", type=int, default=4, help="plans to measure beside the sequence (default: 4)"
@@ -101,15 +119,38 @@ def _world(ranks: Ranks) -> int:
     return int(os.environ.get("WORLD_SIZE", 0)) or ranks.world_size
 
 
-def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[tuple[Any, ...], ...]:
+def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[list[Any], ...]:
     """Of each op each shape, its rows rounded up to parts of all ranks."""
     ops = _OPS if args.op == "all" else tuple(args.op.split(","))
     if unknown := [op for op in ops if op not in _OPS]:
         raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(_OPS)}, all")
-    dtype = _SHORT[args.dtype or ("fp32" if ranks.device_type == "cpu" else "bf16")]
+    dtype = args.dtype or ("fp32" if ranks.device_type == "cpu" else "bf16")
+    if dtype in _FP8 and args.scales is None:
+        raise ValueError(f"--dtype {dtype} needs --scales; allowed are {', '.join(_SCALES)}")
+    if dtype not in _FP8 and (args.scales is not None or args.fast_accum):
+        raise ValueError(
+            f"--scales and --fast-accum are of fp8, but --dtype is {dtype}; allowed are {', '.join(_FP8)}"
+        )
+    recipe = f"{args.scales}_wise" if args.scales else "none"
     shapes = [_shape(text) for text in args.shapes.split(",")]
     world = _world(ranks)
-    return tuple((-(-m // world) * world, n, k, dtype, op) for op in ops for m, n, k in shapes)
+    return tuple(
+        _tune.arguments(
+            Problem(
+                -(-m // world) * world,
+                n,
+                k,
+                _SHORT.get(dtype, dtype),
+                world,
+                op,
+                recipe,
+                "bfloat16" if args.scales else None,
+                args.fast_accum,
+            )
+        )
+        for op in ops
+        for m, n, k in shapes
+    )
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -121,10 +162,8 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 def run_rank(job: _Job) -> None:
     """What each rank of the command does."""
-    world = dist.get_world_size()
-    problems = [Problem(*sizes, dtype, world, op) for *sizes, dtype, op in job.problems]
     results = _tune.tune(
-        problems,
+        [Problem(*arguments) for arguments in job.problems],
         modes=job.modes,
         device=current_device(),
         most=job.most,
@@ -186,27 +225,30 @@ def _note(calls: dict[tuple[Any, ...], int]) -> None:
         for problem, count in _tune.called(group, device):
             if enum_name(problem.op) not in _OPS:
                 continue
-            key = (
-                enum_name(problem.op),
-                *(getattr(problem, size) for size in _SIZES),
-                enum_name(problem.dtype),
-                problem.world_size,
-            )
+            key = tuple(_tune.arguments(problem))
             calls[key] = max(calls.get(key, 0), count)
 
 
 def _write(path: str, calls: dict[tuple[Any, ...], int]) -> None:
-    names = ("op", *_SIZES, "dtype", "world_size", "calls")
-    often = sorted(calls.items(), key=lambda item: (-item[1], item[0]))
-    problems = [dict(zip(names, (*key, count), strict=True)) for key, count in often]
+    problems = []
+    for arguments, count in calls.items():
+        one = dict(zip((*_NAMES, *_OF_SCALED), arguments, strict=True))
+        if one["recipe"] == "none":
+            for name in _OF_SCALED:
+                del one[name]
+        problems.append({"op": one.pop("op"), **one, "calls": count})
+    problems.sort(key=lambda one: (-one["calls"], *one.values()))
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"schema": _SCHEMA, "kind": _KIND, "problems": problems}, file, indent=1)
         file.write("\n")
     print(f"overlap_torch tune: {len(problems)} problems in {path}", file=sys.stderr)
 
 
-def _read(path: str, world: int) -> tuple[tuple[Any, ...], ...]:
-    """The file's problems of so many ranks, the most often called first. Raises ValueError for a file that is none."""
+def _read(path: str, world: int) -> tuple[list[Any], ...]:
+    """The file's problems of so many ranks, the most often called first, as what Problem takes.
+
+    Raises ValueError for a file that is none.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
@@ -214,7 +256,8 @@ def _read(path: str, world: int) -> tuple[tuple[Any, ...], ...]:
             raise ValueError(f"schema {data['schema']!r}, kind {data['kind']!r}")
         found = [
             Problem(
-                *(one[size] for size in _SIZES), one["dtype"], int(one["world_size"]), one["op"]
+                **{name: one[name] for name in _NAMES},
+                **{name: one[name] for name in _OF_SCALED if name in one},
             )
             for one in data["problems"]
         ]
@@ -226,4 +269,4 @@ def _read(path: str, world: int) -> tuple[tuple[Any, ...], ...]:
     if not own:
         worlds = sorted({one.world_size for one in found})
         raise ValueError(f"--recorded {path}: problems of {worlds} ranks, but there are {world}")
-    return tuple((one.m, one.n, one.k, enum_name(one.dtype), enum_name(one.op)) for one in own)
+    return tuple(_tune.arguments(one) for one in own)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from overlap_torch._plan_json import enum_name
-from overlap_torch.plan import Machine, Problem, decode, validate
+from overlap_torch.plan import Machine, Problem, Recipe, decode, validate
 
 SCHEMA = 1
 _KIND = "overlap_torch.tuned"
@@ -77,7 +77,7 @@ class Entry:
 
 
 class Files:
-    """The files of one environment: one for each op, N, K, dtype and number of ranks, with all M."""
+    """The files of one environment: one for each op, N, K, dtype, way of scaling and number of ranks, with all M."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
@@ -89,7 +89,7 @@ class Files:
     def path(self, problem: Problem) -> Path:
         name = (
             f"{enum_name(problem.op)}-{problem.n}x{problem.k}-{enum_name(problem.dtype)}"
-            f"-w{problem.world_size}.json"
+            f"{_scaling(problem)}-w{problem.world_size}.json"
         )
         return self._folder / name
 
@@ -154,6 +154,13 @@ class Files:
         return {**entries, **_unwritten.get(path, {})}
 
 
+def _scaling(problem: Problem) -> str:
+    if problem.recipe == Recipe.NONE:
+        return ""
+    fast = "-fast_accum" if problem.fast_accum else ""
+    return f"-{enum_name(problem.recipe)}-{enum_name(problem.output_dtype)}{fast}"
+
+
 def _entry(data: dict[str, Any], problem: Problem, m: int) -> Entry:
     """Raises for what no write can have made."""
     plans, us, chosen = data["plans"], [float(one) for one in data["us"]], data["chosen"]
@@ -161,7 +168,17 @@ def _entry(data: dict[str, Any], problem: Problem, m: int) -> Entry:
         raise ValueError("not as many times as plans")
     if not all(math.isfinite(one) and one > 0.0 for one in us):
         raise ValueError("a time that is none")
-    of_this = Problem(m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op)
+    of_this = Problem(
+        m,
+        problem.n,
+        problem.k,
+        problem.dtype,
+        problem.world_size,
+        problem.op,
+        problem.recipe,
+        problem.output_dtype,
+        problem.fast_accum,
+    )
     for code in plans:
         plan = decode(code)
         validate(plan)

@@ -78,6 +78,65 @@ def test_tune_measures_once_and_gives_all_ranks_the_same(ranks, tmp_path):
     assert len(list(tmp_path.rglob("*.json"))) == len(ALL)
 
 
+# What a scaled problem has beside its sizes: dtype, recipe, output_dtype and fast_accum.
+SCALED = (
+    ("float8_e4m3fn", "tensor_wise", "bfloat16", False),
+    ("float8_e4m3fn", "row_wise", "bfloat16", True),
+    ("float8_e4m3fn", "row_wise", "float16", False),
+    ("float8_e5m2", "row_wise", "bfloat16", False),
+    ("float8_e4m3fn", "block_wise", "float32", False),
+)
+
+
+def scaled_problem(
+    op: str, dtype: str, recipe: str, output_dtype: str, fast_accum: bool
+) -> Problem:
+    return Problem(64, 144, 160, dtype, dist.get_world_size(), op, recipe, output_dtype, fast_accum)
+
+
+def scaled_tuned_twice(folder: str) -> Any:
+    problems = [scaled_problem(op, *one) for op in ALL for one in SCALED]
+    results = [tune(folder, *problems) for _ in range(2)]
+    for tuned in results:
+        assert [one.problem for one in tuned] == problems
+        assert [one.plan.problem for one in tuned] == problems
+        assert all(one.times for one in tuned)
+    ran = [repr(problem) for problem, _ in _tune.called(world_name(), "cpu")]
+    assert [ran.count(repr(one)) for one in problems] == [1] * len(problems)
+    return [{one.source for one in tuned} for tuned in results], told(results[0])
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_scaled_operands_by_recipe_output_and_accumulation(ranks, tmp_path):
+    (sources, first), *others = ranks.run(scaled_tuned_twice, str(tmp_path))
+    assert sources == [{"measured"}, {"cache"}]
+    assert others == [(sources, first)] * len(others)
+    assert len(list(tmp_path.rglob("*.json"))) == len(ALL) * len(SCALED)
+
+
+@pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise", "block_wise"])
+@pytest.mark.parametrize("op", ALL)
+def test_tune_scales_differ_by_rank_and_are_not_one(op, recipe):
+    """So that a plan that takes a wrong one is found out."""
+    wanted = Problem(64, 144, 160, "float8_e4m3fn", 2, op, recipe, "float16", True)
+    cpu = torch.device("cpu")
+    mine, theirs = (_tune._scaled_keywords(wanted, cpu, rank) for rank in range(2))
+    rows = 32 if op == "allgather_gemm" else 64
+    shapes = {
+        "tensor_wise": [(1,), (1,)],
+        "row_wise": [(rows, 1), (144, 1)],
+        "block_wise": [(rows, 2), (2, 2)],
+    }
+    names = ("scale_input", "scale_weight")
+    assert [tuple(mine[name].shape) for name in names] == shapes[recipe]
+    for name in names:
+        assert mine[name].dtype == torch.float32
+        assert mine[name].min() >= 0.5 and mine[name].max() <= 2.0
+        assert mine[name].unique().numel() == mine[name].numel()
+        assert not torch.equal(mine[name], theirs[name])
+    assert (mine["output_dtype"], mine["use_fast_accum"]) == (torch.float16, True)
+
+
 def set_by_tuning(folder: str) -> Any:
     os.environ["OVERLAP_CACHE"] = folder
     wanted = problem()
@@ -556,6 +615,15 @@ def test_tune_says_what_is_allowed(options, message):
         (["--shapes", "1x2x3", "train.py"], "--record FILE takes a program behind it"),
         (["--record", "file"], "--record FILE takes a program behind it"),
         ([], "one of the arguments --shapes --recorded --record is required"),
+        (
+            ["--shapes", "1x2x3", "--dtype", "float8_e5m2"],
+            "--dtype float8_e5m2 needs --scales; allowed are tensor, row, block",
+        ),
+        (
+            ["--shapes", "1x2x3", "--dtype", "bf16", "--scales", "row"],
+            "--scales and --fast-accum are of fp8, but --dtype is bf16; allowed are float8_e4m3fn, float8_e5m2",
+        ),
+        (["--shapes", "1x2x3", "--fast-accum"], "but --dtype is fp32"),
     ],
     ids=str,
 )
@@ -575,6 +643,23 @@ def test_tune_command_measures_and_remembers(tmp_path, capfd, monkeypatch):
         assert said.startswith("gemm_allreduce 1024x64x64") and source in said.split("\n")[0]
         assert said.count(" us  ") >= 2
     assert len(list(tmp_path.rglob("gemm_allreduce-64x64-float32-w2.json"))) == 1
+
+
+@pytest.mark.long
+def test_tune_command_takes_scaled_operands(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("OVERLAP_CACHE", str(tmp_path))
+    argv = "--shapes 63x64x64 --dtype float8_e4m3fn --scales row --fast-accum --op all".split()
+    command = [*argv, "--device", "cpu", "--repeats", "1", "--modes", "call"]
+    for source in ("measured", "cache"):
+        assert _tune_command.main(command) == 0
+        said = capfd.readouterr().out
+        for op in ALL:
+            (line,) = (one for one in said.split("\n") if one.startswith(op))
+            assert line.startswith(
+                f"{op} 64x64x64 float8_e4m3fn row_wise fast_accum call  {source}"
+            )
+    name = "gemm_allreduce-64x64-float8_e4m3fn-row_wise-bfloat16-fast_accum-w2.json"
+    assert len(list(tmp_path.rglob(name))) == 1
 
 
 def test_tune_files_know_what_times_hold_for(monkeypatch):
@@ -653,6 +738,46 @@ def test_tune_at_first_calls(ranks, tmp_path):
     assert ranks.run(first_calls, str(tmp_path)) == [expected] * 2
 
 
+def first_scaled_calls() -> Any:
+    hook, original = _tune._FirstCalls(), _tune.tune
+    told: list[list[tuple[str, bool]]] = []
+
+    def noting(problems: Any, **options: Any) -> Any:
+        results = original(problems, repeats=1, cache=False, **options)
+        told[-1] += [(enum_name(one.problem.recipe), one.problem.fast_accum) for one in results]
+        return results
+
+    input, weight = (torch.ones(1, 64).to(torch.float8_e4m3fn) for _ in range(2))
+    both = {"scale_input": torch.ones(1, 1), "scale_weight": torch.ones(1, 1)}
+    recipes = torch.nn.functional.ScalingType
+
+    def call(recipe: Any, **keywords: Any) -> None:
+        named = {"recipe_input": recipe, "recipe_weight": recipe}
+        told.append([])
+        overlap_torch.gemm_allreduce(input, weight, **both, **named, **keywords)
+
+    try:
+        plan.clear_plans()
+        for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
+            hook._tuned.setdefault((world_name(), "cpu"), set()).add(repr(problem))
+        _tune.tune, eager.behind_calls = noting, hook
+        call(recipes.RowWise)
+        call(recipes.RowWise)
+        call(recipes.TensorWise)  # by scales of the same shapes
+        call(recipes.TensorWise, use_fast_accum=True)
+        call(recipes.TensorWise, use_fast_accum=True)
+    finally:
+        _tune.tune, eager.behind_calls = original, None
+        plan.clear_plans()
+    return told
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_at_first_calls_of_scaled_operands(ranks):
+    expected = [[("row_wise", False)], [], [("tensor_wise", False)], [("tensor_wise", True)], []]
+    assert ranks.run(first_scaled_calls) == [expected] * 2
+
+
 @pytest.mark.parametrize(("value", "hooked"), [("1", True), ("0", False), (None, False)])
 def test_tune_at_first_calls_is_asked_for_by_a_variable(value, hooked, monkeypatch):
     monkeypatch.delenv("OVERLAP_TUNE", raising=False)
@@ -676,6 +801,9 @@ for _ in range(3):
     overlap_torch.gemm_reducescatter(torch.ones(32, 16), torch.ones(8, 16))
 overlap_torch.gemm_allreduce(torch.ones(24, 16), torch.ones(8, 16))
 overlap_torch.gemm_alltoall(torch.ones(4, 16), torch.ones(8, 16), [4], [4])
+scales = {"scale_input": torch.ones(32, 1), "scale_weight": torch.ones(8, 1)}
+small = [torch.ones(rows, 16).to(torch.float8_e4m3fn) for rows in (32, 8)]
+overlap_torch.gemm_allreduce(*small, **scales, output_dtype=torch.float16, use_fast_accum=True)
 dist.destroy_process_group()
 """
 
@@ -691,16 +819,19 @@ def test_tune_command_records_what_a_program_calls(tmp_path, monkeypatch):
     assert _tune_command.main(command) == 0
     assert dist.destroy_process_group is destroy
     sizes = {"n": 8, "k": 16, "dtype": "float32", "world_size": 1}
+    scaled = {"recipe": "row_wise", "output_dtype": "float16", "fast_accum": True}
     recorded = json.loads(file.read_text())
     assert recorded["problems"] == [
         {"op": "gemm_reducescatter", "m": 32, **sizes, "calls": 3},
         {"op": "gemm_allreduce", "m": 24, **sizes, "calls": 1},
+        {"op": "gemm_allreduce", "m": 32, **sizes, "dtype": "float8_e4m3fn", **scaled, "calls": 1},
     ]
     found = _tune_command._read(str(file), 1)
-    assert found == (
-        (32, 8, 16, "float32", "gemm_reducescatter"),
-        (24, 8, 16, "float32", "gemm_allreduce"),
-    )
+    assert [Problem(*one) for one in found] == [
+        Problem(32, 8, 16, "float32", 1, "gemm_reducescatter"),
+        Problem(24, 8, 16, "float32", 1, "gemm_allreduce"),
+        Problem(32, 8, 16, "float8_e4m3fn", 1, "gemm_allreduce", "row_wise", "float16", True),
+    ]
     with pytest.raises(ValueError, match=r"problems of \[1\] ranks, but there are 2"):
         _tune_command._read(str(file), 2)
 

@@ -141,6 +141,10 @@ std::vector<c10::Dict<std::string, std::string>> plan_table() {
       row.insert("n", c10::str(problem.n));
       row.insert("k", c10::str(problem.k));
       row.insert("dtype", plan::types_text(problem));
+      row.insert("input_dtype", plan::name(problem.dtype));
+      row.insert("recipe", plan::name(problem.recipe));
+      row.insert("output_dtype", plan::name(plan::output_dtype(problem)));
+      row.insert("fast_accum", problem.fast_accum ? "1" : "0");
       row.insert("world_size", c10::str(problem.world_size));
       row.insert("device", c10::DeviceTypeName(tally->device, true));
       row.insert("calls", c10::str(calls));

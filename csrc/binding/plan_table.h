@@ -11,8 +11,9 @@
 namespace overlap::binding {
 
 // One row for each group, problem and way in which it ran, in the order of their first calls; by column:
-// group, op, m, n, k, dtype, world_size, device, calls, plan (encoded; "" without one), captured and
-// overlapped (0 or 1), predicted_us and sequence_us ("" where nothing is expected), why.
+// group, op, m, n, k, dtype (for people), input_dtype, recipe, output_dtype and fast_accum (0 or 1) as a
+// problem has them, world_size, device, calls, plan (encoded; "" without one), captured and overlapped (0
+// or 1), predicted_us and sequence_us ("" where nothing is expected), why.
 std::vector<c10::Dict<std::string, std::string>> plan_table();
 
 // OVERLAP_LOG=plans: one line on stderr.

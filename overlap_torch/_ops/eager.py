@@ -76,5 +76,5 @@ def call(
         dtensor.make_ops_known()
         results = op(*arguments, **keywords, group=name)
     if behind_calls is not None:
-        behind_calls(op, name, arguments)
+        behind_calls(op, name, (*arguments, *keywords.values()))
     return results

@@ -15,10 +15,10 @@ Recipe = ScalingType | None
 
 _OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
-_BLOCK = 128
+BLOCK = 128
 
 # By the name of the recipe of both: what each operand's is called.
-_RECIPES = {
+RECIPES = {
     "tensor": (ScalingType.TensorWise, ScalingType.TensorWise),
     "row": (ScalingType.RowWise, ScalingType.RowWise),
     "block": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
@@ -70,7 +70,7 @@ def _number(recipe: Recipe) -> int | None:
 
 
 def _blocks(size: int) -> int:
-    return (size + _BLOCK - 1) // _BLOCK
+    return (size + BLOCK - 1) // BLOCK
 
 
 def _rows(input: torch.Tensor) -> int:
@@ -116,7 +116,7 @@ def _recipe(
 ) -> str:
     fitting = [
         name
-        for name, (of_input, of_weight) in _RECIPES.items()
+        for name, (of_input, of_weight) in RECIPES.items()
         if recipe_input in (None, of_input.value) and recipe_weight in (None, of_weight.value)
     ]
     torch._check_value(
