@@ -1,8 +1,8 @@
 """``python -m benchmarks.programs``: plans with programs beside the planner's own and the sequence.
 
-The programs are templates (``overlap_torch.plan``) with several numbers of chunks and kernels, and files of MSCCL (.xml) and MSCCL++
-(.json) that are named, each for the op that has its collective. All plans of a problem take turns in one run; a time is
-the median of the slowest rank's. Results are compared with the sequence's first.
+The programs are templates (``overlap_torch.plan``) with several numbers of chunks and kernels, one that is written here, and files of
+MSCCL (.xml) and MSCCL++ (.json) that are named, each for the op that has its collective. All plans of a problem take turns
+in one run; a time is the median of the slowest rank's. Results are compared with the sequence's first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from overlap_torch.plan import Op, Plan, Problem
 from . import shapes
 
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
-TEMPLATES = (plan.ring, plan.double_ring, plan.one_shot, plan.two_shot)
 CHUNKS = (1, 2, 4)
 
 
@@ -44,10 +43,28 @@ class Job:
     json: str | None
 
 
+def by_copy_engines(problem: Problem, chunks: int, **how: Any) -> Plan:
+    """By hand: sums to each part's rank, then results to all, by copy engines where memory is mapped: they take no SM."""
+    engine = "copy_engine" if how["transport"] == "peer" else "any"
+    with plan.edit(problem, **how) as p:
+        for share in p.chunks(chunks):
+            if problem.op != Op.ALLGATHER_GEMM:
+                for distance in range(1, p.world):
+                    to = p.rank + distance
+                    p.push(p.part(to, share), to=to, reduce=True, by=engine)
+            if problem.op != Op.GEMM_REDUCESCATTER:
+                for distance in range(1, p.world):
+                    p.push(p.part(p.rank, share), to=p.rank + distance, by=engine)
+        return p.plan()
+
+
+PROGRAMS = (plan.ring, plan.double_ring, plan.one_shot, plan.two_shot, by_copy_engines)
+
+
 def makers(files: Sequence[str]) -> Iterator[tuple[str, Callable[..., Plan]]]:
     """What makes a plan of a problem, by name."""
-    for template in TEMPLATES:
-        yield template.__name__, template
+    for program in PROGRAMS:
+        yield program.__name__, program
     for path in files:
         read = plan.from_msccl if path.endswith(".xml") else plan.from_mscclpp
 
@@ -68,13 +85,12 @@ def programs(
     for name, make in makers(files):
         for kernel in kernels:
             for chunks in CHUNKS:
-                title = f"{name}, {kernel}, {chunks}"
                 try:
                     made = make(problem, chunks=chunks, kernel=kernel, transport=transport)
-                except ValueError as error:
-                    refused(f"{_tune.words(problem)}: {title}: {error}")
+                except ValueError as error:  # a file has one op's collective
+                    refused(f"{enum_name(problem.op)}: {name}: {error}")
                     continue
-                found[title] = made
+                found[f"{name}, {kernel}, {chunks}"] = made
     return found
 
 

@@ -39,7 +39,9 @@ def test_programs_measures_templates_and_files_beside_the_planners_plan(ranks, t
     found, left_out = ranks.run(rows_of, str(tmp_path))[0]
     for op, names in found.items():
         assert names[:2] == ["sequence", "planner"]
-        assert {"ring, library, 1", "two_shot, library, 1"} <= set(names)
+        assert {"ring, library, 1", "two_shot, library, 1", "by_copy_engines, library, 2"} <= set(
+            names
+        )
         assert any(name.startswith("ring.xml") for name in names) == (op == "gemm_allreduce")
         assert any(name.startswith("put.json") for name in names) == (op == "allgather_gemm")
     assert all("ring.xml" in why or "put.json" in why for why in left_out)
