@@ -169,7 +169,8 @@ bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
 
 // The kernels of what moves each byte once, the preferred one first. Larger tiles need less of shared memory's rate, but
 // the cooperative kernel's stores come between products, which weighs at small K. Where an all-gather's GEMM is long the
-// chip reaches its power limit, and ping-pong needs less power. docs/notes.md has the times ("Tile shapes on Hopper").
+// chip reaches its power limit, and ping-pong needs less power. In fp8 tiles of 128 x 128 were the slower ones wherever wide
+// ones fill the SMs. docs/notes.md has the times ("Tile shapes on Hopper", "All-gathers in fp8").
 std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine,
                                     const Prediction& sequence, Kernel kernel,
                                     Transport transport) {
@@ -190,7 +191,9 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
                          : large    ? Kernel::kSm90Cooperative
                                     : kernel;
   if (!gathers) return {shorter};
-  if (sequence.gemm_us > profile.gemm.cool_us) return {wide ? Kernel::kSm90PingpongWide : kernel};
+  if (fp8 || sequence.gemm_us > profile.gemm.cool_us) {
+    return {wide ? Kernel::kSm90PingpongWide : kernel};
+  }
   if (shorter == kernel) return {kernel};
   return {shorter, kernel};  // which takes fewer rounds for what arrives
 }
