@@ -62,7 +62,9 @@ def check_trace_and_report() -> tuple[int, list[str]]:
     )
     # A few rows: whatever is chosen, the report says why.
     overlap_torch.gemm_allreduce(x[:3].float(), weight.float(), group=group)
-    rows = [row for row in overlap_torch.report() if row["m"] == 3]
+    rows = [
+        row for row in overlap_torch.report() if (row["group"], row["m"]) == (group.group_name, 3)
+    ]
     said = [(row["device"], row["overlapped"], bool(row["why"])) for row in rows]
     failures.expect(None if said == [("cuda", False, True)] else f"{said}", "why not")
     return failures.result()
