@@ -78,7 +78,8 @@ std::string why_sequence(const Tally& tally, double sequence_us) {
     why = c10::str("the planner expects too little gain: the sequence ", in_us(sequence_us),
                    ", the best overlapped plan ", in_us(*best_us));
   } else if (plan::is_fp8(tally.problem.dtype)) {
-    return "scaled operands are computed at once, before or after their collective";
+    why = "scaled operands are computed at once, before or after their collective";
+    if (tally.machine.arch == 0) return why;
   } else if (tally.machine.arch == 0) {
     return "too little work to cut into chunks";
   } else {

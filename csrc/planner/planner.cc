@@ -377,6 +377,12 @@ bool library_takes_parts(const Problem& problem) {
          problem.m / op_row_parts(problem) % kRows == 0;
 }
 
+// The framework's scaled GEMM has a CTA for each SM and takes longer where NCCL holds some: over fast links chunks of it lost more
+// than they hid. docs/notes.md has the times ("The framework's scaled GEMM by chunks").
+bool library_bears_nccl(const Problem& problem, const Machine& machine) {
+  return !is_fp8(problem.dtype) || slow_link(machine);
+}
+
 // Library GEMMs, a call per chunk: what the kernels cannot take, or take longer for.
 void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& machine, bool all) {
   if (!library_takes_parts(problem)) return;
@@ -473,7 +479,12 @@ void add_all_to_all(Candidates& plans, const Problem& problem, const Machine& ma
 NeededGain needed_gain(const Plan& plan, const Machine& machine) {
   const Profile::NeededGain& needed = machine.profile->needed_gain;
   const auto gain = [](const Profile::Gain& of) { return NeededGain{of.share, of.us}; };
-  if (plan.schedule != Schedule::kOverlapped) return {1.0, 0.0};
+  if (plan.schedule != Schedule::kOverlapped) {
+    // Of many rows NCCL's all-reduce was the faster one, by as much as the model has it slower.
+    const bool reduces =
+        plan.collective == Collective::kDirect && plan.problem.op == Op::kGemmAllReduce;
+    return {reduces && is_fp8(plan.problem.dtype) ? needed.library.share : 1.0, 0.0};
+  }
   if (machine.arch == 0) return gain(needed.cpu);
   if (plan.kernel == Kernel::kLibrary) return gain(needed.library);
   if (over_peers(plan)) return gain(needed.peer);
@@ -514,7 +525,9 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   add_direct(plans, problem, machine);
   const Kernel kernel = best_kernel(problem, machine);
   if (kernel == Kernel::kLibrary) {
-    add_gpu_library(plans, problem, machine, whole);
+    if (whole || library_bears_nccl(problem, machine)) {
+      add_gpu_library(plans, problem, machine, whole);
+    }
   } else {
     if (is_fp8(problem.dtype) && whole) add_gpu_library(plans, problem, machine, true);
     add_gpu_kernel(plans, problem, machine, predict(plans.plans.front(), machine), kernel, whole);
