@@ -479,7 +479,7 @@ def record(turns: int, progress: bool) -> Recording | None:
             _tune.draw_bar(index, len(jobs), "")
         times += job()
     if progress:
-        _tune.draw_bar(len(jobs), len(jobs), "done\n")
+        _tune.draw_bar(len(jobs), len(jobs), "done")
     if dist.get_rank() != 0:
         return None
     fields = {name: getattr(mine, name) for name in _MACHINE}

@@ -201,7 +201,7 @@ def tune(
         most: plans to measure beside the sequence, 1 or more.
         repeats: turns, 1 or more; each plan runs once a turn.
         cache: whether to read and write ``$OVERLAP_CACHE``, or ``overlap_torch`` in the user's cache folder.
-        progress: whether rank 0 draws a bar on stderr.
+        progress: whether rank 0 draws a bar on stderr, or writes lines where that is no terminal.
         plans: to measure as well, for those of the problems that are theirs: what was edited, or has a program.
 
     Returns:
@@ -243,7 +243,6 @@ def tune(
         results[index] = session.look_once_more(index)
     if draws and wanted:
         draw_bar(len(results), len(results), "done")
-        print(file=sys.stderr)
     return results
 
 
@@ -722,10 +721,15 @@ def _time_us(call: Callable[[], Any], mode: str, clock: _Clock | None) -> float:
 
 
 def draw_bar(done: int, of: int, what: str) -> None:
+    """On stderr; a line of its own each time where that is no terminal."""
+    if not sys.stderr.isatty():
+        print(f"{done}/{of} {what}".rstrip(), file=sys.stderr, flush=True)
+        return
     width = 30
     filled = width * done // max(1, of)
     bar = "#" * filled + "." * (width - filled)
-    print(f"\r[{bar}] {done}/{of} {what:60}", end="", file=sys.stderr, flush=True)
+    end = "\n" if done == of else ""
+    print(f"\r[{bar}] {done}/{of} {what:60}", end=end, file=sys.stderr, flush=True)
 
 
 # --- at first calls -------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def run_rank(job: _Job) -> None:
         most=job.most,
         repeats=job.repeats,
         cache=job.cache,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if dist.get_rank() != 0:
         return

@@ -538,6 +538,18 @@ def test_tune_takes_the_fastest_by_the_slowest_rank_and_the_sequence_in_doubt():
     assert decided([[100.0], [10.0], [90.0]], [[100.0], [10.0], [90.0]], right=wrong) == 2
 
 
+def test_tune_progress_is_lines_where_stderr_is_no_terminal(capsys, monkeypatch):
+    _tune.draw_bar(3, 4, "gemm_allreduce 8x8x8 call")
+    _tune.draw_bar(4, 4, "done")
+    assert capsys.readouterr().err == "3/4 gemm_allreduce 8x8x8 call\n4/4 done\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _tune.draw_bar(1, 2, "gemm_allreduce 8x8x8 call")
+    _tune.draw_bar(2, 2, "done")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.endswith("\n")
+    assert said.startswith("\r[###############...............] 1/2 gemm_allreduce 8x8x8 call")
+
+
 def test_tune_compares_results_with_the_sequences():
     one = torch.tensor([[1.0, -200.0], [3.0, 4.0]])
     assert _tune._close(one + 1.0, one)
