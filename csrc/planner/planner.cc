@@ -524,12 +524,13 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   const bool whole = all || !measured(machine);
   add_direct(plans, problem, machine);
   const Kernel kernel = best_kernel(problem, machine);
+  const bool bears_nccl = all || library_bears_nccl(problem, machine);
   if (kernel == Kernel::kLibrary) {
-    if (whole || library_bears_nccl(problem, machine)) {
-      add_gpu_library(plans, problem, machine, whole);
-    }
+    if (bears_nccl) add_gpu_library(plans, problem, machine, whole);
   } else {
-    if (is_fp8(problem.dtype) && whole) add_gpu_library(plans, problem, machine, true);
+    if (is_fp8(problem.dtype) && whole && bears_nccl) {
+      add_gpu_library(plans, problem, machine, true);
+    }
     add_gpu_kernel(plans, problem, machine, predict(plans.plans.front(), machine), kernel, whole);
   }
   if (!whole) return plans;
