@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +17,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from overlap_torch import _tune, plan
+from overlap_torch import _tune, _tune_command, plan
 from overlap_torch._launch import Ranks, current_device, launch
 from overlap_torch._plan_json import enum_name
 from overlap_torch.plan import Op, Plan, Problem
 
-from . import shapes
+from . import shapes, tables
 
-OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 CHUNKS = (1, 2, 4)
 
 
@@ -95,29 +92,31 @@ def programs(
 
 
 def measured(
-    session: _tune.Session, problem: Problem, mode: str, job: Job, refused: Callable[[str], None]
-) -> dict[str, Any]:
-    """A row: microseconds of the sequence, the planner's plan, and of each program that is right."""
-    device = session.device
-    sequence = plan.make_sequential(problem, session.machine)
-    own = plan.plan_for(
-        problem.m, problem.n, problem.k, problem.dtype, device=device, op=problem.op
-    )
-    named = {"sequence": sequence, "planner": own}
+    session: _tune.Session, problem: Problem, job: Job, refused: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row for each mode: microseconds of the sequence, the planner's plan, and of each program that is right."""
+    named = {
+        "sequence": plan.make_sequential(problem, session.machine),
+        "planner": session.current(problem),
+    }
     named |= programs(problem, job.transport, job.files, refused)
     plans: list[Plan] = []
     for one in named.values():
         if one not in plans:  # templates may come to the same
             plans.append(one)
-    times = session.measure(problem, plans, mode, job.turns)
-    us = {}
-    for name, one in named.items():
-        index = plans.index(one)
-        if index in times["right"]:
-            us[name] = times["us"][index]
-        else:
-            refused(f"{_tune.words(problem)}: {name}: its result is not the sequence's")
-    return {"problem": _tune.words(problem), "op": enum_name(problem.op), "mode": mode, "us": us}
+    rows = []
+    for mode in job.modes:
+        times = session.measure(problem, plans, mode, job.turns)
+        us = {}
+        for name, one in named.items():
+            index = plans.index(one)
+            if index in times["right"]:
+                us[name] = times["us"][index]
+            else:
+                refused(f"{_tune.words(problem)}: {name}: its result is not the sequence's")
+        words, op = _tune.words(problem), enum_name(problem.op)
+        rows.append({"problem": words, "op": op, "mode": mode, "us": us})
+    return rows
 
 
 def gains(row: dict[str, Any]) -> dict[str, float]:
@@ -130,6 +129,16 @@ def gains(row: dict[str, Any]) -> dict[str, float]:
     return best
 
 
+def line(row: dict[str, Any]) -> str:
+    """The speed-ups of the planner's plan and of the fastest program."""
+    us = row["us"]
+    fastest = min((name for name in us if name not in ("sequence", "planner")), key=us.get)
+    return (
+        f"{row['problem']:36} {row['mode']:4} planner {us['sequence'] / us['planner']:5.2f}x  "
+        f"{us['sequence'] / us[fastest]:5.2f}x {fastest}"
+    )
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """One line for a plan's name: geometric mean of its speed-ups over the sequence, and the lowest."""
     found: dict[str, list[float]] = {}
@@ -138,7 +147,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
             found.setdefault(name, []).append(gain)
     lines = []
     for name, values in found.items():
-        mean = math.exp(statistics.fmean(map(math.log, values)))
+        mean = tables.geometric_mean(values)
         lines.append(f"    {name:24} {mean:.3f} ({min(values):.3f}), {len(values)} shapes")
     return "\n".join(lines)
 
@@ -160,17 +169,10 @@ def run_rank(job: Job) -> None:
     for op in job.ops:
         for shape in job.shapes:
             problem = Problem(-(-shape.m // world) * world, shape.n, shape.k, dtype, world, op)
-            for mode in job.modes:
-                row = measured(session, problem, mode, job, refused)
-                rows.append(row)
-                if rank == 0:
-                    others = {name: us for name, us in row["us"].items() if name != "sequence"}
-                    fastest = min((name for name in others if name != "planner"), key=others.get)
-                    print(
-                        f"{row['problem']:36} {mode:4} planner {row['us']['sequence'] / others['planner']:5.2f}x  "
-                        f"{row['us']['sequence'] / others[fastest]:5.2f}x {fastest}",
-                        flush=True,
-                    )
+            found = measured(session, problem, job, refused)
+            rows += found
+            if rank == 0:
+                print("\n".join(map(line, found)), flush=True)
     if rank != 0:
         return
     for op in job.ops:
@@ -185,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs with these command line arguments; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__)
     parser.add_argument("--shapes", default="m_train", help="as of bench (default: m_train)")
-    parser.add_argument("--op", default="all", help=f"comma-separated: {', '.join(OPS)}, all")
+    parser.add_argument(
+        "--op", default="all", help=f"comma-separated: {', '.join(_tune_command.OPS)}, all"
+    )
     parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
     parser.add_argument(
         "--transport", choices=["nccl", "peer", "gloo"], help="default: peer, on CPU gloo"
@@ -196,11 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
     parser.add_argument("--device", choices=["cuda", "cpu"])
     args = parser.parse_args(argv)
-    ops = OPS if args.op == "all" else tuple(args.op.split(","))
     modes = tuple(args.modes.split(","))
     try:
-        if unknown := [op for op in ops if op not in OPS]:
-            raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(OPS)}, all")
+        ops = _tune_command.ops_of(args.op)
         _tune.check_arguments(modes, 1, args.turns)
         ranks = Ranks.choose(args.world, args.device)
         wanted = tuple(shapes.parse(args.shapes))

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import ScalingType
 
 import overlap_torch
 from overlap_torch import _verify
+from overlap_torch._ops.scaled import BLOCK, RECIPES, scale_shapes
 
 from .shapes import Shape
 
@@ -17,16 +17,6 @@ Results = tuple[torch.Tensor, ...]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # and both scales
 
 OUTPUT = torch.bfloat16
-RECIPES = {
-    "tensor": (ScalingType.TensorWise, ScalingType.TensorWise),
-    "row": (ScalingType.RowWise, ScalingType.RowWise),
-    "block": (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
-}
-_BLOCK = 128
-
-
-def _blocks(size: int) -> int:
-    return -(-size // _BLOCK)
 
 
 def scaled(operand: torch.Tensor, dtype: torch.dtype, scales: str, block_rows: int) -> Results:
@@ -38,14 +28,14 @@ def scaled(operand: torch.Tensor, dtype: torch.dtype, scales: str, block_rows: i
     elif scales == "row":
         scale = magnitude.amax(1, keepdim=True)
     else:
-        down, across = -rows % block_rows, -k % _BLOCK
+        down, across = -rows % block_rows, -k % BLOCK
         padded = torch.nn.functional.pad(magnitude, (0, across, 0, down))
-        scale = padded.unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, block_rows)).amax((1, 3))
+        scale = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, block_rows)).amax((1, 3))
     scale = scale.clamp(min=1e-12) / torch.finfo(dtype).max
     spread = scale
     if scales == "block":
         spread = scale.repeat_interleave(block_rows, 0)[:rows]
-        spread = spread.repeat_interleave(_BLOCK, 1)[:, :k]
+        spread = spread.repeat_interleave(BLOCK, 1)[:, :k]
     return (operand.float() / spread).to(dtype), scale
 
 
@@ -78,7 +68,7 @@ class ScaledSides:
         )
         x, x_scale = scaled(input, dtype, self._scales, 1)
         # No GEMM takes two operands of e5m2.
-        w, w_scale = scaled(weight, torch.float8_e4m3fn, self._scales, _BLOCK)
+        w, w_scale = scaled(weight, torch.float8_e4m3fn, self._scales, BLOCK)
         return x, w, x_scale, w_scale
 
     def integer_operands(self, dtype: torch.dtype, device: torch.device) -> Operands:
@@ -93,14 +83,7 @@ class ScaledSides:
             dist.get_world_size(),
             seed=1 + dist.get_rank(),
         )
-        sizes = {
-            "tensor": ((1,), (1,)),
-            "row": ((self.input_rows, 1), (shape.n, 1)),
-            "block": (
-                (self.input_rows, _blocks(shape.k)),
-                (_blocks(shape.n), _blocks(shape.k)),
-            ),
-        }[self._scales]
+        sizes = scale_shapes(self._scales, self.input_rows, shape.n, shape.k)
         ones = [torch.ones(size, device=device) for size in sizes]
         return x.to(dtype), w.to(torch.float8_e4m3fn), *ones
 

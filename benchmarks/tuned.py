@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -26,9 +25,11 @@ import torch.distributed as dist
 import overlap_torch
 from overlap_torch import _tune
 from overlap_torch._launch import Ranks, current_device, launch
-from overlap_torch.plan import Plan, Problem, machine, make_sequential, plan_for
+from overlap_torch._tune_command import OPS
+from overlap_torch.plan import Plan, Problem, machine, make_sequential
 
-OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+from . import tables
+
 NEAR = 1.03  # of the best one's time
 
 
@@ -92,7 +93,7 @@ def fastest(session: _tune.Session, problem: Problem, job: Job) -> Plan:
 def prepare(session: _tune.Session, problems: Sequence[Problem], job: Job) -> list[Entry]:
     """Tunes them all."""
     device = session.device
-    planned = [plan_for(p.m, p.n, p.k, p.dtype, device=device, op=p.op) for p in problems]
+    planned = [session.current(problem) for problem in problems]
     tuned = overlap_torch.tune(
         problems,
         device=device,
@@ -164,7 +165,7 @@ def summary(name: str, rows: Sequence[dict[str, Any]], best: int = 0) -> str:
     """One line: lowest and geometric mean of the speed-ups over the sequence."""
 
     def mean(column: str) -> float:
-        return math.exp(statistics.fmean(math.log(row[column]) for row in rows))
+        return tables.geometric_mean(row[column] for row in rows)
 
     lowest = {column: min(row[column] for row in rows) for column in ("tuned", "untuned")}
     other = sum(not row["sequence"] for row in rows)

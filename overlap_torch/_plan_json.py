@@ -41,7 +41,7 @@ _Enum = TypeVar(
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as dicts, lists, strings and numbers, the form in which it is saved as JSON."""
-    data = {"version": _VERSION, **_plain(plan)}
+    data = {"version": _VERSION, **plain(plan)}
     if plan.program == Program():
         del data["program"]
     else:
@@ -54,7 +54,7 @@ def from_dict(data: dict[str, Any]) -> Plan:
     if not isinstance(data, dict):
         raise ValueError(f"a plan is a dict with the fields that to_dict writes, not {data!r}")
     data = _without_version("plan", data, _VERSION)
-    program = data.get("program", {"version": _PROGRAM_VERSION, **_plain(Program())})
+    program = data.get("program", {"version": _PROGRAM_VERSION, **plain(Program())})
     if isinstance(program, dict):
         program = _without_version("program", program, _PROGRAM_VERSION)
     try:
@@ -135,13 +135,13 @@ def _schema(kind: Any) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A field's value in JSON's types."""
     if hasattr(value, "__fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__fields__}
+        return {name: plain(getattr(value, name)) for name in value.__fields__}
     if hasattr(value, "__members__"):
         return enum_name(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 # Fields that earlier releases did not write, and what their plans had.

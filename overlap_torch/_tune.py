@@ -34,19 +34,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from overlap_torch import _tuned_files
 from overlap_torch._ops import allgather_gemm, eager, gemm_allreduce, gemm_reducescatter, scaled
 from overlap_torch._ops.group import Group, group_name, process_group
-from overlap_torch._plan_json import enum_name
+from overlap_torch._plan_json import enum_name, plain
 from overlap_torch.plan import (
     Machine,
     Op,
     Plan,
     Problem,
     Recipe,
+    _plan_of,
     candidates,
     decode,
     encode,
     machine,
     make_sequential,
-    plan_for,
     predict,
     set_plan,
     validate,
@@ -285,21 +285,6 @@ def words(problem: Problem) -> str:
     return f"{text} {enum_name(problem.dtype)} {enum_name(problem.recipe)}{fast}"
 
 
-def arguments(problem: Problem) -> list[Any]:
-    """What Problem makes it of again, as JSON has it."""
-    return [
-        problem.m,
-        problem.n,
-        problem.k,
-        enum_name(problem.dtype),
-        problem.world_size,
-        enum_name(problem.op),
-        enum_name(problem.recipe),
-        enum_name(problem.output_dtype),
-        problem.fast_accum,
-    ]
-
-
 class Session:
     """One call of tune on one rank."""
 
@@ -331,11 +316,11 @@ class Session:
 
     def agree_on(self, problems: list[Problem]) -> list[Problem]:
         """Rank 0's, but all-to-alls."""
-        own = [arguments(problem) for problem in problems if problem.op in _FUNCTIONS]
-        return [Problem(*item) for item in self.board.broadcast(own)]
+        own = [plain(problem) for problem in problems if problem.op in _FUNCTIONS]
+        return [Problem(**item) for item in self.board.broadcast(own)]
 
     def tune(self, index: int, problem: Problem, mode: str, takes: bool) -> Tuned:
-        before = self._plan_for(problem)
+        before = self.current(problem)
         offer = self.board.broadcast(self._offer(problem, mode) if self.board.rank == 0 else None)
         plans = [decode(code) for code in offer["plans"]]
         answers = self.board.gather(
@@ -424,7 +409,7 @@ class Session:
         """Why this rank cannot run it; "" if it can. Nothing is communicated."""
         try:
             validate(plan)
-            before = self._plan_for(plan.problem)
+            before = self.current(plan.problem)
             set_plan(plan, device=self.device, group=self.name)
             set_plan(before, device=self.device, group=self.name)
         except (ValueError, RuntimeError) as error:
@@ -436,7 +421,7 @@ class Session:
     ) -> dict[str, Any]:
         """Runs them in turns, the sequence first among them, and leaves the problem's plan as it was. The same on all ranks:
         microseconds of each, which of them are right, and which one is to be taken, by index."""
-        before = self._plan_for(problem)
+        before = self.current(problem)
         try:
             own = self._measure(problem, plans, mode, turns or self.repeats)
         finally:
@@ -452,19 +437,9 @@ class Session:
         """The sequence, and up to ``most`` plans, as this rank's machine has them."""
         return ranked(problem, self.machine, most)
 
-    def _plan_for(self, problem: Problem) -> Plan:
-        return plan_for(
-            problem.m,
-            problem.n,
-            problem.k,
-            problem.dtype,
-            device=self.device,
-            group=self.name,
-            op=problem.op,
-            recipe=problem.recipe,
-            output_dtype=problem.output_dtype,
-            fast_accum=problem.fast_accum,
-        )
+    def current(self, problem: Problem) -> Plan:
+        """The plan that the op would run now."""
+        return _plan_of(problem, self.device, self.name)
 
     def _measure(
         self, problem: Problem, plans: list[Plan], mode: str, turns: int
@@ -644,17 +619,13 @@ def _scaled_keywords(problem: Problem, device: torch.device, rank: int) -> dict[
     """What the ops are called with beside the operands: scales from 1/2 to 2, and what the problem says. Else nothing."""
     if problem.recipe == Recipe.NONE:
         return {}
-    rows, blocks = _input_rows(problem), -(-problem.k // scaled.BLOCK)
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] = {
-        Recipe.TENSOR_WISE: ((1,), (1,)),
-        Recipe.ROW_WISE: ((rows, 1), (problem.n, 1)),
-        Recipe.BLOCK_WISE: ((rows, blocks), (-(-problem.n // scaled.BLOCK), blocks)),
-    }[problem.recipe]
+    recipe = enum_name(problem.recipe).partition("_")[0]
+    shapes = scaled.scale_shapes(recipe, _input_rows(problem), problem.n, problem.k)
     generator = torch.Generator(device).manual_seed(rank)
     scale_input, scale_weight = (
         2 ** (2 * torch.rand(shape, generator=generator, device=device) - 1) for shape in shapes
     )
-    of_input, of_weight = scaled.RECIPES[enum_name(problem.recipe).partition("_")[0]]
+    of_input, of_weight = scaled.RECIPES[recipe]
     return {
         "scale_input": scale_input,
         "scale_weight": scale_weight,
@@ -756,7 +727,7 @@ class _FirstCalls:
         ]
         device = tensors[0].device
         # Of scaled operands: recipes, the output's type and the accumulation.
-        others = (one for one in arguments if isinstance(one, (bool, int, torch.dtype)))
+        others = (one for one in arguments if isinstance(one, (int, torch.dtype)))
         shapes = ((tuple(one.shape), one.dtype) for one in tensors)
         key = (op, group, device.type, *shapes, *others)
         if self._busy or key in self._seen or _hidden(device):

@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from overlap_torch import _tune
 from overlap_torch._launch import Ranks, current_device, launch
-from overlap_torch._plan_json import enum_name
+from overlap_torch._plan_json import enum_name, plain
 from overlap_torch.plan import Problem
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = ("tensor", "row", "block")
-_OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 _SCHEMA, _KIND = 1, "overlap_torch.problems"
-# What a record has of each problem, by the names of Problem's arguments; and of scaled operands' beside that.
-_NAMES = ("m", "n", "k", "dtype", "world_size", "op")
+# What a record has of each problem, by the names of its fields; and of scaled operands' beside that.
+_NAMES = ("op", "m", "n", "k", "dtype", "world_size")
 _OF_SCALED = ("recipe", "output_dtype", "fast_accum")
 
 
@@ -34,7 +34,7 @@ _OF_SCALED = ("recipe", "output_dtype", "fast_accum")
 class _Job:
     """What each rank of the command does."""
 
-    problems: tuple[list[Any], ...]  # what Problem takes
+    problems: tuple[Problem, ...]
     modes: tuple[str, ...]
     most: int
     repeats: int
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="runs a program and writes down what it calls: torchrun ... -m overlap_torch tune --record FILE train.py ...",
     )
-    parser.add_argument("--op", default=_OPS[0], help=f"comma-separated: {', '.join(_OPS)}, all")
+    parser.add_argument("--op", default=OPS[0], help=f"comma-separated: {', '.join(OPS)}, all")
     parser.add_argument(
         "--dtype",
         choices=[*_SHORT, *_FP8],
@@ -119,11 +119,17 @@ def _world(ranks: Ranks) -> int:
     return int(os.environ.get("WORLD_SIZE", 0)) or ranks.world_size
 
 
-def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[list[Any], ...]:
+def ops_of(text: str) -> tuple[str, ...]:
+    """Those that --op names; ValueError for one that is not tuned."""
+    ops = OPS if text == "all" else tuple(text.split(","))
+    if unknown := [op for op in ops if op not in OPS]:
+        raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(OPS)}, all")
+    return ops
+
+
+def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
     """Of each op each shape, its rows rounded up to parts of all ranks."""
-    ops = _OPS if args.op == "all" else tuple(args.op.split(","))
-    if unknown := [op for op in ops if op not in _OPS]:
-        raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(_OPS)}, all")
+    ops = ops_of(args.op)
     dtype = args.dtype or ("fp32" if ranks.device_type == "cpu" else "bf16")
     if dtype in _FP8 and args.scales is None:
         raise ValueError(f"--dtype {dtype} needs --scales; allowed are {', '.join(_SCALES)}")
@@ -134,23 +140,13 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[list[Any], ...]:
     recipe = f"{args.scales}_wise" if args.scales else "none"
     shapes = [_shape(text) for text in args.shapes.split(",")]
     world = _world(ranks)
-    return tuple(
-        _tune.arguments(
-            Problem(
-                -(-m // world) * world,
-                n,
-                k,
-                _SHORT.get(dtype, dtype),
-                world,
-                op,
-                recipe,
-                "bfloat16" if args.scales else None,
-                args.fast_accum,
-            )
-        )
-        for op in ops
-        for m, n, k in shapes
-    )
+    dtype = _SHORT.get(dtype, dtype)
+
+    def problem(op: str, m: int, n: int, k: int) -> Problem:
+        rows = -(-m // world) * world
+        return Problem(rows, n, k, dtype, world, op, recipe, fast_accum=args.fast_accum)
+
+    return tuple(problem(op, *shape) for op in ops for shape in shapes)
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -163,7 +159,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 def run_rank(job: _Job) -> None:
     """What each rank of the command does."""
     results = _tune.tune(
-        [Problem(*arguments) for arguments in job.problems],
+        job.problems,
         modes=job.modes,
         device=current_device(),
         most=job.most,
@@ -223,20 +219,20 @@ def _note(calls: dict[tuple[Any, ...], int]) -> None:
     groups = {(row["group"], row["device"]) for row in torch.ops.overlap.plan_table()}
     for group, device in sorted(groups):
         for problem, count in _tune.called(group, device):
-            if enum_name(problem.op) not in _OPS:
+            if enum_name(problem.op) not in OPS:
                 continue
-            key = tuple(_tune.arguments(problem))
+            key = tuple(plain(problem).items())
             calls[key] = max(calls.get(key, 0), count)
 
 
 def _write(path: str, calls: dict[tuple[Any, ...], int]) -> None:
     problems = []
-    for arguments, count in calls.items():
-        one = dict(zip((*_NAMES, *_OF_SCALED), arguments, strict=True))
+    for fields, count in calls.items():
+        one = dict(fields)
         if one["recipe"] == "none":
             for name in _OF_SCALED:
                 del one[name]
-        problems.append({"op": one.pop("op"), **one, "calls": count})
+        problems.append({**one, "calls": count})
     problems.sort(key=lambda one: (-one["calls"], *one.values()))
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"schema": _SCHEMA, "kind": _KIND, "problems": problems}, file, indent=1)
@@ -244,11 +240,8 @@ def _write(path: str, calls: dict[tuple[Any, ...], int]) -> None:
     print(f"overlap_torch tune: {len(problems)} problems in {path}", file=sys.stderr)
 
 
-def _read(path: str, world: int) -> tuple[list[Any], ...]:
-    """The file's problems of so many ranks, the most often called first, as what Problem takes.
-
-    Raises ValueError for a file that is none.
-    """
+def _read(path: str, world: int) -> tuple[Problem, ...]:
+    """The file's problems of so many ranks, the most often called first. Raises ValueError for a file that is none."""
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)
@@ -265,8 +258,8 @@ def _read(path: str, world: int) -> tuple[list[Any], ...]:
         raise ValueError(
             f"--recorded {path}: {error!r}; allowed is what --record writes, schema {_SCHEMA}, kind {_KIND!r}"
         ) from error
-    own = [one for one in found if one.world_size == world]
+    own = tuple(one for one in found if one.world_size == world)
     if not own:
         worlds = sorted({one.world_size for one in found})
         raise ValueError(f"--recorded {path}: problems of {worlds} ranks, but there are {world}")
-    return tuple(_tune.arguments(one) for one in own)
+    return own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import hashlib
 import json
@@ -168,17 +169,8 @@ def _entry(data: dict[str, Any], problem: Problem, m: int) -> Entry:
         raise ValueError("not as many times as plans")
     if not all(math.isfinite(one) and one > 0.0 for one in us):
         raise ValueError("a time that is none")
-    of_this = Problem(
-        m,
-        problem.n,
-        problem.k,
-        problem.dtype,
-        problem.world_size,
-        problem.op,
-        problem.recipe,
-        problem.output_dtype,
-        problem.fast_accum,
-    )
+    of_this = copy.copy(problem)
+    of_this.m = m
     for code in plans:
         plan = decode(code)
         validate(plan)

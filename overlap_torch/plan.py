@@ -389,16 +389,21 @@ def plan_for(
     :func:`overlap_torch.gemm_allreduce`. ``recipe``, ``output_dtype`` and ``fast_accum``, the ops'
     ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's.
     """
-    import torch
-
     problem = Problem(
         m, n, k, dtype, op=op, recipe=recipe, output_dtype=output_dtype, fast_accum=fast_accum
     )
+    return _plan_of(problem, device, group)
+
+
+def _plan_of(problem: Problem, device: Device, group: Group) -> Plan:
+    """As :func:`plan_for`; the group says how many ranks there are."""
+    import torch
+
     code = torch.ops.overlap.plan_for(
         enum_name(problem.op),
-        m,
-        n,
-        k,
+        problem.m,
+        problem.n,
+        problem.k,
         getattr(torch, enum_name(problem.dtype)),
         _device(device),
         _group_name(group),
@@ -432,19 +437,8 @@ def clear_plans(group: Group = None) -> None:
 @contextmanager
 def use_plan(plan: Plan, *, device: Device = None, group: Group = None) -> Iterator[Plan]:
     """``with use_plan(plan):`` sets the plan for its problem, and afterwards the one that held before."""
-    problem, where = plan.problem, _device(device, plan)
-    before = plan_for(
-        problem.m,
-        problem.n,
-        problem.k,
-        problem.dtype,
-        device=where,
-        group=group,
-        op=problem.op,
-        recipe=problem.recipe,
-        output_dtype=problem.output_dtype,
-        fast_accum=problem.fast_accum,
-    )
+    where = _device(device, plan)
+    before = _plan_of(plan.problem, where, group)
     set_plan(plan, device=where, group=group)
     try:
         yield plan

@@ -839,7 +839,7 @@ def test_tune_command_records_what_a_program_calls(tmp_path, monkeypatch):
         {"op": "gemm_allreduce", "m": 32, **sizes, "dtype": "float8_e4m3fn", **scaled, "calls": 1},
     ]
     found = _tune_command._read(str(file), 1)
-    assert [Problem(*one) for one in found] == [
+    assert list(found) == [
         Problem(32, 8, 16, "float32", 1, "gemm_reducescatter"),
         Problem(24, 8, 16, "float32", 1, "gemm_allreduce"),
         Problem(32, 8, 16, "float8_e4m3fn", 1, "gemm_allreduce", "row_wise", "float16", True),

@@ -25,6 +25,19 @@ RECIPES = {
 }
 
 
+def scale_shapes(recipe: str, rows: int, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the input's scales, by a name of RECIPES, and of the weight's."""
+    return {
+        "tensor": ((1,), (1,)),
+        "row": ((rows, 1), (n, 1)),
+        "block": ((rows, _blocks(k)), (_blocks(n), _blocks(k))),
+    }[recipe]
+
+
+def _blocks(size: int) -> int:
+    return (size + BLOCK - 1) // BLOCK
+
+
 def call(
     short: Callable[..., Any],
     op: torch._ops.OpOverload,
@@ -67,10 +80,6 @@ def _number(recipe: Recipe) -> int | None:
 
 
 # --- fake kernels ---------------------------------------------------------------------------------------------
-
-
-def _blocks(size: int) -> int:
-    return (size + BLOCK - 1) // BLOCK
 
 
 def _rows(input: torch.Tensor) -> int:
