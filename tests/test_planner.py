@@ -245,6 +245,31 @@ def test_planner_keeps_the_sequence_inside_its_margins(dtype, k, share, looser) 
     assert beyond > 0
 
 
+# What torch.mm took on an H200: docs/notes.md, "The framework's GEMM by chunks".
+@pytest.mark.parametrize(
+    ("n", "k", "measured_us"),
+    [(8190, 7168, 1776), (8191, 7168, 5143), (8192, 7166, 1991), (8192, 7167, 3973)],
+)
+def test_planner_expects_the_librarys_gemm_of_unaligned_rows_to_take_long(n, k, measured_us):
+    for dtype in (DType.BFLOAT16, DType.FLOAT16):
+        sequence = plans.make_sequential(Problem(4096, n, k, dtype, 2), hopper())
+        assert plans.predict(sequence, hopper()).gemm_us == pytest.approx(measured_us, rel=0.2)
+
+
+# Those whose chunks took 1.02 to 1.07 of the sequence's time on two H200s.
+@pytest.mark.parametrize(
+    ("op", "m", "n", "k"),
+    [
+        (Op.GEMM_REDUCESCATTER, 8192, 8190, 2048),
+        (Op.GEMM_REDUCESCATTER, 16384, 4094, 3584),
+        (Op.ALLGATHER_GEMM, 4096, 5120, 3455),
+    ],
+)
+def test_planner_keeps_the_sequence_where_unaligned_chunks_lost(op, m, n, k) -> None:
+    chosen = plans.make_plan(Problem(m, n, k, DType.BFLOAT16, 2, op), hopper(windows=True))
+    assert chosen.schedule == Schedule.SEQUENTIAL
+
+
 @settings(max_examples=50, deadline=None)
 @given(problems, machines)
 def test_planner_makes_the_same_plan_from_the_same_facts(

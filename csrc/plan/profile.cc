@@ -112,6 +112,8 @@ std::vector<Field> make_fields() {
   NUMBER(gemm, sm80_rate, kRate);
   NUMBER(gemm, sm80_on_hopper_rate, kRate);
   NUMBER(gemm, sm80_on_blackwell_rate, kRate);
+  NUMBER(gemm, library_unaligned_rate, kRate);
+  NUMBER(gemm, library_odd_rate, kRate);
   NUMBER(gemm, float32_rate, kRate);
   NUMBER(gemm, float64_rate, kRate);
   NUMBER(gemm, float8_rate, kRate);

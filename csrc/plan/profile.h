@@ -35,6 +35,9 @@ struct Profile {
     double sm80_rate;               // on the architectures it was made for
     double sm80_on_hopper_rate;     // where mma.sync reaches no more of wgmma's rate,
     double sm80_on_blackwell_rate;  // and of tcgen05's: assumed
+    // The library's in 16 bits, where rows of output or operands are no multiple of 16 bytes, or an odd number of elements.
+    double library_unaligned_rate;
+    double library_odd_rate;
     // Rates of other dtypes, of the 16-bit one. fp32 without TF32, as PyTorch does by default.
     double float32_rate;
     double float64_rate;

@@ -22,6 +22,14 @@ double float8_rate_of(const Plan& plan, const Profile::Gemm& gemm) {
   return (rows ? gemm.float8_row_rate : gemm.float8_rate) * (exact ? gemm.float8_exact_rate : 1.0);
 }
 
+// Of the library in 16 bits: its fast kernels read and write 16 bytes at a time.
+double library_rate_of(const Problem& problem, const Profile::Gemm& gemm) {
+  if (problem.n % 2 != 0 || problem.k % 2 != 0) return gemm.library_odd_rate;
+  const int64_t at_once = 16 / element_bytes(problem.dtype);
+  const bool aligned = problem.n % at_once == 0 && problem.k % at_once == 0;
+  return aligned ? 1.0 : gemm.library_unaligned_rate;
+}
+
 // Of the rate of the machine's library in 16 bits.
 double rate_of(const Plan& plan, const Machine& machine) {
   const Profile& profile = *machine.profile;
@@ -31,6 +39,9 @@ double rate_of(const Plan& plan, const Machine& machine) {
   if (dtype == DType::kFloat64)
     rate = on_cpu(machine) ? profile.cpu.float64_rate : profile.gemm.float64_rate;
   if (dtype == DType::kFloat32 && !on_cpu(machine)) rate = profile.gemm.float32_rate;
+  if (element_bytes(dtype) == 2 && !on_cpu(machine) && plan.kernel == Kernel::kLibrary) {
+    rate = library_rate_of(plan.problem, profile.gemm);
+  }
   if (plan.kernel == Kernel::kSm80) {
     const bool blackwell = machine.arch >= 100 && machine.arch < 120;  // with tcgen05
     rate *= machine.arch == 90 ? profile.gemm.sm80_on_hopper_rate
