@@ -14,8 +14,8 @@ from tests.recorder import ROOT, load_setup
 
 pytestmark = pytest.mark.gpu
 TARGETS = (
-    "signal peers interpreter reorder ring messages fp8 sm80 sm90pp sm90ppwide sm90coop".split()
-)
+    "signal peers interpreter reorder ring ringwide messages fp8 sm80 sm90pp sm90ppwide sm90coop"
+).split()
 LIMIT_S = 300
 
 

@@ -404,10 +404,10 @@ std::vector<Target> targets(bool small, int rounds) {
       {"peers", {}, check_peers},
       {"interpreter", {}, check_interpreter},
       {"reorder", {}, [=] { check_reorder_all(small); }},
-      {"ring", pingpong,
-       [=] {
-         for (const Kernel kernel : pingpong) check_ring(kernel, small);
-       }},
+      {"ring", {Kernel::kSm90Pingpong}, [=] { check_ring(Kernel::kSm90Pingpong, small); }},
+      {"ringwide",
+       {Kernel::kSm90PingpongWide},
+       [=] { check_ring(Kernel::kSm90PingpongWide, small); }},
       {"messages", pingpong,
        [=] {
          for (const Kernel kernel : pingpong) check_messages(kernel, small, rounds);
