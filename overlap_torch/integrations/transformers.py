@@ -10,7 +10,7 @@ from overlap_torch.integrations._release import require
 
 __all__ = ["Registration", "register", "sequence_plan"]
 
-RELEASES = ("5.21", "5.22", "5.23")
+RELEASES = ("5.21", "5.22", "5.23", "5.24")
 
 _lock = threading.Lock()
 _held: dict[str, int] = {}  # handles that have not been undone, by the style's name
@@ -63,7 +63,7 @@ def register(*, auto: bool = True) -> Registration:
         handle; the last of them to be undone ends it.
 
     Raises:
-        ImportError: transformers is not installed, or of a release other than 5.21 to 5.23.
+        ImportError: transformers is not installed, or of a release other than 5.21 to 5.24.
     """
     require("transformers", RELEASES, "transformers")
     from overlap_torch.integrations import _transformers_styles as styles
