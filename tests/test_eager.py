@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 
+import overlap_torch
 import scaled
 from checks import Failures
 from modes import SeesDispatches, SeesFunctions
@@ -113,7 +114,6 @@ def calls_declined(op: str) -> list[str]:
 
     for i in range(len(tensors_of(arguments))):
         changes = {
-            "wants a gradient": lambda t: t.detach().requires_grad_(),
             "has a meaning of its own": lambda t: t.as_subclass(Subclass),
             "is a number": lambda t: 3,
             "is a NumPy array": lambda t: t.float().cpu().numpy(),
@@ -123,6 +123,8 @@ def calls_declined(op: str) -> list[str]:
         with forward_ad.dual_level():
             dual = lambda t: forward_ad.make_dual(t, torch.ones_like(t))  # noqa: E731
             expect_declined(f"tensor {i} has a tangent", with_tensor(arguments, i, dual))
+            dual = lambda t: forward_ad.make_dual(t, torch.ones_like(t)).requires_grad_()  # noqa: E731
+            expect_declined(f"tensor {i} has both", with_tensor(arguments, i, dual))
     with SeesFunctions():
         expect_declined("a mode sees functions", arguments)
     with SeesDispatches():
@@ -143,6 +145,118 @@ def calls_declined(op: str) -> list[str]:
                 given = [*arguments[:place], value, *arguments[place + 1 :]]
                 expect_declined(f"{parameter} {value}", given)
     return taken
+
+
+def calls_with_gradients(op: str) -> tuple[int, list[str]]:
+    """Which calls with an operand that requires grad are said to need their gradient recorded, and nothing else."""
+    failures = Failures()
+    if dist.get_rank() > 0:  # one rank alone makes them: none communicates
+        return failures.result()
+    device = rank_device().type
+    arguments = arguments_of(op, small_case(op))
+
+    def expect(right: bool | None, *where: Any) -> None:
+        result = function_of(op)(*given, world_name())
+        failures.expect(None if result is right else f"{result}, not {right}", *where)
+
+    for i in range(len(tensors_of(arguments))):
+        for kind in (torch.Tensor, torch.nn.Parameter):
+            make = {
+                torch.Tensor: lambda t: t.detach().requires_grad_(),
+                torch.nn.Parameter: torch.nn.Parameter,
+            }[kind]
+            given = with_tensor(arguments, i, make)
+            expect(True, "requires grad", i, kind)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            expect(None, "under autocast", i)
+            with torch.autocast(device, enabled=False):
+                expect(True, "under none again", i)
+        with torch._C._AutoDispatchBelowAutograd():
+            expect(None, "below autograd", i)
+        for mode in (SeesFunctions(), SeesDispatches()):
+            with mode:
+                expect(None, "a mode", i, mode)
+        given = with_tensor(given, i, lambda t: t.as_subclass(Subclass))
+        expect(None, "a subclass", i)
+    return failures.result()
+
+
+@every_function
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_eager_knows_calls_that_record(ranks, op):
+    results = ranks.run(calls_with_gradients, op)
+    assert results[0][0] > 0
+    assert [line for _, lines in results for line in lines] == []
+
+
+class Refuses:
+    """In the place of an operator."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("the call went through torch.ops")
+
+
+def differentiate(run: Callable[..., Any], arguments: list[Any], which: Sequence[int]) -> list[Any]:
+    """Outputs and gradients of the call, where some of the arguments' tensors, by their places, require grad."""
+    leaves = tensors_of(arguments)
+    given = list(arguments)
+    for i in which:
+        given = with_tensor(given, i, lambda t: t.detach().clone().requires_grad_())
+    wanted = [each for each in tensors_of(given) if each.requires_grad]
+    assert len(leaves) == len(tensors_of(given)) and len(wanted) == len(which)
+    outputs = tensors_of(run(*given, group=world_name()))
+    recorded = [each for each in outputs if each.requires_grad]
+    seeds = [integers_like(each) for each in recorded]
+    gradients = torch.autograd.grad(recorded, wanted, seeds)
+    return [*(each.detach() for each in outputs), *gradients]
+
+
+def integers_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Small numbers, which differ along every dim."""
+    numbers = torch.arange(tensor.numel(), device=tensor.device) % 5 - 2
+    return numbers.to(tensor.dtype).view(tensor.shape)
+
+
+def recorded_calls(op: str) -> tuple[int, list[str]]:
+    """A call that records takes the short way, and is what torch.ops makes of it: outputs and gradients, bit for bit."""
+    failures = Failures()
+    module = sys.modules[FUNCTIONS[op].wrapper.__module__]
+    name = "_op_weights" if op.endswith(".weights") else "_op"
+    for seed, case in enumerate(cases_of(op)):
+        arguments = arguments_of(op, case, seed)
+        count = len(tensors_of(arguments))
+        for which in (range(count), *((i,) for i in range(count))):
+            right = differentiate(FUNCTIONS[op].operator, arguments, which)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, name, Refuses())
+                results = differentiate(FUNCTIONS[op].wrapper, arguments, which)
+            failures.expect_equal(results, right, op, case, which)
+    return failures.result()
+
+
+@pytest.mark.parametrize("op", list(OPS))
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_eager_records_gradients(ranks, op):
+    ranks.expect_no_failures(recorded_calls, op)
+
+
+def changed_counts() -> tuple[int, list[str]]:
+    """Backward goes by the counts of the call, whatever became of the lists since."""
+    failures = Failures()
+    device, world = rank_device(), dist.get_world_size()
+    input = torch.ones(2 * world, 4, device=device, requires_grad=True)
+    weight = torch.ones(3, 4, device=device)
+    send_rows, recv_rows = [2] * world, [2] * world
+    output = overlap_torch.gemm_alltoall(input, weight, send_rows, recv_rows, group=world_name())
+    send_rows[0] = recv_rows[0] = 1
+    output.sum().backward()
+    failures.expect_equal([input.grad], [torch.full_like(input, 3)])
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_eager_keeps_counts(ranks):
+    ranks.expect_no_failures(changed_counts)
 
 
 def wrong_values() -> dict[str, list[Any]]:

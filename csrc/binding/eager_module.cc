@@ -22,13 +22,12 @@ using OptionalTensor = std::optional<at::Tensor>;
 using OptionalTensors = c10::List<OptionalTensor>;
 
 // Each `read` turns an argument into what the op takes, or returns false: it is no such argument, or
-// a tensor that somebody else has to see first, a subclass or autograd.
+// a tensor that somebody else has to see first, a subclass or one with a tangent.
 bool read(PyObject* object, at::Tensor& tensor) {
   if (!THPVariable_CheckExact(object)) return false;
   tensor = THPVariable_Unpack(object);
-  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) return true;  // has neither
-  const bool has_gradient = at::GradMode::is_enabled() && tensor.requires_grad();
-  return !has_gradient && !tensor._fw_grad(/*level=*/0).defined();
+  const bool may_have_tangent = tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr;
+  return !may_have_tangent || !tensor._fw_grad(/*level=*/0).defined();
 }
 
 bool read(PyObject* object, OptionalTensor& tensor) {
@@ -131,6 +130,35 @@ bool is_observed() {
          at::impl::torch_function_mode_enabled();
 }
 
+// What autograd and the dispatcher ask of the tensors among a call's arguments.
+struct Operands {
+  bool require_grad = false;
+  c10::DispatchKeySet keys;
+
+  void add(const at::Tensor& tensor) {
+    require_grad |= tensor.requires_grad();
+    keys = keys | tensor.key_set();
+  }
+  void add(const OptionalTensor& tensor) {
+    if (tensor) add(*tensor);
+  }
+  void add(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& each : tensors) add(each);
+  }
+  void add(const OptionalTensors& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) add(tensors.get(i));
+  }
+  template <typename Other>
+  void add(const Other& /*no tensor*/) {}
+
+  // Whether the dispatcher would come to the autograd kernel first: no autocast, no transform.
+  bool reach_autograd_first() const {
+    const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+    const c10::DispatchKeySet all = (keys | local.included_) - local.excluded_;
+    return all.highestFunctionalityKey() == c10::DispatchKey::AutogradFunctionality;
+  }
+};
+
 template <typename Parameter>
 struct Owner {
   using type = std::decay_t<Parameter>;
@@ -140,7 +168,8 @@ struct Owner<c10::ArrayRef<Element>> {
   using type = std::vector<Element>;
 };
 
-// The function of an op, with its schema's parameters by position. None: a call for torch.ops.
+// The function of an op, with its schema's parameters by position. None: a call for torch.ops. True:
+// one for the op's autograd Function, as an operand requires grad and nothing else is in the way.
 template <const auto& kOp, typename Signature>
 struct Function;
 template <const auto& kOp, typename Result, typename... Parameters>
@@ -154,6 +183,14 @@ struct Function<kOp, Result(Parameters...)> {
     std::tuple<typename Owner<Parameters>::type...> arguments;
     const auto read_all = [&](auto&... argument) { return (read(*objects++, argument) && ...); };
     if (!std::apply(read_all, arguments)) Py_RETURN_NONE;
+    if (at::GradMode::is_enabled()) {
+      Operands operands;
+      std::apply([&](const auto&... argument) { (operands.add(argument), ...); }, arguments);
+      if (operands.require_grad) {
+        if (operands.reach_autograd_first()) Py_RETURN_TRUE;
+        Py_RETURN_NONE;
+      }
+    }
     const auto run = [&](const auto&... argument) {
       const py::gil_scoped_release no_gil;
       const at::AutoDispatchBelowAutograd below_autograd;

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import overload
 
 import torch
@@ -60,29 +61,16 @@ def _fake(
     return output, gathered
 
 
+# The op, of an input, its weights and a bias or None for each; what it returns.
+_Run = Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
+
+
 class _Call:
-    """Group, overload and keys of a call, and which of the weights have a bias."""
+    """A call's group, how it runs below autograd, and which of the weights have a bias."""
 
-    def __init__(self, group: str, keyset, several: bool, biases: Biases) -> None:
-        self.group, self.keyset, self.several = group, keyset, several
+    def __init__(self, group: str, run: _Run, biases: Biases) -> None:
+        self.group, self.run = group, run
         self.with_bias = [bias is not None for bias in biases]
-
-    def run(
-        self, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The op below its autograd kernel."""
-        if self.several:
-            return below_autograd(self._redispatch_several, self.keyset, input, weights, biases)
-        output, gathered = below_autograd(
-            self._redispatch, self.keyset, input, weights[0], biases[0]
-        )
-        return [output], gathered
-
-    def _redispatch(self, keyset, input, weight, bias):
-        return _op.redispatch(keyset, input, weight, bias, group=self.group)
-
-    def _redispatch_several(self, keyset, input, weights, biases):
-        return _op_weights.redispatch(keyset, input, weights, biases, group=self.group)
 
 
 class _AllGatherGemm(SingleLevelFunction):
@@ -280,7 +268,7 @@ def _input_gradient(
     return grad_input if scattered is None else grad_input + wait(scattered)
 
 
-def _run(
+def _run_kernel(
     call: _Call, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     given = [bias for bias in biases if bias is not None]
@@ -294,13 +282,48 @@ def _run(
 def _autograd_weights(
     keyset, input, weights, biases, *, group: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    redispatch = partial(_op_weights.redispatch, group=group)
+    run = partial(below_autograd, redispatch, keyset)
     biases = list(biases) or [None] * len(weights)
-    return _run(_Call(group, keyset, True, biases), input, weights, biases)
+    return _run_kernel(_Call(group, run, biases), input, weights, biases)
 
 
 def _autograd(keyset, input, weight, bias=None, *, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-    (output,), gathered = _run(_Call(group, keyset, False, [bias]), input, [weight], [bias])
+    redispatch = partial(_op.redispatch, group=group)
+
+    def run(input, weights, biases):
+        output, gathered = below_autograd(redispatch, keyset, input, weights[0], biases[0])
+        return [output], gathered
+
+    (output,), gathered = _run_kernel(_Call(group, run, [bias]), input, [weight], [bias])
     return output, gathered
+
+
+def _record_weights(
+    group: str, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The op of several weights that has a gradient to record, and nothing else: see `eager`."""
+
+    def run(input, weights, biases):
+        return eager.allgather_gemm_weights(input, weights, biases, group)
+
+    biases = list(biases) or [None] * len(weights)
+    given = [bias for bias in biases if bias is not None]
+    *outputs, gathered = _AllGatherGemm.apply(_Call(group, run, biases), input, *weights, *given)
+    return outputs, gathered
+
+
+def _record(
+    group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_record_weights`, of one."""
+
+    def run(input, weights, biases):
+        output, gathered = eager.allgather_gemm(input, weights[0], biases[0], group)
+        return [output], gathered
+
+    given = () if bias is None else (bias,)
+    return _AllGatherGemm.apply(_Call(group, run, [bias]), input, weight, *given)
 
 
 autograd_kernels.impl("allgather_gemm", _autograd, "Autograd", with_keyset=True)
@@ -432,7 +455,7 @@ def allgather_gemm(
                 "give a sequence of weights with a sequence of biases"
             )
         if unscaled:
-            return eager.call(eager.allgather_gemm, _op, group, input, weight, bias)
+            return eager.call(eager.allgather_gemm, _op, group, input, weight, bias, record=_record)
         return scaled.call(
             eager.allgather_gemm_scaled,
             _op_scaled,
@@ -455,7 +478,15 @@ def allgather_gemm(
         )
     biases = list(bias or [])
     if unscaled:
-        return eager.call(eager.allgather_gemm_weights, _op_weights, group, input, weights, biases)
+        return eager.call(
+            eager.allgather_gemm_weights,
+            _op_weights,
+            group,
+            input,
+            weights,
+            biases,
+            record=_record_weights,
+        )
     if isinstance(scale_weight, torch.Tensor):
         raise TypeError(
             f"allgather_gemm: for a sequence of weights (here {len(weights)}) scale_weight must be a sequence with a tensor "

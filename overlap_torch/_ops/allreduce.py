@@ -15,6 +15,7 @@ from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
     autograd_kernels,
+    record_product,
     register_vmap,
     rows,
     run_product,
@@ -47,6 +48,9 @@ class _Product:
     ) -> torch.Tensor:
         return gemm_allreduce(input, weight, bias, group=self.group)
 
+    def short(self, input, weight, bias) -> torch.Tensor:
+        return eager.gemm_allreduce(input, weight, bias, self.group)
+
     def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
         return _op.redispatch(keyset, input, weight, bias, group=self.group)
 
@@ -67,6 +71,10 @@ class _Product:
 
 def _autograd(keyset, input, weight, bias=None, *, group: str) -> torch.Tensor:
     return run_product(_Product(group), keyset, input, weight, bias)
+
+
+def _record(group, input, weight, bias) -> torch.Tensor:
+    return record_product(_Product(group), input, weight, bias)
 
 
 autograd_kernels.impl("gemm_allreduce", _autograd, "Autograd", with_keyset=True)
@@ -134,7 +142,7 @@ def gemm_allreduce(
     (arXiv 2406.06858).
     """
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(eager.gemm_allreduce, _op, group, input, weight, bias)
+        return eager.call(eager.gemm_allreduce, _op, group, input, weight, bias, record=_record)
     return scaled.call(
         eager.gemm_allreduce_scaled,
         _op_scaled,

@@ -18,6 +18,7 @@ from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
     autograd_kernels,
+    record_product,
     register_vmap,
     rows,
     run_product,
@@ -59,6 +60,9 @@ class _Product:
     ) -> torch.Tensor:
         return gemm_alltoall(input, weight, self.send_rows, self.recv_rows, bias, group=self.group)
 
+    def short(self, input, weight, bias) -> torch.Tensor:
+        return eager.gemm_alltoall(input, weight, self.send_rows, self.recv_rows, bias, self.group)
+
     def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
         return _op.redispatch(
             keyset, input, weight, self.send_rows, self.recv_rows, bias, group=self.group
@@ -83,6 +87,11 @@ def _autograd(
     keyset, input, weight, send_rows, recv_rows, bias=None, *, group: str
 ) -> torch.Tensor:
     return run_product(_Product(group, send_rows, recv_rows), keyset, input, weight, bias)
+
+
+def _record(group, input, weight, send_rows, recv_rows, bias) -> torch.Tensor:
+    # Counts of its own: backward comes later.
+    return record_product(_Product(group, list(send_rows), list(recv_rows)), input, weight, bias)
 
 
 autograd_kernels.impl("gemm_alltoall", _autograd, "Autograd", with_keyset=True)
@@ -158,7 +167,15 @@ def gemm_alltoall(
     """
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
         return eager.call(
-            eager.gemm_alltoall, _op, group, input, weight, send_rows, recv_rows, bias
+            eager.gemm_alltoall,
+            _op,
+            group,
+            input,
+            weight,
+            send_rows,
+            recv_rows,
+            bias,
+            record=_record,
         )
     return scaled.call(
         eager.gemm_alltoall_scaled,

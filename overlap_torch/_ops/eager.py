@@ -1,8 +1,9 @@
 """The ops' short way in: as functions of their schema's parameters by position.
 
-Each returns None for a call that is not for it, because of a gradient, a mode, a subclass or an argument of another
-type: that one goes through torch.ops, which costs three times the host's time. A compiler must not meet them. :func:`call`
-takes one or the other way.
+Each returns None for a call that is not for it, because of a mode, a subclass or an argument of another type: that one goes
+through torch.ops, which costs three times the host's time. It returns True for a call that only has a gradient to record:
+that one is the op's autograd Function, whose forward takes the short way. A compiler must not meet them. :func:`call` takes
+the way that is right.
 """
 
 from __future__ import annotations
@@ -62,17 +63,21 @@ def call(
     op: torch._ops.OpOverload,
     group: Group,
     *arguments: Any,
+    record: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> Any:
     """``op`` of the arguments, by its short way in if that takes them.
 
+    ``record``: the op, recorded by its autograd Function, of the group's name and the arguments; None: it has no gradient.
     ``keywords``: the parameters of the schema that are keywords, but for the group, all of them and in its order.
     """
     name = group if type(group) is str else group_name(group)
     if is_dynamo_compiling():
         return op(*arguments, **keywords, group=name)
     results = short(*arguments, *keywords.values(), name)
-    if results is None:
+    if results is True and record is not None:
+        results = record(name, *arguments)
+    elif results is None or results is True:
         dtensor.make_ops_known()
         results = op(*arguments, **keywords, group=name)
     if behind_calls is not None:

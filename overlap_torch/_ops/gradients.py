@@ -16,6 +16,7 @@ Whether they communicate depends on requires_grad and on which outputs were used
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,11 @@ class OpProduct(Product, Protocol):
     """A product that is an op."""
 
     name: str
+
+    def short(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The op by its short way in; nothing may record."""
 
     def redispatch(
         self,
@@ -156,7 +162,7 @@ class _RecordedProduct(SingleLevelFunction):
     def forward(
         ctx,
         product: OpProduct,
-        keyset: torch._C.DispatchKeySet,
+        run: Callable[..., torch.Tensor],
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -164,7 +170,7 @@ class _RecordedProduct(SingleLevelFunction):
         _, _, needs_input, needs_weight, ctx.with_bias = ctx.needs_input_grad
         ctx.product = product
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
-        return below_autograd(product.redispatch, keyset, input, weight, bias)
+        return run(input, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
@@ -183,9 +189,17 @@ def run_product(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """What the autograd kernel of an op of one output does."""
+    run = partial(below_autograd, product.redispatch, keyset)
     if needs_recording(product.name, input, weight, bias):
-        return record(_RecordedProduct, product, keyset, input, weight, bias)
-    return below_autograd(product.redispatch, keyset, input, weight, bias)
+        return record(_RecordedProduct, product, run, input, weight, bias)
+    return run(input, weight, bias)
+
+
+def record_product(
+    product: OpProduct, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """An op of one output that has a gradient to record, and nothing else: see `eager`."""
+    return _RecordedProduct.apply(product, product.short, input, weight, bias)
 
 
 # Autograd kernels of all ops; they take the keyset.

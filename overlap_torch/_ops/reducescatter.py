@@ -16,6 +16,7 @@ from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
     autograd_kernels,
+    record_product,
     register_vmap,
     rows,
     run_product,
@@ -52,6 +53,9 @@ class _Product:
     ) -> torch.Tensor:
         return gemm_reducescatter(input, weight, bias, group=self.group)
 
+    def short(self, input, weight, bias) -> torch.Tensor:
+        return eager.gemm_reducescatter(input, weight, bias, self.group)
+
     def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
         return _op.redispatch(keyset, input, weight, bias, group=self.group)
 
@@ -76,6 +80,10 @@ class _Product:
 
 def _autograd(keyset, input, weight, bias=None, *, group: str) -> torch.Tensor:
     return run_product(_Product(group), keyset, input, weight, bias)
+
+
+def _record(group, input, weight, bias) -> torch.Tensor:
+    return record_product(_Product(group), input, weight, bias)
 
 
 autograd_kernels.impl("gemm_reducescatter", _autograd, "Autograd", with_keyset=True)
@@ -143,7 +151,7 @@ def gemm_reducescatter(
     (arXiv 2406.06858).
     """
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(eager.gemm_reducescatter, _op, group, input, weight, bias)
+        return eager.call(eager.gemm_reducescatter, _op, group, input, weight, bias, record=_record)
     return scaled.call(
         eager.gemm_reducescatter_scaled,
         _op_scaled,
