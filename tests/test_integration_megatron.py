@@ -16,30 +16,34 @@ import torch.distributed as dist
 import overlap_torch
 from checks import Failures, close, message_of
 from layers import integers, my_features, my_tokens, ops_called
-from operands import difference
+from operands import difference, rank_device
 
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
         reason="megatron-core is not installed: make test-integrations",
     ),
-    pytest.mark.ranks((2, "gloo")),
+    pytest.mark.ranks((2, "gloo"), (2, "nccl")),
 ]
 
 TOKENS, BATCH, IN, OUT = 6, 3, 8, 12
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Megatron's own sequence parallelism makes its buffers on the current GPU, here the CPU, and its dropout has a state there."""
+def megatron_groups() -> Iterator[None]:
+    """Megatron's groups and random states. On CPU its sequence parallelism would make buffers on the current GPU, and its dropout has a state there."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(dist.get_world_size())
+    if rank_device().type == "cuda":
+        random.model_parallel_cuda_manual_seed(1)
+        yield
+        return
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
+        mock.patch.object(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
     ):
         yield
 
@@ -81,7 +85,7 @@ def pair(name: str, settings, **arguments: object) -> list[torch.nn.Module]:
     for kind in classes()[name]:
         layer = kind(
             IN, OUT, config=settings, init_method=lambda weight: weight.fill_(1.0), **sizes
-        )
+        ).to(rank_device())
         with torch.no_grad():
             layer.weight.copy_(integers(*layer.weight.shape, seed=1 + dist.get_rank()))
             if layer.bias is not None:
@@ -127,7 +131,7 @@ def check_layers() -> tuple[int, list[str]]:
     for name, sequence, bias, skip, frozen in itertools.product(
         ("column", "row"), (False, True), (False, True), (False, True), (False, True)
     ):
-        with on_cpu():
+        with megatron_groups():
             own, ours = pair(name, config(sequence), bias=bias, skip_bias_add=skip)
             for layer in (own, ours):
                 # Megatron's frozen column layers give their biases no gradient either.
@@ -145,7 +149,7 @@ def check_layers() -> tuple[int, list[str]]:
                 "frozen",
                 frozen,
             )
-    with on_cpu():
+    with megatron_groups():
         compare(failures, "column", *pair("column", config(True), gather_output=True), "gathered")
         compare(failures, "row", *pair("row", config(False), input_is_parallel=False), "whole")
         own, ours = pair("column", config(False), disable_grad_reduce=True)
@@ -166,7 +170,7 @@ def check_ops() -> tuple[int, list[str]]:
         ("row", False, {"gemm_allreduce"}, set()),
         ("row", True, {"gemm_reducescatter"}, {"allgather_gemm"}),
     ):
-        with on_cpu():
+        with megatron_groups():
             _, layer = pair(name, config(sequence))
             input = operand(name, layer).clone().requires_grad_()
             outputs = []
@@ -198,7 +202,7 @@ def check_accumulation() -> tuple[int, list[str]]:
 
     kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
     with (
-        on_cpu(),
+        megatron_groups(),
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
         mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True),
     ):
@@ -246,7 +250,7 @@ def check_state() -> tuple[int, list[str]]:
     """Sharded state dicts are Megatron's, and either layer loads the other's."""
     failures = Failures()
     for name in ("column", "row"):
-        with on_cpu():
+        with megatron_groups():
             own, ours = pair(name, config(True))
             metadata = {"dp_cp_group": None}
             from megatron.core import parallel_state
@@ -281,7 +285,7 @@ def test_megatron_layers_have_megatrons_state(ranks):
 def check_left() -> tuple[int, list[str]]:
     """What Megatron's own layer runs: experts in silence, the rest with a reason in the report."""
     failures = Failures()
-    with on_cpu():
+    with megatron_groups():
         for name in ("column", "row"):
             own, ours = pair(name, config(False), is_expert=True, skip_bias_add=True, bias=False)
             called = ops_called(lambda: compare(failures, name, own, ours, "expert"))  # noqa: B023, called at once
@@ -303,7 +307,7 @@ def test_megatron_layers_leave_experts_alone(ranks):
 def gpt(spec, settings) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
 
-    return GPTModel(
+    model = GPTModel(
         settings,
         transformer_layer_spec=spec,
         vocab_size=64,
@@ -311,6 +315,7 @@ def gpt(spec, settings) -> torch.nn.Module:
         position_embedding_type="rope",
         parallel_output=True,
     )
+    return model.to(rank_device())
 
 
 def check_gpt(sequence: bool) -> tuple[int, list[str]]:
@@ -320,15 +325,16 @@ def check_gpt(sequence: bool) -> tuple[int, list[str]]:
     from overlap_torch.integrations import megatron
 
     failures = Failures()
-    with on_cpu():
+    with megatron_groups():
         torch.manual_seed(1)
         own = gpt(get_gpt_layer_local_spec(), config(False))
         settings = config(sequence)
         ours = gpt(megatron.gpt_block_spec(settings), settings)
         ours.load_state_dict(own.state_dict())
-        tokens = torch.arange(2 * 12).view(2, 12) * 7 % 64
-        positions = torch.arange(12).expand(2, 12)
-        mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
+        device = rank_device()
+        tokens = torch.arange(2 * 12, device=device).view(2, 12) * 7 % 64
+        positions = torch.arange(12, device=device).expand(2, 12)
+        mask = torch.ones(1, 1, 12, 12, dtype=torch.bool, device=device).triu(1)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (own, ours)]
         for step in range(3):
             losses = []
@@ -375,7 +381,7 @@ def check_specs() -> tuple[int, list[str]]:
     failures = Failures()
     column, row = (names[1] for names in classes().values())
     own_column, own_row = (names[0] for names in classes().values())
-    with on_cpu():
+    with megatron_groups():
         settings = config(False, num_moe_experts=2, add_bias_linear=False)
         model = gpt(megatron.gpt_layer_spec(num_experts=2), settings)
         for name, module in model.named_modules():

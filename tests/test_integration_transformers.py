@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overlap_torch
 from checks import Failures
 from graphs import Graphs, expect_counts
+from operands import rank_device
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = pytest.mark.skipif(
@@ -78,7 +80,7 @@ def saved(family: str, folder: str):
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
-    return model
+    return model.to(rank_device())
 
 
 def loaded(folder: str, plan="auto"):
@@ -86,7 +88,17 @@ def loaded(folder: str, plan="auto"):
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    # As torchrun says it, and on CPU also where there are GPUs.
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}),
+        mock.patch.object(torch._C, "_get_accelerator", rank_device),
+    ):
+        return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+
+
+def some_tokens(*shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return (torch.arange(count, device=rank_device()) * 7 % 60).view(shape)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,11 +120,12 @@ def trained(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def expect_same(failures: Failures, found, right, *where) -> None:
-    """float32, sums over a few dozen features in another order."""
+    """float32, sums over a few dozen features in another order; on GPUs attention's, too."""
+    tolerance = 1e-6 if rank_device().type == "cpu" else 1e-5
     if found.keys() != right.keys():
         failures.expect(f"{found.keys() ^ right.keys()}", *where)
     for name, tensor in found.items():
-        close = torch.allclose(tensor, right[name], rtol=1e-4, atol=1e-6)
+        close = torch.allclose(tensor, right[name], rtol=1e-4, atol=tolerance)
         far = None if close else f"off by {(tensor - right[name]).abs().max():.1e}"
         failures.expect(far, *where, name)
 
@@ -130,7 +143,7 @@ SEQUENCE_CALLS = {
 def check_models(family: str, folder: str) -> tuple[int, list[str]]:
     failures = Failures()
     whole = saved(family, folder)
-    tokens = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % 60
+    tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
     theirs = trained(loaded(folder), tokens)
     expect_same(failures, theirs, right, "transformers' own")
@@ -152,7 +165,7 @@ def check_models(family: str, folder: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_models_train_as_with_transformers_own_styles(ranks, family, tmp_path):
     ranks.expect_no_failures(check_models, family, str(tmp_path), timeout_s=300)
 
@@ -169,7 +182,7 @@ def check_compiled(family: str, folder: str) -> tuple[int, list[str]]:
     """transformers' own styles, compiled with the pass."""
     failures = Failures()
     whole = saved(family, folder)
-    tokens = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % 60
+    tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
     model = loaded(folder)
     graphs = Graphs()
@@ -189,7 +202,7 @@ def check_compiled(family: str, folder: str) -> tuple[int, list[str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_inductor_fuses_all_of_transformers_own_styles(ranks, family, tmp_path):
     ranks.expect_no_failures(check_compiled, family, str(tmp_path), timeout_s=300)
 
@@ -198,7 +211,7 @@ def check_generation(folder: str) -> tuple[int, list[str]]:
     """Greedy, with a cache; tokens of an odd number, cut over the ranks; a checkpoint that is saved is the whole model's."""
     failures = Failures()
     whole = saved("llama", folder).eval()
-    tokens = torch.arange(10).view(2, 5)
+    tokens = some_tokens(2, 5)
     with integration.register():
         model = loaded(folder).eval()
         sequence = loaded(folder, integration.sequence_plan(whole)).eval()
@@ -218,7 +231,7 @@ def check_generation(folder: str) -> tuple[int, list[str]]:
         expect_same(failures, found, {"logits": whole(tokens).logits}, "five tokens of two ranks")
     model.save_pretrained(f"{folder}/again")
     dist.barrier()
-    again = type(whole).from_pretrained(f"{folder}/again")
+    again = type(whole).from_pretrained(f"{folder}/again").to(rank_device())
     for (name, tensor), other in zip(
         whole.state_dict().items(), again.state_dict().values(), strict=True
     ):
@@ -226,7 +239,7 @@ def check_generation(folder: str) -> tuple[int, list[str]]:
     return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_models_generate_and_save(ranks, tmp_path):
     ranks.expect_no_failures(check_generation, str(tmp_path), timeout_s=300)
 

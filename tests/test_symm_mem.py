@@ -104,9 +104,12 @@ def check_reduce_scatter() -> tuple[int, list[str]]:
         ((6, 4), 0, "avg", torch.float64),
     ]
     refused = 0
+    on_gpu = rank_device().type == "cuda"
     with overlap_torch.replace_symm_mem() as replacement:
         for shape, dim, reduce_op, dtype in cases:
             where = ("reduce-scatter", shape, dim, reduce_op, dtype)
+            if on_gpu and (reduce_op == "avg" or dim == len(shape) - 1):
+                continue  # PyTorch's kernel: another test
             B = integers(shape[-1], 12, seed=1, dtype=dtype)
             whole = sum(of_ranks(lambda r: operand(r, *shape, dtype=dtype) @ B))  # noqa: B023
             own = operand(rank, *shape, dtype=dtype)
@@ -127,18 +130,17 @@ def check_reduce_scatter() -> tuple[int, list[str]]:
             )
             expect_strides(failures, [output], [promise], *where, "strides")
         calls = {call.why: call.calls for call in replacement.calls}
-    right = {
-        "": 4 - refused,
-        "the features are scattered, not the rows": 1,
-        "reduce_op is 'avg', not 'sum'": 1,
-    }
+    right = {"": 4 - refused}
+    if not on_gpu:
+        right["the features are scattered, not the rows"] = 1
+        right["reduce_op is 'avg', not 'sum'"] = 1
     if refused:
         right["the scattered dim does not divide by the ranks"] = 1
     failures.expect(None if calls == right else f"{calls}, not {right}", "calls")
     return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"))
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_matmul_reduce_scatter_is_matmul_and_scatter(ranks):
     ranks.expect_no_failures(check_reduce_scatter)
 
@@ -151,13 +153,17 @@ def powers_of_two(rank: int, *shape: int) -> torch.Tensor:
     return 2.0 ** operand(50 + rank, *shape)
 
 
+def number(value: float) -> torch.Tensor:
+    return torch.tensor(value, device=rank_device())
+
+
 def check_scaled_gather(dtypes: list[torch.dtype]) -> tuple[int, list[str]]:
     """Tensor-wise, row-wise of this rank's rows, and of all rows; scales are powers of two, so that all sums are exact."""
     failures = Failures()
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()
     for shape, dim in (((4, 6), 0), ((2, 3, 6), 1)):
         row_scales = torch.cat(of_ranks(lambda r: powers_of_two(r, *shape[:-1], 1)), dim=dim)  # noqa: B023
-        one = torch.tensor(0.5)
+        one = number(0.5)
         kinds = {
             "tensor-wise": (one, one),
             "row-wise": (row_scales.chunk(world, dim)[rank], row_scales),
@@ -166,7 +172,7 @@ def check_scaled_gather(dtypes: list[torch.dtype]) -> tuple[int, list[str]]:
         gathered = torch.cat(of_ranks(lambda r: fp8_operand(r, *shape).float()), dim=dim)  # noqa: B023
         own = fp8_operand(rank, *shape)
         Bs = [integers(6, 3, seed=1).to(FP8), integers(5, 6, seed=2).to(FP8).t()]
-        B_scales = [torch.tensor(4.0), 2.0 ** integers(1, 5, seed=3)]
+        B_scales = [number(4.0), 2.0 ** integers(1, 5, seed=3)]
         biases = [None, integers(5, seed=4).to(dtypes[1])]
         for kind, (A_scale, of_all) in kinds.items():
             if world == 1 and kind == "row-wise, replicated":
@@ -183,6 +189,8 @@ def check_scaled_gather(dtypes: list[torch.dtype]) -> tuple[int, list[str]]:
                 right = (right if bias is None else right + bias).to(dtype)
                 failures.expect(None if output.dtype == dtype else str(output.dtype), *where)
                 failures.expect(difference(output, right), *where)
+        if rank_device().type == "cuda":
+            continue  # PyTorch's kernel has messages of its own
         message = message_of(
             FUSED.fused_all_gather_scaled_matmul,
             own, Bs, torch.ones(7, 1), B_scales, dim, group, biases, [None] * 2, dtypes, [False] * 2,
@@ -203,11 +211,11 @@ def check_scaled_scatter(with_bias: bool) -> tuple[int, list[str]]:
     B_scale = 2.0 ** integers(1, 5, seed=3)
     bias = integers(5, seed=4) if with_bias else None
     for scale in ("tensor-wise", "row-wise"):
-        for reduce_op in ("sum", "avg"):
+        for reduce_op in ("sum", "avg") if rank_device().type == "cpu" else ("sum",):
             where = ("scaled reduce-scatter", scale, reduce_op)
 
             def scale_of(r):
-                return torch.tensor(0.25) if scale == "tensor-wise" else powers_of_two(r, 12, 1)  # noqa: B023
+                return number(0.25) if scale == "tensor-wise" else powers_of_two(r, 12, 1)  # noqa: B023
 
             # [2, 6, 5] outside, [12, 5] in the GEMM: what Inductor hands over. Every rank adds the bias.
             parts = of_ranks(
@@ -230,9 +238,11 @@ def check_scaled_scatter(with_bias: bool) -> tuple[int, list[str]]:
 
 def check_scaled() -> tuple[int, list[str]]:
     f32, bf16 = torch.float32, torch.bfloat16
+    on_gpu = rank_device().type == "cuda"
     with overlap_torch.replace_symm_mem() as replacement:
         checked = [check_scaled_gather([f32, f32]), check_scaled_scatter(False)]  # ours
-        checked += [check_scaled_gather([f32, bf16]), check_scaled_scatter(True)]
+        if not on_gpu:
+            checked += [check_scaled_gather([f32, bf16]), check_scaled_scatter(True)]
         calls = replacement.calls
     # Of both shapes two or three kinds of scales; sums of both kinds.
     kinds = 2 if dist.get_world_size() == 1 else 3
@@ -243,14 +253,18 @@ def check_scaled() -> tuple[int, list[str]]:
     }
     lines = [] if ours == right else [f"ours: {ours}"]
     whys = {call.why for call in calls if call.why}
-    for why in ("dtypes or accumulation differ", "every rank adds", "'avg'", "(7, 1)", "each B"):
+    for why in (
+        ()
+        if on_gpu
+        else ("dtypes or accumulation differ", "every rank adds", "'avg'", "(7, 1)", "each B")
+    ):
         if not any(why in one for one in whys):
             lines.append(f"nobody says {why}: {whys}")
     return sum(count for count, _ in checked), [*lines, *(x for _, found in checked for x in found)]
 
 
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
-def test_scaled_siblings_run_on_cpu(ranks):
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_scaled_siblings_run(ranks):
     ranks.expect_no_failures(check_scaled)
 
 
@@ -477,6 +491,6 @@ def check_async_tp(how: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("how", ["pass", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.ranks((2, "gloo"))
-def test_inductors_async_tp_runs_ours_on_cpu(ranks, how):
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_inductors_async_tp_runs_ours(ranks, how):
     ranks.expect_no_failures(check_async_tp, how, timeout_s=300)
