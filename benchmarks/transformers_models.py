@@ -1,0 +1,216 @@
+"""``python -m benchmarks.transformers_models``: Hugging Face models through this package's styles beside transformers' own.
+
+A causal model with random weights, of a Llama's sizes, is saved and loaded three times: with transformers' own styles
+(``tp_plan="auto"``), with ours under the same plan, and with ours and the tokens cut over the ranks. All take turns in one
+run, eager; a time is the median of the slowest rank's. Logits are compared with those of transformers' own styles first.
+
+prefill   logits of the last token of a prompt, no gradient
+step      loss, forward and backward
+decode    a step of greedy generation, behind a short prompt, for several sequences at once; not with tokens cut
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from overlap_torch._launch import Ranks, current_device, launch
+from overlap_torch.integrations import transformers as integration
+
+from .measure import Stopwatch, Times, Variant
+from .tables import table
+
+WORK = ("prefill", "step", "decode")
+MAX_ERROR = 0.05  # of the logits in bf16 between two orders of sums, relative, root mean square
+_PROMPT, _NEW = 16, 16  # of decode
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each rank does."""
+
+    sizes: dict[str, int]
+    tokens: int
+    sequences: int
+    work: tuple[str, ...]
+    repeats: int
+
+
+def config_of(sizes: dict[str, int]):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+def save(job: Job, folder: str, device: torch.device, dtype: torch.dtype) -> None:
+    """A model of random weights into the folder, by rank 0."""
+    from transformers import AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        with device:
+            model = AutoModelForCausalLM.from_config(config_of(job.sizes), dtype=dtype)
+        model.save_pretrained(folder)
+    dist.barrier()
+
+
+def load(folder: str, dtype: torch.dtype, plan: str | dict[str, str] = "auto") -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=dtype)
+
+
+def load_all(job: Job, folder: str, device: torch.device) -> dict[str, torch.nn.Module]:
+    """The models, by the styles that they have."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    save(job, folder, device, dtype)
+    models = {"transformers": load(folder, dtype)}
+    with integration.register():
+        models["auto"] = load(folder, dtype)
+        models["sequence"] = load(folder, dtype, integration.sequence_plan(config_of(job.sizes)))
+    return models
+
+
+def prefill(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens, use_cache=False, logits_to_keep=1).logits
+
+
+def step(model: torch.nn.Module, tokens: torch.Tensor) -> None:
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def decode(model: torch.nn.Module, prompt: torch.Tensor) -> None:
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=_NEW,
+        min_new_tokens=_NEW,
+        do_sample=False,
+    )
+
+
+def variants_of(
+    what: str, models: dict[str, torch.nn.Module], job: Job, device: torch.device
+) -> dict[str, Variant]:
+    """What is timed of each model."""
+    run: Callable[[torch.nn.Module, torch.Tensor], object]
+    run = {"prefill": prefill, "step": step, "decode": decode}[what]
+    shape = (job.sequences, _PROMPT) if what == "decode" else (1, job.tokens)
+    given = torch.randint(0, job.sizes["vocab_size"], shape, device=device)
+    dist.broadcast(given, 0)
+    return {
+        name: lambda _, model=model: run(model, given)
+        for name, model in models.items()
+        if not (what == "decode" and name == "sequence")
+    }
+
+
+def check(models: dict[str, torch.nn.Module], job: Job, device: torch.device) -> None:
+    """Raises RuntimeError where logits are not those of transformers' own styles."""
+    tokens = torch.randint(0, job.sizes["vocab_size"], (1, job.tokens), device=device)
+    dist.broadcast(tokens, 0)
+    right, *others = ((name, prefill(model, tokens).float()) for name, model in models.items())
+    for name, logits in others:
+        error = ((logits - right[1]).norm() / right[1].norm()).item()
+        if not error < MAX_ERROR:
+            raise RuntimeError(f"{name}: the logits are off by {error:.3f} of transformers' own")
+
+
+def measured(
+    models: dict[str, torch.nn.Module], job: Job, device: torch.device
+) -> Iterator[tuple[str, str, Times]]:
+    """What was done, by which styles, and its times; a step of decode is one token of each sequence."""
+    watch = Stopwatch(device)
+    for what in job.work:
+        variants = variants_of(what, models, job, device)
+        mode = "call" if what == "decode" else "row"
+        steps = _NEW if what == "decode" else 1
+        for name, times in zip(
+            variants, watch.compare(mode, list(variants.values()), job.repeats), strict=True
+        ):
+            each = {key: us / steps for key, us in asdict(times).items()}
+            yield what, name, Times(**each)
+
+
+def lines(rows: Iterable[tuple[str, str, Times]]) -> Iterator[list[str]]:
+    """Of the table; speed-ups are over transformers' own styles, which come first."""
+    base = 0.0
+    for what, name, times in rows:
+        if name == "transformers":
+            base = times.median
+        spread = f"{times.median:.0f} ({times.p10:.0f} to {times.p90:.0f})"
+        yield [what, name, spread, f"{times.host:.0f}", f"{base / times.median:.2f}"]
+
+
+def run_rank(job: Job) -> None:
+    """What each rank does."""
+    device = current_device()
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # for transformers, as torchrun does
+    with contextlib.ExitStack() as stack:
+        folder = [None]
+        if dist.get_rank() == 0:
+            folder = [stack.enter_context(tempfile.TemporaryDirectory(prefix="overlap_model_"))]
+        dist.broadcast_object_list(folder, device=device)
+        models = load_all(job, folder[0], device)
+        dist.barrier()
+    check(models, job, device)
+    found = list(lines(measured(models, job, device)))
+    if dist.get_rank() == 0:
+        print(table(["work", "styles", "us (10 to 90 %)", "host, us", "speed-up"], found))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs with these command line arguments; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformers_models",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=14336)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--tokens", type=int, default=4096, help="of prefill and step")
+    parser.add_argument("--sequences", type=int, default=16, help="of decode")
+    parser.add_argument("--work", default=",".join(WORK), help="comma-separated")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    parser.add_argument("--device", choices=["cuda", "cpu"])
+    args = parser.parse_args(argv)
+    work = tuple(args.work.split(","))
+    if unknown := set(work) - set(WORK):
+        parser.error(f"--work: {', '.join(sorted(unknown))}: choose from {', '.join(WORK)}")
+    try:
+        ranks = Ranks.choose(args.world, args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "num_hidden_layers": args.layers,
+        "vocab_size": args.vocabulary,
+        "max_position_embeddings": max(args.tokens, _PROMPT + _NEW),
+    }
+    launch(ranks, run_rank, Job(sizes, args.tokens, args.sequences, work, args.repeats))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
