@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed._functional_collectives as functional_collectives
 from torch.nn import functional
 
 from overlap_torch._ops import Group, group_name
-from overlap_torch._ops.collectives import start_all_gather, wait
+from overlap_torch._ops.collectives import start_all_gather, start_all_reduce, wait
 from overlap_torch._ops.gradients import TransformedFunction
 from overlap_torch._ops.group import process_group
 
@@ -64,21 +63,21 @@ def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str)
     return torch.cat([gathered[r].narrow(dim, 0, size) for r, size in enumerate(sizes)], dim)
 
 
-def _own_features(whole: torch.Tensor, features: int, world_size: int, rank: int) -> torch.Tensor:
-    begin, size = shard_range(features, world_size, rank)
+def _own_part(whole: torch.Tensor, dim: int, size: int, world_size: int, rank: int) -> torch.Tensor:
+    begin, own = shard_range(size, world_size, rank)
     # A copy also where the part is the whole: a function that returns its input as it is loses its backward when
     # compiled.
-    return whole.narrow(-1, begin, size).clone(memory_format=torch.contiguous_format)
+    return whole.narrow(dim, begin, own).clone(memory_format=torch.contiguous_format)
 
 
-class SliceFeatures(TransformedFunction):
-    """This rank's part of a replicated tensor's last dim. Each rank knows its own part's gradient: backward gathers."""
+class TakePart(TransformedFunction):
+    """This rank's part of a replicated tensor's dim. Each rank knows its own part's gradient: backward gathers."""
 
     @staticmethod
     def forward(
-        whole: torch.Tensor, features: int, group: str, world_size: int, rank: int
+        whole: torch.Tensor, dim: int, size: int, group: str, world_size: int, rank: int
     ) -> torch.Tensor:
-        return _own_features(whole, features, world_size, rank)
+        return _own_part(whole, dim, size, world_size, rank)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -86,17 +85,17 @@ class SliceFeatures(TransformedFunction):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return GatherFeatures.apply_in_backward(grad, *ctx.place), None, None, None, None
+        return GatherParts.apply_in_backward(grad, *ctx.place), None, None, None, None, None
 
 
-class GatherFeatures(TransformedFunction):
-    """The replicated tensor of which each rank has a part of the last dim: the reverse of `SliceFeatures`."""
+class GatherParts(TransformedFunction):
+    """The replicated tensor of which each rank has a part of a dim: the reverse of `TakePart`."""
 
     @staticmethod
     def forward(
-        part: torch.Tensor, features: int, group: str, world_size: int, rank: int
+        part: torch.Tensor, dim: int, size: int, group: str, world_size: int, rank: int
     ) -> torch.Tensor:
-        return gather_parts(part, -1, shard_sizes(features, world_size), group)
+        return gather_parts(part, dim, shard_sizes(size, world_size), group)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -104,7 +103,7 @@ class GatherFeatures(TransformedFunction):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return SliceFeatures.apply_in_backward(grad, *ctx.place), None, None, None, None
+        return TakePart.apply_in_backward(grad, *ctx.place), None, None, None, None, None
 
 
 class SumGradient(TransformedFunction):
@@ -128,8 +127,7 @@ class _Sum(TransformedFunction):
 
     @staticmethod
     def forward(part: torch.Tensor, group: str) -> torch.Tensor:
-        total = functional_collectives.all_reduce(part.contiguous(), "sum", group)
-        return functional_collectives.wait_tensor(total)
+        return wait(start_all_reduce(part, group))
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

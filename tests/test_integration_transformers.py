@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlap_torch
-from checks import Failures
+from checks import Failures, message_of
 from graphs import Graphs, expect_counts
 from operands import rank_device
 from overlap_torch.integrations import transformers as integration
@@ -96,6 +96,11 @@ def loaded(folder: str, plan="auto"):
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
+def loaded_with_styles(folder: str, plan="auto"):
+    with integration.register():
+        return loaded(folder, plan)
+
+
 def some_tokens(*shape: int) -> torch.Tensor:
     count = torch.Size(shape).numel()
     return (torch.arange(count, device=rank_device()) * 7 % 60).view(shape)
@@ -157,6 +162,9 @@ def check_models(family: str, folder: str) -> tuple[int, list[str]]:
         expect_same(failures, found, theirs, kind, "and transformers' own")
         counted = dict(counter.calls)
         failures.expect(None if counted == calls else f"{counted}, not {calls}", kind, "calls")
+    models["sequence"] = loaded_with_styles(folder, sequence)
+    models["sequence"].gradient_checkpointing_enable()
+    expect_same(failures, trained(models["sequence"], tokens), right, "checkpointed")
     report = overlap_torch.report(models["auto"])
     said = {row["layer"] for row in report if row["op"] == "gemm_allreduce"}
     name = "model.layers.1.mlp.down_proj"
@@ -242,6 +250,69 @@ def check_generation(folder: str) -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_models_generate_and_save(ranks, tmp_path):
     ranks.expect_no_failures(check_generation, str(tmp_path), timeout_s=300)
+
+
+def check_norms_without_style(folder: str) -> tuple[int, list[str]]:
+    """A norm whose gradient would be that of this rank's tokens is refused, as DTensors do it; without gradients it is right."""
+    failures = Failures()
+    whole = saved("llama", folder)
+    tokens = some_tokens(2, TOKENS)
+    plan = integration.sequence_plan(whole)
+    del plan["model.layers.*.input_layernorm"]
+    model = loaded_with_styles(folder, plan)
+    message = message_of(trained, model, tokens)
+    said = "mixed torch.Tensor and DTensor" in message
+    failures.expect(None if said else f"said {message!r}", "with gradients")
+    with torch.no_grad():
+        found, right = ({"logits": each(tokens, use_cache=False).logits} for each in (model, whole))
+    expect_same(failures, found, right, "without gradients")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_a_norm_without_a_style_is_refused(ranks, tmp_path):
+    ranks.expect_no_failures(check_norms_without_style, str(tmp_path), timeout_s=120)
+
+
+def expanded(model, plan: dict[str, str]) -> dict[str, str]:
+    """A plan with the names of all modules and parameters, as transformers applies it."""
+    found = {}
+    for name, module in model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None:
+            found |= {f"{name}.{key}": style for key, _ in module.named_parameters(recurse=False)}
+            found[name] = style
+    return found
+
+
+def check_fallback_of_cut_tokens(folder: str) -> tuple[int, list[str]]:
+    """An output projection with transformers' style in a layer whose tokens are cut."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    failures = Failures()
+    whole = saved("llama", folder)
+    model = type(whole).from_pretrained(folder).to(rank_device())
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.__class__ = Adapted
+    plan = expanded(model, integration.sequence_plan(whole))
+    mesh = dist.init_device_mesh(rank_device().type, (dist.get_world_size(),))
+    with integration.register(), pytest.warns(UserWarning, match="subclass of torch.nn.Linear"):
+        apply_tensor_parallelism(model, mesh, plan)
+    for tokens in (some_tokens(2, TOKENS), some_tokens(2, TOKENS + 1)):
+        with torch.no_grad():
+            found, right = ({"logits": each(tokens).logits} for each in (model, whole))
+        expect_same(failures, found, right, tokens.shape)
+    tokens = some_tokens(2, TOKENS)
+    expect_same(failures, trained(model, tokens), trained(whole, tokens), "trained")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_other_layers_keep_transformers_styles_where_tokens_are_cut(ranks, tmp_path):
+    ranks.expect_no_failures(check_fallback_of_cut_tokens, str(tmp_path), timeout_s=120)
 
 
 def check_fallback(folder: str) -> tuple[int, list[str]]:

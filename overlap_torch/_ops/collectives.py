@@ -29,6 +29,11 @@ def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
     return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size(group), group)
 
 
+def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
+    """Begins to sum the ranks' tensors; the result may be used after :func:`wait`."""
+    return _collectives.all_reduce(part.contiguous(), "sum", group)
+
+
 def all_to_all(
     whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
 ) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
     ColwiseParallel,
@@ -20,7 +22,7 @@ from overlap_torch._placements import from_local, redistribute, to_local
 from overlap_torch._prepare import OverlapPrepareModuleInput
 from overlap_torch._report import note_fallback
 from overlap_torch._sequence import let_compile
-from overlap_torch._sharding import SumGradient
+from overlap_torch._sharding import SumGradient, TakePart
 from overlap_torch.parallel import (
     OverlapColwiseLinear,
     OverlapRowwiseLinear,
@@ -47,17 +49,112 @@ class OverlapRowwise(RowwiseParallel):
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Replaces the forward of a plain ``torch.nn.Linear``; leaves all others to transformers' style."""
-        if not _takes(module):
-            return super().install_forward(module, mesh)
-        return _linear(module, OverlapRowwiseLinear, mesh, self)
+        if _takes(module):
+            return _linear(module, _RowwiseLinear, mesh, self)
+        module = super().install_forward(module, mesh)
+        forward = module.forward
+
+        def local_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            output = forward(*args, **kwargs)
+            return to_local(output) if _are_local_in(module) and _is_cut(output) else output
+
+        module.forward = local_forward
+        return module
+
+
+class _RowwiseLinear(OverlapRowwiseLinear):
+    """Within a layer whose hidden states are plain tensors its output is one, too."""
+
+    def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
+        if placement == self.output_layout and _are_local_in(self):
+            return local
+        return super()._output(local, placement, size)
 
 
 class Sequence(TensorParallelLayer):
-    """A layer whose hidden states are cut over the ranks: DTensors. Whole ones, of the first layer, are cut as they enter."""
+    """A layer whose hidden states are cut over the ranks: DTensors. Whole ones, of the first layer, are cut as they enter.
+
+    Within the layer they are plain tensors, this rank's part, as each of a DTensor's operators takes the host as long as
+    several of a tensor's. They are DTensors where parts differ in size, under a compiler, to which they cost nothing, and
+    where a parameter is none: its gradient would be that of this rank's tokens, without an error.
+    """
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        """Replaces ``module.forward``."""
-        return _replace_hidden_states(module, lambda hidden: _cut(hidden, mesh))
+        """Gives the module a class of its own."""
+        hidden_states = _HiddenStates(mesh)
+        for each in module.modules():
+            each._overlap_hidden_states = hidden_states
+        module.__class__ = _with_cut_tokens(type(module))
+        return module
+
+
+@functools.cache
+def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The layer's class with the style `Sequence`. A subclass: transformers checkpoints the forward of the last one, with all that it does."""
+
+    class WithCutTokens(kind):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            mesh = self._overlap_hidden_states.mesh
+            hidden = args[0] if args else kwargs["hidden_states"]
+            even = hidden.shape[TOKENS.dim] % mesh.size() == 0
+            if not even or torch.compiler.is_compiling() or _has_plain_parameters(self):
+                args = _with_hidden_states(_cut(hidden, mesh), args, kwargs)
+                return super().forward(*args, **kwargs)
+            args = _with_hidden_states(_own_tokens(hidden, mesh), args, kwargs)
+            with self._overlap_hidden_states.as_local():
+                output = super().forward(*args, **kwargs)
+            if isinstance(output, tuple):
+                return (from_local(output[0], mesh, (TOKENS,)), *output[1:])
+            return from_local(output, mesh, (TOKENS,))
+
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(WithCutTokens, name, getattr(kind, name))
+    return WithCutTokens
+
+
+class _HiddenStates:
+    """Of a layer, known to all modules in it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.are_local = False
+
+    @contextlib.contextmanager
+    def as_local(self) -> Iterator[None]:
+        """While the layer's forward runs."""
+        before, self.are_local = self.are_local, True
+        try:
+            yield
+        finally:
+            self.are_local = before
+
+
+def _are_local_in(module: torch.nn.Module) -> bool:
+    """Whether hidden states are plain tensors, this rank's tokens: in a layer with the style `Sequence`."""
+    hidden_states = getattr(module, "_overlap_hidden_states", None)
+    return hidden_states is not None and hidden_states.are_local
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.placements == (TOKENS,)
+
+
+def _has_plain_parameters(module: torch.nn.Module) -> bool:
+    """Whether gradients are computed of parameters that are no DTensors."""
+    return torch.is_grad_enabled() and any(
+        parameter.requires_grad and not isinstance(parameter, DTensor)
+        for parameter in module.parameters()
+    )
+
+
+def _with_hidden_states(
+    hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The positional arguments, with these hidden states in front; where there are none, they go to `kwargs`."""
+    if args:
+        return (hidden, *args[1:])
+    kwargs["hidden_states"] = hidden
+    return args
 
 
 class SequenceNorm(TensorParallelLayer):
@@ -73,22 +170,23 @@ class SequenceNorm(TensorParallelLayer):
             )
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        """Replaces ``module.forward``; hidden states that are no DTensor stay whole."""
+        """Replaces ``module.forward``; hidden states that are not cut stay whole."""
         forward = module.forward
         group = mesh.get_group().group_name
 
         def norm(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            cut = isinstance(hidden, DTensor)
+            distributed = isinstance(hidden, DTensor)
+            sums = (distributed or _are_local_in(module)) and torch.is_grad_enabled()
             parameters = dict(module._parameters)
             for name, parameter in parameters.items():
                 if parameter is not None:
                     local, _ = local_parts(parameter, None)
-                    module._parameters[name] = SumGradient.apply(local, group) if cut else local
+                    module._parameters[name] = SumGradient.apply(local, group) if sums else local
             try:
-                output = forward(to_local(hidden) if cut else hidden, *args, **kwargs)
+                output = forward(to_local(hidden) if distributed else hidden, *args, **kwargs)
             finally:
                 module._parameters.update(parameters)
-            return from_local(output, mesh, (TOKENS,), hidden.shape) if cut else output
+            return from_local(output, mesh, (TOKENS,), hidden.shape) if distributed else output
 
         module.forward = norm
         return module
@@ -135,26 +233,18 @@ def _linear(
     )
 
 
+def _own_tokens(hidden: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's, of hidden states that are whole or cut, into parts of one size."""
+    if isinstance(hidden, DTensor):
+        return to_local(hidden if _is_cut(hidden) else redistribute(hidden, (TOKENS,)))
+    place = (mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+    return TakePart.apply(hidden, TOKENS.dim, hidden.shape[TOKENS.dim], *place)
+
+
 def _cut(hidden: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(hidden, DTensor):
         return hidden
     return redistribute(from_local(hidden, mesh, (Replicate(),)), (TOKENS,))
-
-
-def _replace_hidden_states(
-    module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.nn.Module:
-    forward = module.forward
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (change(args[0]), *args[1:])
-        else:
-            kwargs["hidden_states"] = change(kwargs["hidden_states"])
-        return forward(*args, **kwargs)
-
-    module.forward = changed
-    return module
 
 
 def named() -> dict[str, TensorParallelLayer]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from overlap_torch._dtensor import Placements
 from overlap_torch._ops import Group
-from overlap_torch._sharding import GatherFeatures, pad_end, shard_range, shard_sizes
+from overlap_torch._sharding import GatherParts, pad_end, shard_range, shard_sizes
 from overlap_torch.nn.parameters import ParallelLinear
 
 
@@ -145,8 +145,8 @@ class ColumnParallelLinear(ParallelLinear):
         else:
             output = self._maps.column(input, weight, bias, padding=padding, **place)
         if self.gather_output:
-            output = GatherFeatures.apply(
-                output, self.out_features, self.group, self.world_size, self.rank
+            output = GatherParts.apply(
+                output, -1, self.out_features, self.group, self.world_size, self.rank
             )
         return output
 
@@ -169,7 +169,7 @@ class ColumnParallelLinear(ParallelLinear):
         ]
         own = torch.cat(padded, dim=-1)
         features = own.shape[-1] * self.world_size
-        gathered = GatherFeatures.apply(own, features, self.group, self.world_size, self.rank)
+        gathered = GatherParts.apply(own, -1, features, self.group, self.world_size, self.rank)
         of_ranks = gathered.unflatten(-1, (self.world_size, own.shape[-1])).unbind(-2)
         whole = []
         begin = 0

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from overlap_torch._dtensor import Placements
 from overlap_torch._ops import Group
-from overlap_torch._sharding import SliceFeatures, SumGradient
+from overlap_torch._sharding import SumGradient, TakePart
 from overlap_torch.nn.parameters import ParallelLinear
 
 
@@ -104,8 +104,8 @@ class RowParallelLinear(ParallelLinear):
         expected = self._local_features[0] if self.input_is_parallel else self.in_features
         self._check_features(input, expected, f", input_is_parallel={self.input_is_parallel}")
         if not self.input_is_parallel:
-            input = SliceFeatures.apply(
-                input, self.in_features, self.group, self.world_size, self.rank
+            input = TakePart.apply(
+                input, -1, self.in_features, self.group, self.world_size, self.rank
             )
         weight, bias = self._local_parameters()
         if not self.sequence_parallel:
