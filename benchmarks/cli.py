@@ -88,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         help="pytorch: PyTorch's own ops on symmetric memory as further variants in the same turns (not for "
         "gemm_alltoall, CPU), of block PyTorch's styles; sets TORCH_SYMM_MEM_DISABLE_MULTICAST=1 unless it is set",
     )
+    add(
+        "--replace-symm-mem",
+        action="store_true",
+        help="the baselines' fused ops run the stand-ins of overlap_torch.replace_symm_mem()",
+    )
     add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU; for gemm alone 1)")
     add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
     add(
@@ -226,6 +231,7 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
             call_repeats=repeats,
             row_repeats=max(3, repeats // 4),
             baselines=_baselines(args.baselines, ops, on_cpu),
+            replaces_symm_mem=_replaces_symm_mem(args.replace_symm_mem, args.baselines),
             plans=_json_text(args.plan),
             sweep=args.sweep if args.sweep in (None, "candidates") else _json_text(args.sweep),
             check=not args.no_check,
@@ -241,6 +247,12 @@ def options_of(argv: Sequence[str]) -> tuple[Ranks, Options]:
     if options.baselines:
         pytorch_ops.prepare_environment()
     return ranks, options
+
+
+def _replaces_symm_mem(asked: bool, baselines: str) -> bool:
+    if asked and not baselines:
+        raise ValueError("--replace-symm-mem changes what --baselines pytorch measures: give both")
+    return asked
 
 
 def _scales(scales: str | None, dtype: str | None, ops: Sequence[str]) -> str | None:

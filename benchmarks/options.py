@@ -22,6 +22,7 @@ class Options:
     call_repeats: int
     row_repeats: int  # repetitions of ten calls, in the modes row and graph
     baselines: tuple[str, ...]
+    replaces_symm_mem: bool  # the baselines' fused ops are the stand-ins
     plans: str | None  # JSON: one plan or a list, each for the problem that it names
     sweep: str | None  # "candidates": those of the planner; else JSON as in `plans`
     check: bool

@@ -23,6 +23,14 @@ _BOUND_REPEATS = 5
 
 def run(options: Options) -> None:
     """Measures everything that the options name. Ends the process with status 1 if a result was wrong, or nothing was measured."""
+    if options.replaces_symm_mem:
+        with overlap_torch.replace_symm_mem():
+            _run(options)
+    else:
+        _run(options)
+
+
+def _run(options: Options) -> None:
     device = current_device()
     group = group_name()
     stopwatch = measure.Stopwatch(device)

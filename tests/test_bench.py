@@ -217,12 +217,14 @@ def test_bench_passes_over_lines_without_a_plan():
         bench("plans").parse("[1]")
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["own", "replaced"])
 @pytest.mark.ranks((2, "nccl"))
-def test_bench_measures_pytorchs_own_ops(ranks, tmp_path):
+def test_bench_measures_pytorchs_own_ops(ranks, tmp_path, replaced):
     if rank_pool.shares_gpus():
         pytest.skip("PyTorch's symmetric memory wants a GPU for each rank")
     path = tmp_path / "rows.jsonl"
     argv = ["--op", ",".join(SEQUENCES), "--shapes", "512x256x256", "--repeats", "2"]
+    argv += ["--replace-symm-mem"] if replaced else []
     ranks.run(measure, [*argv, "--baselines", "pytorch", "--json", str(path)])
     _, *rows = lines_of(path)
     names = {

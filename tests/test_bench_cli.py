@@ -24,6 +24,7 @@ from test_examples import run
         (["--modes", ","], "names no mode"),
         (["--baselines", "megatron"], "--baselines takes pytorch"),
         (["--baselines", "pytorch"], "measures nothing on CPU: PyTorch's symmetric memory"),
+        (["--replace-symm-mem"], "changes what --baselines pytorch measures"),
         (["--shapes", "4x4"], "neither MxNxK"),
         (["--op", "block", "--blocks", "llama3-8b"], "MODEL@TOKENS"),
         (["--op", "block", "--blocks", "16x3x1x8@8"], "must divide"),
