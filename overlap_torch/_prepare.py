@@ -54,12 +54,19 @@ class GatheredReader:
         """This rank's parameters."""
         raise NotImplementedError
 
+    def _set_ahead(self, ahead: _Ahead | None) -> None:
+        """The attribute; past ``torch.nn.Module.__setattr__``, which takes longer than all else that a reader does, if nothing traces it."""
+        if torch.compiler.is_compiling():
+            self.ahead = ahead
+        else:
+            self.__dict__["ahead"] = ahead
+
     def take_ahead(self, input: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of the output features, if it has been computed ahead for this input, and not been taken."""
         ahead = self.ahead
         if ahead is None or ahead.input is not input:
             return None
-        self.ahead = None
+        self._set_ahead(None)
         if ahead.weight is not self.weight or ahead.modes != _modes(input):
             return None
         if torch.compiler.is_compiling():
@@ -173,10 +180,10 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         layouts = [*layouts, *(self.input_kwarg_layouts.get(name) for name in kwargs)]
         desired = [*desired, *(self.desired_input_kwarg_layouts.get(name) for name in kwargs)]
         gathered = [
-            i
-            for i, value in enumerate(values)
-            if _is_gathered(value, layouts[i], desired[i]) and mesh.size() > 1
+            i for i, value in enumerate(values) if _is_gathered(value, layouts[i], desired[i])
         ]
+        if gathered and mesh.size() == 1:
+            gathered = []
         for i, value in enumerate(values):
             readers = []
             first = (
@@ -207,7 +214,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         unread = []
         for name, reader in self._candidates(module):
             if isinstance(reader, GatheredReader) and reader.ahead is not None:
-                reader.ahead = None
+                reader._set_ahead(None)
                 unread.append(name)
         if unread and output is not None and not self._warned and not torch.compiler.is_compiling():
             self._warned = True
@@ -241,17 +248,20 @@ def _token_dim(value: torch.Tensor, layout: Placement) -> int | None:
     return dim if dim < value.dim() - 1 else None
 
 
+_PARAMETERS = {"weight", "bias"}
+
+
 def _can_read(module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh) -> bool:
     return (
         isinstance(module, GatheredReader)
         # Not parametrized; and no hook of its own waits for its input's gradient.
-        and set(module._parameters) == {"weight", "bias"}
+        and module._parameters.keys() == _PARAMETERS
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and module.device_mesh == mesh
+        and (module.device_mesh is mesh or module.device_mesh == mesh)
         and module.input_layout.is_replicate()
         and module.in_features == input.shape[-1]
         # FSDP may have cut it once more until the layer itself is called.
-        and module.weight.device_mesh.ndim == 1
+        and (module.weight.device_mesh is mesh or module.weight.device_mesh.ndim == 1)
     )
 
 
@@ -269,31 +279,29 @@ def _gather(
     dim = _token_dim(input, layout)
     if torch.compiler.is_compiling() and not isinstance(input, DTensor):
         input = from_local(input, mesh, (layout,))
-    local, tokens = local_rows(input, dim, mesh.size())
+    local, tokens = local_rows(input, dim, readers[0].world_size)
     outputs, gathered = column_sequences(
         local,
         [reader.operands() for reader in readers],
         group=readers[0].group,
-        world_size=mesh.size(),
+        world_size=readers[0].world_size,
         tokens=tokens,
         recipe=readers[0].fp8,
     )
     # As PrepareModuleInput's is: modules call view(), and autocast has cast what was gathered.
     gathered = gathered.movedim(0, dim).contiguous().to(input.dtype)
-    if isinstance(input, DTensor):
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        replicated = _as_replicated(gathered, mesh, use_local_output)
+    elif isinstance(input, DTensor):
         replicated = _replicated(gathered, input, use_local_output)
     else:
         replicated = _Replicated.apply(gathered, input, mesh, (Shard(dim),), use_local_output)
     if not torch.compiler.is_compiling():
         _watch(replicated, outputs)
+    version, modes = replicated._version, _modes(replicated)
     for reader, output in zip(readers, outputs, strict=True):
-        reader.ahead = _Ahead(
-            replicated,
-            output.movedim(0, dim),
-            replicated._version,
-            _modes(replicated),
-            reader.weight,
-        )
+        output = output.movedim(0, dim)
+        reader._set_ahead(_Ahead(replicated, output, version, modes, reader.weight))
     return replicated
 
 
@@ -321,6 +329,14 @@ def _replicated(gathered: torch.Tensor, input: DTensor, use_local_output: bool) 
     return _Replicated.apply(gathered, input, input.device_mesh, input.placements, use_local_output)
 
 
+def _as_replicated(
+    gathered: torch.Tensor, mesh: DeviceMesh, use_local_output: bool
+) -> torch.Tensor:
+    if use_local_output:
+        return gathered.view_as(gathered)
+    return DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
+
+
 class _Replicated(torch.autograd.Function):
     """The gathered input as its readers see it: replicated, a DTensor or a tensor.
 
@@ -339,9 +355,7 @@ class _Replicated(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.mesh, ctx.placements = mesh, placements
         ctx.of_dtensor = isinstance(input, DTensor)
-        if use_local_output:
-            return gathered.view_as(gathered)
-        return DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
+        return _as_replicated(gathered, mesh, use_local_output)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

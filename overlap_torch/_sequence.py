@@ -65,9 +65,12 @@ def column_sequences(
     ]
     input, *operands = _linear.as_under_autocast(input, *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
-    given = [bias for bias in biases if bias is not None]
-    with_bias = [bias is not None for bias in biases]
-    *outputs, gathered = _gather_linears(group, world_size, with_bias, input, *weights, *given)
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        outputs, gathered = allgather_gemm(input, weights, biases, group=group)
+    else:
+        given = [bias for bias in biases if bias is not None]
+        with_bias = [bias is not None for bias in biases]
+        *outputs, gathered = _gather_linears(group, world_size, with_bias, input, *weights, *given)
     outputs = [
         output[:tokens, ..., : output.shape[-1] - layer.padding]
         for output, layer in zip(outputs, layers, strict=True)
