@@ -28,7 +28,7 @@ def test_integration_refuses_other_releases(monkeypatch, version):
     message = str(error.value)
     assert f"torchtitan {version} is installed" in message
     assert "knows torchtitan 0.2.* or torchtitan 0.3.*" in message
-    assert "pip install 'overlap_torch[extra]'" in message
+    assert "in the checkout `pip install '.[extra]'`" in message
 
 
 def test_integration_says_what_to_install():
@@ -36,4 +36,4 @@ def test_integration_says_what_to_install():
         require("a-framework-that-nobody-has", ("1.2",), "extra")
     message = str(error.value)
     assert message.startswith("a-framework-that-nobody-has is not installed")
-    assert "pip install 'overlap_torch[extra]'" in message
+    assert "in the checkout `pip install '.[extra]'`" in message

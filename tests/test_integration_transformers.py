@@ -411,7 +411,7 @@ def test_other_versions_are_refused():
     with mock.patch.object(metadata, "version", lambda name: "5.3.1"):
         message = message_of_import(integration.register)
     assert "transformers 5.3.1 is installed" in message and "transformers 5.23.*" in message
-    assert "pip install 'overlap_torch[transformers]'" in message
+    assert "in the checkout `pip install '.[transformers]'`" in message
 
 
 def message_of_import(call) -> str:

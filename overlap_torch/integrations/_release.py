@@ -13,7 +13,7 @@ def require(distribution: str, releases: Sequence[str], extra: str) -> None:
         ImportError: with what is installed, what is known and what to install.
     """
     known = " or ".join(f"{distribution} {release}.*" for release in releases)
-    remedy = f"pip install 'overlap_torch[{extra}]'"
+    remedy = f"in the checkout `pip install '.[{extra}]'`"
     try:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
