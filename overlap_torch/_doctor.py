@@ -133,7 +133,7 @@ def parse_build_info(text: str) -> dict[str, str]:
 def fast_paths(found: Findings) -> list[FastPath]:
     """Each path of the ops with its state; pure, so that any machine can be asked about."""
     gloo = "tiles computed in plan order, chunks sent meanwhile through the process group"
-    eager = "without gradients and modes, straight into the op"
+    eager = "where no mode, compiler or transform sees it, straight into the op"
     if not found.eager:
         eager = (
             "_eager is not built for this Python, calls go through torch.ops: build again with it"

@@ -29,8 +29,8 @@ from overlap_torch._plan import (
     validate,
 )
 
-# Of the fields (csrc/plan/plan_fields.h); they change when those do. A plan's program has a version of its own, and is left
-# out where there is none.
+# Of the fields (csrc/plan/plan_fields.h), as releases have them: a release whose fields are others has another version. A
+# plan's program has a version of its own, and is left out where there is none.
 _VERSION = 1
 _PROGRAM_VERSION = 1
 

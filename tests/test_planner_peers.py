@@ -174,6 +174,14 @@ def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: i
         assert (plan.resources.lanes, plan.resources.window) == (1, False)
 
 
+@pytest.mark.parametrize("op", list(Op.__members__.values()), ids=str)
+@pytest.mark.parametrize("machine", [fast(), fast(peer_gbps=0.0), slow()], ids=str)
+def test_planner_leaves_float64_on_gpus_to_the_composition(op, machine: Machine) -> None:
+    problem = big(m=0 if op == Op.GEMM_ALLTOALL else 8192, op=op, dtype=DType.FLOAT64)
+    assert [one.schedule for one in plans.candidates(problem, machine)] == [Schedule.SEQUENTIAL]
+    assert plans.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
+
+
 @pytest.mark.parametrize(
     ("changes", "machine", "ctas"),
     [
@@ -181,7 +189,6 @@ def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: i
         ({}, fast(peer_gbps=99.0), 24),
         ({}, slow(), 4),
         ({}, slow(peer_gbps=50.0), 4),
-        ({"dtype": DType.FLOAT64}, fast(), 24),
         ({"n": 8190}, fast(), 24),
         ({"n": 4095, "dtype": DType.FLOAT32}, fast(), 24),
         ({"world_size": 4}, fast(peer_gbps=0.0), 16),

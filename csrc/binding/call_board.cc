@@ -21,6 +21,7 @@
 
 #include "binding/environment.h"
 #include "cpu/torch_version.h"
+#include "plan/seconds.h"
 
 namespace overlap::binding {
 namespace {
@@ -156,10 +157,9 @@ void CallBoard::meet() {
         pause = std::min(2 * pause, kLastPoll);
         continue;
       }
-      throw std::runtime_error(failure("rank " + std::to_string(peer) +
-                                       " has not made its first call on CPU within " +
-                                       std::to_string(options_.timeout.count() / 1000.0) +
-                                       " s. It died, hangs, or calls something else."));
+      throw std::runtime_error(failure(
+          "rank " + std::to_string(peer) + " has not made its first call on CPU within " +
+          plan::in_seconds(options_.timeout) + ". It died, hangs, or calls something else."));
     }
     return text_of(options_.store->get(what));
   };

@@ -1,5 +1,5 @@
-// The environment variables that a run reads, parsed here and nowhere else. (Those of a build:
-// tools/toolchain.py. All of them: `python -m overlap_torch doctor`.)
+// The environment variables that C++ reads, parsed here and nowhere else. (Those of a build:
+// tools/toolchain.py. All of them, Python's too: `python -m overlap_torch doctor`.)
 #pragma once
 
 #include <chrono>

@@ -339,7 +339,7 @@ void add_direct(Candidates& plans, const Problem& problem, const Machine& machin
   const int64_t row_bytes = (gathers ? problem.k : problem.n) * moved_bytes(problem);
   if (machine.peer_gbps < machine.profile->peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
       row_bytes % kDirectAccess != 0 || peer_bytes(problem) > kMaxDirectBytes ||
-      too_small_for_peers(problem, machine) || problem.dtype == DType::kFloat64) {
+      too_small_for_peers(problem, machine)) {
     return;
   }
   const auto add = [&](Kernel kernel) {
@@ -399,8 +399,7 @@ void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Mach
   if (problem.op != Op::kAllGatherGemm || machine.peer_gbps <= 0.0 ||
       problem.world_size > kMaxPeerRanks || problem.m % problem.world_size != 0 ||
       problem.k * element_bytes(problem.dtype) % kDirectAccess != 0 ||
-      problem.dtype == DType::kFloat64 || too_small_for_peers(problem, machine) ||
-      !library_takes_parts(problem)) {
+      too_small_for_peers(problem, machine) || !library_takes_parts(problem)) {
     return;
   }
   const size_t first = plans.plans.size();
@@ -457,9 +456,9 @@ void add_all_to_all(Candidates& plans, const Problem& problem, const Machine& ma
                                          : slow_link(machine) ? sizes.slow_link_ctas
                                                               : fast);
   if (2 * ctas > machine.sm_count) return;
-  const bool peers =
-      machine.peer_gbps >= machine.profile->peer.fast_gbps && problem.world_size <= kMaxPeerRanks &&
-      problem.n * moved_bytes(problem) % kDirectAccess == 0 && problem.dtype != DType::kFloat64;
+  const bool peers = machine.peer_gbps >= machine.profile->peer.fast_gbps &&
+                     problem.world_size <= kMaxPeerRanks &&
+                     problem.n * moved_bytes(problem) % kDirectAccess == 0;
   // Over peers, between more than two ranks, long messages travel by NCCL.
   const bool pair = peers && problem.world_size == 2;
   // In one launch wide tiles were faster than those of 128 x 128, but for few rows.
@@ -511,7 +510,9 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
       machine.sm_count <= 0 || machine.sm_gflops <= 0.0 || machine.link_gbps <= 0.0;
   // On CPU scaled operands have one GEMM and one collective: see check_schedule.
   const bool scaled_on_cpu = machine.arch == 0 && problem.recipe != Recipe::kNone;
-  if (nothing_to_overlap || unmeasured || scaled_on_cpu) return plans;
+  // On GPUs float64 runs the composition: see takes_composition.
+  const bool float64_on_gpu = machine.arch != 0 && problem.dtype == DType::kFloat64;
+  if (nothing_to_overlap || unmeasured || scaled_on_cpu || float64_on_gpu) return plans;
   if (all_to_all) {
     add_all_to_all(plans, problem, machine);
     return plans;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 
+#include "plan/seconds.h"
 #include "runtime/error.h"
 #include "runtime/let_captures_be.h"
 #include "runtime/scratch.h"
@@ -193,7 +194,7 @@ void Group::poll(const std::function<bool()>& ready, std::chrono::milliseconds p
     if (Clock::now() >= deadline) {
       throw Error("overlap_torch: group '" + options_.name + "', rank " +
                   std::to_string(options_.rank) + ": " + what + " within " +
-                  std::to_string(patience.count() / 1000.0) + " s. " + why);
+                  plan::in_seconds(patience) + ". " + why);
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, last_pause);

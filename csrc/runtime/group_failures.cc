@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "plan/seconds.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
 
@@ -103,7 +104,7 @@ std::optional<std::string> Group::wait_failure() {
   if (failure != 0) {
     const kernels::WaitFailure wait = kernels::unpack(failure);
     const std::string deadline =
-        " passed its deadline of " + std::to_string(options_.timeout.count() / 1000.0) + " s: ";
+        " passed its deadline of " + plan::in_seconds(options_.timeout) + ": ";
     const std::string counts =
         "expected " + std::to_string(wait.expected) + ", saw " + std::to_string(wait.seen) + ".";
     if (wait.peer == kCallersKernel) {
@@ -240,8 +241,7 @@ std::optional<std::string> Group::late_call() {
   }
   history_->publish();
   return "call " + std::to_string(call) + " did not finish within " +
-         std::to_string(options_.timeout.count() / 1000.0) + " s; its chunk " +
-         std::to_string(chunk) +
+         plan::in_seconds(options_.timeout) + "; its chunk " + std::to_string(chunk) +
          " was the last to be computed here, and waits for peers to communicate it. Calls made by "
          "the peers, as far as they are known: " +
          history_->describe_peers() + "; by this rank: " + std::to_string(history_->calls()) +
