@@ -83,11 +83,12 @@ def saved(family: str, folder: str):
     return model.to(rank_device())
 
 
-def loaded(folder: str, plan="auto"):
+def loaded(folder: str, plan="auto", fsdp_size: int = 1):
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    fsdp = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
+    config = DistributedConfig(tp_size=dist.get_world_size() // fsdp_size, tp_plan=plan, **fsdp)
     # As torchrun says it, and on CPU also where there are GPUs.
     with (
         mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}),
@@ -176,6 +177,34 @@ def check_models(family: str, folder: str) -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_models_train_as_with_transformers_own_styles(ranks, family, tmp_path):
     ranks.expect_no_failures(check_models, family, str(tmp_path), timeout_s=300)
+
+
+def check_beside_fsdp(folder: str) -> tuple[int, list[str]]:
+    """Two ranks that share a model's features, and FSDP over two such pairs, which have other tokens."""
+    failures = Failures()
+    whole = saved("llama", folder)
+    pair = dist.get_rank() // 2
+    tokens = [some_tokens(2, TOKENS), (some_tokens(2, TOKENS) + 11) % 60]
+    of_pairs = []
+    for each in tokens:
+        whole.zero_grad()
+        whole(each, labels=each, use_cache=False).loss.backward()
+        of_pairs.append({name: part.grad.clone() for name, part in whole.named_parameters()})
+    right = {name: (of_pairs[0][name] + of_pairs[1][name]) / 2 for name in of_pairs[0]}
+    with integration.register():
+        for kind, plan in (("auto", "auto"), ("sequence", integration.sequence_plan(whole))):
+            model = loaded(folder, plan, fsdp_size=2)
+            model.train()
+            own = tokens[pair]
+            model(own, labels=own, use_cache=False).loss.backward()
+            found = {name: full(part.grad) for name, part in model.named_parameters()}
+            expect_same(failures, found, right, kind)
+    return failures.result()
+
+
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_models_train_beside_fsdp(ranks, tmp_path):
+    ranks.expect_no_failures(check_beside_fsdp, str(tmp_path), timeout_s=300)
 
 
 # As AUTO_CALLS, by direction; and the collectives without a GEMM: of the embedding's output, and of the whole logits.
