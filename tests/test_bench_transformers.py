@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench_runs import bench
 from operands import rank_device
@@ -30,7 +29,7 @@ def rows_of(folder: str) -> tuple[list[list[str]], str]:
     job = module.Job(SIZES, 8, 2, module.WORK, 1)
     device = rank_device()
     with (
-        mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}),
+        mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank_device().index or 0)}),
         mock.patch.object(torch._C, "_get_accelerator", rank_device),
     ):
         models = module.load_all(job, folder, device)

@@ -91,7 +91,7 @@ def loaded(folder: str, plan="auto", fsdp_size: int = 1):
     config = DistributedConfig(tp_size=dist.get_world_size() // fsdp_size, tp_plan=plan, **fsdp)
     # As torchrun says it, and on CPU also where there are GPUs.
     with (
-        mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}),
+        mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank_device().index or 0)}),
         mock.patch.object(torch._C, "_get_accelerator", rank_device),
     ):
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
