@@ -102,6 +102,20 @@ def loaded_with_styles(folder: str, plan="auto"):
         return loaded(folder, plan)
 
 
+def kinds_of_hidden_states(model, tokens: torch.Tensor) -> set[type]:
+    """What the norms within the layers see, where gradients are recorded."""
+    kinds = set()
+    handles = [
+        norm.register_forward_pre_hook(lambda _, args: kinds.add(type(args[0])))
+        for layer in model.model.layers
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    ]
+    model(tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return kinds
+
+
 def some_tokens(*shape: int) -> torch.Tensor:
     count = torch.Size(shape).numel()
     return (torch.arange(count, device=rank_device()) * 7 % 60).view(shape)
@@ -163,6 +177,9 @@ def check_models(family: str, folder: str) -> tuple[int, list[str]]:
         expect_same(failures, found, theirs, kind, "and transformers' own")
         counted = dict(counter.calls)
         failures.expect(None if counted == calls else f"{counted}, not {calls}", kind, "calls")
+    for count, kind in ((TOKENS, torch.Tensor), (TOKENS - 1, DTensor)):
+        kinds = kinds_of_hidden_states(models["sequence"], some_tokens(2, count))
+        failures.expect(None if kinds == {kind} else str(kinds), "hidden states of", count)
     models["sequence"] = loaded_with_styles(folder, sequence)
     models["sequence"].gradient_checkpointing_enable()
     expect_same(failures, trained(models["sequence"], tokens), right, "checkpointed")

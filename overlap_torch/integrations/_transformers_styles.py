@@ -32,6 +32,7 @@ from overlap_torch.parallel import (
 
 REGISTRY = ALL_PARALLEL_STYLES
 TOKENS = Shard(1)  # of [batch, tokens, features]
+_GATHERS = "_overlap_gathers_tokens"  # an attribute of blocks
 
 
 class OverlapColwise(ColwiseParallel):
@@ -76,7 +77,7 @@ class Sequence(TensorParallelLayer):
 
     Within the layer they are plain tensors, this rank's part, as each of a DTensor's operators takes the host as long as
     several of a tensor's. They are DTensors where parts differ in size, under a compiler, to which they cost nothing, and
-    where a parameter is none: its gradient would be that of this rank's tokens, without an error.
+    where a norm's parameter is none: its gradient would be that of this rank's tokens, without an error.
     """
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
@@ -97,7 +98,8 @@ def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
             mesh = self._overlap_hidden_states.mesh
             hidden = args[0] if args else kwargs["hidden_states"]
             even = hidden.shape[TOKENS.dim] % mesh.size() == 0
-            if not even or torch.compiler.is_compiling() or _has_plain_parameters(self):
+            plain = torch.is_grad_enabled() and _has_plain_parameters(self)
+            if not even or plain or torch.compiler.is_compiling():
                 args = _with_hidden_states(_cut(hidden, mesh), args, kwargs)
                 return super().forward(*args, **kwargs)
             args = _with_hidden_states(_own_tokens(hidden, mesh), args, kwargs)
@@ -140,10 +142,13 @@ def _is_cut(tensor: torch.Tensor) -> bool:
 
 
 def _has_plain_parameters(module: torch.nn.Module) -> bool:
-    """Whether gradients are computed of parameters that are no DTensors."""
-    return torch.is_grad_enabled() and any(
-        parameter.requires_grad and not isinstance(parameter, DTensor)
-        for parameter in module.parameters()
+    """Whether something in it that sees the cut tokens, so in no block, has a parameter with a gradient that is no DTensor."""
+    return any(
+        parameter is not None and parameter.requires_grad and not isinstance(parameter, DTensor)
+        for parameter in module._parameters.values()
+    ) or any(
+        child is not None and _GATHERS not in child.__dict__ and _has_plain_parameters(child)
+        for child in module._modules.values()
     )
 
 
@@ -197,6 +202,7 @@ class SequenceInput(TensorParallelLayer):
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Hooks that gather before the block's forward; the block gets a whole tensor."""
+        setattr(module, _GATHERS, True)
         return _GatheredHiddenStates()._apply(module, mesh)
 
 
