@@ -110,7 +110,8 @@ help:
 $(PY):
 	@missing=; \
 	command -v $(firstword $(CXX)) >/dev/null || missing+=" build-essential"; \
-	command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt-get install python3 python3-venv python3-dev$$missing"; exit 1; }; \
+	$(PYTHON) -c '' 2>/dev/null \
+	    || { echo "$(PYTHON) is missing, or does not start (make PYTHON=...): apt-get install python3 python3-venv python3-dev$$missing"; exit 1; }; \
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "$(PYTHON) is $$($(PYTHON) -V): 3.10 or newer is needed (make PYTHON=...)"; exit 1; }; \
 	name=$$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
