@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import overlap_torch
 import scaled
-from checks import Failures
+from checks import Failures, message_of
 from modes import SeesDispatches, SeesFunctions
 from operands import Case, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
@@ -257,6 +257,29 @@ def changed_counts() -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_eager_keeps_counts(ranks):
     ranks.expect_no_failures(changed_counts)
+
+
+def messages_of_wrong_biases() -> tuple[int, list[str]]:
+    """For two weights: the same message whether a gradient would be recorded or not, and whichever way in."""
+    failures = Failures()
+    device, group = rank_device(), world_name()
+    weights = [torch.ones(size, 4, device=device) for size in (3, 5)]
+    bias = torch.ones(3, device=device)
+    for biases in ([None], [bias], [bias, None, None]):
+        for needs_grad in (False, True):
+            input = torch.ones(2, 4, device=device, requires_grad=needs_grad)
+            for call in (overlap_torch.allgather_gemm, OPS["allgather_gemm.weights"].operator):
+                message = message_of(call, input, weights, biases, group=group)
+                right = (
+                    f"biases must be empty or 2, one for each weight, but there are {len(biases)}"
+                )
+                failures.expect(None if right in message else message, len(biases), needs_grad)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_eager_wrong_number_of_biases_is_an_error(ranks):
+    ranks.expect_no_failures(messages_of_wrong_biases)
 
 
 def wrong_values() -> dict[str, list[Any]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures, message_of
@@ -318,6 +319,58 @@ def check_norms_without_style(folder: str) -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_a_norm_without_a_style_is_refused(ranks, tmp_path):
     ranks.expect_no_failures(check_norms_without_style, str(tmp_path), timeout_s=120)
+
+
+def checkpointed(name: str):
+    """A change of a model: a part of each layer is computed again in backward, by itself and by a reentrant checkpoint."""
+
+    def change(model) -> None:
+        for layer in model.model.layers:
+            part = layer.get_submodule(name)
+            forward = part.forward
+            part.forward = lambda hidden, f=forward: checkpoint(f, hidden, use_reentrant=True)
+
+    return change
+
+
+def shared(name: str):
+    """A change of a model: its layers have one part in common."""
+
+    def change(model) -> None:
+        first, *others = model.model.layers
+        for layer in others:
+            setattr(layer, name, getattr(first, name))
+
+    return change
+
+
+def check_changed_models(folder: str) -> tuple[int, list[str]]:
+    """What is done to layers whose tokens are cut: the whole model's gradients, or an error."""
+    failures = Failures()
+    tokens = some_tokens(2, TOKENS)
+    changes = {
+        "checkpointed norm": checkpointed("post_attention_layernorm"),
+        "checkpointed MLP": checkpointed("mlp"),
+        "shared norm": shared("input_layernorm"),
+        "shared MLP": shared("mlp"),
+    }
+    for name, change in changes.items():
+        whole = saved("llama", folder)
+        model = loaded_with_styles(folder, integration.sequence_plan(whole))
+        for each in (whole, model):
+            change(each)
+        expect_same(failures, trained(model, tokens), trained(whole, tokens), name)
+    whole = saved("llama", folder)
+    plan = integration.sequence_plan(whole)
+    plan |= {name: "sequence_parallel" for name in plan if "layernorm" in name}
+    model = loaded_with_styles(folder, plan)
+    expect_same(failures, trained(model, tokens), trained(whole, tokens), "transformers' norms")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_layers_with_cut_tokens_may_be_changed(ranks, tmp_path):
+    ranks.expect_no_failures(check_changed_models, str(tmp_path), timeout_s=200)
 
 
 def expanded(model, plan: dict[str, str]) -> dict[str, str]:

@@ -278,13 +278,19 @@ def _run_kernel(
     return outputs, gathered
 
 
+def _one_for_each(weights: Sequence[torch.Tensor], biases: Biases) -> Sequence[torch.Tensor | None]:
+    """A bias or None for each weight; the Function's arguments are counted by them."""
+    fakes.check_number_of_biases("allgather_gemm", weights, biases)
+    return list(biases) or [None] * len(weights)
+
+
 # Lists of biases may hold None, whose place torch.library.register_autograd would lose.
 def _autograd_weights(
     keyset, input, weights, biases, *, group: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     redispatch = partial(_op_weights.redispatch, group=group)
     run = partial(below_autograd, redispatch, keyset)
-    biases = list(biases) or [None] * len(weights)
+    biases = _one_for_each(weights, biases)
     return _run_kernel(_Call(group, run, biases), input, weights, biases)
 
 
@@ -307,7 +313,7 @@ def _record_weights(
     def run(input, weights, biases):
         return eager.allgather_gemm_weights(input, weights, biases, group)
 
-    biases = list(biases) or [None] * len(weights)
+    biases = _one_for_each(weights, biases)
     given = [bias for bias in biases if bias is not None]
     *outputs, gathered = _AllGatherGemm.apply(_Call(group, run, biases), input, *weights, *given)
     return outputs, gathered

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,7 +30,10 @@ from overlap_torch.parallel import (
 
 REGISTRY = ALL_PARALLEL_STYLES
 TOKENS = Shard(1)  # of [batch, tokens, features]
-_GATHERS = "_overlap_gathers_tokens"  # an attribute of blocks
+# Attributes of modules: in a layer with cut tokens; a norm of theirs; a block, which gathers them; in a block.
+_IN_LAYER, _SUMS, _GATHERS, _BLOCK = (
+    f"_overlap_{name}" for name in ("in_layer", "sums", "gathers", "block")
+)
 
 
 class OverlapColwise(ColwiseParallel):
@@ -57,17 +58,17 @@ class OverlapRowwise(RowwiseParallel):
 
         def local_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             output = forward(*args, **kwargs)
-            return to_local(output) if _are_local_in(module) and _is_cut(output) else output
+            return to_local(output) if _is_local_in(module) and _is_cut(output) else output
 
         module.forward = local_forward
         return module
 
 
 class _RowwiseLinear(OverlapRowwiseLinear):
-    """Within a layer whose hidden states are plain tensors its output is one, too."""
+    """In a block that was given plain hidden states its output is a plain tensor, too."""
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
-        if placement == self.output_layout and _are_local_in(self):
+        if placement == self.output_layout and _is_local_in(self):
             return local
         return super()._output(local, placement, size)
 
@@ -76,15 +77,21 @@ class Sequence(TensorParallelLayer):
     """A layer whose hidden states are cut over the ranks: DTensors. Whole ones, of the first layer, are cut as they enter.
 
     Within the layer they are plain tensors, this rank's part, as each of a DTensor's operators takes the host as long as
-    several of a tensor's. They are DTensors where parts differ in size, under a compiler, to which they cost nothing, and
-    where a norm's parameter is none: its gradient would be that of this rank's tokens, without an error.
+    several of a tensor's. They are DTensors where parts differ in size, under a compiler, to which they cost nothing, where a
+    norm has no style, as its gradient would be that of this rank's tokens without an error, and where hidden states
+    are dropped, as DTensors draw other numbers for each rank's.
+
+    So a plain tensor that a norm of the layer sees is this rank's part, whoever calls the norm.
     """
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Gives the module a class of its own."""
-        hidden_states = _HiddenStates(mesh)
+        state = _State()
         for each in module.modules():
-            each._overlap_hidden_states = hidden_states
+            setattr(each, _IN_LAYER, state)
+        module._overlap_mesh = mesh
+        # What somebody has set in place of the class's.
+        module._overlap_forward = module.__dict__.pop("forward", None)
         module.__class__ = _with_cut_tokens(type(module))
         return module
 
@@ -95,16 +102,14 @@ def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     class WithCutTokens(kind):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            mesh = self._overlap_hidden_states.mesh
+            mesh, forward = self._overlap_mesh, self._overlap_forward or super().forward
             hidden = args[0] if args else kwargs["hidden_states"]
-            even = hidden.shape[TOKENS.dim] % mesh.size() == 0
-            plain = torch.is_grad_enabled() and _has_plain_parameters(self)
-            if not even or plain or torch.compiler.is_compiling():
-                args = _with_hidden_states(_cut(hidden, mesh), args, kwargs)
-                return super().forward(*args, **kwargs)
+            state = self.__dict__[_IN_LAYER]
+            state.is_local = _may_be_local(self, hidden, mesh)
+            if not state.is_local:
+                return forward(*_with_hidden_states(_cut(hidden, mesh), args, kwargs), **kwargs)
             args = _with_hidden_states(_own_tokens(hidden, mesh), args, kwargs)
-            with self._overlap_hidden_states.as_local():
-                output = super().forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
             if isinstance(output, tuple):
                 return (from_local(output[0], mesh, (TOKENS,)), *output[1:])
             return from_local(output, mesh, (TOKENS,))
@@ -114,42 +119,63 @@ def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return WithCutTokens
 
 
-class _HiddenStates:
-    """Of a layer, known to all modules in it."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.are_local = False
-
-    @contextlib.contextmanager
-    def as_local(self) -> Iterator[None]:
-        """While the layer's forward runs."""
-        before, self.are_local = self.are_local, True
-        try:
-            yield
-        finally:
-            self.are_local = before
+def _may_be_local(layer: torch.nn.Module, hidden: torch.Tensor, mesh: DeviceMesh) -> bool:
+    if hidden.shape[TOKENS.dim] % mesh.size() != 0 or torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled() and _has_parameters_without_style(layer):
+        return False
+    return not (layer.training and _drops_hidden_states(layer))
 
 
-def _are_local_in(module: torch.nn.Module) -> bool:
-    """Whether hidden states are plain tensors, this rank's tokens: in a layer with the style `Sequence`."""
-    hidden_states = getattr(module, "_overlap_hidden_states", None)
-    return hidden_states is not None and hidden_states.are_local
+def _has_parameters_without_style(module: torch.nn.Module) -> bool:
+    """Whether gradients are computed for something that sees the cut tokens, so in no block, and is no norm with the style.
+
+    The parameters themselves do not say: FSDP makes DTensors of those without a style, too, and plain tensors of them when they are used.
+    """
+    if _GATHERS in module.__dict__ or _SUMS in module.__dict__:
+        return False
+    return any(
+        parameter is not None and parameter.requires_grad
+        for parameter in module._parameters.values()
+    ) or any(
+        child is not None and _has_parameters_without_style(child)
+        for child in module._modules.values()
+    )
+
+
+def _drops_hidden_states(layer: torch.nn.Module) -> bool:
+    """Whether any module of the layer has a dropout, but that of attention's weights. Looked up once for a layer."""
+    found = layer.__dict__.get("_overlap_drops")
+    if found is None:
+        found = any(
+            (isinstance(each, torch.nn.Dropout) and each.p > 0)
+            or any(
+                "drop" in name and "att" not in name and type(value) is float and value > 0
+                for name, value in each.__dict__.items()
+            )
+            for each in layer.modules()
+        )
+        layer._overlap_drops = found
+    return found
+
+
+def _is_local_in(module: torch.nn.Module) -> bool:
+    """Whether the block that the module lies in was last given plain hidden states, of a layer with the style `Sequence`."""
+    block = module.__dict__.get(_BLOCK)
+    return block is not None and block.is_local
+
+
+class _State:
+    """Of a layer or a block, known to all modules in it: whether hidden states were plain tensors when it was last called.
+
+    Not only while it runs: backward may compute a part of it again. Of a block it is said by each call, as layers may share it.
+    """
+
+    is_local = False
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.placements == (TOKENS,)
-
-
-def _has_plain_parameters(module: torch.nn.Module) -> bool:
-    """Whether something in it that sees the cut tokens, so in no block, has a parameter with a gradient that is no DTensor."""
-    return any(
-        parameter is not None and parameter.requires_grad and not isinstance(parameter, DTensor)
-        for parameter in module._parameters.values()
-    ) or any(
-        child is not None and _GATHERS not in child.__dict__ and _has_plain_parameters(child)
-        for child in module._modules.values()
-    )
 
 
 def _with_hidden_states(
@@ -176,12 +202,14 @@ class SequenceNorm(TensorParallelLayer):
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Replaces ``module.forward``; hidden states that are not cut stay whole."""
+        setattr(module, _SUMS, True)
         forward = module.forward
         group = mesh.get_group().group_name
 
         def norm(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             distributed = isinstance(hidden, DTensor)
-            sums = (distributed or _are_local_in(module)) and torch.is_grad_enabled()
+            cut = distributed or _IN_LAYER in module.__dict__
+            sums = cut and torch.is_grad_enabled()
             parameters = dict(module._parameters)
             for name, parameter in parameters.items():
                 if parameter is not None:
@@ -203,6 +231,9 @@ class SequenceInput(TensorParallelLayer):
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Hooks that gather before the block's forward; the block gets a whole tensor."""
         setattr(module, _GATHERS, True)
+        block = _State()
+        for each in module.modules():
+            setattr(each, _BLOCK, block)
         return _GatheredHiddenStates()._apply(module, mesh)
 
 
@@ -220,6 +251,11 @@ class _GatheredHiddenStates(OverlapPrepareModuleInput):
         others = (None,) * (len(args) - 1)
         self.input_layouts = (TOKENS, *others) if args else None
         self.desired_input_layouts = (Replicate(), *others) if args else None
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        layer = module.__dict__.get(_IN_LAYER)
+        module.__dict__[_BLOCK].is_local = (
+            layer is not None and layer.is_local and not isinstance(hidden, DTensor)
+        )
         return super()._prepare(module, args, kwargs, mesh)
 
 
