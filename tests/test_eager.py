@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -238,6 +239,34 @@ def recorded_calls(op: str) -> tuple[int, list[str]]:
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_eager_records_gradients(ranks, op):
     ranks.expect_no_failures(recorded_calls, op)
+
+
+def compiled_backward(op: str) -> tuple[int, list[str]]:
+    """Compiled autograd takes what calls have recorded: the gradients are those without it."""
+    from torch._dynamo import compiled_autograd
+
+    failures = Failures()
+    case = small_case(op).with_(bias=False)
+    arguments = arguments_of(op, case)
+
+    def gradients(context: Any) -> list[Any]:
+        given = map_tensors(lambda t: t.detach().clone().requires_grad_(), arguments)
+        outputs = tensors_of(FUNCTIONS[op].wrapper(*given, group=world_name()))
+        loss = sum((each * integers_like(each)).sum() for each in outputs)
+        with context:
+            loss.backward()
+        return [each.grad for each in tensors_of(given)]
+
+    torch._dynamo.reset()
+    enabled = compiled_autograd._enable(torch.compile(backend="eager"))
+    failures.expect_equal(gradients(enabled), gradients(contextlib.nullcontext()), op)
+    return failures.result()
+
+
+@pytest.mark.parametrize("op", list(OPS))
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_eager_backward_may_be_compiled(ranks, op):
+    ranks.expect_no_failures(compiled_backward, op)
 
 
 def changed_counts() -> tuple[int, list[str]]:

@@ -80,6 +80,9 @@ class _AllGatherGemm(SingleLevelFunction):
     depends on requires_grad and on which outputs were used, which all ranks share.
     """
 
+    # Compiled autograd asks for it; only torch.autograd.Function has one.
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
     @staticmethod
     def forward(
         ctx, call: _Call, input: torch.Tensor, *weights_and_biases: torch.Tensor

@@ -158,6 +158,9 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class _RecordedProduct(SingleLevelFunction):
     """An op of one output, between the autograd keys and those below."""
 
+    # Compiled autograd asks for it; only torch.autograd.Function has one.
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
     @staticmethod
     def forward(
         ctx,
