@@ -7,10 +7,14 @@ needs no communication and nothing of the code under test.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -227,6 +231,16 @@ def rank_device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def as_torchrun_places() -> Iterator[None]:
+    """What transformers asks for this rank's device: as torchrun says it, and the CPU under gloo also where there are GPUs."""
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank_device().index or 0)}),
+        mock.patch.object(torch._C, "_get_accelerator", rank_device),
+    ):
+        yield
 
 
 def world_name() -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 import torch
 
 from bench_runs import bench
-from operands import rank_device
+from operands import as_torchrun_places, rank_device
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None,
@@ -28,10 +26,7 @@ def rows_of(folder: str) -> tuple[list[list[str]], str]:
     module = bench("transformers_models")
     job = module.Job(SIZES, 8, 2, module.WORK, 1)
     device = rank_device()
-    with (
-        mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank_device().index or 0)}),
-        mock.patch.object(torch._C, "_get_accelerator", rank_device),
-    ):
+    with as_torchrun_places():
         models = module.load_all(job, folder, device)
     module.check(models, job, device)
     rows = list(module.lines(module.measured(models, job, device)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections import Counter
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import overlap_torch
 from checks import Failures, message_of
 from graphs import Graphs, expect_counts
-from operands import rank_device
+from operands import as_torchrun_places, rank_device
 from overlap_torch.integrations import transformers as integration
 
 pytestmark = pytest.mark.skipif(
@@ -90,11 +89,7 @@ def loaded(folder: str, plan="auto", fsdp_size: int = 1):
 
     fsdp = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
     config = DistributedConfig(tp_size=dist.get_world_size() // fsdp_size, tp_plan=plan, **fsdp)
-    # As torchrun says it, and on CPU also where there are GPUs.
-    with (
-        mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank_device().index or 0)}),
-        mock.patch.object(torch._C, "_get_accelerator", rank_device),
-    ):
+    with as_torchrun_places():
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
