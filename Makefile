@@ -19,17 +19,19 @@ LINTERS := ruff==0.15.22 clang-format==20.1.8
 GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
 NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null)
 NVCC := $(strip $(NVCC))
+# A machine without a GPU compiles no CUDA unless asked (OVERLAP_CUDA=1), and then the kernels of two operand types.
+ifeq ($(GPU),)
+export OVERLAP_CUDA ?= 0
+export OVERLAP_DTYPES ?= bf16,e4m3
+endif
 # CUTLASS's headers, only where something is compiled with them.
 CUTLASS = $(if $(NVCC),$(if $(filter 0,$(OVERLAP_CUDA))$(CUTLASS_PATH),,$(VENV)/.cutlass))
 # Tests wait for their ranks, for deadlines and compilers much of the time: several files at a time, with ranks of their own.
 PARALLEL = -n $(if $(GPU),4,2) --dist loadfile
-# A demo on a machine without a GPU leaves CUDA out, unless a build with CUDA is there already.
-DEMO_CUDA = $(if $(GPU)$(wildcard build/*-cuda/_C.so),,OVERLAP_CUDA=$(or $(OVERLAP_CUDA),0))
 
 .PHONY: demo test test-gpu test-install test-integrations integrations test-long test-races test-plans pin pictures docs sanitize bench doctor build plan lint format clean distclean help
 
-demo:  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
-	@$(MAKE) --no-print-directory build $(DEMO_CUDA)
+demo: build  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	$(PY) -m overlap_torch demo $(ARGS)
 
 test: build  ## all tests but the long ones; GPU tests are skipped where there are too few GPUs

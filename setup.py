@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from toolchain import (  # noqa: E402  (found through the path above)
     BUILD_INSTALL,
+    DTYPES,
     MIN_TORCH,
     BuildError,
     Cuda,
@@ -49,6 +50,20 @@ PLAN_NAME = f"_plan{sysconfig.get_config_var('EXT_SUFFIX')}"
 EAGER_NAME = f"_eager{sysconfig.get_config_var('EXT_SUFFIX')}"
 EXTENSIONS = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}  # and their files
 PROFILE = "overlap_torch/profiles/h200.json"
+PLANNER_FOLDER = "build/plan"  # the objects that know neither torch nor CUDA, for every build
+# One row for each Hopper GEMM: kernel, data types of the operand, with the stores to peers or without.
+SM90_SOURCE = "csrc/kernels/gemm/gemm_instance_sm90.cu"
+SM90_CHOICE = "csrc/kernels/gemm/gemm.cu"  # picks an instance, and knows the build's types
+SM90_INSTANCES = [
+    (kernel, dtype, peers)
+    for kernel, dtypes, forms in (
+        ("kSm90Pingpong", DTYPES, (False, True)),
+        ("kSm90PingpongWide", DTYPES, (False, True)),
+        ("kSm90Cooperative", ("bf16", "fp16"), (False,)),
+    )
+    for dtype in dtypes
+    for peers in forms
+]
 CXX_FLAGS = "-std=c++20 -O2 -DNDEBUG -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc".split()
 NVCC_FLAGS = [
     *"-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc".split(),
@@ -90,11 +105,12 @@ def build_info(cuda: Cuda | None) -> str:
     """What torch.ops.overlap.build_info() returns."""
     if cuda is None:
         return "cuda=none"
-    return f"cuda={cuda.version};archs={','.join(cuda.archs)};nccl={cuda.nccl_version}"
+    lists = f"archs={','.join(cuda.archs)};dtypes={','.join(cuda.dtypes)}"
+    return f"cuda={cuda.version};{lists};nccl={cuda.nccl_version}"
 
 
-def planner_edges(folder: str) -> list[Edge]:
-    """Plans, their steps and the planner, shared by `_plan` and `_C`."""
+def planner_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
+    """Plans, their steps and the planner, compiled once for `_plan` and every `_C`."""
     files = [file for part in ("plan", "steps", "planner") for file in sources(f"{part}/*.cc")]
     # The profile that is shipped is compiled in: the planner reads no files.
     text = f"{folder}/plan/shipped_profile.cc"
@@ -117,7 +133,7 @@ def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) 
     return compile_edges("cxx", files, abi, [*CXX_FLAGS, *isystem([*includes, headers])])
 
 
-def plan_edges(folder: str) -> list[Edge]:
+def plan_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     """`_plan`: the planner's pybind11 module."""
     files = [f"csrc/binding/{name}_module.cc" for name in ("plan", "steps", "proof")]
     module = module_edges(folder, files, [pybind11_include()])
@@ -146,8 +162,27 @@ def kernel_edges(folder: str, cuda: Cuda) -> list[Edge]:
     flags = [*NVCC_FLAGS, *cuda.defines, *isystem([cuda.cutlass_include])]
     edges: list[Edge] = []
     for file in sources("kernels/*/*.cu"):
-        if targets := gencode(file, cuda.archs):
-            edges += compile_edges("nvcc", [file], folder, [*flags, *targets])
+        if not (targets := gencode(file, cuda.archs)):
+            continue
+        if file == SM90_SOURCE:
+            edges += sm90_edges(folder, cuda, [*flags, *targets])
+            continue
+        chooses = [f"-DOVERLAP_WITH_SM90_{dtype.upper()}" for dtype in cuda.dtypes]
+        own = chooses if file == SM90_CHOICE else []
+        edges += compile_edges("nvcc", [file], folder, [*flags, *own, *targets])
+    return edges
+
+
+def sm90_edges(folder: str, cuda: Cuda, flags: list[str]) -> list[Edge]:
+    """The Hopper GEMMs of this build's data types: one source, compiled for each row of the table."""
+    edges = []
+    for kernel, dtype, peers in SM90_INSTANCES:
+        if dtype in cuda.dtypes:
+            row = {"KERNEL": kernel, "DTYPE": DTYPES[dtype], "PEERS": str(peers).lower()}
+            name = f"{kernel}_{dtype}{'_peers' if peers else ''}"
+            output = f"{folder}/kernels/gemm/{name}_sm90.o"
+            defines = [f"-DOVERLAP_INSTANCE_{key}={value}" for key, value in row.items()]
+            edges.append(Edge("nvcc", output, [SM90_SOURCE], [*flags, *defines]))
     return edges
 
 
@@ -179,7 +214,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         *link_with_torch(torch, libraries),
         *library_files,
     ]
-    inputs = objects(edges + planner_edges(folder))
+    inputs = objects(edges + planner_edges())
     return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
 
 
@@ -190,12 +225,11 @@ def kernel_check_edges(folder: str, cuda: Cuda) -> list[Edge]:
     flags = [*NVCC_FLAGS, *cuda.defines, *includes, *gencode(file, cuda.archs)]
     edges = [
         *kernel_edges(folder, cuda),
-        *planner_edges(folder),
         *compile_edges("nvcc", [file], folder, flags),
     ]
     home = Path(cuda.cudart).parent
     link_flags = [str(cuda.cudart), f"-Wl,-rpath,{home}", "-pthread", "-ldl"]
-    return [*edges, Edge("program", f"{folder}/kernel_check", objects(edges), link_flags)]
+    return [*edges, Edge("program", f"{folder}/kernel_check", objects(edges + planner_edges()), link_flags)]
 
 
 def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
@@ -313,18 +347,14 @@ class build_ext(setuptools_build_ext):
             reason = str(error)
             announce_no_cuda(reason)
         folder = f"build/torch-{torch.__version__}-{'cuda' if cuda else 'cpu'}"
-        edges = [
-            *planner_edges(folder),
-            *plan_edges(folder),
-            *eager_edges(folder, torch),
-            *op_edges(folder, torch, cuda),
-        ]
-        run_ninja(folder, edges, cuda)
+        run_ninja(PLANNER_FOLDER, planner_edges() + plan_edges())
+        run_ninja(folder, eager_edges(folder, torch) + op_edges(folder, torch, cuda), cuda)
         built = ROOT / folder
         (built / "_build.json").write_text(build_record(torch, cuda, reason))
         in_checkout = self.inplace or self.editable_mode
         package = (ROOT if in_checkout else Path(self.build_lib)) / "overlap_torch"
-        for name in (*EXTENSIONS.values(), "_build.json"):
+        place(ROOT / PLANNER_FOLDER / PLAN_NAME, package / PLAN_NAME)
+        for name in (EXTENSIONS["_C"], EAGER_NAME, "_build.json"):
             place(built / name, package / name)
 
 
@@ -338,9 +368,8 @@ def requirement() -> str:
 
 def build_plan() -> None:
     """Builds only `_plan`, into the checkout."""
-    folder = "build/plan"
-    run_ninja(folder, planner_edges(folder) + plan_edges(folder))
-    place(ROOT / folder / PLAN_NAME, ROOT / "overlap_torch" / PLAN_NAME)
+    run_ninja(PLANNER_FOLDER, planner_edges() + plan_edges())
+    place(ROOT / PLANNER_FOLDER / PLAN_NAME, ROOT / "overlap_torch" / PLAN_NAME)
 
 
 def build_kernel_check() -> Path:
@@ -348,6 +377,7 @@ def build_kernel_check() -> Path:
     torch = import_torch()
     cuda = find_cuda(torch)
     folder = f"build/torch-{torch.__version__}-cuda"
+    run_ninja(PLANNER_FOLDER, planner_edges())
     run_ninja(folder, kernel_check_edges(folder, cuda), cuda)
     return ROOT / folder / "kernel_check"
 

@@ -83,6 +83,12 @@ ENVIRONMENT = (
     ),
     Variable("OVERLAP_CUDA", "0, 1", "if possible", "build: without CUDA; or fail if it cannot be"),
     Variable("OVERLAP_ARCHS", "sm_80,sm_90a", "the GPUs', else all", "build: what to compile for"),
+    Variable(
+        "OVERLAP_DTYPES",
+        "bf16,fp16,e4m3,e5m2",
+        "all",
+        "build: the operand types that Hopper's GEMMs are compiled for",
+    ),
     Variable("CUTLASS_PATH", "folder", "nvidia-cutlass", "build: a CUTLASS 4.x checkout"),
     Variable("CUDA_HOME", "folder", "nvcc on PATH", "build: the CUDA toolkit"),
     Variable("CXX", "command", "g++", "build: the C++ compiler"),
@@ -106,6 +112,7 @@ class Findings:
 
     cuda: str | None = None  # the build's CUDA; None: built without
     archs: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()  # of Hopper's GEMMs
     why_no_cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
     why_no_gpu: str = ""
@@ -148,19 +155,20 @@ def fast_paths(found: Findings) -> list[FastPath]:
         no_kernels = f"built without CUDA: {found.why_no_cuda or 'no record of the reason'}"
     elif not found.gpus:
         no_kernels = found.why_no_gpu
+    hopper, ampere = found.dtypes, ("bf16", "fp16")
     kernels = (
-        ("Hopper GEMM (sm_90a)", "sm_90a", "9.0", lambda capability: capability == (9, 0)),
-        ("Ampere GEMM (sm_80)", "sm_80", "8.0 or newer", lambda capability: capability >= (8, 0)),
+        ("Hopper GEMM (sm_90a)", "sm_90a", hopper, "9.0", lambda gpu: gpu == (9, 0)),
+        ("Ampere GEMM (sm_80)", "sm_80", ampere, "8.0 or newer", lambda gpu: gpu >= (8, 0)),
     )
     usable = False
-    for name, arch, needed, fits in kernels:
+    for name, arch, dtypes, needed, fits in kernels:
         reason = no_kernels
         if not reason and arch not in found.archs:
             reason = f"not in this build; OVERLAP_ARCHS={arch} compiles it"
         if not reason and not any(fits(gpu.capability) for gpu in found.gpus):
             reason = f"no GPU of compute capability {needed}"
         usable |= not reason
-        detail = reason or "bf16 and fp16, aligned to 16 bytes; cuBLAS takes the rest"
+        detail = reason or f"{', '.join(dtypes)}, aligned to 16 bytes; cuBLAS takes the rest"
         paths.append(FastPath(name, not reason, detail))
 
     reason = no_kernels
@@ -260,6 +268,7 @@ def find() -> Findings:
     return Findings(
         cuda=info["cuda"] if with_cuda else None,
         archs=tuple(info["archs"].split(",")) if with_cuda else (),
+        dtypes=tuple(info["dtypes"].split(",")) if with_cuda else (),
         why_no_cuda=_record().get("why_no_cuda"),
         gpus=tuple(gpus),
         why_no_gpu=why_no_gpu,

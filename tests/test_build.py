@@ -55,13 +55,20 @@ def test_select_archs_names_what_it_takes(requested):
         toolchain.select_archs(requested, [])
 
 
+def test_dtypes_of_hopper_gemms_are_those_asked_for_or_all():
+    assert toolchain.parse_dtypes("") == ("bf16", "fp16", "e4m3", "e5m2")
+    assert toolchain.parse_dtypes("e4m3; bf16") == ("bf16", "e4m3")
+    with pytest.raises(toolchain.BuildError, match=r"OVERLAP_DTYPES='fp8': .*e5m2"):
+        toolchain.parse_dtypes("fp8")
+
+
 def test_gencode_follows_the_file_name():
     both = ["sm_80", "sm_90a"]
     sm80, sm90 = toolchain.GENCODE["sm_80"], toolchain.GENCODE["sm_90a"]
     assert toolchain.gencode("csrc/kernels/signal/signal.cu", both) == [sm80, sm90]
     assert toolchain.gencode("csrc/kernels/gemm/gemm_sm80.cu", both) == [sm80, sm90]
-    assert toolchain.gencode("csrc/kernels/gemm/gemm_pingpong_bf16_sm90.cu", both) == [sm90]
-    assert toolchain.gencode("csrc/kernels/gemm/gemm_pingpong_bf16_sm90.cu", ["sm_80"]) == []
+    assert toolchain.gencode("csrc/kernels/gemm/gemm_instance_sm90.cu", both) == [sm90]
+    assert toolchain.gencode("csrc/kernels/gemm/gemm_instance_sm90.cu", ["sm_80"]) == []
     assert "compute_80]" in sm80, "newer GPUs need the PTX"
 
 
@@ -198,7 +205,7 @@ def test_command_line_and_doctor_say_the_version(capsys):
 
 def test_build_info_agrees_with_the_record():
     info = torch.ops.overlap.build_info()
-    assert re.fullmatch(r"cuda=none|cuda=\d+\.\d+;archs=[\w,]+;nccl=\d+\.\d+\.\d+", info)
+    assert re.fullmatch(r"cuda=none|cuda=\d+\.\d+;archs=[\w,]+;dtypes=[\w,]+;nccl=\d+\.\d+\.\d+", info)
     path = PACKAGE / "_build.json"
     if not path.exists():
         pytest.skip("the library was brought here without the record of its build")
@@ -221,8 +228,9 @@ def test_libraries_link_neither_driver_nor_python():
 
 def test_parse_build_info_reads_both_forms():
     assert _doctor.parse_build_info("cuda=none") == {"cuda": "none"}
-    parsed = _doctor.parse_build_info("cuda=13.0;archs=sm_80,sm_90a;nccl=2.28.9")
-    assert parsed == {"cuda": "13.0", "archs": "sm_80,sm_90a", "nccl": "2.28.9"}
+    parsed = _doctor.parse_build_info("cuda=13.0;archs=sm_80,sm_90a;dtypes=bf16;nccl=2.28.9")
+    expected = {"cuda": "13.0", "archs": "sm_80,sm_90a", "dtypes": "bf16", "nccl": "2.28.9"}
+    assert parsed == expected
 
 
 def paths_of(**findings) -> dict[str, tuple[bool, str]]:

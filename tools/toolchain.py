@@ -25,6 +25,13 @@ GENCODE = {
     "sm_80": "-gencode=arch=compute_80,code=[sm_80,compute_80]",  # with PTX, for newer GPUs
     "sm_90a": "-gencode=arch=compute_90a,code=sm_90a",
 }
+# The operand types that Hopper's GEMMs are compiled for, and their names in csrc/plan/plan.h.
+DTYPES = {
+    "bf16": "kBFloat16",
+    "fp16": "kFloat16",
+    "e4m3": "kFloat8E4M3",
+    "e5m2": "kFloat8E5M2",
+}
 MIN_TORCH = (2, 11)
 BUILD_INSTALL = 'pip install "setuptools>=77,<82" ninja pybind11'
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
@@ -46,6 +53,7 @@ class Cuda:
     nvcc: Path
     version: str  # of nvcc, such as "13.0"
     archs: tuple[str, ...]
+    dtypes: tuple[str, ...]  # of Hopper's GEMMs
     cutlass_include: Path
     nccl: Path  # folder of torch's NCCL wheel
     nccl_version: str
@@ -91,6 +99,14 @@ def select_archs(requested: str, capabilities: Iterable[tuple[int, int]]) -> tup
     usable = [capability for capability in capabilities if capability >= (8, 0)]
     wanted = {"sm_90a" if capability == (9, 0) else "sm_80" for capability in usable}
     return tuple(arch for arch in ARCHS if arch in wanted) or ARCHS
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """`bf16,e4m3` -> ("bf16", "e4m3"), in the order of DTYPES; empty: all."""
+    names = {word for word in re.split(r"[;,\s]+", text) if word} or set(DTYPES)
+    if not names <= set(DTYPES):
+        raise BuildError(f"OVERLAP_DTYPES={text!r}: give one or more of {', '.join(DTYPES)}")
+    return tuple(dtype for dtype in DTYPES if dtype in names)
 
 
 def gencode(source: str, archs: Sequence[str]) -> list[str]:
@@ -218,6 +234,7 @@ def _find_cuda(torch: ModuleType) -> Cuda:
         archs=select_archs(
             os.environ.get("OVERLAP_ARCHS", ""), [torch.cuda.get_device_capability(i) for i in gpus]
         ),
+        dtypes=parse_dtypes(os.environ.get("OVERLAP_DTYPES", "")),
         cutlass_include=find_cutlass(),
         nccl=nccl,
         nccl_version=".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH")),

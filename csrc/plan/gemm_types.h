@@ -15,6 +15,10 @@ enum class DType : int32_t {
   kFloat8E5M2 = 5,
 };
 
+constexpr bool is_fp8(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
 // Which GEMM counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
 // tile with the framework's GEMM); it takes every dtype, stride and alignment, so any rank can
 // follow any plan with it.

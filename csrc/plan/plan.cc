@@ -183,10 +183,6 @@ std::string Plan::to_string() const {
   return out.str();
 }
 
-bool is_fp8(DType dtype) {
-  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
-}
-
 DType output_dtype(const Problem& problem) {
   return problem.recipe == Recipe::kNone ? problem.dtype : problem.output_dtype;
 }

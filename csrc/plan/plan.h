@@ -141,8 +141,6 @@ struct Plan {
   std::string to_string() const;
 };
 
-bool is_fp8(DType dtype);
-
 // Element type of the result, and of partial sums that travel: the operands' own, unless they are scaled.
 DType output_dtype(const Problem& problem);
 int64_t output_bytes(const Problem& problem);

@@ -48,13 +48,58 @@ bool peers_supported(const GemmParams& params) {
   return is_aligned(peers.arriving) && is_aligned(peers.collected);
 }
 
-// Types of operands that an instance of this kernel has.
-bool types_supported(plan::Kernel kernel, const GemmParams& params) {
-  if (!plan::is_fp8(params.dtype)) {
-    return !params.scales &&
-           (params.dtype == plan::DType::kBFloat16 || params.dtype == plan::DType::kFloat16);
+template <plan::Kernel kKernel, plan::DType kDType>
+GemmSm90Instance of_kernel(bool peers) {
+  if constexpr (plan::is_pingpong(kKernel)) {
+    return peers ? gemm_sm90_instance<kKernel, kDType, true>()
+                 : gemm_sm90_instance<kKernel, kDType, false>();
+  } else if constexpr (!plan::is_fp8(kDType)) {
+    if (!peers) return gemm_sm90_instance<kKernel, kDType, false>();
   }
-  if (!params.scales || !plan::is_pingpong(kernel) || !params.weight_k_contiguous) return false;
+  return {};
+}
+
+template <plan::DType kDType>
+GemmSm90Instance of_dtype(plan::Kernel kernel, bool peers) {
+  switch (kernel) {
+    case plan::Kernel::kSm90PingpongWide:
+      return of_kernel<plan::Kernel::kSm90PingpongWide, kDType>(peers);
+    case plan::Kernel::kSm90Cooperative:
+      return of_kernel<plan::Kernel::kSm90Cooperative, kDType>(peers);
+    default:
+      return of_kernel<plan::Kernel::kSm90Pingpong, kDType>(peers);
+  }
+}
+
+// Empty where this build has none (OVERLAP_DTYPES).
+GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
+  switch (dtype) {
+#if defined(OVERLAP_WITH_SM90_BF16)
+    case plan::DType::kBFloat16:
+      return of_dtype<plan::DType::kBFloat16>(kernel, peers);
+#endif
+#if defined(OVERLAP_WITH_SM90_FP16)
+    case plan::DType::kFloat16:
+      return of_dtype<plan::DType::kFloat16>(kernel, peers);
+#endif
+#if defined(OVERLAP_WITH_SM90_E4M3)
+    case plan::DType::kFloat8E4M3:
+      return of_dtype<plan::DType::kFloat8E4M3>(kernel, peers);
+#endif
+#if defined(OVERLAP_WITH_SM90_E5M2)
+    case plan::DType::kFloat8E5M2:
+      return of_dtype<plan::DType::kFloat8E5M2>(kernel, peers);
+#endif
+    default:
+      return {};
+  }
+}
+
+// A build may lack the data type; an fp8 operand has scales, and a weight of e4m3.
+bool types_supported(plan::Kernel kernel, const GemmParams& params) {
+  if (sm90_instance(kernel, params.dtype, params.peers.has_value()).launch == nullptr) return false;
+  if (!plan::is_fp8(params.dtype)) return !params.scales;
+  if (!params.scales || !params.weight_k_contiguous) return false;
   const GemmScales& scales = *params.scales;
   return scales.weight_dtype == plan::DType::kFloat8E4M3 &&
          scales.output_dtype == plan::DType::kBFloat16;
@@ -78,45 +123,20 @@ bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
          (!row_major || params.output_stride % output_piece == 0);
 }
 
-GemmSm90Instance scaled_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
-  const bool e4m3 = dtype == plan::DType::kFloat8E4M3;
-  if (kernel == plan::Kernel::kSm90PingpongWide) {
-    if (peers) return e4m3 ? gemm_sm90_peers_wide_e4m3() : gemm_sm90_peers_wide_e5m2();
-    return e4m3 ? gemm_sm90_pingpong_wide_e4m3() : gemm_sm90_pingpong_wide_e5m2();
-  }
-  if (peers) return e4m3 ? gemm_sm90_peers_e4m3() : gemm_sm90_peers_e5m2();
-  return e4m3 ? gemm_sm90_pingpong_e4m3() : gemm_sm90_pingpong_e5m2();
-}
-
-GemmSm90Instance sm90_instance(plan::Kernel kernel, plan::DType dtype, bool peers) {
-  if (plan::is_fp8(dtype)) return scaled_instance(kernel, dtype, peers);
-  const bool bf16 = dtype == plan::DType::kBFloat16;
-  switch (kernel) {
-    case plan::Kernel::kSm90PingpongWide:
-      if (peers) return bf16 ? gemm_sm90_peers_wide_bf16() : gemm_sm90_peers_wide_fp16();
-      return bf16 ? gemm_sm90_pingpong_wide_bf16() : gemm_sm90_pingpong_wide_fp16();
-    case plan::Kernel::kSm90Cooperative:
-      return bf16 ? gemm_sm90_cooperative_bf16() : gemm_sm90_cooperative_fp16();
-    default:
-      if (peers) return bf16 ? gemm_sm90_peers_bf16() : gemm_sm90_peers_fp16();
-      return bf16 ? gemm_sm90_pingpong_bf16() : gemm_sm90_pingpong_fp16();
-  }
-}
-
 cudaError_t load_sm90_kernels() {
   using plan::DType;
-  cudaError_t error = cudaSuccess;
   for (const plan::Kernel kernel : {plan::Kernel::kSm90Pingpong, plan::Kernel::kSm90PingpongWide,
                                     plan::Kernel::kSm90Cooperative}) {
-    const bool pingpong = plan::is_pingpong(kernel);
     for (const DType dtype :
          {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2}) {
-      if (plan::is_fp8(dtype) && !pingpong) continue;
-      if (error == cudaSuccess) error = sm90_instance(kernel, dtype, false).load();
-      if (error == cudaSuccess && pingpong) error = sm90_instance(kernel, dtype, true).load();
+      for (const bool peers : {false, true}) {
+        const GemmSm90Instance instance = sm90_instance(kernel, dtype, peers);
+        const cudaError_t error = instance.load ? instance.load() : cudaSuccess;
+        if (error != cudaSuccess) return error;
+      }
     }
   }
-  return error;
+  return cudaSuccess;
 }
 #endif
 

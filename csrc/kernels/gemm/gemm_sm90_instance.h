@@ -1,38 +1,19 @@
-// The Hopper GEMM's instances: launch and load functions, so that only their own files include
-// CUTLASS.
+// The Hopper GEMM's instances: launch and load functions, so that only gemm_instance_sm90.cu includes CUTLASS.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
 
 namespace overlap::kernels {
 
-// Both weight layouts of one kernel and dtype.
+// Both weight layouts of one kernel and data type.
 struct GemmSm90Instance {
-  cudaError_t (*launch)(const GemmParams& params, cudaStream_t stream);
-  cudaError_t (*load)();
+  cudaError_t (*launch)(const GemmParams& params, cudaStream_t stream) = nullptr;
+  cudaError_t (*load)() = nullptr;
 };
 
-GemmSm90Instance gemm_sm90_pingpong_bf16();
-GemmSm90Instance gemm_sm90_pingpong_fp16();
-GemmSm90Instance gemm_sm90_pingpong_wide_bf16();
-GemmSm90Instance gemm_sm90_pingpong_wide_fp16();
-GemmSm90Instance gemm_sm90_cooperative_bf16();
-GemmSm90Instance gemm_sm90_cooperative_fp16();
-
-// Ping-pong, with a source that is added to the product, or with several outputs.
-GemmSm90Instance gemm_sm90_peers_bf16();
-GemmSm90Instance gemm_sm90_peers_fp16();
-GemmSm90Instance gemm_sm90_peers_wide_bf16();
-GemmSm90Instance gemm_sm90_peers_wide_fp16();
-
-// fp8 with scales: the input's type, times e4m3.
-GemmSm90Instance gemm_sm90_pingpong_e4m3();
-GemmSm90Instance gemm_sm90_pingpong_e5m2();
-GemmSm90Instance gemm_sm90_pingpong_wide_e4m3();
-GemmSm90Instance gemm_sm90_pingpong_wide_e5m2();
-GemmSm90Instance gemm_sm90_peers_e4m3();
-GemmSm90Instance gemm_sm90_peers_e5m2();
-GemmSm90Instance gemm_sm90_peers_wide_e4m3();
-GemmSm90Instance gemm_sm90_peers_wide_e5m2();
+// kDType is the input's type; an fp8 input has scales, and its weight is e4m3. kPeers adds a source to the product, or
+// stores several outputs; ping-pong kernels have it. gemm_instance_sm90.cu instantiates what a build holds.
+template <plan::Kernel kKernel, plan::DType kDType, bool kPeers>
+GemmSm90Instance gemm_sm90_instance();
 
 }  // namespace overlap::kernels

@@ -1,9 +1,0 @@
-#include "kernels/gemm/gemm_sm90_scales.h"
-
-namespace overlap::kernels {
-
-GemmSm90Instance gemm_sm90_peers_e4m3() {
-  return make_scaled_gemm_sm90_instance<plan::Kernel::kSm90Pingpong, cutlass::float_e4m3_t, true>();
-}
-
-}  // namespace overlap::kernels

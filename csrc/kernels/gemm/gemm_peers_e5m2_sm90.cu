@@ -1,9 +1,0 @@
-#include "kernels/gemm/gemm_sm90_scales.h"
-
-namespace overlap::kernels {
-
-GemmSm90Instance gemm_sm90_peers_e5m2() {
-  return make_scaled_gemm_sm90_instance<plan::Kernel::kSm90Pingpong, cutlass::float_e5m2_t, true>();
-}
-
-}  // namespace overlap::kernels

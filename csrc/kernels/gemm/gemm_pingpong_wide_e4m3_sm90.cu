@@ -1,9 +1,0 @@
-#include "kernels/gemm/gemm_sm90_scales.h"
-
-namespace overlap::kernels {
-
-GemmSm90Instance gemm_sm90_pingpong_wide_e4m3() {
-  return make_scaled_gemm_sm90_instance<plan::Kernel::kSm90PingpongWide, cutlass::float_e4m3_t>();
-}
-
-}  // namespace overlap::kernels
