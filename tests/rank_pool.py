@@ -50,6 +50,12 @@ def shares_gpus() -> bool:
     return os.environ.get("OVERLAP_TEST_SHARED_GPUS") == "1"
 
 
+def under_load(seconds: float) -> float:
+    """A deadline of `seconds` on a machine of its own, longer where many test processes share the machine."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return seconds * max(1.0, workers / 4) * (4 if shares_gpus() else 1)
+
+
 def _network() -> dict[str, str]:
     if os.environ.get("OVERLAP_TEST_NETWORK") == "1":
         return _NETWORK

@@ -27,12 +27,14 @@ from plans import chunked_plan, sequential_plan
 
 GROUP_TIMEOUT_S = 6.0
 # What an error may come after the deadline: the watchdog's period, the store, a loaded machine.
-MARGIN_S = 7.0
+MARGIN_S = rank_pool.under_load(7.0)
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
 PLANS = ["default", "sequential", "row panels", "packed"]
 GPU_PLANS = [*PLANS, "exchange", "window"]
 # Over peers: in phases, and in one step, behind the framework's GEMM and in the kernel's stores.
 PEER_PLANS = ["peers", "direct", "direct stores"]
+SOON_S = rank_pool.under_load(2.0)
+LATER_S = rank_pool.under_load(3.0)
 BACKENDS = [
     pytest.param("gloo", id="gloo"),
     pytest.param("nccl", id="nccl", marks=[pytest.mark.gpu, pytest.mark.gpu2]),
@@ -222,10 +224,10 @@ def test_faults_rank_that_never_calls_is_named_over_peers(ranks, op, plan):
     skip_unless_it_runs(ranks, plan)
     outcomes = rank_pool.run_fresh(
         ranks.world, "nccl", never_call, plan, True, op,
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"},
+        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(SOON_S)},
     )  # fmt: skip
     missing = ranks.world - 1
-    expect_reports(outcomes, list(range(missing)), 2.0 + MARGIN_S)
+    expect_reports(outcomes, list(range(missing)), SOON_S + MARGIN_S)
     for outcome in outcomes[:missing]:
         # Around a ring of more, a rank may wait for one that waits for the missing one.
         if ranks.world == 2 or op in ("allgather_gemm", "gemm_alltoall") or plan != "peers":
@@ -264,10 +266,10 @@ def test_faults_rank_behind_one_that_gave_up_is_told(ranks):
     ranks.skip_without_peers()
     outcomes = rank_pool.run_fresh(
         ranks.world, "nccl", call_behind_one_that_gives_up, "gemm_reducescatter",
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "3"},
+        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(LATER_S)},
     )  # fmt: skip
     missing = ranks.world - 1
-    expect_reports(outcomes, list(range(missing)), 3.0 + MARGIN_S)
+    expect_reports(outcomes, list(range(missing)), LATER_S + MARGIN_S)
     assert f"from rank {missing} passed its deadline" in outcomes[0].value[1]
     for outcome in outcomes[1:missing]:
         assert "rank 0 has failed, and what it sent since is not right" in outcome.value[1]
@@ -302,9 +304,9 @@ def test_faults_deadline_can_be_set(backend):
     """OVERLAP_TIMEOUT_S instead of the group's timeout."""
     outcomes = rank_pool.run_fresh(
         2, backend, never_call, "row panels", True,
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"},
+        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(SOON_S)},
     )  # fmt: skip
-    expect_reports(outcomes, [0], 2.0 + MARGIN_S)
+    expect_reports(outcomes, [0], SOON_S + MARGIN_S)
 
 
 def come_late(plans: list[str]) -> tuple[int, list[str]]:
@@ -380,7 +382,7 @@ def check_behind_failures(repeats: int) -> tuple[int, list[str]]:
 
 
 # Ranks that share a GPU wait for their turns of it.
-SHORT = timedelta(seconds=2.0 if rank_pool.shares_gpus() else 0.5)
+SHORT = timedelta(seconds=rank_pool.under_load(0.5))
 CHECKED = {"peers": {}, "nccl": {"OVERLAP_PEERS": "0"}}
 
 
@@ -444,9 +446,9 @@ def test_faults_op_on_cpu_raises_itself(plan):
     """Over gloo the op waits, so that it raises, and check() has nothing to say."""
     outcomes = rank_pool.run_fresh(
         2, "gloo", never_call, plan, True,
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"},
+        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(SOON_S)},
     )  # fmt: skip
-    expect_reports(outcomes, [0], 2.0 + MARGIN_S)
+    expect_reports(outcomes, [0], SOON_S + MARGIN_S)
 
 
 OTHER_CALLS = {
