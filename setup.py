@@ -229,7 +229,10 @@ def kernel_check_edges(folder: str, cuda: Cuda) -> list[Edge]:
     ]
     home = Path(cuda.cudart).parent
     link_flags = [str(cuda.cudart), f"-Wl,-rpath,{home}", "-pthread", "-ldl"]
-    return [*edges, Edge("program", f"{folder}/kernel_check", objects(edges + planner_edges()), link_flags)]
+    return [
+        *edges,
+        Edge("program", f"{folder}/kernel_check", objects(edges + planner_edges()), link_flags),
+    ]
 
 
 def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:

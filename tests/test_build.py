@@ -205,7 +205,9 @@ def test_command_line_and_doctor_say_the_version(capsys):
 
 def test_build_info_agrees_with_the_record():
     info = torch.ops.overlap.build_info()
-    assert re.fullmatch(r"cuda=none|cuda=\d+\.\d+;archs=[\w,]+;dtypes=[\w,]+;nccl=\d+\.\d+\.\d+", info)
+    assert re.fullmatch(
+        r"cuda=none|cuda=\d+\.\d+;archs=[\w,]+;dtypes=[\w,]+;nccl=\d+\.\d+\.\d+", info
+    )
     path = PACKAGE / "_build.json"
     if not path.exists():
         pytest.skip("the library was brought here without the record of its build")
