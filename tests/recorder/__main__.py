@@ -1,4 +1,4 @@
-"""Compares this tree's executors with the pins, or shows and pins what they enqueue; see --help."""
+"""Compares this tree's executors with traces.txt, or shows, pins and compares what they enqueue; see --help."""
 
 from __future__ import annotations
 
@@ -6,50 +6,28 @@ import argparse
 import subprocess
 import sys
 
-from . import (
-    ROOT,
-    against,
-    build,
-    compare,
-    current,
-    diff,
-    pinned,
-    record,
-    trace_path,
-    traces,
-    write_pins,
-)
+from . import TRACES, against, build, cases, diff, traces
 
 
-def check() -> int:
-    records = current()
-    lines = compare(pinned(), records.pins) + records.violations
-    for name, path in traces().items():
-        if (new := records.texts.get(name, "")) != path.read_text():
-            lines.append(diff(path.read_text(), new, str(path.relative_to(ROOT)), "this tree"))
-    print("\n".join(lines) or f"{len(records.pins)} families are as pinned")
+def check(pin: list[str] | None) -> int:
+    """Holds the traces against this tree; with `pin`, rewrites them, these cases' among them."""
+    violations: list[str] = []
+    wanted = [*traces(), *(pin or [])]
+    texts = {
+        case.full_name: case.text for case in cases(build(), violations) if case.full_name in wanted
+    }
+    lines = violations + [
+        f"no case '{name}'; --list names all" for name in wanted if name not in texts
+    ]
+    if pin is not None and not violations:
+        TRACES.write_text("".join(texts.values()))
+    elif pin is None:
+        lines += filter(
+            None,
+            (diff(old, texts.get(name, ""), name, "this tree") for name, old in traces().items()),
+        )
+    print("\n".join(lines) or f"{len(texts)} traces are as pinned")
     return 1 if lines else 0
-
-
-def pin(names: list[str]) -> int:
-    """Rewrites pins and traces; `names` become traces, too."""
-    wanted = frozenset([*traces(), *names])
-    records = record(build(), wanted)
-    if records.violations:
-        print("\n".join(records.violations))
-        return 1
-    if unknown := sorted(set(names) - records.texts.keys()):
-        print(f"no such case: {unknown}; --list names all")
-        return 1
-    write_pins(records.pins)
-    for name, path in traces().items():
-        if name not in records.texts:
-            path.unlink()
-    for name, text in records.texts.items():
-        trace_path(name).write_text(text)
-    total = sum(pin.cases for pin in records.pins.values())
-    print(f"pinned {total} cases in {len(records.pins)} families, {len(records.texts)} traces")
-    return 0
 
 
 def main() -> int:
@@ -59,20 +37,18 @@ def main() -> int:
         "--pin",
         nargs="*",
         metavar="CASE",
-        help="pin what the executors do now, and keep these cases' traces, too",
+        help="pin the traces as they are now, and these cases' too",
     )
     what.add_argument("--list", action="store_true", help="the names of all cases")
     what.add_argument("--show", metavar="CASE", help="one case's machine, plans and text")
     what.add_argument("--canonical", metavar="CASE", help="the same with its canonical form")
     what.add_argument(
-        "--against", metavar="COMMIT", help="what differs from a commit's executors, case by case"
+        "--against", metavar="COMMIT", help="differences to a commit's executors, case by case"
     )
     what.add_argument(
         "--bench", action="store_true", help="host time of each executor's call, over the fakes"
     )
     given = parser.parse_args()
-    if given.pin is not None:
-        return pin(given.pin)
     if given.against:
         lines = list(against(given.against))
         print("\n".join(lines) or f"all cases are as of {given.against}")
@@ -82,7 +58,7 @@ def main() -> int:
         if name := given.show or given.canonical:
             words = ["show", name, *(["--canonical"] if given.canonical else [])]
         return subprocess.run([build(), *words]).returncode
-    return check()
+    return check(given.pin)
 
 
 if __name__ == "__main__":
