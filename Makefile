@@ -61,9 +61,8 @@ test-races: build  ## thousands of calls with random delays; minutes long
 test-plans: build  ## the steps of all the planner's candidates, on all ranks, are proved; minutes long
 	$(PY) -m tests.steps_proof
 
-pin: build  ## pins what calls enqueue and what the planner weighs, as it is now
+pin: build  ## pins the traces of calls, as they are now
 	$(PY) -m tests.recorder --pin
-	$(PY) -m tests.planner_golden --pin
 
 pictures: build  ## the documents' timelines, from the plans as they are now, and the resource study, from its data
 	$(PY) docs/pictures.py

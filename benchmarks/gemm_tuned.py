@@ -24,12 +24,34 @@ from typing import Any
 import torch
 
 from overlap_torch import plan as plan_api
-from overlap_torch._calibrate import medians_us
-from overlap_torch._tune import operands
+from overlap_torch._tune import FLUSH_BYTES, operands
 from overlap_torch.plan import Kernel, Plan, Problem
 
 _HOPPER = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE)
 _LONG_US = 50.0  # of cuBLAS: what is shorter is launches
+
+
+def medians_us(calls: Sequence[Callable[[], object]], turns: int) -> list[float]:
+    """Microseconds of each on the current CUDA device, in turns, each in flushed caches."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    us: list[list[float]] = [[] for _ in calls]
+    with torch.inference_mode():
+        for call in calls:
+            call()
+        for turn in range(turns):
+            events = []
+            for place in range(len(calls)):
+                index = (turn + place) % len(calls)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flush.zero_()
+                begin.record()
+                calls[index]()
+                end.record()
+                events.append((index, begin, end))
+            torch.cuda.synchronize()
+            for index, begin, end in events:
+                us[index].append(1e3 * begin.elapsed_time(end))
+    return [statistics.median(times) for times in us]
 
 
 def shapes(count: int, seed: int) -> list[tuple[int, int, int]]:

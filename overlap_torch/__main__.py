@@ -1,4 +1,4 @@
-"""``python -m overlap_torch {doctor,demo,explain,tune,calibrate,bench}``; each command takes ``--help``. ``--version`` prints the version."""
+"""``python -m overlap_torch {doctor,demo,explain,tune,bench}``; each command takes ``--help``. ``--version`` prints the version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ COMMANDS = {
     "demo": "the op on all GPUs, or on CPU ranks: check, times, timeline",
     "explain": "a problem's plan: its steps, what they hold and should take, and why it was taken",
     "tune": "problems' plans by measuring, kept for programs that call overlap_torch.tune",
-    "calibrate": "a profile of this machine: what work takes, measured and fitted",
     "bench": "each op, or a transformer block, beside GEMMs and collectives one after the other",
 }
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch",
-        epilog="\n".join(f"{name:8}{meaning}" for name, meaning in COMMANDS.items()),
+        epilog="\n".join(f"{name:10}{meaning}" for name, meaning in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"overlap_torch {__version__}")
@@ -38,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from overlap_torch import _explain as module
     elif command == "tune":
         from overlap_torch import _tune_command as module
-    elif command == "calibrate":
-        from overlap_torch import _calibrate as module
     else:
         from overlap_torch import _bench_entry as module
     return module.main(argv[1:])

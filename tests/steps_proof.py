@@ -32,7 +32,7 @@ from overlap_torch._plan import (
     Resources,
     Transport,
 )
-from tests.planner_golden import MACHINES, families, problems
+from tests.planner_problems import MACHINES, families, problems
 
 WORLDS = range(2, 9)
 PEERS = MACHINES["hopper"]

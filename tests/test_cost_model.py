@@ -1,6 +1,6 @@
 """What the cost model expects of plans: when each step runs, and what follows for the whole.
 
-Its constants are measurements, which a new fit changes; tests/planner_golden pins them. Here is what holds whatever they
+Its constants are measurements, which a new fit changes; test_planner_regret.py bounds what choices by them lose. Here is what holds whatever they
 are: how times follow from work, and from each other.
 """
 

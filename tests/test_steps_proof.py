@@ -17,7 +17,7 @@ from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch._plan import DType, Kernel, Machine, Op, Plan, Problem
 from tests import steps_proof
-from tests.planner_golden import MACHINES
+from tests.planner_problems import MACHINES
 from tests.steps_proof import PEERS, Case
 
 FEW_RANKS = range(2, 5)

@@ -18,7 +18,7 @@ struct Profile {
   // --- where it comes from ---------------------------------------------------------------------
   std::string name;
   std::string source;   // the file, or what stands for one
-  std::string made_by;  // transcribed, calibrate ...
+  std::string made_by;  // how its numbers were found
   std::string made_at;  // YYYY-MM-DD, with a time or without; "": not known
   std::string note;
   std::string gpu;                   // that it was measured on; "": not known

@@ -1,29 +1,10 @@
-"""What the planner weighs, expects and chooses, over a grid of machines and problems.
-
-A family is the problems of one op on one machine, those of scaled operands apart. pins.json holds a hash of each family's text: a line for each problem,
-and below it one for each candidate, with the times that the model expects of it, and a star at the one that is chosen.
-
-Times are pinned with eight significant digits. Their last bits are not the machine's alone: the model takes powers,
-whose last bit differs from one C library or processor to the next, and compilers for other processors fuse
-multiplications and additions. Such a difference, one part in 1e16, shows among eight digits in one of 1e8 times; one
-that somebody made is larger. `--exact` prints all bits.
-"""
+"""Machines and problems on both sides of every distinction that the planner makes, for its tests and the proof's."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
-from overlap_torch import _plan
 from overlap_torch._plan import DType, Machine, Op, Problem, Recipe
-
-HERE = Path(__file__).resolve().parent
-PINS = HERE / "pins.json"
-SAMPLE = HERE / "sample.txt"
-REPIN = "python -m tests.planner_golden --pin"
-DIGITS = 8
 
 
 def _hopper(**changes: object) -> Machine:
@@ -107,11 +88,11 @@ OTHERS = [
     (512, 0, 512),
     (512, 512, 0),
 ]
-# Of types that only the framework's GEMM takes.
+# Shapes for the types that only the framework's GEMM takes.
 OTHER_TYPES = [(8192, 8192, 7168), (512, 4096, 3584), (16, 8192, 2048), (777, 1003, 511)]
 
 
-# Of scaled operands: as training has them, few rows, and what the kernels do not take.
+# Scaled operands: as training has them, few rows, and what the kernels do not take.
 SCALED = [(8192, 8192, 7168), (4096, 8192, 2048), (16384, 4096, 3584), (512, 4096, 3584)]
 SCALED += [(16, 8192, 2048), (2052, 1000, 1016), (777, 1003, 511)]
 SCALED_MACHINES = ("hopper", "hopper without peers", "hopper, slow link", "ada")
@@ -157,24 +138,6 @@ def problems(op: Op, scaled: bool = False) -> Iterator[Problem]:
                     yield Problem(*key, op)
 
 
-def lines(problem: Problem, machine: Machine, exact: bool = False) -> Iterator[str]:
-    """One problem's lines."""
-    plans = _plan.candidates(problem, machine)
-    chosen = _plan.make_plan(problem, machine)
-    yield repr(problem)
-    found = 0
-    for plan in plans:
-        expected = _plan.predict(plan, machine)
-        us = (expected.gemm_us, expected.communication_us, expected.total_us)
-        times = " ".join(time.hex() if exact else f"{time:.{DIGITS}g}" for time in us)
-        star = "*" if plan == chosen else "-"
-        found += plan == chosen
-        # What is behind the problem, which stands above.
-        yield f" {star} {times} us {repr(plan).partition(': ')[2]}"
-    if found == 0:
-        yield f" * not a candidate: {chosen}"
-
-
 def families() -> Iterator[tuple[str, str, Op, bool]]:
     """(family, machine's name, op, whether operands are scaled)."""
     ops = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM, Op.GEMM_ALLTOALL)
@@ -184,58 +147,3 @@ def families() -> Iterator[tuple[str, str, Op, bool]]:
     for name in SCALED_MACHINES:
         for op in ops:
             yield f"{op.name.lower()} of fp8 on {name}", name, op, True
-
-
-def text(name: str, op: Op, scaled: bool, exact: bool = False) -> str:
-    """All lines of a family."""
-    machine = MACHINES[name]
-    return "".join(
-        f"{line}\n" for problem in problems(op, scaled) for line in lines(problem, machine, exact)
-    )
-
-
-def pins() -> dict[str, dict]:
-    """Of each family: how many candidates were weighed, and the hash of its text."""
-    made = {}
-    for family, name, op, scaled in families():
-        all_lines = text(name, op, scaled)
-        made[family] = {
-            "candidates": all_lines.count("\n - ") + all_lines.count("\n * "),
-            "text": hashlib.sha256(all_lines.encode()).hexdigest(),
-        }
-    return made
-
-
-def pinned() -> dict[str, dict]:
-    return json.loads(PINS.read_text())
-
-
-def write_pins(made: dict[str, dict]) -> None:
-    PINS.write_text(json.dumps(made, indent=1) + "\n")
-
-
-def sample() -> str:
-    """Some problems' lines, to be read, and to show a difference line by line."""
-    shown = []
-    for name in ("hopper", "hopper without peers", "hopper, slow link", "ampere", "cpu"):
-        for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM):
-            for shape in ((8192, 8192, 7168), (512, 4096, 3584)):
-                problem = Problem(*shape, DType.BFLOAT16, 2, op)
-                shown += [f"# {name}: {MACHINES[name]}", *lines(problem, MACHINES[name])]
-    return "\n".join(shown) + "\n"
-
-
-def compare(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
-    """What differs, a line for each family."""
-    found = []
-    for family in sorted(old.keys() | new.keys()):
-        before, after = old.get(family), new.get(family)
-        if before is None or after is None:
-            found.append(f"{family}: is {'new' if before is None else 'gone'}")
-        elif before["candidates"] != after["candidates"]:
-            found.append(
-                f"{family}: {after['candidates']} candidates, and there were {before['candidates']}"
-            )
-        elif before != after:
-            found.append(f"{family}: other candidates, times or choices")
-    return found
