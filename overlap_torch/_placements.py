@@ -30,13 +30,13 @@ def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torc
 
 
 def local_rows(input: torch.Tensor, dim: int, world_size: int) -> tuple[torch.Tensor, int]:
-    """This rank's part of an input cut in `dim`, with that dim in front, and the size of the whole's.
+    """This rank's part of an input cut in `dim`, and the size of the whole's.
 
     A plain tensor is this rank's part already, and every rank's has its size.
     """
     if isinstance(input, DTensor):
-        return to_local(input).movedim(dim, 0), input.shape[dim]
-    return input.movedim(dim, 0), input.shape[dim] * world_size
+        return to_local(input), input.shape[dim]
+    return input, input.shape[dim] * world_size
 
 
 def from_local(

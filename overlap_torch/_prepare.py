@@ -283,13 +283,13 @@ def _gather(
     outputs, gathered = column_sequences(
         local,
         [reader.operands() for reader in readers],
+        dim=dim,
         group=readers[0].group,
         world_size=readers[0].world_size,
         tokens=tokens,
         recipe=readers[0].fp8,
     )
-    # As PrepareModuleInput's is: modules call view(), and autocast has cast what was gathered.
-    gathered = gathered.movedim(0, dim).contiguous().to(input.dtype)
+    gathered = gathered.to(input.dtype)  # autocast has cast what was gathered
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         replicated = _as_replicated(gathered, mesh, use_local_output)
     elif isinstance(input, DTensor):
@@ -300,7 +300,6 @@ def _gather(
         _watch(replicated, outputs)
     version, modes = replicated._version, _modes(replicated)
     for reader, output in zip(readers, outputs, strict=True):
-        output = output.movedim(0, dim)
         reader._set_ahead(_Ahead(replicated, output, version, modes, reader.weight))
     return replicated
 

@@ -16,12 +16,15 @@ from torch.compiler import is_dynamo_compiling
 from overlap_torch import _linear
 from overlap_torch._fp8 import Maps, Recipe
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
-from overlap_torch._ops.collectives import start_all_gather, wait
+from overlap_torch._ops.collectives import (
+    start_all_gather,
+    start_reduce_scatter,
+    wait,
+    wait_for_gather,
+)
 from overlap_torch._ops.gradients import rows, weight_gradient
 from overlap_torch._ops.group import world_size
-from overlap_torch._sharding import SumGradient, pad_end, shard_range
-
-_collectives = torch.ops._c10d_functional
+from overlap_torch._sharding import SumGradient, cut_end, pad_end, shard_range
 
 
 class Operands(NamedTuple):
@@ -36,19 +39,21 @@ def column_sequences(
     input: torch.Tensor,
     layers: Sequence[Operands],
     *,
+    dim: int,
     group: str,
     world_size: int,
     tokens: int,
     recipe: Recipe | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """This rank's rows [tokens part, ..., K] to [tokens, ..., N part] for each layer, and to the gathered [tokens, ..., K].
+    """This rank's rows [..., K] to [..., N part] for each layer, and to the gathered [..., K]; tokens are dim `dim`.
 
-    A gradient of the gathered input is this rank's part of a sum over the ranks, and is reduced together with that of
-    the layers. With a recipe they compute in fp8, and the gathered input is what fp8 and its scales stand for.
+    All that is returned is contiguous. A gradient of the gathered input is this rank's part of a sum over the ranks, and is
+    reduced together with that of the layers. With a recipe they compute in fp8, and the gathered input is what fp8 and its
+    scales stand for.
     """
     if recipe is not None:
         *outputs, gathered = Maps(recipe).columns_sequence(
-            input,
+            input.movedim(dim, 0),
             [layer.weight for layer in layers],
             [layer.bias for layer in layers],
             group=group,
@@ -57,8 +62,9 @@ def column_sequences(
             paddings=[layer.padding for layer in layers],
             gathers=True,
         )
-        return outputs, gathered
-    input = pad_end(input, 0, -(-tokens // world_size) - input.shape[0])
+        in_place = [one.movedim(0, dim).contiguous() for one in (*outputs, gathered)]
+        return in_place[:-1], in_place[-1]
+    input = pad_end(input, dim, -(-tokens // world_size) - input.shape[dim])
     weights = [pad_end(layer.weight, 0, layer.padding) for layer in layers]
     biases = [
         None if layer.bias is None else pad_end(layer.bias, 0, layer.padding) for layer in layers
@@ -66,16 +72,18 @@ def column_sequences(
     input, *operands = _linear.as_under_autocast(input, *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        outputs, gathered = allgather_gemm(input, weights, biases, group=group)
+        outputs, gathered = allgather_gemm(input, weights, biases, dim=dim, group=group)
     else:
         given = [bias for bias in biases if bias is not None]
         with_bias = [bias is not None for bias in biases]
-        *outputs, gathered = _gather_linears(group, world_size, with_bias, input, *weights, *given)
+        *outputs, gathered = _gather_linears(group, dim, with_bias, input, *weights, *given)
     outputs = [
-        output[:tokens, ..., : output.shape[-1] - layer.padding]
+        cut_end(cut_end(output, -1, layer.padding), dim, output.shape[dim] - tokens)
         for output, layer in zip(outputs, layers, strict=True)
     ]
-    return outputs, gathered[:tokens]
+    # Copies where parts are padded; else these are contiguous.
+    outputs = [output.contiguous() for output in outputs]
+    return outputs, cut_end(gathered, dim, gathered.shape[dim] - tokens).contiguous()
 
 
 def row_sequence(
@@ -83,36 +91,40 @@ def row_sequence(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
+    dim: int,
     group: str,
     world_size: int,
     rank: int,
     padding: int,
     recipe: Recipe | None = None,
 ) -> torch.Tensor:
-    """As `_linear.row_sequence`, but the bias's gradient is that of all ranks' rows; with a recipe in fp8.
+    """[..., K part] to this rank's rows [..., N], contiguous; tokens are dim `dim`. With a recipe in fp8.
 
-    It is summed at once, not left Partial: clip_grad_norm_ does not scale a Partial gradient (torch 2.11).
+    The bias's gradient is that of all ranks' rows. It is summed at once, not left Partial: clip_grad_norm_ does not scale
+    a Partial gradient (torch 2.11).
     """
-    if (
-        recipe is None
-        and bias is not None
-        and bias.requires_grad
-        and (input.requires_grad or weight.requires_grad)
-    ):
-        tokens = input.shape[0]
-        input = pad_end(pad_end(input, -1, padding), 0, -tokens % world_size)
-        operands = _linear.as_under_autocast(input, pad_end(weight, -1, padding), bias)
-        _, size = shard_range(tokens, world_size, rank)
-        return _scatter_linear(group, *operands)[:size]
-    return (_linear if recipe is None else Maps(recipe)).row_sequence(
-        input,
-        weight,
-        None if bias is None else SumGradient.apply(bias, group),
-        group=group,
-        world_size=world_size,
-        rank=rank,
-        padding=padding,
-    )
+    if recipe is not None:
+        output = Maps(recipe).row_sequence(
+            input.movedim(dim, 0),
+            weight,
+            None if bias is None else SumGradient.apply(bias, group),
+            group=group,
+            world_size=world_size,
+            rank=rank,
+            padding=padding,
+        )
+        return output.movedim(0, dim).contiguous()
+    tokens = input.shape[dim]
+    input = pad_end(pad_end(input, -1, padding), dim, -tokens % world_size)
+    weight = pad_end(weight, -1, padding)
+    _, size = shard_range(tokens, world_size, rank)
+    if bias is not None and bias.requires_grad and (input.requires_grad or weight.requires_grad):
+        operands = _linear.as_under_autocast(input, weight, bias)
+        output = _scatter_linear(group, dim, *operands)
+    else:
+        bias = None if bias is None else SumGradient.apply(bias, group)
+        output = gemm_reducescatter(input, weight, bias, dim=dim, group=group)
+    return cut_end(output, dim, output.shape[dim] - size).contiguous()
 
 
 def let_compile() -> None:
@@ -133,7 +145,7 @@ class _GatherLinears(torch.autograd.Function):
     def forward(
         ctx,
         group: str,
-        world_size: int,
+        dim: int,
         with_bias: Sequence[bool],
         input: torch.Tensor,
         *weights_and_biases: torch.Tensor,
@@ -142,9 +154,9 @@ class _GatherLinears(torch.autograd.Function):
         weights = list(weights_and_biases[: len(with_bias)])
         given = iter(weights_and_biases[len(with_bias) :])
         biases = [next(given) if has_one else None for has_one in with_bias]
-        outputs, gathered = allgather_gemm(input, weights, biases, group=group)
+        outputs, gathered = allgather_gemm(input, weights, biases, dim=dim, group=group)
         needs_input, *needs_weights = ctx.needs_input_grad[3 : 4 + len(weights)]
-        ctx.group, ctx.world_size, ctx.with_bias = group, world_size, with_bias
+        ctx.group, ctx.dim, ctx.with_bias = group, dim, with_bias
         ctx.set_materialize_grads(False)  # an unused output costs neither work nor communication
         if not needs_input:
             ctx.mark_non_differentiable(gathered)
@@ -166,7 +178,7 @@ class _GatherLinears(torch.autograd.Function):
                 summed = None
                 if needs_input:
                     summed = _start_input_gradient(
-                        output_grads, weights, gathered_grad, ctx.group, ctx.world_size
+                        output_grads, weights, gathered_grad, ctx.dim, ctx.group
                     )
                 grad_weights = [
                     weight_gradient(grad, gathered) if grad is not None and need else None
@@ -185,8 +197,8 @@ def _start_input_gradient(
     output_grads: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor],
     gathered_grad: torch.Tensor | None,
+    dim: int,
     group: str,
-    world_size: int,
 ) -> torch.Tensor | None:
     """One reduce-scatter, to be waited for: beside the GEMM, or behind it where a gradient of another reader is added."""
     parts = [
@@ -198,20 +210,20 @@ def _start_input_gradient(
         whole = gathered_grad
         for grad, weight in parts:
             whole = whole + grad @ weight
-        return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size, group)
+        return start_reduce_scatter(whole, group, dim)
     if not parts:
         return None
     grad, weight = parts[0]
     if len(parts) > 1:
         grad = torch.cat([grad for grad, _ in parts], dim=-1)
         weight = torch.cat([weight for _, weight in parts])
-    return gemm_reducescatter(grad, weight.t(), group=group)
+    return gemm_reducescatter(grad, weight.t(), dim=dim, group=group)
 
 
 def _recorded_gradients(ctx, input, weights, grads):
     """The gradients of input and weights as the op records them, so that they can be differentiated; it gathers again."""
     with torch.enable_grad():
-        outputs, gathered = allgather_gemm(input, weights, group=ctx.group)
+        outputs, gathered = allgather_gemm(input, weights, dim=ctx.dim, group=ctx.group)
         used = [
             (output, grad)
             for output, grad in zip((*outputs, gathered), grads, strict=True)
@@ -242,33 +254,38 @@ class _ScatterLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+        ctx, group: str, dim: int, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        ctx.group = group
+        ctx.group, ctx.dim = group, dim
         ctx.save_for_backward(input, weight, bias)
-        return gemm_reducescatter(input, weight, bias, group=group)
+        return gemm_reducescatter(input, weight, bias, dim=dim, group=group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, bias = ctx.saved_tensors
-        _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        _, _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
-            return None, *_recorded_scatter_gradients(ctx.group, input, weight, bias, grad)
+            return None, None, *_recorded_scatter_gradients(ctx, input, weight, bias, grad)
         with torch.no_grad():
             grad_input = None
             if needs_input:
-                grad_input, gathered = allgather_gemm(grad, weight.t(), group=ctx.group)
+                grad_input, gathered = allgather_gemm(
+                    grad, weight.t(), dim=ctx.dim, group=ctx.group
+                )
             else:
-                gathered = wait(start_all_gather(grad, ctx.group, world_size(ctx.group)))
+                ranks = world_size(ctx.group)
+                gathered = start_all_gather(grad, ctx.group, ranks)
+                gathered = wait_for_gather(gathered, ranks, ctx.dim)
             grad_weight = weight_gradient(gathered, input) if needs_weight else None
             grad_bias = rows(gathered).sum(0) if needs_bias else None
-        return None, grad_input, grad_weight, grad_bias
+        return None, None, grad_input, grad_weight, grad_bias
 
 
-def _recorded_scatter_gradients(group, input, weight, bias, grad):
+def _recorded_scatter_gradients(ctx, input, weight, bias, grad):
     """As the op records them."""
     with torch.enable_grad():
-        output = gemm_reducescatter(input, weight, SumGradient.apply(bias, group), group=group)
+        summed = SumGradient.apply(bias, ctx.group)
+        output = gemm_reducescatter(input, weight, summed, dim=ctx.dim, group=ctx.group)
         needed = [tensor for tensor in (input, weight, bias) if tensor.requires_grad]
         found = iter(torch.autograd.grad([output], needed, [grad], create_graph=True))
     return [next(found) if tensor.requires_grad else None for tensor in (input, weight, bias)]

@@ -56,6 +56,11 @@ def pad_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return functional.pad(tensor, (0, 0) * behind + (0, size)) if size > 0 else tensor
 
 
+def cut_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """All of a dim but the last `size`: what `pad_end` put there."""
+    return tensor.narrow(dim, 0, tensor.shape[dim] - size) if size > 0 else tensor
+
+
 def gather_parts(part: torch.Tensor, dim: int, sizes: Sequence[int], group: str) -> torch.Tensor:
     """Every rank's part, put together along `dim`, where they have these sizes. A collective call."""
     padded = pad_end(part, dim, max(sizes) - part.shape[dim])

@@ -71,8 +71,8 @@ class OverlapColwiseParallel(ColwiseParallel):
       several layers that share it;
     - other placements: redistributed to ``Replicate()`` first.
 
-    Where d is not 0 the output is computed with that dim in front and is not contiguous. A DTensor's sharded dim may be
-    of any size; a tensor's must be the same on every rank. A torchao ``Float8Linear`` computes in fp8 as its config
+    The output is contiguous, whichever dim d is. A DTensor's sharded dim may be of any size; a tensor's must be the same on
+    every rank. A torchao ``Float8Linear`` computes in fp8 as its config
     says, and what is gathered are fp8 and its scales. Everything that is neither this nor a plain ``torch.nn.Linear``, such
     as ``torch.nn.Embedding``, is handled by ``ColwiseParallel``.
 
@@ -106,8 +106,7 @@ class OverlapRowwiseParallel(RowwiseParallel):
       backward's GEMM computes on what has arrived, and the bias's gradient is summed over the ranks;
     - other placements: redistributed after the GEMM.
 
-    Where d is not 0 the output is computed with that dim in front and is not contiguous; the dim may be of any size, cut
-    as ``Shard`` cuts. A torchao ``Float8Linear`` computes in fp8 as its config says. Everything that is neither this nor a
+    The output is contiguous, whichever dim d is; the dim may be of any size, cut as ``Shard`` cuts. A torchao ``Float8Linear`` computes in fp8 as its config says. Everything that is neither this nor a
     plain ``torch.nn.Linear``, such as ``torch.nn.Embedding``, is handled by ``RowwiseParallel``.
 
     Keyword Args:
@@ -265,12 +264,13 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
             (output,), _ = column_sequences(
                 local,
                 [operands],
+                dim=dim,
                 group=self.group,
                 world_size=self.world_size,
                 tokens=tokens,
                 recipe=self.fp8,
             )
-            return output.movedim(0, dim)
+            return output
         if placement.is_replicate() and not distributed:
             return self.maps.column(
                 input, weight, bias, group=self.group, world_size=self.world_size, padding=padding
@@ -312,15 +312,16 @@ class OverlapRowwiseLinear(_OverlapLinear):
             return self._output(output, Replicate(), 0)
         if dim is not None and dim != last:
             output = row_sequence(
-                input.movedim(dim, 0),
+                input,
                 weight,
                 bias,
+                dim=dim,
                 group=self.group,
                 world_size=self.world_size,
                 rank=self.rank,
                 padding=padding,
                 recipe=self.fp8,
-            ).movedim(0, dim)
+            )
             return self._output(output, Shard(dim), input.shape[dim])
         if self.fp8 is None:
             local = functional.linear(input, weight)

@@ -78,7 +78,7 @@ def check_call(
     before = map_tensors(torch.clone, arguments)
     expected = OPS[op].expected(case, rank, world, device, seed)
     poison(device, *(max(1, right.numel()) * right.element_size() for right in expected), 512)
-    result = (call or OPS[op].operator)(*arguments, group=name)
+    result = (call or OPS[op].operator)(*arguments, **OPS[op].keywords(case), group=name)
 
     outputs = tensors_of(result)
     same_number = len(outputs) == len(expected)

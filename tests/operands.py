@@ -51,7 +51,7 @@ WEIGHT_LAYOUTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One call: `leading` dims of the input, N, K, and how the operands lie in memory."""
+    """One call: `leading` dims of the input, N, K, how the operands lie in memory, and which dim is cut."""
 
     leading: tuple[int, ...]
     n: int
@@ -60,6 +60,7 @@ class Case:
     bias: bool = False
     input_layout: str = "contiguous"
     weight_layout: str = "k_contiguous"
+    dim: int = 0
 
     @property
     def m(self) -> int:
@@ -72,7 +73,7 @@ class Case:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{list(self.leading)} x N={self.n} x K={self.k} {dtype}{' bias' if self.bias else ''} "
-            f"input {self.input_layout} weight {self.weight_layout}"
+            f"input {self.input_layout} weight {self.weight_layout} dim {self.dim}"
         )
 
 

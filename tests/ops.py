@@ -55,6 +55,7 @@ class Op(ABC):
     name: str
     replicated = False  # whether all ranks get the same result, and the same gradient of it
     cuts_rows = True  # whether the input must have a dim to cut, so leading dims
+    takes_dim = False  # whether that may be another one than the first
 
     @property
     def operator(self) -> torch._ops.OpOverload:
@@ -92,15 +93,23 @@ class Op(ABC):
         self, case: Case, rank: int, world: int, device: torch.device, seed: int = 0
     ) -> list[torch.Tensor]:
         """The right results of this rank's call on `arguments` of all ranks, bit for bit."""
-        everybody = [
-            map_tensors(torch.Tensor.double, self.arguments(case, r, world, device, seed))
-            for r in range(world)
-        ]
+        everybody = []
+        for r in range(world):
+            input, *others = map_tensors(
+                torch.Tensor.double, self.arguments(case, r, world, device, seed)
+            )
+            # What is meant is said of dim 0.
+            everybody.append([input.movedim(case.dim, 0) if case.dim else input, *others])
         results = self.meaning(everybody, EXACT_LIMIT[case.dtype])[rank]
+        results = [result.movedim(0, case.dim) if case.dim else result for result in results]
         return [result.to(case.dtype) for result in results]
 
+    def keywords(self, case: Case) -> dict[str, int]:
+        """Of a call, beside its group; what is the default is left out, as the dispatcher does."""
+        return {"dim": case.dim} if case.dim else {}
+
     def takes(self, case: Case) -> bool:
-        return bool(case.leading) or not self.cuts_rows
+        return (bool(case.leading) or not self.cuts_rows) and (not case.dim or self.takes_dim)
 
     def of(self, cases: Sequence[Case]) -> list[Case]:
         return [case for case in cases if self.takes(case)]
@@ -118,10 +127,13 @@ class GemmAllReduce(Op):
 
 class GemmReduceScatter(Op):
     name = "gemm_reducescatter"
+    takes_dim = True
 
     def arguments(self, case, rank, world, device, seed=0):
-        leading = (case.leading[0] * world, *case.leading[1:])
-        return super().arguments(case.with_(leading=leading), rank, world, device, seed)
+        leading = list(case.leading)
+        leading[case.dim if case.dim >= 0 else case.dim + 1] *= world
+        case = case.with_(leading=tuple(leading))
+        return super().arguments(case, rank, world, device, seed)
 
     def meaning(self, ranks, limit):
         total = _sum([input @ weight.t() for input, weight, _ in ranks], limit)
@@ -134,6 +146,7 @@ class GemmReduceScatter(Op):
 
 class AllGatherGemm(Op):
     name = "allgather_gemm"
+    takes_dim = True
 
     def meaning(self, ranks, limit):
         gathered = torch.cat([input for input, _, _ in ranks])
@@ -144,6 +157,7 @@ class AllGatherGemmWeights(Op):
     """Three weights, N, about N / 2 and 0 or 1 wide; every second one has a bias."""
 
     name = "allgather_gemm.weights"
+    takes_dim = True
 
     def problem(self, case, world):
         return super().problem(case.with_(n=sum(self.widths(case))), world)

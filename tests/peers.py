@@ -54,6 +54,16 @@ def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: ob
     return Case((parts * rows,), n, k, dtype, **rest)
 
 
+def cases_of_other_dims(op: str, dtype: torch.dtype) -> list[Case]:
+    """Calls that cut dim 1, of rows behind each element of dim 0 that fill tiles, or do not."""
+    if not OPS[op].takes_dim:
+        return []
+    return [
+        Case(leading, 264, 72, dtype, dim=1)
+        for leading in ((2, 256), (3, 128), (9, 128), (2, 100), (300, 2))
+    ]
+
+
 def peer_plan(case: Case, op: str, way: Way, kernel: Kernel) -> Plan:
     world = dist.get_world_size()
     if way == DIRECT:

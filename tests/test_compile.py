@@ -22,6 +22,7 @@ from ops import OPS, Arguments, map_tensors, tensors_of
 CASES = [
     Case((6,), 5, 7), Case((), 9, 4), Case((2, 3), 4, 8, weight_layout="n_contiguous"), Case((0,), 4, 5),
     Case((3,), 0, 4), Case((3,), 4, 0), Case((9,), 8, 16, input_layout="transposed"),
+    Case((2, 3), 4, 8, dim=1), Case((1, 2, 3), 4, 8, input_layout="transposed", dim=-2),
 ]  # fmt: skip
 
 
@@ -41,8 +42,9 @@ def run_opcheck(op: str) -> tuple[int, list[str]]:
                 arguments = arguments[:-1]  # defaults are dropped by the dispatcher
             for tensor in tensors_of(arguments):
                 tensor.requires_grad_(needs_gradient)
+            keywords = {**OPS[op].keywords(case), "group": world_name()}
             found = torch.library.opcheck(
-                OPS[op].operator, tuple(arguments), {"group": world_name()}, raise_exception=False
+                OPS[op].operator, tuple(arguments), keywords, raise_exception=False
             )
             for test, result in found.items():
                 problem = None if result == "SUCCESS" else str(result)
@@ -64,11 +66,12 @@ def check_fake_results(op: str) -> tuple[int, list[str]]:
     for (seed, case), dtype in itertools.product(enumerate(OPS[op].of(CASES)), dtypes):
         case = case.with_(dtype=dtype, bias=seed % 2 == 0)
         arguments = OPS[op].arguments(case, rank, world, device, seed)
-        outputs = tensors_of(OPS[op].operator(*arguments, group=world_name()))
+        keywords = {**OPS[op].keywords(case), "group": world_name()}
+        outputs = tensors_of(OPS[op].operator(*arguments, **keywords))
         if rank == 0:  # alone: a fake call that communicated would hang here
             with FakeTensorMode() as mode:
                 fakes = map_tensors(mode.from_tensor, arguments)
-                found = tensors_of(OPS[op].operator(*fakes, group=world_name()))
+                found = tensors_of(OPS[op].operator(*fakes, **keywords))
             for fake, output in zip(found, outputs, strict=True):
                 for field in ("shape", "dtype", "device"):
                     got, right = getattr(fake, field), getattr(output, field)
@@ -77,7 +80,7 @@ def check_fake_results(op: str) -> tuple[int, list[str]]:
                 got, right = fake.stride(), output.stride()
                 failures.expect(None if got == right else f"{got}, not {right}", "stride", case)
         meta = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), arguments)
-        found = tensors_of(OPS[op].operator(*meta, group=world_name()))
+        found = tensors_of(OPS[op].operator(*meta, **keywords))
         for shape, output in zip([result.shape for result in found], outputs, strict=True):
             failures.expect(None if shape == output.shape else f"{shape}", "meta", op, case)
     return failures.result()

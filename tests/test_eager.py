@@ -40,7 +40,11 @@ every_function = pytest.mark.parametrize("op", list(FUNCTIONS))
 
 
 def function_of(op: str) -> Callable[..., Any]:
-    return getattr(_eager, op.replace(".", "_"))
+    """Of the op's arguments and the group's name; the keyword between them, if there is one, is the default."""
+    function = getattr(_eager, op.replace(".", "_"))
+    if not getattr(FUNCTIONS[op], "takes_dim", False):
+        return function
+    return lambda *arguments: function(*arguments[:-1], 0, arguments[-1])
 
 
 def arguments_of(op: str, case: Case | scaled.Case, seed: int = 0) -> list[Any]:

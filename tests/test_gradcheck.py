@@ -53,33 +53,33 @@ def mine(whole: torch.Tensor, dim: int) -> torch.Tensor:
     return _Replicated.apply(whole).narrow(dim, dist.get_rank() * size, size)
 
 
-def allreduce(input, weight, bias):
+def allreduce(input, weight, bias, dim):
     return overlap_torch.gemm_allreduce(mine(input, -1), mine(weight, 1), bias)
 
 
-def reducescatter(input, weight, bias):
+def reducescatter(input, weight, bias, dim):
     bias = None if bias is None else _Replicated.apply(bias)
-    part = overlap_torch.gemm_reducescatter(mine(input, -1), mine(weight, 1), bias)
-    return _Whole.apply(part, 0)
+    part = overlap_torch.gemm_reducescatter(mine(input, -1), mine(weight, 1), bias, dim=dim)
+    return _Whole.apply(part, dim)
 
 
-def allgather(input, weight, bias):
+def allgather(input, weight, bias, dim):
     bias = None if bias is None else mine(bias, 0)
-    part, gathered = overlap_torch.allgather_gemm(mine(input, 0), mine(weight, 0), bias)
+    part, gathered = overlap_torch.allgather_gemm(mine(input, dim), mine(weight, 0), bias, dim=dim)
     # Each rank uses another part of the gathered input, so that its gradients are added up over the ranks.
     size = gathered.shape[-1] // dist.get_world_size()
     used = gathered.narrow(-1, dist.get_rank() * size, size)
     return _Whole.apply(part, -1), _Whole.apply(used.square(), -1)
 
 
-def allgather_weights(input, weight, bias):
+def allgather_weights(input, weight, bias, dim):
     weights = list(mine(weight, 0).split([1, N - 1]))
     biases = None if bias is None else [None, mine(bias, 0)[1:]]
-    parts, gathered = overlap_torch.allgather_gemm(mine(input, 0), weights, biases)
+    parts, gathered = overlap_torch.allgather_gemm(mine(input, dim), weights, biases, dim=dim)
     return *(_Whole.apply(part, -1) for part in parts), gathered.detach()
 
 
-def alltoall(input, weight, bias):
+def alltoall(input, weight, bias, dim):
     rank, world = dist.get_rank(), dist.get_world_size()
     # Rank r sends its rows to rank r + 1, but one to itself where it is not the last.
     counts = [[0] * world for _ in range(world)]
@@ -102,11 +102,14 @@ FUNCTIONS = {
     function.__name__: function
     for function in (allreduce, reducescatter, allgather, allgather_weights, alltoall)
 }
-CALLS = [(name, leading) for name in FUNCTIONS for leading in ((ROWS,), (ROWS, 2))]
-CALLS.append(("allreduce", ()))  # the others cut rows
+CALLS = [(name, leading, 0) for name in FUNCTIONS for leading in ((ROWS,), (ROWS, 2))]
+CALLS.append(("allreduce", (), 0))  # the others cut rows
+CALLS += [(name, (2, ROWS), 1) for name in ("reducescatter", "allgather", "allgather_weights")]
 
 
-def check_numerical_gradients(name: str, leading: tuple[int, ...], with_bias: bool) -> bool:
+def check_numerical_gradients(
+    name: str, leading: tuple[int, ...], dim: int, with_bias: bool
+) -> bool:
     world, device = dist.get_world_size(), rank_device()
     generator = torch.Generator().manual_seed(0)
 
@@ -115,20 +118,20 @@ def check_numerical_gradients(name: str, leading: tuple[int, ...], with_bias: bo
         return values.to(device).requires_grad_()
 
     if name != "allreduce":
-        leading = (leading[0] * world, *leading[1:])
+        leading = tuple(size * world if i == dim else size for i, size in enumerate(leading))
     features = K * world
     operands = [draw(*leading, features), draw(N * world, features)]
     if with_bias:
         operands.append(draw(N * world))
 
     def function(input, weight, bias=None):
-        return FUNCTIONS[name](input, weight, bias)
+        return FUNCTIONS[name](input, weight, bias, dim)
 
     return torch.autograd.gradcheck(function, operands)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(("name", "leading"), CALLS, ids=str)
+@pytest.mark.parametrize(("name", "leading", "dim"), CALLS, ids=str)
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
-def test_gradcheck_global_function(ranks, name, leading, with_bias):
-    assert all(ranks.run(check_numerical_gradients, name, leading, with_bias))
+def test_gradcheck_global_function(ranks, name, leading, dim, with_bias):
+    assert all(ranks.run(check_numerical_gradients, name, leading, dim, with_bias))

@@ -38,6 +38,9 @@ GPU_SHAPES = [
     (1, 4096, 1024), (16, 4096, 1024), (2048, 1024, 256),
 ]  # fmt: skip
 LEADING = [(), (5,), (1,), (3, 4), (0, 4), (2, 3, 4), (2, 0, 3), (1, 1, 1)]
+# With the dim that is cut; dims before it of one element, several and none, and more rows behind those than tiles have.
+DIMS = [((3, 4), 1), ((3, 4), -2), ((1, 5), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((2, 3, 4), -3),
+        ((0, 4), 1), ((4, 0), 1), ((2, 256), 1), ((5, 300), 1), ((3, 2, 128), -2)]  # fmt: skip
 
 
 every_op = pytest.mark.parametrize("op", list(OPS))
@@ -88,6 +91,11 @@ def test_ops_are_exact_between_eight_ranks(ranks, op):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_ops_take_any_leading_dims(ranks, op, dtype):
     cases = [Case(leading, 33, 40, dtype, bias) for leading in LEADING for bias in (False, True)]
+    cases += [
+        Case(leading, n, 40, dtype, bias, dim=dim)
+        for leading, dim in DIMS
+        for n, bias in ((33, True), (40, False), (0, False))
+    ]
     ranks.expect_no_failures(check_cases, op, cases)
 
 
@@ -96,8 +104,9 @@ def test_ops_take_any_leading_dims(ranks, op, dtype):
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
 def test_ops_take_any_layout(ranks, op, dtype):
     cases = [
-        Case((9, 16), 72, 64, dtype, bias=i % 3 == 0, input_layout=input, weight_layout=weight)
+        Case((9, 16), 72, 64, dtype, i % 3 == 0, input, weight, dim)
         for i, (input, weight) in enumerate(itertools.product(INPUT_LAYOUTS, WEIGHT_LAYOUTS))
+        for dim in (0, 1)
     ]
     ranks.expect_no_failures(check_cases, op, cases)
 

@@ -16,7 +16,11 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import overlap_torch
 from checks import Failures
@@ -27,12 +31,31 @@ from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParalle
 
 STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
+PYTORCHS = {OverlapColwiseParallel: ColwiseParallel, OverlapRowwiseParallel: RowwiseParallel}
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def strides_of(
+    layer: torch.nn.Module, input: torch.Tensor, gradient: torch.Tensor
+) -> list[tuple[int, ...]]:
+    """This rank's of the output, and of the gradient that the input's maker gets; the output is viewed as rows."""
+    found = []
+    made = input.detach().requires_grad_() * 1
+    made.register_hook(lambda grad: found.append(local_part(grad).stride()))
+    output = layer(made)
+    local = local_part(output)
+    local.view(-1, local.shape[-1])
+    output.backward(gradient)
+    return [local.stride(), *found]
 
 
 def check_layer(
     failures: Failures,
     style: type,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     given: Placement,
     wanted: Placement,
     use_local_output: bool,
@@ -86,12 +109,54 @@ def check_layer(
             failures.expect(problem, name, *where)
 
 
+def check_strides(
+    style: type, use_local_output: bool, shape: tuple[int, ...]
+) -> tuple[int, list[str]]:
+    """All that a layer returns lies in memory as PyTorch's style returns it."""
+    failures = Failures()
+    in_features, out_features, *leading = shape
+    layouts = (Replicate(), Shard(-1), *(Shard(dim) for dim in range(len(leading))))
+    for given, wanted, distributed in itertools.product(layouts, layouts, (False, True)):
+        options = {
+            "input_layouts": given,
+            "output_layouts": wanted,
+            "use_local_output": use_local_output,
+        }
+        input = distribute_tensor(integers(*leading, in_features, seed=3), mesh(), [given])
+        gradient = distribute_tensor(integers(*leading, out_features, seed=4), mesh(), [wanted])
+        input = input if distributed else input.to_local()
+        gradient = gradient.to_local() if use_local_output else gradient
+        pytorchs, ours = (
+            strides_of(
+                parallelize_module(
+                    integer_linear(in_features, out_features, True), mesh(), kind(**options)
+                ),
+                input,
+                gradient,
+            )
+            for kind in (PYTORCHS[style], style)
+        )
+        same = None if ours == pytorchs else f"strides {ours}, PyTorch's are {pytorchs}"
+        failures.expect(same, style.__name__, given, wanted, distributed)
+    return failures.result()
+
+
+@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (12, 6, 6, 6, 12)], ids=str)
+@pytest.mark.parametrize("use_local_output", [True, False], ids=["local", "dtensor"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_layer_returns_pytorchs_strides(ranks, style, use_local_output, shape):
+    ranks.expect_no_failures(check_strides, style, use_local_output, shape)
+
+
 def check_layouts(
     style: type, use_local_output: bool, shape: tuple[int, ...]
 ) -> tuple[int, list[str]]:
     failures = Failures()
     world = dist.get_world_size()
-    for given, wanted, distributed in itertools.product(LAYOUTS, LAYOUTS, (False, True)):
+    # Of four dims the last two that rows have, counted from either end.
+    layouts = LAYOUTS if len(shape) < 5 else (Replicate(), Shard(2), Shard(-2), Shard(1))
+    for given, wanted, distributed in itertools.product(layouts, layouts, (False, True)):
         sizes = (*shape[2:], shape[0])
         even = given.is_replicate() or sizes[given.dim] % world == 0
         if distributed or even:  # a tensor's sharded dim must be the same on every rank
@@ -99,8 +164,10 @@ def check_layouts(
     return failures.result()
 
 
-# Sizes that divide by 2 and 3, and sizes that do not; two and three dims.
-@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (7, 5, 5, 7), (7, 5, 11)], ids=str)
+# Sizes that divide by 2 and 3, and sizes that do not; two to four dims.
+@pytest.mark.parametrize(
+    "shape", [(12, 6, 6, 12), (7, 5, 5, 7), (7, 5, 11), (12, 6, 2, 6, 12), (7, 5, 2, 5, 3)], ids=str
+)
 @pytest.mark.parametrize("use_local_output", [True, False], ids=["local", "dtensor"])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))

@@ -27,13 +27,17 @@ STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
 
 
 class Block(torch.nn.Module):
+    """Calls view() on what its layers return, as models do."""
+
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up = torch.nn.Linear(width, hidden, device=rank_device())
         self.down = torch.nn.Linear(hidden, width, device=rank_device())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return input + self.down(functional.relu(self.up(input)))
+        hidden = self.up(input)
+        hidden = functional.relu(hidden.view(-1, hidden.shape[-1])).view(hidden.shape)
+        return input + self.down(hidden).view(-1, input.shape[-1]).view(input.shape)
 
 
 class Model(torch.nn.Module):

@@ -42,7 +42,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Reader(torch.nn.Module):
-    """Three readers of an input, called as `how` says."""
+    """Three readers of an input, called as `how` says. It calls view() on what it has of them, as models do."""
 
     def __init__(self, how: str = "in order") -> None:
         super().__init__()
@@ -55,8 +55,9 @@ class Reader(torch.nn.Module):
         fill_with_integers(self)
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = self.mixed(x, other)
-        return self.o(q * k + v)
+        q, k, v = (each.view(-1, each.shape[-1]) for each in self.mixed(x, other))
+        output = self.o((q * k + v).view(*x.shape[:-1], -1))
+        return output.view(-1, 6).view(output.shape)
 
     def mixed(
         self, x: torch.Tensor, other: torch.Tensor | None

@@ -15,6 +15,7 @@ from peers import (
     KERNELS,
     PEER_OPS,
     RING,
+    cases_of_other_dims,
     check_other_layouts,
     every_kernel,
     has_bias,
@@ -46,10 +47,11 @@ SHAPES = [
 
 def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
     failures = Failures()
-    for rows, n, k in SHAPES:
+    cases = [peer_case(op, rows, n, k, dtype) for rows, n, k in SHAPES]
+    for case in cases + cases_of_other_dims(op, dtype):
         for weight_layout in ("k_contiguous", "n_contiguous"):
             for bias in (False, True):
-                case = peer_case(op, rows, n, k, dtype, bias=bias, weight_layout=weight_layout)
+                case = case.with_(bias=bias, weight_layout=weight_layout)
                 for chunks in (1, 3, 8):
                     plan = peer_plan(case, op, chunks, kernel)
                     if len(plan.chunks) == chunks:

@@ -20,6 +20,7 @@ from peers import (
     PEER_OPS,
     RING,
     Way,
+    cases_of_other_dims,
     check_other_layouts,
     every_kernel,
     has_bias,
@@ -61,10 +62,10 @@ def check_both(failures: Failures, op: str, case: Case, kernel: Kernel) -> None:
 
 def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
     failures = Failures()
-    for rows, n, k in SHAPES:
+    cases = [peer_case(op, rows, n, k, dtype) for rows, n, k in SHAPES]
+    for case in cases + cases_of_other_dims(op, dtype):
         for weight_layout in ("k_contiguous", "n_contiguous"):
-            case = peer_case(op, rows, n, k, dtype, weight_layout=weight_layout)
-            check_both(failures, op, case, kernel)
+            check_both(failures, op, case.with_(weight_layout=weight_layout), kernel)
     return failures.result()
 
 

@@ -29,7 +29,8 @@ CPU_TILE = (16, 8)
 CPU_CASES = [
     Case((64,), 32, 24), Case((63,), 31, 5, bias=True), Case((65,), 33, 1), Case((5, 13), 40, 16),
     Case((1,), 1, 3, bias=True), Case((1,), 70, 9), Case((70,), 1, 9), Case((97,), 8, 20, bias=True),
-    Case((128,), 64, 16, bias=True, weight_layout="n_contiguous"),
+    Case((128,), 64, 16, bias=True, weight_layout="n_contiguous"), Case((3, 33), 17, 24, bias=True, dim=1),
+    Case((2, 2, 32), 17, 24, dim=-2),
 ]  # fmt: skip
 # Around tiles of 128 x 128 and 128 x 256, in clusters of two; N and K multiples of 8, as kernels with 16-byte copies
 # take them, and others, which they do not.
@@ -39,7 +40,9 @@ GPU_CASES = [
     Case((513,), 129, 33), Case((257,), 250, 40, bias=True), Case((640,), 384, 1),
     Case((512,), 512, 192, bias=True, weight_layout="n_contiguous"),
     Case((385,), 520, 64, weight_layout="n_padded"), Case((300,), 256, 64, input_layout="offset"),
-    Case((300,), 256, 64, weight_layout="k_offset"), Case((256,), 256, 2048),
+    Case((300,), 256, 64, weight_layout="k_offset"), Case((256,), 256, 2048), Case((2, 256), 512, 128, dim=1),
+    Case((5, 128), 264, 64, bias=True, dim=1), Case((3, 100), 264, 64, dim=1), Case((2, 600), 264, 64, bias=True, dim=1),
+    Case((2, 3, 256), 256, 64, weight_layout="n_contiguous", dim=-2), Case((150, 2), 264, 64, bias=True, dim=1),
 ]  # fmt: skip
 GPU_RESOURCES = [
     {"comm_sms": 0, "max_ctas": 0},
@@ -57,7 +60,7 @@ def check_plans(
 ) -> tuple[int, list[str]]:
     failures = Failures()
     world, device_type = dist.get_world_size(), rank_device().type
-    for case in cases:
+    for case in OPS[op].of(cases):
         plans = overlapped_plans(case, world, device_type, kernel, tile, op, **resources)
         for label, plan in plans:
             check_plan(failures, case, plan, label, kernel.name, resources, op=op)

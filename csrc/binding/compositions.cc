@@ -41,7 +41,7 @@ at::Tensor gemm_allreduce_composition(const OpCall& call) {
 }
 
 at::Tensor gemm_reducescatter_composition(const OpCall& call) {
-  const at::Tensor partial = local_gemm(call, false);
+  const at::Tensor partial = parts_of_blocks(call, local_gemm(call, false));
   at::Tensor output =
       at::empty({call.problem.m / call.problem.world_size, call.problem.n}, partial.options());
   cpu::reduce_scatter(*call.group, output, partial, 0).wait();
@@ -53,6 +53,7 @@ AllGatherGemmResult allgather_gemm_composition(const OpCall& call) {
   AllGatherGemmResult result;
   result.gathered = at::empty({call.problem.m, call.problem.k}, call.input.options());
   cpu::all_gather(*call.group, result.gathered, call.input.contiguous(), 0).wait();
+  result.gathered = blocks_of_parts(call, result.gathered);
   if (call.scales) result.scales = gathered_scales(call);
   for (size_t i = 0; i < call.weights.size(); ++i) {
     result.outputs.push_back(local_gemm(call, result.gathered, result.scales, i, true));

@@ -30,6 +30,7 @@ class CpuCall {
     // Packed tiles are computed one by one, whole rows chunk by chunk.
     cpu::Call made = with_list({.kernel_takes = plan().layout == plan::Layout::kPacked,
                                 .bias = overlapped() && call_.bias().has_value()});
+    made.input = parts_of_blocks(call_, call_.input);
     made.outputs = {empty(problem.m / plan::op_row_parts(problem), problem.n)};
     const at::Tensor& output = made.outputs[0];
     // Of a sequence the product becomes the output, and no step adds the bias.
@@ -54,6 +55,8 @@ class CpuCall {
     made.outputs = result.outputs;
     made.gathered = result.gathered;
     run(made, result.scales);
+    result.gathered = blocks_of_parts(call_, result.gathered);
+    for (at::Tensor& output : result.outputs) output = blocks_of_parts(call_, output);
     return result;
   }
 

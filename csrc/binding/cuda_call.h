@@ -77,4 +77,8 @@ at::Tensor library_gemm(const at::Tensor& input, const at::Tensor& weight,
 void library_gemm(const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, void* destination);
 
+// The same of [blocks, rows, K], into [blocks, rows, N].
+void library_gemm_of_blocks(const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, at::Tensor output);
+
 }  // namespace overlap::binding

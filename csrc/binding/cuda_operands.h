@@ -18,7 +18,11 @@ class CudaOperands : public runtime::Operands {
  public:
   // `input`: rows of K elements.
   CudaOperands(const OpCall& call, const CudaCall& cuda, at::Tensor input)
-      : call_(call), cuda_(cuda), plan_(cuda.plan()), input_(std::move(input)) {}
+      : call_(call),
+        cuda_(cuda),
+        plan_(cuda.plan()),
+        input_(std::move(input)),
+        part_rows_(plan_.problem.m / plan_.problem.world_size) {}
 
   void* base(steps::Buffer buffer, int32_t index) override;
   const kernels::GemmParams& gemm(int32_t weight) override {
@@ -36,6 +40,16 @@ class CudaOperands : public runtime::Operands {
   static bool overlapped(const plan::Plan& plan) {
     return plan.schedule == plan::Schedule::kOverlapped;
   }
+
+  // Whether the plan's kernel can take rows of the call's blocks where they are: no tile lies in two of them.
+  static bool tiles_fit(const OpCall& call, const plan::Plan& plan) {
+    const int64_t rows = plan.problem.m / plan.problem.world_size / call.blocks;
+    return call.blocks == 1 || rows % plan.tile_m == 0;
+  }
+  // The framework's GEMM of rows of the plan's, where either side has them one after the other, and the other one, of all
+  // rows, in blocks.
+  void multiply_blocks(plan::Rows range, size_t weight, bool with_bias, const at::Tensor& input,
+                       const at::Tensor& output) const;
 
   // Rows of the input, [begin, end).
   at::Tensor rows(plan::Rows range) const {
@@ -60,7 +74,9 @@ class CudaOperands : public runtime::Operands {
   const OpCall& call_;
   const CudaCall& cuda_;
   const plan::Plan& plan_;
-  const at::Tensor input_;
+  at::Tensor input_;
+  const int64_t part_rows_;                 // of a rank, of what is cut between the ranks
+  int64_t blocks_ = 1;                      // the call's, where steps leave rows in them
   std::vector<kernels::GemmParams> gemms_;  // of each weight, where the plan's kernel may take it
   std::vector<at::Tensor> outputs_;
   at::Tensor gathered_;

@@ -61,6 +61,35 @@ void CudaOperands::multiply(const at::Tensor& rows, const at::Tensor& scales, si
   scaled_product_out(place, *call_.scales, weight, rows, scales, matrix, bias);
 }
 
+void CudaOperands::multiply_blocks(plan::Rows range, size_t weight, bool with_bias,
+                                   const at::Tensor& input, const at::Tensor& output) const {
+  const auto bias = with_bias ? call_.biases[weight] : std::nullopt;
+  const int64_t ranks = plan_.problem.world_size;
+  const int64_t all_rows = plan_.problem.m;
+  const int64_t block_rows = part_rows_ / blocks_;
+  // Each time as many whole blocks as there are, or what lies in one.
+  for (int64_t at = range.begin; at < range.end;) {
+    const int64_t part = at / part_rows_;
+    const int64_t block = at % part_rows_ / block_rows;
+    const int64_t row = at % block_rows;
+    const int64_t left = std::min(range.end, (part + 1) * part_rows_) - at;
+    const int64_t whole = row == 0 ? left / block_rows : 0;
+    const int64_t count = std::max<int64_t>(whole, 1);
+    const int64_t rows = whole > 0 ? block_rows : std::min(left, block_rows - row);
+    const auto view = [&](const at::Tensor& matrix) {
+      const bool of_blocks = matrix.size(0) == all_rows;
+      const int64_t first =
+          of_blocks ? (block * ranks + part) * block_rows + row : at - range.begin;
+      const int64_t distance = of_blocks ? ranks * block_rows : rows;
+      return matrix.as_strided({count, rows, matrix.size(1)},
+                               {distance * matrix.stride(0), matrix.stride(0), matrix.stride(1)},
+                               matrix.storage_offset() + first * matrix.stride(0));
+    };
+    library_gemm_of_blocks(view(input), call_.weights[weight], bias, view(output));
+    at += count * rows;
+  }
+}
+
 void CudaOperands::name_chunk(int32_t chunk) {
   chunk_name_.reset();
   if (chunk >= 0) chunk_name_.emplace(chunk);
@@ -84,6 +113,7 @@ void CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
                        .list = list.get(),
                        .operands = this,
                        .bias = bias.defined() ? bias.const_data_ptr() : nullptr,
+                       .blocks = static_cast<int32_t>(blocks_),
                        .stream = cuda_.stream,
                        .trace = cuda_.trace(),
                        .delay_us = side_delay_us()});

@@ -218,12 +218,15 @@ constexpr Op kScaledAllToAll{"overlap::gemm_alltoall", "scaled"};
 
 using Produce = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
                            const std::string&);
+using ProduceParts = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                int64_t, const std::string&);
 using Consume = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                   const OptionalTensor&, const std::string&);
+                                                   const OptionalTensor&, int64_t,
+                                                   const std::string&);
 using ConsumeWeights = std::tuple<std::vector<at::Tensor>, at::Tensor>(const at::Tensor&,
                                                                        at::TensorList,
                                                                        const OptionalTensors&,
-                                                                       const std::string&);
+                                                                       int64_t, const std::string&);
 using AllToAll = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
                             const OptionalTensor&, const std::string&);
 
@@ -256,7 +259,7 @@ PyMODINIT_FUNC PyInit__eager() {
   using namespace overlap::binding;
   static PyMethodDef methods[] = {
       method<kAllReduce, Produce>("gemm_allreduce"),
-      method<kReduceScatter, Produce>("gemm_reducescatter"),
+      method<kReduceScatter, ProduceParts>("gemm_reducescatter"),
       method<kAllGather, Consume>("allgather_gemm"),
       method<kAllGatherWeights, ConsumeWeights>("allgather_gemm_weights"),
       method<kAllToAll, AllToAll>("gemm_alltoall"),

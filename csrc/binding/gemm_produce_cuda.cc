@@ -13,6 +13,11 @@ class Reduction : public CudaOperands {
         all_reduces_(plan_.problem.op == plan::Op::kGemmAllReduce),
         direct_(plan_.collective == plan::Collective::kDirect) {
     makes_product_ = direct_ || !overlapped(plan_);
+    if (reads_blocks()) {
+      blocks_ = call.blocks;
+    } else {
+      order_parts();
+    }
   }
 
   at::Tensor run() {
@@ -28,6 +33,8 @@ class Reduction : public CudaOperands {
       make_output();
       gemms_.push_back(operands_of(0));
       variant.kernel_takes = kernel_takes(probe(), call_.weight(), plan_);
+      if (direct_ && !variant.kernel_takes)
+        order_parts();  // the framework's product is of all rows
     } else if (direct_ && !all_reduces_) {
       make_output();
     }
@@ -47,18 +54,38 @@ class Reduction : public CudaOperands {
   void* library(const steps::LibraryGemm& step, const void*, const void* adds,
                 void* output) override {
     if (makes_product_) {
-      made_ = product(call_.input, scales_of({0, call_.input.size(0)}), 0, false);
+      made_ = product(input_, scales_of({0, input_.size(0)}), 0, false);
       return made_.data_ptr();
     }
-    multiply(rows(step.rows), scales_of(step.rows), 0, false, output);
-    if (adds == nullptr) return nullptr;
     const int64_t count = step.rows.end - step.rows.begin;
+    if (blocks_ > 1) {
+      multiply_blocks(step.rows, 0, false, input_,
+                      at::from_blob(output, {count, plan_.problem.n}, options()));
+    } else {
+      multiply(rows(step.rows), scales_of(step.rows), 0, false, output);
+    }
+    if (adds == nullptr) return nullptr;
     at::Tensor place = at::from_blob(output, {count, plan_.problem.n}, options());
     place.add_(at::from_blob(const_cast<void*>(adds), {count, plan_.problem.n}, options()));
     return nullptr;
   }
 
  private:
+  // Whether the steps take rows in the order of the call's blocks: chunks of a part by a kernel whose tiles fit, or by the
+  // framework; and NCCL's collective of each block.
+  bool reads_blocks() const {
+    if (plan::has_program(plan_)) return false;
+    if (!overlapped(plan_)) return !direct_;
+    const bool computes_chunks = plan_.kernel == plan::Kernel::kLibrary && !direct_;
+    return plan_.layout == plan::Layout::kRowMajor && (computes_chunks || tiles_fit(call_, plan_));
+  }
+
+  void order_parts() {
+    blocks_ = 1;
+    input_ = parts_of_blocks(call_, input_);
+    if (!gemms_.empty()) gemms_[0] = operands_of(0);
+  }
+
   void make_output() {
     const int64_t rows = plan_.problem.m / plan::op_row_parts(plan_.problem);
     outputs_.push_back(empty({rows, plan_.problem.n}, options()));

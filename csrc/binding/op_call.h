@@ -26,8 +26,12 @@ struct OpCall {
   // gemm_alltoall: rows for and from each rank, in rank order.
   std::vector<int64_t> send_rows;
   std::vector<int64_t> recv_rows;
-  std::string dims;  // gemm_alltoall: the input's dims between the first and the last, for messages
+  std::string
+      dims;  // for messages: gemm_alltoall's dims between the first and the last, and `blocks`
   std::optional<Scales> scales;  // of fp8 operands, which alone have them
+  // The dims before the one that is cut between the ranks have so many elements. Rows of the whole are blocks
+  // [blocks, ranks, rows of a rank, columns], which are the plan's parts [ranks, blocks, ...] in another order.
+  int64_t blocks = 1;
 
   std::string description() const { return problem.to_string() + dims; }
   const at::Tensor& weight() const { return weights.front(); }
@@ -44,6 +48,11 @@ struct AllGatherGemmResult {
   at::Tensor
       scales;  // of scaled operands: the gathered input's, [1, 1], [ranks, 1], [M, 1] or [M, ceil(K / 128)]
 };
+
+// Rows in the order of a call's blocks, [blocks, ranks, rows of a rank, columns], as the plan's parts, and back: the
+// rows themselves where both orders are one, else a copy.
+at::Tensor parts_of_blocks(const OpCall& call, const at::Tensor& rows);
+at::Tensor blocks_of_parts(const OpCall& call, const at::Tensor& rows);
 
 // The unfused compositions: one GEMM, then one of the process group's own collectives, or the other
 // way round. Any device.

@@ -1,5 +1,7 @@
 #include "binding/operands.h"
 
+#include <c10/util/accumulate.h>
+
 namespace overlap::binding {
 namespace {
 
@@ -97,11 +99,22 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
   return call;
 }
 
-void check_row_dim(plan::Op op, const at::Tensor& input) {
+int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim) {
   TORCH_CHECK_VALUE(input.dim() >= 2, plan::name(op),
                     ": input must be [D0, ..., K], because dim 0 is cut between the ranks, but got "
                     "shape ",
                     input.sizes());
+  const int64_t from_front = dim < 0 ? dim + input.dim() : dim;
+  TORCH_CHECK_VALUE(from_front >= 0 && from_front < input.dim() - 1, plan::name(op),
+                    ": dim must be one of the input's before the last, but is ", dim,
+                    " and the input's shape is ", input.sizes());
+  return from_front;
+}
+
+void set_blocks(OpCall& call, const at::Tensor& input, int64_t dim) {
+  if (dim == 0 || call.problem.world_size == 1) return;
+  call.blocks = c10::multiply_integers(input.sizes().slice(0, dim));
+  if (call.blocks > 1) call.dims = c10::str(" blocks=", call.blocks);
 }
 
 void check_counts(const char* name, at::IntArrayRef rows, const GroupEntry& group) {
@@ -113,12 +126,32 @@ void check_counts(const char* name, at::IntArrayRef rows, const GroupEntry& grou
   }
 }
 
-at::Tensor as_shape_of(const at::Tensor& rows, const at::Tensor& input, int64_t dim0) {
+at::Tensor as_shape_of(const at::Tensor& rows, const at::Tensor& input, int64_t dim, int64_t size) {
   if (input.dim() == 2) return rows;
   std::vector<int64_t> sizes = input.sizes().vec();
-  sizes.front() = dim0;
+  sizes[static_cast<size_t>(dim)] = size;
   sizes.back() = rows.size(1);
   return rows.view(sizes);
+}
+
+namespace {
+
+// [outer, inner, rows, columns] as [inner, outer, rows, columns].
+at::Tensor swapped(const at::Tensor& rows, int64_t outer, int64_t inner) {
+  const int64_t each = rows.size(0) / (outer * inner);
+  return rows.view({outer, inner, each, rows.size(1)})
+      .transpose(0, 1)
+      .reshape({rows.size(0), rows.size(1)});
+}
+
+}  // namespace
+
+at::Tensor parts_of_blocks(const OpCall& call, const at::Tensor& rows) {
+  return call.blocks == 1 ? rows : swapped(rows, call.blocks, call.problem.world_size);
+}
+
+at::Tensor blocks_of_parts(const OpCall& call, const at::Tensor& rows) {
+  return call.blocks == 1 ? rows : swapped(rows, call.problem.world_size, call.blocks);
 }
 
 }  // namespace overlap::binding

@@ -18,13 +18,16 @@ OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> w
                  std::vector<std::optional<at::Tensor>> biases, const std::string& group_name,
                  const GivenScales* scales = nullptr);
 
-// Dim 0 is the one that is cut: input must have it apart from K.
-void check_row_dim(plan::Op op, const at::Tensor& input);
+// The dim that is cut between the ranks, counted from the front: input must have it apart from K.
+int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim = 0);
+
+// Tells the call which dim is cut, where dims of more than one element come before it.
+void set_blocks(OpCall& call, const at::Tensor& input, int64_t dim);
 
 // Throws unless `rows` holds a count >= 0 for each of the group's ranks.
 void check_counts(const char* name, at::IntArrayRef rows, const GroupEntry& group);
 
-// [rows, columns] -> [dim0, ..., columns], with input's dims between the first and the last.
-at::Tensor as_shape_of(const at::Tensor& rows, const at::Tensor& input, int64_t dim0);
+// [rows, columns] -> [..., columns], with input's dims but for the last, and `dim`, which has `size` elements.
+at::Tensor as_shape_of(const at::Tensor& rows, const at::Tensor& input, int64_t dim, int64_t size);
 
 }  // namespace overlap::binding

@@ -62,20 +62,21 @@ at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
   } else {
     output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_allreduce_cuda(call);
   }
-  return as_shape_of(output, input, input.size(0));
+  return as_shape_of(output, input, 0, input.size(0));
 }
 
 at::Tensor reduce_scattered(const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, const std::string& group_name,
-                            const GivenScales* scales) {
+                            const std::optional<at::Tensor>& bias, int64_t given_dim,
+                            const std::string& group_name, const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  check_row_dim(plan::Op::kGemmReduceScatter, input);
-  const OpCall call =
+  const int64_t dim = row_dim(plan::Op::kGemmReduceScatter, input, given_dim);
+  OpCall call =
       make_call(plan::Op::kGemmReduceScatter, input, {weight}, {bias}, group_name, scales);
+  set_blocks(call, input, dim);
   const plan::Problem& problem = call.problem;
-  TORCH_CHECK_VALUE(input.size(0) % problem.world_size == 0,
-                    "gemm_reducescatter: dim 0 of input must be divisible by the world size ",
-                    problem.world_size, ", but got shape ", input.sizes(), "; pad it");
+  TORCH_CHECK_VALUE(input.size(dim) % problem.world_size == 0, "gemm_reducescatter: dim ", dim,
+                    " of input must be divisible by the world size ", problem.world_size,
+                    ", but got shape ", input.sizes(), "; pad it");
   const Profiled profiled(call);
   compare_calls(call);
 
@@ -90,7 +91,7 @@ at::Tensor reduce_scattered(const at::Tensor& input, const at::Tensor& weight,
   } else {
     output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_reducescatter_cuda(call);
   }
-  return as_shape_of(output, input, input.size(0) / problem.world_size);
+  return as_shape_of(output, input, dim, input.size(dim) / problem.world_size);
 }
 
 // The gathered scales, as many dims as the caller gave for the input's: one number for each rank where one scales all of
@@ -104,11 +105,13 @@ at::Tensor in_shape_of(const at::Tensor& gathered, const OpCall& call, const at:
 
 AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::Tensor> weights,
                                        std::vector<std::optional<at::Tensor>> biases,
-                                       const std::string& group_name, const GivenScales* scales) {
+                                       int64_t given_dim, const std::string& group_name,
+                                       const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  check_row_dim(plan::Op::kAllGatherGemm, input);
+  const int64_t dim = row_dim(plan::Op::kAllGatherGemm, input, given_dim);
   OpCall call = make_call(plan::Op::kAllGatherGemm, input, std::move(weights), std::move(biases),
                           group_name, scales);
+  set_blocks(call, input, dim);
   call.problem.m *= call.problem.world_size;
   const plan::Problem& problem = call.problem;
   const Profiled profiled(call);
@@ -126,9 +129,9 @@ AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::
   } else {
     result = input.is_cpu() ? allgather_gemm_cpu(call) : allgather_gemm_cuda(call);
   }
-  const int64_t dim0 = input.size(0) * problem.world_size;
-  for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim0);
-  result.gathered = as_shape_of(result.gathered, input, dim0);
+  const int64_t size = input.size(dim) * problem.world_size;
+  for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim, size);
+  result.gathered = as_shape_of(result.gathered, input, dim, size);
   if (call.scales) result.scales = in_shape_of(result.scales, call, scales->input);
   return result;
 }
@@ -137,7 +140,7 @@ at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntA
                      at::IntArrayRef recv_rows, const std::optional<at::Tensor>& bias,
                      const std::string& group_name, const GivenScales* scales) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  check_row_dim(plan::Op::kGemmAllToAll, input);
+  row_dim(plan::Op::kGemmAllToAll, input);
   OpCall call = make_call(plan::Op::kGemmAllToAll, input, {weight}, {bias}, group_name, scales);
   call.problem.m = 0;  // the numbers of rows differ by rank
   check_counts("send_rows", send_rows, *call.group);
@@ -171,7 +174,7 @@ at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntA
   } else {
     output = input.is_cpu() ? gemm_alltoall_cpu(call) : gemm_alltoall_cuda(call);
   }
-  return as_shape_of(output, input, received);
+  return as_shape_of(output, input, 0, received);
 }
 
 at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
@@ -191,9 +194,9 @@ at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weig
 }
 
 at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
-                              const std::optional<at::Tensor>& bias,
+                              const std::optional<at::Tensor>& bias, int64_t dim,
                               const std::string& group_name) {
-  return reduce_scattered(input, weight, bias, group_name, nullptr);
+  return reduce_scattered(input, weight, bias, dim, group_name, nullptr);
 }
 
 at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& weight,
@@ -205,7 +208,7 @@ at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& 
                                      const std::string& group_name) {
   const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
                               recipe_weight, output_dtype,   use_fast_accum};
-  return reduce_scattered(input, weight, bias, group_name, &scales);
+  return reduce_scattered(input, weight, bias, 0, group_name, &scales);
 }
 
 // As many biases as there are weights.
@@ -216,9 +219,10 @@ std::vector<std::optional<at::Tensor>> all_biases(
 
 std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
     const at::Tensor& input, at::TensorList weights,
-    const c10::List<std::optional<at::Tensor>>& biases, const std::string& group_name) {
+    const c10::List<std::optional<at::Tensor>>& biases, int64_t dim,
+    const std::string& group_name) {
   AllGatherGemmResult result = gather_and_compute(
-      input, weights.vec(), all_biases(biases, weights.size()), group_name, nullptr);
+      input, weights.vec(), all_biases(biases, weights.size()), dim, group_name, nullptr);
   return {std::move(result.outputs), std::move(result.gathered)};
 }
 
@@ -231,14 +235,15 @@ std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor> allgather_gemm_scale
   const GivenScales scales = {scale_input,  scale_weights.vec(), recipe_input,      recipe_weight,
                               output_dtype, use_fast_accum,      shared_scale_input};
   AllGatherGemmResult result = gather_and_compute(
-      input, weights.vec(), all_biases(biases, weights.size()), group_name, &scales);
+      input, weights.vec(), all_biases(biases, weights.size()), 0, group_name, &scales);
   return {std::move(result.outputs), std::move(result.gathered), std::move(result.scales)};
 }
 
 std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
                                                   const std::optional<at::Tensor>& bias,
-                                                  const std::string& group_name) {
-  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, group_name, nullptr);
+                                                  int64_t dim, const std::string& group_name) {
+  AllGatherGemmResult result =
+      gather_and_compute(input, {weight}, {bias}, dim, group_name, nullptr);
   return {std::move(result.outputs.front()), std::move(result.gathered)};
 }
 
@@ -250,7 +255,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> allgather_gemm_scaled(
     const std::string& group_name) {
   const GivenScales scales = {scale_input,  {scale_weight}, recipe_input,      recipe_weight,
                               output_dtype, use_fast_accum, shared_scale_input};
-  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, group_name, &scales);
+  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, 0, group_name, &scales);
   return {std::move(result.outputs.front()), std::move(result.gathered), std::move(result.scales)};
 }
 
@@ -288,7 +293,7 @@ at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
   const int64_t rows = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
   const at::Tensor product =
       scaled_product(scales, 0, input.reshape({rows, input.size(-1)}), scales.input, weight, bias);
-  return as_shape_of(product, input, input.size(0));
+  return as_shape_of(product, input, 0, input.size(0));
 }
 
 // What autograd does with scaled operands: nothing, and it says so.
@@ -471,15 +476,16 @@ TORCH_LIBRARY(overlap, m) {
   m.def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
         {at::Tag::pt2_compliant_tag});
   m.def(
-      "gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
+      "gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) "
+      "-> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> (Tensor, "
-      "Tensor)",
+      "allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) -> "
+      "(Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "allgather_gemm.weights(Tensor input, Tensor[] weights, Tensor?[] biases, *, str group) "
-      "-> (Tensor[], Tensor)",
+      "allgather_gemm.weights(Tensor input, Tensor[] weights, Tensor?[] biases, *, int dim=0, str "
+      "group) -> (Tensor[], Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "

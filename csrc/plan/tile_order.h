@@ -148,6 +148,9 @@ struct RowMap {
   int32_t part_rows =
       0;                 // rows of a part: of the input (kScatter, kSplit), of the output (kGather)
   int32_t own_part = 0;  // kGather: this rank's
+  // In memory the rows of a part may be every parts-th block of so many rows, a multiple of the tiles': those of the
+  // input (kScatter, kSplit), or of the output (kGather). 0: parts lie one after the other.
+  int32_t block_rows = 0;
   int32_t part_tile_rows = 0;  // kSplit: tile rows of a part ...
   // ... and of a round, a divisor: rounds are mixed as ring_order.h has it. 0: phase after phase.
   int32_t round_tile_rows = 0;
@@ -164,6 +167,13 @@ struct TileRowPlace {
   int32_t output_part = 0;
   bool own_input = false;  // kGather: the row lies in the input that holds the own part
 };
+
+// Where a part's row lies in memory.
+OVERLAP_HOST_DEVICE constexpr int32_t row_in_memory(const RowMap& map, int32_t parts, int32_t part,
+                                                    int32_t row) {
+  if (map.block_rows == 0) return part * map.part_rows + row;
+  return part * map.block_rows + row + row / map.block_rows * (parts - 1) * map.block_rows;
+}
 
 // With rows of mode kSplit: in which phase a tile row is taken, and which of that part's tile rows it is.
 struct SplitRow {
@@ -204,12 +214,25 @@ OVERLAP_HOST_DEVICE constexpr SplitRow split_row(const TileOrder& order, const R
   return {round.phase, round.row * height + tile_row - index * height};
 }
 
-// The same with rows of mode kGather.
+// Where a tile row of a part is stored, with rows of mode kGather. Of blocks the output is one matrix of all parts.
+OVERLAP_HOST_DEVICE constexpr TileRowPlace stored_row_place(const TileOrder& order,
+                                                            const RowMap& map, int32_t tile_m,
+                                                            int32_t part, int32_t row) {
+  if (map.block_rows == 0) return {0, row, part};
+  return {0, row_in_memory(map, order.parts, part, row * tile_m) / tile_m, 0};
+}
+
+// The place of a tile row with rows of mode kGather.
 OVERLAP_HOST_DEVICE constexpr TileRowPlace gathered_row_place(const TileOrder& order,
                                                               const RowMap& map, int32_t tile_m,
                                                               int32_t tile_row) {
   const int32_t chunk = tile_chunk(order, tile_row * order.tiles_n);
-  if (chunk == 0) return {tile_row * tile_m, tile_row, map.own_part, true};
+  if (chunk == 0) {
+    TileRowPlace place = stored_row_place(order, map, tile_m, map.own_part, tile_row);
+    place.input_row = tile_row * tile_m;
+    place.own_input = true;
+    return place;
+  }
   const int32_t others = order.parts - 1;
   const int32_t own_height = order.chunk_begin[1] / order.tiles_n;
   const int32_t first = order.chunk_begin[chunk] / order.tiles_n;
@@ -222,8 +245,9 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace gathered_row_place(const TileOrder& o
   const int32_t chunk_row = (first - own_height) / others;
   const int32_t left = map.part_rows - chunk_row * tile_m;
   const int32_t rows = left < height * tile_m ? left : height * tile_m;
-  return {order.parts * chunk_row * tile_m + part * rows + row * tile_m, chunk_row + row, part,
-          false};
+  TileRowPlace place = stored_row_place(order, map, tile_m, part, chunk_row + row);
+  place.input_row = order.parts * chunk_row * tile_m + part * rows + row * tile_m;
+  return place;
 }
 
 OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order, const RowMap& map,
@@ -232,7 +256,7 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order
   if (map.mode == RowMap::Mode::kSplit) {
     const auto [phase, row] = split_row(order, map, tile_row);
     const int32_t part = (map.first_part + phase * map.part_step) % order.parts;
-    return {part * map.part_rows + row * tile_m, row, part};
+    return {row_in_memory(map, order.parts, part, row * tile_m), row, part};
   }
   if (map.mode == RowMap::Mode::kGather) return gathered_row_place(order, map, tile_m, tile_row);
   if (map.mode == RowMap::Mode::kRanges) {
@@ -242,7 +266,7 @@ OVERLAP_HOST_DEVICE constexpr TileRowPlace tile_row_place(const TileOrder& order
     return {map.range_begin[part] + row * tile_m, row, part};
   }
   const PartRow place = part_row(order, tile_row);
-  return {place.part * map.part_rows + place.row * tile_m, tile_row, 0};
+  return {row_in_memory(map, order.parts, place.part, place.row * tile_m), tile_row, 0};
 }
 
 // The chunk's tiles: what its counter shows when it is finished.

@@ -24,7 +24,8 @@ ncclDataType_t nccl_dtype(plan::DType dtype) {
 
 }  // namespace
 
-Communicator::Communicator(const ncclUniqueId& id, const Options& options) : rank_(options.rank) {
+Communicator::Communicator(const ncclUniqueId& id, const Options& options)
+    : rank_(options.rank), world_size_(options.world_size) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   // Non-blocking communicators hand every call to a thread of their own, which takes longer than the call.
   config.blocking = 1;
@@ -59,21 +60,50 @@ void Communicator::all_gather_in_place(void* destination, size_t count, plan::DT
              destination, count, dtype, stream);
 }
 
+namespace {
+
+// A collective of each of several blocks, as one call; `call(block)`.
+template <typename Call>
+ncclResult_t for_blocks(int blocks, const Call& call) {
+  if (blocks == 1) return call(0);
+  ncclResult_t result = ncclGroupStart();
+  if (result != ncclSuccess) return result;
+  for (int block = 0; block < blocks && result == ncclSuccess; ++block) result = call(block);
+  const ncclResult_t ended = ncclGroupEnd();
+  return result != ncclSuccess ? result : ended;
+}
+
+}  // namespace
+
 void Communicator::all_gather(const void* source, void* destination, size_t count,
-                              plan::DType dtype, cudaStream_t stream) {
+                              plan::DType dtype, cudaStream_t stream, int blocks) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
   check_alive("all-gather");
-  check_nccl(ncclAllGather(source, destination, count, nccl_dtype(dtype), comm_, stream),
-             "ncclAllGather");
+  const size_t each = count / static_cast<size_t>(blocks);
+  const size_t bytes = each * static_cast<size_t>(plan::element_bytes(dtype));
+  const auto gather = [&](int block) {
+    const size_t offset = static_cast<size_t>(block) * bytes;
+    return ncclAllGather(
+        static_cast<const char*>(source) + offset,
+        static_cast<char*>(destination) + offset * static_cast<size_t>(world_size_), each,
+        nccl_dtype(dtype), comm_, stream);
+  };
+  check_nccl(for_blocks(blocks, gather), "ncclAllGather");
 }
 
 void Communicator::reduce_scatter(const void* source, void* destination, size_t count,
-                                  plan::DType dtype, cudaStream_t stream) {
+                                  plan::DType dtype, cudaStream_t stream, int blocks) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
   check_alive("reduce-scatter");
-  check_nccl(
-      ncclReduceScatter(source, destination, count, nccl_dtype(dtype), ncclSum, comm_, stream),
-      "ncclReduceScatter");
+  const size_t each = count / static_cast<size_t>(blocks);
+  const size_t bytes = each * static_cast<size_t>(plan::element_bytes(dtype));
+  const auto scatter = [&](int block) {
+    const size_t offset = static_cast<size_t>(block) * bytes;
+    return ncclReduceScatter(
+        static_cast<const char*>(source) + offset * static_cast<size_t>(world_size_),
+        static_cast<char*>(destination) + offset, each, nccl_dtype(dtype), ncclSum, comm_, stream);
+  };
+  check_nccl(for_blocks(blocks, scatter), "ncclReduceScatter");
 }
 
 void Communicator::send_receive(const std::vector<Message>& sends,

@@ -42,14 +42,15 @@ class Communicator {
   // elements lie there already.
   void all_gather_in_place(void* destination, size_t count, plan::DType dtype, cudaStream_t stream);
 
-  // The same from `source`, `count` elements that may lie anywhere.
+  // The same from `source`, `count` elements that may lie anywhere. Of several blocks: of each of them, an equal part
+  // of `count`, one after the other in both.
   void all_gather(const void* source, void* destination, size_t count, plan::DType dtype,
-                  cudaStream_t stream);
+                  cudaStream_t stream, int blocks = 1);
 
   // Sums parts of `count` elements over the ranks: rank r's part of `source`, which holds all of
-  // them in rank order, ends up in its `destination`; that may be its place in `source`.
+  // them in rank order, ends up in its `destination`; that may be its place in `source`. Of several blocks as above.
   void reduce_scatter(const void* source, void* destination, size_t count, plan::DType dtype,
-                      cudaStream_t stream);
+                      cudaStream_t stream, int blocks = 1);
 
   // A message between this rank and a peer.
   struct Message {
@@ -81,6 +82,7 @@ class Communicator {
 
   ncclComm_t comm_ = nullptr;
   int rank_ = 0;
+  int world_size_ = 1;
   std::timed_mutex mutex_;  // held while a call enqueues
   std::atomic<bool> aborted_{false};
   std::atomic<bool> captured_{false};

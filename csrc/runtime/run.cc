@@ -332,6 +332,7 @@ class Run {
     gemm.term = step.term;
     gemm.terms = step.terms;
     gemm.rows = step.map;
+    if (call_.blocks > 1) gemm.rows.block_rows = step.map.part_rows / call_.blocks;
     gemm.order = order(step.order);
     gemm.first_tile = step.first_tile;
     gemm.end_tile = step.end_tile;
@@ -359,12 +360,28 @@ class Run {
     if (step.stores_for_peers()) gemm.peers = peers(step);
   }
 
+  // Bytes to a place among the gathered rows: where they go.
+  kernels::CopyRun in_blocks(const Where& to, int64_t bytes) const {
+    if (call_.blocks == 1) return {.to = at(to), .bytes = bytes};
+    const int64_t part = plan::part_rows(plan_) * plan_.problem.k * element_bytes_;
+    const int64_t block = part / call_.blocks;
+    const int64_t number = to.offset / part;
+    return {.to = base(to) + number * block,
+            .bytes = bytes,
+            .block_bytes = block,
+            .gap_bytes = (plan_.problem.world_size - 1) * block,
+            .first = to.offset - number * part};
+  }
+
   kernels::GemmGather gather(const steps::Gemm& step) const {
     kernels::GemmGather gather;
     gather.own_input = at(Where{Buffer::kInput});
     if (step.awaits_chunks) gather.arrivals = with_deadline(arrivals(0));
     for (const steps::Move& move : step.moves) {
-      gather.copies[gather.num_copies++] = {at(move.from), at(move.to), move.bytes, move.arrival};
+      kernels::CopyRun& run = gather.copies[gather.num_copies++];
+      run = in_blocks(move.to, move.bytes);
+      run.from = at(move.from);
+      run.chunk = move.arrival;
     }
     return gather;
   }
@@ -390,7 +407,8 @@ class Run {
   kernels::GemmMessages messages(const steps::Gemm& step) const {
     kernels::GemmMessages messages{with_deadline(peers_->meeting(peer_call_)), counters_};
     for (const steps::Move& move : step.moves) {
-      messages.received[move.arrival] = {at(move.from), at(move.to), move.bytes};
+      messages.received[move.arrival] = {
+          .from = at(move.from), .to = at(move.to), .bytes = move.bytes};
     }
     return messages;
   }
@@ -473,15 +491,17 @@ class Run {
     Communicator& by = communicator(step.max_ctas, step.lane);
     const auto count = static_cast<size_t>(step.count);
     const plan::DType dtype = plan::moved_dtype(plan_.problem);
+    // Chunks are staged as the list has them.
+    const int blocks = plan_.schedule == plan::Schedule::kSequential ? call_.blocks : 1;
     switch (step.kind) {
       case plan::Collective::kReduceScatter:
-        by.reduce_scatter(at(step.source), at(step.destination), count, dtype, on);
+        by.reduce_scatter(at(step.source), at(step.destination), count, dtype, on, blocks);
         return;
       case plan::Collective::kAllReduce:
         by.all_reduce(at(step.source), at(step.destination), count, dtype, on);
         return;
       default:
-        by.all_gather(at(step.source), at(step.destination), count, dtype, on);
+        by.all_gather(at(step.source), at(step.destination), count, dtype, on, blocks);
     }
   }
 
@@ -500,9 +520,41 @@ class Run {
   }
 
   void enqueue(const steps::Copy& step, cudaStream_t on) {
-    check_cuda(cudaMemcpyAsync(at(step.destination), at(step.source),
-                               static_cast<size_t>(step.bytes), cudaMemcpyDeviceToDevice, on),
+    if (call_.blocks > 1 && step.destination.buffer == Buffer::kGathered) {
+      copy_into_blocks(step, on);
+      return;
+    }
+    copy_rows(at(step.destination), at(step.source), step.bytes, on);
+  }
+  static void copy_rows(void* to, const void* from, int64_t bytes, cudaStream_t on) {
+    check_cuda(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, on),
                "copying rows");
+  }
+
+  // Whole blocks at once, and what is left of the first and of the last.
+  void copy_into_blocks(const steps::Copy& step, cudaStream_t on) {
+    const kernels::CopyRun run = in_blocks(step.destination, step.bytes);
+    const char* const from = at(step.source);
+    char* const to = static_cast<char*>(run.to);
+    for (int64_t done = 0; done < run.bytes;) {
+      const int64_t place = run.first + done;
+      const int64_t block = place / run.block_bytes;
+      const int64_t left = run.bytes - done;
+      char* const begin = to + place + block * run.gap_bytes;
+      const int64_t whole = place % run.block_bytes == 0 ? left / run.block_bytes : 0;
+      if (whole > 1) {
+        const auto width = static_cast<size_t>(run.block_bytes);
+        check_cuda(
+            cudaMemcpy2DAsync(begin, width + static_cast<size_t>(run.gap_bytes), from + done, width,
+                              width, static_cast<size_t>(whole), cudaMemcpyDeviceToDevice, on),
+            "copying blocks of rows");
+        done += whole * run.block_bytes;
+      } else {
+        const int64_t count = std::min(left, (block + 1) * run.block_bytes - place);
+        copy_rows(begin, from + done, count, on);
+        done += count;
+      }
+    }
   }
 
   void enqueue(const steps::CopyRows& step, cudaStream_t on) {

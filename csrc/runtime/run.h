@@ -54,6 +54,9 @@ struct Call {
   const steps::StepList* list = nullptr;  // of the plan on this rank
   Operands* operands = nullptr;
   const void* bias = nullptr;  // [n] or null, what steps with a bias add
+  // A reduce-scatter's input and an all-gather's results lie in memory as [blocks, ranks, rows of each, ...], where the
+  // list has [ranks, blocks, ...]. More than one: of sequences over NCCL; of GEMMs whose tiles lie in one block each.
+  int32_t blocks = 1;
   cudaStream_t stream = nullptr;
   int32_t* counters = nullptr;  // zero at first, of a kernel of the caller's; else the executor's
   Trace* trace = nullptr;       // records a timeline if set

@@ -15,7 +15,12 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     library,
     scaled,
 )
-from overlap_torch._ops.collectives import start_all_gather, start_reduce_scatter, wait
+from overlap_torch._ops.collectives import (
+    start_all_gather,
+    start_reduce_scatter,
+    wait,
+    wait_for_gather,
+)
 from overlap_torch._ops.gradients import (
     Gradient,
     TransformedFunction,
@@ -42,22 +47,32 @@ Biases = Sequence[torch.Tensor | None]
 
 @torch.library.register_fake("overlap::allgather_gemm.weights")
 def _fake_weights(
-    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases, *, group: str
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Biases,
+    *,
+    dim: int = 0,
+    group: str,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    fakes.check_row_dim("allgather_gemm", input)
+    dim = fakes.row_dim("allgather_gemm", input, dim)
     fakes.check_number_of_biases("allgather_gemm", weights, biases)
     for weight, bias in zip(weights, biases or [None] * len(weights), strict=True):
         fakes.check_operands("allgather_gemm", input, weight, bias)
-    leading = (input.shape[0] * world_size(group), *input.shape[1:-1])
+    leading = fakes.with_size(input.shape[:-1], dim, input.shape[dim] * world_size(group))
     outputs = [input.new_empty((*leading, weight.shape[0])) for weight in weights]
     return outputs, input.new_empty((*leading, input.shape[-1]))
 
 
 @torch.library.register_fake("overlap::allgather_gemm")
 def _fake(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: str
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dim: int = 0,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (output,), gathered = _fake_weights(input, [weight], [bias], group=group)
+    (output,), gathered = _fake_weights(input, [weight], [bias], dim=dim, group=group)
     return output, gathered
 
 
@@ -66,10 +81,10 @@ _Run = Callable[..., tuple[list[torch.Tensor], torch.Tensor]]
 
 
 class _Call:
-    """A call's group, how it runs below autograd, and which of the weights have a bias."""
+    """A call's group and cut dim, how it runs below autograd, and which of the weights have a bias."""
 
-    def __init__(self, group: str, run: _Run, biases: Biases) -> None:
-        self.group, self.run = group, run
+    def __init__(self, group: str, dim: int, run: _Run, biases: Biases) -> None:
+        self.group, self.dim, self.run = group, dim, run
         self.with_bias = [bias is not None for bias in biases]
 
 
@@ -113,7 +128,8 @@ class _AllGatherGemm(SingleLevelFunction):
         needs_weights = needs[: len(with_bias)]
         needs_given = iter(needs[len(with_bias) :])
         needs_biases = [has_one and next(needs_given) for has_one in with_bias]
-        wanted = _Wanted(ctx.call.group, output_grads, needs_weights, needs_biases)
+        call = ctx.call
+        wanted = _Wanted(call.group, call.dim, output_grads, needs_weights, needs_biases)
         grad_input, grad_weights, grad_biases = _gradients(
             wanted, gathered_grad, shard, output_grads, weights
         )
@@ -122,16 +138,17 @@ class _AllGatherGemm(SingleLevelFunction):
 
 
 class _Wanted:
-    """Of which weights and biases gradients are wanted and can be had, in which group."""
+    """Of which weights and biases gradients are wanted and can be had, in which group, cut in which dim."""
 
     def __init__(
         self,
         group: str,
+        dim: int,
         grads: Sequence[Gradient],
         weights: Sequence[bool],
         biases: Sequence[bool],
     ) -> None:
-        self.group = group
+        self.group, self.dim = group, dim
         self.weights = [
             need and grad is not None for need, grad in zip(weights, grads, strict=True)
         ]
@@ -166,12 +183,12 @@ class _AllGatherGemmGradients(TransformedFunction):
         """``grads_and_weights``: all outputs' gradients, then all weights, None where the input's gradient needs none."""
         count = len(wanted.weights)
         grads, weights = grads_and_weights[:count], grads_and_weights[count:]
-        gathered = None
+        gathered, ranks = None, world_size(wanted.group)
         if any(wanted.weights):
-            gathered = start_all_gather(shard, wanted.group, world_size(wanted.group))
-        grad_input = _input_gradient(grads, weights, gathered_grad, wanted.group)
+            gathered = start_all_gather(shard, wanted.group, ranks)
+        grad_input = _input_gradient(grads, weights, gathered_grad, wanted)
         if gathered is not None:
-            gathered = wait(gathered)
+            gathered = wait_for_gather(gathered, ranks, wanted.dim % shard.dim())
         return (
             grad_input,
             *(
@@ -192,7 +209,7 @@ class _AllGatherGemmGradients(TransformedFunction):
 
     @staticmethod
     def backward(ctx, v_input: Gradient, *v_others: Gradient) -> tuple[Gradient, ...]:
-        group, count = ctx.wanted.group, len(ctx.wanted.weights)
+        group, dim, count = ctx.wanted.group, ctx.wanted.dim, len(ctx.wanted.weights)
         v_weights, v_biases = v_others[:count], v_others[count:]
         shard, *others = ctx.saved_tensors
         grads, weights = others[:count], others[count:]
@@ -208,9 +225,10 @@ class _AllGatherGemmGradients(TransformedFunction):
         grad_grads = [None] * count
         if reached or needs_gathered:
             if not pairs:  # K = 0: biases alone
-                dim0, *inner, _ = grads[reached[0]].shape
-                nothing = grads[reached[0]].new_empty((dim0 // world_size(group), *inner, 0))
-                pairs.append((nothing, v_weights))
+                grad = grads[reached[0]]
+                part = grad.shape[dim] // world_size(group)
+                leading = fakes.with_size(grad.shape[:-1], dim % grad.dim(), part)
+                pairs.append((grad.new_empty((*leading, 0)), v_weights))
             input = side_by_side([left for left, _ in pairs])
             outputs, gathered = allgather_gemm(
                 input,
@@ -220,6 +238,7 @@ class _AllGatherGemmGradients(TransformedFunction):
                 ]
                 or [input.new_empty((0, input.shape[-1]))],
                 [v_biases[i] for i in reached],
+                dim=dim,
                 group=group,
             )
             for i, output in zip(reached, outputs, strict=False):
@@ -228,6 +247,7 @@ class _AllGatherGemmGradients(TransformedFunction):
                 grad_gathered = gathered[..., : v_input.shape[-1]]
         wanted = _Wanted(
             group,
+            dim,
             grads,
             [need and v_input is not None for need in needs[count:]],
             [False] * count,
@@ -251,10 +271,12 @@ def _input_gradient(
     grads: Sequence[Gradient],
     weights: Sequence[Gradient],
     gathered_grad: Gradient,
-    group: str,
+    wanted: _Wanted,
 ) -> Gradient:
     """The outputs' part by one reduce-scatter over all weights, and what reached the gathered input."""
-    scattered = None if gathered_grad is None else start_reduce_scatter(gathered_grad, group)
+    group, dim, scattered = wanted.group, wanted.dim, None
+    if gathered_grad is not None:
+        scattered = start_reduce_scatter(gathered_grad, group, dim % gathered_grad.dim())
     parts = [
         (grad, weight)
         for grad, weight in zip(grads, weights, strict=True)
@@ -267,7 +289,9 @@ def _input_gradient(
     else:
         grad = torch.cat([grad for grad, _ in parts], dim=-1)
         weight = torch.cat([weight for _, weight in parts])
-    grad_input = eager.call(eager.gemm_reducescatter, _scatter_op, group, grad, weight.t(), None)
+    grad_input = eager.call(
+        eager.gemm_reducescatter, _scatter_op, group, grad, weight.t(), None, dim=dim
+    )
     return grad_input if scattered is None else grad_input + wait(scattered)
 
 
@@ -289,50 +313,63 @@ def _one_for_each(weights: Sequence[torch.Tensor], biases: Biases) -> Sequence[t
 
 # Lists of biases may hold None, whose place torch.library.register_autograd would lose.
 def _autograd_weights(
-    keyset, input, weights, biases, *, group: str
+    keyset, input, weights, biases, *, dim: int = 0, group: str
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    redispatch = partial(_op_weights.redispatch, group=group)
+    redispatch = partial(_op_weights.redispatch, dim=dim, group=group)
     run = partial(below_autograd, redispatch, keyset)
     biases = _one_for_each(weights, biases)
-    return _run_kernel(_Call(group, run, biases), input, weights, biases)
+    return _run_kernel(_Call(group, dim, run, biases), input, weights, biases)
 
 
-def _autograd(keyset, input, weight, bias=None, *, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-    redispatch = partial(_op.redispatch, group=group)
+def _autograd(
+    keyset, input, weight, bias=None, *, dim: int = 0, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    redispatch = partial(_op.redispatch, dim=dim, group=group)
 
     def run(input, weights, biases):
         output, gathered = below_autograd(redispatch, keyset, input, weights[0], biases[0])
         return [output], gathered
 
-    (output,), gathered = _run_kernel(_Call(group, run, [bias]), input, [weight], [bias])
+    (output,), gathered = _run_kernel(_Call(group, dim, run, [bias]), input, [weight], [bias])
     return output, gathered
 
 
 def _record_weights(
-    group: str, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases
+    group: str,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Biases,
+    *,
+    dim: int,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The op of several weights that has a gradient to record, and nothing else: see `eager`."""
 
     def run(input, weights, biases):
-        return eager.allgather_gemm_weights(input, weights, biases, group)
+        return eager.allgather_gemm_weights(input, weights, biases, dim, group)
 
     biases = _one_for_each(weights, biases)
     given = [bias for bias in biases if bias is not None]
-    *outputs, gathered = _AllGatherGemm.apply(_Call(group, run, biases), input, *weights, *given)
+    call = _Call(group, dim, run, biases)
+    *outputs, gathered = _AllGatherGemm.apply(call, input, *weights, *given)
     return outputs, gathered
 
 
 def _record(
-    group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    group: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_record_weights`, of one."""
 
     def run(input, weights, biases):
-        output, gathered = eager.allgather_gemm(input, weights[0], biases[0], group)
+        output, gathered = eager.allgather_gemm(input, weights[0], biases[0], dim, group)
         return [output], gathered
 
     given = () if bias is None else (bias,)
-    return _AllGatherGemm.apply(_Call(group, run, [bias]), input, weight, *given)
+    return _AllGatherGemm.apply(_Call(group, dim, run, [bias]), input, weight, *given)
 
 
 autograd_kernels.impl("allgather_gemm", _autograd, "Autograd", with_keyset=True)
@@ -347,6 +384,7 @@ def allgather_gemm(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    dim: int = 0,
     group: Group = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -357,6 +395,7 @@ def allgather_gemm(
     weight: Sequence[torch.Tensor],
     bias: Biases | None = None,
     *,
+    dim: int = 0,
     group: Group = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]: ...
 
@@ -400,6 +439,7 @@ def allgather_gemm(
     weight,
     bias=None,
     *,
+    dim=0,
     group=None,
     scale_input=None,
     scale_weight=None,
@@ -409,9 +449,9 @@ def allgather_gemm(
     use_fast_accum=False,
     shared_scale_input=False,
 ):
-    """``g = all_gather(input, dim 0)``; ``(g @ weight.T + bias, g)``, with the GEMM of gathered rows beside the gather.
+    """``g = all_gather(input, dim)``; ``(g @ weight.T + bias, g)``, with the GEMM of gathered rows beside the gather.
 
-    The result is that of the unfused composition::
+    The result is that of the unfused composition, here of dim 0::
 
         gathered = input.new_empty(input.shape[0] * world_size, *input.shape[1:])
         torch.distributed.all_gather_into_tensor(gathered, input.contiguous(), group=group)
@@ -425,6 +465,7 @@ def allgather_gemm(
         weight: [N, K], this rank's part, as in ``torch.nn.Linear``, contiguous along either dim for speed; or a
             sequence of weights [N_i, K] (q, k, v; gate, up), for which the rows are gathered once.
         bias: [N] or None, this rank's part; for several weights None, or a sequence with one of these for each.
+        dim: the input's dim along which the ranks' parts are put together, any but the last; of scaled operands 0.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: of fp8 operands, as in
             :func:`overlap_torch.gemm_allreduce`; scales of several weights are a sequence. fp8 and its scales travel, not
@@ -432,8 +473,8 @@ def allgather_gemm(
         shared_scale_input: of TensorWise scales: every rank has the same ``scale_input``, so that it is not gathered.
 
     Returns:
-        ``(output, g)``: fresh, contiguous tensors [world size * D0, ..., N] and [world size * D0, ..., K], of the
-        operands' dtype; for a sequence of weights ``output`` is a list. Dtypes, accumulation and autocast are as in
+        ``(output, g)``: fresh, contiguous tensors [world size * D0, ..., N] and [world size * D0, ..., K], or with ``dim``
+        so much longer, of the operands' dtype; for a sequence of weights ``output`` is a list. Dtypes, accumulation and autocast are as in
         :func:`overlap_torch.gemm_allreduce`. Of scaled operands ``(output, g, scales)``: ``output`` of ``output_dtype``,
         ``g`` of the input's, and the gathered scales of ``g``: ``scale_input`` with dim 0 world size times as long, or, of
         TensorWise scales, [world size], one for each part of the rows, and [1] where they are shared.
@@ -445,7 +486,7 @@ def allgather_gemm(
     which every rank needs as many.
 
     Raises:
-        ValueError: shapes or devices that do not fit, not one bias for each of several weights, or an unknown group.
+        ValueError: shapes or devices that do not fit, no such ``dim``, not one bias for each of several weights, or an unknown group.
         TypeError: dtypes that do not fit, fp8 operands without scales, one bias tensor for a sequence of weights, or a ``group`` that is none of the above.
         NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
             :mod:`overlap_torch.nn` train in fp8.
@@ -454,9 +495,8 @@ def allgather_gemm(
 
     The technique: GEMM tiles wait for the arrival of their rows, Flux (arXiv 2406.06858).
     """
-    unscaled = (
-        scale_input is None and scale_weight is None and recipe_input is recipe_weight is None
-    )
+    scales = (scale_input, scale_weight, recipe_input, recipe_weight)
+    unscaled = scaled.no_scales("allgather_gemm", dim, *scales)
     if isinstance(weight, torch.Tensor):
         if not (bias is None or isinstance(bias, torch.Tensor)):
             raise TypeError(
@@ -464,7 +504,9 @@ def allgather_gemm(
                 "give a sequence of weights with a sequence of biases"
             )
         if unscaled:
-            return eager.call(eager.allgather_gemm, _op, group, input, weight, bias, record=_record)
+            return eager.call(
+                eager.allgather_gemm, _op, group, input, weight, bias, record=_record, dim=dim
+            )
         return scaled.call(
             eager.allgather_gemm_scaled,
             _op_scaled,
@@ -495,6 +537,7 @@ def allgather_gemm(
             weights,
             biases,
             record=_record_weights,
+            dim=dim,
         )
     if isinstance(scale_weight, torch.Tensor):
         raise TypeError(

@@ -40,7 +40,7 @@ def _fake(
     *,
     group: str,
 ) -> torch.Tensor:
-    fakes.check_row_dim("gemm_alltoall", input)
+    fakes.row_dim("gemm_alltoall", input)
     fakes.check_operands("gemm_alltoall", input, weight, bias)
     fakes.check_counts(input, send_rows, recv_rows, group)
     return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))

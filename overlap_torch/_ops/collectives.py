@@ -24,9 +24,12 @@ def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tenso
     return _collectives.all_gather_into_tensor(shard.contiguous(), ranks, group)
 
 
-def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
-    """Begins to sum ``whole`` and cut it along dim 0; the result may be used after :func:`wait`."""
-    return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size(group), group)
+def start_reduce_scatter(whole: torch.Tensor, group: str, dim: int = 0) -> torch.Tensor:
+    """Begins to sum ``whole`` and cut it along ``dim``; the result may be used after :func:`wait`."""
+    ranks = world_size(group)
+    if dim != 0:
+        whole = torch.cat(whole.chunk(ranks, dim))
+    return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", ranks, group)
 
 
 def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
@@ -43,3 +46,9 @@ def all_to_all(
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     return _collectives.wait_tensor(tensor)
+
+
+def wait_for_gather(begun: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
+    """What :func:`start_all_gather` has begun of ``ranks`` shards, put together along ``dim``."""
+    gathered = wait(begun)
+    return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)

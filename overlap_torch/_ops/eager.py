@@ -68,7 +68,7 @@ def call(
 ) -> Any:
     """``op`` of the arguments, by its short way in if that takes them.
 
-    ``record``: the op, recorded by its autograd Function, of the group's name and the arguments; None: it has no gradient.
+    ``record``: the op, recorded by its autograd Function, of the group's name, arguments and keywords; None: it has no gradient.
     ``keywords``: the parameters of the schema that are keywords, but for the group, all of them and in its order.
     """
     name = group if type(group) is str else group_name(group)
@@ -76,7 +76,7 @@ def call(
         return op(*arguments, **keywords, group=name)
     results = short(*arguments, *keywords.values(), name)
     if results is True and record is not None:
-        results = record(name, *arguments)
+        results = record(name, *arguments, **keywords)
     elif results is None or results is True:
         dtensor.make_ops_known()
         results = op(*arguments, **keywords, group=name)

@@ -65,12 +65,12 @@ def check_device(op: str, input: torch.Tensor, name: str, operand: torch.Tensor)
     )
 
 
-def check_divisible(op: str, input: torch.Tensor, world: int) -> None:
+def check_divisible(op: str, input: torch.Tensor, dim: int, world: int) -> None:
     """A reduce-scatter's rows."""
     torch._check_value(
-        input.shape[0] % world == 0,
+        input.shape[dim] % world == 0,
         lambda: (
-            f"{op}: dim 0 of input must be divisible by the world size {world}, "
+            f"{op}: dim {dim} of input must be divisible by the world size {world}, "
             f"but got shape {tuple(input.shape)}; pad it"
         ),
     )
@@ -89,8 +89,8 @@ def check_number_of_biases(
     )
 
 
-def check_row_dim(op: str, input: torch.Tensor) -> None:
-    """Dim 0 is the one that is cut between the ranks."""
+def row_dim(op: str, input: torch.Tensor, dim: int = 0) -> int:
+    """The dim that is cut between the ranks, counted from the front."""
     torch._check_value(
         input.dim() >= 2,
         lambda: (
@@ -98,6 +98,20 @@ def check_row_dim(op: str, input: torch.Tensor) -> None:
             f"but got shape {tuple(input.shape)}"
         ),
     )
+    from_front = dim + input.dim() if dim < 0 else dim
+    torch._check_value(
+        0 <= from_front < input.dim() - 1,
+        lambda: (
+            f"{op}: dim must be one of the input's before the last, but is {dim} "
+            f"and the input's shape is {tuple(input.shape)}"
+        ),
+    )
+    return from_front
+
+
+def with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """The shape, whose dim has another size."""
+    return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 def check_counts(

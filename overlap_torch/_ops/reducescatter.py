@@ -11,7 +11,7 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
     library,
     scaled,
 )
-from overlap_torch._ops.collectives import start_all_gather, wait
+from overlap_torch._ops.collectives import start_all_gather, wait_for_gather
 from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
@@ -31,13 +31,19 @@ _gather_op = torch.ops.overlap.allgather_gemm.default
 
 @torch.library.register_fake("overlap::gemm_reducescatter")
 def _fake(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, group: str
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dim: int = 0,
+    group: str,
 ) -> torch.Tensor:
-    fakes.check_row_dim("gemm_reducescatter", input)
+    dim = fakes.row_dim("gemm_reducescatter", input, dim)
     fakes.check_operands("gemm_reducescatter", input, weight, bias)
     world = world_size(group)
-    fakes.check_divisible("gemm_reducescatter", input, world)
-    return input.new_empty((input.shape[0] // world, *input.shape[1:-1], weight.shape[0]))
+    fakes.check_divisible("gemm_reducescatter", input, dim, world)
+    leading = fakes.with_size(input.shape[:-1], dim, input.shape[dim] // world)
+    return input.new_empty((*leading, weight.shape[0]))
 
 
 class _Product:
@@ -45,22 +51,25 @@ class _Product:
 
     name = "gemm_reducescatter"
 
-    def __init__(self, group: str) -> None:
-        self.group = group
+    def __init__(self, group: str, dim: int) -> None:
+        self.group, self.dim = group, dim
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return gemm_reducescatter(input, weight, bias, group=self.group)
+        return gemm_reducescatter(input, weight, bias, dim=self.dim, group=self.group)
 
     def short(self, input, weight, bias) -> torch.Tensor:
-        return eager.gemm_reducescatter(input, weight, bias, self.group)
+        return eager.gemm_reducescatter(input, weight, bias, self.dim, self.group)
 
     def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
-        return _op.redispatch(keyset, input, weight, bias, group=self.group)
+        return _op.redispatch(keyset, input, weight, bias, dim=self.dim, group=self.group)
 
     def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        return (grad.shape[0] * world_size(self.group), *grad.shape[1:-1])
+        dim = self.dim % grad.dim()
+        return tuple(
+            fakes.with_size(grad.shape[:-1], dim, grad.shape[dim] * world_size(self.group))
+        )
 
     # The gradient of the partial products is the gathered gradient of the output: gathered once, for input and weight.
     def gradients(
@@ -69,21 +78,23 @@ class _Product:
         grad_input = grad_weight = None
         if weight is not None:
             grad_input, gathered = eager.call(
-                eager.allgather_gemm, _gather_op, self.group, grad, weight.t(), None
+                eager.allgather_gemm, _gather_op, self.group, grad, weight.t(), None, dim=self.dim
             )
         elif input is not None:
-            gathered = wait(start_all_gather(grad, self.group, world_size(self.group)))
+            ranks = world_size(self.group)
+            gathered = start_all_gather(grad, self.group, ranks)
+            gathered = wait_for_gather(gathered, ranks, self.dim % grad.dim())
         if input is not None:
             grad_weight = weight_gradient(gathered, input)
         return grad_input, grad_weight, rows(grad).sum(0) if with_bias else None
 
 
-def _autograd(keyset, input, weight, bias=None, *, group: str) -> torch.Tensor:
-    return run_product(_Product(group), keyset, input, weight, bias)
+def _autograd(keyset, input, weight, bias=None, *, dim: int = 0, group: str) -> torch.Tensor:
+    return run_product(_Product(group, dim), keyset, input, weight, bias)
 
 
-def _record(group, input, weight, bias) -> torch.Tensor:
-    return record_product(_Product(group), input, weight, bias)
+def _record(group, input, weight, bias, *, dim) -> torch.Tensor:
+    return record_product(_Product(group, dim), input, weight, bias)
 
 
 autograd_kernels.impl("gemm_reducescatter", _autograd, "Autograd", with_keyset=True)
@@ -95,6 +106,7 @@ def gemm_reducescatter(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    dim: int = 0,
     group: Group = None,
     scale_input: torch.Tensor | None = None,
     scale_weight: torch.Tensor | None = None,
@@ -103,9 +115,9 @@ def gemm_reducescatter(
     output_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """``reduce_scatter(input @ weight.T, dim 0) + bias``, with the communication of finished tiles beside the GEMM.
+    """``reduce_scatter(input @ weight.T, dim) + bias``, with the communication of finished tiles beside the GEMM.
 
-    The result is that of the unfused composition::
+    The result is that of the unfused composition, here of dim 0::
 
         partial = torch.matmul(input, weight.t())
         output = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
@@ -116,9 +128,11 @@ def gemm_reducescatter(
     What the fast path cannot take runs the composition.
 
     Args:
-        input: [D0, ..., K], this rank's part of the features of all rows; D0 must be divisible by the world size.
+        input: [D0, ..., K], this rank's part of the features of all rows; its size in ``dim``, D0 if that is 0, must be
+            divisible by the world size.
         weight: [N, K], this rank's part, as in ``torch.nn.Linear``; contiguous along either dim for speed.
         bias: [N] or None, the same on every rank; added once, after the reduction.
+        dim: the input's dim that is cut between the ranks, any but the last; of scaled operands 0.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         scale_input, scale_weight: float32 scales of fp8 operands, float8_e4m3fn or float8_e5m2 (not both of the latter):
             one number each; or [M, 1] or [M], and [N, 1] or [N]; or [M, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)],
@@ -130,8 +144,8 @@ def gemm_reducescatter(
         use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
 
     Returns:
-        A fresh, contiguous tensor [D0 / world size, ..., N], of the operands' dtype: rank r holds the r-th part of the
-        sum's rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
+        A fresh, contiguous tensor [D0 / world size, ..., N], or with ``dim`` so much shorter, of the operands' dtype: rank
+        r holds the r-th part of the sum's rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
     Gradients are in reverse mode, of any order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's
     gradient, which every rank has to run; ``input`` and ``weight`` share what it gathers. The bias's gradient is that of
@@ -140,7 +154,7 @@ def gemm_reducescatter(
     which every rank needs as many.
 
     Raises:
-        ValueError: D0 is not divisible by the world size, shapes or devices do not fit, or an unknown group.
+        ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown group.
         TypeError: dtypes that do not fit, fp8 operands without scales, or a ``group`` that is none of the above.
         NotImplementedError: an operand has a tangent (forward mode), or a scaled operand requires grad: the layers of
             :mod:`overlap_torch.nn` train in fp8.
@@ -150,8 +164,11 @@ def gemm_reducescatter(
     The technique: GEMM tiles signal counters that communication waits for, FlashOverlap (arXiv 2504.19519) and Flux
     (arXiv 2406.06858).
     """
-    if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(eager.gemm_reducescatter, _op, group, input, weight, bias, record=_record)
+    scales = (scale_input, scale_weight, recipe_input, recipe_weight)
+    if scaled.no_scales("gemm_reducescatter", dim, *scales):
+        return eager.call(
+            eager.gemm_reducescatter, _op, group, input, weight, bias, record=_record, dim=dim
+        )
     return scaled.call(
         eager.gemm_reducescatter_scaled,
         _op_scaled,

@@ -38,6 +38,16 @@ def _blocks(size: int) -> int:
     return (size + BLOCK - 1) // BLOCK
 
 
+def no_scales(op: str, dim: int, *given: object) -> bool:
+    """Whether neither scales nor recipes are given; operands that have them are cut in dim 0."""
+    absent = all(one is None for one in given)
+    if not absent and dim != 0:
+        raise ValueError(
+            f"{op}: of scaled operands dim must be 0, but is {dim}; move it to the front"
+        )
+    return absent
+
+
 def call(
     short: Callable[..., Any],
     op: torch._ops.OpOverload,
@@ -237,10 +247,10 @@ def _fake_reducescatter(
     group,
 ):
     world = world_size(group)
-    fakes.check_row_dim("gemm_reducescatter", input)
+    fakes.row_dim("gemm_reducescatter", input)
     scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
     _check("gemm_reducescatter", input, [weight], *scales)
-    fakes.check_divisible("gemm_reducescatter", input, world)
+    fakes.check_divisible("gemm_reducescatter", input, 0, world)
     rows = input.shape[0] // world
     return input.new_empty((rows, *input.shape[1:-1], weight.shape[0]), dtype=output_dtype)
 
@@ -261,7 +271,7 @@ def _fake_allgather_weights(
     group,
 ):
     op, world = "allgather_gemm", world_size(group)
-    fakes.check_row_dim(op, input)
+    fakes.row_dim(op, input)
     fakes.check_number_of_biases(op, weights, biases)
     biases = list(biases) or [None] * len(weights)
     scales = (scale_input, scale_weights, biases, recipe_input, recipe_weight, output_dtype)
@@ -303,7 +313,7 @@ def _fake_alltoall(
     use_fast_accum=False,
     group,
 ):
-    fakes.check_row_dim("gemm_alltoall", input)
+    fakes.row_dim("gemm_alltoall", input)
     scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
     _check("gemm_alltoall", input, [weight], *scales)
     fakes.check_counts(input, send_rows, recv_rows, group)

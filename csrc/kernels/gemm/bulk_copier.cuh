@@ -147,6 +147,23 @@ struct RunRoute {
   }
 };
 
+// A piece of a run, in as many parts as it has in blocks.
+template <class Copier>
+__device__ __forceinline__ void copy_into_blocks(const CopyRun& run, int64_t at, int64_t bytes,
+                                                 Copier& copier) {
+  while (bytes > 0) {
+    const int64_t place = run.first + at;
+    const int64_t block = place / run.block_bytes;
+    const int64_t room = (block + 1) * run.block_bytes - place;
+    const int64_t count = bytes < room ? bytes : room;
+    copier.copy({static_cast<const char*>(run.from) + at,
+                 static_cast<char*>(run.to) + place + block * run.gap_bytes,
+                 static_cast<uint32_t>(count)});
+    at += count;
+    bytes -= count;
+  }
+}
+
 // Every `step`-th piece of all runs, from the `first`-th on; those of a chunk once it has been awaited.
 template <class Copier, class Await>
 __device__ __forceinline__ void copy_runs(const CopyRun* runs, int32_t count, int64_t first,
@@ -158,8 +175,13 @@ __device__ __forceinline__ void copy_runs(const CopyRun* runs, int32_t count, in
     if (at < run.bytes) await(run.chunk);
     for (; at < run.bytes; at += step * kBytes) {
       const int64_t left = run.bytes - at;
-      copier.copy({static_cast<const char*>(run.from) + at, static_cast<char*>(run.to) + at,
-                   static_cast<uint32_t>(left < kBytes ? left : kBytes)});
+      const int64_t bytes = left < kBytes ? left : kBytes;
+      if (run.block_bytes != 0) {
+        copy_into_blocks(run, at, bytes, copier);
+      } else {
+        copier.copy({static_cast<const char*>(run.from) + at, static_cast<char*>(run.to) + at,
+                     static_cast<uint32_t>(bytes)});
+      }
     }
     at -= (run.bytes + kBytes - 1) / kBytes * kBytes;
   }

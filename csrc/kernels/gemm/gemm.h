@@ -72,6 +72,11 @@ struct CopyRun {
   const void* from = nullptr;
   void* to = nullptr;
   int64_t bytes = 0;
+  // Where `to` is the first of several blocks of so many bytes, that much apart: how far behind its begin the run goes. 0:
+  // it is one.
+  int64_t block_bytes = 0;
+  int64_t gap_bytes = 0;
+  int64_t first = 0;
   int32_t chunk = 0;  // which GemmGather::arrivals announces; 0: the bytes are there
 };
 

@@ -210,7 +210,7 @@ int32_t output_rows(const GemmParams& params) {
     case plan::RowMap::Mode::kScatter:
       return params.order.tiles_m * kGemmSm80TileM;
     case plan::RowMap::Mode::kGather:
-      return params.rows.part_rows;
+      return params.rows.part_rows * (params.rows.block_rows != 0 ? params.order.parts : 1);
     default:
       return static_cast<int32_t>(params.m);
   }

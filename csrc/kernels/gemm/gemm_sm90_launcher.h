@@ -80,16 +80,19 @@ class GemmSm90ParamsOf {
       case plan::RowMap::Mode::kScatter:
         return int64_t{gemm_.order.tiles_m} * kTileM;
       case plan::RowMap::Mode::kGather:
+        return gemm_.rows.part_rows * int64_t{in_blocks() ? gemm_.order.parts : 1};
       case plan::RowMap::Mode::kSplit:
         return gemm_.rows.part_rows;
       default:
         return gemm_.m;
     }
   }
+  // Whether tiles of all parts are stored in one matrix, block by block.
+  bool in_blocks() const { return gemm_.rows.block_rows != 0; }
   ProblemShape store_shape(int64_t rows) const {
     const bool gathers = gemm_.rows.mode == plan::RowMap::Mode::kGather;
     return cute::make_shape(extent(rows), extent(gemm_.n), extent(gemm_.k),
-                            gathers ? gemm_.order.parts : 1);
+                            gathers && !in_blocks() ? gemm_.order.parts : 1);
   }
 
   typename Epilogue::Params epilogue(void* output, int64_t rows, const void* source) const {
