@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from bench_runs import bench
+from frameworks import needs_transformers
 from operands import as_torchrun_places, rank_device
 
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None,
-    reason="transformers is not installed: pip install '.[transformers]', for Python 3.11 or newer",
-)
+pytestmark = needs_transformers
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,

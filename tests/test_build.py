@@ -17,6 +17,7 @@ import torch
 
 import overlap_torch
 from overlap_torch import __main__, _doctor
+from overlap_torch.__main__ import COMMANDS
 from overlap_torch._doctor import Findings, Gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -432,4 +433,5 @@ def test_command_line_names_its_commands():
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("doctor", "demo", "bench"))
+    for command, meaning in COMMANDS.items():
+        assert re.search(f"^{command} +{re.escape(meaning)}$", done.stdout, re.MULTILINE), command

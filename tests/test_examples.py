@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 import overlap_torch
+from frameworks import needs_transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
@@ -78,7 +78,7 @@ def test_examples_gpt_trains_as_with_pytorchs_styles(tmp_path):
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@needs_transformers
 @pytest.mark.parametrize(
     "tokens",
     [

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from checks import Failures
+from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
 from meshes import mesh
 from operands import rank_device
@@ -288,7 +289,7 @@ def check_transformers(family: str, sequence: bool) -> tuple[int, list[str]]:
         pytest.param("Qwen3", True, id="qwen3-sequence", marks=pytest.mark.long),
     ],
 )
+@needs_transformers
 @pytest.mark.ranks((2, "gloo"))
 def test_inductor_fuses_all_of_hugging_faces_models(ranks, family, sequence):
-    pytest.importorskip("transformers")
     ranks.expect_no_failures(check_transformers, family, sequence, timeout_s=400)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,14 +14,12 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, close, message_of
+from frameworks import needs_megatron
 from layers import integers, my_features, my_tokens, ops_called
 from operands import difference, rank_device
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None,
-        reason="megatron-core is not installed: make test-integrations",
-    ),
+    needs_megatron,
     pytest.mark.ranks((2, "gloo"), (2, "nccl")),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 from collections.abc import Iterator
 
@@ -12,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from checks import Failures, close
+from frameworks import needs_torchtitan
 from layers import integers, my_features, my_tokens, ops_called
 from operands import difference, world_name
 
 pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("torchtitan") is None,
-        reason="torchtitan is not installed: make test-integrations",
-    ),
+    needs_torchtitan,
     pytest.mark.ranks((2, "gloo")),
 ]
 

@@ -6,7 +6,6 @@ import re
 import sys
 from collections import Counter
 from importlib import metadata
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -19,14 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures, message_of
+from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
 from operands import as_torchrun_places, rank_device
 from overlap_torch.integrations import transformers as integration
 
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None,
-    reason="transformers is not installed: pip install '.[transformers]', for Python 3.11 or newer",
-)
+pytestmark = needs_transformers
 
 LAYERS = 2
 TOKENS = 12
