@@ -6,30 +6,14 @@ Importing this loads ``torch.distributed.tensor``, which takes most of a second.
 from __future__ import annotations
 
 import copy
-import weakref
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Placements = tuple[Placement, ...]
-
-# One mesh for all layers of a group, for as long as one of them lives: comparing a mesh with itself is quick.
-_meshes: weakref.WeakValueDictionary[tuple[str, str], DeviceMesh] = weakref.WeakValueDictionary()
-
-
-def group_mesh(group: str, device_type: str) -> DeviceMesh:
-    """The one-dimensional mesh over a group, by its name. Does not communicate."""
-    process_group = _resolve_process_group(group)
-    mesh = _meshes.get((group, device_type))
-    # A name may be that of another group, once process groups have been destroyed and made again.
-    if mesh is None or mesh.get_group() is not process_group:
-        mesh = DeviceMesh.from_group(process_group, device_type)
-        _meshes[group, device_type] = mesh
-    return mesh
 
 
 def wrap(

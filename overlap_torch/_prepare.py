@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from overlap_torch._dtensor import Placements
 from overlap_torch._fp8 import Recipe
+from overlap_torch._meshes import check_mesh, same_ranks
 from overlap_torch._placements import from_local, local_rows, redistribute, to_local
 from overlap_torch._sequence import Operands, column_sequences
 
@@ -180,7 +181,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         layouts = [*layouts, *(self.input_kwarg_layouts.get(name) for name in kwargs)]
         desired = [*desired, *(self.desired_input_kwarg_layouts.get(name) for name in kwargs)]
         gathered = [
-            i for i, value in enumerate(values) if _is_gathered(value, layouts[i], desired[i])
+            i for i, value in enumerate(values) if _is_gathered(value, layouts[i], desired[i], mesh)
         ]
         if gathered and mesh.size() == 1:
             gathered = []
@@ -230,8 +231,15 @@ def _in_inference_mode() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def _is_gathered(value: Any, layout: Placement | None, desired: Placement | None) -> bool:
+def _is_gathered(
+    value: Any, layout: Placement | None, desired: Placement | None, mesh: DeviceMesh
+) -> bool:
     if not isinstance(value, torch.Tensor) or layout is None or desired is None:
+        return False
+    if isinstance(value, DTensor) and not same_ranks(value.device_mesh, mesh):
+        # PrepareModuleInput replicates it in its own mesh; every other layout is that of another mesh's parts.
+        if value.device_mesh.ndim != 1 or not desired.is_replicate():
+            check_mesh("OverlapPrepareModuleInput: an input", value, mesh)
         return False
     if layout == desired or not desired.is_replicate() or not value.is_floating_point():
         return False
@@ -257,7 +265,7 @@ def _can_read(module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh) ->
         # Not parametrized; and no hook of its own waits for its input's gradient.
         and module._parameters.keys() == _PARAMETERS
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and (module.device_mesh is mesh or module.device_mesh == mesh)
+        and same_ranks(module.device_mesh, mesh)
         and module.input_layout.is_replicate()
         and module.in_features == input.shape[-1]
         # FSDP may have cut it once more until the layer itself is called.

@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,12 @@ class _Board:
         self._forget()
         return said
 
+    def close(self) -> None:
+        """A later group of the same name on the same store must not find what was said here."""
+        if self.gather(None) is not None and self.world > 1:
+            for rank in range(1, self.world):
+                self.store.delete_key(self._key(str(rank)))
+
     def _next(self, says: bool, who: str, own: Any) -> None:
         self.turn += 1
         if says and self.world > 1:
@@ -170,7 +177,9 @@ class _Board:
         return json.loads(self.store.get(key))
 
 
-_boards: dict[str, int] = {}  # calls of tune by group
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
+    weakref.WeakKeyDictionary()
+)  # calls of tune
 
 
 def tune(
@@ -243,6 +252,7 @@ def tune(
         results[index] = session.look_once_more(index)
     if draws and wanted:
         draw_bar(len(results), len(results), "done")
+    session.board.close()
     return results
 
 
@@ -298,14 +308,14 @@ class Session:
         cache: bool,
         plans: list[Plan],
     ) -> None:
-        _boards[name] = _boards.get(name, 0) + 1
+        _boards[members] = _boards.get(members, 0) + 1
         timeout_s = float(os.environ.get("OVERLAP_TIMEOUT_S") or _timeout_s(members, device))
         self.board = _Board(
             store=dist.distributed_c10d._get_process_group_store(members),
             rank=members.rank(),
             world=members.size(),
             timeout_s=timeout_s,
-            name=f"{name}/{_boards[name]}",
+            name=f"{name}/{_boards[members]}",
         )
         self.name, self.device, self.most, self.repeats = name, device, most, repeats
         self.more = plans
@@ -714,8 +724,9 @@ class _FirstCalls:
     """
 
     def __init__(self) -> None:
-        self._seen: set[tuple[Any, ...]] = set()
-        self._tuned: dict[tuple[str, str], set[str]] = {}
+        # Of each group, which may have the name of one that has gone: calls, and problems by the kind of device.
+        self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]]
+        self._seen = weakref.WeakKeyDictionary()
         self._busy = False
 
     def __call__(self, op: object, group: str, arguments: tuple[Any, ...]) -> None:
@@ -729,13 +740,17 @@ class _FirstCalls:
         # Of scaled operands: recipes, the output's type and the accumulation.
         others = (one for one in arguments if isinstance(one, (int, torch.dtype)))
         shapes = ((tuple(one.shape), one.dtype) for one in tensors)
-        key = (op, group, device.type, *shapes, *others)
-        if self._busy or key in self._seen or _hidden(device):
+        key = (op, device.type, *shapes, *others)
+        seen = self._seen.setdefault(process_group(group), set())
+        if self._busy or key in seen or _hidden(device):
             return
-        self._seen.add(key)
-        tuned = self._tuned.setdefault((group, device.type), set())
-        fresh = [problem for problem, _ in called(group, device.type) if repr(problem) not in tuned]
-        tuned.update(map(repr, fresh))
+        seen.add(key)
+        fresh = [
+            problem
+            for problem, _ in called(group, device.type)
+            if (device.type, repr(problem)) not in seen
+        ]
+        seen.update((device.type, repr(problem)) for problem in fresh)
         self._busy = True
         try:
             tune(fresh, group=group, device=device)

@@ -42,7 +42,9 @@ from torch.nn import functional
 from overlap_torch import _linear
 from overlap_torch._dtensor import local_parts, sharded_dim
 from overlap_torch._fp8 import Maps, Recipe, recipe_of_config
+from overlap_torch._meshes import check_mesh, note_mesh
 from overlap_torch._ops.dtensor import make_ops_known
+from overlap_torch._ops.nested import refuse_nested
 from overlap_torch._placements import from_local, local_rows, redistribute, to_local
 from overlap_torch._prepare import GatheredReader, OverlapPrepareModuleInput
 from overlap_torch._report import note_call, note_fallback
@@ -209,8 +211,18 @@ class _OverlapLinear(torch.nn.Linear):
         """As every rank's part of one size."""
         return from_local(local, self.device_mesh, (placement,))
 
+    def _check(self, what: str, tensor: torch.Tensor | None) -> None:
+        """A DTensor must lie on the layer's ranks; nested tensors are refused."""
+        if what == "input" and tensor.is_nested:
+            refuse_nested(type(self).__name__, what, tensor)
+        if isinstance(tensor, DTensor) and tensor.device_mesh is not self.device_mesh:
+            check_mesh(f"{type(self).__name__}: its {what}", tensor, self.device_mesh)
+
     def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return local_parts(self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        self._check("weight", weight)
+        self._check("bias", bias)
+        return local_parts(weight, bias)
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
         """What the layer returns: `local` is this rank's part of an output whose sharded dim has `size` elements."""
@@ -242,6 +254,7 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
+        self._check("input", input)
         note_call(self, input)
         last = input.dim() - 1
         output = self.take_ahead(input)
@@ -298,6 +311,7 @@ class OverlapRowwiseLinear(_OverlapLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
+        self._check("input", input)
         note_call(self, input)
         last = input.dim() - 1
         if not isinstance(input, DTensor) and sharded_dim(self.input_layout, input.dim()) != last:
@@ -344,6 +358,7 @@ def replace_forward(
 ) -> torch.nn.Module:
     module.fp8 = fp8_recipe(module)  # of the class that it has now
     module.__class__ = kind
+    note_mesh(device_mesh)
     module.device_mesh = device_mesh
     module.group = device_mesh.get_group().group_name
     module.world_size = device_mesh.size()

@@ -126,6 +126,8 @@ std::string number(const std::optional<double>& value) {
 std::vector<c10::Dict<std::string, std::string>> plan_table() {
   std::vector<c10::Dict<std::string, std::string>> rows;
   for (const std::shared_ptr<GroupEntry>& group : all_groups()) {
+    // A mesh may keep a group that was destroyed, and another may have its name by now.
+    if (!group->registered()) continue;
     for (const std::shared_ptr<const Tally>& tally : group->tallies()) {
       const int64_t calls = tally->calls.load(std::memory_order_relaxed);
       if (calls == 0) continue;  // planned for, and never run

@@ -1,6 +1,10 @@
 """The ops in Python: each module registers, beside its op's wrapper, the fake kernel and the gradients."""
 
-from overlap_torch._ops import dtensor, flops  # noqa: F401  (flops registers what the ops count)
+from overlap_torch._ops import (  # noqa: F401  (registers what the ops count, and refuse)
+    dtensor,
+    flops,
+    nested,
+)
 from overlap_torch._ops.allgather import allgather_gemm
 from overlap_torch._ops.allreduce import gemm_allreduce
 from overlap_torch._ops.alltoall import gemm_alltoall

@@ -16,6 +16,7 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from overlap_torch._dtensor import local_parts
+from overlap_torch._meshes import check_mesh, note_mesh
 from overlap_torch._placements import from_local, redistribute, to_local
 from overlap_torch._prepare import OverlapPrepareModuleInput
 from overlap_torch._report import note_fallback
@@ -89,6 +90,7 @@ class Sequence(TensorParallelLayer):
         state = _State()
         for each in module.modules():
             setattr(each, _IN_LAYER, state)
+        note_mesh(mesh)
         module._overlap_mesh = mesh
         # What somebody has set in place of the class's.
         module._overlap_forward = module.__dict__.pop("forward", None)
@@ -104,6 +106,7 @@ def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             mesh, forward = self._overlap_mesh, self._overlap_forward or super().forward
             hidden = args[0] if args else kwargs["hidden_states"]
+            _check(self, hidden, mesh)
             state = self.__dict__[_IN_LAYER]
             state.is_local = _may_be_local(self, hidden, mesh)
             if not state.is_local:
@@ -117,6 +120,12 @@ def _with_cut_tokens(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(WithCutTokens, name, getattr(kind, name))
     return WithCutTokens
+
+
+def _check(module: torch.nn.Module, hidden: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Hidden states that are a DTensor must lie on the ranks of the module's style."""
+    if isinstance(hidden, DTensor) and hidden.device_mesh is not mesh:
+        check_mesh(f"{type(module).__name__}: its hidden states", hidden, mesh)
 
 
 def _may_be_local(layer: torch.nn.Module, hidden: torch.Tensor, mesh: DeviceMesh) -> bool:
@@ -202,12 +211,14 @@ class SequenceNorm(TensorParallelLayer):
 
     def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Replaces ``module.forward``; hidden states that are not cut stay whole."""
+        note_mesh(mesh)
         setattr(module, _SUMS, True)
         forward = module.forward
         group = mesh.get_group().group_name
 
         def norm(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             distributed = isinstance(hidden, DTensor)
+            _check(module, hidden, mesh)
             cut = distributed or _IN_LAYER in module.__dict__
             sums = cut and torch.is_grad_enabled()
             parameters = dict(module._parameters)

@@ -13,10 +13,12 @@ from torch.distributed.distributed_c10d import _device_capability, _resolve_proc
 from torch.distributed.tensor import DTensor
 
 from overlap_torch import _linear
-from overlap_torch._dtensor import Placements, group_mesh, local_parts, sharded_dim, wrap
+from overlap_torch._dtensor import Placements, local_parts, sharded_dim, wrap
 from overlap_torch._fp8 import Maps, recipe_of
+from overlap_torch._meshes import check_mesh, group_mesh, is_living, note_mesh
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers
+from overlap_torch._ops.nested import refuse_nested
 from overlap_torch._report import note_call
 from overlap_torch._sharding import gather_parts, place_in, shard_range, shard_sizes
 
@@ -24,7 +26,8 @@ from overlap_torch._sharding import gather_parts, place_in, shard_range, shard_s
 class ParallelLinear(torch.nn.Module):
     """A ``torch.nn.Linear`` whose parameters are DTensors over a group: base of the column and the row layer.
 
-    The parameters' mesh is the ``DeviceMesh`` given as ``group``, or ``DeviceMesh.from_group`` of the group. For FSDP2 over
+    The parameters' mesh is the ``DeviceMesh`` given as ``group``, or else one that the program has made over the group's ranks,
+    or ``DeviceMesh.from_group`` of the group until a layer or a style is given one. For FSDP2 over
     other ranks give a dimension of the whole mesh, such as ``mesh["tp"]``; ``DistributedDataParallel`` does not take
     DTensors. State dicts hold the DTensors, and making them does not communicate.
 
@@ -76,13 +79,11 @@ class ParallelLinear(torch.nn.Module):
             self._paddings.append(-(-self._full_shape(name)[dim] // self.world_size) - part)
         if isinstance(group, DeviceMesh):
             mesh = group
-            if mesh.get_coordinate() != (self.rank,):
-                raise ValueError(
-                    f"rank {dist.get_rank()} is number {self.rank} of its process group, but the mesh's ranks are "
-                    f"{mesh.mesh.tolist()}; make the mesh with its ranks in ascending order"
-                )
+            note_mesh(mesh)
         else:
             mesh = group_mesh(self.group, self._device_type(torch.empty(0, device=device).device))
+        self._mesh_given = isinstance(group, DeviceMesh)
+        self._mesh = mesh
 
         def made(name: str) -> torch.nn.Parameter:
             local = torch.empty(self._local_shape(name), device=device, dtype=dtype)
@@ -165,11 +166,18 @@ class ParallelLinear(torch.nn.Module):
         self, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # What a parametrization makes may lie elsewhere.
-        if isinstance(weight, DTensor) and weight._spec.placements != self._placements["weight"]:
-            weight = weight.redistribute(placements=self._placements["weight"])
-        if isinstance(bias, DTensor) and bias._spec.placements != self._placements["bias"]:
-            bias = bias.redistribute(placements=self._placements["bias"])
+        weight, bias = self._in_place("weight", weight), self._in_place("bias", bias)
         return local_parts(weight, bias)
+
+    def _in_place(self, kind: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        if isinstance(parameter, DTensor):
+            if parameter.device_mesh is not self._mesh:
+                check_mesh(f"{type(self).__name__}: its {kind}", parameter, self._mesh)
+                if not torch.compiler.is_compiling():
+                    self.__dict__["_mesh"] = parameter.device_mesh  # the next comparison is quick
+            if parameter._spec.placements != self._placements[kind]:
+                return parameter.redistribute(placements=self._placements[kind])
+        return parameter
 
     def _device_type(self, device: torch.device) -> str:
         """Of the mesh for parameters on this device; those on ``meta`` are expected on the GPU if the group has it."""
@@ -182,7 +190,7 @@ class ParallelLinear(torch.nn.Module):
         """The mesh for tensors on another kind of device: the group's own changes, a given one remains."""
         if device_type in ("meta", mesh.device_type):
             return mesh
-        if mesh != group_mesh(self.group, mesh.device_type):
+        if self._mesh_given or mesh.ndim != 1:
             return mesh
         return group_mesh(self.group, device_type)
 
@@ -337,6 +345,14 @@ class ParallelLinear(torch.nn.Module):
         return gather_parts(value, dim, sizes, self.group)
 
     def _check_features(self, input: torch.Tensor, expected: int, option: str) -> None:
+        if input.is_nested:
+            refuse_nested(type(self).__name__, "input", input)
+        if isinstance(input, DTensor):
+            raise TypeError(
+                f"{type(self).__name__} takes this rank's tensor, but its input is a DTensor on {input.device_mesh} with "
+                f"placements {input.placements}: call it with input.to_local() or input.full_tensor(), or give a "
+                "torch.nn.Linear a style of overlap_torch.parallel, which takes DTensors"
+            )
         if input.shape[-1] != expected:
             raise ValueError(
                 f"the input's last dim must be {expected} (in_features={self.in_features}, rank {self.rank} of "
@@ -381,16 +397,7 @@ def _same_place(one: DTensor, other: DTensor) -> bool:
 def _check_own(name: str, value: DTensor) -> None:
     """Refuses what another rank, or another number of ranks, has pickled: its mesh still says what it was there."""
     mesh = value.device_mesh
-    try:
-        ranks = mesh.mesh
-        (place,) = (ranks == dist.get_rank()).nonzero().tolist()
-        own = place == list(mesh.get_coordinate())
-        for dim in range(mesh.ndim):
-            line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
-            own = own and dist.get_process_group_ranks(mesh.get_group(dim)) == line
-    except (RuntimeError, ValueError):  # no such rank in it, or no such group
-        own = False
-    if not own:
+    if not is_living(mesh):
         raise RuntimeError(
             f"the state dict's {name} is a DTensor that was pickled by another rank, or by another number of ranks, than "
             f"loads it: its part is number {mesh.get_coordinate()} of {mesh}. Let each rank load what it has saved, or use "
