@@ -722,7 +722,7 @@ def first_calls(folder: str) -> Any:
     try:
         plan.clear_plans()
         for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
-            hook._tuned.setdefault((world_name(), "cpu"), set()).add(repr(problem))
+            hook._seen.setdefault(dist.group.WORLD, set()).add(("cpu", repr(problem)))
         for call in calls:
             told.append([])
             call()
@@ -771,7 +771,7 @@ def first_scaled_calls() -> Any:
     try:
         plan.clear_plans()
         for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
-            hook._tuned.setdefault((world_name(), "cpu"), set()).add(repr(problem))
+            hook._seen.setdefault(dist.group.WORLD, set()).add(("cpu", repr(problem)))
         _tune.tune, eager.behind_calls = noting, hook
         call(recipes.RowWise)
         call(recipes.RowWise)
