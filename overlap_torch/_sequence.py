@@ -16,12 +16,10 @@ from torch.compiler import is_dynamo_compiling
 from overlap_torch import _linear
 from overlap_torch._fp8 import Maps, Recipe
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
-from overlap_torch._ops.collectives import start_all_gather, wait
+from overlap_torch._ops.collectives import start_all_gather, start_reduce_scatter, wait
 from overlap_torch._ops.gradients import rows, weight_gradient
 from overlap_torch._ops.group import world_size
 from overlap_torch._sharding import SumGradient, pad_end, shard_range
-
-_collectives = torch.ops._c10d_functional
 
 
 class Operands(NamedTuple):
@@ -198,7 +196,7 @@ def _start_input_gradient(
         whole = gathered_grad
         for grad, weight in parts:
             whole = whole + grad @ weight
-        return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size, group)
+        return start_reduce_scatter(whole, group)
     if not parts:
         return None
     grad, weight = parts[0]

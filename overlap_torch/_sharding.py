@@ -53,6 +53,11 @@ def token_slice(tokens: int, *, group: Group = None) -> slice:
 def pad_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """`size` zeros behind the end of a dim."""
     behind = -dim - 1 if dim < 0 else tensor.dim() - 1 - dim
+    if type(size) is not int and type(size.node).__name__ == "LocalIntNode":
+        raise NotImplementedError(
+            f"ranks have parts of different sizes ({size} to pad), which layers and styles do not take under "
+            "LocalTensorMode: take sizes that the number of ranks divides"
+        )
     return functional.pad(tensor, (0, 0) * behind + (0, size)) if size > 0 else tensor
 
 

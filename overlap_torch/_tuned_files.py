@@ -62,6 +62,8 @@ def environment(device: torch.device, machine: Machine, world: int) -> dict[str,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else "none",
         "build": torch.ops.overlap.build_info(),
     }
+    if machine.serial:
+        found["serial"] = "True"
     for name in sorted(os.environ):
         if name.startswith(_PREFIXES) and name not in _IDLE:
             found[name] = os.environ[name]

@@ -1,4 +1,5 @@
-"""What ranks that differ plan for: the slowest, with what all have; or nothing, where they would plan differently."""
+"""What ranks that differ plan for: the slowest, with what all have; or nothing, where they would plan differently, or where the
+kernels of one run one at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import pytest
 
 from machines import big, hopper
 from overlap_torch import plan
-from overlap_torch._plan import agree
-from overlap_torch.plan import Machine, Op, Profile, Schedule
+from overlap_torch._plan import agree, make_kernel_plan, serial_by
+from overlap_torch.plan import Machine, Op, Profile, Schedule, Transport
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM, Op.GEMM_ALLTOALL)
 
@@ -21,7 +22,8 @@ def alike(count: int = 3, **changes: object) -> list[Machine]:
 
 def agreed(machines: list[Machine], nccl: int = 22800, build: int = 7) -> tuple[Machine, str]:
     count = len(machines)
-    return agree(machines, [22800, nccl, *[22800] * (count - 2)], [7, build, *[7] * (count - 2)])
+    versions = [22800, nccl, *[22800] * (count - 2)]
+    return agree(machines, versions, [7, build, *[7] * (count - 2)])[:2]
 
 
 def test_agree_leaves_ranks_that_are_alike_as_they_are():
@@ -61,3 +63,49 @@ def test_agree_plans_nothing_where_ranks_would_plan_differently(changes, said):
     for op in OPS:
         rows = 0 if op == Op.GEMM_ALLTOALL else 8192
         assert plan.make_plan(big(op=op, m=rows), machine).schedule == Schedule.SEQUENTIAL
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        ((None, "", ""), ""),
+        (("0", "", ""), ""),
+        (("1", "", ""), "CUDA_LAUNCH_BLOCKING"),
+        ((None, "7f00 r-xp /opt/compute-sanitizer/libsanitizer-collection.so\n", ""), "compute-sanitizer"),
+        ((None, "", "cuda-gdb\n"), "cuda-gdb"),
+        ((None, "", "gdb\n"), ""),
+        ((None, "7f00 r-xp /opt/nvidia/nsight-compute/2025.3/libcuda-injection.so\n", ""), "Nsight Compute"),
+        ((None, "7f00 r-xp /opt/nvidia/nsight-systems/2025.3/libToolsInjection64.so\n", ""), ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_serial_by_what_a_process_shows(found, name):
+    assert serial_by(*found)[1] == name
+
+
+@pytest.mark.parametrize("serial", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_agree_one_rank_whose_kernels_run_one_at_a_time_makes_all_run_the_sequence(rank, serial):
+    serials = [serial if r == rank else 0 for r in range(3)]
+    machine, difference, why = agree(alike(), [1] * 3, [1] * 3, serials)
+    names = ["CUDA_LAUNCH_BLOCKING", "compute-sanitizer", "cuda-gdb", "Nsight Compute"]
+    assert (difference, why) == ("", f"rank {rank} by {names[serial - 1]}")
+    assert machine.serial and not alike()[0].serial
+    for op in OPS:
+        problem = big(op=op, m=0 if op == Op.GEMM_ALLTOALL else 8192)
+        overlapped = plan.make_plan(problem, alike()[0])
+        assert overlapped.schedule == Schedule.OVERLAPPED
+        assert plan.make_plan(problem, machine) == plan.candidates(problem, machine)[0]
+        assert plan.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
+        if overlapped.chunks[0].transport == Transport.PEER:
+            with pytest.raises(ValueError, match="run one at a time .*; use nccl, or run without"):
+                plan.validate(overlapped, machine)
+
+
+def test_agree_a_callers_kernel_has_one_chunk_where_kernels_run_one_at_a_time():
+    request = {"tile": (128, 128), "kernel_us": 2000.0, "comm_sms": 16}
+    machines = alike(count=1)
+    assert len(make_kernel_plan(big(), machines[0], **request).chunks) > 1
+    (machine, _, _) = agree(machines, [1], [1], [1])
+    made = make_kernel_plan(big(), machine, **request)
+    assert (len(made.chunks), made.chunks[0].transport) == (1, Transport.NCCL)

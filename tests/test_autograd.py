@@ -36,14 +36,20 @@ def output_gradients(op: str, outputs: Sequence[torch.Tensor], rank: int) -> lis
 
 
 def right_gradients(
-    op: str, case: Case, world: int, device: torch.device, seed: int, used: Sequence[int]
+    op: str,
+    case: Case,
+    world: int,
+    device: torch.device,
+    seed: int,
+    used: Sequence[int],
+    rank: int | None = None,
 ) -> list[torch.Tensor | None]:
-    """What the op's meaning says, in float64: gradients of this rank's operands if the outputs `used` are.
+    """What the op's meaning says, in float64: gradients of a rank's operands (this one's) if the outputs `used` are.
 
     The global function's derivative, for results that differ by rank; for a replicated one, whose gradient is the same
     everywhere, that of this rank's copy.
     """
-    me = dist.get_rank()
+    me = dist.get_rank() if rank is None else rank
     everybody = [
         map_tensors(
             lambda t: t.double().requires_grad_(),

@@ -18,6 +18,7 @@ from checks import Failures, check_call, message_of
 from operands import Case, rank_device
 from ops import OPS
 from overlap_torch import plan as plan_module
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from plans import chunked_plan
 
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
@@ -134,6 +135,65 @@ def disagree_in_a_subgroup() -> tuple[int, list[str]]:
 @pytest.mark.ranks((3, "gloo"))
 def test_disagreement_of_a_subgroup_is_its_own(ranks):
     ranks.expect_no_failures(disagree_in_a_subgroup)
+
+
+class _Raises(torch.autograd.Function):
+    """Its backward raises on the last rank, as where memory is out."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("out of memory")
+        return grad
+
+
+def _column(**keywords: bool) -> ColumnParallelLinear:
+    return ColumnParallelLinear(6, 12, **keywords)
+
+
+def _row(**keywords: bool) -> RowParallelLinear:
+    return RowParallelLinear(12, 6, **keywords)
+
+
+# Layers whose backward communicates, by an op or a collective of its own first; which part of 12 features they take, if it is not
+# all 6; and whether the input's gradient is wanted.
+SKIPPED = {
+    "column, cut tokens": (lambda: _column(sequence_parallel=True), False, True),
+    "column": (_column, False, True),
+    "column, gathered": (lambda: _column(gather_output=True), False, True),
+    "row, cut tokens": (lambda: _row(sequence_parallel=True), True, True),
+    "row, cut tokens, weights alone": (lambda: _row(sequence_parallel=True), True, False),
+}
+
+
+def skip_a_backward(name: str) -> tuple[int, list[str]]:
+    """The last rank leaves a layer's backward out, and all are told at its next call; then all is right again."""
+    failures = Failures()
+    make, takes_part, wants_gradient = SKIPPED[name]
+    layer, world = make(), dist.get_world_size()
+    x = torch.ones(4 * world, 12 // world if takes_part else 6, requires_grad=wants_gradient)
+    check_call(failures, CASE, "before")
+    message = message_of(lambda: _Raises.apply(layer(x)).sum().backward())
+    if dist.get_rank() == world - 1:
+        failures.expect(None if message == "out of memory" else repr(message), name)
+        message = message_of(call, "gemm_alltoall", CASE)
+    told = f"rank {world - 1} called gemm_alltoall" in message
+    told = told and "Nothing was communicated" in message
+    failures.expect(None if told else f"said {message!r}", name)
+    layer(x).sum().backward()
+    for seed in (1, 2):
+        check_call(failures, CASE, "after", name, seed=seed)
+    return failures.result()
+
+
+@pytest.mark.parametrize("name", list(SKIPPED))
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_disagreement_about_a_backward_leaves_nothing_on_its_way(ranks, name):
+    ranks.expect_no_failures(skip_a_backward, name)
 
 
 def without_shared_memory() -> tuple[int, list[str]]:

@@ -6,6 +6,7 @@ the reason; everything else is found.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import random
@@ -15,7 +16,7 @@ import pytest
 
 from overlap_torch import _plan
 from overlap_torch import plan as plans
-from overlap_torch._plan import DType, Kernel, Machine, Op, Plan, Problem
+from overlap_torch._plan import DType, Kernel, Machine, Op, Plan, Problem, Transport
 from tests import steps_proof
 from tests.planner_problems import MACHINES
 from tests.steps_proof import PEERS, Case
@@ -31,6 +32,26 @@ def test_steps_proof_of_every_structure_finds_no_fault() -> None:
     assert {case.plan.problem.op for case in cases.values()} == set(Op.__members__.values())
     faults = [f"{case}: {fault}" for case in cases.values() if (fault := case.fault())]
     assert faults == []
+
+
+def test_steps_proof_over_nccl_finds_no_fault_where_kernels_run_one_at_a_time() -> None:
+    """The host launches each step when the one before has ended: all GEMMs come before what waits for their tiles."""
+    machines = {}
+    cases = 0
+    for case in steps_proof.classes().values():
+        if case.plan.chunks[0].transport != Transport.NCCL:
+            continue
+        serial = machines.setdefault(id(case.machine), copy.copy(case.machine))
+        serial.serial = True
+        cases += 1
+        assert dataclasses.replace(case, machine=serial).fault() == "", case
+    assert cases > 1000
+    gather = Problem(8192, 1024, 256, DType.BFLOAT16, 4, Op.ALLGATHER_GEMM)
+    peers = plans.row_panels(gather, 2, kernel=Kernel.SM90_PINGPONG, transport="peer")
+    serial = copy.copy(PEERS)
+    assert Case(peers, serial, (True,) * 4).fault() == ""
+    serial.serial = True
+    assert "wait for each other" in Case(peers, serial, (True,) * 4).fault()
 
 
 @pytest.mark.parametrize("world", range(2, 9))

@@ -98,18 +98,30 @@ class CpuCall {
   const std::shared_ptr<const PlanEntry> entry_;
 };
 
+// Whether the call is left to the composition, which is then counted.
+bool takes_composition(const OpCall& call) {
+  if (call.group->runs_plans(at::kCPU)) return false;
+  call.group->count_unplanned(call.problem, at::kCPU,
+                              "the group's backend for CPU tensors is " +
+                                  call.group->backend(at::kCPU) +
+                                  ", not gloo: a GEMM, then its collective");
+  return true;
+}
+
 }  // namespace
 
 at::Tensor gemm_reduction_cpu(const OpCall& call) {
-  return CpuCall(call).reduce();
+  if (!takes_composition(call)) return CpuCall(call).reduce();
+  return call.problem.op == plan::Op::kGemmAllReduce ? gemm_allreduce_composition(call)
+                                                     : gemm_reducescatter_composition(call);
 }
 
 AllGatherGemmResult allgather_gemm_cpu(const OpCall& call) {
-  return CpuCall(call).gather();
+  return takes_composition(call) ? allgather_gemm_composition(call) : CpuCall(call).gather();
 }
 
 at::Tensor gemm_alltoall_cpu(const OpCall& call) {
-  return CpuCall(call).exchange();
+  return takes_composition(call) ? gemm_alltoall_composition(call) : CpuCall(call).exchange();
 }
 
 }  // namespace overlap::binding

@@ -86,6 +86,7 @@ std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& en
   };
   options.peers = environment().peers;
   options.abort_on_failure = environment().abort_on_failure;
+  options.serial = find_serial();
   options.profile = environment().profile;
   options.sm_gflops = measured_sm_gflops(*options.profile);
   auto group = std::make_shared<runtime::Group>(std::move(options));
@@ -122,14 +123,7 @@ bool has_kernels(at::Device device) {
 }
 
 bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device) {
-  if (!has_kernels(device)) return false;
-  // A group's backend does not change: asked for once.
-  int known = group->cuda_is_nccl;
-  if (known < 0) {
-    known = group->lock()->getBackend(at::kCUDA)->getBackendName() == "nccl";
-    group->cuda_is_nccl = known;
-  }
-  return known == 1;
+  return has_kernels(device) && group->runs_plans(at::kCUDA);
 }
 
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device) {
@@ -172,8 +166,8 @@ bool takes_composition(const OpCall& call) {
   } else if (!has_kernels(call.input.device())) {
     why = "this build has no kernels for this device (" OVERLAP_BUILD_INFO ")";
   } else {
-    why = "the group's backend for CUDA tensors is " +
-          call.group->lock()->getBackend(at::kCUDA)->getBackendName() + ", not nccl";
+    why =
+        "the group's backend for CUDA tensors is " + call.group->backend(at::kCUDA) + ", not nccl";
   }
   call.group->count_unplanned(call.problem, at::kCUDA, why + ": a GEMM, then its collective");
   return true;

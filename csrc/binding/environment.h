@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "plan/agreement.h"
 #include "plan/profile.h"
 
 namespace overlap::binding {
@@ -25,6 +26,9 @@ Environment read_environment();
 
 // As they were at the first call.
 const Environment& environment();
+
+// What makes this process's kernels run one at a time, as far as can be seen: looked for when a group is made.
+plan::Serial find_serial();
 
 // A call failed after ranks had begun to communicate: throws the message, or ends the process with it where
 // OVERLAP_ON_FAILURE=abort.

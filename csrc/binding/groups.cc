@@ -52,9 +52,9 @@ const PlanEntry& PlanEntry::of_scales(const std::function<plan::Plan()>& make) c
   return *scales_;
 }
 
-GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+GroupEntry::GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::string name)
     : group_(group),
-      name_(group->getGroupName()),
+      name_(std::move(name)),
       rank_(group->getRank()),
       world_size_(group->getSize()) {}
 
@@ -68,9 +68,33 @@ bool GroupEntry::registered() const {
   }
 }
 
+std::string GroupEntry::backend(at::DeviceType device) const {
+  const auto group = lock();
+  if (!group) return "";
+  try {
+    return group->getBackend(device)->getBackendName();
+  } catch (const std::exception&) {
+    return group->getBackendName();
+  }
+}
+
+bool GroupEntry::runs_plans(at::DeviceType device) {
+  // A group's backend does not change: asked for once.
+  std::atomic<int>& known = runs_plans_[device == at::kCPU ? 0 : 1];
+  if (known < 0) known = backend(device) == (device == at::kCPU ? "gloo" : "nccl") ? 1 : 0;
+  return known == 1;
+}
+
 std::chrono::milliseconds GroupEntry::timeout(at::DeviceType device) const {
   if (environment().timeout) return *environment().timeout;
-  if (const auto group = lock()) return group->getBackend(device)->getBackendOptions()->timeout;
+  try {
+    if (const auto group = lock()) {
+      const auto options = group->getBackend(device)->getBackendOptions();
+      if (options) return options->timeout;
+    }
+  } catch (const std::exception&) {
+    // The group has no such backend, or the backend knows no options.
+  }
   return ::kProcessGroupDefaultTimeout;
 }
 
@@ -233,7 +257,12 @@ std::function<std::string(int)> GroupEntry::publish(const std::string& text,
   };
 }
 
+bool GroupEntry::has_peers(at::DeviceType device) const {
+  return world_size_ > 1 && backend(device) != "fake" && lock()->getStore();
+}
+
 void GroupEntry::compare(const std::string& what, const std::string& text, at::DeviceType device) {
+  if (!has_peers(device)) return;
   const auto text_of = publish(text, device);
   for (int peer = 0; peer < world_size_; ++peer) {
     const std::string other = text_of(peer);
@@ -245,7 +274,7 @@ void GroupEntry::compare(const std::string& what, const std::string& text, at::D
 
 void GroupEntry::compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
                                 at::DeviceType device) {
-  if (world_size_ == 1) return;
+  if (!has_peers(device)) return;
   std::ostringstream mine;
   for (const at::IntArrayRef rows : {send_rows, recv_rows}) {
     for (const int64_t count : rows) mine << count << ' ';
@@ -270,8 +299,8 @@ void GroupEntry::compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_
 
 void GroupEntry::announce(const std::string& problem, uint64_t plan) {
   if (board_ == nullptr) {
-    // The ranks of PyTorch's fake process group are not there.
-    if (lock()->getBackend(at::kCPU)->getBackendName() == "fake") return;
+    // What is no gloo pairs calls, or does not, as it does those of PyTorch.
+    if (!runs_plans(at::kCPU)) return;
     CallBoard::Options options;
     options.name = name_;
     options.rank = rank_;
@@ -320,7 +349,7 @@ std::shared_ptr<GroupEntry> find_group(const std::string& name) {
   const auto found = all.entries.find(group.get());
   if (found != all.entries.end() && found->second->lock() == group) return found->second;
   std::erase_if(all.entries, [](const auto& item) { return item.second->expired(); });
-  auto entry = std::make_shared<GroupEntry>(group);
+  auto entry = std::make_shared<GroupEntry>(group, name);
   all.entries[group.get()] = entry;
   return entry;
 }

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -82,7 +83,7 @@ struct PlanEntry {
 // Kept by weak pointer to the ProcessGroup: names come back after a new init_process_group.
 class GroupEntry final : public cpu::Group {
  public:
-  explicit GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  GroupEntry(const c10::intrusive_ptr<c10d::ProcessGroup>& group, std::string name);
 
   c10::intrusive_ptr<c10d::ProcessGroup> lock() const override { return group_.lock(); }
   bool expired() const { return group_.expired(); }
@@ -91,6 +92,12 @@ class GroupEntry final : public cpu::Group {
   const std::string& name() const override { return name_; }
   int rank() const override { return rank_; }
   int world_size() const { return world_size_; }
+
+  // The group's backend for this kind of device: "gloo", "nccl", "fake" or another's. A group that is a Python class has
+  // no backends, and is named as a whole.
+  std::string backend(at::DeviceType device) const;
+  // Whether plans run on it: gloo for the CPU, nccl for CUDA. All others take the compositions.
+  bool runs_plans(at::DeviceType device);
 
   // The group's timeout on this kind of device, or OVERLAP_TIMEOUT_S.
   std::chrono::milliseconds timeout(at::DeviceType device) const override;
@@ -138,11 +145,12 @@ class GroupEntry final : public cpu::Group {
   // The CUDA side on each device (binding/cuda_call_cuda.cc makes it); weak, the watchdog owns it.
   std::map<int, std::weak_ptr<runtime::Group>> cuda;
   std::mutex cuda_mutex;
-  std::atomic<int> cuda_is_nccl{-1};  // -1: not asked yet
 
  private:
   // device, op, m, n, k, dtype, recipe, output dtype, fast accumulation
   using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int, bool>;
+  // Whether ranks can be compared over the store: those of PyTorch's fake group are not there.
+  bool has_peers(at::DeviceType device) const;
   // Publishes `text` over the store, and returns a function that waits for a peer's.
   std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);
   static Key key(const plan::Problem& problem, at::DeviceType device);
@@ -161,6 +169,7 @@ class GroupEntry final : public cpu::Group {
   std::string name_;
   int rank_ = 0;
   int world_size_ = 1;
+  std::array<std::atomic<int>, 2> runs_plans_{-1, -1};  // on CPU, on CUDA; -1: not asked yet
   std::mutex plans_mutex_;
   static constexpr size_t kPlans = 2048;
   static constexpr size_t kTallies = 8192;

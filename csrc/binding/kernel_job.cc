@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "binding/operands.h"
+#include "plan/agreement.h"
 
 namespace overlap::binding {
 
@@ -48,6 +49,7 @@ KernelJob::KernelJob(const std::vector<int64_t>& code, at::Device device, const 
   }
   (void)from_plan_dtype(plan_.problem.dtype);
   if (group_->world_size() > 1) machine_ = kernel_machine(group_, device_);
+  plan::check_serial(plan_, machine_);
   list_ = std::make_shared<const steps::StepList>(
       steps::lower_for_kernel(plan_, group_->rank(), machine_, job_));
   if (plan_.resources.window) {

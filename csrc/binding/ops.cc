@@ -12,6 +12,7 @@
 #include "binding/operands.h"
 #include "binding/plan_table.h"
 #include "binding/profiled.h"
+#include "plan/agreement.h"
 #include "planner/planner.h"
 
 #ifndef OVERLAP_BUILD_INFO
@@ -39,6 +40,16 @@ void compare_local_call(const OpCall& call) {
   if (!call.input.is_cpu() || call.problem.world_size == 1) return;
   call.group->announce(call.description(), 0);
   call.group->agree();
+}
+
+// A collective that Python begins, of a gradient or a layer: the ranks compare it as they compare calls, before it begins.
+void compare_collective(const std::string& what, at::Device device, const std::string& group_name) {
+  const std::shared_ptr<GroupEntry> group = find_group(group_name);
+  if (group->world_size() == 1) return;
+  if (debug_enabled()) group->compare("collective", what, device.type());
+  if (!device.is_cpu()) return;
+  group->announce(what, 0);
+  group->agree();
 }
 
 at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
@@ -402,6 +413,7 @@ void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_
   const bool sm90 = !plan::is_sm90(plan.kernel) || machine.has_sm90_kernels;
   TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
                     ", which this build or device does not have: ", machine.to_string());
+  plan::check_serial(plan, machine);
   TORCH_CHECK_VALUE(
       !plan::over_peers(plan) || machine.peer_gbps > 0.0,
       "set_plan: the plan's transport is peer, but the ranks of this group do not map "
@@ -527,6 +539,7 @@ TORCH_LIBRARY(overlap, m) {
   m.def("clear_plans(str group) -> ()", &clear_plans);
   m.def("plan_count(str group) -> int", &plan_count);
   m.def("check() -> ()", &check_cuda_groups);
+  m.def("_compare_collective(str what, Device device, str group) -> ()", &compare_collective);
   m.def("plan_table() -> Dict(str, str)[]", &plan_table);
   m.def("_trace_start() -> ()", &TraceSwitch::start);
   m.def("_trace_stop() -> (Tensor, Dict(str, str)[])", &TraceSwitch::stop);

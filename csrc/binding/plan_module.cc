@@ -710,22 +710,39 @@ void bind_planner(py::module_& m) {
   m.def(
       "agree",
       [](const std::vector<Machine>& machines, const std::vector<int32_t>& nccl_versions,
-         const std::vector<uint64_t>& builds) {
+         const std::vector<uint64_t>& builds, std::vector<int32_t> serials) {
+        serials.resize(serials.empty() ? machines.size() : serials.size());
         if (machines.empty() || nccl_versions.size() != machines.size() ||
-            builds.size() != machines.size()) {
+            builds.size() != machines.size() || serials.size() != machines.size()) {
           throw py::value_error("agree takes lists of one length, 1 or more");
         }
         std::vector<plan::RankFacts> all;
         for (size_t rank = 0; rank < machines.size(); ++rank) {
-          all.push_back(plan::facts_of(machines[rank], nccl_versions[rank], builds[rank]));
+          all.push_back(plan::facts_of(machines[rank], nccl_versions[rank], builds[rank],
+                                       static_cast<plan::Serial>(serials[rank])));
         }
         const plan::Agreement agreed = plan::agree(machines[0], all);
-        return py::make_tuple(agreed.machine, agreed.difference);
+        return py::make_tuple(agreed.machine, agreed.difference, agreed.why_serial);
       },
       py::arg("machines"), py::arg("nccl_versions"), py::arg("builds"),
-      "(machine, difference): what ranks with these machines plan for, and which of them differs "
-      "in what; \"\" if none "
-      "does. `builds` are hashes of what they were built from.");
+      py::arg("serials") = std::vector<int32_t>{},
+      "(machine, difference, why_serial): what ranks with these machines plan for; which of them "
+      "differs "
+      "in what; and whose kernels run one at a time; \"\" if none. `builds` are hashes of what "
+      "they "
+      "were built from, `serials` what serial_by says.");
+  m.def(
+      "serial_by",
+      [](const std::optional<std::string>& launch_blocking, const std::string& maps,
+         const std::string& tracer) {
+        const plan::Serial found =
+            plan::serial_by(launch_blocking ? launch_blocking->c_str() : nullptr, maps, tracer);
+        return py::make_tuple(static_cast<int32_t>(found), plan::name(found));
+      },
+      py::arg("launch_blocking"), py::arg("maps"), py::arg("tracer"),
+      "(number, name) of what makes kernels run one at a time: by CUDA_LAUNCH_BLOCKING, the text "
+      "of /proc/self/maps, and "
+      "the name of the tracing process.");
   m.def("candidates", &planner::candidates, py::arg("problem"), py::arg("machine"),
         py::arg("all") = false,
         "The plans that the planner weighs, the sequence first; with `all`, also those that nobody "

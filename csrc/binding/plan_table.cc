@@ -67,6 +67,7 @@ std::string obstacles(const plan::Problem& problem, const plan::Machine& machine
 
 // Why the planner took the sequence.
 std::string why_sequence(const Tally& tally, double sequence_us) {
+  if (tally.machine.serial) return "some rank's kernels run one at a time: nothing can overlap";
   std::optional<double> best_us;
   for (const plan::Plan& candidate : planner::candidates(tally.problem, tally.machine)) {
     if (candidate.schedule != plan::Schedule::kOverlapped) continue;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "binding/steps_module.h"
+#include "plan/agreement.h"
 #include "steps/proof.h"
 
 namespace py = pybind11;
@@ -80,6 +81,7 @@ std::string text(const std::optional<steps::Fault>& fault) {
 
 void refuse_faults(const Plan& plan, const std::optional<Machine>& machine) {
   plan::validate(plan);
+  if (machine) plan::check_serial(plan, *machine);
   const auto fault = steps::find_fault(plan, machine ? *machine : steps::usual_machine(plan));
   if (fault) throw std::invalid_argument(plan.to_string() + ": " + fault->what);
 }

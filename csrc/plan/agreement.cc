@@ -1,6 +1,8 @@
 #include "plan/agreement.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
 #include <utility>
 
 namespace overlap::plan {
@@ -20,8 +22,35 @@ std::string number(int64_t value) {
 
 }  // namespace
 
-RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build) {
+Serial serial_by(const char* launch_blocking, const std::string& maps, const std::string& tracer) {
+  const auto mapped = [&](const char* library) { return maps.find(library) != std::string::npos; };
+  if (launch_blocking != nullptr && std::atoi(launch_blocking) != 0) return Serial::kLaunchBlocking;
+  if (mapped("libsanitizer-collection.so")) return Serial::kSanitizer;
+  if (tracer.starts_with("cuda-gdb") || mapped("libcudadebugger.so")) return Serial::kDebugger;
+  // Nsight Systems lets kernels run beside each other.
+  if (mapped("/nsight-compute") || mapped("/nsight_compute")) return Serial::kNsightCompute;
+  return Serial::kNone;
+}
+
+const char* name(Serial serial) {
+  constexpr const char* kNames[] = {"", "CUDA_LAUNCH_BLOCKING", "compute-sanitizer", "cuda-gdb",
+                                    "Nsight Compute"};
+  return kNames[static_cast<size_t>(serial)];
+}
+
+void check_serial(const Plan& plan, const Machine& machine) {
+  if (!machine.serial || !over_peers(plan)) return;
+  throw std::invalid_argument(plan.to_string() +
+                              ": the transport is peer, whose kernels wait for those of other "
+                              "ranks, but some rank's kernels "
+                              "run one at a time (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer, "
+                              "cuda-gdb or Nsight Compute) and "
+                              "might wait for ever; use nccl, or run without these");
+}
+
+RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build, Serial serial) {
   RankFacts facts;
+  facts.serial = static_cast<int32_t>(serial);
   facts.arch = machine.arch;
   facts.sm_count = machine.sm_count;
   facts.has_sm80_kernels = machine.has_sm80_kernels ? 1 : 0;
@@ -34,7 +63,7 @@ RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build)
 }
 
 Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
-  Agreement result = {own, ""};
+  Agreement result = {own, "", ""};
   Machine& machine = result.machine;
   const RankFacts& first = all.at(0);
   machine.arch = first.arch;
@@ -43,6 +72,13 @@ Agreement agree(const Machine& own, const std::vector<RankFacts>& all) {
   machine.has_sm80_kernels = first.has_sm80_kernels != 0;
   machine.has_sm90_kernels = first.has_sm90_kernels != 0;
   bool plans_alike = true;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].serial == 0) continue;
+    machine.serial = true;
+    result.why_serial += (result.why_serial.empty() ? "rank " : ", rank ") +
+                         number(static_cast<int64_t>(rank)) + " by " +
+                         name(static_cast<Serial>(all[rank].serial));
+  }
   for (size_t rank = 1; rank < all.size(); ++rank) {
     const RankFacts& theirs = all[rank];
     std::string differs;

@@ -12,6 +12,24 @@ namespace overlap::plan {
 // Of the sources in csrc that plan, run and compute; tools/source_hash.py makes it.
 extern const uint64_t kSourceHash;
 
+// What makes a rank's kernels run one at a time, as far as the process can see it.
+enum class Serial : int32_t {
+  kNone = 0,
+  kLaunchBlocking,
+  kSanitizer,
+  kDebugger,
+  kNsightCompute,
+};
+
+// By the value of CUDA_LAUNCH_BLOCKING or null, the text of /proc/self/maps, and the name of the process that traces this one,
+// or "".
+Serial serial_by(const char* launch_blocking, const std::string& maps, const std::string& tracer);
+
+const char* name(Serial serial);
+
+// Throws std::invalid_argument where a plan's kernels wait for peers', and some rank's run one at a time.
+void check_serial(const Plan& plan, const Machine& machine);
+
 // What one rank brings: its own device's, as plain bytes that travel.
 struct RankFacts {
   int32_t arch = 0;
@@ -19,18 +37,20 @@ struct RankFacts {
   int32_t has_sm80_kernels = 0;
   int32_t has_sm90_kernels = 0;
   int32_t nccl_version = 0;
-  int32_t reserved = 0;
+  int32_t serial = 0;  // a Serial
   double sm_gflops = 0.0;
   uint64_t profile = 0;  // hash of its numbers
   uint64_t build = 0;    // hash of the sources that plan and communicate
 };
 
-RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build);
+RankFacts facts_of(const Machine& machine, int32_t nccl_version, uint64_t build,
+                   Serial serial = Serial::kNone);
 
 struct Agreement {
   Machine machine;
   std::string
       difference;  // which rank differs from rank 0 in what, and what follows; "" if none does
+  std::string why_serial;  // which rank's kernels run one at a time, and why; "" if none's do
 };
 
 // The slowest rank's device, with the kernels that all have: where GPUs differ, all plan for that. Where ranks plan by other

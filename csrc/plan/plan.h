@@ -95,6 +95,9 @@ struct Machine {
       0.0;  // copies into a peer's memory, GB/s; 0: the ranks do not map each other's
   // What work takes there; never null. All ranks of a group must have the same numbers.
   SharedProfile profile = shipped_profile();
+  // Some rank's kernels run one at a time, each before the next one is launched: nothing runs beside anything, and a kernel
+  // that waits for a peer's may wait for ever.
+  bool serial = false;
 
   std::string to_string() const;
 };

@@ -279,6 +279,10 @@ struct Fields<Machine> {
             "copies into a peer's memory, GB/s; 0: the ranks do not map each other's."},
       Field{"profile", &Machine::profile, Scope::kRank,
             "the Profile that says what work takes there; the shipped one unless given."},
+      Field{"serial", &Machine::serial, Scope::kRank,
+            "whether some rank's kernels run one at a time (CUDA_LAUNCH_BLOCKING=1, debuggers): "
+            "the planner then makes the sequence.",
+            "", true},
   };
 };
 

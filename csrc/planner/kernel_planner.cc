@@ -46,7 +46,7 @@ class KernelCandidates {
     // NCCL's own number of CTAs, or as many of them as have room beside the kernel.
     const auto most = static_cast<int32_t>(machine_.profile->link.default_ctas);
     add({1}, {.ctas = cpu_ ? 0 : std::min(most, request_.comm_sms)});
-    if (cpu_) return std::move(plans_);  // where nothing goes on beside the kernel
+    if (cpu_ || machine_.serial) return std::move(plans_);  // nothing goes on beside the kernel
     for (const std::vector<int32_t>& weights : schedules()) {
       for (const Way& way : found) add(weights, way);
     }

@@ -512,7 +512,9 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   const bool scaled_on_cpu = machine.arch == 0 && problem.recipe != Recipe::kNone;
   // On GPUs float64 runs the composition: see takes_composition.
   const bool float64_on_gpu = machine.arch != 0 && problem.dtype == DType::kFloat64;
-  if (nothing_to_overlap || unmeasured || scaled_on_cpu || float64_on_gpu) return plans;
+  if (nothing_to_overlap || unmeasured || machine.serial || scaled_on_cpu || float64_on_gpu) {
+    return plans;
+  }
   if (all_to_all) {
     add_all_to_all(plans, problem, machine);
     return plans;

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "kernels/signal/signal.h"
+#include "plan/agreement.h"
 #include "plan/plan.h"
 #include "runtime/bootstrap.h"
 #include "runtime/call_history.h"
@@ -60,9 +61,10 @@ struct GroupOptions {
   int world_size = 1;
   std::chrono::milliseconds timeout{0};
   Bootstrap bootstrap;
-  std::function<bool()> alive;    // whether the process group still exists
-  bool peers = true;              // whether this rank lets others map its memory
-  bool abort_on_failure = false;  // a failure ends the process
+  std::function<bool()> alive;                // whether the process group still exists
+  bool peers = true;                          // whether this rank lets others map its memory
+  bool abort_on_failure = false;              // a failure ends the process
+  plan::Serial serial = plan::Serial::kNone;  // what makes this rank's kernels run one at a time
   // What work takes on the ranks' machine, the same on all of them; null: the shipped one.
   plan::SharedProfile profile;
   // What the framework's GEMM reaches on one SM, measured; 0: by the architecture and the profile.

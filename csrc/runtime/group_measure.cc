@@ -129,7 +129,8 @@ void Group::measure_peers() {
 void Group::agree_on_machine() {
   int nccl_version = 0;
   check_nccl(ncclGetVersion(&nccl_version), "ncclGetVersion");
-  const plan::RankFacts own = plan::facts_of(machine_, nccl_version, plan::kSourceHash);
+  const plan::RankFacts own =
+      plan::facts_of(machine_, nccl_version, plan::kSourceHash, options_.serial);
   std::vector<uint8_t> bytes(sizeof(own));
   std::memcpy(bytes.data(), &own, sizeof(own));
   bytes = all_gather_bytes(bytes);
@@ -139,9 +140,19 @@ void Group::agree_on_machine() {
   }
   const plan::Agreement agreed = plan::agree(machine_, all);
   machine_ = agreed.machine;
-  if (agreed.difference.empty() || options_.rank != 0) return;
-  std::fprintf(stderr, "overlap_torch: ranks of group '%s' differ: %s\n", options_.name.c_str(),
-               agreed.difference.c_str());
+  if (options_.rank != 0) return;
+  if (!agreed.difference.empty()) {
+    std::fprintf(stderr, "overlap_torch: ranks of group '%s' differ: %s\n", options_.name.c_str(),
+                 agreed.difference.c_str());
+  }
+  if (!agreed.why_serial.empty()) {
+    std::fprintf(
+        stderr,
+        "overlap_torch: kernels of group '%s' run one at a time (%s): every call runs the "
+        "sequence, as nothing can overlap, and a kernel that waits for a peer's might wait "
+        "for ever\n",
+        options_.name.c_str(), agreed.why_serial.c_str());
+  }
 }
 
 }  // namespace overlap::runtime

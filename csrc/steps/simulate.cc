@@ -295,6 +295,8 @@ void Simulation::expand_rank(Here& here) {
             {key(rank, kCounters, 0), 0, here.list->counters, span.first, span.first, true, false});
       }
     }
+    // The host launches it when what it launched before has ended.
+    if (machine_.serial && i > 0) graph_.edge(here.ends[i - 1], span.first);
     for (const StepId id : step.after) {
       if (id < 0 || id >= here.id) {
         fail(Fault::Kind::kDeadlock,

@@ -1,20 +1,51 @@
-"""The collectives of gradients and layers, as functional ones that a compiler sees; none records a gradient."""
+"""The collectives of gradients and layers, as functional ones that a compiler sees; none records a gradient.
+
+On CPU the ranks compare each one before it begins, as they compare calls of ops: a rank that raised elsewhere and left it
+out is named, and nothing is on its way that a later call would meet. A compiled graph's own are not compared.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed._functional_collectives
+from torch.compiler import is_dynamo_compiling
 
-from overlap_torch._ops.group import world_size
+from overlap_torch._ops import library  # noqa: F401  (the library holds the comparison)
+from overlap_torch._ops.group import process_group, world_size
 
 _collectives = torch.ops._c10d_functional
 
 
+@functools.cache
+def _compares_all() -> bool:
+    return torch.ops.overlap.environment()["OVERLAP_DEBUG"] == "1"
+
+
+def _compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -> None:
+    """Raises on every rank if the ranks differ; fakes and other subclasses communicate nothing, or by rules of their own."""
+    if is_dynamo_compiling() or type(tensor) is not torch.Tensor:
+        return
+    if tensor.device.type == "cpu" or _compares_all():
+        text = f"{what} of {list(sizes)} {str(tensor.dtype)[6:]}"
+        torch.ops.overlap._compare_collective(text, tensor.device, group)
+
+
+def _has_gloo_for(shard: torch.Tensor, group: str) -> bool:
+    if shard.device.type != "cpu" or is_dynamo_compiling():
+        return shard.device.type == "cpu"
+    try:
+        return process_group(group)._get_backend(shard.device).name() == "gloo"
+    except RuntimeError:  # a group that is a Python class
+        return False
+
+
 def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
     """Begins to gather the group's ``ranks`` shards along dim 0; the result may be used after :func:`wait`."""
-    if shard.device.type == "cpu":
+    _compare("an all-gather", shard, shard.shape, group)
+    if _has_gloo_for(shard, group):
         # Gloo's two worker threads write the name of what they have just done into one string of the group, without a
         # lock (ProcessGroupGloo::runLoop, PyTorch 2.11). The names of the other collectives here fit into the string
         # itself; that of this functional op, ALLGATHER_COALESCED, is on the heap, where two writers at a time free it
@@ -26,11 +57,13 @@ def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tenso
 
 def start_reduce_scatter(whole: torch.Tensor, group: str) -> torch.Tensor:
     """Begins to sum ``whole`` and cut it along dim 0; the result may be used after :func:`wait`."""
+    _compare("a reduce-scatter", whole, whole.shape, group)
     return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", world_size(group), group)
 
 
 def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
     """Begins to sum the ranks' tensors; the result may be used after :func:`wait`."""
+    _compare("an all-reduce", part, part.shape, group)
     return _collectives.all_reduce(part.contiguous(), "sum", group)
 
 
@@ -38,6 +71,7 @@ def all_to_all(
     whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
 ) -> torch.Tensor:
     """The first send_rows[0] rows of ``whole`` to rank 0, and so on; what is received, in rank order."""
+    _compare("an all-to-all of rows", whole, whole.shape[1:], group)
     return wait(_collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group))
 
 

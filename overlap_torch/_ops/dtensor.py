@@ -1,6 +1,7 @@
-"""The ops and torch.distributed.tensor: its tensors are no operands, and its CommDebugMode counts the ops.
+"""The ops beside torch.distributed's tensors: DTensors are no operands, CommDebugMode counts the ops, and LocalTensors, which
+stand for all ranks in one process, take the compositions.
 
-Importing it takes a second, so the ops are made known to it when it has been imported by somebody else.
+Importing these takes a second, so the ops are made known to each when it has been imported by somebody else.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import sys
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
 
+from overlap_torch import _composition
 from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
+from overlap_torch._ops.collectives import all_to_all
 
 _STYLES = {
     "gemm_allreduce": "OverlapRowwiseParallel",
@@ -20,24 +25,33 @@ _STYLES = {
 }
 _DTENSOR = "torch.distributed.tensor"
 _COMM_DEBUG_MODE = "torch.distributed.tensor.debug._comm_mode"
+_LOCAL_TENSOR = "torch.distributed._local_tensor"
 _known: set[str] = set()
 
 
 def make_ops_known() -> None:
     """To those of the modules above that are there, before an op reaches them."""
-    if len(_known) == 2:
+    if len(_known) == 3:
         return
     if _DTENSOR not in _known and (tensors := _imported(_DTENSOR, "DTensor")) is not None:
         _known.add(_DTENSOR)
-        for name in _STYLES:
-            for overload in getattr(torch.ops.overlap, name).overloads():
-                op = f"overlap::{name}" + ("" if overload == "default" else f".{overload}")
-                torch.library.register_torch_dispatch(op, tensors.DTensor, _refuse)
+        _dispatch_by(tensors.DTensor, _refuse)
+    if _LOCAL_TENSOR not in _known and (local := _imported(_LOCAL_TENSOR, "LocalTensorMode")):
+        _known.add(_LOCAL_TENSOR)
+        _dispatch_by(local.LocalTensorMode, _compose)
     if _COMM_DEBUG_MODE not in _known and (mode := _imported(_COMM_DEBUG_MODE, "CommDebugMode")):
         _known.add(_COMM_DEBUG_MODE)
         counted = getattr(mode, "c10d_collective_ops", None)
         if isinstance(counted, set):  # as of PyTorch 2.11; elsewhere the ops are not counted
             counted.update(getattr(torch.ops.overlap, name) for name in _STYLES)
+
+
+def _dispatch_by(cls: type, rule: Any) -> None:
+    """All ops, where a tensor or a mode of this class sees them."""
+    for name in _STYLES:
+        for overload in getattr(torch.ops.overlap, name).overloads():
+            op = f"overlap::{name}" + ("" if overload == "default" else f".{overload}")
+            torch.library.register_torch_dispatch(op, cls, rule)
 
 
 def _imported(name: str, member: str) -> Any:
@@ -64,3 +78,24 @@ def _refuse(cls: type, op: torch._ops.OpOverload, types: Any, args: Any, kwargs:
         f"{name}: takes and returns this rank's tensors, but got DTensors: {given}. Its group and its parts of rows and "
         f"features need not be those of a mesh. Call it with tensor.to_local(){other}"
     )
+
+
+def _compose(mode: Any, op: torch._ops.OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+    """The composition, whose collectives LocalTensorMode does for all ranks: the op would run once for each, alone."""
+    local = sys.modules[_LOCAL_TENSOR].LocalTensor
+    if not any(isinstance(leaf, local) for leaf in pytree.tree_leaves(args)):
+        return op(*args, **kwargs)
+    name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
+    if "scaled" in overload:
+        raise NotImplementedError(
+            f"{name}: operands with scales cannot be LocalTensors; take operands without scales, or leave LocalTensorMode"
+        )
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not overload:
+        given.setdefault("bias", None)
+    given["group_name"] = given.pop("group")
+    if name == "gemm_alltoall":  # rows differ by rank, which functional collectives take
+        rows = functional.linear(given["input"], given["weight"], given["bias"])
+        return all_to_all(rows, given["send_rows"], given["recv_rows"], given["group_name"])
+    return getattr(_composition, f"{name}_weights" if overload else name)(**given)
