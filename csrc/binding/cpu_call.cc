@@ -98,7 +98,7 @@ class CpuCall {
   const std::shared_ptr<const PlanEntry> entry_;
 };
 
-// Whether the call is left to the composition, which is then counted.
+// True: the call is left to the composition, and is counted as such.
 bool takes_composition(const OpCall& call) {
   if (call.group->runs_plans(at::kCPU)) return false;
   call.group->count_unplanned(call.problem, at::kCPU,

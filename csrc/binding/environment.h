@@ -27,7 +27,7 @@ Environment read_environment();
 // As they were at the first call.
 const Environment& environment();
 
-// What makes this process's kernels run one at a time, as far as can be seen: looked for when a group is made.
+// The tool or setting that makes this process's kernels run one at a time, as far as can be seen; a new group looks for it.
 plan::Serial find_serial();
 
 // A call failed after ranks had begun to communicate: throws the message, or ends the process with it where

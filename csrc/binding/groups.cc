@@ -299,7 +299,7 @@ void GroupEntry::compare_counts(at::IntArrayRef send_rows, at::IntArrayRef recv_
 
 void GroupEntry::announce(const std::string& problem, uint64_t plan) {
   if (board_ == nullptr) {
-    // What is no gloo pairs calls, or does not, as it does those of PyTorch.
+    // Other backends pair our calls as they pair those of PyTorch.
     if (!runs_plans(at::kCPU)) return;
     CallBoard::Options options;
     options.name = name_;

@@ -96,7 +96,7 @@ class GroupEntry final : public cpu::Group {
   // The group's backend for this kind of device: "gloo", "nccl", "fake" or another's. A group that is a Python class has
   // no backends, and is named as a whole.
   std::string backend(at::DeviceType device) const;
-  // Whether plans run on it: gloo for the CPU, nccl for CUDA. All others take the compositions.
+  // Plans run on gloo for the CPU and on nccl for CUDA. All other backends take the compositions.
   bool runs_plans(at::DeviceType device);
 
   // The group's timeout on this kind of device, or OVERLAP_TIMEOUT_S.
@@ -149,7 +149,7 @@ class GroupEntry final : public cpu::Group {
  private:
   // device, op, m, n, k, dtype, recipe, output dtype, fast accumulation
   using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int, bool>;
-  // Whether ranks can be compared over the store: those of PyTorch's fake group are not there.
+  // Ranks can be compared over the store. Those of PyTorch's fake group are not there.
   bool has_peers(at::DeviceType device) const;
   // Publishes `text` over the store, and returns a function that waits for a peer's.
   std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);

@@ -12,7 +12,7 @@ namespace overlap::plan {
 // Of the sources in csrc that plan, run and compute; tools/source_hash.py makes it.
 extern const uint64_t kSourceHash;
 
-// What makes a rank's kernels run one at a time, as far as the process can see it.
+// The reasons why a rank's kernels run one at a time, as far as the process can see them.
 enum class Serial : int32_t {
   kNone = 0,
   kLaunchBlocking,
