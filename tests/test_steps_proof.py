@@ -47,7 +47,7 @@ def test_steps_proof_over_nccl_finds_no_fault_where_kernels_run_one_at_a_time() 
         assert dataclasses.replace(case, machine=serial).fault() == "", case
     assert cases > 1000
     gather = Problem(8192, 1024, 256, DType.BFLOAT16, 4, Op.ALLGATHER_GEMM)
-    peers = plans.row_panels(gather, 2, kernel=Kernel.SM90_PINGPONG, transport="peer")
+    peers = plans.row_panels(gather, 2, kernel=Kernel.SM90_PINGPONG, transport="peer", comm_sms=2)
     serial = copy.copy(PEERS)
     assert Case(peers, serial, (True,) * 4).fault() == ""
     serial.serial = True
