@@ -152,9 +152,10 @@ def link_with_torch(torch: ModuleType, libraries: Iterable[str]) -> list[str]:
 
 def eager_edges(folder: str, torch: ModuleType) -> list[Edge]:
     """`_eager`: the ops as functions of Python's; torch, imported first, has loaded what it needs."""
-    module = module_edges(folder, ["csrc/binding/eager_module.cc"], torch_headers(torch))
+    files = [f"csrc/binding/{name}_module.cc" for name in ("eager", "autograd")]
+    module = module_edges(folder, files, torch_headers(torch))
     flags = link_with_torch(torch, ["c10", "torch_cpu", "torch_python"])
-    return [*module, Edge("link", f"{folder}/{EAGER_NAME}", [module[0].output], flags)]
+    return [*module, Edge("link", f"{folder}/{EAGER_NAME}", objects(module), flags)]
 
 
 def kernel_edges(folder: str, cuda: Cuda) -> list[Edge]:

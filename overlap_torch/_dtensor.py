@@ -9,6 +9,9 @@ import copy
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -149,6 +152,33 @@ class _UnequalPart(torch.autograd.Function):
             shape=ctx.shape,
             stride=ctx.strides,
         )
+
+
+# AsyncCollectiveTensor: what has been begun to be gathered. The others are what PyTorch traces with.
+_PLAIN = {
+    torch.Tensor,
+    torch.nn.Parameter,
+    FakeTensor,
+    FunctionalTensor,
+    AsyncCollectiveTensor,
+}
+
+
+def is_foreign(weight: torch.Tensor | None) -> bool:
+    """Whether it is a tensor of a class of its own, such as a quantized one, or the DTensor of such tensors: no op takes it."""
+    kind = type(weight)
+    if kind is DTensor:
+        return not torch.compiler.is_compiling() and type(weight._local_tensor) not in _PLAIN
+    return kind not in _PLAIN and weight is not None
+
+
+def mesh_within(weight: torch.Tensor) -> DeviceMesh | None:
+    """The mesh of the DTensors that a foreign weight is made of; None if it is made of this rank's part."""
+    if isinstance(weight, DTensor):
+        return weight.device_mesh
+    flatten = getattr(weight, "__tensor_flatten__", None)
+    within = [getattr(weight, name) for name in flatten()[0]] if flatten else vars(weight).values()
+    return next((part.device_mesh for part in within if isinstance(part, DTensor)), None)
 
 
 def sharded_dim(placement: Placement, dims: int) -> int | None:

@@ -21,7 +21,7 @@ from torch.nn.functional import ScalingType
 from overlap_torch._linear import as_under_autocast
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.collectives import start_reduce_scatter, wait
-from overlap_torch._ops.gradients import rows, side_by_side, weight_gradient
+from overlap_torch._ops.gradients import kept, recorded, rows, side_by_side, weight_gradient
 from overlap_torch._sharding import pad_end, shard_range
 
 _SMALLEST = 1e-12  # largest number that is cast, at least: a tensor of zeros has a scale as well
@@ -253,24 +253,24 @@ class _Linear(torch.autograd.Function):
         weights = list(weights_and_biases[:count])
         given = iter(weights_and_biases[count:])
         biases = [next(given) if has_one else None for has_one in place.biases]
-        ctx.place, ctx.dtype = place, input.dtype
+        ctx.place, ctx.dtype, ctx.kept = place, input.dtype, None
         needs_weights = any(ctx.needs_input_grad[2 : 2 + count])
         gathering = place.columns and place.sequence
         x = scaled(input, recipe.input, recipe, place.group if gathering else None)
         ws = [scaled(weight, recipe.weight, recipe) for weight in weights]
         how = (input.dtype, recipe.fast_accum)
-        kept: tuple[torch.Tensor, ...] = (input,)
+        saved: tuple[torch.Tensor, ...] = (input,)
         if gathering:
             outputs, x = _gathered(x, ws, biases, *how, place.group)
-            kept = (x.values, x.scale)
+            saved = (x.values, x.scale)
         elif place.columns:
             outputs = [_local(x, w, bias, *how) for w, bias in zip(ws, biases, strict=True)]
         else:
             op = gemm_reducescatter if place.sequence else gemm_allreduce
             outputs = [_reduced(op, x, ws[0], biases[0], *how, place.group)]
         if not gathering and recipe.input_for_weight == recipe.input and not x.by_rows:
-            kept = (x.values, x.scale)  # half of the input's memory
-        ctx.save_for_backward(*weights, *(kept if needs_weights else ()))
+            saved = (x.values, x.scale)  # half of the input's memory
+        ctx.save_for_backward(*weights, *(saved if needs_weights else ()))
         ctx.set_materialize_grads(False)  # an unused output costs neither work nor communication
         if not place.gathers:
             return tuple(outputs)
@@ -284,7 +284,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, *grads: Gradient) -> tuple[Gradient, ...]:
         place = ctx.place
         count = len(place.biases)
-        weights, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        weights, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         output_grads = grads[:count]
         gathered_grad = grads[count] if place.gathers else None
         needs_input = ctx.needs_input_grad[1]
@@ -301,7 +301,7 @@ class _Linear(torch.autograd.Function):
             grad = side_by_side([output_grads[i] for i in used])
             weight = weights[used[0]] if len(used) == 1 else torch.cat([weights[i] for i in used])
             wanted = any(needs_weights[i] for i in used)
-            grad_input, made = _backward(ctx, grad, weight, kept, needs_input, wanted)
+            grad_input, made = _backward(ctx, grad, weight, inputs, needs_input, wanted)
             begin = 0
             for i in used:
                 size = output_grads[i].shape[-1]
@@ -324,7 +324,7 @@ def _backward(
     ctx: Any,
     grad: torch.Tensor,
     weight: torch.Tensor,
-    kept: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Gradient, Gradient]:
@@ -334,13 +334,19 @@ def _backward(
     gathering = not place.columns and place.sequence
     whole: torch.Tensor | Scaled = grad
     grad_input = None
-    if needs_input or gathering:
+    gathered = None if needs_input else kept(ctx, grad)
+    if gathered is not None:
+        whole = gathered
+    elif needs_input or gathering:
         g = scaled(grad, recipe.grad, recipe, place.group if gathering else None)
         transposed = weight.t() if needs_input else weight.t()[:0]
         w = scaled(transposed, recipe.weight_for_grad, recipe)
         if gathering:
             (grad_input,), whole = _gathered(g, [w], [None], *how, place.group)
-            grad_input = grad_input if needs_input else None
+            if not needs_input:
+                grad_input = None
+            elif inputs and not needs_weight:  # that is wanted later
+                ctx.kept = grad, whole
         elif place.columns and place.reduces:
             op = gemm_reducescatter if place.sequence else gemm_allreduce
             grad_input = _reduced(op, g, w, None, *how, place.group)
@@ -350,7 +356,7 @@ def _backward(
             whole = g  # serves both
     if not needs_weight:
         return grad_input, None
-    input = kept[0] if len(kept) == 1 else Scaled(*kept)
+    input = inputs[0] if len(inputs) == 1 else Scaled(*inputs)
     return grad_input, _weight_gradient(whole, input, recipe, dtype)
 
 
@@ -402,8 +408,10 @@ class Maps:
         weights, biases = operands[: len(weights)], operands[len(weights) :]
         given = [bias for bias in biases if bias is not None]
         has = tuple(bias is not None for bias in biases)
-        return _Linear.apply(
-            _Place(recipe=self.recipe, biases=has, **place), input, *weights, *given
+        where = _Place(recipe=self.recipe, biases=has, **place)
+        return recorded(
+            _Linear.apply(where, input, *weights, *given),
+            keeps_gradients=where.sequence and not where.columns,
         )
 
     def columns(self, input, weights, biases, *, group, world_size, paddings, reduces=True):

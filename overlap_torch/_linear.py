@@ -18,6 +18,7 @@ from overlap_torch._ops.gradients import (
     Gradients,
     ProductGradients,
     TransformedFunction,
+    recorded,
     rows,
     side_by_side,
     transforms_are_active,
@@ -39,7 +40,7 @@ def column(
     if world_size == 1 or not _may_need_gradient(input):
         return functional.linear(input, weight, bias)
     input, weight, bias = as_under_autocast(input, weight, bias)
-    return _Column.apply(input, weight, bias, group, padding)
+    return recorded(_Column.apply(input, weight, bias, group, padding))
 
 
 def columns(
@@ -58,7 +59,7 @@ def columns(
             for weight, bias in zip(weights, biases, strict=True)
         )
     operands = as_under_autocast(input, *weights, *biases)
-    return _Columns.apply(group, tuple(paddings), *operands)
+    return recorded(_Columns.apply(group, tuple(paddings), *operands))
 
 
 def column_sequence(
@@ -156,15 +157,20 @@ class _Column(TransformedFunction):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         input, weight, _, group, padding = inputs
-        needs_input, needs_weight, ctx.with_bias, _, _ = ctx.needs_input_grad
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
         ctx.product = _ColumnProduct(group, padding)
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
         input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         gradients = ProductGradients.apply_in_backward(
-            ctx.product, ctx.with_bias, grad, input, weight
+            ctx.product,
+            needs_bias,
+            grad,
+            input if needs_weight else None,
+            weight if needs_input else None,
         )
         return *gradients, None, None
 
@@ -189,9 +195,8 @@ class _Columns(TransformedFunction):
         ctx.group, ctx.paddings, input, *operands = inputs
         count = len(ctx.paddings)
         _, _, needs_input, *needs = ctx.needs_input_grad
-        ctx.needs_weights, ctx.needs_biases = needs[:count], needs[count:]
         ctx.save_for_backward(
-            input if any(ctx.needs_weights) else None,
+            input if any(needs[:count]) else None,
             *(operands[:count] if needs_input else [None] * count),
         )
         if not torch.compiler.is_compiling():  # Dynamo refuses the call; it materializes gradients
@@ -202,29 +207,29 @@ class _Columns(TransformedFunction):
         input, *weights = ctx.saved_tensors
         count = len(grads)
         used = [i for i in range(count) if grads[i] is not None]
+        _, _, needs_input, *needs = ctx.needs_input_grad
+        needs_weights, needs_biases = needs[:count], needs[count:]
         grad_input = None
         grad_weights, grad_biases = [None] * count, [None] * count
         if used:
-            needs_weights = any(ctx.needs_weights[i] for i in used)
-            needs_biases = any(ctx.needs_biases[i] for i in used)
             weight = None
-            if weights[0] is not None:
+            if needs_input:
                 weight = weights[used[0]]
                 if len(used) > 1:
                     weight = torch.cat([weights[i] for i in used])
             grad_input, grad_weight, grad_bias = ProductGradients.apply_in_backward(
                 _ColumnProduct(ctx.group, sum(ctx.paddings[i] for i in used)),
-                needs_biases,
+                any(needs_biases[i] for i in used),
                 side_by_side([grads[i] for i in used]),
-                input if needs_weights else None,
+                input if any(needs_weights[i] for i in used) else None,
                 weight,
             )
             begin = 0
             for i in used:
                 size = grads[i].shape[-1]
-                if ctx.needs_weights[i]:
+                if needs_weights[i]:
                     grad_weights[i] = grad_weight.narrow(0, begin, size)
-                if ctx.needs_biases[i]:
+                if needs_biases[i]:
                     grad_biases[i] = grad_bias.narrow(0, begin, size)
                 begin += size
         return None, None, grad_input, *grad_weights, *grad_biases

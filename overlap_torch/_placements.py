@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional
 
-from overlap_torch._dtensor import Placements, sharded_dim, wrap
-from overlap_torch._ops.gradients import TransformedFunction
+from overlap_torch._dtensor import Placements, mesh_within, sharded_dim, wrap
+from overlap_torch._ops.gradients import TransformedFunction, recorded
 
 
 def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torch.Tensor:
@@ -26,7 +27,7 @@ def to_local(tensor: DTensor, grad_placements: Placements | None = None) -> torc
         return tensor.to_local()
     if torch.compiler.is_compiling() and not _is_uneven(tensor):
         return tensor.to_local(grad_placements=grad_placements)
-    return _ToLocal.apply(tensor, grad_placements)
+    return recorded(_ToLocal.apply(tensor, grad_placements))
 
 
 def local_rows(input: torch.Tensor, dim: int, world_size: int) -> tuple[torch.Tensor, int]:
@@ -56,6 +57,40 @@ def redistribute(tensor: DTensor, placements: Placements) -> DTensor:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tensor.redistribute(placements=placements)
     return _Redistribute.apply(tensor, placements)
+
+
+def foreign_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mesh: DeviceMesh,
+    given: Placement,
+    wanted: Placement,
+    *,
+    columns: bool,
+    features: int,
+    shape: tuple[int, ...] | None = None,
+) -> DTensor:
+    """A layer whose weight no op takes, as PyTorch's styles compute it: DTensors before and after the weight's own linear map.
+
+    ``given``: where an input that is no DTensor lies; ``shape``: the whole input's, None if every rank's part has one size.
+    ``columns``: N, the ``features``, is cut over the ranks, else K. ``weight`` stands for the whole weight, or is this rank's
+    part of it.
+    """
+    if not isinstance(input, DTensor):
+        input = from_local(input, mesh, (given,), None if shape is None else torch.Size(shape))
+    input = redistribute(input, (Replicate() if columns else Shard(input.dim() - 1),))
+    if mesh_within(weight) is not None:
+        output = functional.linear(input, weight, bias if columns else None)
+    elif columns:
+        own_bias = to_local(bias) if isinstance(bias, DTensor) else bias
+        part = functional.linear(to_local(input, (Partial(),)), weight, own_bias)
+        whole = torch.Size((*part.shape[:-1], features))
+        output = from_local(part, mesh, (Shard(part.dim() - 1),), whole)
+    else:
+        output = from_local(functional.linear(to_local(input), weight), mesh, (Partial(),))
+    output = redistribute(output, (wanted,))
+    return output if columns or bias is None else output + bias
 
 
 class _ToLocal(TransformedFunction):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from overlap_torch._dtensor import Placements
+from overlap_torch._dtensor import Placements, is_foreign
 from overlap_torch._fp8 import Recipe
 from overlap_torch._meshes import check_mesh, same_ranks
 from overlap_torch._placements import from_local, local_rows, redistribute, to_local
@@ -265,6 +265,7 @@ def _can_read(module: torch.nn.Module, input: torch.Tensor, mesh: DeviceMesh) ->
         # Not parametrized; and no hook of its own waits for its input's gradient.
         and module._parameters.keys() == _PARAMETERS
         and not (module._backward_hooks or module._backward_pre_hooks)
+        and not is_foreign(module.weight)
         and same_ranks(module.device_mesh, mesh)
         and module.input_layout.is_replicate()
         and module.in_features == input.shape[-1]

@@ -19,6 +19,9 @@ from overlap_torch.plan import Plan, Schedule, decode, enum_name
 
 _LAST_INPUT = "_overlap_last_input"  # a layer's: the shape of what its forward took last
 _FALLBACK = "_overlap_fallback"  # a module's: why its style is PyTorch's
+_FOREIGN = (
+    "PyTorch's linear map"  # why a layer calls no op, though others may call the same problem
+)
 _MOST_READERS = 6  # layers that may share a gather, for which all combinations are tried
 
 
@@ -124,6 +127,13 @@ def note_fallback(module: torch.nn.Module, why: str) -> None:
     module.__dict__[_FALLBACK] = why
 
 
+def note_foreign(module: torch.nn.Module, weight: torch.Tensor) -> None:
+    """No op takes a weight of this class."""
+    if not is_compiling():
+        inner = getattr(weight, "_local_tensor", weight)
+        note_fallback(module, f"{_FOREIGN}: a weight is a {type(inner).__name__}")
+
+
 @dataclass
 class _Layer:
     """An overlapping layer: the problems that it can have."""
@@ -145,7 +155,7 @@ class _Layer:
 def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
     for name, module in model.named_modules():
         kind = _columns(module)
-        if kind is None:
+        if kind is None or module.__dict__.get(_FALLBACK, "").startswith(_FOREIGN):
             continue
         world_size = module.world_size
         weights = [

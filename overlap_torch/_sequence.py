@@ -22,7 +22,7 @@ from overlap_torch._ops.collectives import (
     wait,
     wait_for_gather,
 )
-from overlap_torch._ops.gradients import rows, weight_gradient
+from overlap_torch._ops.gradients import kept, recorded, rows, weight_gradient
 from overlap_torch._ops.group import world_size
 from overlap_torch._sharding import SumGradient, cut_end, pad_end, shard_range
 
@@ -135,7 +135,7 @@ def let_compile() -> None:
 
 # Dynamo, if it looked inside, would trace a backward in which every output has a gradient.
 def _gather_linears(*arguments):
-    return _GatherLinears.apply(*arguments)
+    return recorded(_GatherLinears.apply(*arguments))
 
 
 class _GatherLinears(torch.autograd.Function):
@@ -246,7 +246,7 @@ def _recorded_gradients(ctx, input, weights, grads):
 
 
 def _scatter_linear(*arguments):
-    return _ScatterLinear.apply(*arguments)
+    return recorded(_ScatterLinear.apply(*arguments), keeps_gradients=True)
 
 
 class _ScatterLinear(torch.autograd.Function):
@@ -256,7 +256,7 @@ class _ScatterLinear(torch.autograd.Function):
     def forward(
         ctx, group: str, dim: int, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group, ctx.dim, ctx.kept = group, dim, None
         ctx.save_for_backward(input, weight, bias)
         return gemm_reducescatter(input, weight, bias, dim=dim, group=group)
 
@@ -267,12 +267,14 @@ class _ScatterLinear(torch.autograd.Function):
         if torch.is_grad_enabled() and not is_dynamo_compiling():  # create_graph=True
             return None, None, *_recorded_scatter_gradients(ctx, input, weight, bias, grad)
         with torch.no_grad():
-            grad_input = None
+            grad_input, gathered = None, kept(ctx, grad)
             if needs_input:
                 grad_input, gathered = allgather_gemm(
                     grad, weight.t(), dim=ctx.dim, group=ctx.group
                 )
-            else:
+                if not (needs_weight or needs_bias):  # they are wanted later
+                    ctx.kept = grad, gathered
+            elif gathered is None:
                 ranks = world_size(ctx.group)
                 gathered = start_all_gather(grad, ctx.group, ranks)
                 gathered = wait_for_gather(gathered, ranks, ctx.dim)

@@ -74,4 +74,4 @@ def by_chunks(order: str | Order, chunks: Sequence[int], columns: int) -> list[i
 
 def table(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """An int32 tensor on the device."""
-    return torch.tensor(values, dtype=torch.int32).to(device)
+    return torch.tensor(values, dtype=torch.int32, device="cpu").to(device)

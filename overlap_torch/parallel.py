@@ -40,14 +40,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
 from overlap_torch import _linear
-from overlap_torch._dtensor import local_parts, sharded_dim
+from overlap_torch._dtensor import is_foreign, local_parts, sharded_dim
 from overlap_torch._fp8 import Maps, Recipe, recipe_of_config
 from overlap_torch._meshes import check_mesh, note_mesh
 from overlap_torch._ops.dtensor import make_ops_known
 from overlap_torch._ops.nested import refuse_nested
-from overlap_torch._placements import from_local, local_rows, redistribute, to_local
+from overlap_torch._placements import (
+    foreign_linear,
+    from_local,
+    local_rows,
+    redistribute,
+    to_local,
+)
 from overlap_torch._prepare import GatheredReader, OverlapPrepareModuleInput
-from overlap_torch._report import note_call, note_fallback
+from overlap_torch._report import note_call, note_fallback, note_foreign
 from overlap_torch._sequence import (
     Operands,
     column_sequences,
@@ -241,6 +247,23 @@ class _OverlapLinear(torch.nn.Linear):
             output = redistribute(output, (self.output_layout,))
         return to_local(output) if self.use_local_output else output
 
+    def _of_foreign(self, input: torch.Tensor, columns: bool) -> torch.Tensor:
+        """The output by a weight that no op takes, such as one that torchao has quantized."""
+        note_foreign(self, self.weight)
+        sharded = sharded_dim(self.input_layout, input.dim()) == input.dim() - 1
+        output = foreign_linear(
+            input,
+            self.weight,
+            self.bias,
+            self.device_mesh,
+            self.input_layout,
+            self.output_layout,
+            columns=columns,
+            features=self.out_features,
+            shape=(*input.shape[:-1], self.in_features) if sharded else None,
+        )
+        return to_local(output) if self.use_local_output else output
+
     def extra_repr(self) -> str:
         return (
             f"{super().extra_repr()}, input_layout={self.input_layout}, output_layout={self.output_layout}, "
@@ -255,6 +278,8 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
         """As the style says."""
         self._check("input", input)
         note_call(self, input)
+        if is_foreign(self._parameters.get("weight")):
+            return self._of_foreign(input, columns=True)
         last = input.dim() - 1
         output = self.take_ahead(input)
         if output is None:
@@ -313,6 +338,8 @@ class OverlapRowwiseLinear(_OverlapLinear):
         """As the style says."""
         self._check("input", input)
         note_call(self, input)
+        if is_foreign(self._parameters.get("weight")):
+            return self._of_foreign(input, columns=False)
         last = input.dim() - 1
         if not isinstance(input, DTensor) and sharded_dim(self.input_layout, input.dim()) != last:
             input = self._as_dtensor(input, self.input_layout)

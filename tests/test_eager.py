@@ -387,7 +387,9 @@ def results_without_module(op: str) -> tuple[int, list[str]]:
         other = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(other)
         for name in names:
-            failures.expect(None if getattr(other, name)(1, 2) is None else "takes a call", name)
+            untouched = 1 if name == "recorded" else None  # its outputs as they are
+            taken = getattr(other, name)(1, 2)
+            failures.expect(None if taken is untouched else "takes a call", name)
             patch.setattr(eager, name, getattr(other, name))
         outputs = tensors_of(FUNCTIONS[op].wrapper(*arguments, group=world_name()))
     failures.expect_equal(

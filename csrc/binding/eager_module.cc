@@ -1,5 +1,7 @@
 // `_eager`: the ops' short way in from Python. torch.ops reads schema and arguments at every call, and behind it
 // stands the autograd kernel, in Python, while a single call's GPU waits for its GEMM.
+#include "binding/autograd_module.h"
+
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -268,6 +270,8 @@ PyMODINIT_FUNC PyInit__eager() {
       method<kScaledAllGather, ScaledConsume>("allgather_gemm_scaled"),
       method<kScaledAllGatherWeights, ScaledConsumeWeights>("allgather_gemm_scaled_weights"),
       method<kScaledAllToAll, ScaledAllToAll>("gemm_alltoall_scaled"),
+      {"recorded", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&recorded)), METH_FASTCALL,
+       nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef module = [] {

@@ -28,6 +28,7 @@ from overlap_torch._ops.gradients import (
     below_autograd,
     needs_recording,
     record,
+    recorded,
     register_vmap,
     rows,
     side_by_side,
@@ -124,10 +125,12 @@ class _AllGatherGemm(SingleLevelFunction):
         *output_grads, gathered_grad = grads
         shard, *weights = ctx.saved_tensors
         with_bias = ctx.call.with_bias
-        _, _, *needs = ctx.needs_input_grad
+        _, needs_input, *needs = ctx.needs_input_grad
         needs_weights = needs[: len(with_bias)]
         needs_given = iter(needs[len(with_bias) :])
         needs_biases = [has_one and next(needs_given) for has_one in with_bias]
+        if not needs_input:  # by this backward
+            gathered_grad, weights = None, [None] * len(with_bias)
         call = ctx.call
         wanted = _Wanted(call.group, call.dim, output_grads, needs_weights, needs_biases)
         grad_input, grad_weights, grad_biases = _gradients(
@@ -301,7 +304,7 @@ def _run_kernel(
     given = [bias for bias in biases if bias is not None]
     if not needs_recording("allgather_gemm", input, *weights, *given):
         return call.run(input, weights, biases)
-    *outputs, gathered = record(_AllGatherGemm, call, input, *weights, *given)
+    *outputs, gathered = recorded(record(_AllGatherGemm, call, input, *weights, *given))
     return outputs, gathered
 
 
@@ -350,7 +353,7 @@ def _record_weights(
     biases = _one_for_each(weights, biases)
     given = [bias for bias in biases if bias is not None]
     call = _Call(group, dim, run, biases)
-    *outputs, gathered = _AllGatherGemm.apply(call, input, *weights, *given)
+    *outputs, gathered = recorded(_AllGatherGemm.apply(call, input, *weights, *given))
     return outputs, gathered
 
 
@@ -369,7 +372,7 @@ def _record(
         return [output], gathered
 
     given = () if bias is None else (bias,)
-    return _AllGatherGemm.apply(_Call(group, dim, run, [bias]), input, weight, *given)
+    return recorded(_AllGatherGemm.apply(_Call(group, dim, run, [bias]), input, weight, *given))
 
 
 autograd_kernels.impl("allgather_gemm", _autograd, "Autograd", with_keyset=True)

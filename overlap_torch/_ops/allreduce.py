@@ -14,6 +14,7 @@ from overlap_torch._ops import (  # noqa: F401  (the library holds the op)
 from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
+    OpProduct,
     autograd_kernels,
     record_product,
     register_vmap,
@@ -35,7 +36,7 @@ def _fake(
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
-class _Product:
+class _Product(OpProduct):
     """The op as its gradients see it: its output and the output's gradient are replicated."""
 
     name = "gemm_allreduce"

@@ -17,7 +17,9 @@ from overlap_torch._ops.collectives import all_to_all
 from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
+    OpProduct,
     autograd_kernels,
+    kept,
     record_product,
     register_vmap,
     rows,
@@ -46,10 +48,11 @@ def _fake(
     return input.new_empty((sum(recv_rows), *input.shape[1:-1], weight.shape[0]))
 
 
-class _Product:
+class _Product(OpProduct):
     """The op as its gradients see it: every tensor is this rank's own."""
 
     name = "gemm_alltoall"
+    keeps_gradients = True
 
     def __init__(self, group: str, send_rows: Sequence[int], recv_rows: Sequence[int]) -> None:
         self.group = group
@@ -75,11 +78,15 @@ class _Product:
     def gradients(
         self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
     ) -> Gradients:
-        grad = all_to_all(grad, self.recv_rows, self.send_rows, self.group)
+        received = kept(self, grad)
+        if received is None:
+            received = all_to_all(grad, self.recv_rows, self.send_rows, self.group)
+        if input is None and self.is_split:
+            self.kept = grad, received
         return (
-            None if weight is None else grad @ weight,
-            None if input is None else weight_gradient(grad, input),
-            rows(grad).sum(0) if with_bias else None,
+            None if weight is None else received @ weight,
+            None if input is None else weight_gradient(received, input),
+            rows(received).sum(0) if with_bias else None,
         )
 
 

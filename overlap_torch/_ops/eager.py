@@ -3,7 +3,7 @@
 Each returns None for a call that is not for it, because of a mode, a subclass or an argument of another type: that one goes
 through torch.ops, which costs three times the host's time. It returns True for a call that only has a gradient to record:
 that one is the op's autograd Function, whose forward takes the short way. A compiler must not meet them. :func:`call` takes
-the way that is right.
+the way that is right. ``recorded`` is none of an op's: see `gradients.recorded`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ try:
         gemm_alltoall_scaled,
         gemm_reducescatter,
         gemm_reducescatter_scaled,
+        recorded,
     )
 except ImportError:  # built for another Python
 
@@ -39,6 +40,11 @@ except ImportError:  # built for another Python
     allgather_gemm_weights = allgather_gemm_scaled_weights = gemm_allreduce
     gemm_allreduce_scaled = gemm_alltoall = gemm_alltoall_scaled = gemm_allreduce
     gemm_reducescatter = gemm_reducescatter_scaled = gemm_allreduce
+
+    def recorded(outputs: Any, keeps_gradients: bool) -> Any:
+        """The outputs keep their node of Python."""
+        return outputs
+
 
 __all__ = [
     "allgather_gemm",
@@ -51,6 +57,7 @@ __all__ = [
     "gemm_alltoall_scaled",
     "gemm_reducescatter",
     "gemm_reducescatter_scaled",
+    "recorded",
 ]
 
 

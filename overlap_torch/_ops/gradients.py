@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
-from overlap_torch._ops import dtensor
+from overlap_torch._ops import dtensor, eager
 from overlap_torch._torch_versions import (
     SingleLevelFunction,
     enable_single_level_autograd_function,
@@ -68,6 +69,11 @@ class OpProduct(Product, Protocol):
     """A product that is an op."""
 
     name: str
+    # Backward communicates for the operands what the weights need, too; the weights' gradients are wanted later; and
+    # what was communicated of a gradient until then.
+    keeps_gradients = False
+    is_split = False
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def short(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -170,7 +176,7 @@ class _RecordedProduct(SingleLevelFunction):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        _, _, needs_input, needs_weight, ctx.with_bias = ctx.needs_input_grad
+        _, _, needs_input, needs_weight, _ = ctx.needs_input_grad
         ctx.product = product
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         return run(input, weight, bias)
@@ -178,8 +184,14 @@ class _RecordedProduct(SingleLevelFunction):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[Gradient, ...]:
         input, weight = ctx.saved_tensors
+        _, _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        ctx.product.is_split = input is not None and not needs_weight
         gradients = ProductGradients.apply_in_backward(
-            ctx.product, ctx.with_bias, grad, input, weight
+            ctx.product,
+            needs_bias,
+            grad,
+            input if needs_weight else None,
+            weight if needs_input else None,
         )
         return None, None, *gradients
 
@@ -194,7 +206,8 @@ def run_product(
     """What the autograd kernel of an op of one output does."""
     run = partial(below_autograd, product.redispatch, keyset)
     if needs_recording(product.name, input, weight, bias):
-        return record(_RecordedProduct, product, run, input, weight, bias)
+        output = record(_RecordedProduct, product, run, input, weight, bias)
+        return recorded(output, product.keeps_gradients)
     return run(input, weight, bias)
 
 
@@ -202,7 +215,8 @@ def record_product(
     product: OpProduct, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """An op of one output that has a gradient to record, and nothing else: see `eager`."""
-    return _RecordedProduct.apply(product, product.short, input, weight, bias)
+    output = _RecordedProduct.apply(product, product.short, input, weight, bias)
+    return recorded(output, product.keeps_gradients)
 
 
 # Autograd kernels of all ops; they take the keyset.
@@ -223,6 +237,25 @@ def _refuse_tangents(op: str, operands: Iterable[torch.Tensor | None]) -> None:
                 f"{op} has reverse-mode gradients only, but an operand has a tangent (forward_ad, "
                 "torch.func.jvp): differentiate with backward() or torch.autograd.grad, or detach the operand"
             )
+
+
+def recorded(outputs: Any, keeps_gradients: bool = False) -> Any:
+    """What a Function of operands and weights has returned, a tensor or a tuple, by nodes that C++ owns.
+
+    Backward may then want the gradients of the operands first and those of the weights later, as zero-bubble schedules of
+    pipelines do, and ``needs_input_grad`` says which. With ``keeps_gradients``, or several outputs, the later one gets the
+    same tensors as the first: see :func:`kept`. The outputs may be changed in place. Compilers and torch.func make nodes
+    of their own.
+    """
+    if is_compiling() or transforms_are_active():
+        return outputs
+    return eager.recorded(outputs, keeps_gradients)
+
+
+def kept(place: Any, grad: torch.Tensor) -> Any:
+    """What an earlier backward has left in ``place.kept`` with the same gradient; None if there is nothing."""
+    pair, place.kept = place.kept, None
+    return pair[1] if pair is not None and pair[0] is grad else None
 
 
 def record(function: type[SingleLevelFunction], *args: Any) -> Any:

@@ -15,7 +15,9 @@ from overlap_torch._ops.collectives import start_all_gather, wait_for_gather
 from overlap_torch._ops.gradients import (
     Gradient,
     Gradients,
+    OpProduct,
     autograd_kernels,
+    kept,
     record_product,
     register_vmap,
     rows,
@@ -46,10 +48,11 @@ def _fake(
     return input.new_empty((*leading, weight.shape[0]))
 
 
-class _Product:
+class _Product(OpProduct):
     """The op as its gradients see it: every tensor is this rank's own, the bias too."""
 
     name = "gemm_reducescatter"
+    keeps_gradients = True
 
     def __init__(self, group: str, dim: int) -> None:
         self.group, self.dim = group, dim
@@ -76,16 +79,19 @@ class _Product:
         self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
     ) -> Gradients:
         grad_input = grad_weight = None
+        gathered = kept(self, grad)
         if weight is not None:
             grad_input, gathered = eager.call(
                 eager.allgather_gemm, _gather_op, self.group, grad, weight.t(), None, dim=self.dim
             )
-        elif input is not None:
+        elif input is not None and gathered is None:
             ranks = world_size(self.group)
             gathered = start_all_gather(grad, self.group, ranks)
             gathered = wait_for_gather(gathered, ranks, self.dim % grad.dim())
         if input is not None:
             grad_weight = weight_gradient(gathered, input)
+        elif self.is_split:
+            self.kept = grad, gathered
         return grad_input, grad_weight, rows(grad).sum(0) if with_bias else None
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from overlap_torch._linear import as_under_autocast
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
-from overlap_torch._ops.gradients import Gradient, rows, weight_gradient
+from overlap_torch._ops.gradients import Gradient, kept, recorded, rows, weight_gradient
 from overlap_torch._report import note_call, note_fallback
 from overlap_torch.integrations._gradients import of_gathered_input, of_scattered_output
 from overlap_torch.integrations._release import require
@@ -112,7 +112,7 @@ class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
                 **keywords,
             )
         call = _Call.of(self, weight, sequence_parallel)
-        return _Column.apply(call, *as_under_autocast(input, weight, bias))
+        return recorded(_Column.apply(call, *as_under_autocast(input, weight, bias)))
 
 
 class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
@@ -144,7 +144,10 @@ class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         call = _Call.of(self, self.weight, self.sequence_parallel)
         bias = None if self.skip_bias_add else self.bias
-        output = _Row.apply(call, *as_under_autocast(input_, self.weight, bias))
+        output = recorded(
+            _Row.apply(call, *as_under_autocast(input_, self.weight, bias)),
+            keeps_gradients=self.sequence_parallel,
+        )
         return output, self.bias if self.skip_bias_add else None
 
 
@@ -392,7 +395,7 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx, call: _Call, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.call = call
+        ctx.call, ctx.kept = call, None
         ctx.save_for_backward(input, weight)
         op = gemm_reducescatter if call.sequence_parallel else gemm_allreduce
         return op(input, weight, bias, group=call.group)
@@ -403,7 +406,11 @@ class _Row(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_bias = rows(grad).sum(0) if needs_bias else None
-        if call.sequence_parallel:
+        gathered = None if needs_input else kept(ctx, grad)
+        if gathered is not None:
+            grad_input, grad = None, gathered
+        elif call.sequence_parallel:
+            own = grad
             grad_input, grad = of_scattered_output(
                 grad,
                 weight,
@@ -412,6 +419,8 @@ class _Row(torch.autograd.Function):
                 needs_input=needs_input,
                 needs_weight=needs_weight,
             )
+            if weight.requires_grad and not needs_weight:  # it is wanted later
+                ctx.kept = own, grad
         else:
             grad_input = grad @ weight if needs_input else None
         grad_weight = call.weight_gradient(grad, input) if needs_weight else None

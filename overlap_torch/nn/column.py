@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.distributed.tensor import Shard
 
-from overlap_torch._dtensor import Placements
+from overlap_torch._dtensor import Placements, is_foreign
 from overlap_torch._ops import Group
 from overlap_torch._sharding import GatherParts, pad_end, shard_range, shard_sizes
 from overlap_torch.nn.parameters import ParallelLinear
@@ -135,6 +135,9 @@ class ColumnParallelLinear(ParallelLinear):
         return self._outputs(input, tokens) if self._several else self._output(input, tokens)
 
     def _output(self, input: torch.Tensor, tokens: int | None) -> torch.Tensor:
+        if is_foreign(self._parameters.get("weight")):
+            arguments = (self.weight, self.bias, True, self.out_features, tokens)
+            return self._whole_features(self._of_foreign(input, *arguments))
         weight, bias = self._local_parameters()
         place = {"group": self.group, "world_size": self.world_size}
         (padding,) = self._paddings
@@ -144,13 +147,24 @@ class ColumnParallelLinear(ParallelLinear):
             )
         else:
             output = self._maps.column(input, weight, bias, padding=padding, **place)
-        if self.gather_output:
-            output = GatherParts.apply(
-                output, -1, self.out_features, self.group, self.world_size, self.rank
-            )
-        return output
+        return self._whole_features(output)
+
+    def _whole_features(self, output: torch.Tensor) -> torch.Tensor:
+        if not self.gather_output:
+            return output
+        return GatherParts.apply(
+            output, -1, self.out_features, self.group, self.world_size, self.rank
+        )
 
     def _outputs(self, input: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, ...]:
+        if any(is_foreign(weight) for weight in self.weights):
+            biases = [None] * len(self.weights) if self.biases is None else self.biases
+            operands = zip(self.weights, biases, self.out_features, strict=True)
+            outputs = tuple(
+                self._of_foreign(input, weight, bias, True, features, tokens)
+                for weight, bias, features in operands
+            )
+            return self._gathered(outputs) if self.gather_output else outputs
         weights, biases = self._local_lists()
         place = {"group": self.group, "world_size": self.world_size}
         if self.sequence_parallel:

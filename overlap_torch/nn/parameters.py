@@ -10,16 +10,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from overlap_torch import _linear
-from overlap_torch._dtensor import Placements, local_parts, sharded_dim, wrap
+from overlap_torch._dtensor import (
+    Placements,
+    is_foreign,
+    local_parts,
+    mesh_within,
+    sharded_dim,
+    wrap,
+)
 from overlap_torch._fp8 import Maps, recipe_of
 from overlap_torch._meshes import check_mesh, group_mesh, is_living, note_mesh
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers
 from overlap_torch._ops.nested import refuse_nested
-from overlap_torch._report import note_call
+from overlap_torch._placements import foreign_linear, to_local
+from overlap_torch._report import note_call, note_foreign
 from overlap_torch._sharding import gather_parts, place_in, shard_range, shard_sizes
 
 
@@ -44,6 +52,9 @@ class ParallelLinear(torch.nn.Module):
 
     # Where weights and biases lie, as DTensor says it.
     _placements: ClassVar[dict[str, Placements]]
+
+    # The original: accelerate's init_empty_weights puts another one in its place, which takes no DTensors.
+    register_parameter = torch.nn.Module.register_parameter
 
     def __init__(
         self,
@@ -77,11 +88,12 @@ class ParallelLinear(torch.nn.Module):
             part = self._local_shape(name)[dim]
             self._local_features.append(part)
             self._paddings.append(-(-self._full_shape(name)[dim] // self.world_size) - part)
+        device = _device_of_parameters(device)
         if isinstance(group, DeviceMesh):
             mesh = group
             note_mesh(mesh)
         else:
-            mesh = group_mesh(self.group, self._device_type(torch.empty(0, device=device).device))
+            mesh = group_mesh(self.group, self._device_type(device))
         self._mesh_given = isinstance(group, DeviceMesh)
         self._mesh = mesh
 
@@ -96,8 +108,8 @@ class ParallelLinear(torch.nn.Module):
             for (_, name), has_one in zip(self._names, with_bias, strict=True)
         ]
         if self._several:
-            self.weights = torch.nn.ParameterList(weights)
-            self.biases = torch.nn.ParameterList(biases) if any(with_bias) else None
+            self.weights = _ParameterList(weights)
+            self.biases = _ParameterList(biases) if any(with_bias) else None
         else:
             (self.weight,) = weights
             self.register_parameter("bias", biases[0])
@@ -223,7 +235,7 @@ class ParallelLinear(torch.nn.Module):
         first = self._any_weight()
         if first.is_meta:
             return
-        seeds = [int(torch.randint(2**31, ()).item())]
+        seeds = [int(torch.randint(2**31, (), device="cpu").item())]
         mesh = first.device_mesh
         for group in mesh.get_all_groups():
             seeds = broadcast_integers(seeds, group)
@@ -241,7 +253,7 @@ class ParallelLinear(torch.nn.Module):
             if number not in generators:
                 generator = torch.Generator("cpu" if shared else local.device)
                 generators[number] = generator.manual_seed(seeds[0] + number)
-            drawn = torch.empty(local.shape) if shared else local
+            drawn = torch.empty_like(local, device="cpu") if shared else local
             drawn.uniform_(-bound, bound, generator=generators[number])
             if shared:
                 local.copy_(drawn)
@@ -264,7 +276,9 @@ class ParallelLinear(torch.nn.Module):
         for names in self._names:  # in the same order on every rank
             for name in names:
                 parameter, value = self._parameter(name), state_dict.get(prefix + name)
-                if parameter is not None and isinstance(value, torch.Tensor):
+                if parameter is None or is_foreign(parameter):
+                    continue
+                if isinstance(value, torch.Tensor):
                     # Into the caller's dict, from which the lists of parameters load next.
                     state_dict[prefix + name] = self._as_loaded(name, parameter, value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -325,7 +339,7 @@ class ParallelLinear(torch.nn.Module):
         state = self.state_dict()
         for names in self._names:  # in the same order on every rank
             for name in names:
-                if name in state:
+                if name in state and not is_foreign(state[name]):
                     state[name] = self._whole(name, state[name])
         return state
 
@@ -343,6 +357,38 @@ class ParallelLinear(torch.nn.Module):
             return value
         sizes = shard_sizes(self._full_shape(name)[dim], self.world_size)
         return gather_parts(value, dim, sizes, self.group)
+
+    def _of_foreign(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        columns: bool,
+        features: int,
+        tokens: int | None = None,
+    ) -> torch.Tensor:
+        """The output, before it is gathered, by a weight that no op takes, such as one that torchao has quantized."""
+        note_foreign(self, weight)
+        last = Shard(input.dim() - 1)
+        given, wanted = (Replicate(), last) if columns else (last, Replicate())
+        shape = None if columns else (*input.shape[:-1], self.in_features)
+        if self.sequence_parallel and columns:
+            given, shape = Shard(0), (tokens, *input.shape[1:])
+        elif self.sequence_parallel:
+            wanted = Shard(0)
+        mesh = mesh_within(weight) or group_mesh(self.group, input.device.type)
+        output = foreign_linear(
+            input,
+            weight,
+            bias,
+            mesh,
+            given,
+            wanted,
+            columns=columns,
+            features=features,
+            shape=shape,
+        )
+        return to_local(output)
 
     def _check_features(self, input: torch.Tensor, expected: int, option: str) -> None:
         if input.is_nested:
@@ -383,6 +429,19 @@ class ParallelLinear(torch.nn.Module):
             f"rank={self.rank}, world_size={self.world_size}, sequence_parallel={self.sequence_parallel}"
             + ("" if self.fp8 is None else f", fp8={self.fp8!r}")
         )
+
+
+class _ParameterList(torch.nn.ParameterList):
+    """The layers' lists, which take DTensors where the layers do."""
+
+    register_parameter = torch.nn.Module.register_parameter
+
+
+def _device_of_parameters(device: torch.device | str | None) -> torch.device:
+    """Where a module's parameters are made: accelerate's ``init_empty_weights`` moves them when they are registered."""
+    module = torch.nn.Module()
+    module.register_parameter("parameter", torch.nn.Parameter(torch.empty(0, device=device)))
+    return module.parameter.device
 
 
 def _same_place(one: DTensor, other: DTensor) -> bool:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from overlap_torch._dtensor import Placements
+from overlap_torch._dtensor import Placements, is_foreign
 from overlap_torch._ops import Group
 from overlap_torch._sharding import SumGradient, TakePart
 from overlap_torch.nn.parameters import ParallelLinear
@@ -107,6 +107,8 @@ class RowParallelLinear(ParallelLinear):
             input = TakePart.apply(
                 input, -1, self.in_features, self.group, self.world_size, self.rank
             )
+        if is_foreign(self._parameters.get("weight")):
+            return self._of_foreign(input, self.weight, self.bias, False, self.out_features)
         weight, bias = self._local_parameters()
         if not self.sequence_parallel:
             return self._maps.row(input, weight, bias, group=self.group, padding=self._paddings[0])

@@ -1,0 +1,147 @@
+"""Weights of classes of their own, such as quantized ones: PyTorch computes with them, and the report names them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import overlap_torch
+from checks import Failures
+from layers import integer_linear, integers, my_tokens
+from meshes import mesh
+from operands import difference
+from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
+from overlap_torch.parallel import (
+    OverlapColwiseParallel,
+    OverlapPrepareModuleInput,
+    OverlapRowwiseParallel,
+)
+
+
+class Halved(torch.Tensor):
+    """Twice what it holds: a DTensor, or this rank's part."""
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Halved:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, dtype=held.dtype, device=held.device, requires_grad=False
+        )
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            input, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+            return function(input, weight.held * 2, bias)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].held)
+        raise NotImplementedError(f"{function} of a Halved")
+
+
+def quantize(weight: torch.Tensor, how: str) -> torch.nn.Parameter:
+    half = weight.detach() / 2
+    held = Halved(half if how == "of DTensors" else half.to_local())
+    return torch.nn.Parameter(held, requires_grad=False)
+
+
+class Prepared(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = integer_linear(6, 8, True), integer_linear(8, 6, True)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(input))
+
+
+def model(kind: str, layout: Placement) -> torch.nn.Module:
+    whole = Prepared()
+    if kind == "layers":
+        sequence = layout.is_shard()
+        whole.up = ColumnParallelLinear.from_linear(whole.up, sequence_parallel=sequence)
+        whole.down = RowParallelLinear.from_linear(whole.down, sequence_parallel=sequence)
+        return whole
+    plan = {
+        "up": OverlapColwiseParallel(input_layouts=layout),
+        "down": OverlapRowwiseParallel(output_layouts=layout),
+    }
+    if kind == "prepared":
+        plan["up"] = OverlapColwiseParallel()
+        plan[""] = OverlapPrepareModuleInput(
+            input_layouts=layout, desired_input_layouts=Replicate(), use_local_output=True
+        )
+    return parallelize_module(whole, mesh(), plan)
+
+
+def check_foreign(kind: str, how: str) -> tuple[int, list[str]]:
+    failures = Failures()
+    for layout in (Replicate(), Shard(0)):
+        given = integers(6, 6, seed=3)
+        right = Prepared()(given).detach()
+        mine, right = (my_tokens(part) if layout.is_shard() else part for part in (given, right))
+        quantized = model(kind, layout)
+        for layer in (quantized.up, quantized.down):
+            layer.weight = quantize(layer.weight, how)
+        with torch.no_grad():
+            failures.expect(difference(quantized(mine), right), kind, how, layout)
+        rows = {row["layer"]: row["why"] for row in overlap_torch.report(quantized)}
+        for name in ("up", "down"):
+            named = "Halved" in rows.get(name, "")
+            failures.expect(None if named else f"report says {rows}", kind, how, layout, name)
+    return failures.result()
+
+
+@pytest.mark.parametrize("how", ["of DTensors", "of this rank's part"])
+@pytest.mark.parametrize("kind", ["styles", "prepared", "layers"])
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_foreign_weights_run_by_pytorch(ranks, kind, how):
+    ranks.expect_no_failures(check_foreign, kind, how)
+
+
+def check_torchao(config_name: str) -> tuple[int, list[str]]:
+    from torchao import quantization
+
+    failures = Failures()
+    config = getattr(quantization, config_name)()
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    input = torch.randn(4, 32)
+    results = []
+    for kind in ("styles", "layers"):
+        if kind == "styles":
+            plan = {"0": OverlapColwiseParallel(), "1": OverlapRowwiseParallel()}
+            cut = parallelize_module(copy.deepcopy(whole), mesh(), plan)
+        else:
+            layers = (
+                ColumnParallelLinear.from_linear(whole[0]),
+                RowParallelLinear.from_linear(whole[1]),
+            )
+            cut = torch.nn.Sequential(*layers)
+        with torch.no_grad():
+            quantization.quantize_(cut, config, filter_fn=lambda each, _: hasattr(each, "weight"))
+            results.append(cut(input))
+    once = copy.deepcopy(whole)
+    quantization.quantize_(once, config)
+    near = torch.allclose(results[0], once(input), atol=0.05)
+    failures.expect(None if near else "far from the whole model's", config_name)
+    failures.expect(difference(results[1], results[0]), config_name, "layers")
+    return failures.result()
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.ranks((2, "gloo"))
+def test_foreign_weights_of_torchao(ranks, config):
+    pytest.importorskip("torchao", minversion="0.18")
+    ranks.expect_no_failures(check_torchao, config)
