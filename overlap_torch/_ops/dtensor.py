@@ -98,4 +98,9 @@ def _compose(mode: Any, op: torch._ops.OpOverload, types: Any, args: Any, kwargs
     if name == "gemm_alltoall":  # rows differ by rank, which functional collectives take
         rows = functional.linear(given["input"], given["weight"], given["bias"])
         return all_to_all(rows, given["send_rows"], given["recv_rows"], given["group_name"])
-    return getattr(_composition, f"{name}_weights" if overload else name)(**given)
+    compose = getattr(_composition, f"{name}_weights" if overload else name)
+    dim = given.pop("dim", 0) % given["input"].dim()
+    if dim == 0:
+        return compose(**given)
+    given["input"] = given["input"].movedim(dim, 0)
+    return pytree.tree_map(lambda moved: moved.movedim(0, dim).contiguous(), compose(**given))
