@@ -384,6 +384,44 @@ REFUSED = {
         "but aten.relu reads it in float32",
         True,
     ),
+    "gathered, cast, cut": (
+        lambda c, x, w: linear(c.all_gather(x)[:4].bfloat16(), w.bfloat16()),
+        ((6, 5), (7, 5)),
+        "its GEMM, aten.mm, reads it through aten.slice, which the pass does not follow",
+        True,
+    ),
+    "gathered, cast twice": (
+        lambda c, x, w: linear(c.all_gather(x).bfloat16().float(), w),
+        ((6, 5), (7, 5)),
+        "reads it through prims.convert_element_type",
+        True,
+    ),
+    "gathered, joined to others": (
+        lambda c, x, y, w: linear(torch.cat([c.all_gather(x), y]), w),
+        ((6, 5), (6, 5), (7, 5)),
+        "reads it through aten.cat",
+        True,
+    ),
+    "gathered, in parts": (
+        lambda c, x, w: [linear(part, w) for part in c.all_gather(x).chunk(WORLD)],
+        ((6, 5), (7, 5)),
+        "reads it through aten.split",
+        True,
+    ),
+    "gathered for two, the second of which is missed": (
+        lambda c, x, w: (lambda g: (g @ (g * 2).t(), linear(g.bfloat16().float(), w)))(
+            c.all_gather(x)
+        ),
+        ((6, 5), (7, 5)),
+        "reads it through prims.convert_element_type",
+        True,
+    ),
+    "weights gathered together": (
+        lambda c, x, w, v: linear(x, c.all_gather(torch.cat([w, v])).select(0, 0)),
+        ((6, 5), (1, 7, 5), (1, 7, 5)),
+        "reads it through aten.select",
+        False,
+    ),
     "gathered, widened": (
         lambda c, x, w: linear(c.all_gather(x.bfloat16()).float(), w),
         ((6, 5), (7, 5)),

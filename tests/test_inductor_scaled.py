@@ -115,6 +115,13 @@ def gathered_as_bytes(c, x, w, v, s, t):
     return c.scaled(g, w, s, t), c.scaled(g[1:-1], v, s, t), g.float()
 
 
+def gathered_joined_as_bytes(c, x, w, s, t):
+    """As PyTorch joins the parts of a gathered middle dim where ``cat`` has no fp8."""
+    parts = c.all_gather(x).chunk(dist.get_world_size())
+    g = torch.cat([part.view(torch.uint8) for part in parts], 1).view(x.dtype)
+    return c.scaled(g, w, s, t), g.float() + 1
+
+
 def gathered_and_scattered(c, x, w, v, s, t):
     h = c.scaled(c.gather_bytes(x), w, s, t).relu().clamp(max=4).to(E4M3)
     return c.reduce_scatter(c.scaled(h, v, s, t))
@@ -190,6 +197,12 @@ PATTERNS = {
     "numbers, all-gather of dim 1": Pattern(
         lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16),
         (((2, 3, 16), E4M3), W, ONE, ONE, ((16,), BF16)),
+        {"allgather_gemm": 1},
+        ("allgather_gemm",),
+    ),
+    "numbers, all-gather of dim 1, joined as bytes": Pattern(
+        gathered_joined_as_bytes,
+        (((2, 3, 16), E4M3), W, ONE, ONE),
         {"allgather_gemm": 1},
         ("allgather_gemm",),
     ),
@@ -355,6 +368,23 @@ REFUSED = {
         lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t),
         (X, W, ONE, ONE),
         [("the second operand of a GEMM with scales", False)],
+    ),
+    "joined as bytes along K": (
+        lambda c, x, w, s, t: c.scaled(
+            torch.cat(
+                [part.view(torch.uint8) for part in c.all_gather(x).chunk(dist.get_world_size())], 1
+            ).view(E4M3),
+            w,
+            s,
+            t,
+        ),
+        (((6, 8), E4M3), W, ONE, ONE),
+        [("along the dim that its GEMM sums over", False)],
+    ),
+    "words of four": (
+        lambda c, x, w, s, t: c.scaled(c.all_gather(x.view(torch.int32)).view(E4M3), w, s, t),
+        (X, W, ONE, ONE),
+        [("aten._scaled_mm, reads it through aten.view, which the pass does not follow", True)],
     ),
     "along K": (
         lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, s, t),

@@ -140,6 +140,24 @@ def cast_dtype(node: Node) -> torch.dtype | None:
     return result.dtype if same else None
 
 
+def is_recast(node: Node) -> bool:
+    """Whether it only casts, copies, or reads each element as one of another dtype of the same size."""
+    if not node.args or not is_tensor(node.args[0]):
+        return False
+    if node.target is aten.view.dtype:
+        return value(node).dtype.itemsize == value(node.args[0]).dtype.itemsize
+    return cast_dtype(node) is not None or is_identity(node)
+
+
+def only_moves(node: Node) -> bool:
+    """Whether its result has no numbers but its inputs', in another order, dtype or number."""
+    if node.target is operator.getitem or node.target in _CASTS or node.target in _SAME:
+        return True
+    if node.target in (aten.cat.default, aten.stack.default):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
 def is_identity(node: Node) -> bool:
     """Whether it has the elements of its first argument in their places, maybe in other memory."""
     if node.target not in _SAME or not is_tensor(node.args[0]):
@@ -183,24 +201,24 @@ class Recat:
     count: int
     cut_dim: int
     cat_dim: int
-    inner: tuple[Node, ...]  # the cut and its parts, which nobody else reads
+    inner: tuple[Node, ...]  # the cut, its parts and their recasts, which nobody else reads
+    recasts: tuple[Node, ...]  # of the first part, and alike of all: one after the other
 
 
 def recat_of(cat: Node) -> Recat | None:
     """What a ``cat`` is a part of, if it is that."""
     if cat.target is not aten.cat.default or not isinstance(cat.args[0], list | tuple):
         return None
-    parts = list(cat.args[0])
-    if len(parts) < 2 or any(
-        not isinstance(part, Node) or part.target is not operator.getitem for part in parts
-    ):
+    chains = [_recasts_before(part, cat) for part in cat.args[0]]
+    if len(chains) < 2 or any(chain is None for chain in chains):
         return None
+    parts, recasts = [chain[0] for chain in chains], [chain[1:] for chain in chains]
     split = parts[0].args[0]
     if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         return None
     whole = [part.args == (split, i) for i, part in enumerate(parts)]
-    alone = [list(part.users) == [cat] for part in parts]
-    if not all(whole) or not all(alone) or len(split.users) != len(parts):
+    alike = [list(map(_call_of, each)) == list(map(_call_of, recasts[0])) for each in recasts]
+    if not all(whole) or not all(alike) or len(split.users) != len(parts):
         return None
     if len(split.meta["val"]) != len(parts):
         return None
@@ -209,7 +227,26 @@ def recat_of(cat: Node) -> Recat | None:
     count = value(split.args[0]).dim()
     cut_dim = argument(split, 2, "dim", 0) % count
     cat_dim = argument(cat, 1, "dim", 0) % count
-    return Recat(split.args[0], cat, len(parts), cut_dim, cat_dim, (split, *parts))
+    inner = (split, *parts, *(node for each in recasts for node in each))
+    return Recat(split.args[0], cat, len(parts), cut_dim, cat_dim, inner, tuple(recasts[0]))
+
+
+def _recasts_before(node: Any, reader: Node) -> list[Node] | None:
+    """A part of a tensor and its recasts up to ``node``, each of them read by the next alone; None if it is no such part."""
+    chain: list[Node] = []
+    while isinstance(node, Node) and list(node.users) == [reader]:
+        chain.insert(0, node)
+        if node.target is operator.getitem:
+            return chain
+        if not is_recast(node):
+            return None
+        node, reader = node.args[0], node
+    return None
+
+
+def _call_of(node: Node) -> tuple[Any, ...]:
+    """What the node does, to whatever tensor."""
+    return (node.target, node.args[1:], node.kwargs)
 
 
 def argument(node: Node, position: int, name: str, default: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ from overlap_torch._inductor.products import (
     operand_of,
     scaled_keywords,
 )
-from overlap_torch._inductor.walks import Reached, Reader, Walk, walk_from
+from overlap_torch._inductor.walks import Reached, Reader, Walk, unfollowed, walk_from
 
 _ops = torch.ops.overlap
 
@@ -95,8 +95,9 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGa
     scales: dict[Gemm, _ScaleGather] = {}
     readers = [reader for reader in walk.readers if _is_ready(walk, gather, reader, depend, scales)]
     if not readers:
-        if walk.refused:
-            raise walk.refused[0]
+        refused = [*walk.refused, *_unfollowed(walk, shard)]
+        if refused:
+            raise next((error for error in refused if error.missed), refused[0])
         for node in walk.others:
             if collective_name(node) is not None and _has_gemm(node):
                 raise WaitedFor(
@@ -137,6 +138,16 @@ def _kind(reader: Reader, scales: dict[Gemm, _ScaleGather]) -> tuple[object, ...
     found = scales.get(gemm)
     scale = gemm.scales.left if found is None else found.shard
     return (*kind, scale, *scaled_keywords(gemm).values())
+
+
+def _unfollowed(walk: Walk, shard: Node) -> Iterator[NotFused]:
+    """Why GEMMs are not fused that read what is gathered by ways that no op has."""
+    for gemm, first, on_the_right in unfollowed(walk):
+        weight = on_the_right and _is_given(shard)
+        yield NotFused(
+            f"its GEMM, {describe(gemm)}, reads it through {describe(first)}, which the pass does not follow",
+            missed=not weight,
+        )
 
 
 def _has_gemm(collective: Node) -> bool:
@@ -254,7 +265,11 @@ def _gather_behind(node: Node) -> Node | None:
 
 def _is_given(node: Node) -> bool:
     """Whether it is an input of the graph, rearranged or cast at most."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
+    while node.op == "call_function" and node.args:
+        if node.target is aten.cat.default:
+            return all(_is_given(part) for part in node.args[0])
+        if not isinstance(node.args[0], Node):
+            return False
         same = cast_dtype(node) is not None
         if not same and before(node, layout_of(value(node).shape)) is None:
             return False

@@ -199,7 +199,7 @@ def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
     if between is not None and _has_gemm(node):
         raise WaitedFor(f"another collective, {between}, is waited for between its GEMM and it")
     recat = recat_of(node)
-    if recat is not None:
+    if recat is not None and not recat.recasts:
         source = before_recat(recat, layout)
         return _through(node, recat.source, source, reader, recat.inner[0], recat.inner[::-1])
     if node.target is aten.add.Tensor:

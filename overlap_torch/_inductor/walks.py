@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,9 +16,10 @@ from overlap_torch._inductor.editing import (
     after_recat,
     argument,
     aten,
-    cast_dtype,
     is_identity,
+    is_recast,
     is_view,
+    only_moves,
     permutation,
     recat_of,
     value,
@@ -94,31 +95,56 @@ def _step(at: Reached, user: Node) -> tuple[Reached | None, Sequence[Node]]:
     if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
         recat = _recat_behind(user)
         layout = None if recat is None else after_recat(recat, at.layout)
-        if layout is not None:
-            return replace(at, node=recat.result, layout=layout), recat.inner
+        reached: Reached | None = None if layout is None else replace(at, layout=layout)
+        for recast in () if recat is None else recat.recasts:
+            reached = None if reached is None else _recast(reached, recast)
+        if reached is not None:
+            return replace(reached, node=recat.result), recat.inner
         return None, ()
     if not user.args or user.args[0] is not at.node:
         return None, ()
-    dtype = cast_dtype(user)
-    if dtype is not None:
-        if dtype == value(at.node).dtype:
-            return replace(at, node=user), ()
-        casts = at.cast is None and at.bits is None
-        return (Reached(user, at.layout, dtype) if casts else None), ()
-    if user.target is aten.view.dtype:  # fp8 may travel as bytes
-        same_size = value(user).dtype.itemsize == value(at.node).dtype.itemsize
-        reads = at.cast is None and same_size
-        return (Reached(user, at.layout, None, value(user).dtype) if reads else None), ()
+    if is_recast(user):
+        return _recast(at, user), ()
     layout = after(user, at.layout)
     return (None if layout is None else replace(at, node=user, layout=layout)), ()
 
 
+def _recast(at: Reached, node: Node) -> Reached | None:
+    """What a cast, a copy or a view of another dtype makes of it; None where the op cannot gather that."""
+    dtype = value(node).dtype
+    if dtype == value(node.args[0]).dtype:
+        return replace(at, node=node)
+    if node.target is aten.view.dtype:  # fp8 may travel as bytes
+        return replace(at, node=node, bits=dtype) if at.cast is None else None
+    casts = at.cast is None and at.bits is None
+    return replace(at, node=node, cast=dtype) if casts else None
+
+
 def _recat_behind(split: Node) -> Recat | None:
-    parts = list(split.users)
-    if not parts or len(parts[0].users) != 1:
-        return None
-    recat = recat_of(next(iter(parts[0].users)))
+    node = next(iter(split.users), None)
+    while node is not None and node.target is not aten.cat.default:
+        node = next(iter(node.users)) if len(node.users) == 1 else None
+    recat = None if node is None else recat_of(node)
     return recat if recat is not None and recat.inner[0] is split else None
+
+
+def unfollowed(walk: Walk) -> Iterator[tuple[Node, Node, bool]]:
+    """Products that read the gathered tensor through nodes which only move data but are no rearrangements that ops have: the
+    product, the first such node, and whether it is read there as the second operand."""
+    for first in walk.others:
+        waiting, seen = [first] if only_moves(first) else [], {first}
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                gemm = gemm_of(user)
+                operands = user.args[:2] if gemm is None else (gemm.left, gemm.right)
+                if (gemm is not None or other_product(user) is not None) and node in operands:
+                    yield user, first, node is operands[1]
+                elif only_moves(user):
+                    waiting.append(user)
 
 
 def _read(walk: Walk, at: Reached, node: Node, user: Node, replayed: tuple[Node, ...]) -> bool:
