@@ -9,6 +9,7 @@ order between them are refused.
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 from collections import defaultdict, deque
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from overlap_torch._plan import Op, Plan, Problem
+from overlap_torch._plan import MAX_TRANSFERS, Op, Plan, Problem
 from overlap_torch._program import MESSAGE_SHARES, Area, Editor
 
 _STREAMS = 4
@@ -111,27 +112,26 @@ class _Chunks:
             return scratch
         return self.each if buffer == short else self.each * self.parts
 
-    def rows(self, span: _Span) -> tuple[int, int]:
-        """Of a buffer with rows of its own: first and last row of one unit."""
-        part, unit = divmod(span.first, self.each)
+    def rows(self, buffer: str, number: int) -> tuple[int, int]:
+        """First and last row of one unit; in scratch memory, of as many rows as it has room for."""
+        if buffer in "st":
+            return number * self.height, (number + 1) * self.height
+        part, unit = divmod(number, self.each)
         last = self._cut(self.run + 1)
         begin = min(self.first + unit * self.height, last)
         end = min(begin + self.height, last)
         return part * self.part_rows + begin, part * self.part_rows + end
 
-    def area(self, span: _Span, height: int) -> Area:
-        p, op = self.p, self.p.problem.op
-        if span.buffer in "st":
-            memory = self.scratch if span.buffer == "s" else self.passing
-            assert memory is not None
-            return memory.rows(span.first * self.height, span.first * self.height + height)
-        gathers = op == Op.ALLGATHER_GEMM
+    def memory(self, buffer: str) -> Area:
+        p, gathers = self.p, self.p.problem.op == Op.ALLGATHER_GEMM
         memory = {
             "i": p.input if gathers else p.product,
             "o": p.gathered if gathers else p.output,
-        }[span.buffer]
-        begin, _ = self.rows(span)
-        return memory.rows(begin, begin + height)
+            "s": self.scratch,
+            "t": self.passing,
+        }[buffer]
+        assert memory is not None
+        return memory
 
 
 class _File:
@@ -269,7 +269,7 @@ class _Writer:
         self.chunks = file.chunks
         self.heights: dict[tuple[int, str, int], int] = {}  # rows of what lies in scratch units
         self.sent: dict[int, tuple[_Span, int, int]] = {}  # source, to whom, stream
-        self.staged: dict[int, list[tuple[Area, int]]] = {}
+        self.staged: dict[int, tuple[Area, list[int]]] = {}  # and each unit's rows
         self.receivers = {
             move.message: node.rank
             for node in file.nodes
@@ -297,12 +297,13 @@ class _Writer:
             source, _, stream = self.sent.pop(move.message)
             self._move(source, move.destination, move.reduces, node.rank, stream)
             return
-        for unit, (area, height) in zip(
-            _units(move.destination), self.staged.pop(move.message), strict=True
-        ):
+        area, heights = self.staged.pop(move.message)
+        rows = zip(itertools.accumulate(heights, initial=0), heights, strict=False)
+        into = self.chunks.memory(move.destination.buffer)
+        for read, written in self._joined(rows, move.destination):
             self.p.copy(
-                area,
-                self._destination(unit, height),
+                area.rows(*read),
+                into.rows(*written),
                 reduce=move.reduces,
                 rank=node.rank,
                 stream=node.stream,
@@ -314,55 +315,75 @@ class _Writer:
             if message == but or not source.overlaps(span):
                 continue
             del self.sent[message]
-            staged = []
-            for unit in _units(source):
-                height = self._height(unit)
-                area = self.p.scratch(height)
+            rows = self._rows(source)
+            heights = [height for _, height in rows]
+            area = self.p.scratch(sum(heights))
+            for row, height, offset in _join(rows, itertools.accumulate(heights, initial=0)):
                 self.p.push(
-                    self.chunks.area(unit, height), to=to, into=area, rank=unit.rank, stream=stream
+                    self.chunks.memory(source.buffer).rows(row, row + height),
+                    to=to,
+                    into=area.rows(offset, offset + height),
+                    rank=source.rank,
+                    stream=stream,
                 )
-                staged.append((area, height))
-            self.staged[message] = staged
+            self.staged[message] = (area, heights)
 
     def _move(
         self, source: _Span, destination: _Span, reduces: bool, rank: int, stream: int
     ) -> None:
         if source == destination:
             return
-        for read, written in zip(_units(source), _units(destination), strict=True):
-            height = self._height(read)
-            into = self._destination(written, height)
-            if height == 0:
-                continue
-            area = self.chunks.area(read, height)
-            if read.rank == written.rank:
-                if (
-                    self.p.problem.op != Op.GEMM_ALLTOALL
-                ):  # whose own rows are computed in their place
-                    self.p.copy(area, into, reduce=reduces, rank=read.rank, stream=stream)
-            elif rank == written.rank and rank != read.rank:
-                self.p.pull(area, of=read.rank, into=into, reduce=reduces, rank=rank, stream=stream)
+        areas = [self.chunks.memory(span.buffer) for span in (source, destination)]
+        for from_rows, into_rows in self._joined(self._rows(source), destination):
+            area, into = areas[0].rows(*from_rows), areas[1].rows(*into_rows)
+            if source.rank == destination.rank:
+                if self.p.problem.op == Op.GEMM_ALLTOALL:
+                    continue  # a rank's own rows are computed in their place
+                self.p.copy(area, into, reduce=reduces, rank=source.rank, stream=stream)
+            elif rank == destination.rank:
+                self.p.pull(
+                    area, of=source.rank, into=into, reduce=reduces, rank=rank, stream=stream
+                )
             else:
                 self.p.push(
-                    area, to=written.rank, into=into, reduce=reduces, rank=read.rank, stream=stream
+                    area,
+                    to=destination.rank,
+                    into=into,
+                    reduce=reduces,
+                    rank=source.rank,
+                    stream=stream,
                 )
 
-    def _height(self, unit: _Span) -> int:
-        if unit.buffer in "st":
-            return self.heights.get((unit.rank, unit.buffer, unit.first), self.chunks.height)
-        begin, end = self.chunks.rows(unit)
-        return end - begin
+    def _rows(self, span: _Span) -> list[tuple[int, int]]:
+        """Each unit's first row, and how many rows lie there."""
+        found = []
+        for unit in range(span.first, span.first + span.count):
+            begin, end = self.chunks.rows(span.buffer, unit)
+            found.append((begin, self.heights.get((span.rank, span.buffer, unit), end - begin)))
+        return found
 
-    def _destination(self, unit: _Span, height: int) -> Area:
-        self.heights[unit.rank, unit.buffer, unit.first] = height
-        return self.chunks.area(unit, height)
+    def _joined(
+        self, rows: Iterable[tuple[int, int]], destination: _Span
+    ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Rows that move to the units of a span, first and last on both sides."""
+        rows = list(rows)
+        into = []
+        for unit, (_, height) in enumerate(rows, destination.first):
+            into.append(self.chunks.rows(destination.buffer, unit)[0])
+            if destination.buffer in "st":
+                self.heights[destination.rank, destination.buffer, unit] = height
+        return [((row, row + height), (to, to + height)) for row, height, to in _join(rows, into)]
 
 
-def _units(span: _Span) -> list[_Span]:
-    return [
-        _Span(span.rank, span.buffer, unit, 1)
-        for unit in range(span.first, span.first + span.count)
-    ]
+def _join(rows: Iterable[tuple[int, int]], into: Iterable[int]) -> list[tuple[int, int, int]]:
+    """First row, number of rows and where they go, of which those that follow each other on both sides are one."""
+    joined: list[tuple[int, int, int]] = []
+    for (row, height), to in zip(rows, into, strict=False):
+        if joined and (row, to) == tuple(joined[-1][side] + joined[-1][1] for side in (0, 2)):
+            joined[-1] = (joined[-1][0], joined[-1][1] + height, joined[-1][2])
+        elif height > 0:
+            joined.append((row, height, to))
+    return joined
 
 
 _COLLECTIVES = {
@@ -426,6 +447,18 @@ def from_msccl(path: str | Path, problem: Problem, *, chunks: int = 1, **how: An
         file = _File(name, p, cut, scratch)
         _MscclNodes(file).add(gpus)
         file.write()
+    return _plan_of(name, p, chunks)
+
+
+def _plan_of(name: str, p: Editor, chunks: int) -> Plan:
+    count = len(p.program().transfers)
+    if count > MAX_TRANSFERS:
+        advice = (
+            f"give fewer chunks than {chunks}"
+            if chunks > 1
+            else "take a file with fewer steps, as of fewer instances or channels"
+        )
+        raise ValueError(f"{name}: {count} transfers, allowed are 1 to {MAX_TRANSFERS}: {advice}")
     return p.plan()
 
 
@@ -639,7 +672,7 @@ def _from_mscclpp(
             nodes.add_gpu(gpu)
         nodes.match()
         file.write()
-    return p.plan()
+    return _plan_of(name, p, runs)
 
 
 class _MscclppNodes:

@@ -103,6 +103,48 @@ def test_files_in_chunks_wait_for_the_tiles_of_each(tmp_path):
         from_msccl(path, PROBLEM, chunks=0, transport="gloo")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "transfers"),
+    [
+        ("msccl", "all pairs", 4 * (3 + 3)),  # of two units: to each peer, and as many sums
+        ("msccl", "reduce-scatter", 4 * (1 + 2 + 2)),  # passed on twice, after the own rows
+        ("msccl", "all-to-all", 4 * 3),
+        ("mscclpp", "read", 4 * 2 * (3 + 3)),  # two thread blocks: what each reads and sends
+    ],
+)
+def test_files_of_several_units_a_step_have_one_transfer_for_it(tmp_path, kind, name, transfers):
+    op, _ = (MSCCL if kind == "msccl" else MSCCLPP)[name]
+    problem = OPS[op].problem(EVEN, 4)
+    plan = read(tmp_path, kind, text_of(kind, name, 4), problem)
+    assert len(plan.program.transfers) == transfers
+
+
+@pytest.mark.parametrize(
+    ("units", "chunks", "advice"),
+    [(1, 94, "give fewer chunks than 94"), (94, 1, "take a file with fewer steps")],
+)
+def test_files_of_too_many_transfers_are_named(tmp_path, units, chunks, advice):
+    def blocks(rank):
+        pairs = [(peer, n) for peer in range(4) for n in range(units) if peer != rank]
+        return [
+            (
+                peer,
+                peer,
+                n,
+                [("s", f"o{units * rank + n}", "o0"), ("r", "i0", f"o{units * peer + n}")],
+            )
+            for peer, n in pairs
+        ]
+
+    path = tmp_path / "made.xml"
+    path.write_text(xml("allgather", 4, 4 * units, blocks), encoding="utf-8")
+    problem = Problem(4 * 94, 32, 24, "float32", 4, Op.ALLGATHER_GEMM)
+    with pytest.raises(
+        ValueError, match=f"made.xml: 1128 transfers, allowed are 1 to 1024: {advice}"
+    ):
+        from_msccl(path, problem, chunks=chunks, transport="gloo")
+
+
 @pytest.mark.long
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (8, "gloo"))
 def test_files_of_other_compilers_give_right_results_on_many_ranks(ranks, tmp_path):
