@@ -8,6 +8,7 @@ import torch
 from overlap_torch._explain import Explanation
 
 MAX_CHUNKS: int
+MAX_TRANSFERS: int
 BAND_ROWS: int
 MAX_BAND_RUNS: int
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 from overlap_torch import _occupancy, _plan
 from overlap_torch._explain import Explanation, explain
-from overlap_torch._imports import from_msccl, from_mscclpp
+from overlap_torch._import_msccl import from_msccl
+from overlap_torch._import_mscclpp import from_mscclpp
 from overlap_torch._plan import (
     BAND_ROWS,
     MAX_BAND_RUNS,

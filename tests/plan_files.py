@@ -230,6 +230,7 @@ def execution_plan(
     chunks: tuple[int, int, int],
     write: Callable[[Gpu], None],
     inplace: bool = True,
+    protocol: str = "Simple",
 ) -> dict[str, Any]:
     gpus = [Gpu(rank, world, chunks) for rank in range(world)]
     for gpu in gpus:
@@ -237,7 +238,7 @@ def execution_plan(
     return {
         "name": "made",
         "collective": collective,
-        "protocol": "Simple",
+        "protocol": protocol,
         "inplace": inplace,
         "reuse_resources": False,
         "gpus": [gpu.data() for gpu in gpus],
@@ -356,17 +357,43 @@ def put_alltoall(world: int) -> dict[str, Any]:
     return execution_plan("alltoall", world, (world, world, 0), write, inplace=False)
 
 
+def packet_allreduce(world: int) -> dict[str, Any]:
+    """Chunks to their rank's scratch as packets, where a second thread block adds them up, and sends the sum on; a third one
+    unpacks what comes. Nothing but the packets says what waits for what."""
+
+    def write(gpu):
+        own = gpu.local(f"i{gpu.rank}")
+        for peer in gpu.peers:
+            gpu.at(
+                "ppkt", peer, src_buff=[gpu.local(f"i{peer}")],
+                dst_buff=[gpu.remote(peer, f"s{gpu.rank}")],
+            )  # fmt: skip
+        sums = [gpu.remote(peer, f"s{world + gpu.rank}") for peer in gpu.peers]
+        terms = [gpu.local(f"s{peer}") for peer in gpu.peers]
+        copy = gpu.local(f"s{world + gpu.rank}")
+        gpu.op("recpkt", 1, src_buff=[own, *terms], dst_buff=[own, copy], reduce_op="sum")
+        gpu.op("rppkt", 1, src_buff=[copy], dst_buff=sums, channel_type="memory")
+        for peer in gpu.peers:
+            packets = gpu.local(f"s{world + peer}")
+            gpu.op("upkt", 2, src_buff=[packets], dst_buff=[gpu.local(f"i{peer}")])
+
+    return execution_plan("allreduce", world, (world, world, 2 * world), write, protocol="LL")
+
+
 MSCCLPP: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "put": ("allgather_gemm", put_allgather),
     "read": ("gemm_allreduce", read_allreduce),
     "scratch": ("gemm_allreduce", scratch_allreduce),
+    "packets": ("gemm_allreduce", packet_allreduce),
     "get": ("gemm_reducescatter", get_reduce_scatter),
     "messages": ("gemm_alltoall", put_alltoall),
 }
 
 
+FILES: dict[str, dict[str, tuple[str, Callable[[int], Any]]]] = {"msccl": MSCCL, "mscclpp": MSCCLPP}
+
+
 def text_of(kind: str, name: str, world: int) -> str:
-    """The file's text: of MSCCL's or MSCCLPP's."""
-    if kind == "msccl":
-        return MSCCL[name][1](world)
-    return json.dumps(MSCCLPP[name][1](world), indent=1)
+    """The file's text."""
+    made = FILES[kind][name][1](world)
+    return made if isinstance(made, str) else json.dumps(made, indent=1)

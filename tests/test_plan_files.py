@@ -18,8 +18,8 @@ from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Op, Plan, Problem, from_msccl, from_mscclpp, use_plan
 from plan_files import (
-    MSCCL,
-    MSCCLPP,
+    FILES,
+    packet_allreduce,
     put_allgather,
     read_allreduce,
     ring_allreduce,
@@ -39,25 +39,22 @@ def read(tmp_path, kind: str, text: str, problem: Problem) -> Plan:
 
 
 def names(kind: str, world: int) -> list[str]:
-    table = MSCCL if kind == "msccl" else MSCCLPP
-    return [name for name in table if name != "doubling" or world in (2, 4, 8)]
+    return [name for name in FILES[kind] if name != "doubling" or world in (2, 4, 8)]
 
 
-def check_files(
-    folder: str, kinds: list[str], cases: list[Case], chunks: int = 1
-) -> tuple[int, list[str]]:
+def check_files(folder: str, cases: list[Case], chunks: int) -> tuple[int, list[str]]:
     failures = Failures()
     world = dist.get_world_size()
-    for kind in kinds:
-        for name in names(kind, world):
-            op = (MSCCL if kind == "msccl" else MSCCLPP)[name][0]
+    files = [(kind, name) for kind in READ for name in names(kind, world)]
+    for kind, name in files:
+        op = FILES[kind][name][0]
+        for case in cases:
+            problem = OPS[op].problem(case, world)
             path = f"{folder}/{kind} {name} {world}"
-            for case in cases:
-                problem = OPS[op].problem(case, world)
-                plan = READ[kind](path, problem, chunks=chunks, **how_to_edit(problem))
-                with use_plan(plan):
-                    for seed in (1, 2):
-                        check_call(failures, case, kind, name, seed=seed, op=op)
+            plan = READ[kind](path, problem, chunks=chunks, **how_to_edit(problem))
+            with use_plan(plan):
+                for seed in (1, 2):
+                    check_call(failures, case, kind, name, seed=seed, op=op)
     return failures.result()
 
 
@@ -70,25 +67,18 @@ def write_files(tmp_path, world: int) -> str:
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_files_of_other_compilers_give_right_results(ranks, tmp_path):
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_files_of_other_compilers_give_right_results(ranks, tmp_path, chunks):
     folder = write_files(tmp_path, ranks.world)
-    ranks.expect_no_failures(check_files, folder, ["msccl", "mscclpp"], [RAGGED])
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_files_serve_chunks_of_rows_one_by_one(ranks, tmp_path):
-    folder = write_files(tmp_path, ranks.world)
-    ranks.expect_no_failures(check_files, folder, ["msccl", "mscclpp"], [RAGGED], 3)
+    ranks.expect_no_failures(check_files, folder, [RAGGED], chunks)
 
 
 @pytest.mark.long
 @pytest.mark.ranks((3, "gloo"), (4, "gloo"), (8, "gloo"))
-def test_files_serve_chunks_of_rows_on_many_ranks(ranks, tmp_path):
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_files_of_other_compilers_give_right_results_on_many_ranks(ranks, tmp_path, chunks):
     folder = write_files(tmp_path, ranks.world)
-    for chunks in (2, 3):
-        ranks.expect_no_failures(
-            check_files, folder, ["msccl", "mscclpp"], [RAGGED, EVEN, FEW], chunks
-        )
+    ranks.expect_no_failures(check_files, folder, [RAGGED, EVEN, FEW], chunks)
 
 
 def test_files_in_chunks_wait_for_the_tiles_of_each(tmp_path):
@@ -103,11 +93,46 @@ def test_files_in_chunks_wait_for_the_tiles_of_each(tmp_path):
         from_msccl(path, PROBLEM, chunks=0, transport="gloo")
 
 
-@pytest.mark.long
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (8, "gloo"))
-def test_files_of_other_compilers_give_right_results_on_many_ranks(ranks, tmp_path):
-    folder = write_files(tmp_path, ranks.world)
-    ranks.expect_no_failures(check_files, folder, ["msccl", "mscclpp"], [RAGGED, EVEN])
+@pytest.mark.parametrize(
+    ("kind", "name", "transfers"),
+    [
+        ("msccl", "all pairs", 4 * (3 + 3)),  # of two units: to each peer, and as many sums
+        ("msccl", "reduce-scatter", 4 * (1 + 2 + 2)),  # passed on twice, after the own rows
+        ("msccl", "all-to-all", 4 * 3),
+        ("mscclpp", "read", 4 * 2 * (3 + 3)),  # two thread blocks: what each reads and sends
+    ],
+)
+def test_files_of_several_units_a_step_have_one_transfer_for_it(tmp_path, kind, name, transfers):
+    op, _ = FILES[kind][name]
+    problem = OPS[op].problem(EVEN, 4)
+    plan = read(tmp_path, kind, text_of(kind, name, 4), problem)
+    assert len(plan.program.transfers) == transfers
+
+
+@pytest.mark.parametrize(
+    ("units", "chunks", "advice"),
+    [(1, 94, "give fewer chunks than 94"), (94, 1, "take a file with fewer steps")],
+)
+def test_files_of_too_many_transfers_are_named(tmp_path, units, chunks, advice):
+    def blocks(rank):
+        pairs = [(peer, n) for peer in range(4) for n in range(units) if peer != rank]
+        return [
+            (
+                peer,
+                peer,
+                n,
+                [("s", f"o{units * rank + n}", "o0"), ("r", "i0", f"o{units * peer + n}")],
+            )
+            for peer, n in pairs
+        ]
+
+    path = tmp_path / "made.xml"
+    path.write_text(xml("allgather", 4, 4 * units, blocks), encoding="utf-8")
+    problem = Problem(4 * 94, 32, 24, "float32", 4, Op.ALLGATHER_GEMM)
+    with pytest.raises(
+        ValueError, match=f"made.xml: 1128 transfers, allowed are 1 to 1024: {advice}"
+    ):
+        from_msccl(path, problem, chunks=chunks, transport="gloo")
 
 
 # --- what is refused: MSCCL -----------------------------------------------------------------------------------------
@@ -211,25 +236,19 @@ READS, PUTS = read_allreduce(4), put_allgather(4)
     "keys, value, expected",
     [
         (("collective",), "broadcast", "made.json: collective 'broadcast' is not supported"),
-        (("protocol",), "LL", "protocol 'LL' is not supported, allowed is Simple"),
+        (("protocol",), "LL128", "protocol 'LL128' is not supported, allowed are Simple and LL"),
         (("gpus", 1, "id"), 3, "not in the order of their ids"),
         (("gpus", 0, "input_chunks"), 6, "chunks, allowed are multiples|chunks"),
         (
             ("gpus", 0, "channels", 0, "channel_type"),
             "switch",
-            "gpu 0: channel_type 'switch' is not supported, allowed is memory",
-        ),
-        (
-            ("gpus", 2, "channels", 0, "channel_type"),
-            "port",
-            "gpu 2: channel_type 'port' is not supported",
+            "gpu 0: channel_type 'switch' is not supported, allowed are memory and port",
         ),
         (
             (*OPS_OF_BLOCK, 0),
             {"name": "glres"},
             r"gpu 0, threadblock 0, op 0 \(glres\): .*not supp",
         ),
-        ((*OPS_OF_BLOCK, 0), {"name": "ppkt"}, r"op 0 \(ppkt\): this operation is not supported"),
         ((*OPS_OF_BLOCK, 0), {"name": "pipeline"}, r"op 0 \(pipeline\)"),
         ((*OPS_OF_BLOCK, 7, "reduce_op"), "min", r"op 7 \(rres\): reduce_op 'min' is not supp"),
         (
@@ -278,6 +297,23 @@ def test_execution_plans_with_a_race_or_a_circle_are_refused(tmp_path):
 def test_execution_plan_that_is_no_json_is_refused(tmp_path):
     with pytest.raises(ValueError, match=re.escape("made.json is no JSON")):
         read(tmp_path, "mscclpp", "{", PROBLEM)
+
+
+def test_packets_that_nobody_writes_or_that_are_written_twice_are_refused(tmp_path):
+    data = packet_allreduce(4)
+    ops = data["gpus"][1]["threadblocks"][0]["ops"]
+    kept = ops.pop(0)
+    with pytest.raises(
+        ValueError, match=r"gpu 0, threadblock 1, op 0 \(recpkt\): reads packets of"
+    ):
+        read(tmp_path, "mscclpp", json.dumps(data), PROBLEM)
+    ops += [kept, kept]
+    with pytest.raises(ValueError, match="cannot end|a race"):
+        ops[-1] = {**kept, "src_buff": [{"type": "i", "index": 2, "size": 1}]}
+        data["gpus"][1]["threadblocks"].append(
+            {**data["gpus"][1]["threadblocks"][0], "id": 9, "ops": [ops.pop()]}
+        )
+        read(tmp_path, "mscclpp", json.dumps(data), PROBLEM)
 
 
 def test_files_become_plans_that_are_saved_and_shown(tmp_path):

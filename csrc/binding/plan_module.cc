@@ -699,6 +699,7 @@ void bind_planner(py::module_& m) {
             .format(s.tile_m, s.tile_n, s.cluster_m);
       });
   m.attr("MAX_CHUNKS") = plan::kMaxChunks;
+  m.attr("MAX_TRANSFERS") = plan::kMaxTransfers;
   m.attr("BAND_ROWS") = plan::kBandRows;
   m.attr("MAX_BAND_RUNS") = plan::kMaxBandRuns;
   m.def("kernel_shape", &plan::kernel_shape, py::arg("kernel"), py::arg("on_cpu") = false,

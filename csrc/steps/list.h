@@ -126,7 +126,5 @@ StepList lower_all_to_all_over_peers(const plan::Plan& plan, int32_t rank,
 StepList lower_sequential(const plan::Plan& plan, int32_t rank);
 StepList lower_program(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                        const Variant& variant);
-StepList lower_program_over_peers(const plan::Plan& plan, int32_t rank,
-                                  const plan::Machine& machine, const Variant& variant);
 
 }  // namespace overlap::steps
