@@ -44,11 +44,11 @@ def note_mesh(mesh: DeviceMesh) -> None:
     Raises:
         ValueError: ranks that are not in the order of their process group.
     """
-    rank, ranks = dist.get_rank(mesh.get_group()), mesh.mesh.tolist()
-    if mesh.get_coordinate() != (rank,):
+    order, ranks = dist.get_process_group_ranks(mesh.get_group()), mesh.mesh.tolist()
+    if order != ranks:
         raise ValueError(
-            f"rank {dist.get_rank()} is number {rank} of its process group, but the mesh's ranks are {ranks}; make the mesh "
-            "with its ranks in ascending order"
+            f"the process group's ranks are {order}, but the mesh's ranks are {ranks}; make the mesh with its ranks in "
+            "ascending order"
         )
     key = (mesh.get_group().group_name, mesh.device_type)
     known = _meshes.get(key)

@@ -21,7 +21,7 @@ Communication collective(const Group& group, at::DeviceType device, const char* 
           }};
 }
 
-// What moves bytes: gloo knows no fp8.
+// A view of the bytes: gloo knows no fp8.
 at::Tensor as_bytes(const at::Tensor& tensor) {
   return c10::isFloat8Type(tensor.scalar_type()) ? tensor.view(at::kByte) : tensor;
 }

@@ -27,7 +27,7 @@ class Group {
   ~Group() = default;
 };
 
-// What has begun. Its tensors live until it ends, and hold what was communicated after wait().
+// A collective in flight. It keeps its tensors alive until it ends; after wait() they hold the result.
 class Communication {
  public:
   // `start(group, timeout)` begins it, once all ranks agree about the call. `peer`: of a message; else -1.

@@ -53,7 +53,7 @@ class Run {
         messages_(static_cast<size_t>(plan_.problem.world_size)) {
     for (const steps::Scratch& one : call.list->scratch) {
       if (one.buffer == Buffer::kProduct && call.product.defined()) continue;
-      // What packed tiles have beyond the matrix travels, too: it must be numbers.
+      // Packed tiles reach beyond the matrix, and that part travels too: it must hold numbers.
       const bool packed = plan_.layout == plan::Layout::kPacked;
       const auto make =
           packed ? [](int64_t n, const at::TensorOptions& o) { return at::zeros({n}, o); }
@@ -233,7 +233,7 @@ class Run {
     }
   }
 
-  // What of a tile is in the matrix.
+  // The part of a tile that lies in the matrix.
   struct Block {
     int64_t row = 0;
     int64_t column = 0;

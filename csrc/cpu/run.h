@@ -36,7 +36,7 @@ struct Call {
   std::vector<at::Tensor> outputs = {};
   at::Tensor gathered = {};
   at::Tensor product = {};  // made here if it is not given
-  // Of scaled operands, whose lists have one GEMM of each weight: into the output, with this weight, of all rows, with
+  // The GEMM of scaled operands, one for each weight: into the output, with this weight, over all rows, with
   // what is added.
   std::function<void(at::Tensor&, size_t, const at::Tensor&, const std::optional<at::Tensor>&)>
       scaled_product = {};
@@ -46,7 +46,7 @@ struct Call {
 
 struct Timeline {
   std::chrono::steady_clock::time_point start;
-  // Of a traced call. A chunk's: 0, chunk, when it was ready, when its communication began and ended; then a closing one:
+  // A traced call's rows. One for each chunk: 0, chunk, when it was ready, when its communication began and ended; a last one:
   // 0, -1, when the last GEMM ended, 0, when the call did.
   std::vector<double> rows;
 };

@@ -1,4 +1,4 @@
-// What PyTorch 2.11 to 2.15 spell differently; overlap_torch/_torch_versions.py is the Python half.
+// The names that PyTorch 2.11 to 2.15 spell differently; overlap_torch/_torch_versions.py is the Python half.
 //
 // 2.14 has other names for collectives on single tensors, and deprecates those of 2.11. A group that is a Python class has
 // no backends, and C++ reaches its methods of lists alone, as PyTorch's functional collectives do.

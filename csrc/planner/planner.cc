@@ -66,7 +66,7 @@ struct Candidates {
   bool wants(const Family& family) const {
     return only == nullptr || std::find(only->begin(), only->end(), family) != only->end();
   }
-  // Of a small problem two schedules may come to the same plan: the first one stays.
+  // Two schedules of a small problem may give the same plan: the first one stays.
   void add(Plan plan, Family family) {
     if (std::find(plans.begin(), plans.end(), plan) != plans.end()) return;
     plans.push_back(std::move(plan));
@@ -99,7 +99,7 @@ void add_row_panels(Candidates& plans, const Problem& problem, Kernel kernel,
                      .ctas = max_ctas,
                      .weights = weights};
     if (!plans.wants(family)) continue;
-    // Of each part as many tile rows as make a whole band of all parts together.
+    // Each part gives as many tile rows as make a whole band of all parts together.
     const int32_t height = band_height(rows, row_grain(base), weights);
     if (height == 0) continue;
     const std::vector<int32_t> heights =
@@ -136,7 +136,7 @@ void add_packed(Candidates& plans, const Problem& problem, Kernel kernel,
   }
 }
 
-// Of the product, or of an all-gather's input.
+// Bytes of the product, or of an all-gather's input.
 int64_t peer_bytes(const Problem& problem) {
   const int64_t columns = problem.op == Op::kAllGatherGemm ? problem.k : problem.n;
   return problem.m * columns * moved_bytes(problem);
@@ -147,14 +147,14 @@ bool too_small_for_peers(const Problem& problem, const Machine& machine) {
          peer_bytes(problem) < machine.profile->peer.least_bytes;
 }
 
-// Whether there is a flag for each tile that a ring would pass on. Other ops' plans pass on none.
+// Returns true if there is a flag for each tile that a ring would pass on. Other ops' plans pass on none.
 bool has_ring_flags(const Problem& problem, Kernel kernel) {
   Plan base = base_plan(problem, kernel, Transport::kPeer, {});
   base.chunks.resize(1);  // as peer_schedules has it
   return base.collective != Collective::kRing || ring_tiles(base) <= kMaxRingTiles;
 }
 
-// Whether a kernel's larger tiles, in two rounds or more, fill about as many SMs as ping-pong's of 128 x 128.
+// Returns true if a kernel's larger tiles, in two rounds or more, fill about as many SMs as ping-pong's of 128 x 128.
 bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
                  Transport transport, Kernel kernel) {
   const Plan large = base_plan(problem, kernel, transport, {});
@@ -204,7 +204,7 @@ void set_peer_sms(Candidates& plans, size_t first) {
   }
 }
 
-// What stores into peers' memory and adds what they stored: ping-pong. Its wide tiles take more of a round that
+// The kernels that store into peers' memory and add what peers stored: ping-pong. Wide tiles take more of a round that
 // is not full, which the model counts.
 std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
                                  const Prediction& sequence, Kernel kernel) {
@@ -241,7 +241,7 @@ bool fits(const Way& way, const Machine& machine) {
   return 2 * way.ctas * way.lanes <= machine.sm_count;
 }
 
-// Whether the profile's numbers were measured on such GPUs, over such a link.
+// Returns true if the profile's numbers were measured on such GPUs, over such a link.
 bool measured(const Machine& machine) {
   const Profile::Link& link = machine.profile->link;
   const double share = steps::fast_link_share(machine);
@@ -316,7 +316,7 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
   }
 }
 
-// Of fp8: ping-pong, whose scales are of tensors or rows, whose sums are the tensor cores' own, to bfloat16.
+// In fp8 only ping-pong kernels run: scales of tensors or rows, the tensor cores' own sums, bfloat16 output.
 bool kernels_take(const Problem& problem, const Machine& machine) {
   const bool fp8 = is_fp8(problem.dtype);
   const int64_t k_alignment = fp8 ? 2 * kAlignment : kAlignment;
@@ -412,7 +412,7 @@ void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Mach
   set_peer_sms(plans, first);
 }
 
-// What nobody has measured: taken where the profile is of other machines, and offered to whoever measures.
+// Plans that nobody has measured: taken where the profile is of other machines, and offered to whoever measures.
 void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& machine,
                     Kernel kernel) {
   const Profile& profile = *machine.profile;
@@ -479,7 +479,7 @@ NeededGain needed_gain(const Plan& plan, const Machine& machine) {
   const Profile::NeededGain& needed = machine.profile->needed_gain;
   const auto gain = [](const Profile::Gain& of) { return NeededGain{of.share, of.us}; };
   if (plan.schedule != Schedule::kOverlapped) {
-    // Of many rows NCCL's all-reduce was the faster one, by as much as the model has it slower.
+    // With many rows NCCL's all-reduce was the faster one, by as much as the model has it slower.
     const bool reduces =
         plan.collective == Collective::kDirect && plan.problem.op == Op::kGemmAllReduce;
     return {reduces && is_fp8(plan.problem.dtype) ? needed.library.share : 1.0, 0.0};
@@ -542,7 +542,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   return plans;
 }
 
-// What each is expected to take.
+// The time that each plan is expected to take.
 std::vector<double> expected_us(const std::vector<Plan>& plans, const Machine& machine) {
   std::vector<double> us;
   us.reserve(plans.size());

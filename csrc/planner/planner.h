@@ -41,12 +41,12 @@ struct KernelRequest {
   int32_t chunks = 0;
 };
 
-// What is weighed: all in one chunk first, which is the sequence. Not for all-to-alls, whose rows differ by rank.
+// The candidates: the sequence first, all in one chunk. All-to-alls have none, as their rows differ by rank.
 std::vector<plan::Plan> kernel_candidates(const plan::Problem& problem,
                                           const plan::Machine& machine,
                                           const KernelRequest& request);
 
-// What the job's list of steps is expected to take by such a plan.
+// The time that the job's list of steps is expected to take with this plan.
 steps::Price price_kernel(const plan::Plan& plan, const plan::Machine& machine, double kernel_us);
 
 // The candidate with the smallest expected time; with chunks = 0 the sequence unless another gains clearly.
@@ -58,7 +58,7 @@ plan::Plan make_kernel_plan(const plan::Problem& problem, const plan::Machine& m
 // between these only what was best at the two neighbours is weighed. That depends on the problem alone, not on what was
 // called before: every rank comes to the same.
 
-// What plans of one problem for other M have in common.
+// The common part of one problem's plans for other M.
 struct Family {
   plan::Kernel kernel = plan::Kernel::kLibrary;
   plan::Transport transport = plan::Transport::kNccl;

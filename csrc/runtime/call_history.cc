@@ -99,7 +99,7 @@ struct CallHistory::State {
   int quiet = 0;     // looks without a call
   std::optional<std::string> found;
 
-  // Of the thread that asks, one at a time.
+  // The state of the thread that asks, one at a time.
   struct Disagreement {
     int64_t agreed = 0;  // the last call that is known to be the same
     int64_t differs = 0;
@@ -156,7 +156,7 @@ struct CallHistory::State {
     for (int peer = 1; peer < world_size && !known; ++peer) {
       if (!bootstrap.has(key("calls", peer))) continue;
       std::vector<Mark> marks = read_marks(read(key("calls", peer)));
-      // What was ahead of this rank once is compared when it gets there.
+      // Calls that were ahead of this rank are compared when it gets there.
       std::vector<Mark>& before = awaiting[static_cast<size_t>(peer)];
       marks.insert(marks.begin(), before.begin(), before.end());
       before.clear();

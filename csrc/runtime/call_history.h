@@ -1,4 +1,4 @@
-// What a rank called on a group, and whether the others called the same: a running hash of its calls, which the
+// A rank's calls on a group, compared with the others': a running hash of its calls, which the
 // watchdog puts into the group's store, once a second at most, and compares. It costs a call nothing that
 // could be measured, and finds a difference some seconds later.
 #pragma once
@@ -71,7 +71,7 @@ class CallHistory {
   // for two seconds at most.
   void abandon(const std::string& text);
 
-  // What a rank has told by that, if the store answers within two seconds.
+  // The message that a rank has left, if the store answers within two seconds.
   std::optional<std::string> abandoned();
 
  private:

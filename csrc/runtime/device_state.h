@@ -1,4 +1,4 @@
-// What the ops on one device share: the side streams, events, and the order of ops among
+// The state that the ops on one device share: the side streams, events, and the order of ops among
 // themselves.
 #pragma once
 
@@ -31,7 +31,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Of timed events, both of which have come.
+// The time between two timed events that have both completed.
 double elapsed_us(const Event& begin, const Event& end);
 
 // Owner of a CUDA stream. Captured by forking from a stream that is being captured.
@@ -81,7 +81,7 @@ class DeviceState {
     return (low_priority ? low_side : side)[static_cast<size_t>(lane)].get();
   }
 
-  // Of the steps of a call that others come behind, by number.
+  // One event for each step of a call that other steps wait for, by number.
   void reserve_events(size_t count) {
     while (events_.size() < count) events_.emplace_back();
   }

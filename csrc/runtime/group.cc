@@ -20,7 +20,7 @@ constexpr int kPreparedPending = 64;
 constexpr std::chrono::milliseconds kFirstPoll{1};  // of the store
 constexpr std::chrono::milliseconds kLastPoll{20};
 constexpr std::chrono::microseconds kFirstQuery{5};  // of the device
-// What makes ready for calls, measures and connects, may take longer than a short deadline of calls.
+// Preparations (measuring, connecting) may take longer than a short deadline of calls.
 constexpr std::chrono::milliseconds kReadyPatience{60'000};
 
 // Dense 16-bit tensor-core operations of one SM and clock, by architecture; the profile says how much is sustained.
@@ -326,7 +326,7 @@ int64_t Group::longest_message(int64_t own_bytes, bool capturing) {
   return longest_message_;
 }
 
-// Whether the ranks see each other's memory, so that NCCL takes its window kernels: on all of them
+// Returns true if the ranks see each other's memory, so that NCCL takes its window kernels: on all of them
 // or on none.
 bool Group::windows_work() {
   constexpr int64_t kBytes = int64_t{1} << 21;

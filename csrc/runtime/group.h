@@ -1,4 +1,4 @@
-// What belongs to one process group on one device: communicators, the measured link, staging
+// The state of one process group on one device: communicators, the measured link, staging
 // memory, and the watch over what is in flight.
 #pragma once
 
@@ -37,7 +37,7 @@ inline constexpr int32_t kCallersKernel = 254;
 // The same: no wait failed, the host found something.
 inline constexpr int32_t kFoundByHost = 253;
 
-// Which of a group's communicators: `maxCTAs` belongs to the communicator, and chunks in flight at
+// The key of a group's communicators: `maxCTAs` belongs to the communicator, and chunks in flight at
 // the same time need one each.
 struct CommunicatorKey {
   int max_ctas = 0;
@@ -65,13 +65,13 @@ struct GroupOptions {
   bool peers = true;                          // whether this rank lets others map its memory
   bool abort_on_failure = false;              // a failure ends the process
   plan::Serial serial = plan::Serial::kNone;  // what makes this rank's kernels run one at a time
-  // What work takes on the ranks' machine, the same on all of them; null: the shipped one.
+  // The profile of the ranks' machine, the same on all of them; null: the shipped one.
   plan::SharedProfile profile;
-  // What the framework's GEMM reaches on one SM, measured; 0: by the architecture and the profile.
+  // The measured rate of the framework's GEMM on one SM; 0: by the architecture and the profile.
   double sm_gflops = 0.0;
 };
 
-// What a wait kernel and the watchdog share: pinned host memory.
+// The pinned host memory that a wait kernel and the watchdog share.
 class HostReport {
  public:
   HostReport();
@@ -156,7 +156,7 @@ class Group {
   // Aborts all communicators of a group that has failed. Frees memory, which waits for all that runs on the device.
   void abort_communicators();
 
-  // Whether all tracked ops have ended, or the group has failed and its communicators are aborted.
+  // Returns true if all tracked ops have ended, or the group has failed and its communicators are aborted.
   bool idle();
 
   std::vector<int64_t> memory();  // [communicators, bytes registered]

@@ -97,7 +97,7 @@ void Group::abort_communicators() {
   aborted_ = true;
 }
 
-// What a wait whose deadline passed has left behind: cheap enough for every call, as is what NCCL says.
+// The report of a wait whose deadline passed: cheap enough to read at every call, as NCCL's errors are.
 std::optional<std::string> Group::wait_failure() {
   const kernels::WaitReport* report = report_.get();
   const uint64_t failure = *static_cast<const volatile uint64_t*>(&report->failure);
@@ -139,7 +139,7 @@ std::optional<std::string> Group::nccl_failure() {
          " of its oldest call in flight. A rank died, or its network did.";
 }
 
-// What a peer has told: its waits have failed, and let pass what is not right.
+// A peer's report: its waits have failed, and let wrong data pass.
 std::optional<Group::Told> Group::told_failure() const {
   if (peer_failures_ == nullptr) return std::nullopt;
   const std::optional<PeerFailures::Failure> told = peer_failures_->known();
@@ -213,7 +213,7 @@ void Group::forget_ended_calls() {
   }
 }
 
-// What a peer or NCCL says, once no cause has been found for a while.
+// The word of a peer or of NCCL, once no cause has been found for a while.
 std::optional<std::string> Group::sign_of_failure() {
   std::optional<std::string> sign;
   if (const auto told = told_failure()) {

@@ -1,4 +1,4 @@
-// What a group measures and agrees on when it is made: its links, its peers' memory, its ranks' machines.
+// A group measures and agrees when it is made: on its links, its peers' memory, its ranks' machines.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -73,7 +73,7 @@ void Group::measure_link() {
   machine_.link_gbps = (kLargeBytes - kSmallBytes) / ((large_us - small_us) * 1e3);
 }
 
-// Whether the ranks map each other's memory, and how fast copies into it are.
+// Finds out whether the ranks map each other's memory, and how fast copies into it are.
 void Group::measure_peers() {
   constexpr int64_t kBytes = int64_t{1} << 25;
   constexpr int kRepeats = 5;

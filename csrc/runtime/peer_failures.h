@@ -1,4 +1,4 @@
-// What ranks over peers tell each other about waits that failed. A wait that has failed lets its kernel go on, which
+// Ranks over peers tell each other about waits that failed. A wait that has failed lets its kernel go on, which
 // announces to the peers what is not right: their waits end as if nothing had happened, so they have to be told.
 #pragma once
 
@@ -33,7 +33,7 @@ class PeerFailures {
   PeerFailures(const PeerFailures&) = delete;
   PeerFailures& operator=(const PeerFailures&) = delete;
 
-  // What a peer has told, as of the last copy that has ended. Calls nothing of CUDA's.
+  // The peers' reports, as of the last copy that has ended. Calls no CUDA function.
   std::optional<Failure> known() const;
 
   // Begins a copy, once the last one has ended, and waits for it, but no longer than this. Right in a capture, too.

@@ -10,7 +10,7 @@
 namespace overlap::runtime {
 namespace {
 
-// What each rank's flags lie in.
+// The layout of each rank's flags.
 struct Flags {
   static constexpr int kKinds = 2;
   static constexpr int kSteps = 2;
@@ -32,7 +32,7 @@ struct Flags {
 // low-latency calls, whose data have meaning only there.
 constexpr int64_t kFlagBytes = (sizeof(Flags) + 4095) / 4096 * 4096;
 constexpr int64_t kTileFlagBytes = 2 * plan::kMaxRingTiles * sizeof(uint64_t);
-// Of one writer and call; what is sent goes to all peers.
+// Bytes of one writer and call; each message goes to all peers.
 int64_t low_latency_buffer(int world_size) {
   return kernels::low_latency_bytes(Peers::kLowLatencyBytes / (world_size - 1));
 }

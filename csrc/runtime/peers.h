@@ -1,4 +1,4 @@
-// What the ranks of a group keep in each other's memory: flags, and slots of data for the calls that
+// The memory that the ranks of a group map into each other: flags, and slots of data for the calls that
 // are in flight.
 #pragma once
 

@@ -215,7 +215,7 @@ class Run {
     }
   }
 
-  // Of a chunk that is communicated, for profilers and tools that read NVTX.
+  // Names a chunk that is communicated, for profilers and tools that read NVTX.
   void name_chunk(int32_t chunk) {
     if (chunk == named_chunk_) return;
     chunk_range_.reset();
@@ -593,7 +593,7 @@ class Run {
   }
   void enqueue(const steps::EndCall&, cudaStream_t on) { peers_->end(peer_call_, on); }
 
-  // Of a ring.
+  // The tile flags of a ring.
   kernels::PeerTiles peer_tiles() const {
     const int64_t part =
         static_cast<int64_t>(plan::tiles_m(plan_)) / group_.world_size() * plan::tiles_n(plan_);
@@ -605,7 +605,7 @@ class Run {
                "launching a signal and a wait");
   }
 
-  // Of a program: flags by number, the same in all ranks' memory.
+  // The flags of a program, by number, the same in all ranks' memory.
   kernels::PeerTiles transfer_flags() const { return with_deadline(peers_->tiles(peer_call_, 0)); }
   int32_t distance(int32_t from, int32_t to) const {
     return (to - from + group_.world_size()) % group_.world_size();

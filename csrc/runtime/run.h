@@ -22,7 +22,7 @@
 
 namespace overlap::runtime {
 
-// What a list of steps does not say of a call: where its memory is, and what the framework computes.
+// The parts of a call that a list of steps does not hold: where its memory is, and what the framework computes.
 class Operands {
  public:
   virtual ~Operands() = default;
@@ -42,7 +42,7 @@ class Operands {
   virtual void add(const steps::CopyRows& step, const void* source, void* destination,
                    cudaStream_t on) = 0;
 
-  // What is enqueued from here on is communication of this chunk; of none: -1. For the framework's profiler.
+  // Names, for the framework's profiler, the chunk whose communication is enqueued from here on; -1: none.
   virtual void name_chunk(int32_t chunk) = 0;
 
   // In a capture: memory for at least so many counters, which the graph owns.
@@ -71,7 +71,7 @@ void run(Group& group, const Call& call);
 // other call may begin on the device.
 class OpenCall {
  public:
-  // What `call` points to has to live as long as this.
+  // The memory that `call` points to has to live as long as this object.
   OpenCall(Group& group, const Call& call);
   ~OpenCall();  // as abandon(), where the call was begun and not finished
   OpenCall(const OpenCall&) = delete;

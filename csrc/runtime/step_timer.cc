@@ -94,7 +94,7 @@ bool StepTimer::arrives(steps::StepId id, int32_t& chunk) const {
 }
 
 void StepTimer::end(cudaStream_t caller) {
-  // What observes reads counters and flags, which the next call uses.
+  // The observers read counters and flags, which the next call uses.
   if (last_observed_ >= 0) trace_->ready[static_cast<size_t>(last_observed_)]->block(caller);
   trace_->end.record(caller);
   trace_->ended = true;

@@ -29,7 +29,7 @@ class StepTimer {
   void after(steps::StepId id, cudaStream_t on);
   // The chunk is ready now, on the observer's stream.
   void observed(int32_t chunk, cudaStream_t observer);
-  // Whether this step is the last of a chunk whose rows' arrival is to be observed.
+  // Returns true if this step is the last of a chunk whose rows' arrival is observed.
   bool arrives(steps::StepId id, int32_t& chunk) const;
   void end(cudaStream_t caller);
 

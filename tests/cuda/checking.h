@@ -1,4 +1,4 @@
-// What the kernel checks stand on: poisoned device memory, operands, references, and the comparison
+// The base of the kernel checks: poisoned device memory, operands, references, and the comparison
 // element by element.
 #pragma once
 
@@ -119,7 +119,7 @@ struct Mismatch {
   float want;
 };
 
-// What a buffer must hold: the reference in row-major rows or in packed tiles (zeros where a tile
+// A buffer must hold the reference in row-major rows or in packed tiles (zeros where a tile
 // leaves the matrix), and poison everywhere else.
 template <class T>
 struct Expectation {

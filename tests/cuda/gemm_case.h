@@ -42,7 +42,7 @@ inline std::vector<int32_t> unequal_parts(int64_t total, int64_t parts, int64_t 
   return result;
 }
 
-// Of operands of type In: with scales of rows, where these are fp8.
+// The problem of operands of type In: with scales of rows, where these are fp8.
 template <class In>
 plan::Problem problem_of(plan::Op op, int64_t m, int64_t n, int64_t k, int32_t world) {
   plan::Problem problem{op, m, n, k, dtype_of<In>(), world};

@@ -76,7 +76,7 @@ class InterpreterCase {
     }
   }
 
-  // What a rank waits for in vain, in flags or in a counter, is reported with its transfer.
+  // A wait in vain, for flags or a counter, is reported with its transfer.
   void check_reports() {
     fill(0);
     for (int rank = 0; rank < ranks_; ++rank) {
@@ -141,7 +141,7 @@ class InterpreterCase {
   int64_t part_rows() const { return (rows_ + ranks_ - 1) / ranks_; }
   int64_t first_row(int part) const { return std::min(part * part_rows(), rows_); }
   int64_t rows_of(int part) const { return first_row(part + 1) - first_row(part); }
-  // Of a rank, over both kinds of tables: as many as transfers may come from others.
+  // A rank's landings over both kinds of tables: as many as transfers may come from others.
   int64_t landings() const { return 4 * ranks_; }
   int64_t flag_count() const { return 8 * int64_t{ranks_} * ranks_ * blocks_; }
 

@@ -36,7 +36,7 @@ struct Shape {
   int64_t m, n, k;
 };
 
-// What operands of type In may be: fp8's are along k alone, in whole pieces of 16 bytes.
+// Operands of type In: fp8's are contiguous along k only, in whole pieces of 16 bytes.
 template <class In>
 constexpr bool kIsFp8 = sizeof(In) == 1;
 template <class In>
@@ -390,7 +390,7 @@ bool available(Kernel kernel, int major) {
          kernels::gemm_supported(kernel, params);
 }
 
-// What can be checked, and the kernels without which it cannot.
+// The targets, and the kernels that each one needs.
 struct Target {
   const char* name;
   std::vector<Kernel> kernels;

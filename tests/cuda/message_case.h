@@ -16,7 +16,7 @@
 
 namespace overlap::check {
 
-// Whether tile row `tile_row` of three parts of 100, 0 and 300 rows, of which the second is taken first, begins there.
+// Returns true if tile row `tile_row` of three parts of 100, 0 and 300 rows, the second taken first, begins there.
 constexpr bool range_begins_at(int32_t tile_row, int32_t input_row, int32_t output_row,
                                int32_t part) {
   plan::TileOrder order;

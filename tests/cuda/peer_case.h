@@ -129,7 +129,7 @@ class PeerCase {
   static constexpr uint64_t tag_of(uint64_t call) { return call << kernels::kCallTagShift; }
   Memory& memory(int rank) { return *memory_[static_cast<size_t>(rank)]; }
 
-  // Of one writer's message.
+  // Bytes of one writer's message.
   static int64_t low_latency_room(int64_t elements, int ranks) {
     // All of it in one step, or, in pieces, terms of the peer's and sums of the own.
     const int64_t bytes = elements * 4;
@@ -326,7 +326,7 @@ class PeerCase {
           letters[static_cast<size_t>(i)] = letter(call, rank, peer, i);
         }
         float* slot = memory_[static_cast<size_t>(peer)]->slot.data() + rank * room;
-        // What has been stored before: in the slot, and the own where it belongs.
+        // The data stored before: in the slot, and this rank's own where it belongs.
         float* from = params.sends ? outgoing.back()->data() + peer * room : slot;
         const int64_t received = message(call, peer, rank);
         params.output[peer] = memory.output.data() + place;

@@ -223,7 +223,7 @@ class RingCase {
   // From the rank before, and, of final tiles, from each.
   int64_t passed_tiles() const { return (ranks_ - 1) * part_tiles() * (collects_ ? 2 : 1); }
   Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
-  // What the part is after `hop` more ranks have added to it, the first of them the one behind its owner.
+  // The part after `hop` more ranks have added to it, the first of them the one after its owner.
   const T* reference(int part, int hop) const {
     return references_[static_cast<size_t>(part * ranks_ + hop)]->data();
   }
@@ -412,7 +412,7 @@ inline int check_short_rings(plan::Kernel kernel, bool small) {
   int cases = 0;
   for (const int ranks : groups) {
     for (const RingShape& shape : shapes) {
-      // Of scattered sums parts are equal, so these are stored in all places, and collected.
+      // Scattered sums have equal parts, so these are stored in all places, and collected.
       RingCase<__nv_bfloat16>(kernel, ranks, shape, cases % 2 == 0, true, 1).check();
       ++cases;
     }

@@ -30,7 +30,7 @@ inline cudaLaunchAttribute early_launch() {
   return attribute;
 }
 
-// Whether this build's code for the current device waits as above. That for older devices, which newer ones
+// Returns true if this build's code for the current device waits as above. Code for older devices, which newer ones
 // run as well, does not.
 inline bool waits_for_previous_kernel() {
 #if defined(OVERLAP_WITH_SM90)

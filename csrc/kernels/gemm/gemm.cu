@@ -1,4 +1,4 @@
-// Which GEMM takes which operands, and loading them all before anything waits.
+// The choice of a GEMM for given operands, and the loading of all kernels before anything waits.
 #include "kernels/gemm/gemm.h"
 
 #include "kernels/chunk/reorder.h"
@@ -105,7 +105,7 @@ bool types_supported(plan::Kernel kernel, const GemmParams& params) {
          scales.output_dtype == plan::DType::kBFloat16;
 }
 
-// What TMA can address: 16-byte aligned bases and strides, rows of whole 16-byte pieces, extents
+// TMA addresses 16-byte aligned bases and strides, rows of whole 16-byte pieces, and extents
 // that fit an int.
 bool gemm_sm90_supported(plan::Kernel kernel, const GemmParams& params) {
   if (!types_supported(kernel, params)) return false;

@@ -51,7 +51,7 @@ struct GemmStore {
   int32_t term = 0;
 };
 
-// Which tiles are computed, in which order, on how many SMs, and who hears of them.
+// The tiles that are computed, their order, the number of SMs, and who is told.
 struct GemmSchedule {
   plan::TileOrder order;
   plan::RowMap rows;  // row-major: where tile rows lie in input and output
@@ -84,10 +84,10 @@ struct CopyRun {
 // copies_beside.
 struct GemmGather {
   const void* own_input = nullptr;  // the own part's: [part_rows, k], of the input's stride
-  // What an idle warp of each CTA copies.
+  // Copies that an idle warp of each CTA makes.
   int32_t num_copies = 0;
   CopyRun copies[plan::kMaxCopyRuns] = {};
-  // What chunk 1's tiles and copies wait for; those of the chunks behind it for a step more each. Or no
+  // The flags that chunk 1's tiles and copies wait for; each later chunk waits for one number more. Without
   // flags: all rows are there. If the GEMM ends the call, this rank announces its rows to itself, too.
   PeerWaitParams arrivals;
 };
@@ -99,11 +99,11 @@ struct GemmMessages {
   PeerMeeting meeting;
   int32_t* stored =
       nullptr;  // tiles stored for each rank, in the order in which they are computed; zero before
-  // Of each rank but this one, in own memory: what arrives, where it goes, and how many bytes, of 16 each.
+  // One entry for each other rank, in this rank's memory: source, destination, and bytes in pieces of 16.
   CopyRun received[kMaxPeers] = {};
 };
 
-// What ranks store into each other's memory (rows of mode kSplit or kRanges). Only ping-pong kernels,
+// Stores into other ranks' memory (rows of mode kSplit or kRanges). Only ping-pong kernels,
 // row-major, of all tiles.
 struct GemmPeers {
   // The outputs of the parts behind the first one, with its stride.
@@ -120,7 +120,7 @@ struct GemmPeers {
   // For each part of the rows (else the first alone): row-major with the output's shape and stride, or
   // null: added to the product in fp32, before it is rounded.
   const void* sources[1 + kMaxMoreOutputs] = {};
-  // What passes between the ranks' GEMMs: tiles of the first parts are announced to whoever adds them,
+  // The signals between the ranks' GEMMs: tiles of the first parts are announced to the rank that adds them,
   // those of the last parts are added to once they have been announced here. Where something is
   // collected, mirrored tiles are announced to all peers, too.
   PeerTiles tiles;
@@ -130,7 +130,7 @@ struct GemmPeers {
   std::optional<GemmMessages> messages;
 };
 
-// What the kernel says, when everything is done, of the call. Only kernels that copies_beside names.
+// The signals at the end of the call, after all work is done. Only kernels that copies_beside names have it.
 struct GemmEnding {
   // Where tiles are counted as they are taken, in own memory: two words, zero before and after. Needed with
   // GemmPeers.
@@ -146,12 +146,12 @@ struct GemmParams : GemmOperands, GemmStore, GemmSchedule {
   bool awaits_rows() const { return gather && gather->arrivals.flags != nullptr; }
 };
 
-// Whether this build holds `kernel` and it can take these operands: 16-bit type, or, with ping-pong, fp8 with scales that
+// Returns true if this build holds `kernel` and it takes these operands: 16-bit type, or, with ping-pong, fp8 with scales that
 // is contiguous along k, e4m3 at least the weight, to bfloat16; 16-byte aligned pointers and strides; GemmPeers only with
 // ping-pong.
 bool gemm_supported(plan::Kernel kernel, const GemmParams& params);
 
-// Whether a GEMM of this kernel copies what GemmGather::copies says.
+// Returns true if a GEMM of this kernel makes the copies of GemmGather::copies.
 bool copies_beside(plan::Kernel kernel);
 
 // Enqueues the GEMM. gemm_supported(kernel, params) must hold. Returns what the launch returned.

@@ -14,7 +14,7 @@ inline constexpr int kGemmSm80TileN = 128;
 // Shared memory of a CTA without padding. overlap_torch/_occupancy.py has it, too.
 inline constexpr int kGemmSm80SharedBytes = 64 << 10;
 
-// Whether the kernel can take these operands (gemm_supported asks this): k > 0, a 16-bit type,
+// Returns true if the kernel takes these operands (gemm_supported asks this): k > 0, a 16-bit type,
 // 16-byte aligned pointers, and every contiguous dimension and stride a multiple of 8 elements. A
 // packed output asks nothing of n.
 bool gemm_sm80_supported(const GemmParams& params);

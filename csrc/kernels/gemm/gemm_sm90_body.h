@@ -1,4 +1,4 @@
-// What the Hopper GEMMs share: how operands are loaded, and how teams multiply, store and signal.
+// The common body of the Hopper GEMMs: it loads operands, and its teams multiply, store and signal.
 //
 // A CTA is one producer warp group and two consumer warp groups. The consumers form teams:
 //   ping-pong    two teams of one warp group; they alternate tiles, one multiplies while the other
@@ -18,7 +18,7 @@
 
 namespace overlap::kernels {
 
-// What a kernel of these types gets, whatever else it does. The scaling's parameters are a base, which takes no place where
+// The parameters of every kernel of these types. The scaling's parameters are a base, which takes no place where
 // there are none: host and device do not agree on where members lie behind an empty one of [[no_unique_address]].
 template <class Types>
 struct GemmSm90Params : Types::Scaling::Params {
@@ -27,7 +27,7 @@ struct GemmSm90Params : Types::Scaling::Params {
   typename Types::Mainloop::Params mainloop;
   typename Types::Epilogue::Params epilogue[kMaxOutputs];  // of each output
   typename Types::ProblemShape gemm_shape;                 // of the operands
-  // Of the output: (rows, N, K, parts), or (tile_m, tile_n, K, tiles) if packed.
+  // The output's shape: (rows, N, K, parts), or (tile_m, tile_n, K, tiles) if packed.
   typename Types::ProblemShape store_shape;
   bool packed;
   int32_t terms;
@@ -59,7 +59,7 @@ struct GemmSm90Body : Types {
   using Types::kTeams;
   using Types::kTeamThreads;
 
-  // Which part of the CTA a thread belongs to.
+  // The part of the CTA that a thread belongs to.
   struct Role {
     int warp_group;
     int warp;  // of the group

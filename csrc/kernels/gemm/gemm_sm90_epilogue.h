@@ -1,4 +1,4 @@
-// What the Hopper GEMM's instances for peers add to CUTLASS's epilogue.
+// Additions to CUTLASS's epilogue for the Hopper GEMM's instances for peers.
 #pragma once
 
 #include <type_traits>

@@ -13,7 +13,7 @@
 
 namespace overlap::kernels {
 
-// What the kernels take, of what the caller says.
+// Makes the kernels' parameters from the caller's.
 template <class Gemm>
 class GemmSm90ParamsOf {
   using Input = typename Gemm::Types::Input;
@@ -74,7 +74,7 @@ class GemmSm90ParamsOf {
         cute::make_shape(extent(rows), extent(gemm_.n), extent(gemm_.k), 1), arguments, nullptr);
   }
 
-  // Of a row-major output, or of each part's.
+  // Rows of a row-major output, or of each part of it.
   int64_t rows_stored() const {
     switch (gemm_.rows.mode) {
       case plan::RowMap::Mode::kScatter:

@@ -46,7 +46,7 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     CUTLASS_DEVICE bool has_outputs() const {
       return rows.mode == plan::RowMap::Mode::kSplit || rows.mode == plan::RowMap::Mode::kRanges;
     }
-    // Of a tile row: which output it goes to, and whether something is added there.
+    // The output that a tile row goes to, and whether something is added there.
     CUTLASS_DEVICE int32_t output(const plan::TileRowPlace& place) const {
       return has_outputs() ? place.output_part : 0;
     }
@@ -65,11 +65,11 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     // Tiles between a rank's and those of the next rank that are added to it.
     CUTLASS_DEVICE int32_t part_tiles() const { return rows.part_tile_rows * order.tiles_n; }
     CUTLASS_DEVICE bool collects() const { return collected.rows != 0; }
-    // Whether a tile of this row is final: it is the own part's.
+    // A tile of this row is final if it belongs to this rank's part.
     CUTLASS_DEVICE bool is_final(int32_t tile_row) const {
       return plan::split_row(order, rows, tile_row).phase + 1 == order.parts;
     }
-    // Whether another rank waits for it.
+    // A tile is announced if another rank waits for it.
     CUTLASS_DEVICE bool is_announced(int32_t tile_row) const {
       return tiles.announce[0] != nullptr && (collects() || !is_final(tile_row));
     }
@@ -209,7 +209,7 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     copier.finish();
   }
 
-  // Of the rank that is `distance` before.
+  // Collects from the rank that is `distance` before this one.
   CUTLASS_DEVICE static void collect_tile(const Params& params, const plan::TileCoord& tile,
                                           int32_t distance, Copier& copier) {
     const int32_t phase = params.order.parts - 1;
@@ -268,7 +268,7 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     const PeerMeeting& meeting = params.messages.meeting;
     if (cutlass::canonical_lane_idx() == 0 && place.output_part != meeting.rank) {
       const int32_t chunk = plan::tile_chunk(params.order, step.index);
-      // What other CTAs stored and released here is released by the flag, too.
+      // The flag also releases what other CTAs stored and released here.
       const int32_t before = add_acq_rel_gpu(params.messages.stored + chunk, 1);
       if (before + 1 == plan::chunk_tiles(params.order, chunk)) {
         announce_message(meeting, place.output_part);
@@ -280,7 +280,7 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     store_release_sys(meeting.announce[0][peer], meeting.tag + *meeting.calls + 1);  // [B]
   }
 
-  // Those of no rows, which have no last tile. By one thread of the grid.
+  // Messages without rows have no last tile. One thread of the grid announces them.
   CUTLASS_DEVICE static void announce_empty_messages(const Params& params) {
     const PeerMeeting& meeting = params.messages.meeting;
     for (int32_t chunk = 0; chunk < params.order.num_chunks; ++chunk) {
@@ -339,7 +339,7 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
       if (role.is_one_thread_of(Types::kSourceWarp) && params.sends_messages()) {
         receive_messages(params, shared);
       }
-      // Of each CTA the warp that has time.
+      // The warp that has time, in each CTA.
       const int collects =
           cute::block_rank_in_cluster() == 0 ? Types::kSourceWarp : Types::kFeedWarp;
       if (params.collects() && role.is_one_thread_of(collects)) collect(params, shared);

@@ -1,4 +1,4 @@
-// What a Hopper GEMM is made of: CUTLASS's TMA + wgmma collectives, their pipelines, warps and registers.
+// The parts of a Hopper GEMM: CUTLASS's TMA + wgmma collectives, their pipelines, warps and registers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -71,7 +71,7 @@ struct GemmSm90Types {
   static constexpr int kAlignment = 16 / sizeof(Input);
   static constexpr int kOutputAlignment = 16 / sizeof(Output);
 
-  // What is stored at a time. Over a link, rows of 128 bytes, as the builder's own, of 64, do not fill it.
+  // The piece stored at a time. Stores to peers need rows of 128 bytes; the builder's own, of 64, do not fill the link.
   using EpilogueTile = std::conditional_t<kPeers, cute::Shape<cute::_64, cute::_64>,
                                           cutlass::epilogue::collective::EpilogueTileAuto>;
   // Alpha = 1, and beta = 1 for a source: the epilogue adds it, converts and stores.
@@ -86,7 +86,7 @@ struct GemmSm90Types {
       Fusion>::CollectiveOp;
   using Epilogue = typename std::conditional_t<kPeers, WithStore<BuiltEpilogue, MirroredStore>,
                                                std::type_identity<BuiltEpilogue>>::type;
-  // What idle warps copy: tiles that a peer has finished, or whatever the caller says.
+  // Idle warps copy tiles that a peer has finished, or the caller's runs.
   using Collected = TileRoute<Output, cute::size<1>(TileShape{})>;
   using RunCopier = BulkCopier<RunRoute>;
   using Copier = BulkCopier<std::conditional_t<kPeers, Collected, RunRoute>>;

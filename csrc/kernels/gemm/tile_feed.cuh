@@ -33,7 +33,7 @@ struct TileFeed {
 
   struct SharedStorage {
     alignas(8) uint64_t full[kSlots];  // barriers: an entry is there
-    // Of the cluster's first CTA: a half has been read, and the first readers have taken an entry.
+    // Barriers of the cluster's first CTA: a half has been read; the first readers have taken an entry.
     uint64_t read[2];
     uint64_t begun;
     Entry entries[kSlots];

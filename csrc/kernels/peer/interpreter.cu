@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kRunBytes = int64_t{kThreads} * kPeerAccessBytes;
 
-// What a launch needs of InterpreterParams, as the parameters of a kernel: they take no memory that somebody has to keep,
+// The part of InterpreterParams that a launch needs, as kernel parameters: they take no memory that somebody has to keep,
 // in graphs either. Short programs take the short table, which is copied faster.
 template <int kTransfers>
 struct Table {

@@ -1,4 +1,4 @@
-// What the kernels that move data between peers have in common.
+// The common parts of the kernels that move data between peers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -78,7 +78,7 @@ __device__ __forceinline__ void wait_for_flag(const uint64_t* flag, uint64_t val
        [&] { write_report(meeting.report, missed_peer(meeting.chunk, peer, value, seen)); });
 }
 
-// Whether this block is the last of all to come here, behind what its threads have done. Counts in
+// Returns true in the last block that arrives here, after its threads' work. The count lies in
 // own memory, which is zero before and after.
 __device__ __forceinline__ bool last_to_come(uint32_t* count) {
   __shared__ bool last;

@@ -131,7 +131,7 @@ cudaError_t load() {
 }  // namespace
 
 cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream) {
-  // What is only gathered, of any type, is bytes.
+  // A gather moves bytes, whatever the type.
   switch (params.reduces ? params.dtype : plan::DType::kBFloat16) {
     case plan::DType::kBFloat16:
       return launch_collective<__nv_bfloat16>(params, stream);

@@ -55,7 +55,7 @@ struct PeerCollectiveParams : PeerMeeting {
   int64_t row_count = 0;
   int64_t first = 0;  // where the own piece begins in rows
 
-  // What goes to each peer, and where in its memory. Null: it has been stored there before, on the
+  // The data for each peer, and its place in the peer's memory. Null: it has been stored there before, on the
   // same stream.
   const void* send[kMaxPeers] = {};
   void* destination[kMaxPeers] = {};

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kUnitWords = kUnitBytes / sizeof(uint32_t);
 
-// What travels as one access, which is stored and loaded at once.
+// A unit is stored and loaded as one access.
 struct Unit {
   uint32_t word[kUnitWords];
   uint32_t number;
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   } else {
     in_one_step<T>(params, share);
   }
-  // That the peers made the same call: nobody reads the output before this has come, too.
+  // The peers' calls are compared before anybody reads the output.
   if (compares) {
     wait_for_peer(params, params.arrived + calls % 2 * kMaxPeers + peer, number, peer);
   }

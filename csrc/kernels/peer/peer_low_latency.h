@@ -17,7 +17,7 @@ constexpr int64_t low_latency_units(int64_t bytes) {
   return (bytes + kUnitBytes - 1) / kUnitBytes;
 }
 
-// What a low-latency message of so many bytes takes in memory.
+// The memory that a low-latency message of this many bytes takes.
 constexpr int64_t low_latency_bytes(int64_t bytes) {
   return low_latency_units(bytes) * 16;
 }

@@ -33,7 +33,7 @@ constexpr uint64_t peer_call_tag(uint64_t hash) {
   return hash >> kCallTagShift << kCallTagShift;
 }
 
-// Whether a flag has come to this number of the same call, or to a later one.
+// Returns true if a flag has reached this number of the same call, or a later one.
 OVERLAP_HOST_DEVICE constexpr bool has_reached(uint64_t flag, uint64_t number) {
   return flag >= number && (flag ^ number) >> kCallTagShift == 0;
 }

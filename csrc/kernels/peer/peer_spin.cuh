@@ -26,7 +26,7 @@ __device__ __forceinline__ WaitFailure missed_peer(int32_t chunk, int32_t peer, 
           static_cast<int32_t>(seen & kLowBits)};
 }
 
-// What the flags of the call's tiles become.
+// The number that the flags of the call's tiles reach.
 __device__ __forceinline__ uint64_t tile_number(const PeerTiles& tiles) {
   return tiles.tag + *tiles.calls + 1;
 }

@@ -48,7 +48,7 @@ __device__ __forceinline__ int32_t load_acquire_gpu(const int32_t* counter) {
 
 inline constexpr int kMaxPeers = 8;  // ranks that map each other's memory
 
-// What a wait that passed its deadline leaves behind: in pinned host memory, read without
+// The report of a wait that passed its deadline: in pinned host memory, read without
 // synchronising.
 struct WaitReport {
   uint64_t failure = 0;  // a packed WaitFailure, written at once, or 0; an early failure is kept
