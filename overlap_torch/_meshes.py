@@ -126,7 +126,9 @@ def is_living(mesh: DeviceMesh) -> bool:
     try:
         ranks = mesh.mesh
         (place,) = (ranks == dist.get_rank()).nonzero().tolist()
-        own = place == list(mesh.get_coordinate())
+        coordinate = mesh.get_coordinate()
+        # LocalTensorMode is in all places, and has no number for one.
+        own = any(type(one) is not int for one in coordinate) or place == list(coordinate)
         for dim in range(mesh.ndim):
             line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
             own = own and dist.get_process_group_ranks(mesh.get_group(dim)) == line
