@@ -30,7 +30,7 @@ TOKENS = 12
 
 
 class OpCounter(TorchDispatchMode):
-    """How often each of this package's ops is called while it is on, in backward too."""
+    """How often each of this package's public ops is called while it is on, in backward too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class OpCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what a DTensor does with it comes here too
         namespace, _, name = function._overloadpacket._qualified_op_name.partition("::")
-        if namespace == "overlap":
+        if namespace == "overlap" and not name.startswith("_"):
             self.calls[name] += 1
         return function(*args, **(kwargs or {}))
 
