@@ -144,7 +144,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-# Fields that earlier releases did not write, and what their plans had.
+# Fields that a plan may leave out, as the recordings in benchmarks/data do, and their values then.
 _SINCE: dict[type, dict[str, Any]] = {
     Resources: {"one_launch": False, "low_priority": False},
     Problem: {"recipe": "none", "fast_accum": False},

@@ -57,11 +57,11 @@ def test_fp8_plans_are_saved_and_read():
         assert plan.problem.fast_accum == fast
         assert plans.decode(plans.encode(plan)) == plan
         assert plans.from_json(plans.to_json(plan)) == plan
-    # Plans of a release that knew no fast accumulation, of calls as they were by default.
+    # A plan may leave out the accumulation: it is the default one then.
     old = json.loads(plans.to_json(plans.make_plan(SCALED, H200)))
     del old["problem"]["fast_accum"]
     assert plans.from_dict(old).problem == SCALED
-    # Plans of a release that knew no scales.
+    # A plan may leave out the scales: it has none then.
     old = json.loads(plans.to_json(plans.make_plan(Problem(8, 8, 8, torch.float16, 2), H200)))
     for name in ("recipe", "output_dtype", "fast_accum"):
         del old["problem"][name]

@@ -409,7 +409,6 @@ class Doubled(torch.nn.Module):
 def check_parameters() -> tuple[int, list[str]]:
     """Names, and what loads, copies, converts and puts together."""
     failures = Failures()
-    world, rank = dist.get_world_size(), dist.get_rank()
     for in_features, out_features, bias in CASES:
         where = (in_features, out_features, bias)
         linears = integer_linears(in_features, out_features, bias)
@@ -428,9 +427,6 @@ def check_parameters() -> tuple[int, list[str]]:
                 for name, value in whole.items()
             },
             "parts": parts,
-            "earlier parts": {
-                name: value.tensor_split(world)[rank].clone() for name, value in whole.items()
-            },
             "whole": whole,
         }
         for (what, state), assign in itertools.product(states.items(), (False, True)):

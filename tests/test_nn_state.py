@@ -70,15 +70,6 @@ def my_state(kind: type[torch.nn.Module], whole: dict[str, torch.Tensor]) -> dic
     }
 
 
-def earlier_state(kind: type[torch.nn.Module], whole: dict[str, torch.Tensor]) -> dict:
-    """What a state dict of the first layers held: plain tensors, cut as torch.tensor_split cuts."""
-    world, rank, dims = dist.get_world_size(), dist.get_rank(), CUT_DIMS[kind]
-    return {
-        name: value.tensor_split(world, dims[name])[rank].clone() if name in dims else value
-        for name, value in whole.items()
-    }
-
-
 def check_parts(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
     failures = Failures()
     for in_features, out_features in ((12, 8), (13, 7), (7, 4), (2, 1)):
@@ -104,7 +95,6 @@ def check_parts(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
                 for name, value in whole.items()
             },
             "parts": parts,
-            "earlier parts": earlier_state(kind, whole),
             "whole": whole,
         }
         for (what, state), assign in itertools.product(states.items(), (False, True)):
@@ -169,8 +159,7 @@ def store_alone(kind: type[torch.nn.Module]) -> list[str]:
     layer = kind.from_linear(linear)
     if dist.get_rank() == 0:
         layer.load_state_dict(layer.state_dict())
-        if dist.get_world_size() == 2:  # both cuts are the same: there is nothing to ask the others
-            layer.load_state_dict(my_state(kind, linear.state_dict()))
+        layer.load_state_dict(my_state(kind, linear.state_dict()))
         layer.load_state_dict(linear.state_dict())
     wrong = {"weight": torch.zeros(5, 4), "bias": torch.zeros(7)}
     try:

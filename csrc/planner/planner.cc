@@ -170,7 +170,7 @@ bool fills_tiles(const Problem& problem, const Profile::Gemm& gemm, int32_t sms,
 // The kernels of what moves each byte once, the preferred one first. Larger tiles need less of shared memory's rate, but
 // the cooperative kernel's stores come between products, which weighs at small K. Where an all-gather's GEMM is long the
 // chip reaches its power limit, and ping-pong needs less power. In fp8 tiles of 128 x 128 were the slower ones wherever wide
-// ones fill the SMs. docs/notes.md has the times ("Tile shapes on Hopper", "All-gathers in fp8").
+// ones fill the SMs. benchmarks/notes.md has the times ("Tile shapes on Hopper", "All-gathers in fp8").
 std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machine,
                                     const Prediction& sequence, Kernel kernel,
                                     Transport transport) {
@@ -378,7 +378,7 @@ bool library_takes_parts(const Problem& problem) {
 }
 
 // The framework's scaled GEMM has a CTA for each SM and takes longer where NCCL holds some: over fast links chunks of it lost more
-// than they hid. docs/notes.md has the times ("The framework's scaled GEMM by chunks").
+// than they hid. benchmarks/notes.md has the times ("The framework's scaled GEMM by chunks").
 bool library_bears_nccl(const Problem& problem, const Machine& machine) {
   return !is_fp8(problem.dtype) || slow_link(machine);
 }

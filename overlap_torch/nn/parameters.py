@@ -40,9 +40,8 @@ class ParallelLinear(torch.nn.Module):
     DTensors. State dicts hold the DTensors, and making them does not communicate.
 
     ``load_state_dict`` takes DTensors, this rank's parts as plain tensors, and the weight and bias of the whole
-    ``torch.nn.Linear``. It communicates only for DTensors with another mesh or other placements, and for plain parts of
-    features that ``torch.tensor_split`` cuts otherwise than ``Shard``, as earlier versions did: 7 features of 3 ranks,
-    say, into 3, 2 and 2. All ranks of the group must load those, at the same time; both cuts are taken.
+    ``torch.nn.Linear``. It communicates only for DTensors with another mesh or other placements: all ranks of the group
+    must load those, at the same time.
 
     A parameter may also be replaced by this rank's part as a plain tensor, as by ``torch.func.functional_call``.
 
@@ -306,29 +305,11 @@ class ParallelLinear(torch.nn.Module):
         return wrap(part, mesh, parameter.placements, parameter.shape)
 
     def _group_part(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part of the whole, of a part by today's cut, or of one by the cut of earlier versions."""
-        full, own, dim = self._full_shape(name), self._local_shape(name), self._cut_dim(name)
+        """This rank's part, given the whole or that part; None for a tensor of another shape."""
+        full, own = self._full_shape(name), self._local_shape(name)
         if value.shape == full:
             return value if full == own else self._own_part(name, value)
-        if dim is None:
-            return None
-        sizes = shard_sizes(full[dim], self.world_size)
-        size, longer = divmod(full[dim], self.world_size)
-        earlier = [size + (rank < longer) for rank in range(self.world_size)]
-        if earlier == sizes:
-            return value if value.shape == own else None
-        # This rank's part may have the same size by both cuts: only all of them together tell which it is.
-        group = _resolve_process_group(self.group)
-        supported = _device_capability(group)
-        device = value.device.type if value.device.type in supported else supported[0]
-        expected = [(*full[:dim], cut[self.rank], *full[dim + 1 :]) for cut in (earlier, sizes)]
-        fits = torch.tensor([value.shape == shape for shape in expected], device=device).int()
-        dist.all_reduce(fits, dist.ReduceOp.MIN, group=group)
-        all_earlier, all_todays = fits.tolist()
-        if all_earlier:
-            whole = gather_parts(value.to(device), dim, earlier, self.group)
-            return self._own_part(name, whole).to(value.device)
-        return value if all_todays else None
+        return value if value.shape == own else None
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
