@@ -1,0 +1,431 @@
+"""PyTorch's fused GEMMs, ``torch.ops.symm_mem.fused_*``, by the ops of this package: each operator's arguments and what runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import ScalingType
+
+from overlap_torch._ops import allgather_gemm, gemm_reducescatter
+from overlap_torch._ops.collectives import start_all_gather, start_reduce_scatter, wait
+from overlap_torch._ops.group import group_rank, world_size
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)  # that the ops take, with scales
+_SCALED_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+Scales = Sequence[torch.Tensor | None]
+
+
+@dataclass
+class _AllGatherMatmul:
+    """``fused_all_gather_matmul``."""
+
+    A: torch.Tensor
+    Bs: Sequence[torch.Tensor]
+    gather_dim: int
+    group_name: str
+    return_A: bool = field(default=True, kw_only=True)
+
+    def refused(self) -> str:
+        if not self.Bs:
+            return "no B is given"
+        return _gather_dim_refused(self.A, self.gather_dim) or _operands_refused(self.A, self.Bs)
+
+    def ours(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """By `allgather_gemm`: the gathered dim in front, as the memory of the results has it in PyTorch's kernel too."""
+        dim = self.gather_dim
+        outputs, gathered = allgather_gemm(
+            self.A.movedim(dim, 0), [B.t() for B in self.Bs], group=self.group_name
+        )
+        outputs = [output.movedim(0, dim) for output in outputs]
+        return gathered.movedim(0, dim) if self.return_A else None, outputs
+
+    def composed(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """The memory of a product has the gathered dim in front, as PyTorch's has, unless K was gathered."""
+        dim = self.gather_dim
+        gathered = _all_gather(self.A, dim, self.group_name)
+        if dim % self.A.dim() == self.A.dim() - 1:  # gathered K: contiguous, as PyTorch's is
+            gathered = gathered.contiguous()
+            outputs = [gathered @ B for B in self.Bs]
+        else:
+            rows = gathered.movedim(dim, 0)
+            outputs = [(rows @ B).movedim(0, dim) for B in self.Bs]
+        return gathered if self.return_A else None, outputs
+
+
+@dataclass
+class _MatmulReduceScatter:
+    """``fused_matmul_reduce_scatter``."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    reduce_op: str
+    scatter_dim: int
+    group_name: str
+
+    def refused(self) -> str:
+        return _scatter_refused(
+            self.reduce_op, self.A.shape, self.scatter_dim, self.group_name
+        ) or _operands_refused(self.A, [self.B])
+
+    def ours(self) -> torch.Tensor:
+        """By `gemm_reducescatter`; contiguous, as PyTorch's is."""
+        output = gemm_reducescatter(
+            self.A.movedim(self.scatter_dim, 0), self.B.t(), group=self.group_name
+        )
+        return output.movedim(0, self.scatter_dim).contiguous()
+
+    def composed(self) -> torch.Tensor:
+        return _reduce_scatter(self.A @ self.B, self.reduce_op, self.scatter_dim, self.group_name)
+
+
+@dataclass
+class _AllGatherScaledMatmul:
+    """``fused_all_gather_scaled_matmul``."""
+
+    A: torch.Tensor
+    Bs: Sequence[torch.Tensor]
+    A_scale: torch.Tensor
+    B_scales: Sequence[torch.Tensor]
+    gather_dim: int
+    group_name: str
+    biases: Scales
+    result_scales: Scales
+    out_dtypes: Sequence[Any]
+    use_fast_accum: Sequence[bool]
+
+    def refused(self) -> str:
+        A, Bs = self.A, self.Bs
+        if not Bs:
+            return "no B is given"
+        if self._of_other_lengths():
+            return "there is not one value for each B"
+        if why := _gather_dim_refused(A, self.gather_dim):
+            return why
+        dtypes = _as_dtypes(self.out_dtypes)
+        if why := _scaled_operands_refused(A, Bs, self.B_scales, self.result_scales, dtypes):
+            return why
+        if len(set(dtypes)) > 1 or len(set(self.use_fast_accum)) > 1:
+            return "the results' dtypes or accumulation differ"
+        if any(bias is not None and bias.dtype != dtypes[0] for bias in self.biases):
+            return "a bias is of another dtype than the result"
+        if self.A_scale.dtype != torch.float32:
+            return f"A_scale is {self.A_scale.dtype}"
+        if self._scale_of_own_rows() is None:
+            return f"A_scale has the shape {(*self.A_scale.shape,)}"
+        return ""
+
+    def ours(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """By `allgather_gemm`. One number that scales A is every rank's, as PyTorch's kernel takes it."""
+        dim = self.gather_dim % self.A.dim()
+        own = self._scale_of_own_rows()
+        front = self.A.movedim(dim, 0)
+        own = own if own.numel() == 1 else own.movedim(dim, 0)
+        scales = _scales(front, own, self.Bs, self.B_scales)
+        outputs, gathered, _ = allgather_gemm(
+            front,
+            [B.t() for B in self.Bs],
+            list(self.biases),
+            group=self.group_name,
+            output_dtype=_as_dtypes(self.out_dtypes)[0],
+            use_fast_accum=self.use_fast_accum[0],
+            shared_scale_input=scales["recipe_input"] is ScalingType.TensorWise,
+            **scales,
+        )
+        return gathered.movedim(0, dim), [output.movedim(0, dim) for output in outputs]
+
+    def composed(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        A, A_scale, dim = self.A, self.A_scale, self.gather_dim % self.A.dim()
+        for name, values in self._of_other_lengths().items():
+            raise ValueError(
+                f"fused_all_gather_scaled_matmul: {name} must have one value for each of the {len(self.Bs)} Bs, but has "
+                f"{len(values)}"
+            )
+        gathered = _all_gather(A, dim, self.group_name)
+        if (*A_scale.shape,) == (*A.shape[:-1], 1):  # of this rank's rows
+            A_scale = _all_gather(A_scale, dim, self.group_name)
+        elif A_scale.numel() != 1 and (*A_scale.shape,) != (*gathered.shape[:-1], 1):
+            raise ValueError(
+                f"fused_all_gather_scaled_matmul: A_scale must be one number, {(*A.shape[:-1], 1)} for this rank's rows or "
+                f"{(*gathered.shape[:-1], 1)} for all ranks', but its shape is {(*A_scale.shape,)}"
+            )
+        if A_scale.numel() != 1:
+            A_scale = A_scale.movedim(dim, 0)
+        rows = gathered.movedim(dim, 0)
+        outputs = [
+            _scaled_matmul(rows, B, A_scale, B_scale, bias, result_scale, dtype).movedim(0, dim)
+            for B, B_scale, bias, result_scale, dtype in zip(
+                self.Bs,
+                self.B_scales,
+                self.biases,
+                self.result_scales,
+                _as_dtypes(self.out_dtypes),
+                strict=True,
+            )
+        ]
+        return gathered, outputs
+
+    def _of_other_lengths(self) -> dict[str, Sequence[Any]]:
+        """The lists, by name, that do not have a value for each B."""
+        lists = {
+            "B_scales": self.B_scales,
+            "biases": self.biases,
+            "result_scales": self.result_scales,
+            "out_dtypes": self.out_dtypes,
+            "use_fast_accum": self.use_fast_accum,
+        }
+        return {name: values for name, values in lists.items() if len(values) != len(self.Bs)}
+
+    def _scale_of_own_rows(self) -> torch.Tensor | None:
+        """The scale of this rank's rows, given that or all ranks'; None for another shape."""
+        A_scale, dim = self.A_scale, self.gather_dim % self.A.dim()
+        own = (*self.A.shape[:-1], 1)
+        if A_scale.numel() == 1 or (*A_scale.shape,) == own:
+            return A_scale
+        world = world_size(self.group_name)
+        whole = (*own[:dim], own[dim] * world, *own[dim + 1 :])
+        if (*A_scale.shape,) != whole:
+            return None
+        return A_scale.chunk(world, dim)[group_rank(self.group_name)]
+
+
+@dataclass
+class _ScaledMatmulReduceScatter:
+    """``fused_scaled_matmul_reduce_scatter``."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    A_scale: torch.Tensor
+    B_scale: torch.Tensor
+    reduce_op: str
+    orig_scatter_dim: int
+    scatter_dim_after_maybe_reshape: int
+    group_name: str
+    output_shape: Sequence[int] | None
+    bias: torch.Tensor | None = None
+    result_scale: torch.Tensor | None = None
+    out_dtype: Any = None
+    use_fast_accum: bool = False
+
+    @property
+    def _leading(self) -> Sequence[int]:
+        """The output's shape before the ranks' rows are scattered, without the last dim."""
+        return self.A.shape[:-1] if self.output_shape is None else self.output_shape[:-1]
+
+    @property
+    def _has_row_scales(self) -> bool:
+        return (*self.A_scale.shape,) == (*self.A.shape[:-1], 1)
+
+    def refused(self) -> str:
+        if self.bias is not None and self.reduce_op == "sum":
+            return "there is a bias, which every rank adds before the reduction"
+        if why := _scatter_refused(
+            self.reduce_op, (*self._leading, 0), self.orig_scatter_dim, self.group_name
+        ):
+            return why
+        if self.A_scale.dtype != torch.float32:
+            return f"A_scale is {self.A_scale.dtype}"
+        if self.A_scale.numel() != 1 and not self._has_row_scales:
+            return f"A_scale has the shape {(*self.A_scale.shape,)}"
+        return _scaled_operands_refused(
+            self.A, [self.B], [self.B_scale], [self.result_scale], _as_dtypes([self.out_dtype])
+        )
+
+    def ours(self) -> torch.Tensor:
+        """By `gemm_reducescatter`; contiguous, as PyTorch's is."""
+        leading, dim, A_scale = self._leading, self.orig_scatter_dim, self.A_scale
+        front = self.A.reshape(*leading, self.A.shape[-1]).movedim(dim, 0)
+        if A_scale.numel() != 1:
+            A_scale = A_scale.reshape(*leading, 1).movedim(dim, 0)
+        scales = _scales(front, A_scale, [self.B], [self.B_scale])
+        output = gemm_reducescatter(
+            front,
+            self.B.t(),
+            group=self.group_name,
+            output_dtype=_as_dtypes([self.out_dtype])[0],
+            use_fast_accum=self.use_fast_accum,
+            **{**scales, "scale_weight": scales["scale_weight"][0]},
+        )
+        return output.movedim(0, dim).contiguous()
+
+    def composed(self) -> torch.Tensor:
+        if self.A_scale.numel() != 1 and not self._has_row_scales:
+            raise ValueError(
+                f"fused_scaled_matmul_reduce_scatter: A_scale must be one number or {(*self.A.shape[:-1], 1)}, one for each "
+                f"row of A, but its shape is {(*self.A_scale.shape,)}"
+            )
+        (dtype,) = _as_dtypes([self.out_dtype])
+        partial = _scaled_matmul(
+            self.A, self.B, self.A_scale, self.B_scale, self.bias, self.result_scale, dtype
+        )
+        return _reduce_scatter(
+            partial.reshape(*self._leading, self.B.shape[1]),
+            self.reduce_op,
+            self.orig_scatter_dim,
+            self.group_name,
+        )
+
+
+# An operator's class takes its arguments. `refused` says why this package's op does not take them, and is empty if it
+# does; `ours` runs that op; `composed` runs a GEMM and collectives, for the CPU.
+STAND_INS = {
+    "fused_all_gather_matmul": _AllGatherMatmul,
+    "fused_matmul_reduce_scatter": _MatmulReduceScatter,
+    "fused_all_gather_scaled_matmul": _AllGatherScaledMatmul,
+    "fused_scaled_matmul_reduce_scatter": _ScaledMatmulReduceScatter,
+}
+
+
+# --- what they share ------------------------------------------------------------------------------------------
+
+
+def _gather_dim_refused(A: torch.Tensor, dim: int) -> str:
+    if A.dim() >= 2 and dim in (-1, A.dim() - 1):
+        return "the features are gathered, not the rows"
+    return ""
+
+
+def _scatter_refused(reduce_op: str, shape: Sequence[int], dim: int, group: str) -> str:
+    """`shape` is the output's before it is scattered; its last dim holds the features."""
+    if reduce_op != "sum":
+        return f"reduce_op is {reduce_op!r}, not 'sum'"
+    if dim == len(shape) - 1:
+        return "the features are scattered, not the rows"
+    if not 0 <= dim < len(shape) - 1:
+        return f"scatter_dim is {dim}"
+    if shape[dim] % world_size(group) != 0:
+        return "the scattered dim does not divide by the ranks"
+    return ""
+
+
+def _operands_refused(A: torch.Tensor, Bs: Sequence[torch.Tensor]) -> str:
+    if A.dtype not in _DTYPES:
+        return f"the dtype is {A.dtype}"
+    if A.dim() < 2 or any(B.dim() != 2 or B.shape[0] != A.shape[-1] for B in Bs):
+        return "the shapes do not fit"
+    if any(B.dtype != A.dtype or B.device != A.device for B in Bs):
+        return "the operands' dtypes or devices differ"
+    return ""
+
+
+def _scaled_operands_refused(
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    B_scales: Sequence[torch.Tensor],
+    result_scales: Scales,
+    out_dtypes: Sequence[torch.dtype | None],
+) -> str:
+    if A.dim() < 2 or any(B.dim() != 2 or B.shape[0] != A.shape[-1] for B in Bs):
+        return "the shapes do not fit"
+    for B, B_scale, result_scale, out_dtype in zip(
+        Bs, B_scales, result_scales, out_dtypes, strict=True
+    ):
+        pair = (A.dtype, B.dtype)
+        if not set(pair) <= set(_SCALED) or torch.float8_e4m3fn not in pair:
+            return f"the dtypes are {A.dtype} and {B.dtype}"
+        if B.device != A.device:
+            return "the operands' devices differ"
+        if B_scale.numel() != 1 and (*B_scale.shape,) != (1, B.shape[1]):
+            return f"B_scale has the shape {(*B_scale.shape,)}"
+        if B_scale.dtype != torch.float32:
+            return f"B_scale is {B_scale.dtype}"
+        if out_dtype not in _SCALED_OUTPUTS:
+            return f"the result is {out_dtype or A.dtype}"
+        if result_scale is not None:
+            return "the result has a scale"
+    return ""
+
+
+def _scales(
+    A: torch.Tensor,
+    A_scale: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    B_scales: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """Scales and recipes as the ops take them: TensorWise, or, if any scales rows, RowWise for all."""
+    if all(scale.numel() == 1 for scale in (A_scale, *B_scales)):
+        recipe = ScalingType.TensorWise
+        of_weights = [scale.reshape(1) for scale in B_scales]
+        of_input = A_scale.reshape(1)
+    else:
+        recipe = ScalingType.RowWise
+        of_weights = [
+            scale.reshape(-1).expand(B.shape[1]) for B, scale in zip(Bs, B_scales, strict=True)
+        ]
+        of_input = (A_scale.reshape(1) if A_scale.numel() == 1 else A_scale).expand(
+            *A.shape[:-1], 1
+        )
+    return {
+        "scale_input": of_input,
+        "scale_weight": of_weights,
+        "recipe_input": recipe,
+        "recipe_weight": recipe,
+    }
+
+
+def _scaled_matmul(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    result_scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """``aten._scaled_mm`` of [..., K] in float32; a result scale means something for an fp8 result alone, as there."""
+    if B_scale.numel() != 1 and (*B_scale.shape,) != (1, B.shape[1]):
+        raise ValueError(
+            f"B_scale must be one number or {(1, B.shape[1])}, one for each column of B, but its shape is "
+            f"{(*B_scale.shape,)}"
+        )
+    if A_scale.numel() == 1:
+        A_scale = A_scale.reshape(())
+    product = (A.float() @ B.float()) * A_scale * B_scale.reshape(-1)
+    if bias is not None:
+        product = product + bias
+    out_dtype = out_dtype or A.dtype
+    if result_scale is not None and out_dtype in _FP8:
+        product = product * result_scale
+    return product.to(out_dtype)
+
+
+def _as_dtypes(given: Sequence[Any]) -> list[torch.dtype | None]:
+    """A list of dtypes comes through the dispatcher as one of numbers."""
+    if all(dtype is None or isinstance(dtype, torch.dtype) for dtype in given):
+        return list(given)
+    return symmetric_memory()._maybe_convert_scalar_types_to_dtypes(list(given))
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """All ranks' parts, one behind the other in ``dim``; dim 0 of the memory is the gathered one."""
+    front = tensor.movedim(dim, 0).contiguous()
+    as_bytes = front.dtype in _FP8  # gloo sends none of these
+    gathered = wait(
+        start_all_gather(front.view(torch.uint8) if as_bytes else front, group, world_size(group))
+    )
+    return (gathered.view(front.dtype) if as_bytes else gathered).movedim(0, dim)
+
+
+def _reduce_scatter(whole: torch.Tensor, reduce_op: str, dim: int, group: str) -> torch.Tensor:
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"reduce_op must be 'sum' or 'avg', but it is {reduce_op!r}")
+    if whole.shape[dim] % world_size(group) != 0:
+        raise ValueError(
+            f"dim {dim} of {(*whole.shape,)} does not divide by the {world_size(group)} ranks to which it is scattered; "
+            "pad it"
+        )
+    scattered = wait(start_reduce_scatter(whole.movedim(dim, 0), group))
+    if reduce_op == "avg":
+        scattered = scattered / world_size(group)
+    return scattered.movedim(0, dim).contiguous()
+
+
+def symmetric_memory() -> Any:
+    # Imported when asked for: it loads torch.distributed's functional collectives and more.
+    return importlib.import_module("torch.distributed.symmetric_memory")
