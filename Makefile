@@ -99,7 +99,7 @@ format: $(VENV)/.linters  ## lets ruff and clang-format rewrite
 	find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
 
 clean:  ## what was built
-	rm -rf build dist *.egg-info overlap_torch/*.so overlap_torch/_build.json
+	rm -rf build dist *.egg-info overlap_torch/*.so overlap_torch/_plan.pyi overlap_torch/_build.json tests/*.so
 
 distclean: clean  ## and the environment
 	rm -rf .venv .venv-*
@@ -130,7 +130,7 @@ $(VENV)/.torch: | $(PY)
 	    $(CPU_INDEX)/torch/ 2>/dev/null; then index="--index-url $(CPU_INDEX)"; fi; \
 	echo "Installing $(TORCH) into $(VENV) ($${index:-some gigabytes, with its CUDA}); this takes minutes ..."; \
 	$(PIP) $$index "$(TORCH)"
-	$(PIP) "setuptools>=77,<82" wheel ninja pybind11
+	$(PIP) "setuptools>=77,<82" wheel ninja pybind11 pybind11-stubgen
 	@touch $@
 
 $(VENV)/.cutlass: | $(VENV)/.torch

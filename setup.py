@@ -1,5 +1,7 @@
 """Builds overlap_torch: one build.ninja for the op library `_C` and the modules `_plan` (planner) and `_eager` (calls).
 
+A checkout also gets `tests/_plan_test`, a module of the tests.
+
     pip install .                              against the torch that is installed (tools/build_backend.py)
     python setup.py build_ext --inplace        the same, into the checkout (what `make build` runs)
     python setup.py build_plan                 only `_plan`, into the checkout; needs no CUDA
@@ -49,6 +51,9 @@ from toolchain import (  # noqa: E402  (found through the path above)
 PLAN_NAME = f"_plan{sysconfig.get_config_var('EXT_SUFFIX')}"
 EAGER_NAME = f"_eager{sysconfig.get_config_var('EXT_SUFFIX')}"
 EXTENSIONS = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}  # and their files
+# What tests ask beyond `_plan`, and the types of `_plan`, which a build has only where pybind11-stubgen is installed.
+PLAN_TEST_NAME = f"_plan_test{sysconfig.get_config_var('EXT_SUFFIX')}"
+PLAN_STUB_NAME = "_plan.pyi"
 PROFILE = "overlap_torch/profiles/h200.json"
 PLANNER_FOLDER = "build/plan"  # the objects that know neither torch nor CUDA, for every build
 # One row for each Hopper GEMM: kernel, data types of the operand, with the stores to peers or without.
@@ -84,8 +89,8 @@ class Edge:
     depends: list[str] = field(default_factory=list)
 
 
-def sources(pattern: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/{pattern}"))
+def sources(pattern: str, folder: str = "csrc") -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"{folder}/{pattern}"))
 
 
 def isystem(paths: Iterable[Path | str]) -> list[str]:
@@ -134,11 +139,41 @@ def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) 
 
 
 def plan_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
-    """`_plan`: the planner's pybind11 module."""
-    files = [f"csrc/binding/{name}_module.cc" for name in ("plan", "steps", "proof")]
+    """`_plan`: the planner's pybind11 module, and its stub."""
+    files = [f"csrc/binding/{name}_module.cc" for name in ("plan", "planner", "steps", "proof")]
     module = module_edges(folder, files, [pybind11_include()])
     inputs = objects(planner_edges(folder) + module)
-    return [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
+    edges = [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
+    if importlib.util.find_spec("pybind11_stubgen"):
+        tool = "tools/plan_stub.py"
+        stub = f"{folder}/{PLAN_STUB_NAME}"
+        edges.append(Edge("plan_stub", stub, [f"{folder}/{PLAN_NAME}"], [], [tool]))
+    return edges
+
+
+def plan_test_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
+    """`_plan_test`: what tests ask beyond `_plan`."""
+    module = module_edges(folder, sources("plan_test/*.cc", "tests"), [pybind11_include()])
+    shared = [
+        file for file in objects(plan_edges(folder)) if not file.endswith("/plan_module.cc.o")
+    ]
+    inputs = objects(planner_edges(folder) + module) + shared
+    return [*module, Edge("link", f"{folder}/{PLAN_TEST_NAME}", inputs, [])]
+
+
+def planner_module_edges(in_checkout: bool) -> list[Edge]:
+    """All that is built in PLANNER_FOLDER; the tests' module for a checkout only."""
+    return [*planner_edges(), *plan_edges(), *(plan_test_edges() if in_checkout else [])]
+
+
+def place_planner(package: Path, in_checkout: bool) -> None:
+    """Puts `_plan`, its stub if one was made, and the tests' module where they are imported from."""
+    built = ROOT / PLANNER_FOLDER
+    place(built / PLAN_NAME, package / PLAN_NAME)
+    if (built / PLAN_STUB_NAME).exists():
+        place(built / PLAN_STUB_NAME, package / PLAN_STUB_NAME)
+    if in_checkout:
+        place(built / PLAN_TEST_NAME, ROOT / "tests" / PLAN_TEST_NAME)
 
 
 def torch_headers(torch: ModuleType) -> list[Path]:
@@ -247,6 +282,7 @@ def rule_commands(cuda: Cuda | None) -> dict[str, list[str]]:
         "program": [*find_cxx(), *"$in $flags -o $out".split()],
         "embed": [sys.executable, *"tools/embed.py $in $out $flags".split()],
         "source_hash": [sys.executable, *"tools/source_hash.py $out $in".split()],
+        "plan_stub": [sys.executable, *"tools/plan_stub.py $in $out".split()],
     }
     if cuda:
         rules["nvcc"] = [*cached, str(cuda.nvcc), "-ccbin", find_cxx()[0], *compile_]
@@ -351,13 +387,13 @@ class build_ext(setuptools_build_ext):
             reason = str(error)
             announce_no_cuda(reason)
         folder = f"build/torch-{torch.__version__}-{'cuda' if cuda else 'cpu'}"
-        run_ninja(PLANNER_FOLDER, planner_edges() + plan_edges())
+        in_checkout = bool(self.inplace or self.editable_mode)
+        run_ninja(PLANNER_FOLDER, planner_module_edges(in_checkout))
         run_ninja(folder, eager_edges(folder, torch) + op_edges(folder, torch, cuda), cuda)
         built = ROOT / folder
         (built / "_build.json").write_text(build_record(torch, cuda, reason))
-        in_checkout = self.inplace or self.editable_mode
         package = (ROOT if in_checkout else Path(self.build_lib)) / "overlap_torch"
-        place(ROOT / PLANNER_FOLDER / PLAN_NAME, package / PLAN_NAME)
+        place_planner(package, in_checkout)
         for name in (EXTENSIONS["_C"], EAGER_NAME, "_build.json"):
             place(built / name, package / name)
 
@@ -371,9 +407,9 @@ def requirement() -> str:
 
 
 def build_plan() -> None:
-    """Builds only `_plan`, into the checkout."""
-    run_ninja(PLANNER_FOLDER, planner_edges() + plan_edges())
-    place(ROOT / PLANNER_FOLDER / PLAN_NAME, ROOT / "overlap_torch" / PLAN_NAME)
+    """Builds only `_plan` and the tests' `_plan_test`, into the checkout."""
+    run_ninja(PLANNER_FOLDER, planner_module_edges(in_checkout=True))
+    place_planner(ROOT / "overlap_torch", in_checkout=True)
 
 
 def build_kernel_check() -> Path:
@@ -413,7 +449,7 @@ def main() -> None:
         py_modules=["overlap_torch_plugins"],
         package_dir={"overlap_torch": "overlap_torch", "overlap_torch.benchmarks": "benchmarks"},
         package_data={
-            "overlap_torch": ["py.typed", "*.pyi", "profiles/*.json", "include/overlap/*.cuh"],
+            "overlap_torch": ["py.typed", "profiles/*.json", "include/overlap/*.cuh"],
             "overlap_torch.benchmarks": ["*.json"],
         },
         # No sources: build_ext finds them by the conventions above.

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from overlap_torch import _plan
-from overlap_torch import plan as plans
 from overlap_torch._plan import (
     Collective,
     DType,
@@ -32,6 +30,7 @@ from overlap_torch._plan import (
     Resources,
     Transport,
 )
+from tests import _plan_test
 from tests.planner_problems import MACHINES, families, problems
 
 WORLDS = range(2, 9)
@@ -107,13 +106,13 @@ class Case:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def fault(self) -> str:
-        return _plan.find_fault(**self.arguments)
+        return _plan_test.find_fault(**self.arguments)
 
     def structures(self) -> list[tuple[int, int]]:
-        return _plan.structures(**self.arguments)
+        return _plan_test.structures(**self.arguments)
 
     def unnoticed(self, rank: int, work: bool = False) -> tuple[int, list[tuple[int, str, bool]]]:
-        return _plan.unnoticed(**self.arguments, rank=rank, work=work)
+        return _plan_test.unnoticed(**self.arguments, rank=rank, work=work)
 
     def __str__(self) -> str:
         ranks = "".join("k" if takes else "-" for takes in self.kernel_takes)

@@ -7,8 +7,9 @@ import pytest
 
 from machines import big, hopper
 from overlap_torch import plan
-from overlap_torch._plan import agree, make_kernel_plan, serial_by
+from overlap_torch._plan import make_kernel_plan
 from overlap_torch.plan import Machine, Op, Profile, Schedule, Transport
+from tests._plan_test import agree, serial_by
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM, Op.GEMM_ALLTOALL)
 

@@ -17,6 +17,7 @@ import overlap_torch
 import rank_pool
 from overlap_torch import _plan, _tile_orders, plan
 from overlap_torch.plan import Machine, Op, Problem
+from tests import _plan_test
 
 TILE = (32, 32)
 # Whole tiles, and tiles that reach beyond the matrix and across the ranks' parts.
@@ -498,7 +499,7 @@ def test_kernels_chunks_follow_the_kernels_time():
 def test_kernels_plans_are_those_of_the_smallest_price(op, machine, comm_sms):
     problem = Problem(8192, 4096, 4096, torch.bfloat16, 2, op)
     for kernel_us in (5.0, 80.0, 400.0, 2000.0, 20000.0):
-        weighed = _plan.kernel_candidates(problem, machine, (128, 128), kernel_us, comm_sms)
+        weighed = _plan_test.kernel_candidates(problem, machine, (128, 128), kernel_us, comm_sms)
         chosen = _plan.make_kernel_plan(problem, machine, (128, 128), kernel_us, comm_sms)
         prices = [price_us(one, machine, kernel_us) for one in weighed]
         assert len(weighed[0].chunks) == 1

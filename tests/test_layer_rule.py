@@ -35,22 +35,21 @@ ALLOWED = {
         r"(binding|cpu|runtime|kernels|planner|steps|plan)/.+",
     ],
     # The planner's Python module is built where there is no torch.
-    "binding/plan_module.cc": [
-        STANDARD,
-        r"pybind11/.+",
-        r"binding/steps_module\.h",
-        r"(plan|planner)/.+",
-        r"steps/costs\.h",
-    ],
-    "binding/steps_module.h": [STANDARD, r"pybind11/.+"],
     **{
-        f"binding/{name}_module.cc": [
+        f"binding/{name}": [
             STANDARD,
             r"pybind11/.+",
-            r"binding/steps_module\.h",
-            r"(plan|steps)/.+",
+            r"binding/(fields|steps)_module\.h",
+            r"(plan|planner|steps)/.+",
         ]
-        for name in ("steps", "proof")
+        for name in (
+            "fields_module.h",
+            "plan_module.cc",
+            "planner_module.cc",
+            "proof_module.cc",
+            "steps_module.cc",
+            "steps_module.h",
+        )
     },
 }
 

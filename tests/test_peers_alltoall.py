@@ -27,6 +27,7 @@ from peers import (
     skip_unless_it_runs,
 )
 from plans import chunked_plan
+from tests import _plan_test
 
 of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
@@ -77,7 +78,7 @@ def stores(case: Case, kernel: Kernel, counts: Counts) -> bool:
     plan = peer_plan(case, ALL_TO_ALL, 1, kernel)
     rank = dist.get_rank()
     machine = plan_module.machine(rank_device())
-    return plan_module._plan.stores_messages(plan, machine, rank, counts[rank])
+    return _plan_test.stores_messages(plan, machine, rank, counts[rank])
 
 
 def check_both(

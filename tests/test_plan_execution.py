@@ -21,6 +21,7 @@ from overlap_torch import plan as plan_module
 from overlap_torch.plan import Kernel, Layout, Plan, Schedule
 from peers import fixed_counts
 from plans import GPU_KERNELS, overlapped_plans, sequential_plan
+from tests import _plan_test
 
 every_op = pytest.mark.parametrize("op", list(OPS))
 
@@ -225,7 +226,7 @@ def check_rows_apart_and_in_turn(kernel: Kernel) -> tuple[int, list[str]]:
     ):
         receive = [row[rank] for row in counts]
         sms = machine.sm_count - 24
-        apart = plan_module._plan.computes_apart(plan, machine, rank, counts[rank], receive, sms)
+        apart = _plan_test.computes_apart(plan, machine, rank, counts[rank], receive, sms)
         with fixed_counts(counts):
             for _ in range(3):
                 check_plan(failures, case, plan, counts, "apart", apart, op="gemm_alltoall")

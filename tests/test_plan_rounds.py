@@ -13,6 +13,7 @@ from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.plan import MAX_CHUNKS, DType, Kernel, Op, Plan, Problem
 from plan_grids import Grid, parted_plans_and_grids
+from tests import _plan_test
 
 settings.register_profile("plan", deadline=None)
 settings.load_profile("plan")
@@ -30,7 +31,7 @@ def arrivals(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
 @given(arrivals())
 def test_gather_launches_take_every_tile_once_and_none_too_early(case) -> None:
     arriving, cluster, _, _ = case
-    launches = _plan.gather_launches(*case)
+    launches = _plan_test.gather_launches(*case)
     assert len(launches) == len(arriving)
     there = end_before = 0
     for count, (begin, end, _) in zip(arriving, launches, strict=True):
@@ -49,7 +50,7 @@ def rounds_of(launches: list[tuple[int, int, int]]) -> int:
 def test_gather_launches_take_all_that_is_there_or_leave_less_than_a_round(case) -> None:
     arriving, cluster, beside, alone = case
     grid = max(beside // cluster, 1) * cluster
-    *launches, last = _plan.gather_launches(*case)
+    *launches, last = _plan_test.gather_launches(*case)
     there = 0
     for count, (begin, end, at_once) in zip(arriving, launches, strict=False):
         there += count
@@ -63,7 +64,7 @@ def test_gather_launches_take_all_that_is_there_or_leave_less_than_a_round(case)
 @given(arrivals())
 def test_gather_launches_leave_tiles_only_to_save_a_round(case) -> None:
     arriving, cluster, beside, _ = case
-    launches = _plan.gather_launches(*case)
+    launches = _plan_test.gather_launches(*case)
     grid = max(beside // cluster, 1) * cluster
     # Each computing all that has arrived.
     apart = sum(math.ceil(count / grid) for count in arriving[:-1])
@@ -74,8 +75,8 @@ def test_gather_launches_leave_tiles_only_to_save_a_round(case) -> None:
         there += arriving[i]
         if end < there:  # taking them now, and all behind as before, is a round more
             taken, *behind = [there - end + arriving[i + 1], *arriving[i + 2 :]]
-            rest = _plan.gather_launches([taken, *behind], *case[1:])
-            without = _plan.gather_launches(arriving[i + 1 :], *case[1:])
+            rest = _plan_test.gather_launches([taken, *behind], *case[1:])
+            without = _plan_test.gather_launches(arriving[i + 1 :], *case[1:])
             assert rounds_of(rest) < 1 + rounds_of(without)
 
 
@@ -83,7 +84,7 @@ def test_gather_launches_leave_tiles_only_to_save_a_round(case) -> None:
 def test_gather_launches_take_no_more_rounds_than_one_launch(case) -> None:
     """But for those that find less than a round: one more for each. Rounds of one launch: beside communication."""
     arriving, cluster, beside, _ = case
-    launches = _plan.gather_launches(*case)
+    launches = _plan_test.gather_launches(*case)
     grid = max(beside // cluster, 1) * cluster
     short = sum((end - begin) % grid != 0 for begin, end, _ in launches[:-1])
     assert rounds_of(launches) <= math.ceil(sum(arriving) / grid) + short
@@ -91,15 +92,15 @@ def test_gather_launches_take_no_more_rounds_than_one_launch(case) -> None:
 
 def test_gather_launches_of_two_ranks() -> None:
     # 32 x 32 tiles on 132 SMs, of which communication takes 8: four rounds of own rows, then all the rest in four more.
-    assert _plan.gather_launches([512, 512], 2, 124, 132) == [(0, 496, 124), (496, 1024, 132)]
+    assert _plan_test.gather_launches([512, 512], 2, 124, 132) == [(0, 496, 124), (496, 1024, 132)]
     # In chunks {1, 3} the own rows' fifth round costs nothing, but what is left of the first chunk's goes into the last
     # launch: four rounds, or one and three.
-    chunks = _plan.gather_launches([512, 128, 384], 2, 124, 132)
+    chunks = _plan_test.gather_launches([512, 128, 384], 2, 124, 132)
     assert chunks == [(0, 512, 124), (512, 636, 124), (636, 1024, 132)]
     # 16 x 64 tiles, of which communication takes 2 SMs: two rounds now and two later, or one now and three later.
-    assert _plan.gather_launches([256, 256], 2, 130, 132) == [(0, 256, 130), (256, 512, 132)]
+    assert _plan_test.gather_launches([256, 256], 2, 130, 132) == [(0, 256, 130), (256, 512, 132)]
     # An odd grid is of whole clusters; less than a round is taken whole, and nothing is left.
-    few = _plan.gather_launches([6, 0, 2, 2], 2, 7, 9)
+    few = _plan_test.gather_launches([6, 0, 2, 2], 2, 7, 9)
     assert few == [(0, 6, 6), (6, 6, 6), (6, 8, 6), (8, 10, 8)]
 
 
@@ -109,9 +110,9 @@ def test_plan_gather_launches_cover_the_grid(case: tuple[Plan, Grid], sms: int) 
     per_part = [tiles // grid.parts for tiles in grid.chunks]
     arriving = [sum(per_part), *(tiles * (grid.parts - 1) for tiles in per_part)]
     beside = max(1, sms - plan.resources.comm_sms)
-    launches = _plan.plan_gather_launches(plan, sms)
+    launches = _plan_test.plan_gather_launches(plan, sms)
     if plan.kernel != Kernel.LIBRARY:
-        assert launches == _plan.gather_launches(arriving, plan.cluster_m, beside, sms)
+        assert launches == _plan_test.gather_launches(arriving, plan.cluster_m, beside, sms)
         return
     # The framework's GEMM computes what has arrived.
     assert [end - begin for begin, end, _ in launches] == arriving
@@ -176,7 +177,7 @@ def test_plan_gather_rows_of_as_many_chunks_as_a_plan_may_have(kernel: str, tile
 def test_plan_gather_rows_are_of_overlapped_all_gathers() -> None:
     problem = Problem(512, 256, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
     scatter = plans.row_panels(problem, 1)
-    for call in (_plan.plan_gather_launches, lambda plan, n: _plan.gather_rows(plan, n, 0)):
+    for call in (_plan_test.plan_gather_launches, lambda plan, n: _plan.gather_rows(plan, n, 0)):
         with pytest.raises(ValueError, match="overlapped plans of allgather_gemm, not of gemm_red"):
             call(scatter, 132)
     problem.op = Op.ALLGATHER_GEMM

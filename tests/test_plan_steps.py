@@ -11,6 +11,7 @@ from machines import ada, big, cpu, hopper, slow
 from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.plan import Kernel, Machine, Op, Plan, Problem, Resources, Transport
+from tests import _plan_test
 
 MACHINES = {
     "peers": hopper(windows=True, peer_gbps=350.0),
@@ -251,7 +252,7 @@ def test_plan_steps_as_text_say_what_they_wait_for() -> None:
         Resources(comm_sms=8),
         8,
     )
-    text = _plan.steps_text(plan, 0, MACHINES["nccl"], bias=True).splitlines()
+    text = _plan_test.steps_text(plan, 0, MACHINES["nccl"], bias=True).splitlines()
     mib = 8 << 20
     assert text[2:] == [
         "#0 caller fork side_lanes=1 copies=1",

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import ada, big, cpu, hopper, slow, total
-from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.plan import (
     Collective,
@@ -22,6 +21,7 @@ from overlap_torch.plan import (
     Schedule,
     Transport,
 )
+from tests import _plan_test
 
 TRAIN_NK = [(8192, 7168), (8192, 2048), (4096, 3584), (16384, 4096)]
 
@@ -245,7 +245,7 @@ def test_planner_keeps_the_sequence_inside_its_margins(dtype, k, share, looser) 
     assert beyond > 0
 
 
-# What torch.mm took on an H200: docs/notes.md, "The framework's GEMM by chunks".
+# What torch.mm took on an H200: benchmarks/notes.md, "The framework's GEMM by chunks".
 @pytest.mark.parametrize(
     ("n", "k", "measured_us"),
     [(8190, 7168, 1776), (8191, 7168, 5143), (8192, 7166, 1991), (8192, 7167, 3973)],
@@ -443,10 +443,10 @@ def test_planner_spreads_stores_as_far_as_the_link_has_time(op, shape, kernel, l
     rows = shape[0] // 2 // 128
     plan = plans.row_panels(problem, [rows], kernel=kernel, transport="peer")
     machine = hopper(**TWO_H200, peer_gbps=365.0)
-    assert least <= _plan.store_spread_us(plan, machine) <= most
-    assert _plan.store_spread_us(plan, hopper(**TWO_H200, peer_gbps=0.0)) == 0.0
+    assert least <= _plan_test.store_spread_us(plan, machine) <= most
+    assert _plan_test.store_spread_us(plan, hopper(**TWO_H200, peer_gbps=0.0)) == 0.0
     with pytest.raises(ValueError, match="only rings and direct plans"):
-        _plan.store_spread_us(plans.make_sequential(problem, machine), machine)
+        _plan_test.store_spread_us(plans.make_sequential(problem, machine), machine)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import machine_table
 from machines import ada, big, hopper, slow, total
 from overlap_torch import plan
-from overlap_torch._plan import make_plan_between
 from overlap_torch.plan import Kernel, Machine, Op, Problem, Schedule, Transport
+from tests._plan_test import make_plan_between
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
 MEASURED_ARCH = 90  # of the shipped profile

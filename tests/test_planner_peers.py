@@ -22,6 +22,7 @@ from overlap_torch.plan import (
     Schedule,
     Transport,
 )
+from tests import _plan_test
 
 COLLECTIVES = {
     Op.GEMM_ALLREDUCE: Collective.RING,
@@ -215,7 +216,7 @@ def stores(
 ) -> bool:
     problem = big(m=0, op=Op.GEMM_ALLTOALL, world_size=len(send_rows), **changes)
     plan = plans.make_all_to_all(problem, kernel, resources, 0, Transport.PEER)
-    return plans._plan.stores_messages(plan, machine, rank, send_rows)
+    return _plan_test.stores_messages(plan, machine, rank, send_rows)
 
 
 @pytest.mark.parametrize(
@@ -285,18 +286,18 @@ def test_all_to_all_stores_are_for_its_plans_over_peers() -> None:
     reduction = plans.at_once(big(m=64))
     for plan in (over_nccl, reduction):
         with pytest.raises(ValueError, match="stores_messages is for plans of gemm_alltoall over"):
-            plans._plan.stores_messages(plan, fast(), 0, [1, 1])
+            _plan_test.stores_messages(plan, fast(), 0, [1, 1])
     plan = plans.make_all_to_all(*made, Transport.PEER)
     for rank, rows in ((2, [1, 1]), (-1, [1, 1]), (0, [1]), (0, [1, 1, 1])):
         with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
-            plans._plan.stores_messages(plan, fast(), rank, rows)
+            _plan_test.stores_messages(plan, fast(), rank, rows)
 
 
 def rows_beside(rank: int, send_rows: list[int], receive_rows: list[int], sms: int = 108) -> int:
     plan = plans.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
     machine = hopper(windows=True)
     counts = (send_rows, receive_rows)
-    return plans._plan.rows_beside_exchange(plan, machine, rank, *counts, sms)
+    return _plan_test.rows_beside_exchange(plan, machine, rank, *counts, sms)
 
 
 @given(st.integers(0, 1), *[st.integers(0, 40_000)] * 3, st.integers(54, 132))
@@ -348,19 +349,19 @@ def test_all_to_all_of_two_ranks_computes_apart_where_that_was_faster(shape, apa
     machine = hopper(windows=True)
     halves = [m // 2, m - m // 2]
     for rank in (0, 1):
-        assert plans._plan.computes_apart(plan, machine, rank, halves, halves, 108) == apart
+        assert _plan_test.computes_apart(plan, machine, rank, halves, halves, 108) == apart
 
 
 def test_all_to_all_of_two_ranks_computes_apart_what_a_slow_link_takes_longer_for() -> None:
     # An exchange that takes as long beside a GEMM as alone, and longer than launches of half-empty rounds.
     plan = plans.make_all_to_all(big(m=0, n=4096, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
     for machine, apart in ((hopper(windows=True), False), (slow(), True)):
-        assert plans._plan.computes_apart(plan, machine, 0, [768] * 2, [768] * 2, 108) == apart
+        assert _plan_test.computes_apart(plan, machine, 0, [768] * 2, [768] * 2, 108) == apart
 
 
 @pytest.mark.parametrize("asked", ["rows_beside_exchange", "computes_apart"])
 def test_what_two_ranks_compute_beside_an_exchange_is_asked_of_plans_over_nccl(asked: str) -> None:
-    ask = getattr(plans._plan, asked)
+    ask = getattr(_plan_test, asked)
     made = (Kernel.SM90_PINGPONG, plans.Resources(), 0)
     for problem, transport in (
         (big(m=0, op=Op.GEMM_ALLTOALL), Transport.PEER),

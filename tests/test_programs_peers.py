@@ -46,6 +46,7 @@ from programs import (
     templates,
 )
 from test_peers_graphs import Captured, Found
+from tests import _plan_test
 
 PEERS = steps_proof.PEERS
 PINGPONG = Kernel.SM90_PINGPONG
@@ -202,7 +203,7 @@ def test_proof_over_peers_misses_each_wait_flag_and_piece_of_work(op, engines):
     """By mutation: with the kernel on all ranks there is no wait that another one makes redundant."""
     for _, plan in plans_of(op, 2, engines, chunks=1):
         for work in (False, True):
-            tried, found = _plan.unnoticed(plan, PEERS, (True, True), 1, work)
+            tried, found = _plan_test.unnoticed(plan, PEERS, (True, True), 1, work)
             assert tried > 4
             assert found == []
 

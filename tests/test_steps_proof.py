@@ -17,7 +17,7 @@ import pytest
 from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch._plan import DType, Kernel, Machine, Op, Plan, Problem, Transport
-from tests import steps_proof
+from tests import _plan_test, steps_proof
 from tests.planner_problems import MACHINES
 from tests.steps_proof import PEERS, Case
 
@@ -76,7 +76,7 @@ def test_steps_proof_communication_is_alike_whatever_a_ranks_operands_are() -> N
     for case in steps_proof.classes().values():
         # Of an all-to-all the rows decide, which differ by call.
         key = (str(case.plan), repr(case.machine), case.rows, case.longest_message)
-        texts.setdefault(key, set()).update(_plan.communication(**case.arguments))
+        texts.setdefault(key, set()).update(_plan_test.communication(**case.arguments))
     assert len(texts) > 900
     assert [key for key, found in texts.items() if len(found) != 1] == []
 
@@ -111,7 +111,7 @@ def test_steps_proof_of_several_plans_in_a_row_finds_no_fault(world: int) -> Non
     for _ in range(60 if world < 8 else 15):
         calls = draw.choices(choices, k=6)
         takes = [draw.random() < 0.7 for _ in range(world)]
-        assert _plan.find_fault_in_a_row(calls, PEERS, takes) == "", (calls, takes)
+        assert _plan_test.find_fault_in_a_row(calls, PEERS, takes) == "", (calls, takes)
 
 
 # --- by mutation ---
@@ -356,14 +356,14 @@ def test_validate_counts_the_sms_of_the_machine_that_it_is_given() -> None:
 def test_find_fault_refuses_what_does_not_fit_the_plan(arguments: dict, message: str) -> None:
     given = {"kernel_takes": [True, True], **arguments}
     with pytest.raises(ValueError, match=message):
-        _plan.find_fault(panels(8, 2), PEERS, **given)
+        _plan_test.find_fault(panels(8, 2), PEERS, **given)
 
 
 def test_find_fault_in_a_row_refuses_no_plans() -> None:
     with pytest.raises(ValueError, match="give one for each call"):
-        _plan.find_fault_in_a_row([], PEERS, [True, True])
+        _plan_test.find_fault_in_a_row([], PEERS, [True, True])
 
 
 def test_unnoticed_refuses_a_rank_that_the_plan_has_not() -> None:
     with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks"):
-        _plan.unnoticed(panels(8, 2), PEERS, [True, True], 2)
+        _plan_test.unnoticed(panels(8, 2), PEERS, [True, True], 2)

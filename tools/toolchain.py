@@ -33,7 +33,7 @@ DTYPES = {
     "e5m2": "kFloat8E5M2",
 }
 MIN_TORCH = (2, 11)
-BUILD_INSTALL = 'pip install "setuptools>=77,<82" ninja pybind11'
+BUILD_INSTALL = 'pip install "setuptools>=77,<82" ninja pybind11 pybind11-stubgen'
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
 CUTLASS_INSTALL = f"pip install --no-deps {CUTLASS_REQUIREMENT}"
 

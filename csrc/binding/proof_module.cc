@@ -1,104 +1,26 @@
-// What the simulation of all ranks' steps finds, for Python, in overlap_torch._plan. Knows no torch.
+// A plan's proof for Python, in overlap_torch._plan. Knows no torch.
+#include "steps/proof.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <optional>
 #include <stdexcept>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "binding/steps_module.h"
 #include "plan/agreement.h"
-#include "steps/proof.h"
-
-namespace py = pybind11;
 
 namespace overlap::binding {
 namespace {
 
 using plan::Machine;
-using plan::Op;
 using plan::Plan;
-
-// Columns of each weight, and whether the plan's kernel takes it.
-using Weights = std::vector<std::pair<int64_t, bool>>;
-using Rows = std::vector<std::vector<int64_t>>;
-
-[[noreturn]] void refuse(const std::string& what) {
-  throw py::value_error(what);
-}
-
-void check_sizes(const Plan& plan, const std::vector<bool>& kernel_takes, const Rows& rows) {
-  const auto world = static_cast<size_t>(plan.problem.world_size);
-  if (kernel_takes.size() != world) {
-    refuse("kernel_takes has " + std::to_string(kernel_takes.size()) + " values, the plan has " +
-           std::to_string(world) + " ranks: give one for each");
-  }
-  const bool wanted = plan.problem.op == Op::kGemmAllToAll;
-  const bool square =
-      rows.size() == (wanted ? world : 0) &&
-      std::all_of(rows.begin(), rows.end(), [world](const auto& row) {
-        return row.size() == world &&
-               std::all_of(row.begin(), row.end(), [](int64_t count) { return count >= 0; });
-      });
-  if (!square) {
-    refuse(
-        "rows[a][b], what rank a sends to rank b, is for gemm_alltoall: " + std::to_string(world) +
-        " x " + std::to_string(world) + " counts of 0 or more there, none else");
-  }
-}
-
-steps::Ranks ranks_of(const Plan& plan, const Machine& machine,
-                      const std::vector<bool>& kernel_takes, bool bias, const Weights& weights,
-                      const Rows& rows, int64_t longest_message) {
-  plan::validate(plan);
-  check_sizes(plan, kernel_takes, rows);
-  const bool has_kernel = steps::takes_by_default(plan);
-  steps::Ranks ranks{plan, machine, {}};
-  for (size_t rank = 0; rank < kernel_takes.size(); ++rank) {
-    steps::Variant variant;
-    variant.kernel_takes = kernel_takes[rank] && has_kernel;
-    variant.bias = bias;
-    for (const auto& [columns, takes] : weights) {
-      variant.weights.push_back({columns, takes && variant.kernel_takes && columns > 0});
-    }
-    for (size_t peer = 0; peer < rows.size(); ++peer) {
-      variant.send_rows.push_back(rows[rank][peer]);
-      variant.receive_rows.push_back(rows[peer][rank]);
-    }
-    variant.longest_message = longest_message;
-    ranks.variants.push_back(variant);
-  }
-  return ranks;
-}
-
-std::string text(const std::optional<steps::Fault>& fault) {
-  return fault ? fault->what : "";
-}
 
 void refuse_faults(const Plan& plan, const std::optional<Machine>& machine) {
   plan::validate(plan);
   if (machine) plan::check_serial(plan, *machine);
   const auto fault = steps::find_fault(plan, machine ? *machine : steps::usual_machine(plan));
   if (fault) throw std::invalid_argument(plan.to_string() + ": " + fault->what);
-}
-
-// A function of what the ranks of a call can differ in.
-template <typename Function>
-void def_of_ranks(py::module_& m, const char* name, Function function, const char* doc) {
-  m.def(
-      name,
-      [function](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
-                 bool bias, const Weights& weights, const Rows& rows, int64_t longest_message) {
-        return function(
-            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message));
-      },
-      py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("bias") = false,
-      py::arg("weights") = Weights{}, py::arg("rows") = Rows{}, py::arg("longest_message") = 0,
-      doc);
 }
 
 }  // namespace
@@ -116,74 +38,6 @@ are held, nothing is read or written too early, and the results are the op's. Wh
 `machine`: whose SMs there are; by default a Hopper of 132.)");
   m.def("usual_machine", &steps::usual_machine, py::arg("plan"),
         "What `validate` takes a plan's machine to be where none is given.");
-  def_of_ranks(
-      m, "find_fault", [](const steps::Ranks& ranks) { return text(steps::find_fault(ranks)); },
-      R"(What is wrong with the steps of all ranks, or nothing.
-
-`kernel_takes`: for each rank whether the plan's kernel takes its operands. `weights`: of an all-gather, (columns, takes).
-`rows[a][b]`: of gemm_alltoall, what rank a sends to rank b; `longest_message`: bytes of the longest one, as far as the
-ranks have told each other.)");
-  def_of_ranks(
-      m, "structures",
-      [](const steps::Ranks& ranks) {
-        const std::vector<steps::StepList> plain = steps::lower_all(ranks, false);
-        const std::vector<steps::StepList> captured = steps::lower_all(ranks, true);
-        std::vector<std::pair<uint64_t, uint64_t>> hashes;
-        for (size_t rank = 0; rank < plain.size(); ++rank) {
-          hashes.emplace_back(steps::structure(plain[rank]), steps::structure(captured[rank]));
-        }
-        return hashes;
-      },
-      "Of each rank a hash of its steps without their sizes, of plain calls and of captured ones.");
-  def_of_ranks(
-      m, "communication",
-      [](const steps::Ranks& ranks) {
-        std::vector<std::string> texts;
-        for (const steps::StepList& list : steps::lower_all(ranks, false)) {
-          texts.push_back(steps::communication(list));
-        }
-        return texts;
-      },
-      "What each rank must do as all others do, as text.");
-  m.def(
-      "unnoticed",
-      [](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
-         int32_t rank, bool work, bool bias, const Weights& weights, const Rows& rows,
-         int64_t longest_message) {
-        const steps::Ranks ranks =
-            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message);
-        if (rank < 0 || rank >= plan.problem.world_size) {
-          refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
-                 std::to_string(plan.problem.world_size) + " ranks");
-        }
-        const auto change = work ? steps::Change::kWork : steps::Change::kOrder;
-        int64_t tried = 0;
-        std::vector<std::tuple<int32_t, std::string, bool>> found;
-        for (const steps::Unnoticed& one : steps::unnoticed(ranks, rank, change, tried)) {
-          found.emplace_back(one.step, one.what, one.captured);
-        }
-        return std::pair(tried, found);
-      },
-      py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("rank"),
-      py::arg("work") = false, py::arg("bias") = false, py::arg("weights") = Weights{},
-      py::arg("rows") = Rows{}, py::arg("longest_message") = 0,
-      R"(Which single waits, dependencies, signals and joins can be taken out of a rank's steps without a fault.
-
-`work`: instead, which steps' work can be left out, and which places shifted. Returns how many were tried, and of each
-that was not found: step, what was changed, and whether in the steps of captured calls.)");
-  m.def(
-      "find_fault_in_a_row",
-      [](const std::vector<Plan>& plans, const Machine& machine,
-         const std::vector<bool>& kernel_takes) {
-        if (plans.empty()) refuse("no plans: give one for each call");
-        std::vector<steps::Ranks> calls;
-        for (const Plan& plan : plans) {
-          calls.push_back(ranks_of(plan, machine, kernel_takes, false, {}, {}, 0));
-        }
-        return text(steps::find_fault(calls));
-      },
-      py::arg("plans"), py::arg("machine"), py::arg("kernel_takes"),
-      "The same of calls of several plans, one after the other.");
 }
 
 }  // namespace overlap::binding

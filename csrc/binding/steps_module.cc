@@ -11,21 +11,12 @@
 #include "steps/price.h"
 #include "steps/step.h"
 
-namespace py = pybind11;
-
 namespace overlap::binding {
 namespace {
 
 using plan::Machine;
 using plan::Op;
 using plan::Plan;
-
-// Columns of each weight, and whether the plan's kernel takes it.
-using Weights = std::vector<std::pair<int64_t, bool>>;
-
-[[noreturn]] void refuse(const std::string& what) {
-  throw py::value_error(what);
-}
 
 void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& rows) {
   const bool wanted = plan.problem.op == Op::kGemmAllToAll;
@@ -52,6 +43,8 @@ void check_weights(const Plan& plan, const Weights& weights) {
   refuse("the weights have " + std::to_string(columns) + " columns together, and the plan's n is " +
          std::to_string(plan.problem.n));
 }
+
+}  // namespace
 
 steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes,
                         bool bias, bool captured, const Weights& weights,
@@ -83,42 +76,10 @@ steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, 
   return steps::lower(plan, rank, machine, variant);
 }
 
-template <typename Print>
-void def_steps(py::module_& m, const char* name, Print print, const char* doc) {
-  m.def(
-      name,
-      [print](const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes, bool bias,
-              bool captured, const Weights& weights, const std::vector<int64_t>& send_rows,
-              const std::vector<int64_t>& receive_rows, int64_t longest_message) {
-        return print(lowered(plan, rank, machine, kernel_takes, bias, captured, weights, send_rows,
-                             receive_rows, longest_message),
-                     plan, rank, machine);
-      },
-      py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("kernel_takes") = true,
-      py::arg("bias") = false, py::arg("captured") = false, py::arg("weights") = Weights{},
-      py::arg("send_rows") = std::vector<int64_t>{},
-      py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("longest_message") = 0, doc);
-}
-
-}  // namespace
-
 void bind_steps(py::module_& m) {
-  const auto to_text = [](const steps::StepList& list, const Plan&, int32_t, const Machine&) {
-    return steps::to_string(list);
-  };
   const auto to_json = [](const steps::StepList& list, const Plan&, int32_t, const Machine&) {
     return steps::to_json(list);
   };
-  def_steps(m, "steps_text", to_text,
-            R"(What a rank enqueues for a call of the plan.
-
-A line for each step, behind those of what is made before and of tile orders.
-
-`kernel_takes`: whether the plan's kernel takes the operands; of an all-gather so for each of `weights`,
-(columns, takes), by default one of all columns. `captured`: the call is part of a CUDA graph. `send_rows`,
-`receive_rows`: of gemm_alltoall, for each rank; `longest_message`: bytes of the longest one of any rank, as
-far as the ranks have told each other; by default of this rank's. Raises ValueError where these do not fit
-the plan.)");
   m.def(
       "kernel_steps_json",
       [](const Plan& plan, int32_t rank, const Machine& machine, bool awaits,

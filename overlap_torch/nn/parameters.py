@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard

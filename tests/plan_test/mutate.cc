@@ -1,5 +1,5 @@
 // Lists that lack something or have something in another place, and which of them nobody notices.
-#include "steps/proof.h"
+#include "mutate.h"
 
 #include <algorithm>
 #include <type_traits>

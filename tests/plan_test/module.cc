@@ -1,0 +1,210 @@
+// What tests ask of plans, costs and the planner beyond overlap_torch._plan: not shipped.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding/steps_module.h"
+#include "plan/agreement.h"
+#include "plan/gather_rounds.h"
+#include "plan/plan.h"
+#include "planner/planner.h"
+#include "steps/costs.h"
+
+namespace overlap::binding {
+
+void bind_proof_tests(py::module_& m);
+
+namespace {
+
+using plan::Machine;
+using plan::Op;
+using plan::Plan;
+using plan::Problem;
+
+py::list launch_tuples(const std::vector<plan::GatherLaunch>& launches) {
+  py::list result;
+  for (const plan::GatherLaunch& launch : launches) {
+    result.append(py::make_tuple(launch.first_tile, launch.end_tile, launch.at_once));
+  }
+  return result;
+}
+
+void bind_gather(py::module_& m) {
+  m.def(
+      "gather_launches",
+      [](const std::vector<int32_t>& arriving, int32_t cluster_m, int32_t beside, int32_t alone) {
+        return launch_tuples(plan::gather_launches(arriving, cluster_m, beside, alone));
+      },
+      py::arg("arriving"), py::arg("cluster_m"), py::arg("beside"), py::arg("alone"),
+      "(first tile, end tile, tiles at a time) of each launch of an all-gather's GEMM; `arriving`: "
+      "the tiles that can be computed before each, beyond those before.");
+  m.def(
+      "plan_gather_launches",
+      [](const Plan& plan, int32_t sm_count) {
+        plan::validate(plan);
+        check_gather(plan);
+        return launch_tuples(plan::gather_launches(plan, sm_count));
+      },
+      py::arg("plan"), py::arg("sm_count"), "The same of a plan.");
+}
+
+void check_counts(const Plan& plan, int32_t rank, const std::vector<int64_t>& rows) {
+  const auto world = static_cast<size_t>(plan.problem.world_size);
+  if (rows.size() != world || rank < 0 || static_cast<size_t>(rank) >= world) {
+    throw py::value_error("rank " + std::to_string(rank) + " with " + std::to_string(rows.size()) +
+                          " counts of rows, allowed are ranks below " + std::to_string(world) +
+                          " and one count for each");
+  }
+}
+
+// What one of two ranks asks of its all-to-all over NCCL.
+template <auto kFunction>
+void def_pair(py::module_& m, const char* name, const char* doc) {
+  m.def(
+      name,
+      [name](const Plan& plan, const Machine& machine, int32_t rank,
+             const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+             int32_t sms_beside) {
+        plan::validate(plan);
+        if (plan.problem.op != Op::kGemmAllToAll || plan.problem.world_size != 2 ||
+            plan::over_peers(plan)) {
+          throw py::value_error(
+              std::string(name) +
+              " is for plans of gemm_alltoall between two ranks over nccl, not for " +
+              plan.to_string());
+        }
+        check_counts(plan, rank, send_rows);
+        check_counts(plan, rank, receive_rows);
+        if (sms_beside < 1) {
+          throw py::value_error("sms_beside is " + std::to_string(sms_beside) +
+                                ", allowed are 1 and more");
+        }
+        return kFunction(plan, machine, rank, send_rows, receive_rows, sms_beside);
+      },
+      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
+      py::arg("receive_rows"), py::arg("sms_beside"), doc);
+}
+
+void bind_alltoall(py::module_& m) {
+  m.def(
+      "stores_messages",
+      [](const Plan& plan, const Machine& machine, int32_t rank,
+         const std::vector<int64_t>& send_rows) {
+        plan::validate(plan);
+        if (plan.problem.op != Op::kGemmAllToAll || !plan::over_peers(plan)) {
+          throw py::value_error(
+              "stores_messages is for plans of gemm_alltoall over peers, not for " +
+              plan.to_string());
+        }
+        check_counts(plan, rank, send_rows);
+        return steps::stores_messages(plan, machine, rank, send_rows);
+      },
+      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
+      "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's "
+      "rows, "
+      "or, by a plan of one_launch, once for all, and stores them where they go; else the "
+      "framework's "
+      "computes all and a kernel sends them.");
+  def_pair<&steps::rows_beside_exchange>(
+      m, "rows_beside_exchange",
+      "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "
+      "SMs; the others come behind it, on all.");
+  def_pair<&steps::computes_apart>(
+      m, "computes_apart",
+      "Whether gemm_alltoall, on this rank, computes the peer's rows first and its own ones beside "
+      "NCCL's exchange; else the framework's GEMM computes all before it.");
+}
+
+void bind_planner_tests(py::module_& m) {
+  m.def(
+      "store_spread_us",
+      [](const Plan& plan, const Machine& machine) {
+        plan::validate(plan);
+        if (plan.collective != plan::Collective::kRing &&
+            plan.collective != plan::Collective::kDirect) {
+          throw py::value_error("only rings and direct plans store into peers' memory, not " +
+                                plan.to_string());
+        }
+        return steps::store_spread_us(plan, machine);
+      },
+      py::arg("plan"), py::arg("machine"),
+      "Microseconds over which a round of tiles leaves for the peers.");
+  m.def(
+      "agree",
+      [](const std::vector<Machine>& machines, const std::vector<int32_t>& nccl_versions,
+         const std::vector<uint64_t>& builds, std::vector<int32_t> serials) {
+        serials.resize(serials.empty() ? machines.size() : serials.size());
+        if (machines.empty() || nccl_versions.size() != machines.size() ||
+            builds.size() != machines.size() || serials.size() != machines.size()) {
+          throw py::value_error("agree takes lists of one length, 1 or more");
+        }
+        std::vector<plan::RankFacts> all;
+        for (size_t rank = 0; rank < machines.size(); ++rank) {
+          all.push_back(plan::facts_of(machines[rank], nccl_versions[rank], builds[rank],
+                                       static_cast<plan::Serial>(serials[rank])));
+        }
+        const plan::Agreement agreed = plan::agree(machines[0], all);
+        return py::make_tuple(agreed.machine, agreed.difference, agreed.why_serial);
+      },
+      py::arg("machines"), py::arg("nccl_versions"), py::arg("builds"),
+      py::arg("serials") = std::vector<int32_t>{},
+      "(machine, difference, why_serial): what ranks with these machines plan for; which of them "
+      "differs "
+      "in what; and whose kernels run one at a time; \"\" if none. `builds` are hashes of what "
+      "they "
+      "were built from, `serials` what serial_by says.");
+  m.def(
+      "serial_by",
+      [](const std::optional<std::string>& launch_blocking, const std::string& maps,
+         const std::string& tracer) {
+        const plan::Serial found =
+            plan::serial_by(launch_blocking ? launch_blocking->c_str() : nullptr, maps, tracer);
+        return py::make_tuple(static_cast<int32_t>(found), plan::name(found));
+      },
+      py::arg("launch_blocking"), py::arg("maps"), py::arg("tracer"),
+      "(number, name) of what makes kernels run one at a time: by CUDA_LAUNCH_BLOCKING, the text "
+      "of /proc/self/maps, and "
+      "the name of the tracing process.");
+  m.def(
+      "make_plan_between",
+      [](const Problem& problem, const Machine& machine) {
+        const auto neighbours = planner::neighbours(problem, machine);
+        if (!neighbours) return planner::make_plan(problem, machine);
+        return planner::make_plan_between(problem, machine,
+                                          planner::best_families((*neighbours)[0], machine),
+                                          planner::best_families((*neighbours)[1], machine));
+      },
+      py::arg("problem"), py::arg("machine"),
+      "What a group plans for this M: where the planner weighs all, its choice, and elsewhere the "
+      "best of what is best at the two M beside it.");
+  m.def(
+      "kernel_candidates",
+      [](const Problem& problem, const Machine& machine, std::pair<int32_t, int32_t> tile,
+         double kernel_us, int32_t comm_sms) {
+        return planner::kernel_candidates(problem, machine,
+                                          {.tile_m = tile.first,
+                                           .tile_n = tile.second,
+                                           .kernel_us = kernel_us,
+                                           .comm_sms = comm_sms});
+      },
+      py::arg("problem"), py::arg("machine"), py::arg("tile"), py::arg("kernel_us"),
+      py::arg("comm_sms") = 0,
+      "The plans that are weighed for a kernel of the caller's: all in one chunk first.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_plan_test, m) {
+  py::module_::import("overlap_torch._plan");  // has the classes
+  bind_gather(m);
+  bind_alltoall(m);
+  bind_planner_tests(m);
+  bind_proof_tests(m);
+}
+
+}  // namespace overlap::binding
