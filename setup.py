@@ -116,14 +116,14 @@ def build_info(cuda: Cuda | None) -> str:
 
 def planner_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     """Plans, their steps and the planner, compiled once for `_plan` and every `_C`."""
-    files = [file for part in ("plan", "steps", "planner") for file in sources(f"{part}/*.cc")]
+    files = [file for part in ("plan", "steps", "planner") for file in sources(f"{part}/**/*.cc")]
     # The profile that is shipped is compiled in: the planner reads no files.
     text = f"{folder}/plan/shipped_profile.cc"
     embed = Edge("embed", text, [PROFILE], ["kShippedProfile"], ["tools/embed.py"])
     # Ranks compare what they were built from.
     parts = ("kernels", "plan", "planner", "runtime", "steps")
     hashed = f"{folder}/plan/source_hash.cc"
-    all_sources = [file for part in parts for file in sources(f"{part}/*.*")]
+    all_sources = [file for part in parts for file in sources(f"{part}/**/*.*")]
     digest = Edge("source_hash", hashed, all_sources, [], ["tools/source_hash.py"])
     made = [Edge("cxx", f"{file}.o", [file], CXX_FLAGS) for file in (text, hashed)]
     return [embed, digest, *made, *compile_edges("cxx", files, folder, CXX_FLAGS)]
@@ -140,7 +140,9 @@ def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) 
 
 def plan_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     """`_plan`: the planner's pybind11 module, and its stub."""
-    files = [f"csrc/binding/{name}_module.cc" for name in ("plan", "planner", "steps", "proof")]
+    files = [
+        f"csrc/binding/python/{name}_module.cc" for name in ("plan", "planner", "steps", "proof")
+    ]
     module = module_edges(folder, files, [pybind11_include()])
     inputs = objects(planner_edges(folder) + module)
     edges = [*module, Edge("link", f"{folder}/{PLAN_NAME}", inputs, [])]
@@ -187,7 +189,7 @@ def link_with_torch(torch: ModuleType, libraries: Iterable[str]) -> list[str]:
 
 def eager_edges(folder: str, torch: ModuleType) -> list[Edge]:
     """`_eager`: the ops as functions of Python's; torch, imported first, has loaded what it needs."""
-    files = [f"csrc/binding/{name}_module.cc" for name in ("eager", "autograd")]
+    files = [f"csrc/binding/python/{name}_module.cc" for name in ("eager", "autograd")]
     module = module_edges(folder, files, torch_headers(torch))
     flags = link_with_torch(torch, ["c10", "torch_cpu", "torch_python"])
     return [*module, Edge("link", f"{folder}/{EAGER_NAME}", objects(module), flags)]
@@ -226,7 +228,7 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
     """`_C`: the bindings; with CUDA also kernels and runtime."""
     edges: list[Edge] = []
     flags = list(CXX_FLAGS)
-    bindings = [file for file in sources("binding/*.cc") if not file.endswith("_module.cc")]
+    bindings = [file for file in sources("binding/*/*.cc") if "/python/" not in file]
     bindings += sources("cpu/*.cc")
     libraries = ["c10", "torch_cpu"]
     library_files: list[str] = []

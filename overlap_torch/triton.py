@@ -32,7 +32,7 @@ __all__ = ["signal", "signal_bulk", "tile", "wait", "wait_bulk"]
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 _POLLS = tl.constexpr(1 << 16)  # in the interpreter, where everything has arrived before the kernel
-# As csrc/binding/kernel_job.h and csrc/runtime/group.h have them.
+# As csrc/binding/kernels/kernel_job.h and csrc/runtime/group.h have them.
 _REPORT = tl.constexpr(64)
 _DEADLINE = tl.constexpr(66)
 _LATE = tl.constexpr(1 << 30)  # in a flag: a kernel has given up waiting for it

@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from overlap_torch import _plan
+from overlap_torch import plan as plans
 from overlap_torch._plan import (
     Collective,
     DType,

@@ -726,7 +726,7 @@ def test_kernels_headers_are_installed_and_agree_with_the_library():
 
     header = Path(overlap_torch.include_path(), "overlap", "signal.cuh").read_text()
     root = Path(__file__).resolve().parents[1]
-    counters = (root / "csrc/binding/kernel_job.h").read_text()
+    counters = (root / "csrc/binding/kernels/kernel_job.h").read_text()
     python = (root / "overlap_torch/triton.py").read_text()
     most = int(re.search(r"kMaxChunks = (\d+)", (root / "csrc/plan/tile_order.h").read_text())[1])
     assert "kReport = plan::kMaxChunks;" in counters and "kDeadline = kReport + 2;" in counters

@@ -22,34 +22,35 @@ TORCH = r"(torch|ATen|c10)/.+"
 
 ALLOWED = {
     "plan": [STANDARD, r"plan/.+"],
-    "steps": [STANDARD, r"steps/.+", r"plan/.+"],
+    "steps/list": [STANDARD, r"steps/list/.+", r"plan/.+"],
+    "steps/price": [STANDARD, r"steps/(list|price)/.+", r"plan/.+"],
+    "steps/lower": [STANDARD, r"steps/(list|price|lower)/.+", r"plan/.+"],
+    "steps/proof": [STANDARD, r"steps/.+", r"plan/.+"],
     "planner": [STANDARD, r"planner/.+", r"steps/.+", r"plan/.+"],
     "kernels": [STANDARD, CUDA, CUTLASS, r"kernels/.+", r"plan/.+"],
     "runtime": [STANDARD, POSIX, CUDA, NCCL, r"(runtime|kernels|steps|plan)/.+"],
     "cpu": [STANDARD, TORCH, r"(cpu|steps|plan)/.+"],
-    "binding": [
-        STANDARD,
-        POSIX,
-        CUDA,
-        TORCH,
-        r"(binding|cpu|runtime|kernels|planner|steps|plan)/.+",
-    ],
-    # The planner's Python module is built where there is no torch.
     **{
-        f"binding/{name}": [
+        f"binding/{room}": [
             STANDARD,
-            r"pybind11/.+",
-            r"binding/(fields|steps)_module\.h",
-            r"(plan|planner|steps)/.+",
+            POSIX,
+            CUDA,
+            TORCH,
+            r"binding/(ops|cuda|cpu|kernels)/.+",
+            r"(cpu|runtime|kernels|planner|steps|plan)/.+",
         ]
-        for name in (
-            "fields_module.h",
-            "plan_module.cc",
-            "planner_module.cc",
-            "proof_module.cc",
-            "steps_module.cc",
-            "steps_module.h",
-        )
+        for room in ("ops", "cuda", "cpu", "kernels")
+    },
+    # The op library knows no Python. `_plan` is built where there is no torch, `_eager` calls torch's ops only.
+    "binding/python": [STANDARD, r"pybind11/.+", r"binding/python/.+", r"(plan|planner|steps)/.+"],
+    **{
+        f"binding/python/{name}": [
+            STANDARD,
+            TORCH,
+            r"pybind11/.+",
+            r"binding/python/autograd_module\.h",
+        ]
+        for name in ("autograd_module.cc", "autograd_module.h", "eager_module.cc")
     },
 }
 
@@ -60,7 +61,9 @@ def includes(text: str) -> list[str]:
 
 def forbidden(name: str, text: str) -> list[str]:
     """The includes of a source, named relative to csrc, that its layer does not allow."""
-    allowed = ALLOWED.get(name) or ALLOWED[name.split("/")[0]]
+    parts = name.split("/")
+    rooms = ["/".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    allowed = next(ALLOWED[room] for room in rooms if room in ALLOWED)
     return [i for i in includes(text) if not any(re.fullmatch(pattern, i) for pattern in allowed)]
 
 
@@ -101,23 +104,29 @@ def test_layer_rule_own_includes_exist():
         ("plan/plan.cc", "<pybind11/pybind11.h>"),
         ("plan/plan.cc", '"cutlass/cutlass.h"'),
         ("plan/plan.cc", '"../kernels/gemm/gemm.h"'),
-        ("plan/plan.cc", '"steps/step.h"'),
+        ("plan/plan.cc", '"steps/list/step.h"'),
         ("plan/plan.cc", '"planner/planner.h"'),
-        ("steps/lower.cc", '"planner/planner.h"'),
-        ("steps/lower.cc", "<cuda_runtime.h>"),
-        ("steps/lower.cc", '"runtime/group.h"'),
+        ("steps/list/print.cc", '"steps/price/costs.h"'),
+        ("steps/price/price.cc", '"steps/lower/families.h"'),
+        ("steps/lower/lower.cc", '"steps/proof/proof.h"'),
+        ("steps/lower/lower.cc", '"planner/planner.h"'),
+        ("steps/lower/lower.cc", "<cuda_runtime.h>"),
+        ("steps/lower/lower.cc", '"runtime/group.h"'),
         ("kernels/gemm/gemm.cu", "<nccl.h>"),
         ("kernels/gemm/gemm.cu", "<ATen/ATen.h>"),
         ("kernels/gemm/gemm.cu", '"runtime/group.h"'),
-        ("cpu/run.cc", '"binding/groups.h"'),
+        ("cpu/run.cc", '"binding/ops/groups.h"'),
         ("cpu/run.cc", '"runtime/group.h"'),
         ("runtime/group.cc", "<torch/library.h>"),
         ("runtime/group.cc", "<c10/cuda/CUDAStream.h>"),
-        ("runtime/group.cc", '"binding/ops.h"'),
+        ("runtime/group.cc", '"binding/ops/ops.h"'),
         ("runtime/group.cc", "<pybind11/pybind11.h>"),
-        ("binding/plan_module.cc", "<torch/extension.h>"),
-        ("binding/plan_module.cc", '"runtime/group.h"'),
-        ("binding/ops.cc", "<pybind11/pybind11.h>"),
+        ("binding/python/plan_module.cc", "<torch/extension.h>"),
+        ("binding/python/plan_module.cc", '"runtime/group.h"'),
+        ("binding/python/plan_module.cc", '"binding/ops/groups.h"'),
+        ("binding/python/eager_module.cc", '"binding/ops/groups.h"'),
+        ("binding/ops/ops.cc", "<pybind11/pybind11.h>"),
+        ("binding/ops/ops.cc", '"binding/python/steps_module.h"'),
     ],
 )
 def test_layer_rule_finds_what_looks_upward(name, include):
@@ -129,15 +138,15 @@ def test_layer_rule_finds_what_looks_upward(name, include):
     [
         ("plan/plan.cc", "<cstdint>"),
         ("planner/planner.cc", '"planner/planner.h"'),
-        ("planner/planner.cc", '"steps/price.h"'),
+        ("planner/planner.cc", '"steps/price/price.h"'),
         ("kernels/gemm/gemm.cu", "<cutlass/gemm/collective/collective_builder.hpp>"),
         ("kernels/gemm/gemm.cu", '"cute/tensor.hpp"'),
         ("kernels/gemm/gemm.h", "<cuda_runtime_api.h>"),
         ("runtime/communicator.h", "<nccl.h>"),
         ("runtime/group.cc", '"kernels/signal/signal.h"'),
         ("cpu/run.cc", "<ATen/record_function.h>"),
-        ("binding/ops.cc", "<torch/library.h>"),
-        ("binding/plan_module.cc", "<pybind11/stl.h>"),
+        ("binding/ops/ops.cc", "<torch/library.h>"),
+        ("binding/python/plan_module.cc", "<pybind11/stl.h>"),
     ],
 )
 def test_layer_rule_lets_pass_what_looks_downward(name, include):

@@ -196,7 +196,7 @@ def test_profile_holds_what_is_fitted_and_the_sources_do_not():
     found = [
         f"{file.relative_to(ROOT)}: {name}"
         for folder in ("plan", "planner", "steps", "runtime")
-        for file in sorted((ROOT / "csrc" / folder).glob("*.*"))
+        for file in sorted((ROOT / "csrc" / folder).rglob("*.*"))
         for name in re.findall(r"constexpr (?:double|float) (\w+)", file.read_text())
         if name not in allowed
     ]

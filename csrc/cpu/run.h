@@ -20,7 +20,7 @@
 
 #include "cpu/collectives.h"
 #include "plan/plan.h"
-#include "steps/step.h"
+#include "steps/list/step.h"
 
 namespace overlap::cpu {
 

@@ -7,8 +7,8 @@
 #include "plan/templates.h"
 #include "planner/apportion.h"
 #include "planner/planner.h"
-#include "steps/costs.h"
-#include "steps/step.h"
+#include "steps/list/step.h"
+#include "steps/price/costs.h"
 
 namespace overlap::planner {
 

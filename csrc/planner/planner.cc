@@ -7,8 +7,8 @@
 
 #include "plan/templates.h"
 #include "planner/apportion.h"
-#include "steps/costs.h"
-#include "steps/price.h"
+#include "steps/price/costs.h"
+#include "steps/price/price.h"
 
 namespace overlap::planner {
 

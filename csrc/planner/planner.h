@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "plan/plan.h"
-#include "steps/price.h"
+#include "steps/price/price.h"
 
 namespace overlap::planner {
 

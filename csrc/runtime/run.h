@@ -18,7 +18,7 @@
 #include "plan/plan.h"
 #include "runtime/group.h"
 #include "runtime/trace.h"
-#include "steps/step.h"
+#include "steps/list/step.h"
 
 namespace overlap::runtime {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "runtime/trace.h"
-#include "steps/step.h"
+#include "steps/list/step.h"
 
 namespace overlap::runtime {
 

@@ -8,12 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "binding/steps_module.h"
+#include "binding/python/steps_module.h"
 #include "plan/agreement.h"
 #include "plan/gather_rounds.h"
 #include "plan/plan.h"
 #include "planner/planner.h"
-#include "steps/costs.h"
+#include "steps/price/costs.h"
 
 namespace overlap::binding {
 

@@ -5,8 +5,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "steps/fields.h"
-#include "steps/simulation.h"
+#include "steps/list/fields.h"
+#include "steps/proof/simulation.h"
 
 namespace overlap::steps {
 namespace {

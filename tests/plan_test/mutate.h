@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "steps/proof.h"
+#include "steps/proof/proof.h"
 
 namespace overlap::steps {
 

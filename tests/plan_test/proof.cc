@@ -1,5 +1,5 @@
 // What the simulation of all ranks' steps finds, and which mutations it notices, for tests.
-#include "steps/proof.h"
+#include "steps/proof/proof.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "binding/steps_module.h"
+#include "binding/python/steps_module.h"
 #include "mutate.h"
 
 namespace overlap::binding {

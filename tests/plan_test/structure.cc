@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "mutate.h"
-#include "steps/fields.h"
+#include "steps/list/fields.h"
 
 namespace overlap::steps {
 namespace {

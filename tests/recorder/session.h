@@ -9,7 +9,7 @@
 #include "kernels/signal/signal.h"
 #include "plan/plan.h"
 #include "runtime/bootstrap.h"
-#include "steps/step.h"
+#include "steps/list/step.h"
 
 namespace recorder {
 

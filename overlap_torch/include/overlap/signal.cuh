@@ -12,7 +12,7 @@
 
 namespace overlap {
 
-// As the package's csrc/binding/kernel_job.h and csrc/runtime/group.h have them.
+// As the package's csrc/binding/kernels/kernel_job.h and csrc/runtime/group.h have them.
 inline constexpr int kReport = 64;         // in counters: where the host looks for failures
 inline constexpr int kDeadline = 66;       // nanoseconds
 inline constexpr int32_t kLate = 1 << 30;  // in a flag: a kernel has given up waiting for it

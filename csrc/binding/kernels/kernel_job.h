@@ -1,0 +1,112 @@
+// Calls whose GEMM is a kernel of the caller's: what Python's overlap_torch.produce and consume run by.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/custom_class.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "binding/ops/groups.h"
+#include "plan/plan.h"
+#include "steps/list/step.h"
+
+namespace overlap::binding {
+
+// What a job's kernel finds in front of its counters, and behind them. It stands in overlap/signal.cuh and triton.py, too.
+struct KernelCounters {
+  static constexpr int64_t kReport = plan::kMaxChunks;  // address of the group's report, 64 bits
+  static constexpr int64_t kDeadline = kReport + 2;     // nanoseconds, 64 bits
+  static constexpr int64_t kSize = kDeadline + 2;
+};
+
+// A job as a group's ranks agree about it, for any number of calls. A call is begin(), the caller's kernel, finish().
+class KernelJob : public torch::CustomClassHolder {
+ public:
+  // `code`: an encoded plan. Rows and pieces are an all-to-all's.
+  KernelJob(const std::vector<int64_t>& code, at::Device device, const std::string& group,
+            bool awaits, std::vector<int64_t> send_rows, std::vector<int64_t> receive_rows,
+            int64_t pieces);
+
+  // The tables that a kernel reads: each tile's chunk, and how many tiles a row of tiles has.
+  std::vector<int64_t> tile_chunks() const;
+  int64_t tile_columns() const { return list_->tiles.columns; }
+  // The tiles that each counter counts.
+  std::vector<int64_t> chunk_tiles() const;
+  std::string describe() const { return steps::to_string(*list_); }
+  // Whether the process group of its name is still the one that it was made for.
+  bool current() const { return group_->registered(); }
+
+  const plan::Plan& plan() const { return plan_; }
+  const std::shared_ptr<GroupEntry>& group() const { return group_; }
+  at::Device device() const { return device_; }
+  const steps::KernelJob& job() const { return job_; }
+  std::shared_ptr<const steps::StepList> list(bool captured) const;
+  // What ranks compare of a call.
+  std::string text() const;
+
+ private:
+  plan::Plan plan_;
+  at::Device device_;
+  std::shared_ptr<GroupEntry> group_;
+  steps::KernelJob job_;
+  plan::Machine machine_;
+  std::shared_ptr<const steps::StepList> list_;
+  std::shared_ptr<const steps::StepList> captured_;  // where it differs
+};
+
+// One call. `input`: the rows that are gathered, or not defined.
+class KernelCall : public torch::CustomClassHolder {
+ public:
+  KernelCall(c10::intrusive_ptr<KernelJob> job, const std::optional<at::Tensor>& input);
+
+  // Where the kernel stores its product [rows, N], or reads gathered rows [M, K].
+  at::Tensor matrix() const;
+  // int32, KernelCounters::kSize: zeros, then the address of the report and the deadline.
+  at::Tensor counters() const { return counters_; }
+  // Enqueues what comes behind the kernel; the result, or the gathered rows.
+  at::Tensor finish();
+  // Instead of it: the other ranks are told `why`, which names what was left, unless they need nothing of this one.
+  void abandon(const std::string& why);
+
+  // What runs the list on a kind of device.
+  class Runner {
+   public:
+    virtual ~Runner() = default;
+    virtual void begin() = 0;
+    virtual void finish() = 0;
+    virtual void abandon(const std::string& why) = 0;
+    // Memory that the group keeps, where the list stages chunks in it.
+    virtual void* window() { return nullptr; }
+  };
+
+  // Memory of the call, for runners.
+  at::Tensor& memory(steps::Buffer buffer) { return memory_[static_cast<size_t>(buffer)]; }
+  const KernelJob& job() const { return *job_; }
+  const steps::StepList& list() const { return *list_; }
+  void make_counters(const at::Tensor& counters) { counters_ = counters; }
+
+ private:
+  void make_memory(const std::optional<at::Tensor>& input);
+  bool gathers() const { return job_->plan().problem.op == plan::Op::kAllGatherGemm; }
+
+  c10::intrusive_ptr<KernelJob> job_;
+  std::shared_ptr<const steps::StepList> list_;
+  std::array<at::Tensor, static_cast<size_t>(steps::Buffer::kSlot) + 1> memory_;
+  at::Tensor counters_;
+  std::unique_ptr<Runner> runner_;  // null: a group of one
+  bool open_ = true;
+};
+
+std::unique_ptr<KernelCall::Runner> cpu_runner(KernelCall& call);
+std::unique_ptr<KernelCall::Runner> cuda_runner(KernelCall& call);
+
+// Whether a capture is on; and the machine that a job is for, its communicators made.
+bool capturing(at::Device device);
+plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
+
+at::ScalarType from_plan_dtype(plan::DType dtype);
+
+}  // namespace overlap::binding

@@ -1,0 +1,33 @@
+// Checks of what an op is given, and its flattening into an OpCall.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "binding/ops/op_call.h"
+
+namespace overlap::binding {
+
+// A call of `op` with all but the counts of rows; problem.m is the number of input's rows. Throws
+// ValueError or TypeError for operands that do not fit, naming the op and what was given. `scales`: of fp8 operands,
+// or null.
+OpCall make_call(plan::Op op, const at::Tensor& input, std::vector<at::Tensor> weights,
+                 std::vector<std::optional<at::Tensor>> biases, const std::string& group_name,
+                 const GivenScales* scales = nullptr);
+
+// The dim that is cut between the ranks, counted from the front: input must have it apart from K.
+int64_t row_dim(plan::Op op, const at::Tensor& input, int64_t dim = 0);
+
+// Tells the call which dim is cut, where dims of more than one element come before it.
+void set_blocks(OpCall& call, const at::Tensor& input, int64_t dim);
+
+// Throws unless `rows` holds a count >= 0 for each of the group's ranks.
+void check_counts(const char* name, at::IntArrayRef rows, const GroupEntry& group);
+
+// [rows, columns] -> [..., columns], with input's dims but for the last, and `dim`, which has `size` elements.
+at::Tensor as_shape_of(const at::Tensor& rows, const at::Tensor& input, int64_t dim, int64_t size);
+
+}  // namespace overlap::binding

@@ -1,0 +1,608 @@
+// The operators' schemas, their checks, and the device-independent part of each.
+#include <ATen/autocast_mode.h>
+#include <ATen/core/stack.h>
+#include <c10/util/accumulate.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "binding/ops/environment.h"
+#include "binding/ops/op_call.h"
+#include "binding/ops/operands.h"
+#include "binding/ops/plan_table.h"
+#include "binding/ops/profiled.h"
+#include "plan/agreement.h"
+#include "planner/planner.h"
+
+#ifndef OVERLAP_BUILD_INFO
+#define OVERLAP_BUILD_INFO "cuda=none"
+#endif
+
+namespace overlap::binding {
+namespace {
+
+std::atomic<int64_t> side_delay{0};
+
+// Ranks that disagree about what they call are found on CPU, over peers and, some time later, over NCCL; under
+// OVERLAP_DEBUG=1 in each call, before it begins.
+void compare_calls(const OpCall& call) {
+  if (!debug_enabled() || call.problem.world_size == 1) return;
+  call.group->compare("problem", call.description(), call.input.device().type());
+}
+
+// This rank's part of a call that needs no communication, if all ranks call the same.
+void compare_local_call(const OpCall& call) {
+  call.group->count_unplanned(call.problem, call.input.device().type(),
+                              call.problem.world_size == 1
+                                  ? "a group of one has nothing to communicate"
+                                  : "M, N or K is 0: there is nothing to overlap");
+  if (!call.input.is_cpu() || call.problem.world_size == 1) return;
+  call.group->announce(call.description(), 0);
+  call.group->agree();
+}
+
+// A collective that Python begins, of a gradient or a layer: the ranks compare it as they compare calls, before it begins.
+void compare_collective(const std::string& what, at::Device device, const std::string& group_name) {
+  const std::shared_ptr<GroupEntry> group = find_group(group_name);
+  if (group->world_size() == 1) return;
+  if (debug_enabled()) group->compare("collective", what, device.type());
+  if (!device.is_cpu()) return;
+  group->announce(what, 0);
+  group->agree();
+}
+
+at::Tensor all_reduced(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, const std::string& group_name,
+                       const GivenScales* scales) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const OpCall call =
+      make_call(plan::Op::kGemmAllReduce, input, {weight}, {bias}, group_name, scales);
+  const plan::Problem& problem = call.problem;
+  const Profiled profiled(call);
+  compare_calls(call);
+
+  at::Tensor output;
+  if (problem.m == 0 || problem.n == 0) {
+    compare_local_call(call);
+    output = at::empty({problem.m, problem.n}, call.output_options());
+  } else if (problem.k == 0 || problem.world_size == 1) {
+    // Nothing to add up between ranks: zeros everywhere, or one rank's own product.
+    compare_local_call(call);
+    output = local_gemm(call, true);
+  } else {
+    output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_allreduce_cuda(call);
+  }
+  return as_shape_of(output, input, 0, input.size(0));
+}
+
+at::Tensor reduce_scattered(const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, int64_t given_dim,
+                            const std::string& group_name, const GivenScales* scales) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t dim = row_dim(plan::Op::kGemmReduceScatter, input, given_dim);
+  OpCall call =
+      make_call(plan::Op::kGemmReduceScatter, input, {weight}, {bias}, group_name, scales);
+  set_blocks(call, input, dim);
+  const plan::Problem& problem = call.problem;
+  TORCH_CHECK_VALUE(input.size(dim) % problem.world_size == 0, "gemm_reducescatter: dim ", dim,
+                    " of input must be divisible by the world size ", problem.world_size,
+                    ", but got shape ", input.sizes(), "; pad it");
+  const Profiled profiled(call);
+  compare_calls(call);
+
+  const int64_t rows = problem.m / problem.world_size;
+  at::Tensor output;
+  if (problem.m == 0 || problem.n == 0) {
+    compare_local_call(call);
+    output = at::empty({rows, problem.n}, call.output_options());
+  } else if (problem.k == 0 || problem.world_size == 1) {
+    compare_local_call(call);
+    output = local_gemm(call, rows, true);
+  } else {
+    output = input.is_cpu() ? gemm_reduction_cpu(call) : gemm_reducescatter_cuda(call);
+  }
+  return as_shape_of(output, input, dim, input.size(dim) / problem.world_size);
+}
+
+// The gathered scales, as many dims as the caller gave for the input's: one number for each rank where one scales all of
+// a rank's rows, or one in all.
+at::Tensor in_shape_of(const at::Tensor& gathered, const OpCall& call, const at::Tensor& given) {
+  if (call.scales->recipe == plan::Recipe::kTensor) return gathered.view({gathered.size(0)});
+  std::vector<int64_t> sizes = given.sizes().vec();
+  sizes.front() *= call.problem.world_size;
+  return gathered.view(sizes);
+}
+
+AllGatherGemmResult gather_and_compute(const at::Tensor& input, std::vector<at::Tensor> weights,
+                                       std::vector<std::optional<at::Tensor>> biases,
+                                       int64_t given_dim, const std::string& group_name,
+                                       const GivenScales* scales) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t dim = row_dim(plan::Op::kAllGatherGemm, input, given_dim);
+  OpCall call = make_call(plan::Op::kAllGatherGemm, input, std::move(weights), std::move(biases),
+                          group_name, scales);
+  set_blocks(call, input, dim);
+  call.problem.m *= call.problem.world_size;
+  const plan::Problem& problem = call.problem;
+  const Profiled profiled(call);
+  compare_calls(call);
+
+  AllGatherGemmResult result;
+  if (problem.world_size == 1 || problem.m == 0 || problem.k == 0) {
+    compare_local_call(call);
+    result.gathered = problem.world_size == 1 ? call.input.clone(at::MemoryFormat::Contiguous)
+                                              : at::empty({problem.m, problem.k}, input.options());
+    if (call.scales) result.scales = gathered_scales(call);
+    for (size_t i = 0; i < call.weights.size(); ++i) {
+      result.outputs.push_back(local_gemm(call, result.gathered, result.scales, i, true));
+    }
+  } else {
+    result = input.is_cpu() ? allgather_gemm_cpu(call) : allgather_gemm_cuda(call);
+  }
+  const int64_t size = input.size(dim) * problem.world_size;
+  for (at::Tensor& output : result.outputs) output = as_shape_of(output, input, dim, size);
+  result.gathered = as_shape_of(result.gathered, input, dim, size);
+  if (call.scales) result.scales = in_shape_of(result.scales, call, scales->input);
+  return result;
+}
+
+at::Tensor exchanged(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef send_rows,
+                     at::IntArrayRef recv_rows, const std::optional<at::Tensor>& bias,
+                     const std::string& group_name, const GivenScales* scales) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  row_dim(plan::Op::kGemmAllToAll, input);
+  OpCall call = make_call(plan::Op::kGemmAllToAll, input, {weight}, {bias}, group_name, scales);
+  call.problem.m = 0;  // the numbers of rows differ by rank
+  check_counts("send_rows", send_rows, *call.group);
+  check_counts("recv_rows", recv_rows, *call.group);
+  const int64_t sent = c10::sum_integers(send_rows);
+  TORCH_CHECK_VALUE(sent == input.size(0),
+                    "gemm_alltoall: send_rows must add up to dim 0 of input, ", input.size(0),
+                    ", but ", send_rows, " add up to ", sent);
+  const auto rank = static_cast<size_t>(call.group->rank());
+  TORCH_CHECK_VALUE(send_rows[rank] == recv_rows[rank], "gemm_alltoall: rank ", rank,
+                    " sends itself ", send_rows[rank], " rows and expects ", recv_rows[rank],
+                    "; these must be equal");
+  const at::IntArrayRef inner = input.sizes().slice(1, input.dim() - 2);
+  if (!inner.empty()) call.dims = c10::str(" dims=", inner);
+  const Profiled profiled(call);
+  compare_calls(call);
+  if (debug_enabled()) call.group->compare_counts(send_rows, recv_rows, input.device().type());
+
+  // A row of dim 0 is `each` rows of the flattened input.
+  const int64_t each = c10::multiply_integers(inner);
+  for (const int64_t rows : send_rows) call.send_rows.push_back(rows * each);
+  for (const int64_t rows : recv_rows) call.recv_rows.push_back(rows * each);
+  const int64_t received = c10::sum_integers(recv_rows);
+  at::Tensor output;
+  if (call.problem.n == 0 || each == 0) {
+    compare_local_call(call);
+    output = at::empty({received * each, call.problem.n}, call.output_options());
+  } else if (call.problem.world_size == 1) {
+    compare_local_call(call);
+    output = local_gemm(call, true);
+  } else {
+    output = input.is_cpu() ? gemm_alltoall_cpu(call) : gemm_alltoall_cuda(call);
+  }
+  return as_shape_of(output, input, 0, received);
+}
+
+at::Tensor gemm_allreduce(const at::Tensor& input, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias, const std::string& group_name) {
+  return all_reduced(input, weight, bias, group_name, nullptr);
+}
+
+at::Tensor gemm_allreduce_scaled(const at::Tensor& input, const at::Tensor& weight,
+                                 const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                                 const std::optional<at::Tensor>& bias,
+                                 std::optional<int64_t> recipe_input,
+                                 std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                                 bool use_fast_accum, const std::string& group_name) {
+  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
+                              recipe_weight, output_dtype,   use_fast_accum};
+  return all_reduced(input, weight, bias, group_name, &scales);
+}
+
+at::Tensor gemm_reducescatter(const at::Tensor& input, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias, int64_t dim,
+                              const std::string& group_name) {
+  return reduce_scattered(input, weight, bias, dim, group_name, nullptr);
+}
+
+at::Tensor gemm_reducescatter_scaled(const at::Tensor& input, const at::Tensor& weight,
+                                     const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                                     const std::optional<at::Tensor>& bias,
+                                     std::optional<int64_t> recipe_input,
+                                     std::optional<int64_t> recipe_weight,
+                                     at::ScalarType output_dtype, bool use_fast_accum,
+                                     const std::string& group_name) {
+  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
+                              recipe_weight, output_dtype,   use_fast_accum};
+  return reduce_scattered(input, weight, bias, 0, group_name, &scales);
+}
+
+// As many biases as there are weights.
+std::vector<std::optional<at::Tensor>> all_biases(
+    const c10::List<std::optional<at::Tensor>>& biases, size_t weights) {
+  return biases.empty() ? std::vector<std::optional<at::Tensor>>(weights) : biases.vec();
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> allgather_gemm_weights(
+    const at::Tensor& input, at::TensorList weights,
+    const c10::List<std::optional<at::Tensor>>& biases, int64_t dim,
+    const std::string& group_name) {
+  AllGatherGemmResult result = gather_and_compute(
+      input, weights.vec(), all_biases(biases, weights.size()), dim, group_name, nullptr);
+  return {std::move(result.outputs), std::move(result.gathered)};
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor> allgather_gemm_scaled_weights(
+    const at::Tensor& input, at::TensorList weights, const at::Tensor& scale_input,
+    at::TensorList scale_weights, const c10::List<std::optional<at::Tensor>>& biases,
+    std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
+    at::ScalarType output_dtype, bool use_fast_accum, bool shared_scale_input,
+    const std::string& group_name) {
+  const GivenScales scales = {scale_input,  scale_weights.vec(), recipe_input,      recipe_weight,
+                              output_dtype, use_fast_accum,      shared_scale_input};
+  AllGatherGemmResult result = gather_and_compute(
+      input, weights.vec(), all_biases(biases, weights.size()), 0, group_name, &scales);
+  return {std::move(result.outputs), std::move(result.gathered), std::move(result.scales)};
+}
+
+std::tuple<at::Tensor, at::Tensor> allgather_gemm(const at::Tensor& input, const at::Tensor& weight,
+                                                  const std::optional<at::Tensor>& bias,
+                                                  int64_t dim, const std::string& group_name) {
+  AllGatherGemmResult result =
+      gather_and_compute(input, {weight}, {bias}, dim, group_name, nullptr);
+  return {std::move(result.outputs.front()), std::move(result.gathered)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> allgather_gemm_scaled(
+    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale_input,
+    const at::Tensor& scale_weight, const std::optional<at::Tensor>& bias,
+    std::optional<int64_t> recipe_input, std::optional<int64_t> recipe_weight,
+    at::ScalarType output_dtype, bool use_fast_accum, bool shared_scale_input,
+    const std::string& group_name) {
+  const GivenScales scales = {scale_input,  {scale_weight}, recipe_input,      recipe_weight,
+                              output_dtype, use_fast_accum, shared_scale_input};
+  AllGatherGemmResult result = gather_and_compute(input, {weight}, {bias}, 0, group_name, &scales);
+  return {std::move(result.outputs.front()), std::move(result.gathered), std::move(result.scales)};
+}
+
+at::Tensor gemm_alltoall(const at::Tensor& input, const at::Tensor& weight,
+                         at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
+                         const std::optional<at::Tensor>& bias, const std::string& group_name) {
+  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, nullptr);
+}
+
+at::Tensor gemm_alltoall_scaled(const at::Tensor& input, const at::Tensor& weight,
+                                at::IntArrayRef send_rows, at::IntArrayRef recv_rows,
+                                const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                                const std::optional<at::Tensor>& bias,
+                                std::optional<int64_t> recipe_input,
+                                std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                                bool use_fast_accum, const std::string& group_name) {
+  const GivenScales scales = {scale_input,   {scale_weight}, recipe_input,
+                              recipe_weight, output_dtype,   use_fast_accum};
+  return exchanged(input, weight, send_rows, recv_rows, bias, group_name, &scales);
+}
+
+// The local product of the layers, whose group is one rank or whose gradients need no communication.
+at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const at::Tensor& scale_input, const at::Tensor& scale_weight,
+                         const std::optional<at::Tensor>& bias, std::optional<int64_t> recipe_input,
+                         std::optional<int64_t> recipe_weight, at::ScalarType output_dtype,
+                         bool use_fast_accum) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TORCH_CHECK_VALUE(input.dim() >= 1 && weight.dim() == 2 && input.size(-1) == weight.size(1),
+                    "scaled_linear: input must be [..., K] and weight [N, K], but got shapes ",
+                    input.sizes(), " and ", weight.sizes());
+  const Scales scales = check_scales(
+      "scaled_linear", input, {weight},
+      {scale_input, {scale_weight}, recipe_input, recipe_weight, output_dtype, use_fast_accum});
+  const int64_t rows = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
+  const at::Tensor product =
+      scaled_product(scales, 0, input.reshape({rows, input.size(-1)}), scales.input, weight, bias);
+  return as_shape_of(product, input, 0, input.size(0));
+}
+
+// What autograd does with scaled operands: nothing, and it says so.
+void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                      torch::jit::Stack* stack) {
+  const auto check = [&](const at::Tensor& tensor, const std::string& name) {
+    if (!tensor.defined()) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !(at::GradMode::is_enabled() && tensor.requires_grad()) && !tensor._fw_grad(0).defined(),
+        op.schema().name().substr(op.schema().name().rfind(':') + 1), ": ", name,
+        " requires grad, but scaled operands have no gradients here, as only who casts them knows "
+        "those of the casts; take the layers of overlap_torch.nn with fp8=\"tensorwise\" or "
+        "\"rowwise\", or overlap_torch.parallel's styles with torchao's Float8Linear, or detach "
+        "it");
+  };
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    if (value.isTensor()) {
+      check(value.toTensor(), arguments[i].name());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) check(tensor, arguments[i].name());
+    } else if (value.isOptionalTensorList()) {
+      for (const auto& tensor : value.toOptionalTensorVector()) {
+        if (tensor) check(*tensor, arguments[i].name());
+      }
+    }
+  }
+  const at::AutoDispatchBelowAutograd below_autograd;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// Casts all tensors as F.linear does under autocast.
+template <c10::DispatchKey kKey, at::DeviceType kDevice>
+void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet{kKey});
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  const auto cast = [&](const std::optional<at::Tensor>& tensor) {
+    return at::autocast::cached_cast(dtype, tensor, kDevice);
+  };
+  const size_t arguments = op.schema().arguments().size();
+  for (size_t i = 0; i < arguments; ++i) {
+    c10::IValue& argument = torch::jit::peek(*stack, i, arguments);
+    if (argument.isTensor()) {
+      argument = *cast(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      std::vector<at::Tensor> list = argument.toTensorVector();
+      for (at::Tensor& tensor : list) tensor = *cast(tensor);
+      argument = std::move(list);
+    } else if (argument.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto& tensor : argument.toOptionalTensorVector()) list.push_back(cast(tensor));
+      argument = list;
+    }
+  }
+  op.callBoxed(stack);
+}
+
+plan::Op to_op(const std::string& name) {
+  std::string names;
+  for (const plan::Op op : {plan::Op::kGemmAllReduce, plan::Op::kGemmReduceScatter,
+                            plan::Op::kAllGatherGemm, plan::Op::kGemmAllToAll}) {
+    if (name == plan::name(op)) return op;
+    names += (names.empty() ? "" : ", ") + std::string(plan::name(op));
+  }
+  TORCH_CHECK_VALUE(false, "overlap_torch: no op is named '", name, "'; there are ", names);
+}
+
+plan::Recipe to_recipe(const std::string& name) {
+  std::string names;
+  for (const plan::Recipe recipe :
+       {plan::Recipe::kNone, plan::Recipe::kTensor, plan::Recipe::kRow, plan::Recipe::kBlock}) {
+    if (name == plan::name(recipe)) return recipe;
+    names += (names.empty() ? "" : ", ") + std::string(plan::name(recipe));
+  }
+  TORCH_CHECK_VALUE(false, "overlap_torch: no recipe is named '", name, "'; there are ", names);
+}
+
+plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device device) {
+  return device.is_cpu() ? cpu_machine() : cuda_machine(group, device);
+}
+
+std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k,
+                              at::ScalarType dtype, at::Device device,
+                              const std::string& group_name, const std::string& recipe,
+                              std::optional<at::ScalarType> output_dtype, bool fast_accum) {
+  TORCH_CHECK_VALUE(m >= 0 && n >= 0 && k >= 0,
+                    "plan_for: M, N and K must not be negative, but are ", m, ", ", n, ", ", k);
+  const std::shared_ptr<GroupEntry> group = find_group(group_name);
+  plan::Problem problem;
+  problem.op = to_op(op);
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  problem.dtype = to_plan_dtype(dtype);
+  problem.world_size = group->world_size();
+  problem.recipe = to_recipe(recipe);
+  const bool scaled = problem.recipe != plan::Recipe::kNone;
+  problem.output_dtype = to_plan_dtype(output_dtype.value_or(scaled ? at::kBFloat16 : dtype));
+  problem.fast_accum = fast_accum;
+  plan::check_problem(problem);
+  return plan::encode(group->plan(problem, device.type(), machine_of(group, device))->plan);
+}
+
+void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_name) {
+  const std::shared_ptr<GroupEntry> group = find_group(group_name);
+  const plan::Plan plan = plan::decode(code.vec());
+  plan::validate(plan);
+  const plan::Machine machine = machine_of(group, device);
+  const bool sm80 = plan.kernel != plan::Kernel::kSm80 || machine.has_sm80_kernels;
+  const bool sm90 = !plan::is_sm90(plan.kernel) || machine.has_sm90_kernels;
+  TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
+                    ", which this build or device does not have: ", machine.to_string());
+  plan::check_serial(plan, machine);
+  TORCH_CHECK_VALUE(
+      !plan::over_peers(plan) || machine.peer_gbps > 0.0,
+      "set_plan: the plan's transport is peer, but the ranks of this group do not map "
+      "each other's memory; use nccl");
+  // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
+  group->set_plan(plan, device.type(), plan == group->planned(plan.problem, device.type(), machine),
+                  machine);
+}
+
+void clear_plans(const std::string& group_name) {
+  find_group(group_name)->clear_plans();
+}
+
+std::string machine(at::Device device, const std::string& group_name) {
+  return machine_of(find_group(group_name), device).to_string();
+}
+
+// What that machine's work takes: JSON text, and where it is from.
+std::vector<std::string> machine_profile(at::Device device, const std::string& group_name) {
+  const plan::SharedProfile profile = machine_of(find_group(group_name), device).profile;
+  return {profile->to_json(), profile->source};
+}
+
+// Problems of the group that a plan is held for.
+int64_t plan_count(const std::string& group_name) {
+  return find_group(group_name)->plan_count();
+}
+
+std::vector<int64_t> memory(const std::string& group_name) {
+  return cuda_memory(find_group(group_name));
+}
+
+std::string build_info() {
+  return OVERLAP_BUILD_INFO;
+}
+
+// What the environment says now, by variable; `why_no_peers` is the setting that turns peers off, or ""; `profile` is
+// the JSON text of what OVERLAP_PROFILE names.
+c10::Dict<std::string, std::string> environment_now() {
+  const Environment now = read_environment();
+  c10::Dict<std::string, std::string> values;
+  values.insert("OVERLAP_DEBUG", now.debug ? "1" : "0");
+  values.insert("OVERLAP_TIMEOUT_S",
+                now.timeout ? c10::str(static_cast<double>(now.timeout->count()) / 1000.0) : "");
+  values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
+  values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
+  values.insert("OVERLAP_LOG", now.log_plans ? "plans" : "none");
+  values.insert("OVERLAP_PROFILE", now.profile->source);
+  values.insert("profile", now.profile->to_json());
+  values.insert("why_no_peers", now.why_no_peers);
+  return values;
+}
+
+void delay_side_stream(int64_t microseconds) {
+  TORCH_CHECK_VALUE(microseconds >= 0,
+                    "delay_side_stream: microseconds must not be negative, but is ", microseconds);
+  side_delay = microseconds;
+}
+
+}  // namespace
+
+int64_t side_delay_us() {
+  return side_delay;
+}
+
+TORCH_LIBRARY(overlap, m) {
+  m.def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_reducescatter(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) "
+      "-> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm(Tensor input, Tensor weight, Tensor? bias=None, *, int dim=0, str group) -> "
+      "(Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm.weights(Tensor input, Tensor[] weights, Tensor?[] biases, *, int dim=0, str "
+      "group) -> (Tensor[], Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
+      "bias=None, *, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  // Scaled operands: recipes as torch.nn.functional.ScalingType numbers them.
+  m.def(
+      "gemm_allreduce.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
+      "Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
+      "output_dtype=bfloat16, bool use_fast_accum=False, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_reducescatter.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor "
+      "scale_weight, Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, "
+      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm.scaled(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, "
+      "Tensor? bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
+      "output_dtype=bfloat16, bool use_fast_accum=False, bool shared_scale_input=False, str group) "
+      "-> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "allgather_gemm.scaled_weights(Tensor input, Tensor[] weights, Tensor scale_input, Tensor[] "
+      "scale_weights, Tensor?[] biases, *, int? recipe_input=None, int? recipe_weight=None, "
+      "ScalarType output_dtype=bfloat16, bool use_fast_accum=False, bool "
+      "shared_scale_input=False, str group) -> (Tensor[], Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "gemm_alltoall.scaled(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, "
+      "Tensor scale_input, Tensor scale_weight, Tensor? bias=None, *, int? recipe_input=None, int? "
+      "recipe_weight=None, ScalarType output_dtype=bfloat16, bool use_fast_accum=False, str group) "
+      "-> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "scaled_linear(Tensor input, Tensor weight, Tensor scale_input, Tensor scale_weight, Tensor? "
+      "bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
+      "output_dtype=bfloat16, bool use_fast_accum=False) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group, str "
+      "recipe='none', ScalarType? output_dtype=None, bool fast_accum=False) -> int[]",
+      &plan_for);
+  m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
+  m.def("clear_plans(str group) -> ()", &clear_plans);
+  m.def("plan_count(str group) -> int", &plan_count);
+  m.def("check() -> ()", &check_cuda_groups);
+  m.def("_compare_collective(str what, Device device, str group) -> ()", &compare_collective);
+  m.def("plan_table() -> Dict(str, str)[]", &plan_table);
+  m.def("_trace_start() -> ()", &TraceSwitch::start);
+  m.def("_trace_stop() -> (Tensor, Dict(str, str)[])", &TraceSwitch::stop);
+  m.def("machine(Device device, str group) -> str", &machine);
+  m.def("machine_profile(Device device, str group) -> str[]", &machine_profile);
+  m.def("memory(str group) -> int[]", &memory);
+  m.def("build_info() -> str", &build_info);
+  m.def("environment() -> Dict(str, str)", &environment_now);
+#if defined(OVERLAP_WITH_CUDA)
+  m.def(
+      "gemm_alone(Tensor input, Tensor weight, int[] plan, Tensor? scale_input=None, Tensor? "
+      "scale_weight=None) -> Tensor",
+      &gemm_alone);
+#endif
+  m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);
+}
+
+template <c10::DispatchKey kAutocast, at::DeviceType kDevice>
+void implement_autocast(torch::Library& m) {
+  for (const char* op : {"gemm_allreduce", "gemm_reducescatter", "allgather_gemm",
+                         "allgather_gemm.weights", "gemm_alltoall"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<kAutocast, kDevice>>());
+  }
+}
+
+void implement(torch::Library& m) {
+  m.impl("gemm_allreduce", &gemm_allreduce);
+  m.impl("gemm_reducescatter", &gemm_reducescatter);
+  m.impl("allgather_gemm", &allgather_gemm);
+  m.impl("allgather_gemm.weights", &allgather_gemm_weights);
+  m.impl("gemm_alltoall", &gemm_alltoall);
+  m.impl("gemm_allreduce.scaled", &gemm_allreduce_scaled);
+  m.impl("gemm_reducescatter.scaled", &gemm_reducescatter_scaled);
+  m.impl("allgather_gemm.scaled", &allgather_gemm_scaled);
+  m.impl("allgather_gemm.scaled_weights", &allgather_gemm_scaled_weights);
+  m.impl("gemm_alltoall.scaled", &gemm_alltoall_scaled);
+  m.impl("scaled_linear", &scaled_linear);
+}
+
+TORCH_LIBRARY_IMPL(overlap, CPU, m) {
+  implement(m);
+}
+TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
+  implement(m);
+}
+TORCH_LIBRARY_IMPL(overlap, Autograd, m) {
+  for (const char* op :
+       {"gemm_allreduce.scaled", "gemm_reducescatter.scaled", "allgather_gemm.scaled",
+        "allgather_gemm.scaled_weights", "gemm_alltoall.scaled", "scaled_linear"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_gradients>());
+  }
+}
+TORCH_LIBRARY_IMPL(overlap, AutocastCPU, m) {
+  implement_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>(m);
+}
+TORCH_LIBRARY_IMPL(overlap, AutocastCUDA, m) {
+  implement_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>(m);
+}
+
+}  // namespace overlap::binding

@@ -1,0 +1,43 @@
+// A plan's proof for Python, in overlap_torch._plan. Knows no torch.
+#include "steps/proof/proof.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "binding/python/steps_module.h"
+#include "plan/agreement.h"
+
+namespace overlap::binding {
+namespace {
+
+using plan::Machine;
+using plan::Plan;
+
+void refuse_faults(const Plan& plan, const std::optional<Machine>& machine) {
+  plan::validate(plan);
+  if (machine) plan::check_serial(plan, *machine);
+  const auto fault = steps::find_fault(plan, machine ? *machine : steps::usual_machine(plan));
+  if (fault) throw std::invalid_argument(plan.to_string() + ": " + fault->what);
+}
+
+}  // namespace
+
+void validate_with_steps(const Plan& plan) {
+  refuse_faults(plan, std::nullopt);
+}
+
+void bind_proof(py::module_& m) {
+  m.def("validate", &refuse_faults, py::arg("plan"), py::arg("machine") = std::nullopt,
+        R"(Raises ValueError if the plan cannot run: what is wrong, what is allowed, what to do.
+
+Of a plan for 2 to 8 ranks the steps of all ranks are gone through as well, several calls in a row: they end whatever SMs
+are held, nothing is read or written too early, and the results are the op's. What is found names rank and step.
+`machine`: whose SMs there are; by default a Hopper of 132.)");
+  m.def("usual_machine", &steps::usual_machine, py::arg("plan"),
+        "What `validate` takes a plan's machine to be where none is given.");
+}
+
+}  // namespace overlap::binding

@@ -1,0 +1,146 @@
+// The steps of a plan for Python, in overlap_torch._plan. Knows no torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding/python/steps_module.h"
+#include "steps/list/step.h"
+#include "steps/price/price.h"
+
+namespace overlap::binding {
+namespace {
+
+using plan::Machine;
+using plan::Op;
+using plan::Plan;
+
+void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& rows) {
+  const bool wanted = plan.problem.op == Op::kGemmAllToAll;
+  const auto world = static_cast<size_t>(plan.problem.world_size);
+  const bool negative = std::any_of(rows.begin(), rows.end(), [](int64_t n) { return n < 0; });
+  if (rows.size() == (wanted ? world : 0) && !negative) return;
+  refuse(std::string(name) + " has " + std::to_string(rows.size()) + " counts" +
+         (negative ? ", some below 0" : "") + "; the plan's op takes " +
+         (wanted ? "one of 0 or more for each of " + std::to_string(world) + " ranks" : "none"));
+}
+
+void check_weights(const Plan& plan, const Weights& weights) {
+  if (weights.empty()) return;
+  if (plan.problem.op != Op::kAllGatherGemm) {
+    refuse("weights are for plans of allgather_gemm, not for " + plan.to_string());
+  }
+  int64_t columns = 0;
+  for (const auto& [count, takes] : weights) {
+    if (count < 0)
+      refuse("a weight has " + std::to_string(count) + " columns, allowed are 0 and more");
+    columns += count;
+  }
+  if (columns == plan.problem.n) return;
+  refuse("the weights have " + std::to_string(columns) + " columns together, and the plan's n is " +
+         std::to_string(plan.problem.n));
+}
+
+}  // namespace
+
+steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, bool kernel_takes,
+                        bool bias, bool captured, const Weights& weights,
+                        const std::vector<int64_t>& send_rows,
+                        const std::vector<int64_t>& receive_rows, int64_t longest_message) {
+  plan::validate(plan);
+  if (rank < 0 || rank >= plan.problem.world_size) {
+    refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
+           std::to_string(plan.problem.world_size) + " ranks, 0 to " +
+           std::to_string(plan.problem.world_size - 1));
+  }
+  check_rows(plan, "send_rows", send_rows);
+  check_rows(plan, "receive_rows", receive_rows);
+  check_weights(plan, weights);
+  const bool has_kernel = steps::takes_by_default(plan);
+  steps::Variant variant;
+  variant.kernel_takes = kernel_takes && has_kernel;
+  variant.bias = bias;
+  variant.captured = captured;
+  for (const auto& [columns, takes] : weights) {
+    variant.weights.push_back({columns, takes && has_kernel && columns > 0});
+  }
+  variant.send_rows = send_rows;
+  variant.receive_rows = receive_rows;
+  variant.longest_message = longest_message;
+  if (plan.problem.op == Op::kGemmAllToAll && longest_message == 0) {
+    variant.longest_message = steps::longest_message(plan, rank, send_rows, receive_rows);
+  }
+  return steps::lower(plan, rank, machine, variant);
+}
+
+void bind_steps(py::module_& m) {
+  const auto to_json = [](const steps::StepList& list, const Plan&, int32_t, const Machine&) {
+    return steps::to_json(list);
+  };
+  m.def(
+      "kernel_steps_json",
+      [](const Plan& plan, int32_t rank, const Machine& machine, bool awaits,
+         const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
+         int32_t pieces) {
+        plan::validate(plan);
+        const steps::StepList list = steps::lower_for_kernel(plan, rank, machine,
+                                                             {.awaits = awaits,
+                                                              .send_rows = send_rows,
+                                                              .receive_rows = receive_rows,
+                                                              .pieces = pieces});
+        return std::make_tuple(steps::to_json(list), list.tiles.chunks, list.tiles.columns);
+      },
+      py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("awaits") = false,
+      py::arg("send_rows") = std::vector<int64_t>{},
+      py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("pieces") = 1,
+      "Those of a plan whose GEMM is a kernel of the caller's, each tile's chunk, and how many "
+      "tiles a row of tiles has.");
+  def_steps(m, "steps_json", to_json, "The same as JSON: an object with a list of steps.");
+
+  py::class_<steps::Prediction>(m, "Prediction", R"(What the cost model expects of a plan.
+
+Attributes:
+    gemm_us: the GEMM beside communication, microseconds.
+    communication_us: the sum of the communication calls, microseconds.
+    total_us: the whole op, microseconds.)")
+      .def_readonly("gemm_us", &steps::Prediction::gemm_us)
+      .def_readonly("communication_us", &steps::Prediction::communication_us)
+      .def_readonly("total_us", &steps::Prediction::total_us)
+      .def("__repr__", [](const steps::Prediction& p) {
+        return py::str("Prediction(gemm_us={:f}, communication_us={:f}, total_us={:f})")
+            .format(p.gemm_us, p.communication_us, p.total_us);
+      });
+  py::class_<steps::Price>(m, "Price", R"(What the cost model expects of a list of steps.
+
+Attributes:
+    expected: of the whole call, a Prediction.
+    steps: (begin, end) of each step, microseconds from the call's start.
+    computed_us: when each chunk's tiles are finished, of a GEMM that counts them; else empty.)")
+      .def_readonly("expected", &steps::Price::expected)
+      .def_property_readonly("steps",
+                             [](const steps::Price& price) {
+                               py::list spans;
+                               for (const steps::Span& span : price.steps) {
+                                 spans.append(py::make_tuple(span.begin_us, span.end_us));
+                               }
+                               return spans;
+                             })
+      .def_readonly("computed_us", &steps::Price::computed_us);
+  const auto price = [](const steps::StepList& list, const Plan& plan, int32_t rank,
+                        const Machine& machine) { return steps::price(list, plan, rank, machine); };
+  def_steps(m, "price_steps", price,
+            "The Price of what steps_text shows. Raises ValueError as it does.");
+  m.def(
+      "predict",
+      [](const Plan& plan, const Machine& machine) {
+        plan::validate(plan);
+        return steps::predict(plan, machine);
+      },
+      py::arg("plan"), py::arg("machine"),
+      "What the cost model expects of the plan. Raises ValueError if it cannot run.");
+}
+
+}  // namespace overlap::binding

@@ -1,0 +1,136 @@
+// What all-to-alls over NCCL and over peers share: whose rows lie where, and the GEMM of some of them.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "steps/lower/families.h"
+
+namespace overlap::steps {
+
+class AllToAllSteps {
+ protected:
+  static constexpr int32_t kStepsOfRank = 8;
+  static constexpr int32_t kOrdersOfRank = 4;
+
+  AllToAllSteps(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                const Variant& variant)
+      : plan_(plan),
+        rank_(rank),
+        machine_(machine),
+        variant_(variant),
+        ranks_(plan.problem.world_size),
+        element_bytes_(plan::moved_bytes(plan.problem)),
+        row_bytes_(plan.problem.n * element_bytes_),
+        send_begin_(offsets(variant.send_rows)),
+        receive_begin_(offsets(variant.receive_rows)) {
+    // Made anew where rows change from call to call: in one piece.
+    list_.made.steps.reserve(static_cast<size_t>(kStepsOfRank * ranks_));
+    list_.made.orders.reserve(static_cast<size_t>(kOrdersOfRank * ranks_));
+  }
+
+  static size_t index(int32_t rank) { return static_cast<size_t>(rank); }
+  int64_t send_rows(int32_t rank) const { return variant_.send_rows[index(rank)]; }
+  int64_t receive_rows(int32_t rank) const { return variant_.receive_rows[index(rank)]; }
+
+  // The rows for `peer` in the product.
+  plan::Rows rows_for(int32_t peer) const {
+    return {send_begin_[index(peer)], send_begin_[index(peer) + 1]};
+  }
+  Where product_row(int64_t row) const { return {Buffer::kProduct, row * row_bytes_}; }
+  Where output_row(int64_t row) const { return {Buffer::kOutput, row * row_bytes_}; }
+  // Where the rows from `peer` go.
+  Where output_of(int32_t peer) const { return output_row(receive_begin_[index(peer)]); }
+
+  LibraryGemm library_gemm(plan::Rows rows, Where output) const {
+    return {0, rows, input(rows), {output}};
+  }
+
+  // Begins with all rows, by the framework's GEMM, which waits for no peer.
+  void begin_with_all() {
+    const plan::Rows all = {0, send_begin_.back()};
+    if (all.end > 0) list_.add_unchained(Lane::kCaller, library_gemm(all, {Buffer::kProduct}));
+  }
+
+  // Product rows by the plan's kernel, on so many SMs.
+  void launch(plan::Rows rows, Where destination, int32_t ctas) {
+    Gemm gemm;
+    gemm.rows = rows;
+    gemm.input = input(rows);
+    gemm.outputs = {{destination}};
+    gemm.order = order_of(tile_rows(rows.end - rows.begin));
+    gemm.end_tile = list_.made.orders[index(gemm.order)].num_tiles();
+    gemm.ctas = ctas;
+    list_.add(Lane::kCaller, gemm);
+  }
+
+  // Of so many rows, in whole clusters.
+  int32_t tile_rows(int64_t rows) const {
+    const int64_t cluster_rows = int64_t{plan_.tile_m} * plan_.cluster_m;
+    return static_cast<int32_t>((rows + cluster_rows - 1) / cluster_rows) * plan_.cluster_m;
+  }
+
+  // A chunk's messages on the side lane, of what has been computed on the caller's so far. A GEMM of the plan's kernel that goes
+  // on beside them comes first: where NCCL's CTAs came first, each on an SM of another pair, clusters of the GEMM
+  // would wait for them until they end.
+  void send_beside(int32_t chunk, SendReceive messages, bool gemm_first) {
+    std::vector<StepId> after = {last_on_caller()};
+    if (gemm_first) {
+      list_.add_held(Lane::kSide0,
+                     Delay{static_cast<int32_t>(machine_.profile->all_to_all.gemm_first_us)},
+                     std::move(after));
+      list_.communicates = chunk;
+      list_.add(Lane::kSide0, std::move(messages));
+    } else {
+      list_.communicates = chunk;
+      list_.add_held(Lane::kSide0, std::move(messages), std::move(after));
+    }
+    list_.communicates = -1;
+  }
+
+  // Memory for what is sent.
+  void add_product() { list_.add_scratch(Buffer::kProduct, send_begin_.back() * row_bytes_); }
+
+  SendReceive no_messages() const { return {plan_.chunks[0].max_ctas, 0, {}, {}}; }
+
+  const plan::Plan& plan_;
+  const int32_t rank_;
+  const plan::Machine& machine_;
+  const Variant& variant_;
+  const int32_t ranks_;
+  const int64_t element_bytes_;
+  const int64_t row_bytes_;
+  const std::vector<int64_t> send_begin_;  // one more than ranks
+  const std::vector<int64_t> receive_begin_;
+  List list_;
+
+ private:
+  Where input(plan::Rows rows) const {
+    return {Buffer::kInput,
+            rows.begin * plan_.problem.k * plan::element_bytes(plan_.problem.dtype)};
+  }
+
+  // That of so many tile rows; messages are often alike.
+  int32_t order_of(int32_t tile_rows) {
+    const std::vector<plan::TileOrder>& made = list_.made.orders;
+    const auto same = [&](const plan::TileOrder& one) { return one.tiles_m == tile_rows; };
+    const auto found = std::find_if(made.begin(), made.end(), same);
+    if (found != made.end()) return static_cast<int32_t>(found - made.begin());
+    return list_.add_order(plan::chunked_order(plan_, plan_.problem.n, {tile_rows}));
+  }
+
+  StepId last_on_caller() const {
+    StepId id = list_.last();
+    while (list_.made.steps[index(id)].lane != Lane::kCaller) --id;
+    return id;
+  }
+
+  // Where each rank's rows begin, and where the last ones end.
+  static std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
+    std::vector<int64_t> result{0};
+    for (const int64_t count : rows) result.push_back(result.back() + count);
+    return result;
+  }
+};
+
+}  // namespace overlap::steps

@@ -1,0 +1,323 @@
+// Communication before computation, chunk by chunk: all-gathers over NCCL and over peers.
+//
+// All launches of a weight's GEMM walk one tile order: own rows, then the other ranks' of each chunk. Over NCCL each
+// arrival starts a launch, as plan/gather_rounds.h has it; over peers one launch awaits the chunks itself, if all
+// weights' kernels can. One weight's GEMM copies what arrives into the gathered input meanwhile, else the copy lane does.
+//
+// On CPU messages bring the rows into the gathered input, and the framework's GEMM reads them there.
+#include "plan/gather_rounds.h"
+#include "steps/lower/families.h"
+
+namespace overlap::steps {
+namespace {
+
+class Consume {
+ public:
+  Consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+          const Variant& variant)
+      : plan_(plan),
+        rank_(rank),
+        machine_(machine),
+        peers_(plan::over_peers(plan)),
+        on_cpu_(on_cpu(machine)),
+        chunks_(static_cast<int32_t>(plan.chunks.size())),
+        parts_(plan::row_parts(plan)),
+        part_rows_(plan::part_rows(plan)),
+        element_bytes_(plan::moved_bytes(plan.problem)),
+        row_bytes_(plan.problem.k * element_bytes_),
+        weights_(variant.weights.empty()
+                     ? std::vector<Weight>{{plan.problem.n, variant.kernel_takes}}
+                     : variant.weights),
+        chunk_places_(plan),
+        rows_(chunk_places_.rows),
+        extents_(chunk_places_.extents),
+        buffer_{peers_ ? Buffer::kSlot : staging_of(plan, variant, extents_), 0,
+                peers_ ? rank : 0} {
+    awaits_ = plan::gathers_in_one_launch(plan) &&
+              std::all_of(weights_.begin(), weights_.end(),
+                          [](const Weight& weight) { return weight.kernel_takes; });
+    prepare_launches();
+  }
+
+  StepList lower() {
+    if (on_cpu_) return lower_on_cpu();
+    list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
+    list_.made.chunks = chunks_;
+    if (peers_) {
+      list_.add_slot(plan::peer_slot_bytes(plan_));
+    } else {
+      list_.add_communicators(plan_);
+      list_.add_scratch(buffer_.buffer, staging_bytes(plan_));
+      stage();
+    }
+    // Over peers one lane sends, and one waits for what arrives, unless the GEMM does.
+    const int32_t lanes = !peers_ ? plan_.resources.lanes : awaits_ ? 1 : 2;
+    const bool carried = awaits_ || carrier_ >= 0;
+    list_.add(Lane::kCaller, Fork{lanes, !carried});
+    // The own rows' GEMM starts while the host enqueues the rest.
+    if (awaits_) {
+      launch_at_once();
+    } else {
+      compute(0);
+    }
+    if (peers_) list_.add(Lane::kSide0, WaitForSlots{});
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      list_.communicates = chunk;
+      communicated_.push_back(peers_ ? push(chunk) : gather(chunk));
+    }
+    list_.communicates = -1;
+    for (int32_t chunk = 0; chunk < chunks_ && !awaits_; ++chunk) compute(chunk + 1);
+    if (!carried) copy_gathered();
+    list_.add(Lane::kCaller, Join{});
+    if (peers_ && !awaits_) list_.add(Lane::kCaller, EndCall{});
+    return std::move(list_.made);
+  }
+
+ private:
+  static size_t index(int32_t chunk) { return static_cast<size_t>(chunk); }
+
+  // All messages are on their way before anything is computed.
+  StepList lower_on_cpu() {
+    list_.made.chunks = chunks_;
+    list_.add_communicators(plan_);
+    list_.add(Lane::kCaller, Fork{1, false});
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
+      for (int32_t distance = 1; distance < parts_; ++distance) {
+        const int32_t to = (rank_ + distance) % parts_;
+        const int32_t from = (rank_ + parts_ - distance) % parts_;
+        messages.sends.push_back({to, own_rows(chunk), chunk_bytes(chunk)});
+        messages.receives.push_back({from, arrived(chunk, from), chunk_bytes(chunk)});
+      }
+      list_.communicates = chunk;
+      communicated_.push_back(list_.add_held(Lane::kSide0, std::move(messages)));
+    }
+    list_.communicates = -1;
+    const Move own = moves(0)[0];
+    list_.add(Lane::kCaller, Copy{own.from, own.to, own.bytes});
+    for (int32_t arrival = 0; arrival <= chunks_; ++arrival) compute(arrival);
+    list_.add(Lane::kCaller, Join{});
+    return std::move(list_.made);
+  }
+
+  int64_t chunk_bytes(int32_t chunk) const {
+    const plan::Rows rows = rows_[index(chunk)];
+    return (rows.end - rows.begin) * row_bytes_;
+  }
+
+  // The rows of a part of the chunk, where they are communicated.
+  Where place(int32_t chunk, int32_t part) const {
+    Where where = buffer_;
+    where.offset = extents_[index(chunk)].offset * element_bytes_ + part * chunk_bytes(chunk);
+    return where;
+  }
+
+  Where gathered(int32_t part, int64_t row) const {
+    return {Buffer::kGathered, (part * part_rows_ + row) * row_bytes_};
+  }
+
+  // Where GEMMs read the rows of a part of the chunk.
+  Where arrived(int32_t chunk, int32_t part) const {
+    return on_cpu_ ? gathered(part, rows_[index(chunk)].begin) : place(chunk, part);
+  }
+
+  Where own_rows(int32_t chunk) const {
+    return {Buffer::kInput, rows_[index(chunk)].begin * row_bytes_};
+  }
+
+  // Own rows into the staging buffer, before anything else: copies within a device are kernels, which take all SMs for
+  // a moment, but beside a GEMM those that it leaves, and keep the next launch waiting.
+  void stage() {
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      list_.add(Lane::kCaller, Copy{own_rows(chunk), place(chunk, rank_), chunk_bytes(chunk)});
+    }
+  }
+
+  // Everybody's rows of the chunk into the staging buffer.
+  StepId gather(int32_t chunk) {
+    const int32_t lane = chunk % plan_.resources.lanes;
+    return list_.add_held(
+        side_lane(lane),
+        Collective{plan_.collective, plan_.chunks[index(chunk)].max_ctas, lane, place(chunk, rank_),
+                   place(chunk, 0), extents_[index(chunk)].count});
+  }
+
+  // Own rows of the chunk into every peer's memory, by the copy engine; the step behind which the peers' are here.
+  StepId push(int32_t chunk) {
+    for (int32_t distance = 1; distance < parts_; ++distance) {
+      Where to = place(chunk, rank_);
+      to.index = (rank_ + distance) % parts_;
+      const Copy copy = {own_rows(chunk), to, chunk_bytes(chunk)};
+      if (distance == 1) {
+        list_.add_held(Lane::kSide0, copy);
+      } else {
+        list_.add(Lane::kSide0, copy);
+      }
+    }
+    // Also to the own GEMM, which else could end the call before.
+    const StepId sent = list_.add(Lane::kSide0, Signal{chunk, true});
+    return awaits_ ? sent : list_.add(Lane::kSide1, WaitForPeers{chunk});
+  }
+
+  // What has to be copied into the gathered input when the own rows are there (0), and behind chunk `arrival` - 1:
+  // whole rows of each part.
+  std::vector<Move> moves(int32_t arrival) const {
+    if (arrival == 0) {
+      return {{{Buffer::kInput}, gathered(rank_, 0), part_rows_ * row_bytes_, 0}};
+    }
+    std::vector<Move> moves;
+    const int32_t chunk = arrival - 1;
+    for (int32_t part = 0; part < parts_; ++part) {
+      if (part == rank_) continue;
+      moves.push_back({place(chunk, part), gathered(part, rows_[index(chunk)].begin),
+                       chunk_bytes(chunk), arrival});
+    }
+    return moves;
+  }
+
+  void copy_gathered() {
+    for (int32_t arrival = 0; arrival <= chunks_; ++arrival) {
+      std::vector<StepId> after;
+      if (arrival > 0) after.push_back(communicated_[index(arrival - 1)]);
+      for (const Move& move : moves(arrival)) {
+        list_.add(Lane::kCopy, Copy{move.from, move.to, move.bytes}, std::move(after));
+        after.clear();
+      }
+    }
+  }
+
+  // What is launched when the own rows are there (0), and behind chunk `arrival` - 1.
+  void compute(int32_t arrival) {
+    if (arrival > 0) after_.push_back(communicated_[index(arrival - 1)]);
+    for (size_t weight = 0; weight < weights_.size(); ++weight) {
+      if (weights_[weight].kernel_takes) {
+        const plan::GatherLaunch& range = launches_[weight][index(arrival)];
+        Gemm gemm = gemms_[weight];
+        gemm.first_tile = range.first_tile;
+        gemm.end_tile = range.end_tile;
+        gemm.ctas = range.at_once;
+        if (static_cast<int32_t>(weight) == carrier_) gemm.moves = moves(arrival);
+        add_on_caller(std::move(gemm));
+      } else if (arrival == 0) {
+        const int64_t first = rank_ * part_rows_;
+        add_library(weight, {first, first + part_rows_}, {Buffer::kInput});
+      } else {
+        compute_library(weight, arrival - 1);
+      }
+    }
+  }
+
+  // The rows that the chunk brought from the peers.
+  void compute_library(size_t weight, int32_t chunk) {
+    const plan::Rows rows = rows_[index(chunk)];
+    for (int32_t part = 0; part < parts_; ++part) {
+      if (part == rank_) continue;
+      add_library(weight, {part * part_rows_ + rows.begin, part * part_rows_ + rows.end},
+                  arrived(chunk, part));
+    }
+  }
+
+  void add_library(size_t weight, plan::Rows rows, Where input) {
+    const int64_t offset =
+        rows.begin * weights_[weight].columns * plan::output_bytes(plan_.problem);
+    const auto number = static_cast<int32_t>(weight);
+    add_on_caller(LibraryGemm{number, rows, input, {{Buffer::kOutput, offset, number}}});
+  }
+
+  // The first step of an arrival is the one that waits for it.
+  template <typename Kind>
+  void add_on_caller(Kind what) {
+    list_.add(Lane::kCaller, std::move(what), std::move(after_));
+    after_.clear();
+  }
+
+  // GEMMs that wait for rows themselves: all own rows' tiles first, those of the last weight in one launch with the
+  // others' rows. The last launch ends the call.
+  void launch_at_once() {
+    const size_t last = gemms_.size() - 1;
+    const auto own_tiles = [&](size_t weight) {
+      return list_.made.orders[static_cast<size_t>(gemms_[weight].order)].chunk_begin[1];
+    };
+    for (size_t weight = 0; weight < last; ++weight) {
+      launch_tiles(weight, 0, own_tiles(weight), false);
+    }
+    for (int32_t arrival = 0; arrival <= chunks_; ++arrival) {
+      for (const Move& move : moves(arrival)) gemms_[last].moves.push_back(move);
+    }
+    launch_tiles(last, 0, gemms_[last].end_tile, last == 0);
+    for (size_t weight = 0; weight < last; ++weight) {
+      launch_tiles(weight, own_tiles(weight), gemms_[weight].end_tile, weight + 1 == last);
+    }
+  }
+
+  void launch_tiles(size_t weight, int32_t first_tile, int32_t end_tile, bool ends_call) {
+    Gemm gemm = gemms_[weight];
+    gemm.first_tile = first_tile;
+    gemm.end_tile = end_tile;
+    gemm.awaits_chunks = true;
+    gemm.ends_call = ends_call;
+    list_.add(Lane::kCaller, std::move(gemm));
+  }
+
+  // Each weight's GEMM over all rows, and what each launch takes of it.
+  void prepare_launches() {
+    for (size_t weight = 0; weight < weights_.size(); ++weight) {
+      gemms_.emplace_back();
+      launches_.emplace_back();
+      if (!weights_[weight].kernel_takes) continue;
+      // Something arrives before each launch, so none is empty.
+      if (!awaits_ && carrier_ < 0 && plan::is_sm90(plan_.kernel) &&
+          parts_ - 1 <= plan::kMaxCopyRuns) {
+        carrier_ = static_cast<int32_t>(weight);
+      }
+      const plan::TileOrder order = plan::gather_order(plan_, weights_[weight].columns);
+      Gemm& gemm = gemms_.back();
+      gemm.weight = static_cast<int32_t>(weight);
+      gemm.rows = {0, plan_.problem.m};
+      gemm.input = buffer_;
+      gemm.outputs = {{{Buffer::kOutput, 0, gemm.weight}}};
+      gemm.map.mode = plan::RowMap::Mode::kGather;
+      gemm.map.part_rows = static_cast<int32_t>(part_rows_);
+      gemm.map.own_part = rank_;
+      gemm.order = list_.add_order(order);
+      gemm.end_tile = order.num_tiles();
+      gemm.ctas = ctas_beside(plan_, machine_);
+      if (awaits_) continue;
+      launches_.back() = plan::gather_launches(plan::gather_arrivals(plan_, order.tiles_n),
+                                               plan_.cluster_m, gemm.ctas, machine_.sm_count);
+    }
+  }
+
+  const plan::Plan& plan_;
+  const int32_t rank_;
+  const plan::Machine& machine_;
+  const bool peers_;
+  const bool on_cpu_;
+  const int32_t chunks_;
+  const int32_t parts_;
+  const int64_t part_rows_;
+  const int64_t element_bytes_;
+  const int64_t row_bytes_;
+  const std::vector<Weight> weights_;
+  const ChunkPlaces chunk_places_;
+  const std::vector<plan::Rows>& rows_;
+  const std::vector<plan::Extent>& extents_;
+  const Where buffer_;
+  bool awaits_ = false;   // the GEMMs wait for what arrives, one launch each
+  int32_t carrier_ = -1;  // else the weight whose GEMM copies rows into the gathered input, or none
+  std::vector<Gemm> gemms_;
+  // Of each, unless it waits: own rows, then chunk by chunk.
+  std::vector<std::vector<plan::GatherLaunch>> launches_;
+  std::vector<StepId> communicated_;
+  std::vector<StepId> after_;
+  List list_;
+};
+
+}  // namespace
+
+StepList lower_consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                       const Variant& variant) {
+  return Consume(plan, rank, machine, variant).lower();
+}
+
+}  // namespace overlap::steps

@@ -1,0 +1,174 @@
+// Reductions over peers in one step, for few rows: partial sums go straight to the ranks that add them up, from the
+// GEMM's stores or, where the framework computes, from the kernel that adds.
+#include "steps/lower/families.h"
+
+namespace overlap::steps {
+namespace {
+
+// What a rank sends to all its peers in an all-reduce whose data are their own signal, at most.
+constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
+constexpr int64_t kUnitBytes = 12;  // of the 16 that travel at a time: the data
+
+class Direct {
+ public:
+  Direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
+      : plan_(plan),
+        rank_(rank),
+        machine_(machine),
+        variant_(variant),
+        ranks_(plan.problem.world_size),
+        all_reduces_(plan.problem.op == plan::Op::kGemmAllReduce),
+        sequential_(plan.schedule == plan::Schedule::kSequential),
+        by_kernel_(!sequential_ && variant.kernel_takes),
+        pieces_(plan::direct_in_pieces(plan)),
+        bytes_(plan.problem.m * plan.problem.n * plan::moved_bytes(plan.problem)),
+        piece_bytes_(plan::direct_piece_bytes(plan)) {}
+
+  StepList lower() {
+    const bool in_pieces =
+        ranks_ > 2 && low_latency_sent(false) > machine_.profile->peer.one_step_bytes;
+    const bool low_latency =
+        sequential_ && all_reduces_ && low_latency_sent(in_pieces) <= kLowLatencyBytes;
+    list_.add_slot(plan::peer_slot_bytes(plan_));
+    list_.made.takes_slot = !low_latency;
+    // The framework's GEMM waits for no peer.
+    if (!by_kernel_) {
+      list_.add_scratch(Buffer::kProduct, bytes_);
+      list_.add_unchained(
+          Lane::kCaller,
+          LibraryGemm{0, {0, plan_.problem.m}, {Buffer::kInput}, {{Buffer::kProduct}}});
+    }
+    if (!sequential_) {
+      list_.add(Lane::kCaller, WaitForSlots{});
+      if (by_kernel_) {
+        compute_and_send();
+      } else {
+        send();
+      }
+    }
+    list_.communicates = 0;
+    if (low_latency) {
+      list_.add_held(Lane::kCaller,
+                     LowLatency{in_pieces, variant_.bias, bytes_, {Buffer::kProduct}, output()});
+    } else {
+      reduce();
+    }
+    return std::move(list_.made);
+  }
+
+ private:
+  // The place of rank `from`'s partial sums in rank `to`'s slot.
+  Where place(int32_t to, int32_t from) const { return {Buffer::kSlot, from * piece_bytes_, to}; }
+
+  // Rank `part`'s sums in everybody's slot.
+  Where final_place(int32_t to, int32_t part) const {
+    return {Buffer::kSlot, (ranks_ + part) * piece_bytes_, to};
+  }
+
+  int64_t piece_offset(int32_t rank) const { return pieces_ ? rank * piece_bytes_ : 0; }
+  Where product(int32_t rank) const { return {Buffer::kProduct, piece_offset(rank)}; }
+
+  // Of an all-reduce by the framework's GEMM and one kernel, the product becomes the output.
+  Where output() const {
+    return {sequential_ && all_reduces_ ? Buffer::kProduct : Buffer::kOutput};
+  }
+  Where own_output() const {
+    Where where = output();
+    if (all_reduces_) where.offset = piece_offset(rank_);
+    return where;
+  }
+
+  // What rank `rank` adds up, in whole accesses.
+  int64_t bytes_of(int32_t rank) const {
+    const int64_t begin = std::min(piece_offset(rank), bytes_);
+    const int64_t bytes = std::min(begin + piece_bytes_, bytes_) - begin;
+    return bytes / kPeerAccessBytes * kPeerAccessBytes;
+  }
+
+  void compute_and_send() {
+    Gemm gemm;
+    const plan::TileOrder order = plan::tile_order(plan_);
+    gemm.rows = {0, plan_.problem.m};
+    gemm.input = {Buffer::kInput};
+    gemm.order = list_.add_order(order);
+    gemm.end_tile = order.num_tiles();
+    gemm.ctas = ctas_beside(plan_, machine_);
+    gemm.spread_ns = spread_ns(plan_, machine_);
+    if (!pieces_) {
+      gemm.outputs = {{output()}};
+      gemm.mirrors = {place(1 - rank_, rank_)};
+    } else {
+      gemm.map.mode = plan::RowMap::Mode::kSplit;
+      gemm.map.part_tile_rows = plan::tiles_m(plan_) / ranks_;
+      gemm.map.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
+      gemm.map.first_part = (rank_ + 1) % ranks_;  // the own part last
+      for (int32_t part = 0; part < ranks_; ++part) {
+        gemm.outputs.push_back({part == rank_ ? own_output() : place(part, rank_)});
+      }
+    }
+    list_.add(Lane::kCaller, gemm);
+  }
+
+  // What the framework computed, as the kernel would have stored it.
+  void send() {
+    for (int32_t distance = 1; distance < ranks_; ++distance) {
+      const int32_t peer = (rank_ + distance) % ranks_;
+      list_.add(Lane::kCaller, Copy{product(peer), place(peer, rank_), bytes_of(peer)});
+    }
+  }
+
+  void reduce() {
+    PeerCollective reduce;
+    reduce.reduces = true;
+    reduce.gathers = all_reduces_ && pieces_;
+    reduce.bias = variant_.bias;
+    reduce.stride = piece_bytes_;
+    reduce.first = reduce.gathers ? rank_ * piece_bytes_ : 0;
+    reduce.own = by_kernel_ ? own_output() : product(rank_);
+    reduce.output = output();
+    for (int32_t rank = 0; rank < ranks_; ++rank) {
+      Piece piece;
+      piece.bytes = bytes_of(rank);
+      piece.received = place(rank_, rank);
+      if (reduce.gathers) {
+        piece.final_destination = final_place(rank, rank_);
+        piece.final_received = final_place(rank_, rank);
+      }
+      if (rank != rank_ && sequential_) {
+        piece.send = product(rank);
+        piece.destination = place(rank, rank_);
+      }
+      reduce.pieces.push_back(piece);
+    }
+    list_.add_held(Lane::kCaller, reduce);
+  }
+
+  // Bytes of data that a rank sends, or its terms of the peers' pieces and the sums of its own.
+  int64_t low_latency_sent(bool in_pieces) const {
+    const int64_t units = (bytes_ + kUnitBytes - 1) / kUnitBytes;
+    const int64_t piece = (units + ranks_ - 1) / ranks_ * kUnitBytes;
+    return (ranks_ - 1) * (in_pieces ? 2 * piece : bytes_);
+  }
+
+  const plan::Plan& plan_;
+  const int32_t rank_;
+  const plan::Machine& machine_;
+  const Variant& variant_;
+  const int32_t ranks_;
+  const bool all_reduces_;
+  const bool sequential_;  // the kernel that adds sends, too
+  const bool by_kernel_;   // the plan's computes and stores where the sums are added
+  const bool pieces_;      // each rank adds up one piece, not all
+  const int64_t bytes_;
+  const int64_t piece_bytes_;
+  List list_;
+};
+
+}  // namespace
+
+StepList lower_direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                      const Variant& variant) {
+  return Direct(plan, rank, machine, variant).lower();
+}
+
+}  // namespace overlap::steps

@@ -1,0 +1,133 @@
+// Which family a plan is of, and plans that do one thing after the other.
+#include "steps/list/step.h"
+#include "steps/lower/families.h"
+
+namespace overlap::steps {
+namespace {
+
+// One GEMM and one of NCCL's collectives over whole tensors.
+StepList lower_one_collective(const plan::Plan& plan) {
+  const plan::Problem& problem = plan.problem;
+  const bool gathers = problem.op == plan::Op::kAllGatherGemm;
+  const int64_t columns = gathers ? problem.k : problem.n;
+  const Where product = {Buffer::kProduct};
+  Collective collective = {plan.collective, plan.chunks[0].max_ctas,        0, product,
+                           product,         plan::part_rows(plan) * columns};
+  if (gathers) collective.source = {Buffer::kInput};
+  if (gathers) collective.destination = {Buffer::kGathered};
+  if (problem.op == plan::Op::kGemmReduceScatter) collective.destination = {Buffer::kOutput};
+  LibraryGemm gemm = {0, {0, problem.m}, {Buffer::kInput}, {product}};
+  if (gathers) {
+    gemm = {LibraryGemm::kAllWeights, {0, problem.m}, {Buffer::kGathered}, {{Buffer::kOutput}}};
+  }
+  List list;
+  list.add_communicators(plan);
+  if (!gathers) {
+    const int64_t elements = problem.m * problem.n;
+    list.add_scratch(Buffer::kProduct, elements * plan::moved_bytes(problem));
+  }
+  if (!gathers) list.add_unchained(Lane::kCaller, gemm);
+  list.communicates = 0;
+  list.add(Lane::kCaller, collective);
+  list.communicates = -1;
+  if (gathers) list.add_unchained(Lane::kCaller, gemm);
+  return std::move(list.made);
+}
+
+// An all-gather over peers in one kernel, then the GEMM.
+StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank) {
+  const plan::Problem& problem = plan.problem;
+  const int64_t bytes = plan::part_rows(plan) * problem.k * plan::moved_bytes(problem);
+  PeerCollective gather;
+  gather.gathers = true;
+  gather.stride = bytes;
+  gather.own = {Buffer::kInput};
+  gather.output = {Buffer::kGathered};
+  for (int32_t peer = 0; peer < problem.world_size; ++peer) {
+    Piece piece;
+    piece.bytes = bytes;
+    piece.received = {Buffer::kSlot, peer * bytes, rank};
+    if (peer != rank) {
+      piece.send = {Buffer::kInput};
+      piece.destination = {Buffer::kSlot, rank * bytes, peer};
+    }
+    gather.pieces.push_back(piece);
+  }
+  List list;
+  list.add_slot(plan::peer_slot_bytes(plan));
+  list.communicates = 0;
+  list.add(Lane::kCaller, gather);
+  list.communicates = -1;
+  list.add(Lane::kCaller,
+           LibraryGemm{
+               LibraryGemm::kAllWeights, {0, problem.m}, {Buffer::kGathered}, {{Buffer::kOutput}}});
+  return std::move(list.made);
+}
+
+}  // namespace
+
+StepList lower_sequential(const plan::Plan& plan, int32_t rank) {
+  if (plan::over_peers(plan)) return lower_gather_in_one_kernel(plan, rank);
+  return lower_one_collective(plan);
+}
+
+bool windows_take(const plan::Plan& plan) {
+  return windows_take(plan, ChunkPlaces(plan).extents);
+}
+bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& extents) {
+  constexpr int64_t kBytes = 16;
+  const int64_t element = plan::moved_bytes(plan.problem);
+  return std::all_of(extents.begin(), extents.end(), [&](const plan::Extent& extent) {
+    return extent.offset * element % kBytes == 0 && extent.count * element % kBytes == 0;
+  });
+}
+
+bool communicates_in_place(const plan::Plan& plan) {
+  return plan.problem.op == plan::Op::kGemmAllReduce && plan.layout == plan::Layout::kRowMajor &&
+         !plan.resources.window;
+}
+
+bool takes_by_default(const plan::Plan& plan) {
+  const bool on_cpu = plan.chunks[0].transport == plan::Transport::kGloo;
+  return plan.kernel != plan::Kernel::kLibrary || (on_cpu && plan.layout == plan::Layout::kPacked);
+}
+
+namespace {
+
+StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                      const Variant& variant) {
+  const plan::Op op = plan.problem.op;
+  if (plan::has_program(plan)) return lower_program(plan, rank, machine, variant);
+  if (op == plan::Op::kGemmAllToAll) {
+    return plan::over_peers(plan) ? lower_all_to_all_over_peers(plan, rank, machine, variant)
+                                  : lower_all_to_all(plan, rank, machine, variant);
+  }
+  if (plan.collective == plan::Collective::kDirect) {
+    return lower_direct(plan, rank, machine, variant);
+  }
+  if (plan.schedule == plan::Schedule::kSequential) return lower_sequential(plan, rank);
+  if (op == plan::Op::kAllGatherGemm) return lower_consume(plan, rank, machine, variant);
+  if (plan.collective == plan::Collective::kRing) return lower_ring(plan, rank, machine, variant);
+  return lower_produce(plan, rank, machine, variant);
+}
+
+}  // namespace
+
+void number_events(StepList& list) {
+  for (const Step& step : list.steps) {
+    for (const StepId id : step.after) list.steps[static_cast<size_t>(id)].event = 0;
+  }
+  for (Step& step : list.steps) {
+    if (step.event == 0) step.event = list.events++;
+  }
+}
+
+StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+               const Variant& variant) {
+  StepList list = lower_family(plan, rank, machine, variant);
+  number_events(list);
+  list.communication = plan::communication_hash(plan);
+  return list;
+}
+
+}  // namespace overlap::steps

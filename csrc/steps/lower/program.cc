@@ -1,0 +1,484 @@
+// Transfers of a plan's own in place of its collectives.
+//
+// Each rank comes to the rounds of plan::rounds in their order, each on its stream's lane. It first waits for whatever a round's
+// transfer needs, as far as this rank knows of it.
+//
+// Over NCCL and gloo, sends and receives of a round are one call; what is added, or is no run of memory, lands in staging
+// memory and is put in its place after the call.
+//
+//   caller | fork | GEMM: chunk 0, 1, 2 ... signal [A] ....................................... | join | result, bias |
+//   side   |      | wait 0 [A] | send and receive | wait 1 [A] | add what was received | ...    | ^
+//
+// Over peers data land in a slot, and a flag of the transfer says that they are there. Where all transfers go by SMs, one
+// kernel makes them, waits included (lower_program_kernel.cc). Else each is a step of its stream's lane: a copy by the copy
+// engine, the interpreter with this one transfer, or NCCL's.
+//
+// An all-gather computes its own rows first, and others once all transfers that write them have arrived.
+#include <algorithm>
+#include <utility>
+
+#include "steps/lower/program_builder.h"
+
+namespace overlap::steps {
+
+using plan::Engine;
+using plan::Memory;
+using plan::Rectangle;
+using plan::Region;
+using plan::Transfer;
+using plan::Way;
+
+namespace {
+
+bool all_by_sms(const plan::Plan& plan) {
+  return plan::over_peers(plan) &&
+         std::none_of(plan.program.transfers.begin(), plan.program.transfers.end(),
+                      [](const Transfer& one) {
+                        return one.by == Engine::kCopyEngine || one.by == Engine::kNccl;
+                      });
+}
+
+void add_cuts(const Rectangle& area, std::set<int64_t>& cuts) {
+  cuts.insert({area.row, area.row + area.rows});
+}
+
+// Whether each rank awaits a flag of every other one; an all-to-all's messages may be empty.
+bool hears_all(const plan::Plan& plan) {
+  std::set<std::pair<int32_t, int32_t>> pairs;
+  for (const Transfer& one : plan.program.transfers) {
+    if (lands(plan, one)) pairs.insert({one.source.rank, one.destination.rank});
+  }
+  const int32_t ranks = plan.problem.world_size;
+  return plan.problem.op != plan::Op::kGemmAllToAll &&
+         static_cast<int32_t>(pairs.size()) == ranks * (ranks - 1);
+}
+
+}  // namespace
+
+ProgramBuilder::ProgramBuilder(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                               const Variant& variant)
+    : plan_(plan),
+      rank_(rank),
+      variant_(variant),
+      ctas_(ctas_beside(plan, machine)),
+      places_(plan, rank, variant),
+      rounds_(plan::rounds(plan.program)),
+      lanes_(plan::streams(plan.program)),
+      peers_(plan::over_peers(plan)),
+      in_one_kernel_(all_by_sms(plan)),
+      blocks_(plan::interpreter_blocks(plan)),
+      waited_(at(lanes_)),
+      arrived_(places_.transfers.size(), kNone),
+      left_(places_.transfers.size(), kNone),
+      lane_waited_for_slots_(at(lanes_), false),
+      counter_of_(2 * places_.transfers.size(), -1),
+      seen_(at(lanes_)) {
+  if (!places_.to_all) staging_bytes_ = plan.program.scratch_rows * places_.row_bytes;
+}
+
+StepList ProgramBuilder::lower() {
+  for (int32_t lane = 0; lane < lanes_; ++lane) {
+    const auto calls = [&](const Transfer& one) {
+      return one.stream == lane && one.way != Way::kCopy && !lands(plan_, one);
+    };
+    if (!peers_ || std::any_of(places_.transfers.begin(), places_.transfers.end(), calls)) {
+      list_.made.communicators.push_back({plan_.chunks[0].max_ctas, lane});
+    }
+  }
+  if (peers_) list_.add_slot(places_.slot_bytes, hears_all(plan_));
+  compute_before();
+  in_one_kernel_ ? communicate_in_one_kernel() : communicate_in_lanes();
+  if (places_.gathers) compute_arrived();
+  list_.add(Lane::kCaller, Join{});
+  if (peers_ && !ends_in_kernel_) list_.add(Lane::kCaller, EndCall{});
+  finish();
+  list_.made.chunks = std::max({1, calls_, peers_ ? 0 : list_.made.counters});
+  if (places_.product == Buffer::kProduct) {
+    const int64_t rows = places_.to_all    ? places_.send_begin.back()
+                         : places_.gathers ? 0
+                                           : plan_.problem.m;
+    list_.add_scratch(Buffer::kProduct, rows * places_.row_bytes);
+  }
+  if (staging_bytes_ > 0) list_.add_scratch(Buffer::kStaging, staging_bytes_);
+  return std::move(list_.made);
+}
+
+std::map<int32_t, std::vector<size_t>> ProgramBuilder::own_rounds() const {
+  std::map<int32_t, std::vector<size_t>> of_round;
+  for (size_t i = 0; i < places_.transfers.size(); ++i) {
+    const Transfer& one = transfer(i);
+    if (places_.is_sent(one) || one.destination.rank == rank_) {
+      of_round[rounds_[i]].push_back(i);
+    }
+  }
+  return of_round;
+}
+
+Where ProgramBuilder::stage(int64_t bytes) {
+  const int64_t offset = ProgramPlaces::rounded_up(staging_bytes_);
+  staging_bytes_ = offset + bytes;
+  return {Buffer::kStaging, offset};
+}
+
+// --- what is computed ---
+
+// The lanes begin, and what needs no transfer is computed.
+void ProgramBuilder::compute_before() {
+  const plan::Rows own = {rank_ * places_.part_rows, (rank_ + 1) * places_.part_rows};
+  if (places_.gathers) {
+    const Where there = {Buffer::kGathered, own.begin * places_.row_bytes};
+    list_.add(Lane::kCaller, Copy{{Buffer::kInput}, there, places_.part_rows * places_.row_bytes});
+  }
+  list_.add(Lane::kCaller, Fork{in_one_kernel_ ? 1 : lanes_, false});
+  if (places_.gathers) {
+    compute_gathered(own, {});
+  } else if (places_.to_all) {
+    compute_messages();
+  } else {
+    compute_product();
+  }
+}
+
+void ProgramBuilder::compute_product() {
+  const auto chunks = static_cast<int32_t>(plan_.chunks.size());
+  list_.made.counters = chunks;
+  if (variant_.kernel_takes) {
+    Gemm gemm;
+    gemm.rows = {0, plan_.problem.m};
+    gemm.input = {Buffer::kInput};
+    gemm.outputs = {{{places_.product}}};
+    gemm.order = list_.add_order(plan::tile_order(plan_));
+    gemm.end_tile = list_.made.orders[0].num_tiles();
+    gemm.ctas = ctas_;
+    gemm.counts = true;
+    list_.add(Lane::kCaller, gemm);
+    return;
+  }
+  for (int32_t chunk = 0; chunk < chunks; ++chunk) {
+    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
+    add_library(rows, {places_.product, rows.begin * places_.row_bytes});
+    computed_.push_back(list_.last());
+    if (in_one_kernel_) list_.add(Lane::kCaller, Count{chunk, plan_.chunks[at(chunk)].tiles});
+  }
+}
+
+void ProgramBuilder::add_library(plan::Rows rows, Where output) {
+  const int64_t input = rows.begin * plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
+  list_.add(Lane::kCaller, LibraryGemm{0, rows, {Buffer::kInput, input}, {output}});
+}
+
+// Messages in the pieces and the order in which they leave; the rows that stay, where they belong.
+void ProgramBuilder::compute_messages() {
+  std::set<int64_t> cuts;
+  for (const Transfer& one : places_.transfers) {
+    if (!places_.is_sent(one)) continue;
+    add_cuts(one.source.area, cuts);
+    for (const Rectangle& area : one.tiles) add_cuts(area, cuts);
+  }
+  for (const Transfer& one : places_.transfers) {
+    if (!places_.is_sent(one)) continue;
+    const Rectangle& area = one.source.area;
+    for (auto cut = cuts.find(area.row); *cut < area.row + area.rows; ++cut) {
+      Region piece = one.source;
+      piece.area.row = *cut;
+      piece.area.rows = *std::next(cut) - *cut;
+      const plan::Rows rows = places_.rows_of(piece);
+      if (rows.begin == rows.end) continue;
+      add_library(rows, {Buffer::kProduct, rows.begin * places_.row_bytes});
+      pieces_[*cut] = list_.last();
+      if (!in_one_kernel_) continue;
+      piece_counters_[*cut] = list_.made.counters;
+      list_.add(Lane::kCaller, Count{list_.made.counters++, 1});
+    }
+  }
+  const plan::Rows own = {places_.send_begin[at(rank_)], places_.send_begin[at(rank_) + 1]};
+  if (own.begin == own.end) return;
+  add_library(own, {Buffer::kOutput, places_.receive_begin[at(rank_)] * places_.row_bytes});
+}
+
+// Rows of an all-gather's product, of each weight.
+void ProgramBuilder::compute_gathered(plan::Rows rows, const std::vector<StepId>& after) {
+  const bool own = rows.begin / places_.part_rows == rank_;
+  const Where input =
+      own ? Where{Buffer::kInput, (rows.begin - rank_ * places_.part_rows) * places_.row_bytes}
+          : Where{Buffer::kGathered, rows.begin * places_.row_bytes};
+  std::vector<Weight> weights = variant_.weights;
+  if (weights.empty()) weights.push_back({plan_.problem.n});
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Where output = {Buffer::kOutput, rows.begin * weights[i].columns * places_.element_bytes,
+                          static_cast<int32_t>(i)};
+    list_.add(Lane::kCaller, LibraryGemm{static_cast<int32_t>(i), rows, input, {output}},
+              i == 0 ? after : std::vector<StepId>{});
+  }
+}
+
+// Rows of other ranks, in the order in which the last transfers that write them come.
+void ProgramBuilder::compute_arrived() {
+  const int64_t part = places_.part_rows;
+  std::set<int64_t> cuts;
+  for (int64_t peer = 0; peer <= plan_.problem.world_size; ++peer) cuts.insert(peer * part);
+  std::vector<size_t> writers;
+  for (size_t i = 0; i < places_.transfers.size(); ++i) {
+    const Region& to = transfer(i).destination;
+    if (to.rank != rank_ || to.memory != Memory::kGathered) continue;
+    writers.push_back(i);
+    add_cuts(to.area, cuts);
+  }
+  struct Rows {
+    int32_t last = -1;
+    plan::Rows rows;
+    std::set<size_t> writers;
+  };
+  std::vector<Rows> all;
+  for (auto cut = cuts.begin(); std::next(cut) != cuts.end(); ++cut) {
+    if (*cut / part == rank_) continue;
+    Rows one = {-1, {*cut, *std::next(cut)}, {}};
+    for (const size_t i : writers) {
+      const Rectangle& area = transfer(i).destination.area;
+      if (area.row >= one.rows.end || one.rows.begin >= area.row + area.rows) continue;
+      one.last = std::max(one.last, rounds_[i]);
+      one.writers.insert(i);
+    }
+    const bool joins =
+        !all.empty() && all.back().last == one.last && all.back().rows.end == one.rows.begin;
+    if (joins) {
+      all.back().rows.end = one.rows.end;
+      all.back().writers.insert(one.writers.begin(), one.writers.end());
+    } else {
+      all.push_back(std::move(one));
+    }
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Rows& a, const Rows& b) { return a.last < b.last; });
+  for (const Rows& one : all) {
+    compute_gathered(one.rows, await_writers(one.writers));
+  }
+}
+
+// Waits for transfers that end here, or says after which steps the GEMM comes.
+std::vector<StepId> ProgramBuilder::await_writers(const std::set<size_t>& writers) {
+  std::set<StepId> after;
+  for (const size_t i : writers) {
+    if (in_one_kernel_) {
+      list_.add(Lane::kCaller, WaitForTiles{counter_of_[2 * i + 1], blocks_});
+    } else {
+      after.insert(arrived_[i]);
+    }
+  }
+  return {after.begin(), after.end()};
+}
+
+void ProgramBuilder::finish() {
+  if (places_.gathers || places_.to_all) return;
+  const bool copied = places_.product == Buffer::kProduct && !writes_output(plan_);
+  const int64_t rows = plan_.problem.m / plan::op_row_parts(plan_.problem);
+  const Where output = {Buffer::kOutput};
+  const Where result =
+      copied
+          ? Where{places_.product, (plan_.problem.op == plan::Op::kGemmReduceScatter ? rank_ : 0) *
+                                       rows * places_.row_bytes}
+          : output;
+  if (variant_.bias) {
+    list_.add(Lane::kCaller, AddBias{result, output, rows, plan_.resources.finish_ctas});
+  } else if (copied) {
+    list_.add(Lane::kCaller, Copy{result, output, rows * places_.row_bytes});
+  }
+}
+
+// --- each transfer as a step ---
+
+void ProgramBuilder::communicate_in_lanes() {
+  for (const auto& [number, round] : own_rounds()) {
+    std::vector<size_t> called;
+    for (const size_t i : round) {
+      if (transfer(i).way == Way::kCopy) {
+        copy(i);
+      } else if (!lands(plan_, transfer(i))) {
+        called.push_back(i);
+      }
+    }
+    // After what this rank sends otherwise, and before it waits for what comes.
+    const auto call_once = [&] {
+      if (!called.empty()) call(std::exchange(called, {}));
+    };
+    each_half(
+        round, [&](size_t i) { send(i); },
+        [&](size_t i) {
+          call_once();
+          receive(i);
+        });
+    call_once();
+  }
+}
+
+void ProgramBuilder::copy(size_t number) {
+  const Lane lane = side_lane(transfer(number).stream);
+  std::vector<StepId> after;
+  await_needs(number, lane, after);
+  arrived_[number] = left_[number] = add_rows(half(number, true, {}), lane, after);
+}
+
+// Both sides of a round of this rank, at most one send and one receive.
+void ProgramBuilder::call(const std::vector<size_t>& round) {
+  const int32_t stream = transfer(round[0]).stream;
+  const Lane lane = side_lane(stream);
+  std::vector<StepId> after;
+  SendReceive made = {plan_.chunks[0].max_ctas, stream, {}, {}};
+  std::optional<Where> landing;
+  for (const size_t i : round) {
+    const Transfer& one = transfer(i);
+    if (places_.height(places_.own_side(one)) == 0) continue;
+    if (places_.is_sent(one)) {
+      await_needs(i, lane, after);
+      made.sends.push_back(
+          {one.destination.rank, sent_place(one, lane, after), places_.bytes_of(one)});
+    } else {
+      if (!one.reduces && places_.one_run(one.destination)) {
+        await_needs(i, lane, after);
+      } else {
+        landing = stage(places_.bytes_of(one));
+      }
+      made.receives.push_back({one.source.rank, landing.value_or(places_.place(one.destination)),
+                               places_.bytes_of(one)});
+    }
+  }
+  if (made.sends.empty() && made.receives.empty()) return;
+  list_.communicates = calls_++;
+  const StepId called = list_.add(lane, made, after);
+  list_.communicates = -1;
+  for (const size_t i : round) {
+    const Transfer& one = transfer(i);
+    (places_.is_sent(one) ? left_ : arrived_)[i] = called;
+    if (places_.is_sent(one) || !landing) continue;
+    std::vector<StepId> put_after;
+    await_needs(i, lane, put_after);
+    arrived_[i] = add_rows(half(i, false, *landing), lane, put_after);
+  }
+}
+
+// Where what is sent lies in one run.
+Where ProgramBuilder::sent_place(const Transfer& one, Lane lane, std::vector<StepId>& after) {
+  Half pack;
+  pack.source = places_.place(one.source);
+  if (places_.one_run(one.source)) return pack.source;
+  pack.destination = stage(places_.bytes_of(one));
+  pack.rows = places_.height(one.source);
+  pack.row_bytes = pack.destination_stride = places_.width(one.source);
+  pack.source_stride = places_.row_bytes;
+  add_rows(pack, lane, std::exchange(after, {}));
+  return pack.destination;
+}
+
+void ProgramBuilder::send(size_t number) {
+  const Transfer& one = transfer(number);
+  const Lane lane = side_lane(one.stream);
+  std::vector<StepId> after;
+  await_needs(number, lane, after);
+  const Half sent = half(number, true, places_.landing(number));
+  list_.communicates = calls_++;
+  if (one.by != Engine::kSms && !lane_waited_for_slots_[at(one.stream)]) {
+    lane_waited_for_slots_[at(one.stream)] = true;
+    list_.add(lane, WaitForSlots{}, std::exchange(after, {}));
+  }
+  if (one.by == Engine::kSms) {
+    left_[number] = interpret(sent, lane, after);
+  } else {
+    add_copy(sent, lane, after);
+    left_[number] = list_.add(lane, Announce{sent.flag, *sent.to});
+  }
+  list_.communicates = -1;
+}
+
+void ProgramBuilder::receive(size_t number) {
+  const Transfer& one = transfer(number);
+  const Lane lane = side_lane(one.stream);
+  std::vector<StepId> after;
+  await_needs(number, lane, after);
+  Half put = half(number, false, places_.landing(number));
+  if (one.by == Engine::kSms) {
+    arrived_[number] = interpret(put, lane, after);
+    return;
+  }
+  list_.add_held(lane, Await{put.flag, one.source.rank}, std::exchange(after, {}));
+  if (put.source.index != rank_ && put.adds) {
+    // What is added lies at home.
+    Half fetched = put;
+    fetched.destination = stage(put.rows * put.row_bytes);
+    fetched.destination_stride = put.row_bytes;
+    fetched.adds = false;
+    add_copy(fetched, lane, {});
+    put.source = fetched.destination;
+  }
+  arrived_[number] = add_copy(put, lane, {});
+}
+
+StepId ProgramBuilder::interpret(const Half& one, Lane lane, const std::vector<StepId>& after) {
+  Interpret step;
+  step.blocks = blocks_;
+  step.halves = {one};
+  return list_.add_held(lane, step, after);
+}
+
+StepId ProgramBuilder::add_copy(const Half& one, Lane lane, std::vector<StepId> after) {
+  const bool dense = one.source_stride == one.row_bytes && one.destination_stride == one.row_bytes;
+  if (!one.adds && (dense || one.rows == 1)) {
+    return list_.add(lane, Copy{one.source, one.destination, one.rows * one.row_bytes},
+                     std::move(after));
+  }
+  return add_rows(one, lane, std::move(after));
+}
+
+StepId ProgramBuilder::add_rows(const Half& one, Lane lane, std::vector<StepId> after) {
+  return list_.add(lane,
+                   CopyRows{one.source, one.source_stride, one.destination, one.destination_stride,
+                            one.rows, one.row_bytes, one.adds},
+                   std::move(after));
+}
+
+// --- what is waited for ---
+
+// What the transfer needs, as far as this rank knows of it; and this rank's tiles where something is put or added.
+void ProgramBuilder::await_needs(size_t number, Lane lane, std::vector<StepId>& after) {
+  const Transfer& one = transfer(number);
+  if (places_.is_sent(one)) {
+    for (const Rectangle& area : one.tiles) await_tiles(area, lane, after);
+  }
+  for (const int32_t before : one.behind) {
+    const StepId there = arrived_[at(before)];
+    await_step(there != kNone ? there : left_[at(before)], lane, after);
+  }
+  if (one.destination.rank == rank_ && one.destination.memory == Memory::kProduct) {
+    await_tiles(one.destination.area, lane, after);
+  }
+}
+
+void ProgramBuilder::await_tiles(const Rectangle& area, Lane lane, std::vector<StepId>& after) {
+  if (places_.to_all) {
+    for (const auto& [cut, id] : pieces_) {
+      if (area.row <= cut && cut < area.row + area.rows) await_step(id, lane, after);
+    }
+    return;
+  }
+  std::set<int32_t>& seen =
+      waited_[at(static_cast<int32_t>(lane) - static_cast<int32_t>(Lane::kSide0))];
+  for (const int32_t chunk : plan::chunks_in(plan_, area)) {
+    if (!variant_.kernel_takes) {
+      await_step(computed_[at(chunk)], lane, after);
+    } else if (seen.insert(chunk).second) {
+      list_.add_held(lane, WaitForTiles{chunk, plan_.chunks[at(chunk)].tiles});
+    }
+  }
+}
+
+// Steps of one lane follow each other anyhow.
+void ProgramBuilder::await_step(StepId id, Lane lane, std::vector<StepId>& after) const {
+  if (id == kNone || list_.made.steps[at(id)].lane == lane) return;
+  if (std::find(after.begin(), after.end(), id) == after.end()) after.push_back(id);
+}
+
+StepList lower_program(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                       const Variant& variant) {
+  return ProgramBuilder(plan, rank, machine, variant).lower();
+}
+
+}  // namespace overlap::steps

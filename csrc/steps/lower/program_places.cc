@@ -1,0 +1,125 @@
+// Where things are in a program's memories and slots.
+//
+// What a transfer moves over peers lands in a slot first, in a place of its own: a push's in that of the destination, where
+// the source stores it, a pull's in that of the source, where the destination reads it. So nobody waits for room, and no
+// rank touches memory of another but slots.
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "steps/lower/program_builder.h"
+
+namespace overlap::steps {
+namespace {
+
+using plan::Memory;
+using plan::Transfer;
+using plan::Way;
+
+std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
+  std::vector<int64_t> result{0};
+  for (const int64_t count : rows) result.push_back(result.back() + count);
+  return result;
+}
+
+Buffer product_buffer(const plan::Plan& plan) {
+  const bool in_output = plan.problem.op == plan::Op::kGemmAllReduce && !writes_output(plan);
+  return in_output ? Buffer::kOutput : Buffer::kProduct;
+}
+
+}  // namespace
+
+bool lands(const plan::Plan& plan, const Transfer& one) {
+  return plan::over_peers(plan) && one.way != Way::kCopy && one.by != plan::Engine::kNccl;
+}
+
+ProgramPlaces::ProgramPlaces(const plan::Plan& plan_, int32_t rank_, const Variant& variant)
+    : plan(plan_),
+      transfers(plan_.program.transfers),
+      rank(rank_),
+      ranks(plan_.problem.world_size),
+      gathers(plan_.problem.op == plan::Op::kAllGatherGemm),
+      to_all(plan_.problem.op == plan::Op::kGemmAllToAll),
+      part_rows(plan::part_rows(plan_)),
+      element_bytes(plan::moved_bytes(plan_.problem)),
+      row_bytes((gathers ? plan_.problem.k : plan_.problem.n) * element_bytes),
+      product(product_buffer(plan_)) {
+  if (to_all) {
+    send_begin = offsets(variant.send_rows);
+    receive_begin = offsets(variant.receive_rows);
+  }
+  if (plan::over_peers(plan)) place_landings(variant);
+}
+
+void ProgramPlaces::place_landings(const Variant& variant) {
+  if (to_all) {
+    // Two ranks know all messages; of more, no pair knows those of another, but what the ranks have told each other.
+    const int64_t longest =
+        ranks == 2 ? longest_message(plan, rank, variant.send_rows, variant.receive_rows)
+                   : variant.longest_message;
+    room_ =
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(longest, kAlignment))));
+    slot_bytes = 2 * ranks * room_;
+    return;
+  }
+  std::vector<int64_t> used(static_cast<size_t>(ranks), 0);
+  for (const Transfer& one : transfers) {
+    landings_.push_back(0);
+    if (!lands(plan, one)) continue;
+    const int32_t owner = one.way == Way::kPull ? one.source.rank : one.destination.rank;
+    int64_t& end = used[static_cast<size_t>(owner)];
+    landings_.back() = end;
+    end += rounded_up(one.source.area.rows * one.source.area.columns * element_bytes);
+    slot_bytes = std::max(slot_bytes, end);
+  }
+}
+
+plan::Rows ProgramPlaces::rows_of(const plan::Region& region) const {
+  const plan::Rectangle& area = region.area;
+  if (!to_all) return {area.row, area.row + area.rows};
+  const std::vector<int64_t>& begin =
+      region.memory == Memory::kProduct ? send_begin : receive_begin;
+  const auto peer = static_cast<size_t>(area.row / plan::kMessageShares);
+  const int64_t rows = begin[peer + 1] - begin[peer];
+  const int64_t share = area.row % plan::kMessageShares;
+  return {begin[peer] + rows * share / plan::kMessageShares,
+          begin[peer] + rows * (share + area.rows) / plan::kMessageShares};
+}
+
+int64_t ProgramPlaces::height(const plan::Region& region) const {
+  const plan::Rows rows = rows_of(region);
+  return rows.end - rows.begin;
+}
+
+Where ProgramPlaces::place(const plan::Region& region) const {
+  const int64_t offset = rows_of(region).begin * row_bytes + region.area.column * element_bytes;
+  switch (region.memory) {
+    case Memory::kProduct:
+      return {product, offset};
+    case Memory::kOutput:
+      return {Buffer::kOutput, offset};
+    case Memory::kInput:
+      return {Buffer::kInput, offset};
+    case Memory::kGathered:
+      return {Buffer::kGathered, offset};
+    case Memory::kScratch:
+      break;
+  }
+  return {Buffer::kStaging, offset};
+}
+
+Where ProgramPlaces::landing(size_t number) const {
+  const Transfer& one = transfers[number];
+  const bool pulled = one.way == Way::kPull;
+  const int32_t owner = pulled ? one.source.rank : one.destination.rank;
+  if (!to_all) return {Buffer::kSlot, landings_[number], owner};
+  // Messages that are pushed, and behind them those that wait to be pulled, by the rank at the other end.
+  const int64_t place = pulled ? ranks + one.destination.rank : one.source.rank;
+  const plan::Region& own = own_side(one);
+  plan::Region whole = own;
+  whole.area.row -= own.area.row % plan::kMessageShares;
+  const int64_t row = rows_of(own).begin - rows_of(whole).begin;
+  return {Buffer::kSlot, place * room_ + row * row_bytes, owner};
+}
+
+}  // namespace overlap::steps

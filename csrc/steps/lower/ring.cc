@@ -1,0 +1,167 @@
+// Reductions over peers, a part from rank to rank: in each phase a rank computes one part, adds what came from the rank
+// before, and passes the sum on. All phases are one launch, which announces and awaits single tiles; where the
+// framework computes, a phase follows the other.
+#include "plan/ring_order.h"
+#include "steps/lower/families.h"
+
+namespace overlap::steps {
+namespace {
+
+class Ring {
+ public:
+  Ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine, const Variant& variant)
+      : plan_(plan),
+        rank_(rank),
+        machine_(machine),
+        variant_(variant),
+        ranks_(plan.problem.world_size),
+        sends_on_(plan.problem.op == plan::Op::kGemmAllReduce),
+        part_rows_(plan::part_rows(plan)),
+        row_bytes_(plan.problem.n * plan::moved_bytes(plan.problem)),
+        part_bytes_(part_rows_ * row_bytes_),
+        part_tile_rows_(plan::tiles_m(plan) / ranks_),
+        part_tiles_(static_cast<int64_t>(part_tile_rows_) * plan::tiles_n(plan)) {}
+
+  StepList lower() {
+    list_.made.chunks = static_cast<int32_t>(plan_.chunks.size());
+    list_.add_slot(plan::peer_slot_bytes(plan_), sends_on_ || ranks_ == 2);
+    list_.add(Lane::kCaller, WaitForSlots{});
+    list_.communicates = 0;
+    if (variant_.kernel_takes) {
+      launch();
+    } else {
+      list_.add_scratch(Buffer::kPartial, part_bytes_);
+      for (int32_t phase = 0; phase < ranks_; ++phase) compute_by_library(phase);
+      if (sends_on_) collect();
+      list_.communicates = -1;
+      list_.add(Lane::kCaller, EndCall{});
+    }
+    list_.communicates = -1;
+    if (variant_.bias) {
+      const int64_t rows = sends_on_ ? plan_.problem.m : part_rows_;
+      list_.add(Lane::kCaller, AddBias{{Buffer::kOutput}, {Buffer::kOutput}, rows, 0});
+    }
+    return std::move(list_.made);
+  }
+
+ private:
+  // The part that this rank computes in a phase; in the last one its own.
+  int32_t part_of(int32_t phase) const { return (rank_ + 2 * ranks_ - 1 - phase) % ranks_; }
+
+  // Rows of a part in bytes: the last one may be shorter, its place in slots is not.
+  int64_t bytes_of(int32_t part) const {
+    const plan::Rows rows = plan::rows_of_part(plan_, part);
+    return (rows.end - rows.begin) * row_bytes_;
+  }
+
+  Where own_part() const { return {Buffer::kOutput, sends_on_ ? rank_ * part_bytes_ : 0}; }
+
+  // Where `part`, finished, arrives in the memory of `rank`.
+  Where finished(int32_t rank, int32_t part) const {
+    return {Buffer::kSlot, (ranks_ - 1 + part) * part_bytes_, rank};
+  }
+
+  // Where a phase stores, and what it adds: nothing the first one, else what came from the rank before.
+  Target target(int32_t phase) const {
+    Target target = {own_part()};
+    if (phase + 1 < ranks_) {
+      target.where = {Buffer::kSlot, phase * part_bytes_, (rank_ + 1) % ranks_};
+    }
+    if (phase > 0) target.adds = {Buffer::kSlot, (phase - 1) * part_bytes_, rank_};
+    return target;
+  }
+
+  void launch() {
+    Gemm gemm;
+    gemm.rows = {0, plan_.problem.m};
+    gemm.input = {Buffer::kInput};
+    gemm.outputs.resize(static_cast<size_t>(ranks_));
+    for (int32_t phase = 0; phase < ranks_; ++phase) {
+      gemm.outputs[static_cast<size_t>(part_of(phase))] = target(phase);
+    }
+    gemm.map.mode = plan::RowMap::Mode::kSplit;
+    gemm.map.part_rows = static_cast<int32_t>(part_rows_);
+    gemm.map.part_tile_rows = part_tile_rows_;
+    gemm.map.first_part = part_of(0);
+    gemm.map.part_step = ranks_ - 1;
+    gemm.map.round_tile_rows = plan::ring_round_rows(plan_);
+    const plan::TileOrder order =
+        plan::ring_order(ranks_, part_tile_rows_, plan::tiles_n(plan_), gemm.map.round_tile_rows);
+    gemm.order = list_.add_order(order);
+    gemm.end_tile = order.num_tiles();
+    gemm.ctas = ctas_beside(plan_, machine_);
+    if (sends_on_) {
+      for (int32_t distance = 1; distance < ranks_; ++distance) {
+        gemm.mirrors.push_back(finished((rank_ + distance) % ranks_, rank_));
+      }
+      gemm.arriving = finished(rank_, 0);
+    }
+    gemm.announces = true;
+    gemm.spread_ns = spread_ns(plan_, machine_);
+    gemm.ends_call = true;
+    if (sends_on_) {
+      list_.add_held(Lane::kCaller, gemm);
+    } else {
+      list_.add(Lane::kCaller, gemm);
+    }
+  }
+
+  void compute_by_library(int32_t phase) {
+    const int32_t part = part_of(phase);
+    const bool last = phase + 1 == ranks_;
+    const Target target = this->target(phase);
+    const Where place = last ? target.where : Where{Buffer::kPartial};
+    const int64_t input_row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
+    list_.communicates = -1;
+    const plan::Rows rows = plan::rows_of_part(plan_, part);
+    list_.add(
+        Lane::kCaller,
+        LibraryGemm{0, rows, {Buffer::kInput, rows.begin * input_row_bytes}, {place, target.adds}});
+    list_.communicates = 0;
+    if (last) return;
+    list_.add(Lane::kCaller, Copy{place, target.where, bytes_of(part)});
+    list_.add(Lane::kCaller, MeetTiles{phase * part_tiles_, phase * part_tiles_, part_tiles_, 1});
+  }
+
+  // What the kernel does with final tiles itself.
+  void collect() {
+    for (int32_t distance = 1; distance < ranks_; ++distance) {
+      const Copy copy = {own_part(), finished((rank_ + distance) % ranks_, rank_), bytes_of(rank_)};
+      if (distance == 1) {
+        list_.add_held(Lane::kCaller, copy);
+      } else {
+        list_.add(Lane::kCaller, copy);
+      }
+    }
+    const int64_t first = (ranks_ - 1) * part_tiles_;
+    for (int32_t distance = 1; distance < ranks_; ++distance) {
+      list_.add(Lane::kCaller,
+                MeetTiles{first, first + (distance - 1) * part_tiles_, part_tiles_, distance});
+      const int32_t part = (rank_ + ranks_ - distance) % ranks_;
+      list_.add(Lane::kCaller,
+                Copy{finished(rank_, part), {Buffer::kOutput, part * part_bytes_}, bytes_of(part)});
+    }
+  }
+
+  const plan::Plan& plan_;
+  const int32_t rank_;
+  const plan::Machine& machine_;
+  const Variant& variant_;
+  const int32_t ranks_;
+  const bool sends_on_;
+  const int64_t part_rows_;
+  const int64_t row_bytes_;  // of the product
+  const int64_t part_bytes_;
+  const int32_t part_tile_rows_;
+  const int64_t part_tiles_;
+  List list_;
+};
+
+}  // namespace
+
+StepList lower_ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+                    const Variant& variant) {
+  return Ring(plan, rank, machine, variant).lower();
+}
+
+}  // namespace overlap::steps

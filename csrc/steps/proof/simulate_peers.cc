@@ -1,0 +1,304 @@
+// Steps over peers' memory, but for GEMMs, taken apart.
+#include <algorithm>
+
+#include "steps/proof/simulation.h"
+
+namespace overlap::steps {
+namespace {
+
+// CTAs of a collective in one kernel, at most.
+constexpr int32_t kPeerBlocks = 128;
+
+}  // namespace
+
+// --- over peers ---
+
+void Simulation::await_slots(const Span& span, const Here& here) {
+  reads_calls(span, here);
+  const std::vector<Node>& ends = slot_ends_[at(here.call->slot)];
+  for (int32_t peer = 0; peer < static_cast<int32_t>(ends.size()); ++peer) {
+    if (peer != here.rank) graph_.edge(ends[at(peer)], span.last);
+  }
+}
+
+void Simulation::take(Here& here, const WaitForSlots&, Span& span) {
+  if (!here.call->slots_may_be_busy) return;
+  end_of(here, span, "has seen that the slots are free");
+  await_slots(span, here);
+  holds(here, span.first, span.last, 1, 1, true, true);
+}
+
+void Simulation::await_arrival(const Span& span, const Here& here, int32_t writer, int32_t step) {
+  arrival_waits_.push_back({span.last, here.rank, writer, step});
+  reads_calls(span, here);
+  use_flag(span, here.rank, kArrivedFlag, writer * 2 + here.call->slot, 0, 1, false);
+}
+
+void Simulation::take(Here& here, const WaitForPeers& step, Span& span) {
+  end_of(here, span, "has seen the peers");
+  for (int32_t peer = 0; peer < ranks_; ++peer) {
+    if (peer != here.rank) await_arrival(span, here, peer, step.step);
+  }
+  holds(here, span.first, span.last, 1, 1, true, true);
+}
+
+void Simulation::take(Here& here, const Signal& step, Span& span) {
+  arrivals_[at(here.rank)].push_back({step.step, span.first, here.lane, step.to_self});
+  reads_calls(span, here);
+  for (int32_t peer = 0; peer < ranks_; ++peer) {
+    if (peer == here.rank && !step.to_self) continue;
+    use_flag(span, peer, kArrivedFlag, here.rank * 2 + here.call->slot, 0, 1, true);
+  }
+  holds(here, span.first, span.first, 1, 1, false, true);
+}
+
+void Simulation::take(Here& here, const EndCall&, Span& span) {
+  ends_call(span.first, here);
+  holds(here, span.first, span.first, 1, 1, false, true);
+}
+
+int64_t Simulation::part_tiles(const Here& here) const {
+  return static_cast<int64_t>(plan::tiles_m(*here.plan)) / ranks_ * plan::tiles_n(*here.plan);
+}
+
+void Simulation::announce_tiles(Node node, const Here& here, int32_t distance, int64_t begin,
+                                int64_t end) {
+  const int32_t owner = (here.rank + distance) % ranks_;
+  const int64_t shift = (distance - 1) * part_tiles(here);
+  tile_signals_[at(owner)].push_back({begin + shift, end + shift, node});
+  use_flag({node, node}, owner, kTileFlags, here.call->slot, begin + shift, end + shift, true);
+}
+
+void Simulation::await_tiles(const Span& span, const Here& here, int64_t begin, int64_t end) {
+  tile_waits_[at(here.rank)].push_back({begin, end, span.last});
+  use_flag(span, here.rank, kTileFlags, here.call->slot, begin, end, false);
+}
+
+void Simulation::take(Here& here, const MeetTiles& step, Span& span) {
+  announce_tiles(span.first, here, step.distance, step.first_announced,
+                 step.first_announced + step.tiles);
+  end_of(here, span, "has seen its tiles");
+  reads_calls(span, here);
+  await_tiles(span, here, step.first_awaited, step.first_awaited + step.tiles);
+  holds(here, span.first, span.last, 1, 1, true, true);
+}
+
+// --- a program's transfers ---
+
+void Simulation::announce_transfer(const Span& span, const Here& here, int32_t flag, int32_t count,
+                                   int32_t peer) {
+  tile_signals_[at(peer)].push_back({flag, flag + count, span.last});
+  reads_calls(span, here);
+  use_flag({span.last, span.last}, peer, kTileFlags, here.call->slot, flag, flag + count, true);
+}
+
+void Simulation::take(Here& here, const Announce& step, Span& span) {
+  announce_transfer(span, here, step.flag, 1, step.peer);
+  holds(here, span.first, span.first, 1, 1, false, true);
+}
+
+void Simulation::take(Here& here, const Await& step, Span& span) {
+  end_of(here, span, "has seen its transfer");
+  reads_calls(span, here);
+  await_tiles(span, here, step.flag, step.flag + 1);
+  holds(here, span.first, span.last, 1, 1, true, true);
+}
+
+// Streams go on beside each other. A half is a node that its data move in, behind one that all its waits end at: blocks
+// take equal shares of equal rectangles one after the other, and wait for each other's where rectangles differ.
+void Simulation::take(Here& here, const Interpret& step, Span& span) {
+  const Node begin = span.first;
+  await_slots(span, here);
+  std::vector<Node> tails(at(step.streams), begin);
+  std::map<int32_t, int32_t> counted;
+  for (const Half& half : step.halves) {
+    Span one = {tails[at(half.stream)], node(here, "has seen what a transfer needs")};
+    graph_.edge(one.first, one.last);
+    for (const CounterWait& wait : half.waits) await_counter(here, one, wait.counter, wait.count);
+    if (half.from) {
+      reads_calls(one, here);
+      await_tiles(one, here, half.flag, half.flag + step.blocks);
+    }
+    const Node moved = node(here, "moves a transfer's data");
+    graph_.edge(one.last, moved);
+    move_rows(moved, here, half.source, half.source_stride, half.destination,
+              half.destination_stride, half.rows, half.row_bytes, half.adds);
+    tails[at(half.stream)] = moved;
+    if (half.to) announce_transfer({moved, moved}, here, half.flag, step.blocks, *half.to);
+    if (half.counter) here.counted[*half.counter] = {moved, counted[*half.counter] += step.blocks};
+  }
+  end_of(here, span, "has done its transfers");
+  for (const Node tail : tails) graph_.edge(tail, span.last);
+  if (step.ends_call) ends_call(span.last, here);
+  const int32_t blocks = step.streams * step.blocks;
+  holds(here, begin, span.last, blocks, blocks, true);
+}
+
+// A step of a meeting: what this rank has done so far, and that all peers have done as much.
+void Simulation::announce(Node node, Here& here, int32_t step) {
+  here.meeting->announces.push_back(node);
+  reads_calls({node, node}, here);
+  for (int32_t peer = 0; peer < ranks_; ++peer) {
+    if (peer == here.rank) continue;
+    use_flag({node, node}, peer, kBlockFlag, (here.rank * 2 + here.call->slot) * 2 + step, 0, 1,
+             true);
+  }
+}
+
+void Simulation::await(Node node, Here& here, int32_t step) {
+  here.meeting->awaits.push_back(node);
+  for (int32_t peer = 0; peer < ranks_; ++peer) {
+    if (peer == here.rank) continue;
+    use_flag({node, node}, here.rank, kBlockFlag, (peer * 2 + here.call->slot) * 2 + step, 0, 1,
+             false);
+  }
+}
+
+void Simulation::meet(Node first, Here& here, const char* kind) {
+  if (here.meeting) {
+    fail(Fault::Kind::kDeadlock, says(first) + " is a second meeting of one call", nullptr);
+  }
+  here.meeting = Meeting{kind, {}, {}};
+}
+
+// The next part of a step that is done one after the other.
+Graph::Node Simulation::then(Here& here, Span& span, const char* note) {
+  const Node next = node(here, note);
+  follow(span.last, next);
+  return next;
+}
+
+void Simulation::take(Here& here, const PeerCollective& step, Span& span) {
+  meet(span.first, here, "peer_collective");
+  const int64_t own_bytes = step.pieces[at(here.rank)].bytes;
+  const bool sends = step.pieces[at((here.rank + 1) % ranks_)].send.has_value();
+  const Node sent = then(here, span, "sends");
+  if (sends) await_slots(span, here);
+  for (int32_t peer = 0; peer < ranks_ && sends; ++peer) {
+    const steps::Piece& piece = step.pieces[at(peer)];
+    const int64_t bytes = step.reduces ? piece.bytes : own_bytes;
+    if (peer != here.rank) {
+      moves(sent, place(here, *piece.send, bytes, sent),
+            place(here, *piece.destination, bytes, sent), bytes);
+    }
+  }
+  announce(sent, here, 0);
+  await(then(here, span, "has met the peers"), here, 0);
+  if (step.reduces) reduce(here, step, span);
+  if (step.gathers) gather(here, step, span);
+  ends_call(then(here, span, "ends"), here);
+  holds(here, span.first, span.last, kPeerBlocks, 1, true);
+}
+
+// The own piece, into the output and, if it is gathered, to all.
+void Simulation::reduce(Here& here, const PeerCollective& step, Span& span) {
+  const Node by = then(here, span, "reduces");
+  const int64_t bytes = step.pieces[at(here.rank)].bytes;
+  Where to = step.output;
+  if (step.gathers) to.offset += here.rank * step.stride;
+  std::vector<Place> terms;
+  std::vector<Place> targets = {place(here, to, bytes, by)};
+  for (int32_t rank = 0; rank < ranks_; ++rank) {
+    const steps::Piece& piece = step.pieces[at(rank)];
+    const bool own = rank == here.rank;
+    terms.push_back(place(here, own ? step.own : piece.received, bytes, by));
+    if (step.gathers && !own) targets.push_back(place(here, *piece.final_destination, bytes, by));
+  }
+  adds(by, terms, targets, bytes, step.bias);
+  if (!step.gathers) return;
+  announce(by, here, 1);
+  await(then(here, span, "has met the peers again"), here, 1);
+}
+
+void Simulation::gather(Here& here, const PeerCollective& step, Span& span) {
+  const Node by = then(here, span, "gathers");
+  for (int32_t rank = 0; rank < ranks_; ++rank) {
+    const steps::Piece& piece = step.pieces[at(rank)];
+    const bool own = rank == here.rank;
+    if (own && step.reduces) continue;
+    const Where from = own ? step.own : step.reduces ? *piece.final_received : piece.received;
+    Where to = step.output;
+    to.offset += rank * step.stride;
+    if (from == to) continue;
+    moves(by, place(here, from, piece.bytes, by), place(here, to, piece.bytes, by), piece.bytes);
+  }
+}
+
+void Simulation::take(Here& here, const LowLatency& step, Span& span) {
+  meet(span.first, here, step.in_pieces ? "low_latency in pieces" : "low_latency");
+  constexpr int64_t kUnit = 12;
+  const int64_t units = (step.bytes + kUnit - 1) / kUnit;
+  const int64_t piece = step.in_pieces ? (units + ranks_ - 1) / ranks_ * kUnit : 0;
+  const auto begin_of = [&](int32_t rank) { return std::min(step.bytes, rank * piece); };
+  const auto bytes_of = [&](int32_t rank) {
+    return step.in_pieces ? begin_of(rank + 1) - begin_of(rank) : step.bytes;
+  };
+  const auto part = [&](Where where, int32_t rank, Node by) {
+    where.offset += begin_of(rank);
+    return place(here, where, bytes_of(rank), by);
+  };
+  // The writer's place in the owner's memory: what is to be added, and behind it sums.
+  const auto buffer = [&](int32_t owner, int32_t writer, bool sums) {
+    return Place{key(owner, kLowLatency, writer * 2 + low_latency_calls_ % 2), sums ? piece : 0};
+  };
+  const int32_t rank = here.rank;
+
+  const Node sent = then(here, span, "sends");
+  here.meeting->announces.push_back(sent);
+  const Node added = then(here, span, "adds");
+  here.meeting->awaits.push_back(added);
+  std::vector<Place> terms;
+  std::vector<Place> targets = {part(step.output, rank, added)};
+  for (int32_t peer = 0; peer < ranks_; ++peer) {
+    if (peer == rank) {
+      terms.push_back(part(step.own, rank, added));
+      continue;
+    }
+    moves(sent, part(step.own, peer, sent), buffer(peer, rank, false), bytes_of(peer));
+    terms.push_back(buffer(rank, peer, false));
+    if (step.in_pieces) targets.push_back(buffer(peer, rank, true));
+  }
+  adds(added, terms, targets, bytes_of(rank), step.bias);
+  if (step.in_pieces) {
+    here.meeting->announces.push_back(added);
+    const Node gathered = then(here, span, "gathers");
+    here.meeting->awaits.push_back(gathered);
+    for (int32_t peer = 0; peer < ranks_; ++peer) {
+      if (peer == rank) continue;
+      moves(gathered, buffer(rank, peer, true), part(step.output, peer, gathered), bytes_of(peer));
+    }
+  }
+  holds(here, span.first, span.last, kPeerBlocks, 1, true);
+}
+
+void Simulation::take(Here& here, const PeerExchange& step, Span& span) {
+  meet(span.first, here, "peer_exchange");
+  const auto moves_bytes = [&](Node by, const Where& from, const Where& to, int64_t bytes) {
+    moves(by, place(here, from, bytes, by), place(here, to, bytes, by), bytes);
+  };
+  const Node sent = then(here, span, "sends");
+  if (step.sends) await_slots(span, here);
+  for (int32_t peer = 0; peer < ranks_ && step.sends; ++peer) {
+    const PeerMessages& messages = step.messages[at(peer)];
+    if (peer != here.rank && messages.send_bytes > 0) {
+      moves_bytes(sent, *messages.send, *messages.destination, messages.send_bytes);
+    }
+  }
+  announce(sent, here, 0);
+  const PeerMessages& own = step.messages[at(here.rank)];
+  if (own.send_bytes > 0) {
+    moves_bytes(then(here, span, "copies its own rows"), *own.send, own.output, own.send_bytes);
+  }
+  await(then(here, span, "has met the peers"), here, 0);
+  const Node received = then(here, span, "receives");
+  for (int32_t peer = 0; peer < ranks_; ++peer) {
+    const PeerMessages& messages = step.messages[at(peer)];
+    if (peer != here.rank && messages.receive_bytes > 0) {
+      moves_bytes(received, *messages.received, messages.output, messages.receive_bytes);
+    }
+  }
+  ends_call(then(here, span, "ends"), here);
+  holds(here, span.first, span.last, kPeerBlocks, 1, true);
+}
+
+}  // namespace overlap::steps

@@ -1,0 +1,288 @@
+// Steps on one device, and NCCL's, taken apart.
+#include <algorithm>
+
+#include "steps/proof/simulation.h"
+
+namespace overlap::steps {
+namespace {
+
+// CTAs of NCCL's calls without a limit.
+constexpr int32_t kNcclCtas = 32;
+
+}  // namespace
+
+// --- steps ---
+
+void Simulation::take(Here& here, const Fork& step, Span& span) {
+  here.forked.clear();
+  for (int32_t lane = 0; lane < step.side_lanes; ++lane) here.forked.push_back(side_lane(lane));
+  if (step.copies) here.forked.push_back(Lane::kCopy);
+  for (const Lane lane : here.forked) {
+    // A lane goes on behind both: what it did before, and the caller's stream.
+    const Node begin = node(here, "forks");
+    graph_.edge(span.first, begin);
+    follow(tail(here, lane), begin);
+  }
+}
+
+void Simulation::take(Here& here, const Join&, Span& span) {
+  for (const Lane lane : here.forked) graph_.edge(tail(here, lane), span.first);
+  here.forked.clear();
+}
+
+void Simulation::take(Here&, const Mark&, Span&) {}
+void Simulation::take(Here&, const Delay&, Span&) {}
+
+// What a kernel that is not ours reads and writes, a list does not say.
+void Simulation::take(Here&, const CallersKernel&, Span& span) {
+  fail(Fault::Kind::kResult, says(span.first) + " is not known to compute anything", nullptr);
+}
+void Simulation::take(Here&, const Arrive&, Span& span) {
+  fail(Fault::Kind::kResult, says(span.first) + " is for a kernel that is not known", nullptr);
+}
+
+void Simulation::take(Here& here, const LibraryGemm& step, Span& span) {
+  const int64_t from_row = input_row_bytes(here);
+  const int64_t rows = step.rows.end - step.rows.begin;
+  reads(span.first, span.first, here, step.input, rows * from_row);
+  const bool all = step.weight == LibraryGemm::kAllWeights;
+  const size_t weights = all ? std::max<size_t>(1, here.variant->weights.size()) : 1;
+  for (size_t i = 0; i < weights; ++i) {
+    const int32_t weight = all ? static_cast<int32_t>(i) : step.weight;
+    const int64_t to_row = row_bytes(here, weight);
+    Where to = step.output.where;
+    if (all) to.index = weight;
+    if (step.output.adds) {
+      reads(span.first, span.first, here, *step.output.adds, rows * to_row);
+    }
+    writes(span.first, span.first, here, to, rows * to_row);
+    const Key from = key(here, step.input);
+    const Key destination = key(here, to);
+    const std::optional<Key> adds =
+        step.output.adds ? std::optional<Key>(key(here, *step.output.adds)) : std::nullopt;
+    const Node by = span.first;
+    const int32_t turn = here.turn;
+    effect(by, [=, this, &step] {
+      std::vector<Run> made = product(read(from, step.input.offset, rows * from_row, by), from_row,
+                                      to_row, weight, turn, by);
+      if (adds)
+        made = add({read(*adds, step.output.adds->offset, rows * to_row, by), made}, false, by);
+      contents_[destination].write(to.offset, made);
+    });
+  }
+  holds(here, span.first, span.first, 1, 1, false);
+}
+
+void Simulation::await_counter(const Here& here, const Span& span, int32_t counter, int32_t count) {
+  const auto counted = here.counted.find(counter);
+  if (counter < 0 || counter >= here.list->counters || counted == here.counted.end() ||
+      counted->second.second < count) {
+    const bool tiles = counter < static_cast<int32_t>(here.plan->chunks.size());
+    fail(Fault::Kind::kDeadlock,
+         says(span.first) + " waits for " + std::to_string(count) +
+             (tiles ? " tiles of chunk " : " counts of counter ") + std::to_string(counter) +
+             ", and " + (tiles ? "no GEMM that" : "nothing that") +
+             " is enqueued before it counts as many",
+         nullptr);
+  }
+  // It looks from its begin on: the counter must be zero by then, and not be another call's before it has seen enough.
+  accesses_.push_back(
+      {key(here.rank, kCounters, 0), counter, counter + 1, span.first, span.last, false, false});
+  // Fewer than there are may be any of them.
+  if (counted->second.second == count) graph_.edge(counted->second.first, span.last);
+}
+
+void Simulation::take(Here& here, const WaitForTiles& step, Span& span) {
+  end_of(here, span, "has seen its tiles");
+  await_counter(here, span, step.chunk, step.tiles);
+  holds(here, span.first, span.last, 1, 1, true, true);
+}
+
+void Simulation::take(Here& here, const Count& step, Span& span) {
+  here.counted[step.counter] = {span.first, step.count};
+  holds(here, span.first, span.first, 1, 1, false, true);
+}
+
+void Simulation::take(Here& here, const Collective& step, Span& span) {
+  const Node end = end_of(here, span, "ends");
+  const int64_t bytes = step.count * plan::moved_bytes(here.plan->problem);
+  const bool scatters = step.kind == plan::Collective::kReduceScatter;
+  const bool gathers =
+      step.kind == plan::Collective::kAllGather || step.kind == plan::Collective::kExchange;
+  reads(span.first, end, here, step.source, bytes * (scatters ? ranks_ : 1));
+  writes(span.first, end, here, step.destination, bytes * (gathers ? ranks_ : 1));
+  auto& calls = collectives_[{step.max_ctas, step.lane}];
+  calls.resize(at(ranks_));
+  calls[at(here.rank)].push_back({span.first, end, &step});
+  const int32_t ctas = step.max_ctas > 0 ? step.max_ctas : kNcclCtas;
+  holds(here, span.first, end, ctas, ctas, true);
+}
+
+void Simulation::take(Here& here, const SendReceive& step, Span& span) {
+  if (step.sends.empty() && step.receives.empty()) return;
+  const Node end = end_of(here, span, "ends");
+  for (const Message& message : step.sends) {
+    reads(span.first, end, here, message.where, message.bytes);
+    sends_[{here.rank, message.peer, step.lane}].push_back({span.first, end, message, here.rank});
+  }
+  for (const Message& message : step.receives) {
+    writes(span.first, end, here, message.where, message.bytes);
+    receives_[{message.peer, here.rank, step.lane}].push_back(
+        {span.first, end, message, here.rank});
+  }
+  const int32_t ctas = step.max_ctas > 0 ? step.max_ctas : kNcclCtas;
+  holds(here, span.first, end, ctas, ctas, true);
+}
+
+void Simulation::take(Here& here, const Copy& step, Span& span) {
+  const Node by = span.first;
+  moves(by, place(here, step.source, step.bytes, by), place(here, step.destination, step.bytes, by),
+        step.bytes);
+  // Within a device it is a kernel, whatever its name.
+  const auto remote = [&](const Where& where) {
+    return where.buffer == Buffer::kSlot && where.index != here.rank;
+  };
+  if (!remote(step.source) && !remote(step.destination)) holds(here, by, by, 1, 1, false);
+}
+
+void Simulation::move_rows(Node by, const Here& here, const Where& source, int64_t source_stride,
+                           const Where& destination, int64_t destination_stride, int64_t rows,
+                           int64_t row_bytes, bool adds) {
+  const bool whole = source_stride == row_bytes && destination_stride == row_bytes;
+  const int64_t count = whole ? 1 : rows;
+  const int64_t bytes = whole ? rows * row_bytes : row_bytes;
+  for (int64_t row = 0; row < count && bytes > 0; ++row) {
+    Where from = source;
+    Where to = destination;
+    from.offset += row * source_stride;
+    to.offset += row * destination_stride;
+    const Place read_from = place(here, from, bytes, by);
+    const Place target = place(here, to, bytes, by);
+    if (!adds) {
+      moves(by, read_from, target, bytes);
+      continue;
+    }
+    touches(by, read_from, bytes, false);
+    touches(by, target, bytes, true);
+    effect(by, [=, this] {
+      const std::vector<Run> sum = add({read(target.key, target.offset, bytes, by),
+                                        read(read_from.key, read_from.offset, bytes, by)},
+                                       false, by, true);
+      contents_[target.key].write(target.offset, sum);
+    });
+  }
+}
+
+void Simulation::take(Here& here, const CopyRows& step, Span& span) {
+  const Node by = span.first;
+  move_rows(by, here, step.source, step.source_stride, step.destination, step.destination_stride,
+            step.rows, step.row_bytes, step.adds);
+  const auto remote = [&](const Where& where) {
+    return where.buffer == Buffer::kSlot && where.index != here.rank;
+  };
+  // Within a device it is a kernel, whatever its name.
+  if (!remote(step.source) && !remote(step.destination)) holds(here, by, by, 1, 1, false);
+}
+
+void Simulation::take(Here& here, const Pack& step, Span& span) {
+  const plan::Plan& plan = *here.plan;
+  const plan::TileOrder& order = here.list->orders[at(step.order)];
+  const int64_t tile_bytes = int64_t{plan.tile_m} * plan.tile_n * plan::moved_bytes(plan.problem);
+  const int32_t first = order.chunk_begin[step.chunk];
+  const int32_t tiles = plan::chunk_tiles(order, step.chunk);
+  Where to = step.destination;
+  to.offset += (int64_t{first} * step.terms + int64_t{step.term} * tiles) * tile_bytes;
+  const int64_t bytes = plan.problem.m * row_bytes(here, 0);
+  reads(span.first, span.first, here, step.source, bytes);
+  writes(span.first, span.first, here, to, tiles * tile_bytes);
+  const Key from = key(here, step.source);
+  const Key destination = key(here, to);
+  const Node by = span.first;
+  effect(by, [=, this, &step] {
+    const std::vector<Run> runs = read(from, step.source.offset, bytes, by);
+    if (runs.size() != 1 || runs[0].content.space != Content::Space::kProduct ||
+        runs[0].position != 0) {
+      fail(Fault::Kind::kResult, says(by) + " packs what is not the product from its begin on",
+           nullptr);
+    }
+    Content content = runs[0].content;
+    content.space = Content::Space::kTiles;
+    contents_[destination].write(to.offset, Run{tiles * tile_bytes, first * tile_bytes, content});
+  });
+  holds(here, by, by, 1, 1, false);
+}
+
+void Simulation::take(Here& here, const Unpack& step, Span& span) {
+  const plan::Plan& plan = *here.plan;
+  const plan::TileOrder& order = here.list->orders[at(step.order)];
+  const int64_t tile_bytes = int64_t{plan.tile_m} * plan.tile_n * plan::moved_bytes(plan.problem);
+  const int32_t first = order.chunk_begin[step.chunk];
+  const int32_t tiles = plan::chunk_tiles(order, step.chunk);
+  const Node by = span.first;
+  Where from = step.source;
+  from.offset += int64_t{first} * step.terms * tile_bytes;
+  reads(by, by, here, from, step.terms * tiles * tile_bytes);
+  // First and last column of each row.
+  std::map<int32_t, std::pair<int32_t, int32_t>> columns;
+  for (int32_t index = first; index < first + tiles; ++index) {
+    const plan::TileCoord tile = plan::tile_coord(order, index);
+    auto& range = columns.try_emplace(tile.row, tile.column, tile.column).first->second;
+    range = {std::min(range.first, tile.column), std::max(range.second, tile.column)};
+  }
+  const int64_t to_row = row_bytes(here, 0);
+  std::vector<TileRows> rows;
+  for (const auto& [row, range] : columns) {
+    TileRows one;
+    one.tile_row = row;
+    one.first_column = range.first;
+    one.columns = range.second + 1 - range.first;
+    one.output_row = int64_t{row} * plan.tile_m;
+    one.rows = std::clamp<int64_t>(plan.problem.m - one.output_row, 0, plan.tile_m);
+    Where to = step.destination;
+    to.offset += one.output_row * to_row;
+    writes(by, by, here, to, one.rows * to_row);
+    if (one.rows > 0) rows.push_back(one);
+  }
+  const Key source = key(here, step.source);
+  const Key destination = key(here, step.destination);
+  const int32_t all = order.tiles_n;
+  effect(by, [=, this, &step] {
+    std::vector<std::vector<Run>> terms;
+    for (int32_t term = 0; term < step.terms; ++term) {
+      const int64_t begin = from.offset + int64_t{term} * tiles * tile_bytes;
+      terms.push_back(read(source, begin, tiles * tile_bytes, by));
+    }
+    std::vector<Run> sum = add(terms, false, by);
+    if (step.bias) add_bias(sum, by);
+    if (sum.size() != 1 || sum[0].content.space != Content::Space::kTiles ||
+        sum[0].position != int64_t{first} * tile_bytes) {
+      fail(Fault::Kind::kResult, says(by) + " unpacks what are not the tiles of its chunk",
+           nullptr);
+    }
+    Content content = sum[0].content;
+    content.space = Content::Space::kProduct;
+    for (const TileRows& one : rows) {
+      const int64_t begin = one.output_row * to_row;
+      write_columns(destination, step.destination.offset + begin, one, all,
+                    {Run{one.rows * to_row, begin, content}}, by);
+    }
+  });
+  holds(here, by, by, 1, 1, false);
+}
+
+void Simulation::take(Here& here, const AddBias& step, Span& span) {
+  const int64_t bytes = step.rows * row_bytes(here, 0);
+  reads(span.first, span.first, here, step.source, bytes);
+  writes(span.first, span.first, here, step.destination, bytes);
+  const Key from = key(here, step.source);
+  const Key to = key(here, step.destination);
+  const Node by = span.first;
+  effect(by, [=, this, &step] {
+    std::vector<Run> runs = read(from, step.source.offset, bytes, by);
+    add_bias(runs, by);
+    contents_[to].write(step.destination.offset, runs);
+  });
+  holds(here, by, by, 1, 1, false);
+}
+
+}  // namespace overlap::steps
