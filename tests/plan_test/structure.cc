@@ -1,4 +1,5 @@
 // A list's structure, by which tests tell lists apart.
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
