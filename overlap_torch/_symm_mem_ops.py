@@ -428,4 +428,4 @@ def _reduce_scatter(whole: torch.Tensor, reduce_op: str, dim: int, group: str) -
 
 def symmetric_memory() -> Any:
     # Imported when asked for: it loads torch.distributed's functional collectives and more.
-    return importlib.import_module("torch.distributed.symmetric_memory")
+    return importlib.import_module("torch.distributed._symmetric_memory")
