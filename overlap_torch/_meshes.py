@@ -98,7 +98,16 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 def _all_meshes() -> list[DeviceMesh]:
     """Every mesh of the process. PyTorch keeps no list; looking for them takes tenths of a second, once for a group."""
-    return [found for found in gc.get_referrers(DeviceMesh) if isinstance(found, DeviceMesh)]
+    meshes = [found for found in gc.get_referrers(DeviceMesh) if isinstance(found, DeviceMesh)]
+    return [mesh for mesh in meshes if _is_readable(mesh)]
+
+
+def _is_readable(mesh: DeviceMesh) -> bool:
+    """A mesh made under a LocalTensorMode can be read under a mode of as many ranks only."""
+    try:
+        return bool(mesh.mesh.numel())
+    except (AssertionError, KeyError):  # what the mode raises for other ranks than its own
+        return False
 
 
 def _users_mesh(group: dist.ProcessGroup, ranks: list[int], device_type: str) -> DeviceMesh | None:
