@@ -1,0 +1,163 @@
+#include "runtime/enqueue.h"
+
+#include "kernels/peer/interpreter.h"
+#include "kernels/peer/peer_collective.h"
+#include "kernels/peer/peer_exchange.h"
+#include "kernels/signal/signal.h"
+#include "runtime/error.h"
+
+namespace overlap::runtime {
+namespace {
+
+using steps::Buffer;
+using steps::Where;
+
+// Buffers' numbers, and behind them the ranks' slots.
+uint8_t base_number(const Where& where) {
+  if (where.buffer != Buffer::kSlot) return static_cast<uint8_t>(where.buffer);
+  return static_cast<uint8_t>(static_cast<int32_t>(Buffer::kSlot) + where.index);
+}
+static_assert(static_cast<int>(Buffer::kSlot) + kernels::kMaxPeers <=
+              kernels::kMaxInterpreterBases);
+
+}  // namespace
+
+void wait_for_peers(const RunState& run, kernels::PeerWaitParams wait, int32_t chunk,
+                    cudaStream_t on) {
+  wait.chunk = chunk;
+  check_cuda(kernels::wait_peers_acquire_sys(run.with_deadline(wait), on), "launching a wait");
+}
+
+void enqueue(RunState& run, const steps::WaitForSlots&, cudaStream_t on) {
+  if (!run.peer_call.slot_may_be_busy) return;
+  wait_for_peers(run, run.peers->wait_for_slots(run.peer_call, run.peers->everyone_else()), 0, on);
+}
+void enqueue(RunState& run, const steps::WaitForPeers& step, cudaStream_t on) {
+  wait_for_peers(run, run.arrivals(step.step), step.step, on);
+}
+void enqueue(RunState& run, const steps::Signal& step, cudaStream_t on) {
+  const uint32_t self = step.to_self ? 1u << run.group.rank() : 0;
+  run.peers->signal(run.peer_call, Peers::Flag::kArrived, run.peers->everyone_else() | self,
+                    step.step, on);
+}
+void enqueue(RunState& run, const steps::EndCall&, cudaStream_t on) {
+  run.peers->end(run.peer_call, on);
+}
+
+void enqueue(RunState& run, const steps::MeetTiles& step, cudaStream_t on) {
+  check_cuda(kernels::meet_tiles(run.peer_tiles(), step.first_announced, step.tiles,
+                                 step.first_awaited, step.tiles, step.distance, on),
+             "launching a signal and a wait");
+}
+
+void enqueue(RunState& run, const steps::Announce& step, cudaStream_t on) {
+  check_cuda(kernels::meet_tiles(run.transfer_flags(), step.flag, 1, 0, 0,
+                                 run.distance(run.group.rank(), step.peer), on),
+             "launching a signal");
+}
+void enqueue(RunState& run, const steps::Await& step, cudaStream_t on) {
+  check_cuda(kernels::meet_tiles(run.transfer_flags(), 0, 0, step.flag, 1,
+                                 run.distance(step.peer, run.group.rank()), on),
+             "launching a wait");
+}
+void enqueue(RunState& run, const steps::Count& step, cudaStream_t on) {
+  check_cuda(kernels::count(run.counters + step.counter, step.count, on), "launching a count");
+}
+
+void enqueue(RunState& run, const steps::Interpret& step, cudaStream_t on) {
+  kernels::InterpreterParams params{run.with_deadline(run.peers->meeting(run.peer_call))};
+  params.dtype = plan::moved_dtype(run.plan.problem);
+  params.streams = step.streams;
+  params.blocks = step.blocks;
+  params.ends_call = step.ends_call;
+  params.counters = run.counters;
+  const kernels::PeerTiles flags = run.transfer_flags();
+  for (int32_t peer = 0; peer < run.group.world_size(); ++peer) {
+    const int32_t behind = run.distance(run.group.rank(), peer);
+    params.flags[peer] =
+        behind == 0 ? const_cast<uint64_t*>(flags.arrived) : flags.announce[behind - 1];
+  }
+  for (const steps::Half& half : step.halves) {
+    kernels::InterpreterTransfer one;
+    for (const Where* where : {&half.source, &half.destination}) {
+      params.bases[base_number(*where)] = run.base(*where);
+    }
+    one.source_base = base_number(half.source);
+    one.destination_base = base_number(half.destination);
+    one.source = half.source.offset;
+    one.destination = half.destination.offset;
+    one.rows = half.rows;
+    one.row_bytes = half.row_bytes;
+    one.source_stride = half.source_stride;
+    one.destination_stride = half.destination_stride;
+    one.flag = half.flag;
+    one.stream = static_cast<uint8_t>(half.stream);
+    one.adds = half.adds;
+    one.from = static_cast<int8_t>(half.from.value_or(-1));
+    one.to = static_cast<int8_t>(half.to.value_or(-1));
+    one.counter = static_cast<int16_t>(half.counter.value_or(-1));
+    one.first_wait = static_cast<uint16_t>(params.waits.size());
+    for (const steps::CounterWait& wait : half.waits) {
+      params.waits.push_back({wait.counter, wait.count});
+    }
+    one.end_wait = static_cast<uint16_t>(params.waits.size());
+    params.transfers.push_back(one);
+  }
+  check_cuda(kernels::interpret(params, on), "launching a program's transfers");
+}
+
+void enqueue(RunState& run, const steps::PeerCollective& step, cudaStream_t on) {
+  constexpr int64_t kBytes = kernels::kPeerAccessBytes;
+  kernels::PeerCollectiveParams params{run.with_deadline(run.peers->meeting(run.peer_call))};
+  params.dtype = plan::moved_dtype(run.plan.problem);
+  params.reduces = step.reduces;
+  params.gathers = step.gathers;
+  params.stride = step.stride / kBytes;
+  params.first = step.first / kBytes;
+  if (step.reduces) params.row_count = run.plan.problem.n * run.element_bytes / kBytes;
+  params.own = run.at(step.own);
+  params.output = run.at(step.output);
+  params.bias = step.bias ? run.call.bias : nullptr;
+  for (size_t rank = 0; rank < step.pieces.size(); ++rank) {
+    const steps::Piece& piece = step.pieces[rank];
+    params.count[rank] = piece.bytes / kBytes;
+    params.send[rank] = run.at(piece.send);
+    params.destination[rank] = run.at(piece.destination);
+    params.received[rank] = run.at(piece.received);
+    params.final_destination[rank] = run.at(piece.final_destination);
+    params.final_received[rank] = run.at(piece.final_received);
+  }
+  check_cuda(kernels::peer_collective(params, on), "launching a collective");
+}
+
+void enqueue(RunState& run, const steps::LowLatency& step, cudaStream_t on) {
+  constexpr int64_t kWord = 4;
+  kernels::PeerLowLatencyParams params =
+      run.with_deadline(run.peers->low_latency(run.list.communication));
+  params.dtype = plan::moved_dtype(run.plan.problem);
+  params.in_pieces = step.in_pieces;
+  params.words = step.bytes / kWord;
+  params.own = run.at(step.own);
+  params.output = run.at(step.output);
+  params.bias = step.bias ? run.call.bias : nullptr;
+  params.row_words = run.plan.problem.n * run.element_bytes / kWord;
+  check_cuda(kernels::peer_all_reduce_low_latency(params, on), "launching an all-reduce");
+}
+
+void enqueue(RunState& run, const steps::PeerExchange& step, cudaStream_t on) {
+  constexpr int64_t kBytes = kernels::kPeerAccessBytes;
+  kernels::PeerExchangeParams params{run.with_deadline(run.peers->meeting(run.peer_call))};
+  params.sends = step.sends;
+  for (size_t rank = 0; rank < step.messages.size(); ++rank) {
+    const steps::PeerMessages& messages = step.messages[rank];
+    params.send_count[rank] = messages.send_bytes / kBytes;
+    params.send[rank] = run.at(messages.send);
+    params.destination[rank] = run.at(messages.destination);
+    params.receive_count[rank] = messages.receive_bytes / kBytes;
+    params.received[rank] = run.at(messages.received);
+    params.output[rank] = run.at(messages.output);
+  }
+  check_cuda(kernels::peer_exchange(params, on), "launching an exchange");
+}
+
+}  // namespace overlap::runtime
