@@ -441,11 +441,7 @@ def main() -> None:
     setuptools.setup(
         install_requires=[requirement()],
         packages=[
-            "overlap_torch",
-            "overlap_torch._inductor",
-            "overlap_torch._ops",
-            "overlap_torch.integrations",
-            "overlap_torch.nn",
+            *setuptools.find_packages(include=["overlap_torch", "overlap_torch.*"]),
             "overlap_torch.benchmarks",
         ],
         py_modules=["overlap_torch_plugins"],

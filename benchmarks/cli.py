@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.multiprocessing
 
-from overlap_torch import _bench_entry
-from overlap_torch._launch import Ranks, launch
+from overlap_torch._tools import bench as _bench_entry
+from overlap_torch._tools.launch import Ranks, launch
 
 from . import block, computations, gemm, measure, plans, pytorch_ops, shapes
 from .options import Options

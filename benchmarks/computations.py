@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from overlap_torch import _verify
+from overlap_torch._tools import verify
 
 from . import measure, pytorch_ops
 from .scaled import ScaledSides
@@ -209,7 +209,7 @@ class Computations:
             device, (sides.input_rows + shape.n) * shape.k * dtype.itemsize
         )
         self._operands = [
-            _verify.normal_operands(sides.input_rows, shape.n, shape.k, dtype, device, seed + index)
+            verify.normal_operands(sides.input_rows, shape.n, shape.k, dtype, device, seed + index)
             for index in range(count)
         ]
 
@@ -260,7 +260,7 @@ class Computations:
         if isinstance(self._sides, ScaledSides):
             operands = self._sides.integer_operands(self._dtype, self._device)
         else:
-            operands = _verify.integer_operands(
+            operands = verify.integer_operands(
                 self._sides.input_rows,
                 self._case.shape.n,
                 self._case.shape.k,

@@ -30,8 +30,8 @@ import triton.language as tl
 
 import overlap_torch
 import overlap_torch.triton as ot
-from overlap_torch import _tile_orders
-from overlap_torch._resources import KernelResources
+from overlap_torch._kernels import tile_orders
+from overlap_torch._kernels.resources import KernelResources
 from overlap_torch.plan import Op, Plan, Problem, packed, row_panels, two_shot
 
 from .shapes import suite_group
@@ -107,8 +107,8 @@ def compare(m: int, n: int, k: int, tile: tuple[int, int], rounds: int) -> tuple
     products = [torch.empty(m, n, device=device, dtype=torch.bfloat16) for _ in range(2)]
     rows, columns = -(-m // tile[0]), -(-n // tile[1])
     chunks = [row * CHUNKS // rows for row in range(rows) for _ in range(columns)]
-    order = _tile_orders.table(_tile_orders.by_chunks("grouped", chunks, columns), device)
-    of_chunks = _tile_orders.table(chunks, device)
+    order = tile_orders.table(tile_orders.by_chunks("grouped", chunks, columns), device)
+    of_chunks = tile_orders.table(chunks, device)
     counters = torch.zeros(72, dtype=torch.int32, device=device)
 
     def run(signals: bool) -> None:
@@ -251,7 +251,7 @@ _orders: dict[tuple, torch.Tensor] = {}
 def _uncut(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     key = (rows, columns, device)
     if key not in _orders:
-        _orders[key] = _tile_orders.table(_tile_orders.column_major(rows, columns), device)
+        _orders[key] = tile_orders.table(tile_orders.column_major(rows, columns), device)
     return _orders[key]
 
 

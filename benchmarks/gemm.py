@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from overlap_torch import _verify
 from overlap_torch import plan as plan_api
+from overlap_torch._tools import verify
 from overlap_torch.plan import Collective, Kernel, Layout, Plan, Problem, Recipe
 
 from . import measure, plans, report, scaled
@@ -118,9 +118,9 @@ def _operands(
 ) -> tuple[torch.Tensor, ...]:
     """Normally distributed ones: input and weight, and with scales both of these."""
     if options.scales is None:
-        return _verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed)
+        return verify.normal_operands(shape.m, shape.n, shape.k, dtype, device, seed)
     types = (torch.bfloat16, device, seed)
-    input, weight = _verify.normal_operands(shape.m, shape.n, shape.k, *types)
+    input, weight = verify.normal_operands(shape.m, shape.n, shape.k, *types)
     x, x_scale = scaled.scaled(input, dtype, options.scales, 1)
     w, w_scale = scaled.scaled(weight, torch.float8_e4m3fn, options.scales, 1)
     return x, w, x_scale, w_scale
@@ -151,7 +151,7 @@ def exact(plan: Plan, dtype: torch.dtype, device: torch.device, scales: str | No
     """Whether the plan's GEMM equals the library's bit for bit on integer operands, on every rank. Collective."""
     problem = plan.problem
     as_bf16 = dtype if scales is None else torch.bfloat16
-    operands = _verify.integer_operands(problem.m, problem.n, problem.k, as_bf16, device, 1)
+    operands = verify.integer_operands(problem.m, problem.n, problem.k, as_bf16, device, 1)
     if scales is not None:
         rows = (problem.m, problem.n) if scales == "row" else (1, 1)
         ones = [torch.ones(count, 1, device=device) for count in rows]

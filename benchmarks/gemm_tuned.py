@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from overlap_torch import plan as plan_api
-from overlap_torch._tune import FLUSH_BYTES, operands
+from overlap_torch._tune.tune import FLUSH_BYTES, operands
 from overlap_torch.plan import Kernel, Plan, Problem
 
 _HOPPER = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE)

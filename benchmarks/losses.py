@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from overlap_torch._timeline import Call
-from overlap_torch._trace import trace
+from overlap_torch._watch.timeline import Call
+from overlap_torch._watch.trace import trace
 
 from .measure import Variant
 from .plans import Plan

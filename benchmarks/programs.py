@@ -17,10 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from overlap_torch import _tune, _tune_command, plan
-from overlap_torch._launch import Ranks, current_device, launch
-from overlap_torch._plan_json import enum_name
+from overlap_torch import plan
+from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._tune import command as _tune_command
+from overlap_torch._tune import tune
 from overlap_torch.plan import Op, Plan, Problem
+from overlap_torch.plan._json import enum_name
 
 from . import shapes, tables
 
@@ -92,7 +94,7 @@ def programs(
 
 
 def measured(
-    session: _tune.Session, problem: Problem, job: Job, refused: Callable[[str], None]
+    session: tune.Session, problem: Problem, job: Job, refused: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A row for each mode: microseconds of the sequence, the planner's plan, and of each program that is right."""
     named = {
@@ -113,8 +115,8 @@ def measured(
             if index in times["right"]:
                 us[name] = times["us"][index]
             else:
-                refused(f"{_tune.words(problem)}: {name}: its result is not the sequence's")
-        words, op = _tune.words(problem), enum_name(problem.op)
+                refused(f"{tune.words(problem)}: {name}: its result is not the sequence's")
+        words, op = tune.words(problem), enum_name(problem.op)
         rows.append({"problem": words, "op": op, "mode": mode, "us": us})
     return rows
 
@@ -155,7 +157,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def run_rank(job: Job) -> None:
     """What each rank does."""
     device = current_device()
-    session = _tune.session(device, job.turns)
+    session = tune.session(device, job.turns)
     rank, world = dist.get_rank(), dist.get_world_size()
     told: set[str] = set()
 
@@ -203,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     modes = tuple(args.modes.split(","))
     try:
         ops = _tune_command.ops_of(args.op)
-        _tune.check_arguments(modes, 1, args.turns)
+        tune.check_arguments(modes, 1, args.turns)
         ranks = Ranks.choose(args.world, args.device)
         wanted = tuple(shapes.parse(args.shapes))
     except ValueError as error:

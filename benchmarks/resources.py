@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from overlap_torch import plan
-from overlap_torch._resources import green_context
+from overlap_torch._kernels.resources import green_context
 from overlap_torch.plan import Kernel, Problem
 
 MOVED_BYTES = 64 << 20

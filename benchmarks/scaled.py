@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from overlap_torch import _verify
 from overlap_torch._ops.scaled import BLOCK, RECIPES, scale_shapes
+from overlap_torch._tools import verify
 
 from .shapes import Shape
 
@@ -63,7 +63,7 @@ class ScaledSides:
     def operands(self, dtype: torch.dtype, device: torch.device, seed: int) -> Operands:
         """Normally distributed ones, cast."""
         shape = self._shape
-        input, weight = _verify.normal_operands(
+        input, weight = verify.normal_operands(
             self.input_rows, shape.n, shape.k, torch.bfloat16, device, seed
         )
         x, x_scale = scaled(input, dtype, self._scales, 1)
@@ -74,7 +74,7 @@ class ScaledSides:
     def integer_operands(self, dtype: torch.dtype, device: torch.device) -> Operands:
         """Of which no sum rounds; scales are one."""
         shape = self._shape
-        x, w = _verify.integer_operands(
+        x, w = verify.integer_operands(
             self.input_rows,
             shape.n,
             shape.k,

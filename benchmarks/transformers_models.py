@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from overlap_torch._launch import Ranks, current_device, launch
+from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch.integrations import transformers as integration
 
 from .measure import Stopwatch, Times, Variant

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from overlap_torch._launch import current_device
 from overlap_torch._ops import group_name
+from overlap_torch._tools.launch import current_device
 
 from . import block, gemm, losses, measure, plans, report
 from .computations import Case, Computations, cases

@@ -20,8 +20,8 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from overlap_torch import _plan
-from overlap_torch._explain import H200, chunks_of, walk
 from overlap_torch.plan import Machine, Op, Plan, Problem, row_panels
+from overlap_torch.plan._explain import H200, chunks_of, walk
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 

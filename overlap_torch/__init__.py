@@ -16,8 +16,9 @@ import importlib
 from types import ModuleType
 
 from overlap_torch import _built, plan  # noqa: F401  (_built comes first: it says what is missing)
-from overlap_torch._include import include_path
-from overlap_torch._kernels import Job, consume, produce
+from overlap_torch._kernels.include import include_path
+from overlap_torch._kernels.job import Job, consume, produce
+from overlap_torch._kernels.resources import resources
 from overlap_torch._ops import (
     allgather_gemm,
     check,
@@ -25,11 +26,10 @@ from overlap_torch._ops import (
     gemm_alltoall,
     gemm_reducescatter,
 )
-from overlap_torch._report import report
-from overlap_torch._resources import resources
-from overlap_torch._symm_mem import replace_symm_mem
-from overlap_torch._trace import trace
+from overlap_torch._symm_mem.replace import replace_symm_mem
 from overlap_torch._tune import tune
+from overlap_torch._watch.report import report
+from overlap_torch._watch.trace import trace
 from overlap_torch.plan import Plan
 
 __version__ = "0.1.0"

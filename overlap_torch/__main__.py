@@ -30,15 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(argv[:1]).command
     # Imported here: a command needs only what it uses.
     if command == "doctor":
-        from overlap_torch import _doctor as module
+        from overlap_torch._tools import doctor as module
     elif command == "demo":
-        from overlap_torch import _demo as module
+        from overlap_torch._tools import demo as module
     elif command == "explain":
-        from overlap_torch import _explain as module
+        from overlap_torch.plan import _explain as module
     elif command == "tune":
-        from overlap_torch import _tune_command as module
+        from overlap_torch._tune import command as module
     else:
-        from overlap_torch import _bench_entry as module
+        from overlap_torch._tools import bench as module
     return module.main(argv[1:])
 
 

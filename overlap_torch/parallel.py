@@ -39,27 +39,27 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional
 
-from overlap_torch import _linear
-from overlap_torch._dtensor import is_foreign, local_parts, sharded_dim
-from overlap_torch._fp8 import Maps, Recipe, recipe_of_config
-from overlap_torch._meshes import check_mesh, note_mesh
-from overlap_torch._ops.dtensor import make_ops_known
-from overlap_torch._ops.nested import refuse_nested
-from overlap_torch._placements import (
+from overlap_torch._layers import linear as _linear
+from overlap_torch._layers.dtensor import is_foreign, local_parts, sharded_dim
+from overlap_torch._layers.fp8 import Maps, Recipe, recipe_of_config
+from overlap_torch._layers.meshes import check_mesh, note_mesh
+from overlap_torch._layers.placements import (
     foreign_linear,
     from_local,
     local_rows,
     redistribute,
     to_local,
 )
-from overlap_torch._prepare import GatheredReader, OverlapPrepareModuleInput
-from overlap_torch._report import note_call, note_fallback, note_foreign
-from overlap_torch._sequence import (
+from overlap_torch._layers.prepare import GatheredReader, OverlapPrepareModuleInput
+from overlap_torch._layers.sequence import (
     Operands,
     column_sequences,
     let_compile,
     row_sequence,
 )
+from overlap_torch._ops.dtensor import make_ops_known
+from overlap_torch._ops.nested import refuse_nested
+from overlap_torch._watch.report import note_call, note_fallback, note_foreign
 
 __all__ = ["OverlapColwiseParallel", "OverlapPrepareModuleInput", "OverlapRowwiseParallel"]
 
@@ -209,7 +209,7 @@ class _OverlapLinear(torch.nn.Linear):
 
     @property
     def maps(self) -> Any:
-        """The linear maps: functions of :mod:`overlap_torch._linear`, or these in fp8."""
+        """The linear maps: functions of :mod:`overlap_torch._layers.linear`, or these in fp8."""
         return _linear if self.fp8 is None else Maps(self.fp8)
 
     def _as_dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:

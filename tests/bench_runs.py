@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from overlap_torch import _bench_entry
+from overlap_torch._tools import bench as _bench_entry
 
 SEQUENCES = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "gemm_alltoall")
 

@@ -12,7 +12,7 @@ import overlap_torch
 from operands import Case, difference, poison, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
-from overlap_torch._timeline import Call
+from overlap_torch._watch.timeline import Call
 from overlap_torch.plan import Plan
 
 

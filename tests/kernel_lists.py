@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from overlap_torch import _plan, _tile_orders
+from overlap_torch import _plan
+from overlap_torch._kernels import tile_orders
 from overlap_torch.plan import Machine, Op, Plan
 
 ELEMENT = 4  # bytes, of float32
@@ -92,7 +93,7 @@ class Run:
         if made["slot_bytes"]:
             self.slots.setdefault(number, torch.full((made["slot_bytes"] // ELEMENT,), nan))
         rank = Rank(
-            number, made["steps"], _tile_orders.by_chunks("grouped", chunks, columns), chunks, columns, memory,
+            number, made["steps"], tile_orders.by_chunks("grouped", chunks, columns), chunks, columns, memory,
             [0] * max(1, made["counters"]),
         )  # fmt: skip
         self._order(rank)

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 import overlap_torch
 from operands import EXACT_LIMIT, Case, integers, make_operands
-from overlap_torch import _composition, plan
+from overlap_torch import plan
+from overlap_torch._ops import composition as _composition
 from overlap_torch.plan import DType, Problem
 
 Arguments = list[Any]  # positional arguments of an op, in the order of its schema

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import overlap_torch
-from overlap_torch import __main__, _doctor
+from overlap_torch import __main__
 from overlap_torch.__main__ import COMMANDS
-from overlap_torch._doctor import Findings, Gpu
+from overlap_torch._tools import doctor as _doctor
+from overlap_torch._tools.doctor import Findings, Gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(overlap_torch.__file__).parent
@@ -281,9 +282,7 @@ def test_doctor_names_values_and_variables_that_mean_nothing(monkeypatch):
 def test_checkout_that_is_not_built_says_what_to_do(tmp_path, there, why):
     """As where `pip install .` was run, and Python is started in the checkout."""
     unbuilt = tmp_path / "overlap_torch"
-    unbuilt.mkdir()
-    for source in (ROOT / "overlap_torch").glob("*.py"):
-        shutil.copy(source, unbuilt)
+    shutil.copytree(ROOT / "overlap_torch", unbuilt, ignore=shutil.ignore_patterns("*.so"))
     for name in there:
         (unbuilt / name).touch()
     command = [sys.executable, "-m", "overlap_torch", "doctor"]

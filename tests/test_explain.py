@@ -11,12 +11,13 @@ import pytest
 
 import rank_pool
 from machines import big, cpu, hopper, slow
-from overlap_torch import _explain, _launch, _plan
+from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.__main__ import main
-from overlap_torch._explain import H200
-from overlap_torch._plan_picture import draw, tile_map, walk
-from overlap_torch.plan import Kernel, Machine, Op, Plan, Resources
+from overlap_torch._tools import launch
+from overlap_torch.plan import Kernel, Machine, Op, Plan, Resources, _explain
+from overlap_torch.plan._explain import H200
+from overlap_torch.plan._picture import draw, tile_map, walk
 
 MIB = 2**20
 PEERS = hopper(windows=True, peer_gbps=350.0)
@@ -297,7 +298,7 @@ def test_explain_command_measures_the_machine_by_its_ranks(ranks, monkeypatch) -
     if ranks.backend == "nccl" and rank_pool.shares_gpus():
         pytest.skip("the command starts a rank for each GPU")
     started = []
-    monkeypatch.setattr(_launch, "launch", lambda *what: started.append(what))
+    monkeypatch.setattr(launch, "launch", lambda *what: started.append(what))
     device = "cpu" if ranks.backend == "gloo" else "cuda"
     assert main(["explain", *HERE, "--device", device]) == 0
     ((on, worker, asked),) = started

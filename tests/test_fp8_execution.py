@@ -14,8 +14,8 @@ import scaled
 from checks import Failures
 from operands import rank_device
 from overlap_torch import plan as plan_api
-from overlap_torch._explain import H200
 from overlap_torch.plan import Kernel, Op, Plan, Problem, Resources, Transport
+from overlap_torch.plan._explain import H200
 from peers import ALWAYS_ONE_LAUNCH
 from plans import available_kernels, peers_work
 from scaled import E4M3, E5M2, Case

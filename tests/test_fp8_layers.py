@@ -20,7 +20,7 @@ from torch.nn import functional
 import overlap_torch
 from checks import Failures, message_of
 from operands import rank_device, world_name
-from overlap_torch import _fp8
+from overlap_torch._layers import fp8 as _fp8
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
 from overlap_torch.parallel import (
     OverlapColwiseParallel,

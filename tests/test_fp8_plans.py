@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from overlap_torch import plan as plans
-from overlap_torch._explain import H200
 from overlap_torch.plan import (
     Collective,
     DType,
@@ -21,6 +20,7 @@ from overlap_torch.plan import (
     Schedule,
     Transport,
 )
+from overlap_torch.plan._explain import H200
 
 every_op = pytest.mark.parametrize("op", list(Op.__members__.values()), ids=lambda op: op.name)
 

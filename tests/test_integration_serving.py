@@ -32,7 +32,7 @@ from checks import Failures
 from layers import integers, my_features, my_part
 from modes import SeesDispatches
 from operands import difference
-from overlap_torch import _doctor
+from overlap_torch._tools import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = os.environ.get("OVERLAP_TEST_SOURCES", "")
@@ -498,7 +498,7 @@ def test_plugins_import_nothing_until_asked():
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_plugins_refuse_other_versions_and_values(name, monkeypatch):
     variable = f"OVERLAP_{name.upper()}"
-    assert variable in {each.name for each in _doctor.ENVIRONMENT}
+    assert variable in {each.name for each in doctor.ENVIRONMENT}
     monkeypatch.setenv(variable, "yes")
     with pytest.raises(ValueError, match=f"{variable} must be 0 or 1, but it is 'yes'"):
         getattr(overlap_torch_plugins, name)()

@@ -15,7 +15,8 @@ import kernel_lists
 import kernels
 import overlap_torch
 import rank_pool
-from overlap_torch import _plan, _tile_orders, plan
+from overlap_torch import _plan, plan
+from overlap_torch._kernels import tile_orders
 from overlap_torch.plan import Machine, Op, Problem
 from tests import _plan_test
 
@@ -84,7 +85,7 @@ def test_kernels_reduce_exactly_in_any_order_and_number_of_chunks(ranks):
         (shape, collective, order, chunks, torch.float32, persistent)
         for shape in SHAPES
         for collective in ("all_reduce", "reduce_scatter")
-        for order in _tile_orders.ORDERS
+        for order in tile_orders.ORDERS
         for chunks in (1, 2)
         for persistent in (False, True)
     ]
@@ -396,19 +397,19 @@ def test_kernels_break_graphs_and_say_why(ranks):
 def test_kernels_orders_keep_within_chunks_what_the_kernel_does():
     # 4 x 3 tiles, two rows of them a chunk.
     chunks = [0] * 6 + [1] * 6
-    cut = {name: _tile_orders.by_chunks(name, chunks, 3) for name in _tile_orders.ORDERS}
+    cut = {name: tile_orders.by_chunks(name, chunks, 3) for name in tile_orders.ORDERS}
     assert cut == {
         "row_major": list(range(12)),
         "column_major": [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11],
         "grouped": [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11],
         "swizzled": list(range(12)),
     }
-    backwards = _tile_orders.by_chunks(
+    backwards = tile_orders.by_chunks(
         lambda rows, columns: range(rows * columns - 1, -1, -1), chunks, 3
     )
     assert backwards == [5, 4, 3, 2, 1, 0, 11, 10, 9, 8, 7, 6]
     # Groups of 8.
-    assert _tile_orders.grouped(10, 2) == [
+    assert tile_orders.grouped(10, 2) == [
         0,
         2,
         4,
@@ -430,7 +431,7 @@ def test_kernels_orders_keep_within_chunks_what_the_kernel_does():
         17,
         19,
     ]
-    assert _tile_orders.swizzled(2, 10) == [
+    assert tile_orders.swizzled(2, 10) == [
         0,
         1,
         2,
@@ -714,11 +715,11 @@ def test_kernels_resources_are_the_plans(ranks):
 def test_kernels_padding_knows_the_kernels_bytes():
     from pathlib import Path
 
-    from overlap_torch import _occupancy
+    from overlap_torch._kernels import occupancy
 
     header = Path(__file__).resolve().parents[1] / "csrc/kernels/gemm/gemm_sm80.h"
     text = re.search(r"kGemmSm80SharedBytes = (\d+) << 10;", header.read_text())[1]
-    assert int(text) << 10 == _occupancy.MMA_SYNC_BYTES
+    assert int(text) << 10 == occupancy.MMA_SYNC_BYTES
 
 
 def test_kernels_headers_are_installed_and_agree_with_the_library():

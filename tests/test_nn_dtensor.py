@@ -22,8 +22,8 @@ from checks import Failures, message_of
 from layers import fill_with_integers, integer_linear, integers, my_features, my_part
 from meshes import mesh
 from operands import difference, rank_device
-from overlap_torch._dtensor import local_parts, wrap
-from overlap_torch._meshes import group_mesh
+from overlap_torch._layers.dtensor import local_parts, wrap
+from overlap_torch._layers.meshes import group_mesh
 from overlap_torch._ops import Group
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
 

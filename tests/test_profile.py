@@ -16,7 +16,8 @@ import torch
 
 import rank_pool
 from machines import ada, big, cpu, hopper, slow, total
-from overlap_torch import _doctor, plan
+from overlap_torch import plan
+from overlap_torch._tools import doctor as _doctor
 from overlap_torch.plan import Machine, Op, Profile
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,8 +20,9 @@ import steps_proof
 from checks import Failures, check_call, message_of
 from operands import Case, rank_device
 from ops import OPS
-from overlap_torch import _kernels, _plan
+from overlap_torch import _plan
 from overlap_torch import plan as plan_module
+from overlap_torch._kernels import job as _kernels
 from overlap_torch.plan import (
     Editor,
     Kernel,

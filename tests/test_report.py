@@ -19,7 +19,8 @@ from torch.nn.utils import parametrize
 import overlap_torch
 import rank_pool
 from checks import Failures
-from overlap_torch import _report, parallel, plan
+from overlap_torch import parallel, plan
+from overlap_torch._watch import report
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import (
     OverlapColwiseParallel,
@@ -87,7 +88,7 @@ STEP = [
 ]
 
 
-def summary(rows: list[_report.ReportRow]) -> list[tuple]:
+def summary(rows: list[report.ReportRow]) -> list[tuple]:
     names = ("layer", "direction", "op", "m", "n", "k", "calls")
     return [tuple(row[name] for name in names) for row in rows]
 
@@ -226,7 +227,7 @@ def test_report_names_all_layers_that_share_a_gather(ranks):
     ranks.expect_no_failures(check_shared_gather)
 
 
-def rows_of(group: dist.ProcessGroup) -> list[_report.ReportRow]:
+def rows_of(group: dist.ProcessGroup) -> list[report.ReportRow]:
     return [row for row in overlap_torch.report() if row["group"] == group.group_name]
 
 
@@ -266,7 +267,7 @@ def check_plans() -> tuple[int, list[str]]:
     failures.expect(None if facts == (4, True, True, "") else f"{facts}", "by hand")
     gain = sequence_us / predict(by_hand, machine).total_us
     failures.expect(None if second["gain"] == pytest.approx(gain) else "other", "gain")
-    words = " ".join(str(_report.Report([second])).split("\n")[1].split())
+    words = " ".join(str(report.Report([second])).split("\n")[1].split())
     right = f"gemm_allreduce 1024 x 1024 x 4 float32 2 cpu 4 4 chunks, gloo, library {gain:.2f}x"
     failures.expect(None if words == right else words, "table")
 
@@ -314,7 +315,7 @@ def test_report_says_that_a_group_of_one_has_nothing_to_communicate(ranks):
 
 
 def test_report_of_no_calls_says_so():
-    assert str(_report.Report()) == "No op of overlap_torch has been called."
+    assert str(report.Report()) == "No op of overlap_torch has been called."
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import overlap_torch
 from checks import Failures, message_of
 from layers import integers
 from operands import difference, rank_device, world_name
-from overlap_torch import _doctor
+from overlap_torch._tools import doctor
 
 FUSED = torch.ops.symm_mem
 FP8 = torch.float8_e4m3fn
@@ -333,15 +333,15 @@ def test_twice_is_once_and_the_last_handle_undoes():
 
 def test_doctor_and_report_say_it():
     asked = "torch.ops.symm_mem: PyTorch's own kernels; overlap_torch.replace_symm_mem()"
-    assert asked in _doctor.report()
+    assert asked in doctor.report()
     assert "symm_mem" not in str(overlap_torch.report())
     with overlap_torch.replace_symm_mem():
         said = (
             "torch.ops.symm_mem: these ops run fused_all_gather_matmul, fused_matmul_reduce_scatter"
         )
-        assert said in _doctor.report()
+        assert said in doctor.report()
         assert said in str(overlap_torch.report())
-    assert asked in _doctor.report()
+    assert asked in doctor.report()
     assert "symm_mem" not in str(overlap_torch.report())
 
 

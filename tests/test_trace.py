@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, message_of
-from overlap_torch import _timeline, plan
-from overlap_torch._timeline import Call, Chunk
+from overlap_torch import plan
+from overlap_torch._watch import timeline
+from overlap_torch._watch.timeline import Call, Chunk
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.plan import Op, Problem, row_panels, use_plan
 
@@ -176,7 +177,7 @@ def test_trace_counts_from_the_first_call_of_each_device():
         {**problem, "world_size": "2", "group": "g", "device": device}
         for device in ("cuda:0", "cuda:0", "cpu")
     ]
-    calls = _timeline.calls_of(rows, columns)
+    calls = timeline.calls_of(rows, columns)
     starts = [(call.device, call.start_us) for call in calls]
     assert starts == [("cpu", 0.0), ("cuda:0", 0.0), ("cuda:0", 20.0)]
     assert calls[1].chunks == (Chunk(0, 1.0, 2.0, 6.0), Chunk(1, 6.0, 7.0, 9.0))
@@ -189,10 +190,10 @@ def test_trace_picture_explains_every_mark_and_has_the_sequence_above(tmp_path):
     pytest.importorskip("matplotlib")
     chunks = (Chunk(0, 1.0, 2.0, 6.0), Chunk(1, 6.0, 7.0, 9.0))
     call = Call("gemm_allreduce", 3, 4, 5, "float32", 2, "g", "cpu", 0.0, 5.0, 10.0, chunks)
-    bars = [_timeline.Bar("GEMM", 0.0, 6.0), _timeline.Bar("all-reduce", 6.0, 20.0)]
+    bars = [timeline.Bar("GEMM", 0.0, 6.0), timeline.Bar("all-reduce", 6.0, 20.0)]
     path = tmp_path / "picture.svg"
     with matplotlib_text():
-        _timeline.write_picture({"rank 0": [call]}, path, "title", before={"in turn": bars})
+        timeline.write_picture({"rank 0": [call]}, path, "title", before={"in turn": bars})
     words = re.findall(r">([^<>]+)</text>", path.read_text())
     assert words[words.index("in turn") :][:3] == ["in turn", "rank 0: GEMM", "communication"]
     assert {"GEMM", "all-reduce", "50% hidden", "0", "1", "a chunk is ready"} <= set(words)

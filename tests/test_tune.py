@@ -20,10 +20,13 @@ from torch._subclasses import FakeTensorMode
 import overlap_torch
 from machines import big, hopper, slow, total
 from operands import world_name
-from overlap_torch import _tune, _tune_command, _tuned_files, plan
+from overlap_torch import plan
 from overlap_torch._ops import eager
-from overlap_torch._plan_json import enum_name
+from overlap_torch._tune import command as _tune_command
+from overlap_torch._tune import files as _tuned_files
+from overlap_torch._tune import tune as _tune
 from overlap_torch.plan import Op, Problem, Schedule
+from overlap_torch.plan._json import enum_name
 
 SHAPES = (1024, 64, 64)  # that the planner has candidates for, and makes the sequence of
 ALL = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")

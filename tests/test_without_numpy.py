@@ -19,7 +19,7 @@ import sys
 import torch
 import torch.distributed as dist
 import overlap_torch
-from overlap_torch._launch import Ranks, launch
+from overlap_torch._tools.launch import Ranks, launch
 
 def work(folder):
     torch.manual_seed(dist.get_rank())

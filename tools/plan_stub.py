@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# overlap_torch._explain and overlap_torch._plan_picture give Plan these methods.
+# overlap_torch.plan._explain and overlap_torch.plan._picture give Plan these methods.
 METHODS = """class Plan:
     def explain(
         self,
@@ -29,7 +29,7 @@ METHODS = """class Plan:
         send_rows: collections.abc.Sequence[collections.abc.Sequence[int]] = (),
     ) -> None: ...
 """
-IMPORTS = "import collections.abc\nimport os\nfrom overlap_torch._explain import Explanation\n"
+IMPORTS = "import collections.abc\nimport os\nfrom overlap_torch.plan._explain import Explanation\n"
 
 
 def generate(module: Path) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from overlap_torch import _composition
+from overlap_torch._ops import composition as _composition
 from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
 from overlap_torch._ops.collectives import all_to_all
 

@@ -15,13 +15,13 @@ from transformers.distributed.tensor_parallel import (
     TensorParallelLayer,
 )
 
-from overlap_torch._dtensor import local_parts
-from overlap_torch._meshes import check_mesh, note_mesh
-from overlap_torch._placements import from_local, redistribute, to_local
-from overlap_torch._prepare import OverlapPrepareModuleInput
-from overlap_torch._report import note_fallback
-from overlap_torch._sequence import let_compile
-from overlap_torch._sharding import SumGradient, TakePart
+from overlap_torch._layers.dtensor import local_parts
+from overlap_torch._layers.meshes import check_mesh, note_mesh
+from overlap_torch._layers.placements import from_local, redistribute, to_local
+from overlap_torch._layers.prepare import OverlapPrepareModuleInput
+from overlap_torch._layers.sequence import let_compile
+from overlap_torch._layers.sharding import SumGradient, TakePart
+from overlap_torch._watch.report import note_fallback
 from overlap_torch.parallel import (
     OverlapColwiseLinear,
     OverlapRowwiseLinear,

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from overlap_torch._linear import as_under_autocast
+from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.gradients import Gradient, kept, recorded, rows, weight_gradient
-from overlap_torch._report import note_call, note_fallback
+from overlap_torch._watch.report import note_call, note_fallback
 from overlap_torch.integrations._gradients import of_gathered_input, of_scattered_output
 from overlap_torch.integrations._release import require
 

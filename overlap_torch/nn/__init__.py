@@ -6,7 +6,7 @@ tokens outside the pair are cut over the ranks too: what the first gathers the s
 several outputs, ``ColumnParallelLinear(width, [q, k, v])``, communicates once for all of them.
 """
 
-from overlap_torch._sharding import token_slice
+from overlap_torch._layers.sharding import token_slice
 from overlap_torch.nn.column import ColumnParallelLinear
 from overlap_torch.nn.parameters import full_state_dict
 from overlap_torch.nn.row import RowParallelLinear

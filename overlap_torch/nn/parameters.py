@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from overlap_torch import _linear
-from overlap_torch._dtensor import (
+from overlap_torch._layers import linear as _linear
+from overlap_torch._layers.dtensor import (
     Placements,
     is_foreign,
     local_parts,
@@ -20,14 +20,14 @@ from overlap_torch._dtensor import (
     sharded_dim,
     wrap,
 )
-from overlap_torch._fp8 import Maps, recipe_of
-from overlap_torch._meshes import check_mesh, group_mesh, is_living, note_mesh
+from overlap_torch._layers.fp8 import Maps, recipe_of
+from overlap_torch._layers.meshes import check_mesh, group_mesh, is_living, note_mesh
+from overlap_torch._layers.placements import foreign_linear, to_local
+from overlap_torch._layers.sharding import gather_parts, place_in, shard_range, shard_sizes
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers
 from overlap_torch._ops.nested import refuse_nested
-from overlap_torch._placements import foreign_linear, to_local
-from overlap_torch._report import note_call, note_foreign
-from overlap_torch._sharding import gather_parts, place_in, shard_range, shard_sizes
+from overlap_torch._watch.report import note_call, note_foreign
 
 
 class ParallelLinear(torch.nn.Module):
@@ -393,7 +393,7 @@ class ParallelLinear(torch.nn.Module):
 
     @property
     def _maps(self) -> Any:
-        """The linear maps: functions of :mod:`overlap_torch._linear`, or these in fp8."""
+        """The linear maps: functions of :mod:`overlap_torch._layers.linear`, or these in fp8."""
         recipe = recipe_of(self.fp8)
         return _linear if recipe is None else Maps(recipe)
 

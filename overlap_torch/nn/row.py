@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from overlap_torch._dtensor import Placements, is_foreign
+from overlap_torch._layers.dtensor import Placements, is_foreign
+from overlap_torch._layers.sharding import SumGradient, TakePart
 from overlap_torch._ops import Group
-from overlap_torch._sharding import SumGradient, TakePart
 from overlap_torch.nn.parameters import ParallelLinear
 
 

@@ -11,7 +11,7 @@ namespace overlap::kernels {
 inline constexpr int kGemmSm80TileM = 128;
 inline constexpr int kGemmSm80TileN = 128;
 
-// Shared memory of a CTA without padding. overlap_torch/_occupancy.py has it, too.
+// Shared memory of a CTA without padding. overlap_torch/_kernels/occupancy.py has it, too.
 inline constexpr int kGemmSm80SharedBytes = 64 << 10;
 
 // Returns true if the kernel takes these operands (gemm_supported asks this): k > 0, a 16-bit type,

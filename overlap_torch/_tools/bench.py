@@ -19,7 +19,7 @@ def load() -> ModuleType:
         return sys.modules[_NAME]
     if importlib.util.find_spec(_NAME) is not None:
         return importlib.import_module(_NAME)
-    source = Path(__file__).resolve().parent.parent / "benchmarks" / "__init__.py"
+    source = Path(__file__).resolve().parents[2] / "benchmarks" / "__init__.py"
     if not source.exists():
         raise ImportError(
             f"the benchmarks are neither installed as {_NAME} nor found at {source}: reinstall the package"

@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from overlap_torch import __version__, _symm_mem
+from overlap_torch import __version__
 from overlap_torch._plan import Profile
+from overlap_torch._symm_mem import replace
 
-_RECORD = Path(__file__).with_name("_build.json")
+_PACKAGE = Path(__file__).parents[1]
+_RECORD = _PACKAGE / "_build.json"
 _MIN_WINDOW_NCCL = (2, 27)  # the first with symmetric windows
 _MAX_PEERS = 8  # ranks that map each other's memory
 
@@ -341,7 +343,7 @@ def _software_lines(found: Findings) -> list[str]:
     driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
     nccl = ".".join(map(str, found.nccl)) if found.nccl else "none"
     lines = [
-        f"overlap_torch {__version__}, {Path(__file__).parent}",
+        f"overlap_torch {__version__}, {_PACKAGE}",
         f"Python {platform.python_version()}, {platform.platform()}",
         f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, "
         f"NVIDIA driver {driver or 'none'}",
@@ -427,7 +429,7 @@ def report() -> str:
             _profile(), [gpu.name for gpu in found.gpus], date.today()
         ),
         "Fast paths (what none of them takes runs the unfused composition)": paths,
-        "Stand-ins": _symm_mem.lines(),
+        "Stand-ins": replace.lines(),
         "Environment": _environment_lines(),
     }
     return "\n\n".join(

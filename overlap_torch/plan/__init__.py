@@ -23,10 +23,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from overlap_torch import _occupancy, _plan
-from overlap_torch._explain import Explanation, explain
-from overlap_torch._import_msccl import from_msccl
-from overlap_torch._import_mscclpp import from_mscclpp
+from overlap_torch import _plan
+from overlap_torch._kernels import occupancy
 from overlap_torch._plan import (
     BAND_ROWS,
     MAX_BAND_RUNS,
@@ -62,7 +60,11 @@ from overlap_torch._plan import (
     predict,
     validate,
 )
-from overlap_torch._plan_json import (
+from overlap_torch.plan._editor import Area, Editor, check_memory
+from overlap_torch.plan._explain import Explanation, explain
+from overlap_torch.plan._imports.msccl import from_msccl
+from overlap_torch.plan._imports.mscclpp import from_mscclpp
+from overlap_torch.plan._json import (
     enum_member,
     enum_name,
     from_dict,
@@ -73,9 +75,14 @@ from overlap_torch._plan_json import (
     to_dict,
     to_json,
 )
-from overlap_torch._plan_picture import plot
-from overlap_torch._program import Area, Editor, check_memory
-from overlap_torch._program_templates import double_ring, hierarchical, one_shot, ring, two_shot
+from overlap_torch.plan._picture import plot
+from overlap_torch.plan._program_templates import (
+    double_ring,
+    hierarchical,
+    one_shot,
+    ring,
+    two_shot,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -286,12 +293,12 @@ def smem_pad_bytes(
                 f"kernel is {enum_name(kernel)}, allowed is sm80, or a number of bytes: the framework's GEMM takes no padding, and "
                 "a block of the sm90 kernels fills an SM"
             )
-        kernel = _occupancy.MMA_SYNC_BYTES
+        kernel = occupancy.MMA_SYNC_BYTES
     if sm_bytes is None:
         import torch
 
         sm_bytes = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
-    return _occupancy.smem_pad_bytes(kernel, ctas_per_sm, sm_bytes)
+    return occupancy.smem_pad_bytes(kernel, ctas_per_sm, sm_bytes)
 
 
 def at_once(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from overlap_torch import _kernel_plans, _occupancy, _resources, _tile_orders
+from overlap_torch._kernels import occupancy, plans, tile_orders
+from overlap_torch._kernels import resources as _resources
+from overlap_torch._kernels.resources import KernelResources
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
 from overlap_torch._ops.group import Group, group_name, process_group
 from overlap_torch._plan import MAX_CHUNKS, Op, Plan, Problem, encode
-from overlap_torch._resources import KernelResources
 
 _OPS = {
     "all_reduce": Op.GEMM_ALLREDUCE,
@@ -55,9 +56,9 @@ class _Prepared:
         self.on_gpu = device.type == "cuda"
         self.chunks = job.tile_chunks()
         self.columns = job.tile_columns()
-        order = _tile_orders.by_chunks(request.tile_order, self.chunks, self.columns)
-        self.tile_order = _tile_orders.table(order, device)
-        self.tile_chunk = _tile_orders.table(self.chunks, device)
+        order = tile_orders.by_chunks(request.tile_order, self.chunks, self.columns)
+        self.tile_order = tile_orders.table(order, device)
+        self.tile_chunk = tile_orders.table(self.chunks, device)
         self.programs = _STAND_IN_SMS
         if self.on_gpu:
             self.programs = request.resources.programs(
@@ -199,7 +200,7 @@ class Job:
         if not (prepared.on_gpu and prepared.resources.ctas_per_sm):
             return 0
         properties = torch.cuda.get_device_properties(prepared.device)
-        return _occupancy.smem_pad_bytes(
+        return occupancy.smem_pad_bytes(
             shared_bytes,
             prepared.resources.ctas_per_sm,
             properties.shared_memory_per_multiprocessor,
@@ -233,7 +234,7 @@ def produce(
     *,
     tile: tuple[int, int],
     chunks: int | None = None,
-    tile_order: str | _tile_orders.Order = "grouped",
+    tile_order: str | tile_orders.Order = "grouped",
     plan: Plan | None = None,
     kernel_us: float | Callable[[], object] | None = None,
     send_rows: Sequence[int] | None = None,
@@ -319,7 +320,7 @@ def _produce_request(
     dtype: torch.dtype,
     tile: tuple[int, int],
     chunks: int | None,
-    tile_order: str | _tile_orders.Order,
+    tile_order: str | tile_orders.Order,
     plan: Plan | None,
     kernel_us: float | Callable[[], object] | None,
     send_rows: Sequence[int] | None,
@@ -377,7 +378,7 @@ def consume(
     columns: int,
     tile: tuple[int, int],
     chunks: int | None = None,
-    tile_order: str | _tile_orders.Order = "grouped",
+    tile_order: str | tile_orders.Order = "grouped",
     plan: Plan | None = None,
     kernel_us: float | Callable[[], object] | None = None,
     resources: KernelResources | None = None,
@@ -460,7 +461,7 @@ class _Request:
     problem: Problem
     tile: tuple[int, int]
     chunks: int | None
-    tile_order: str | _tile_orders.Order
+    tile_order: str | tile_orders.Order
     plan: Plan | None
     kernel_us: float | Callable[[], object] | None
     resources: KernelResources
@@ -511,7 +512,7 @@ class _Request:
         if self.kernel_us is not None:
             measured = _time_of(self.kernel_us, self.device, self.group)
         alone = self.problem.world_size == 1
-        return _kernel_plans.make_plan(
+        return plans.make_plan(
             self.problem,
             self.tile,
             1 if alone else self.chunks,

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from overlap_torch._plan_json import enum_name
 from overlap_torch.plan import Machine, Problem, Recipe, decode, validate
+from overlap_torch.plan._json import enum_name
 
 SCHEMA = 1
 _KIND = "overlap_torch.tuned"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from overlap_torch._plan import MAX_TRANSFERS, Op, Plan, Problem
-from overlap_torch._program import MESSAGE_SHARES, Area, Editor
+from overlap_torch.plan._editor import MESSAGE_SHARES, Area, Editor
 
 _STREAMS = 4
 _COLLECTIVES = {

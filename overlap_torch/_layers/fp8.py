@@ -18,11 +18,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
-from overlap_torch._linear import as_under_autocast
+from overlap_torch._layers.linear import as_under_autocast
+from overlap_torch._layers.sharding import pad_end, shard_range
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.collectives import start_reduce_scatter, wait
 from overlap_torch._ops.gradients import kept, recorded, rows, side_by_side, weight_gradient
-from overlap_torch._sharding import pad_end, shard_range
 
 _SMALLEST = 1e-12  # largest number that is cast, at least: a tensor of zeros has a scale as well
 
@@ -388,12 +388,12 @@ def _along_rows(
     return scaled(rows(_plain(operand, dtype)).t(), cast, recipe)
 
 
-# --- the maps, as overlap_torch._linear has them --------------------------------------------------------------
+# --- the maps, as overlap_torch._layers.linear has them --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Maps:
-    """The functions of ``overlap_torch._linear`` by a recipe."""
+    """The functions of ``overlap_torch._layers.linear`` by a recipe."""
 
     recipe: Recipe
 

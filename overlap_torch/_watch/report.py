@@ -13,8 +13,8 @@ from typing import TypedDict
 import torch
 from torch.compiler import is_compiling
 
-from overlap_torch import _symm_mem
 from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
+from overlap_torch._symm_mem import replace
 from overlap_torch.plan import Plan, Schedule, decode, enum_name
 
 _LAST_INPUT = "_overlap_last_input"  # a layer's: the shape of what its forward took last
@@ -257,8 +257,8 @@ def report(model: torch.nn.Module | None = None) -> Report:
     replays. It does not communicate, and needs not be called on every rank.
     """
     found = Report(_rows(model))
-    if _symm_mem.is_replaced():
-        found.notes = _symm_mem.lines()
+    if replace.is_replaced():
+        found.notes = replace.lines()
     return found
 
 

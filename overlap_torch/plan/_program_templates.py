@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from overlap_torch._plan import Op, Plan, Problem
-from overlap_torch._program import Area, Editor, Share
+from overlap_torch.plan._editor import Area, Editor, Share
 
 
 def ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:

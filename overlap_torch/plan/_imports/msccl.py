@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from overlap_torch._import_common import File, Move, Span
 from overlap_torch._plan import Plan, Problem
+from overlap_torch.plan._imports.common import File, Move, Span
 
 _TYPES = ("s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re", "nop")
 

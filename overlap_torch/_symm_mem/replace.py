@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.library import Library, get_kernel
 
-from overlap_torch._symm_mem_ops import STAND_INS, symmetric_memory
+from overlap_torch._symm_mem.stand_ins import STAND_INS, symmetric_memory
 
 _DEVICES = ("CUDA", "CPU")
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from overlap_torch import _linear
-from overlap_torch._fp8 import Maps, Recipe
+from overlap_torch._layers import linear
+from overlap_torch._layers.fp8 import Maps, Recipe
+from overlap_torch._layers.sharding import SumGradient, cut_end, pad_end, shard_range
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
 from overlap_torch._ops.collectives import (
     start_all_gather,
@@ -24,7 +25,6 @@ from overlap_torch._ops.collectives import (
 )
 from overlap_torch._ops.gradients import kept, recorded, rows, weight_gradient
 from overlap_torch._ops.group import world_size
-from overlap_torch._sharding import SumGradient, cut_end, pad_end, shard_range
 
 
 class Operands(NamedTuple):
@@ -69,7 +69,7 @@ def column_sequences(
     biases = [
         None if layer.bias is None else pad_end(layer.bias, 0, layer.padding) for layer in layers
     ]
-    input, *operands = _linear.as_under_autocast(input, *weights, *biases)
+    input, *operands = linear.as_under_autocast(input, *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         outputs, gathered = allgather_gemm(input, weights, biases, dim=dim, group=group)
@@ -119,7 +119,7 @@ def row_sequence(
     weight = pad_end(weight, -1, padding)
     _, size = shard_range(tokens, world_size, rank)
     if bias is not None and bias.requires_grad and (input.requires_grad or weight.requires_grad):
-        operands = _linear.as_under_autocast(input, weight, bias)
+        operands = linear.as_under_autocast(input, weight, bias)
         output = _scatter_linear(group, dim, *operands)
     else:
         bias = None if bias is None else SumGradient.apply(bias, group)

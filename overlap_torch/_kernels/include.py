@@ -10,4 +10,4 @@ def include_path() -> str:
 
     For ``extra_include_paths`` of ``torch.utils.cpp_extension.load_inline``.
     """
-    return str(Path(__file__).parent / "include")
+    return str(Path(__file__).parents[1] / "include")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from overlap_torch import _plan
 from overlap_torch._plan import Kernel, Machine, Op, Plan, Prediction, Problem, Schedule
-from overlap_torch._plan_json import enum_name
+from overlap_torch.plan._json import enum_name
 
 # As two H200s of one host (NV18 links) are measured.
 H200 = Machine(
@@ -464,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _asked(args: argparse.Namespace) -> _Asked:
-    from overlap_torch._launch import Ranks
+    from overlap_torch._tools.launch import Ranks
     from overlap_torch.plan import _parse_machine, load
 
     machine = {"here": None, "h200": H200}.get(args.machine, args.machine)
@@ -494,7 +494,7 @@ def _run(asked: _Asked) -> int:
     if asked.machine is not None:
         _show(asked, asked.machine)
         return 0
-    from overlap_torch._launch import Ranks, launch
+    from overlap_torch._tools.launch import Ranks, launch
 
     launch(Ranks.choose(asked.problem.world_size, asked.device), run_rank, asked)
     return 0
@@ -504,7 +504,7 @@ def run_rank(asked: _Asked) -> None:
     """What each rank does where the machine is measured: the first one shows the plan."""
     import torch.distributed as dist
 
-    from overlap_torch._launch import current_device
+    from overlap_torch._tools.launch import current_device
     from overlap_torch.plan import machine
 
     measured = machine(current_device())
@@ -517,7 +517,7 @@ def _show(asked: _Asked, machine: Machine) -> None:
     rows = asked.send_rows
     print(explain(plan, machine, send_rows=rows, receive_rows=rows), flush=True)
     if asked.plot is not None:
-        from overlap_torch._plan_picture import plot
+        from overlap_torch.plan._picture import plot
 
         plot(plan, asked.plot, machine, send_rows=(rows,) * len(rows))
         print(f"\npicture  {asked.plot}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap_torch._occupancy import MOST_CTAS
+from overlap_torch._kernels.occupancy import MOST_CTAS
 
 WAYS = ("grid", "green_context", "padding")
 PRIORITIES = ("high", "low")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
-from overlap_torch._dtensor import Placements, mesh_within, sharded_dim, wrap
+from overlap_torch._layers.dtensor import Placements, mesh_within, sharded_dim, wrap
 from overlap_torch._ops.gradients import TransformedFunction, recorded
 
 

@@ -32,10 +32,9 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from overlap_torch import _tuned_files
 from overlap_torch._ops import allgather_gemm, eager, gemm_allreduce, gemm_reducescatter, scaled
 from overlap_torch._ops.group import Group, group_name, process_group
-from overlap_torch._plan_json import enum_name, plain
+from overlap_torch._tune import files
 from overlap_torch.plan import (
     Machine,
     Op,
@@ -52,6 +51,7 @@ from overlap_torch.plan import (
     set_plan,
     validate,
 )
+from overlap_torch.plan._json import enum_name, plain
 
 MODES = ("call", "row")
 _ROW = 4  # calls
@@ -320,8 +320,8 @@ class Session:
         self.name, self.device, self.most, self.repeats = name, device, most, repeats
         self.more = plans
         self.machine: Machine = machine(device, name)
-        self.environment = _tuned_files.environment(device, self.machine, members.size())
-        self.files = _tuned_files.Files(self.environment) if cache else None
+        self.environment = files.environment(device, self.machine, members.size())
+        self.files = files.Files(self.environment) if cache else None
         self.measured: dict[int, _Measured] = {}  # by the index of problem and mode
 
     def agree_on(self, problems: list[Problem]) -> list[Problem]:
@@ -566,7 +566,7 @@ def ranked(
 def _corrections(
     problem: Problem,
     mode: str,
-    entries: dict[tuple[int, str], _tuned_files.Entry],
+    entries: dict[tuple[int, str], files.Entry],
     on: Machine,
 ) -> Callable[[Plan], float] | None:
     """By how much the model is off for a plan: as for its family at the nearest M, else for its way, else for all."""

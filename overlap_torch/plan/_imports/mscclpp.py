@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from overlap_torch._import_common import File, Move, Span
 from overlap_torch._plan import Plan, Problem
+from overlap_torch.plan._imports.common import File, Move, Span
 
 _CHANNELS = ("memory", "port")
 _PROTOCOLS = ("Simple", "LL")

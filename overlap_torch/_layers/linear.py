@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from overlap_torch._layers.sharding import pad_end, shard_range
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.gradients import (
     Gradient,
@@ -24,7 +25,6 @@ from overlap_torch._ops.gradients import (
     transforms_are_active,
     weight_gradient,
 )
-from overlap_torch._sharding import pad_end, shard_range
 
 
 def column(

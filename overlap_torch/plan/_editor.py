@@ -31,7 +31,7 @@ from overlap_torch._plan import (
     Transport,
     Way,
 )
-from overlap_torch._plan_json import enum_member
+from overlap_torch.plan._json import enum_member
 
 _INTERPRETER_CTAS = 16  # of all streams, where SMs move a program's data over peers
 MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them

@@ -9,9 +9,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from overlap_torch import _timeline
 from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
-from overlap_torch._timeline import Call
+from overlap_torch._watch import timeline as _timeline
+from overlap_torch._watch.timeline import Call
 
 _ops = torch.ops.overlap
 

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from overlap_torch._dtensor import Placements, is_foreign
-from overlap_torch._fp8 import Recipe
-from overlap_torch._meshes import check_mesh, same_ranks
-from overlap_torch._placements import from_local, local_rows, redistribute, to_local
-from overlap_torch._sequence import Operands, column_sequences
+from overlap_torch._layers.dtensor import Placements, is_foreign
+from overlap_torch._layers.fp8 import Recipe
+from overlap_torch._layers.meshes import check_mesh, same_ranks
+from overlap_torch._layers.placements import from_local, local_rows, redistribute, to_local
+from overlap_torch._layers.sequence import Operands, column_sequences
 
 
 class _Ahead(NamedTuple):

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from overlap_torch import _bench_entry, _plan, _timeline
-from overlap_torch._explain import H200
-from overlap_torch._launch import Ranks, current_device, launch
+from overlap_torch import _plan
 from overlap_torch._ops import check, group_name
-from overlap_torch._timeline import Bar
-from overlap_torch._trace import trace
+from overlap_torch._tools import bench
+from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._watch import timeline as _timeline
+from overlap_torch._watch.timeline import Bar
+from overlap_torch._watch.trace import trace
 from overlap_torch.plan import (
     Op,
     Plan,
@@ -29,6 +30,7 @@ from overlap_torch.plan import (
     row_panels,
     set_plan,
 )
+from overlap_torch.plan._explain import H200
 
 _REPEATS = 20
 _TRACED_CALLS = 3  # the picture shows the last one, when everything is warm
@@ -123,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_rank(demo: _Demo) -> None:
     """What each rank of the demo does."""
-    _bench_entry.load()
+    bench.load()
     from overlap_torch.benchmarks.computations import Case, Computations
     from overlap_torch.benchmarks.measure import Stopwatch
     from overlap_torch.benchmarks.shapes import Shape

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overlap_torch import _plan
-from overlap_torch._explain import _machine, chunks_of, short, walk
 from overlap_torch._plan import Collective, Machine, Op, Plan, Schedule
+from overlap_torch.plan._explain import _machine, chunks_of, short, walk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""Plans by measuring, and the files that keep what was measured."""
