@@ -15,21 +15,23 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from overlap_torch import _plan
+from overlap_torch._watch.drawing import GEMM, Bar, Row
+from overlap_torch._watch.drawing import OTHER as PLACE
 from overlap_torch.plan import Machine, Op, Plan, Problem, row_panels
 from overlap_torch.plan._explain import H200, chunks_of, walk
+from overlap_torch.plan._picture import WAITS
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 
-GEMM, PLACE, LINE, TEXT = "#4878a8", "#b0b0b0", "#808080", "#202020"
+LINE, TEXT = "#808080", "#202020"
 CHUNKS = ("#f2c14e", "#e8923a")  # neighbours differ
 PARTS = ("#4878a8", "#2f5d8a")
 STUCK = "#e3b7b0"
-WAITS = ("wait_for_tiles", "wait_for_peers", "wait_for_slots", "mark", "fork", "join", "delay")
 COMMUNICATES = (
     "collective",
     "send_receive",
@@ -41,22 +43,12 @@ COMMUNICATES = (
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Something that a stream, or the link, does from begin to end; in microseconds."""
-
-    begin: float
-    end: float
-    color: str
-    label: str = ""
-
-
-@dataclass(frozen=True)
 class Panel:
     """One plan on one rank: rows of bars with their names, and when chunks' tiles are finished."""
 
     title: str
     total_us: float
-    rows: tuple[tuple[str, tuple[Bar, ...]], ...]
+    rows: tuple[Row, ...]
     ticks: tuple[float, ...] = ()
     ends: bool = True
 
@@ -88,7 +80,7 @@ def panel(
     made, price = walk(plan, machine, 0, send_rows[0] if send_rows else (), received)
     lanes: dict[str, list[Bar]] = {}
     link: list[Bar] = []
-    ring: list[tuple[str, tuple[Bar, ...]]] = []
+    ring: list[Row] = []
     for step, chunk, (begin, end) in zip(made["steps"], chunks_of(made), price.steps, strict=True):
         if step["step"] in WAITS or end - begin <= 0:
             continue
@@ -110,9 +102,9 @@ def panel(
             lane.append(Bar(begin, end, PLACE, "" if chunk is None else str(chunk)))
     names = {"caller": "caller's stream", **{f"side{i}": f"side stream {i}" for i in range(4)}}
     names["copy"] = "copy stream"
-    rows = ring + [(names[lane], tuple(lanes[lane])) for lane in names if lanes.get(lane)]
+    rows = ring + [Row(names[lane], lanes[lane]) for lane in names if lanes.get(lane)]
     if link:
-        rows.append(("link", tuple(link)))
+        rows.append(Row("link", link))
     return Panel(title, price.expected.total_us, tuple(rows), tuple(price.computed_us))
 
 
@@ -130,9 +122,7 @@ def short_name(step: dict) -> str:
     }[step["step"]]
 
 
-def ring_rows(
-    plan: Plan, step: dict, begin: float, end: float, machine: Machine
-) -> list[tuple[str, tuple[Bar, ...]]]:
+def ring_rows(plan: Plan, step: dict, begin: float, end: float, machine: Machine) -> list[Row]:
     """A ring's GEMM: a row of rounds for each phase, and how much of the link's rate its tiles need meanwhile.
 
     Tiles are finished evenly over the GEMM, in the plan's order. Those of a phase but the last travel to the next rank;
@@ -157,7 +147,7 @@ def ring_rows(
             for (of, number), places in spans.items()
             if of == phase
         )
-        rows.append((f"GEMM: part {part}", bars))
+        rows.append(Row(f"GEMM: part {part}", bars))
     # A band of tiles begins where a round of the first phase does, or, behind those, of the last.
     starts = sorted({places[0] for (phase, _), places in spans.items() if phase == 0})
     last = sorted(places[0] for (phase, _), places in spans.items() if phase == world - 1)
@@ -177,61 +167,61 @@ def ring_rows(
                     f"{share:.0%}",
                 )
             )
-    return [*rows, ("link, share used", tuple(link))]
+    return [*rows, Row("link, share used", link)]
 
 
-def reduction(op: Op, world: int, m: int, n: int, k: int, name: str) -> Picture:
-    problem = Problem(m, n, k, "bfloat16", world, op)
+def picture(
+    problem: Problem,
+    collective: str,
+    nccl: str | None,
+    peers: str,
+    legend: tuple[tuple[str, str], ...],
+) -> Picture:
+    """The sequence, the planner's plans over NCCL, where `nccl` names it, and over peer memory."""
+    first, then = "torch.mm", collective
+    if problem.op == Op.ALLGATHER_GEMM:
+        first, then = then, first
     sequence = _plan.make_sequential(problem, H200)
-    panels = (
-        panel(f"one after the other: torch.mm, then {name}", sequence, H200),
-        panel("the op over NCCL: chunks", _plan.make_plan(problem, nccl_alone()), nccl_alone()),
-        panel("the op over peer memory: single tiles", _plan.make_plan(problem, H200), H200),
-    )
-    return Picture(
-        f"{op.name.lower()}, {m} x {n} x {k}, bfloat16, rank 0 of {world} H200s",
-        panels,
-        (
-            (GEMM, "GEMM (over peer memory: rounds of tile rows, a line for each rank's part)"),
-            (CHUNKS[0], "communication, with the chunk's number"),
-            (PLACE, "puts a chunk in place"),
-            ("|", "a chunk's tiles are finished"),
-        ),
-    )
+    panels = [panel(f"one after the other: {first}, then {then}", sequence, H200)]
+    for words, machine in ((nccl, nccl_alone()), (peers, H200)):
+        if words is not None:
+            panels.append(panel(f"the op over {words}", _plan.make_plan(problem, machine), machine))
+    shape = f"{problem.m} x {problem.n} x {problem.k}"
+    name, world = problem.op.name.lower(), problem.world_size
+    title = f"{name}, {shape}, bfloat16, rank 0 of {world} H200s"
+    return Picture(title, tuple(panels), ((GEMM, "GEMM"), (CHUNKS[0], "communication"), *legend))
+
+
+def reduction(op: Op, world: int, name: str) -> Picture:
+    legend = ((PLACE, "puts a chunk in place"), ("|", "a chunk's tiles are finished"))
+    nccl, peers = "NCCL: chunks", "peer memory: single tiles"
+    made = picture(Problem(8192, 8192, 3584, "bfloat16", world, op), name, nccl, peers, legend)
+    rounds = "GEMM (over peer memory: rounds of tile rows, a line for each rank's part)"
+    chunks = "communication, with the chunk's number"
+    return replace(made, legend=((GEMM, rounds), (CHUNKS[0], chunks), *legend))
 
 
 def all_reduce() -> Picture:
-    return reduction(Op.GEMM_ALLREDUCE, 2, 8192, 8192, 3584, "all_reduce")
+    return reduction(Op.GEMM_ALLREDUCE, 2, "all_reduce")
 
 
 def reduce_scatter() -> Picture:
-    return reduction(Op.GEMM_REDUCESCATTER, 4, 8192, 8192, 3584, "reduce_scatter")
+    return reduction(Op.GEMM_REDUCESCATTER, 4, "reduce_scatter")
 
 
 def all_gather() -> Picture:
-    problem = Problem(8192, 8192, 3584, "bfloat16", 2, Op.ALLGATHER_GEMM)
-    panels = (
-        panel(
-            "one after the other: all_gather, then torch.mm",
-            _plan.make_sequential(problem, H200),
-            H200,
-        ),
-        panel(
-            "the op over NCCL: own rows first, then what has arrived",
-            _plan.make_plan(problem, nccl_alone()),
-            nccl_alone(),
-        ),
-        panel(
-            "the op over peer memory: one GEMM, whose loads wait for rows",
-            _plan.make_plan(problem, H200),
-            H200,
-        ),
+    return picture(
+        Problem(8192, 8192, 3584, "bfloat16", 2, Op.ALLGATHER_GEMM),
+        "all_gather",
+        "NCCL: own rows first, then what has arrived",
+        "peer memory: one GEMM, whose loads wait for rows",
+        ((PLACE, "copies own rows"),),
     )
-    return Picture(
-        "allgather_gemm, 8192 x 8192 x 3584, bfloat16, rank 0 of 2 H200s",
-        panels,
-        ((GEMM, "GEMM"), (CHUNKS[0], "communication"), (PLACE, "copies own rows")),
-    )
+
+
+def few_rows() -> Picture:
+    problem = Problem(128, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLREDUCE)
+    return picture(problem, "all_reduce", None, "peer memory: direct", ())
 
 
 def all_to_all() -> Picture:
@@ -246,44 +236,17 @@ def all_to_all() -> Picture:
     computed = gemm.steps[0][1]
     sent = computed + end - begin
     bars = (Bar(0.0, computed, GEMM, "GEMM"), Bar(computed, sent, CHUNKS[0], "all-to-all"))
-    one_after_the_other = Panel(
-        "one after the other: torch.mm, then all_to_all", sent, (("caller's stream", bars),)
-    )
-    panels = (
-        one_after_the_other,
-        panel(
-            "the op over NCCL: the peer's rows first",
-            _plan.make_plan(problem, nccl_alone()),
-            nccl_alone(),
-            rows,
-        ),
-        panel(
-            "the op over peer memory: the GEMM stores the peer's rows where they go",
-            _plan.make_plan(problem, H200),
-            H200,
-            rows,
-        ),
-    )
+    first = "one after the other: torch.mm, then all_to_all"
+    panels = [Panel(first, sent, (Row("caller's stream", bars),))]
+    for words, machine in (
+        ("NCCL: the peer's rows first", nccl_alone()),
+        ("peer memory: the GEMM stores the peer's rows where they go", H200),
+    ):
+        plan = _plan.make_plan(problem, machine)
+        panels.append(panel(f"the op over {words}", plan, machine, rows))
     return Picture(
         "gemm_alltoall, 8192 x 8192 x 3584, bfloat16, half of the rows to each, rank 0 of 2 H200s",
-        panels,
-        ((GEMM, "GEMM"), (CHUNKS[0], "communication")),
-    )
-
-
-def few_rows() -> Picture:
-    problem = Problem(128, 8192, 3584, "bfloat16", 2, Op.GEMM_ALLREDUCE)
-    panels = (
-        panel(
-            "one after the other: torch.mm, then all_reduce",
-            _plan.make_sequential(problem, H200),
-            H200,
-        ),
-        panel("the op over peer memory: direct", _plan.make_plan(problem, H200), H200),
-    )
-    return Picture(
-        "gemm_allreduce, 128 x 8192 x 3584, bfloat16, rank 0 of 2 H200s",
-        panels,
+        tuple(panels),
         ((GEMM, "GEMM"), (CHUNKS[0], "communication")),
     )
 
@@ -316,11 +279,11 @@ def deadlock() -> Picture:
         "on all SMs: what the kernel waits for waits for an SM that the kernel keeps",
         total,
         (
-            (
+            Row(
                 f"SM 0 to {machine.sm_count - 1}",
                 (own, Bar(own.end, total, STUCK, "every program waits for chunk 0, and keeps its SM")),
             ),
-            ("NCCL", (Bar(calls[0][0], total, STUCK, "chunk 0 waits for an SM"),)),
+            Row("NCCL", (Bar(calls[0][0], total, STUCK, "chunk 0 waits for an SM"),)),
         ),
         ends=False,
     )  # fmt: skip
@@ -329,8 +292,8 @@ def deadlock() -> Picture:
         f"with resources(comm_sms={apart}), and job.programs = {left} programs: every wait ends",
         total,
         (
-            (f"SM 0 to {left - 1}", tuple(computes)),
-            (f"SM {left} to {machine.sm_count - 1}", tuple(gathers)),
+            Row(f"SM 0 to {left - 1}", computes),
+            Row(f"SM {left} to {machine.sm_count - 1}", gathers),
         ),
     )
     return Picture(
@@ -399,16 +362,16 @@ def svg(picture: Picture) -> str:
 def panel_svg(one: Panel, y: int, scale: float) -> Iterable[str]:
     yield text(12, y + 16, one.title, 12)
     y += 24
-    for row, (name, bars) in enumerate(one.rows):
-        top = y + ROW * row
-        yield text(LEFT - 8, top + 13, name, 10, anchor="end")
-        for bar in bars:
+    for number, row in enumerate(one.rows):
+        top = y + ROW * number
+        yield text(LEFT - 8, top + 13, row.name, 10, anchor="end")
+        for bar in row.bars:
             x, width = LEFT + bar.begin * scale, (bar.end - bar.begin) * scale
             yield rect(x, top, max(width - 0.6, 0.6), BAR, bar.color)
             if bar.label and width > 6.2 * len(bar.label) + 2:
                 fill = "white" if bar.color in (GEMM, *PARTS) else TEXT
                 yield text(x + width / 2, top + 12.5, bar.label, 10, anchor="middle", fill=fill)
-        if row == 0:
+        if number == 0:
             for tick in one.ticks:
                 yield rect(LEFT + tick * scale - 0.7, top - 2, 1.4, BAR + 4, "black")
     end = LEFT + one.total_us * scale

@@ -163,12 +163,12 @@ def test_docs_pictures_show_the_steps_as_priced():
     problem = module.Problem(8192, 8192, 3584, "bfloat16", 2, module.Op.GEMM_ALLREDUCE)
     plan = module._plan.make_plan(problem, module.nccl_alone())
     assert nccl.total_us == module._plan.predict(plan, module.nccl_alone()).total_us
-    shown = [bar for row, bars in nccl.rows if row.startswith("side") for bar in bars]
+    shown = [bar for row in nccl.rows if row.name.startswith("side") for bar in row.bars]
     assert sorted(int(bar.label) for bar in shown) == list(range(len(plan.chunks)))
     assert len(nccl.ticks) == len(plan.chunks) > 1
     # The sequence's bars do not overlap, and the ring's rounds of one part follow each other.
-    (_, (gemm, collective)), *_ = sequence.rows
+    gemm, collective = sequence.rows[0].bars
     assert gemm.end <= collective.begin
-    rounds = [bar for row, bars in peers.rows if row == "GEMM: part 0" for bar in bars]
+    rounds = [bar for row in peers.rows if row.name == "GEMM: part 0" for bar in row.bars]
     assert all(a.begin < b.begin for a, b in zip(rounds, rounds[1:], strict=False))
-    assert max(bar.end for _, bars in peers.rows for bar in bars) <= peers.total_us + 1e-6
+    assert max(bar.end for row in peers.rows for bar in row.bars) <= peers.total_us + 1e-6

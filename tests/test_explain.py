@@ -215,7 +215,7 @@ def test_plan_picture_has_a_bar_for_each_step_that_takes_time(name: str) -> None
         ]
     scale = 1e-3 if max(bars) >= 10_000 or name == "cpu" else 1.0
     drawn = [patch.get_width() for patch in above.patches]
-    assert drawn == pytest.approx([scale * us for us in bars])
+    assert sorted(drawn) == pytest.approx(sorted(scale * us for us in bars))
     labels = [label.get_text() for label in above.get_yticklabels()]
     assert [label for label in labels if label.endswith(": caller")] == [
         f"rank {rank}: caller" for rank in range(world)

@@ -14,6 +14,7 @@ import overlap_torch
 from checks import Failures, message_of
 from overlap_torch import plan
 from overlap_torch._watch import timeline
+from overlap_torch._watch.drawing import Bar
 from overlap_torch._watch.timeline import Call, Chunk
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.plan import Op, Problem, row_panels, use_plan
@@ -190,7 +191,7 @@ def test_trace_picture_explains_every_mark_and_has_the_sequence_above(tmp_path):
     pytest.importorskip("matplotlib")
     chunks = (Chunk(0, 1.0, 2.0, 6.0), Chunk(1, 6.0, 7.0, 9.0))
     call = Call("gemm_allreduce", 3, 4, 5, "float32", 2, "g", "cpu", 0.0, 5.0, 10.0, chunks)
-    bars = [timeline.Bar("GEMM", 0.0, 6.0), timeline.Bar("all-reduce", 6.0, 20.0)]
+    bars = [Bar(0.0, 6.0, "blue", "GEMM"), Bar(6.0, 20.0, "red", "all-reduce")]
     path = tmp_path / "picture.svg"
     with matplotlib_text():
         timeline.write_picture({"rank 0": [call]}, path, "title", before={"in turn": bars})

@@ -18,7 +18,7 @@ from overlap_torch._ops import check, group_name
 from overlap_torch._tools import bench
 from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch._watch import timeline as _timeline
-from overlap_torch._watch.timeline import Bar
+from overlap_torch._watch.drawing import GEMM, Bar
 from overlap_torch._watch.trace import trace
 from overlap_torch.plan import (
     Op,
@@ -250,10 +250,14 @@ def _sequence_bars(demo: _Demo, times: _Times) -> list[Bar]:
     """The sequence as it was timed: its GEMM as it is alone, its collective the rest."""
     collective, rest = _COLLECTIVES[demo.op], times.sequence - min(times.gemm, times.sequence)
     if demo.op == "allgather_gemm":
-        return [Bar(collective, 0.0, rest), Bar("GEMM", rest, times.sequence)]
+        return [
+            Bar(0.0, rest, _timeline.CHUNKS[0], collective),
+            Bar(rest, times.sequence, GEMM, "GEMM"),
+        ]
+    computed = times.sequence - rest
     return [
-        Bar("GEMM", 0.0, times.sequence - rest),
-        Bar(collective, times.sequence - rest, times.sequence),
+        Bar(0.0, computed, GEMM, "GEMM"),
+        Bar(computed, times.sequence, _timeline.CHUNKS[0], collective),
     ]
 
 

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from overlap_torch._watch import drawing
+from overlap_torch._watch.drawing import GEMM, Bar, Row
 
-_GEMM, _CHUNKS = "#4878a8", ("#e8a33d", "#c9742b")
+CHUNKS = ("#e8a33d", "#c9742b")  # neighbours differ
 
 
 @dataclass(frozen=True)
@@ -159,15 +158,6 @@ def write_chrome_trace(ranks: Mapping[int, Iterable[Call]], path: str | Path) ->
     Path(path).write_text(json.dumps(chrome_trace(ranks)) + "\n")
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A GEMM, which is named so, or a collective, beside which nothing runs; times in microseconds."""
-
-    name: str
-    begin_us: float
-    end_us: float
-
-
 def write_picture(
     lanes: Mapping[str, Sequence[Call]],
     path: str | Path,
@@ -176,99 +166,54 @@ def write_picture(
 ) -> None:
     """Draws each lane's calls: the GEMMs, a tick where each chunk was ready, the communication.
 
-    A lane's times are from the start of its first call. ``before``: lanes that stand above, of bars one after the other.
+    A lane's times are from the start of its first call. ``before``: rows above, of bars one after the other.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is no call.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError(
-            "the timeline's picture needs matplotlib: pip install matplotlib"
-        ) from error
-
     lanes = {name: calls for name, calls in lanes.items() if calls}
     if not lanes:
         raise ValueError(
             "no call to draw: no op communicated anything while the trace was on (a group of one has nothing to communicate)"
         )
-    starts = {name: min(call.start_us for call in calls) for name, calls in lanes.items()}
-    total_us = max(
-        call.start_us + call.end_us - starts[name]
-        for name, calls in lanes.items()
-        for call in calls
-    )
-    above = list((before or {}).items())
-    total_us = max([total_us, *(bar.end_us for _, bars in above for bar in bars)])
-    scale, unit = (1e-3, "ms") if total_us >= 10_000 else (1.0, "µs")
-    figure = Figure(figsize=(11, 1.7 + 0.6 * len(above) + 1.1 * len(lanes)), layout="constrained")
-    axes = figure.subplots()
-    for row, (_, bars) in enumerate(above):
-        _draw_bars(axes, 1.4 * row, bars, total_us, scale)
-    first = 1.4 * len(above)
-    for row, (name, calls) in enumerate(lanes.items()):
-        _draw_calls(axes, first + 2.4 * row, calls, starts[name], total_us, scale)
-    labels = [name for name, _ in above]
-    for name in lanes:
-        labels += [f"{name}: GEMM", "communication"]
-    positions = [1.4 * row for row in range(len(above))]
-    positions += [first + 2.4 * row + lane for row in range(len(lanes)) for lane in (0, 1)]
-    axes.set_yticks(positions, labels)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.13 * total_us * scale)
-    axes.set_xlabel(f"{unit} from the first call's start")
-    axes.set_title(title, fontsize=10)
+    rows = [Row(name, bars, begins_group=True) for name, bars in (before or {}).items()]
+    total_us = max([0.0, *(bar.end for row in rows for bar in row.bars)])
+    for name, calls in lanes.items():
+        first_us = min(call.start_us for call in calls)
+        total_us = max([total_us, *(call.start_us - first_us + call.end_us for call in calls)])
+        rows += _rows(name, calls, first_us)
+    figure = drawing.figure(11, 1.7 + 0.5 * len(rows), "the timeline's picture")
+    drawing.draw_rows(figure.subplots(), rows, total_us, "the first call's start", title)
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     marks = [
-        Patch(color=_GEMM, label="GEMM"),
-        Patch(color=_CHUNKS[0], label="communication, with the chunk's number"),
+        Patch(color=GEMM, label="GEMM"),
+        Patch(color=CHUNKS[0], label="communication, with the chunk's number"),
         Line2D([], [], color="black", marker="|", ls="", ms=9, label="a chunk is ready"),
-        Line2D([], [], color=_GEMM, ls="--", lw=1, label="the GEMM has ended"),
+        Line2D([], [], color=GEMM, ls="--", lw=1, label="the GEMM has ended"),
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def _draw_bars(axes: Axes, at: float, bars: Sequence[Bar], total_us: float, scale: float) -> None:
-    for bar in bars:
-        left, width = bar.begin_us * scale, (bar.end_us - bar.begin_us) * scale
-        color = _GEMM if bar.name == "GEMM" else _CHUNKS[0]
-        axes.barh(at, width, left=left, height=0.8, color=color)
-        if width > 0.08 * total_us * scale:  # room for a word
-            axes.text(left + width / 2, at, bar.name, ha="center", va="center", fontsize=8)
-
-
-def _draw_calls(
-    axes: Axes, gemm: float, calls: Sequence[Call], first_us: float, total_us: float, scale: float
-) -> None:
-    """A lane's GEMMs, and its communication below them."""
-    communication = gemm + 1
-    for call in calls:
-        start = call.start_us - first_us
-        end = (start + call.gemm_end_us) * scale
-        axes.barh(gemm, call.gemm_end_us * scale, left=start * scale, height=0.8, color=_GEMM)
-        ready = [(start + chunk.ready_us) * scale for chunk in call.chunks]
-        axes.vlines(ready, gemm - 0.4, gemm + 0.4, color="black", lw=1.2)
-        for chunk in call.chunks:
-            color = _CHUNKS[chunk.index % 2]
-            width = (chunk.end_us - chunk.begin_us) * scale
-            left = (start + chunk.begin_us) * scale
-            axes.barh(communication, width, left=left, height=0.8, color=color)
-            if width > 0.01 * total_us * scale:  # room for a number
-                middle = left + width / 2
-                number = str(chunk.index)
-                axes.text(middle, communication, number, ha="center", va="center", fontsize=7)
-        axes.vlines(end, gemm - 0.4, communication + 0.4, color=_GEMM, ls="--", lw=1)
-    last = calls[-1]
-    axes.annotate(
-        f"{hidden_fraction(calls):.0%} hidden",
-        ((last.start_us - first_us + last.end_us) * scale, communication),
-        (4, 0),
-        textcoords="offset points",
-        va="center",
+def _rows(name: str, calls: Sequence[Call], first_us: float) -> tuple[Row, Row]:
+    """A lane's GEMMs, and their communication below them."""
+    starts = [call.start_us - first_us for call in calls]
+    pairs = list(zip(calls, starts, strict=True))
+    gemms = [Bar(start, start + call.gemm_end_us, GEMM) for call, start in pairs]
+    chunks = [(chunk, start) for call, start in pairs for chunk in call.chunks]
+    sent = [
+        Bar(start + one.begin_us, start + one.end_us, CHUNKS[one.index % 2], str(one.index))
+        for one, start in chunks
+    ]
+    ends = [bar.end for bar in gemms]
+    ready = [start + chunk.ready_us for chunk, start in chunks]
+    note = f"{hidden_fraction(calls):.0%} hidden"
+    return (
+        Row(f"{name}: GEMM", gemms, ready, ends, begins_group=True),
+        Row("communication", sent, ends=ends, note=note),
     )
 
 

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from overlap_torch import _plan
 from overlap_torch._plan import Collective, Machine, Op, Plan, Schedule
+from overlap_torch._watch import drawing
+from overlap_torch._watch.drawing import GEMM, OTHER, Bar, Row
 from overlap_torch.plan._explain import _machine, chunks_of, short, walk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_GEMM, _OTHER = "#4878a8", "#b0b0b0"
 _LANES = ("caller", "side0", "side1", "side2", "side3", "copy")
-_WAITS = (
+WAITS = (
     "wait_for_tiles",
     "wait_for_peers",
     "wait_for_slots",
@@ -55,26 +56,26 @@ def plot(
 
 def draw(plan: Plan, machine: Machine, send_rows: Sequence[Sequence[int]] = ()) -> Figure:
     """The figure that :func:`plot` saves."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a plan's picture needs matplotlib: pip install matplotlib") from error
-
     ranks = []
     for rank in range(plan.problem.world_size):
         received = [row[rank] for row in send_rows]
         sent = send_rows[rank] if send_rows else ()
         ranks.append(walk(plan, machine, rank, sent, received))
-    rows = sum(len(_lanes(made)) for made, _ in ranks)
+    rows = [
+        row for rank, (made, price) in enumerate(ranks) for row in _rows(plan, rank, made, price)
+    ]
     tiles = tile_map(plan, ranks[0][0])
-    height = 1.4 + 0.3 * rows
-    figure = Figure(figsize=(11, height + (4.2 if tiles else 0.0)), layout="constrained")
+    height = 1.4 + 0.3 * len(rows)
+    figure = drawing.figure(11, height + (4.2 if tiles else 0.0), "a plan's picture")
     if tiles:
         above, below = figure.subplots(2, 1, height_ratios=[height, 4.2])
         _draw_tiles(below, plan, tiles)
     else:
         above = figure.subplots()
-    _draw_steps(above, plan, ranks)
+    total_us = max(price.expected.total_us for _, price in ranks)
+    title = f"{plan.problem}\n{short(plan)}: {total_us:.0f} µs"
+    since = "the call's start, as expected; ticks: a chunk's tiles are finished"
+    drawing.draw_rows(above, rows, total_us, since, title)
     return figure
 
 
@@ -136,50 +137,28 @@ def _color(group: int | None, groups: int) -> tuple[float, ...] | str:
     from matplotlib import colormaps
 
     if group is None:
-        return _OTHER
+        return OTHER
     # From yellow to brown: away from the GEMM's blue.
     return colormaps["YlOrBr"](0.25 + 0.65 * group / max(1, groups - 1))
 
 
-def _draw_steps(axes: Axes, plan: Plan, ranks: Sequence[tuple[dict, _plan.Price]]) -> None:
-    labels: list[str] = []
-    total_us = max(price.expected.total_us for _, price in ranks)
-    scale, unit = (1e-3, "ms") if total_us >= 10_000 else (1.0, "µs")
-    for rank, (made, price) in enumerate(ranks):
-        first = len(labels)
-        lanes = _lanes(made)
-        labels += [f"rank {rank}: {lane}" for lane in lanes]
-        chunks = chunks_of(made)
-        groups = max(len(plan.chunks), 1 + max((c for c in chunks if c is not None), default=0))
-        for step, chunk, (begin, end) in zip(made["steps"], chunks, price.steps, strict=True):
-            if end <= begin or step["step"] in _WAITS:
-                continue
-            row = first + lanes.index(step["lane"])
-            gemm = step["step"] in ("gemm", "library_gemm")
-            color = _GEMM if gemm else _color(chunk, groups)
-            axes.barh(
-                row,
-                (end - begin) * scale,
-                left=begin * scale,
-                height=0.8,
-                color=color,
-                edgecolor="white",
-                linewidth=0.4,
-            )
-            if chunk is not None and not gemm and end - begin > 0.012 * total_us:
-                middle = (begin + end) / 2 * scale
-                axes.text(middle, row, str(chunk), ha="center", va="center", fontsize=7)
-        ticks = [us * scale for us in price.computed_us]
-        axes.vlines(ticks, first - 0.4, first + 0.4, color="black", lw=1.0)
-        if rank > 0:
-            axes.axhline(first - 0.5, color="#808080", lw=0.6)
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.02 * total_us * scale)
-    axes.set_xlabel(
-        f"{unit} from the call's start, as expected; ticks: a chunk's tiles are finished"
-    )
-    axes.set_title(f"{plan.problem}\n{short(plan)}: {total_us:.0f} µs", fontsize=9)
+def _rows(plan: Plan, rank: int, made: dict, price: _plan.Price) -> list[Row]:
+    """A row for each lane of the rank's list, of the steps that take time."""
+    chunks = chunks_of(made)
+    groups = max(len(plan.chunks), 1 + max((c for c in chunks if c is not None), default=0))
+    bars: dict[str, list[Bar]] = {lane: [] for lane in _lanes(made)}
+    for step, chunk, (begin, end) in zip(made["steps"], chunks, price.steps, strict=True):
+        if end <= begin or step["step"] in WAITS:
+            continue
+        gemm = step["step"] in ("gemm", "library_gemm")
+        color = GEMM if gemm else _color(chunk, groups)
+        bars[step["lane"]].append(
+            Bar(begin, end, color, "" if gemm or chunk is None else str(chunk))
+        )
+    return [
+        Row(f"rank {rank}: {lane}", drawn, price.computed_us, begins_group=lane == "caller")
+        for lane, drawn in bars.items()
+    ]
 
 
 def _draw_tiles(axes: Axes, plan: Plan, tiles: Sequence[tuple[int, int, int]]) -> None:
