@@ -1,4 +1,4 @@
-#include "grid.h"
+#include "session.h"
 
 #include <algorithm>
 #include <iterator>
@@ -284,6 +284,7 @@ void visit_examples(const Visit& visit) {
         Case one = {.family = family(example.name, world), .world = world, .rank = rank};
         one.name = cat("rank ", rank, ", ", mode.name);
         one.calls = in_a_row(example.call.plan, example.call.operands, mode.mode);
+        one.unrecorded = static_cast<int>(one.calls.size()) / 2;
         visit(one);
       }
     }
@@ -496,6 +497,7 @@ void visit_programs(const Visit& visit, Op op, plan::Engine by = plan::Engine::k
             for (const NamedMode& mode : modes()) {
               one.name = cat("rank ", rank, by_whom, mode.name);
               one.calls = in_a_row(plan, operands, mode.mode);
+              one.unrecorded = static_cast<int>(one.calls.size()) / 2;
               visit(one);
             }
           });

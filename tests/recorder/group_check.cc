@@ -1,4 +1,4 @@
-#include "group_check.h"
+#include "checks.h"
 
 #include <chrono>
 #include <functional>

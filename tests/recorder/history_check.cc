@@ -1,4 +1,4 @@
-#include "history_check.h"
+#include "checks.h"
 
 #include <chrono>
 #include <map>

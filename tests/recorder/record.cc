@@ -79,16 +79,6 @@ EventState& Record::event(cudaEvent_t handle) {
   return events_.at(index_of(handle));
 }
 
-void Record::line(cudaStream_t handle, const std::string& text) {
-  Stream& stream = this->stream(handle);
-  std::string position = cat(stream.name, "#", stream.lines++);
-  position.resize(std::max<size_t>(position.size(), 11), ' ');
-  text_ += position;
-  text_ += ' ';
-  text_ += text;
-  text_ += '\n';
-}
-
 void Record::operation(cudaStream_t handle, const std::string& text) {
   if (!on || !in_call_) return;
   const size_t index = index_of(handle);
@@ -98,13 +88,11 @@ void Record::operation(cudaStream_t handle, const std::string& text) {
   }
   operations_[index].push_back({text, before(stream)});
   before(stream)[index] = ++stream.operations;
-  line(handle, text);
 }
 
 void Record::host(const std::string& text) {
   if (!on || !in_call_) return;
   if (capture_ != 0) violation(cat("'", text, "' in a capture"));
-  text_ += cat("host        ", text, "\n");
 }
 
 void Record::synchronize(cudaStream_t handle) {
@@ -127,30 +115,19 @@ int Record::call_operations() const {
   return count;
 }
 
-void Record::note(const std::string& text) {
-  text_ += cat(text, "\n");
-}
-
 void Record::wait(cudaStream_t handle, cudaEvent_t awaited) {
   if (!on) return;
   Stream& stream = this->stream(handle);
   const EventState& event = this->event(awaited);
-  if (!event.recorded) {
-    if (in_call_) line(handle, "after an event that was never recorded");
-    return;
-  }
+  if (!event.recorded) return;
   const std::string& other = streams_[static_cast<size_t>(event.stream)].name;
   if (event.capture != capture_) {
-    violation(
-        cat(stream.name, " waits for ", other, "#", event.line, " across a capture's border"));
+    violation(cat(stream.name, " waits for ", other, " across a capture's border"));
   }
   // A stream becomes part of a capture by waiting for one that is.
   if (event.capture != 0) stream.capture = event.capture;
   Clock& clock = before(stream);
   for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], event.before[i]);
-  if (!in_call_) return;
-  line(handle, event.line < 0 ? cat("after the beginning of ", other)
-                              : cat("after ", other, "#", event.line));
 }
 
 void Record::mark(cudaEvent_t handle, cudaStream_t on_stream) {
@@ -163,7 +140,6 @@ void Record::mark(cudaEvent_t handle, cudaStream_t on_stream) {
   Stream& stream = this->stream(on_stream);
   event.recorded = true;
   event.stream = static_cast<int32_t>(index_of(on_stream));
-  event.line = stream.lines - 1;
   event.before = before(stream);
   event.capture = stream.capture;
   event.us = now_us;
@@ -173,7 +149,7 @@ void Record::violation(const std::string& text) {
   violations.push_back(text);
 }
 
-void Record::begin_call(const std::string& title, cudaStream_t caller, bool captured) {
+void Record::begin_call(cudaStream_t caller, bool captured) {
   in_call_ = true;
   timed_events_ = 0;
   // Captured calls in a row are of one graph.
@@ -186,7 +162,6 @@ void Record::begin_call(const std::string& title, cudaStream_t caller, bool capt
   }
   if (captured) last_capture_ = capture_;
   stream(caller).capture = capture_;
-  text_ += cat("-- ", title, captured ? ", captured" : "", "\n");
 }
 
 void Record::end_call(cudaStream_t caller) {
@@ -204,14 +179,13 @@ void Record::end_call(cudaStream_t caller) {
 }
 
 void Record::forget() {
-  text_.clear();
   for (size_t i = 0; i < operations_.size(); ++i) {
     forgotten_[i] += static_cast<int32_t>(operations_[i].size());
     operations_[i].clear();
   }
 }
 
-std::string Record::canonical() const {
+std::string Record::text() const {
   std::string text;
   for (size_t s = 0; s < streams_.size(); ++s) {
     for (size_t i = 0; i < operations_[s].size(); ++i) {

@@ -1,5 +1,5 @@
 // What the executors ask of CUDA, NCCL and the kernels, written down in place of being done: one call after the
-// other, with what each has to wait for. Memory has names in place of addresses, and events are resolved into the
+// other, with the operations that each one comes after. Memory has names in place of addresses, and events are resolved into the
 // operations that they stand for, so that the same calls give the same text in each run and on each machine.
 #pragma once
 
@@ -40,8 +40,7 @@ using Clock = std::array<int32_t, kMaxStreams>;
 
 struct Stream {
   std::string name;
-  int32_t lines = 0;               // operations and waits so far
-  int32_t operations = 0;          // these alone
+  int32_t operations = 0;
   int32_t before_call = 0;         // of them, before the call in progress
   int32_t ended = 0;               // of them, those that the host has waited for
   unsigned long long capture = 0;  // that the stream is part of; 0: none
@@ -54,7 +53,6 @@ struct EventState {
   bool timed = false;
   bool recorded = false;
   int32_t stream = 0;
-  int32_t line = -1;  // of that stream: the last one when it was recorded
   Clock before = {};
   unsigned long long capture = 0;
   int32_t name = -1;  // of a timed one, once it has been recorded in a call
@@ -66,7 +64,7 @@ struct Memory {
   int64_t bytes = 0;
 };
 
-// One line of the canonical form.
+// One line of the record.
 struct Operation {
   std::string text;
   Clock before = {};
@@ -94,19 +92,17 @@ class Record {
 
   // An operation that is enqueued on a stream.
   void operation(cudaStream_t stream, const std::string& text);
-  // Something that the host does meanwhile, and that no warm call should.
+  // Something that the host does meanwhile, and that no captured call may.
   void host(const std::string& text);
   // The host waits for all that has been enqueued on a stream, so that all that follows comes behind it.
   void synchronize(cudaStream_t stream);
   void wait(cudaStream_t stream, cudaEvent_t event);
-  // A line of the text alone.
-  void note(const std::string& text);
   void mark(cudaEvent_t event, cudaStream_t stream);
 
   // What no call may do, whatever the plan.
   void violation(const std::string& text);
 
-  void begin_call(const std::string& title, cudaStream_t caller, bool captured);
+  void begin_call(cudaStream_t caller, bool captured);
   // Checks that the caller's stream has waited for all that the call enqueued.
   void end_call(cudaStream_t caller);
   // Leaves out what has been recorded so far.
@@ -115,12 +111,10 @@ class Record {
   // Of this call's operations, how many the host has not waited for.
   int call_operations() const;
 
-  // All calls, in the order in which the host made them.
-  const std::string& text() const { return text_; }
-  // The operations of each stream and the last ones of the other streams that each comes behind, directly or not:
-  // the same for two records with the same operations in the same order, whatever waits make that order and in
-  // whichever turn the host enqueues on different streams.
-  std::string canonical() const;
+  // The operations of each stream, and the last ones of the other streams that each comes after, directly or not. The
+  // text is the same for two records with the same operations in the same order. Redundant waits do not show, nor the
+  // turn in which the host enqueues on different streams.
+  std::string text() const;
 
   bool on = true;  // false: nothing is written, for timing the executors
   int world = 1;
@@ -140,7 +134,6 @@ class Record {
   std::vector<std::string> violations;
 
  private:
-  void line(cudaStream_t stream, const std::string& text);
   // What the operations that are enqueued now come behind.
   Clock& before(Stream& stream) { return stream.before[capture_ != 0]; }
 
@@ -148,7 +141,6 @@ class Record {
   std::vector<Memory> memory_;
   std::vector<Stream> streams_;
   std::vector<EventState> events_;
-  std::string text_;
   std::array<std::vector<Operation>, kMaxStreams> operations_;
   std::array<int32_t, kMaxStreams> forgotten_ = {};
   unsigned long long capture_ = 0;

@@ -9,7 +9,6 @@
 #include "kernels/signal/signal.h"
 #include "plan/plan.h"
 #include "runtime/bootstrap.h"
-#include "steps/list/step.h"
 
 namespace recorder {
 
@@ -58,7 +57,7 @@ struct Case {
   Link link = Link::kFast;
   bool prepared = false;        // all plans, before the first call
   Failed failed = Failed::kNo;  // before the first call; no watchdog has looked
-  int unrecorded = 0;           // calls of which no text is kept
+  int unrecorded = 0;           // calls of which no text is kept, the first ones
   int refused = 0;              // calls that must throw before anything is enqueued, the first ones
   int library_gemms =
       -1;  // of the first call; the one behind them throws, as where memory is short
@@ -68,19 +67,18 @@ std::string full_name(const Case& one);
 
 struct Recording {
   std::string text;
-  std::string canonical;
   std::vector<std::string> violations;
 };
 Recording run(const Case& one);
 
-// The list of a case's first call.
-overlap::steps::StepList lowered(const Case& one);
-
-// What the machine of a case is measured to be.
-std::string machine_of(const Case& one);
-
 // Microseconds that the host takes for the case's first call, with fakes that do nothing: the best of `repeats` times
 // the mean of `calls`.
 double host_us(const Case& one, int calls, int repeats);
+
+// Visits every case, the cases of a family one after the other. A plan that is not valid makes no case.
+void visit_grid(const std::function<void(const Case&)>& visit);
+
+// Calls whose host time is measured.
+void visit_timed(const std::function<void(const Case&)>& visit);
 
 }  // namespace recorder
