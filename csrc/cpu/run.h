@@ -51,7 +51,7 @@ struct Timeline {
   std::vector<double> rows;
 };
 
-// Returns when the call is done. What communicates fails at the group's deadline.
+// Returns when the call is done. Steps that communicate fail at the group's deadline.
 Timeline run(const Call& call);
 
 }  // namespace overlap::cpu

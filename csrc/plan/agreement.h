@@ -1,4 +1,5 @@
-// What the ranks of a group must have in common to plan alike, and the machine that all of them plan for.
+// The facts that the ranks of a group must have in common to plan alike, and the machine that all
+// of them plan for.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace overlap::plan {
 
-// Of the sources in csrc that plan, run and compute; tools/source_hash.py makes it.
+// A hash of the sources in csrc that plan, run and compute; tools/source_hash.py makes it.
 extern const uint64_t kSourceHash;
 
 // The reasons why a rank's kernels run one at a time, as far as the process can see them.
@@ -30,7 +31,7 @@ const char* name(Serial serial);
 // Throws std::invalid_argument where a plan's kernels wait for peers', and some rank's run one at a time.
 void check_serial(const Plan& plan, const Machine& machine);
 
-// What one rank brings: its own device's, as plain bytes that travel.
+// One rank's facts about its own device, as plain bytes that travel.
 struct RankFacts {
   int32_t arch = 0;
   int32_t sm_count = 0;

@@ -11,8 +11,8 @@ int32_t rounds(int32_t tiles, int32_t at_once) {
   return (tiles + at_once - 1) / at_once;
 }
 
-// Of the launches from `arrival` on, which leave what does not fill a round, with `left` tiles from
-// those before.
+// The rounds of the launches from `arrival` on, which leave tiles that do not fill a round; `left`
+// tiles come from the launches before.
 int32_t rounds_from(size_t arrival, int32_t left, const std::vector<int32_t>& arriving,
                     int32_t beside, int32_t alone) {
   int32_t total = 0;

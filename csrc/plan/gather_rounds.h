@@ -1,4 +1,4 @@
-// Which tiles each launch of an all-gather's GEMM computes.
+// Each launch of an all-gather's GEMM computes these tiles.
 //
 // The rows arrive chunk by chunk, and all launches walk one tile order:
 //
@@ -34,8 +34,9 @@ struct GatherLaunch {
 std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, int32_t cluster_m,
                                           int32_t beside, int32_t alone);
 
-// Whether a plan's GEMM is one launch that waits for rows itself: over peers, by a kernel that can, which
-// leaves a cluster's SMs to the signals behind the copies, and copies all runs of rows that arrive.
+// True if a plan's GEMM is one launch that waits for rows itself: over peers, by a kernel that can,
+// which leaves a cluster's SMs to the signals after the copies, and copies all runs of rows that
+// arrive.
 bool gathers_in_one_launch(const Plan& plan);
 
 // The launches of a plan's GEMM, if there are several. The framework's computes what has arrived, chunk by

@@ -1,5 +1,5 @@
-// What a GEMM kernel and a plan both name. Apart from plan.h, so that the kernels, slow to compile,
-// do not depend on the rest of it.
+// A GEMM kernel and a plan both name these. They are apart from plan.h, so that the kernels, slow
+// to compile, do not depend on the rest of it.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ constexpr bool is_fp8(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
 }
 
-// Which GEMM counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
+// The GEMM that counts the tiles. kLibrary computes chunk by chunk with cuBLAS (or, on CPU, tile by
 // tile with the framework's GEMM); it takes every dtype, stride and alignment, so any rank can
 // follow any plan with it.
 enum class Kernel : int32_t {
@@ -36,7 +36,7 @@ constexpr bool is_pingpong(Kernel kernel) {
   return kernel == Kernel::kSm90Pingpong || kernel == Kernel::kSm90PingpongWide;
 }
 
-// Those that need Hopper.
+// Kernels that need Hopper.
 constexpr bool is_sm90(Kernel kernel) {
   return is_pingpong(kernel) || kernel == Kernel::kSm90Cooperative;
 }

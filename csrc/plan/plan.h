@@ -31,7 +31,7 @@ inline constexpr int32_t kMaxPeerRanks = 8;
 // of the GEMM's epilogue and by copy engines, which take no SM.
 enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
 
-// What a chunk's communication is. kAllReduce: one all-reduce. kExchange, for two ranks: one
+// A chunk's communication. kAllReduce: one all-reduce. kExchange, for two ranks: one
 // all-gather of the chunk and the peer's, which are then added up where the chunk is put back to
 // row-major. It moves the same bytes over the link, and NCCL's all-gather fills the link with a
 // third of the CTAs that its all-reduce takes. kRing, for reductions over kPeer: the rows are cut into
@@ -63,7 +63,7 @@ const char* name(Memory memory);
 const char* name(Way way);
 const char* name(Engine engine);
 
-// What all ranks share, and nothing else: ranks that agree on it make the same communication calls.
+// All ranks share this, and nothing else: ranks that agree on it make the same communication calls.
 struct Problem {
   Op op = Op::kGemmAllReduce;
   int64_t m = 0;  // rows of the GEMM, over all ranks where they are parts of it (all-gather); 0 for
@@ -93,7 +93,7 @@ struct Machine {
   bool windows = false;    // NCCL symmetric windows work on this group
   double peer_gbps =
       0.0;  // copies into a peer's memory, GB/s; 0: the ranks do not map each other's
-  // What work takes there; never null. All ranks of a group must have the same numbers.
+  // The times of work there; never null. All ranks of a group must have the same numbers.
   SharedProfile profile = shipped_profile();
   // Some rank's kernels run one at a time, each before the next one is launched: nothing runs beside anything, and a kernel
   // that waits for a peer's may wait for ever.
@@ -111,7 +111,7 @@ struct Chunk {
   friend bool operator==(const Chunk&, const Chunk&) = default;
 };
 
-// What the GEMM leaves to communication (arXiv 2606.09200).
+// The GEMM leaves these to communication (arXiv 2606.09200).
 struct Resources {
   int32_t comm_sms = 0;        // SMs that the persistent grid leaves free
   int32_t smem_pad_bytes = 0;  // shared memory added to each GEMM CTA, to lower its occupancy
@@ -151,11 +151,11 @@ int64_t output_bytes(const Problem& problem);
 // For people: "bfloat16", or "float8_e4m3fn row_wise to bfloat16", with "fast_accum" behind it where sums are.
 std::string types_text(const Problem& problem);
 
-// Of what travels: the operands in an all-gather, else the output.
+// The type of the bytes that travel: the operands' in an all-gather, else the output's.
 DType moved_dtype(const Problem& problem);
 int64_t moved_bytes(const Problem& problem);
 
-// Whether transfers of the plan's own move what is communicated.
+// True if transfers of the plan's own move the bytes.
 inline bool has_program(const Plan& plan) {
   return !plan.program.empty();
 }
@@ -171,14 +171,15 @@ int32_t row_parts(const Plan& plan);
 // Rows of one part; of a ring's all-reduce the last one may have fewer, but has some.
 int64_t part_rows(const Plan& plan);
 
-// Whether chunks travel through the peers' memory.
+// True if chunks travel through the peers' memory.
 bool over_peers(const Plan& plan);
 
 // Tile rows of a band, at most: it keeps a wave of tiles square. Higher ones finish later and share no
 // more of the operands in L2.
 inline constexpr int32_t kBandRows = 16;
 
-// Whether a ring can cut the rows: into parts of equal numbers, but for the last one, which has some.
+// True if a ring can divide the rows into parts of equal numbers; the last part may be shorter, but
+// has rows.
 bool every_part_has_rows(const Problem& problem);
 
 // Tiles that a ring passes on, at most: each has a flag.
@@ -193,7 +194,7 @@ int64_t peer_slot_bytes(const Plan& plan);
 bool direct_in_pieces(const Plan& plan);
 int64_t direct_piece_bytes(const Plan& plan);
 
-// What the chunks of this op do, unless the plan says exchange.
+// The chunks of this op do this, unless the plan says exchange.
 Collective collective_of(Op op);
 
 // Tile grid of a plan: ceil(part's rows / tile_m) for each part, rounded up so that clusters come

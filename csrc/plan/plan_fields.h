@@ -1,6 +1,6 @@
-// What problems, machines and plans consist of, each field and each member of an enumeration named
-// once. Encoding, hashes, printing, Python's classes, their docstrings and JSON all follow from these
-// lists; that a list has all of its struct's fields is checked below.
+// The parts of problems, machines and plans: each field and each member of an enumeration is named
+// here once. Encoding, hashes, printing, Python's classes, their docstrings and JSON all follow
+// from these lists; a check below shows that a list has all of its struct's fields.
 #pragma once
 
 #include <array>
@@ -193,7 +193,8 @@ struct Enumeration<Engine> {
   };
 };
 
-// Whether ranks whose plans differ in a field communicate differently, and so must agree on it.
+// kGroup: ranks whose plans differ in the field communicate differently, and so must agree on it.
+// kRank: they need not.
 enum class Scope { kGroup, kRank };
 
 template <typename Owner, typename Value>
@@ -442,7 +443,7 @@ template <typename T>
 struct IsSequence<std::vector<T>> : std::true_type {};
 template <typename T>
 inline constexpr bool kIsSequence = IsSequence<T>::value;
-// Whether it is a struct that has a list of fields.
+// True if it is a struct that has a list of fields.
 template <typename T>
 inline constexpr bool kHasFields = std::is_class_v<T> && !kIsSequence<T>;
 template <typename Item>
@@ -454,7 +455,7 @@ constexpr void for_each_field(Visit&& visit) {
   std::apply([&](const auto&... field) { (visit(field), ...); }, Fields<Item>::kAll);
 }
 
-// What goes without saying.
+// True of a value that goes without saying.
 template <typename Item, typename Value>
 bool is_usual(const Item& item, const Field<Item, Value>& field) {
   if constexpr (std::is_same_v<Item, Problem> && std::is_same_v<Value, bool>) {

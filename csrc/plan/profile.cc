@@ -28,7 +28,7 @@ const char* const kKind = "overlap_torch.profile";
 
 // --- what the file holds -----------------------------------------------------------------------
 
-// What a field of numbers takes.
+// The numbers that a field takes.
 struct Range {
   double least;
   double most;

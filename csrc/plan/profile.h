@@ -85,7 +85,7 @@ struct Profile {
     double issue_us;        // per chunk ...
     double issue_sum_us;    // ... and its sum
     double launch_us;       // of one more GEMM
-    // What the host's time weighs in: few rows, of calls shorter than this.
+    // The host's time weighs in for few rows, in calls shorter than this.
     int64_t few_rows;
     double short_call_us;
   } host;
@@ -97,9 +97,10 @@ struct Profile {
 
   // --- NCCL ------------------------------------------------------------------------------------
   struct Link {
-    // What was measured: slow links, as over PCIe or host memory, which a few CTAs fill, up to the first; fast ones from
-    // the second to the third. Between them numbers go from those of slow links to those of fast ones with the link's
-    // logarithm; beyond the third a CTA carries more in proportion.
+    // The links that were measured: slow ones, as over PCIe or host memory, which a few CTAs fill,
+    // up to the first; fast ones from the second to the third. Between them numbers go from those
+    // of slow links to those of fast ones with the link's logarithm; beyond the third a CTA carries
+    // more in proportion.
     double slow_most_gbps;
     double fast_least_gbps;
     double fast_most_gbps;
@@ -113,7 +114,8 @@ struct Profile {
     int64_t slow_default_ctas;
   } link;
 
-  // What one kind of call costs, relative to the link as Machine measures it with small and large plain calls in a row.
+  // The cost of one kind of call, relative to the link as Machine measures it with small and large
+  // plain calls in a row.
   struct Call {
     double start_us;   // beyond the link's latency, before bytes flow
     double link_rate;  // of link_gbps, all lanes together
@@ -138,7 +140,8 @@ struct Profile {
 
   // --- on the own device -----------------------------------------------------------------------
   struct Local {
-    // The last chunk's way from the staging buffer to the output. Those before it hide beside communication.
+    // The last chunk's way from the staging buffer to the output. The chunks before it hide beside
+    // communication.
     double copy_start_us;
     double copy_gbps;
     double finish_start_us;
@@ -261,8 +264,9 @@ using SharedProfile = std::shared_ptr<const Profile>;
 // The profile that is compiled in.
 const SharedProfile& shipped_profile();
 
-// A profile from JSON text; `source` names it in messages. What it lacks is the shipped profile's. Throws
-// std::invalid_argument, which names source and field and says what is allowed.
+// A profile from JSON text; `source` names it in messages. The shipped profile supplies the fields
+// that it lacks. Throws std::invalid_argument, which names source and field and says what is
+// allowed.
 SharedProfile parse_profile(const std::string& text, const std::string& source);
 
 // The same from a file.

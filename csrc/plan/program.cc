@@ -1,4 +1,4 @@
-// What a program may say, and which of its transfers are made together.
+// The statements that a program may make, and the transfers that are made together.
 #include "plan/program.h"
 
 #include <algorithm>

@@ -23,7 +23,7 @@ enum class Memory : int32_t {
 // kPush: at the source's behest, kPull: at the destination's, kCopy: within a rank.
 enum class Way : int32_t { kPush = 0, kPull = 1, kCopy = 2 };
 
-// What moves the bytes. kAny: whatever the plan's transport has.
+// The engine that moves the bytes. kAny: whatever the plan's transport has.
 enum class Engine : int32_t { kAny = 0, kCopyEngine = 1, kSms = 2, kNccl = 3 };
 
 // Rows and columns of a matrix. An all-to-all's rows, which differ by call, are counted in shares of messages: those of
@@ -80,14 +80,16 @@ struct Extents {
 };
 Extents extents(const Plan& plan, Memory memory);
 
-// Whether the program writes results itself; else they are where the product was, or the part of it that is the rank's.
+// True if the program writes results itself; else they are where the product was, or the part of it
+// that is the rank's.
 bool writes_output(const Plan& plan);
 
 // One more than the last stream that transfers name.
 int32_t streams(const Program& program);
 
-// Which transfers are made together: those of a round have different sources and different destinations, and none needs
-// another. Each rank does the rounds of a stream in their order, and what a round needs is of earlier rounds.
+// The round of each transfer: transfers of a round have different sources and different
+// destinations, and none needs another. Each rank does the rounds of a stream in their order, and a
+// round needs only earlier rounds.
 std::vector<int32_t> rounds(const Program& program);
 
 // Over peers: CTAs that each stream of a program has, where SMs move its data. The chunks' max_ctas are those of all

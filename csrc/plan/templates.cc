@@ -9,7 +9,7 @@
 namespace overlap::plan {
 namespace {
 
-// Whether the tables' 32-bit tile indices can count the tiles.
+// True if the tables' 32-bit tile indices can count the tiles.
 bool grid_fits(const Problem& problem, const KernelShape& shape) {
   const double rows = static_cast<double>(problem.m) / shape.tile_m + shape.cluster_m + 1;
   const double columns = static_cast<double>(problem.n) / shape.tile_n + 1;

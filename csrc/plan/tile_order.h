@@ -181,7 +181,7 @@ struct SplitRow {
   int32_t row = 0;
 };
 
-// Which round of which phase is the `index`-th of ring_order.h's.
+// The round and phase of the `index`-th of ring_order.h's.
 OVERLAP_HOST_DEVICE constexpr SplitRow ring_round(int32_t parts, int32_t rounds, int32_t index) {
   const int32_t most = parts < rounds ? parts : rounds;  // in a band
   const int32_t rising = most * (most - 1) / 2;
@@ -214,7 +214,8 @@ OVERLAP_HOST_DEVICE constexpr SplitRow split_row(const TileOrder& order, const R
   return {round.phase, round.row * height + tile_row - index * height};
 }
 
-// Where a tile row of a part is stored, with rows of mode kGather. Of blocks the output is one matrix of all parts.
+// A tile row of a part is stored here, with rows of mode kGather. With blocks the output is one
+// matrix of all parts.
 OVERLAP_HOST_DEVICE constexpr TileRowPlace stored_row_place(const TileOrder& order,
                                                             const RowMap& map, int32_t tile_m,
                                                             int32_t part, int32_t row) {

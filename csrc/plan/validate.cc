@@ -1,5 +1,5 @@
-// What makes a plan valid. Every message quotes what was given, says what is allowed, and what to
-// do.
+// The conditions of a valid plan. Every message quotes what was given, says what is allowed, and
+// what to do.
 #include <limits>
 #include <sstream>
 #include <stdexcept>
@@ -236,7 +236,7 @@ void check_resources(const Plan& plan) {
   }
 }
 
-// What travels through the peers' memory.
+// Checks of plans that travel through the peers' memory.
 void check_peers(const Plan& plan) {
   if (!over_peers(plan) || has_program(plan)) {
     if (plan.resources.one_launch) {

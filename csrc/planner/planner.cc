@@ -32,7 +32,7 @@ Way way_of(const std::vector<int32_t>& pair) {
 using Schedules = Profile::Lists;
 
 // SMs left to kernels of one warp: an all-gather's signals keep the GEMM out of their SM and, as CTAs come
-// in clusters of two, out of that SM's neighbour. What a ring's GEMM waits for takes no SM.
+// in clusters of two, out of that SM's neighbour. The wait of a ring's GEMM takes no SM.
 int32_t peer_sms(const Plan& plan) {
   return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
 }
@@ -214,7 +214,7 @@ std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
   return {kernel, Kernel::kSm90PingpongWide};
 }
 
-// In phases, where peers' memory carries them. Whether it does.
+// Adds in phases, if peers' memory carries them. Returns true if it does.
 bool add_over_peers(Candidates& plans, const Problem& problem, const Machine& machine,
                     const Prediction& sequence, Kernel kernel) {
   const Profile& profile = *machine.profile;

@@ -55,7 +55,7 @@ plan::Plan make_kernel_plan(const plan::Problem& problem, const plan::Machine& m
 
 // --- many M of one problem ---------------------------------------------------------------------------------
 // Serving calls with every M, and all candidates are up to two hundred. So a problem is planned whole at some M, and
-// between these only what was best at the two neighbours is weighed. That depends on the problem alone, not on what was
+// between these only the best of the two neighbours is weighed. The choice depends only on the problem, not on what was
 // called before: every rank comes to the same.
 
 // The common part of one problem's plans for other M.

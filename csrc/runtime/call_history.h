@@ -57,7 +57,7 @@ class CallHistory {
 
   int64_t calls() const;
 
-  // Called by the watchdog: publishes and compares if it is time, without waiting for the store. What the ranks
+  // Called by the watchdog: publishes and compares if it is time, without waiting for the store. The point that the ranks
   // disagree about, as a sentence, once it is known.
   std::optional<std::string> look();
 

@@ -42,13 +42,13 @@ class Communicator {
   // elements lie there already.
   void all_gather_in_place(void* destination, size_t count, plan::DType dtype, cudaStream_t stream);
 
-  // The same from `source`, `count` elements that may lie anywhere. Of several blocks: of each of them, an equal part
-  // of `count`, one after the other in both.
+  // The same from `source`, `count` elements that may lie anywhere. Several blocks each have an
+  // equal part of `count`, one after the other in both.
   void all_gather(const void* source, void* destination, size_t count, plan::DType dtype,
                   cudaStream_t stream, int blocks = 1);
 
   // Sums parts of `count` elements over the ranks: rank r's part of `source`, which holds all of
-  // them in rank order, ends up in its `destination`; that may be its place in `source`. Of several blocks as above.
+  // them in rank order, ends up in its `destination`; that may be its place in `source`. Several blocks are as above.
   void reduce_scatter(const void* source, void* destination, size_t count, plan::DType dtype,
                       cudaStream_t stream, int blocks = 1);
 

@@ -120,7 +120,7 @@ class Group {
   Peers& peers(int64_t slot_bytes, bool capturing);
 
   // The longest message of any rank's all-to-alls, in bytes, as far as the ranks have told each other: in the
-  // first call, the second, the fourth, the eighth and so on. Those are collective and block; none is inside
+  // first call, the second, the fourth, the eighth and so on. These calls are collective and block; none is inside
   // a capture, which learns and tells nothing.
   int64_t longest_message(int64_t own_bytes, bool capturing);
 
@@ -144,9 +144,10 @@ class Group {
   // A graph now holds this group's communicators, or its peers' memory.
   void mark_captured();
 
-  // Looks for passed deadlines, other ranks' failures and NCCL errors. Whether the group has failed, here or in a call,
-  // and its communicators are still to be aborted. Called by the watchdog. Calls nothing of CUDA's: a driver that waits
-  // for a kernel, as where another thread loads code, keeps all who call it, and what makes the kernel end is found here.
+  // Looks for passed deadlines, other ranks' failures and NCCL errors. Returns true if the group
+  // has failed, here or in a call, and its communicators are still to be aborted. Called by the
+  // watchdog. Calls nothing of CUDA's: a driver that waits for a kernel, as when another thread
+  // loads code, keeps all who call it, and the way to end the kernel is found here.
   bool watch();
 
   // Finds out what `watch` is to know of the device: which calls have ended, and what peers tell. Called by a thread of

@@ -161,8 +161,8 @@ std::optional<Group::Told> Group::told_failure() const {
       true};
 }
 
-// The chunk that the oldest call in flight has come to. Of one chunk, the collective follows the GEMM on its
-// stream: no wait reports it.
+// The chunk that the oldest call in flight has come to. If there is one chunk, the collective
+// follows the GEMM on its stream: no wait reports it.
 int Group::chunk_in_flight() const {
   if (pending_.empty() || pending_.front()->chunks == 1) return 0;
   const int32_t reached = *static_cast<const volatile int32_t*>(&report_.get()->reached);

@@ -4,9 +4,10 @@
 //   side   |      | wait 0 [A] | NCCL 0 | wait 1 [A] | NCCL 1 | ^
 //   copy   |                            | finish 0 | finish 1 | ^
 //
-// Lanes are streams of the device, a step that others come behind records an event. What is computed, communicated
-// and waited for, where and in which order, is the list's (csrc/steps); deadlines, slots, counters and captures are
-// what every call has. Nothing is made once a call is warm.
+// Lanes are streams of the device; a step that others follow records an event. The list
+// (csrc/steps) says what is computed, communicated and waited for, where and in which order;
+// deadlines, slots, counters and captures belong to every call. Nothing is made once a call is
+// warm.
 #pragma once
 
 #include <cuda_runtime_api.h>

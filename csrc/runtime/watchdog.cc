@@ -128,8 +128,9 @@ class Watchdog {
     }
   }
 
-  // With mutex_ held. What ends communicators frees memory, and so waits for all that runs on the device: it has a thread
-  // of its own, as this one has to find out that another group's kernels will never end.
+  // With mutex_ held. Ending communicators frees memory, and so waits for all that runs on the
+  // device: it has its own thread, as this one has to find out that another group's kernels will
+  // never end.
   void end_beside(std::function<void()> end) {
     auto* kept = new std::function<void()>(std::move(end));
     // An exit waits for nothing that has not begun, and nothing may begin behind it.

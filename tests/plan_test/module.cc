@@ -1,4 +1,4 @@
-// What tests ask of plans, costs and the planner beyond overlap_torch._plan: not shipped.
+// Tests ask this of plans, costs and the planner beyond overlap_torch._plan: not shipped.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -62,7 +62,7 @@ void check_counts(const Plan& plan, int32_t rank, const std::vector<int64_t>& ro
   }
 }
 
-// What one of two ranks asks of its all-to-all over NCCL.
+// One of two ranks asks this of its all-to-all over NCCL.
 template <auto kFunction>
 void def_pair(py::module_& m, const char* name, const char* doc) {
   m.def(

@@ -124,7 +124,7 @@ void weaken(const Interpret& one, const With& with) {
   }
 }
 
-// What a GEMM counts, announces and awaits.
+// A GEMM's counts, announcements and waits.
 template <typename With>
 void weaken(const Gemm& one, const With& with) {
   const auto without = [&](const char* name, bool Gemm::* field) {

@@ -25,7 +25,8 @@ std::vector<Changed> disturbed(const StepList& list);
 
 enum class Change : int32_t { kOrder, kWork };
 
-// Which changes of a rank's list, of plain or of captured calls, have no fault, and how many were tried.
+// The changes of a rank's list, of plain or of captured calls, that have no fault, and how many
+// were tried.
 struct Unnoticed {
   StepId step = 0;
   std::string what;

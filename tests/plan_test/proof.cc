@@ -1,4 +1,4 @@
-// What the simulation of all ranks' steps finds, and which mutations it notices, for tests.
+// The simulation of all ranks' steps for tests: what it finds, and which mutations it notices.
 #include "steps/proof/proof.h"
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,5 @@
-"""What the executor enqueues, without a GPU: csrc/runtime, csrc/steps and csrc/plan over fakes of CUDA, NCCL and the kernels.
+"""The executor's enqueued work, without a GPU: csrc/runtime, csrc/steps and csrc/plan over fakes of
+CUDA, NCCL and the kernels.
 
 `build` makes the program, and `cases` runs its grid: each executor in each mode, calls of different executors in a row,
 calls that are refused or throw. Every case is checked for soundness. A case's text is the operations of each stream and

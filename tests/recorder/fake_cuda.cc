@@ -159,7 +159,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* all) {
   return cudaSuccess;
 }
 
-// What the ranks map of each other: their flags first, then slots, and larger ones in their place.
+// The ranks map these of each other: their flags first, then slots, and larger ones in their place.
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   const int generation = record().count("peer memory");
   const std::string name = generation == 0   ? "flags"

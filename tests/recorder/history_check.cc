@@ -66,7 +66,7 @@ class Ranks {
     }
   }
 
-  // What each rank finds within so long.
+  // Each rank's findings within so long.
   std::vector<std::string> look(std::chrono::milliseconds time) {
     std::vector<std::string> found(histories_.size());
     const auto end = std::chrono::steady_clock::now() + time;

@@ -1,5 +1,5 @@
-// What the executors ask of CUDA, NCCL and the kernels, written down in place of being done: one call after the
-// other, with the operations that each one comes after. Memory has names in place of addresses, and events are resolved into the
+// The executors' calls of CUDA, NCCL and the kernels, written down in place of being done: one call after the
+// other, with what each has to wait for. Memory has names in place of addresses, and events are resolved into the
 // operations that they stand for, so that the same calls give the same text in each run and on each machine.
 #pragma once
 
@@ -35,7 +35,7 @@ std::string cat(const Pieces&... pieces) {
 
 inline constexpr int kMaxStreams = 13;
 
-// Of each stream, how many of its operations come before.
+// The number of operations of each stream that come before.
 using Clock = std::array<int32_t, kMaxStreams>;
 
 struct Stream {
@@ -82,7 +82,7 @@ class Record {
   std::string at(const void* pointer, int64_t bytes = 0);
   // How many the block of an address holds.
   int64_t bytes_at(const void* pointer) const;
-  // What is known of small blocks' contents: what the host has copied there.
+  // The known contents of small blocks: what the host has copied there.
   std::map<const void*, std::vector<uint8_t>> contents;
 
   cudaStream_t new_stream(std::string name);
@@ -99,7 +99,7 @@ class Record {
   void wait(cudaStream_t stream, cudaEvent_t event);
   void mark(cudaEvent_t event, cudaStream_t stream);
 
-  // What no call may do, whatever the plan.
+  // A call that no plan may make.
   void violation(const std::string& text);
 
   void begin_call(cudaStream_t caller, bool captured);
@@ -108,7 +108,7 @@ class Record {
   // Leaves out what has been recorded so far.
   void forget();
   bool capturing() const { return capture_ != 0; }
-  // Of this call's operations, how many the host has not waited for.
+  // The number of this call's operations that the host has not waited for.
   int call_operations() const;
 
   // The operations of each stream, and the last ones of the other streams that each comes after, directly or not. The
@@ -134,7 +134,8 @@ class Record {
   std::vector<std::string> violations;
 
  private:
-  // What the operations that are enqueued now come behind.
+  void line(cudaStream_t stream, const std::string& text);
+  // The operations that come before those that are enqueued now.
   Clock& before(Stream& stream) { return stream.before[capture_ != 0]; }
 
   std::map<std::string, int> made_;

@@ -12,7 +12,7 @@ struct Streams {
   cudaStream_t side;
 };
 
-// What one call of `steps` leaves behind.
+// The state that one call of `steps` leaves behind.
 struct Result {
   std::string text;
   std::vector<std::string> violations;

@@ -162,7 +162,7 @@ class CallOperands : public runtime::Operands {
  private:
   bool gathers() const { return plan_.problem.op == plan::Op::kAllGatherGemm; }
   bool exchanges() const { return plan_.problem.op == plan::Op::kGemmAllToAll; }
-  // Whether the framework's GEMM makes the memory of its product.
+  // True if the framework's GEMM makes the memory of its product.
   bool makes_product() const {
     return !exchanges() && (plan_.schedule == plan::Schedule::kSequential ||
                             plan_.collective == plan::Collective::kDirect);
@@ -192,7 +192,7 @@ class CallOperands : public runtime::Operands {
     return tensor(name, rows, columns);
   }
 
-  // What a program's list says.
+  // The size that a program's list gives.
   int64_t staging_elements() const {
     const auto found =
         std::find_if(list_.scratch.begin(), list_.scratch.end(),

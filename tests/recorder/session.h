@@ -27,12 +27,12 @@ struct Mode {
   bool other_stream = false;  // not the stream of most calls
 };
 
-// What a rank brings to a call, beside the plan.
+// A rank brings these to a call, beside the plan.
 struct Operands {
   bool bias = false;
   // For each weight, whether the plan's kernel takes it; one but for all-gathers.
   std::vector<bool> takes = {true};
-  // Of an all-to-all, for each rank.
+  // For an all-to-all: one for each rank.
   std::vector<int64_t> send_rows = {};
   std::vector<int64_t> receive_rows = {};
 };
@@ -43,7 +43,7 @@ struct Call {
   Mode mode;
 };
 
-// What has failed on the device: a wait whose deadline passed, or what NCCL met asynchronously.
+// The failure on the device: a wait whose deadline passed, or what NCCL met asynchronously.
 enum class Failed { kNo, kWait, kNccl };
 
 enum class Link { kFast, kSlow, kNoWindows, kNoPeers };
@@ -70,6 +70,12 @@ struct Recording {
   std::vector<std::string> violations;
 };
 Recording run(const Case& one);
+
+// The list of a case's first call.
+overlap::steps::StepList lowered(const Case& one);
+
+// The machine that a case is measured to have.
+std::string machine_of(const Case& one);
 
 // Microseconds that the host takes for the case's first call, with fakes that do nothing: the best of `repeats` times
 // the mean of `calls`.

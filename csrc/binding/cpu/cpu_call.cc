@@ -33,7 +33,7 @@ class CpuCall {
     made.input = parts_of_blocks(call_, call_.input);
     made.outputs = {empty(problem.m / plan::op_row_parts(problem), problem.n)};
     const at::Tensor& output = made.outputs[0];
-    // Of a sequence the product becomes the output, and no step adds the bias.
+    // A sequence's product becomes the output, and no step adds the bias.
     if (problem.op == plan::Op::kGemmAllReduce && !overlapped()) made.product = output;
     run(made, call_.scales ? call_.scales->input : at::Tensor());
     if (!overlapped() && call_.bias().has_value()) output.add_(*call_.bias());

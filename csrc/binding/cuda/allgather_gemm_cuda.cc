@@ -67,7 +67,7 @@ class Gather : public CudaOperands {
   }
 
  private:
-  // Of rows of one rank.
+  // The scales of one rank's rows.
   at::Tensor scales_of_gathered(plan::Rows range) const {
     if (!call_.scales) return {};
     if (call_.scales->recipe != plan::Recipe::kTensor) {

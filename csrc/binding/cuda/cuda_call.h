@@ -1,4 +1,4 @@
-// What every op's CUDA path starts from: stream, group, plan, and operands as plain structs.
+// Every op's CUDA path starts from these: stream, group, plan, and operands as plain structs.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -30,10 +30,10 @@ struct CudaCall {
 std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& entry, int device,
                                            cudaStream_t stream);
 
-// Whether this build holds machine code for the device. Loads all kernels.
+// True if this build holds machine code for the device. Loads all kernels.
 bool has_kernels(at::Device device);
 
-// Whether the fast path leaves this call to the composition, which is then counted.
+// True if the fast path leaves this call to the composition, which is then counted.
 bool takes_composition(const OpCall& call);
 
 // Uninitialised memory on the current device. This and the GEMMs below pass no dispatcher, as a call's operands
@@ -60,7 +60,7 @@ std::optional<kernels::GemmScales> gemm_scales(const Scales& scales, size_t numb
 // Every rank's scales of its rows, in rank order.
 at::Tensor gathered_scales(const OpCall& call, const CudaCall& cuda);
 
-// Whether the plan's kernel takes these operands, which depends on this rank's strides alone.
+// True if the plan's kernel takes these operands, which depends only on this rank's strides.
 // Either way the same chunks are communicated.
 bool kernel_takes(const kernels::GemmParams& params, const at::Tensor& weight,
                   const plan::Plan& plan);

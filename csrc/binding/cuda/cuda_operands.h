@@ -41,7 +41,7 @@ class CudaOperands : public runtime::Operands {
     return plan.schedule == plan::Schedule::kOverlapped;
   }
 
-  // Whether the plan's kernel can take rows of the call's blocks where they are: no tile lies in two of them.
+  // True if the plan's kernel can take rows of the call's blocks where they are: no tile lies in two of them.
   static bool tiles_fit(const OpCall& call, const plan::Plan& plan) {
     const int64_t rows = plan.problem.m / plan.problem.world_size / call.blocks;
     return call.blocks == 1 || rows % plan.tile_m == 0;

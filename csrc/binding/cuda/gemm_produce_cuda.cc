@@ -39,7 +39,7 @@ class Reduction : public CudaOperands {
       make_output();
     }
     CudaOperands::run(variant, bias);
-    // Of an all-reduce by the framework's GEMM, the product becomes the output.
+    // The product of an all-reduce by the framework's GEMM becomes the output.
     const at::Tensor output = outputs_.empty() ? made_ : outputs_[0];
     if (call_.bias().has_value() && !adds_bias) output.add_(*call_.bias());
     return output;
@@ -71,7 +71,7 @@ class Reduction : public CudaOperands {
   }
 
  private:
-  // Whether the steps take rows in the order of the call's blocks: chunks of a part by a kernel whose tiles fit, or by the
+  // True if the steps take rows in the order of the call's blocks: chunks of a part by a kernel whose tiles fit, or by the
   // framework; and NCCL's collective of each block.
   bool reads_blocks() const {
     if (plan::has_program(plan_)) return false;

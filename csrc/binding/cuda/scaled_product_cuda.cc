@@ -1,5 +1,5 @@
-// PyTorch's own GEMM of scaled operands on CUDA, for what it takes. What it would refuse is left to the caller: this
-// is decided from shapes, strides and the device, before anything is launched.
+// PyTorch's own GEMM of scaled operands on CUDA, for the operands that it takes. The caller handles
+// the others: shapes, strides and the device decide this before anything is launched.
 #include <ATen/cuda/CUDAContext.h>
 #include <cuda_runtime_api.h>
 
@@ -22,7 +22,7 @@ bool shapes_fit(const Scales& scales, int64_t m, int64_t n, int64_t k, int arch)
   return CUDART_VERSION >= 12090 && arch == 90 && m % 4 == 0 && n % 128 == 0 && k % 512 == 0;
 }
 
-// Of rows that CUTLASS scales, on other chips than Hopper, only these.
+// CUTLASS scales rows on chips other than Hopper only for these types.
 bool types_fit(const Scales& scales, const at::Tensor& input, const at::Tensor& weight,
                bool by_rows, int arch) {
   if (!by_rows || arch == 90) return true;

@@ -90,7 +90,7 @@ KernelCall::KernelCall(c10::intrusive_ptr<KernelJob> job, const std::optional<at
   list_ = job_->list(capturing(job_->device()));
   make_memory(input);
   if (job_->group()->world_size() == 1) {
-    // What is gathered is there.
+    // The gathered rows are there.
     counters_ = at::full({KernelCounters::kSize}, gathers() ? 1 : 0,
                          at::TensorOptions(job_->device()).dtype(at::kInt));
     return;
@@ -141,7 +141,7 @@ void KernelCall::make_memory(const std::optional<at::Tensor>& input) {
   for (const steps::Scratch& one : list_->scratch) {
     at::Tensor& place = memory(one.buffer);
     if (one.buffer == Buffer::kWindow || place.defined()) continue;
-    // What packed tiles have beyond the matrix travels, too: on CPU it must be numbers.
+    // The bytes of packed tiles beyond the matrix travel, too: on CPU they must be numbers.
     place = job_->device().is_cpu() ? at::zeros({one.bytes / element}, options)
                                     : at::empty({one.bytes / element}, options);
   }

@@ -15,7 +15,8 @@
 
 namespace overlap::binding {
 
-// What a job's kernel finds in front of its counters, and behind them. It stands in overlap/signal.cuh and triton.py, too.
+// A job's kernel finds these before its counters, and after them. overlap/signal.cuh and triton.py
+// have the same numbers.
 struct KernelCounters {
   static constexpr int64_t kReport = plan::kMaxChunks;  // address of the group's report, 64 bits
   static constexpr int64_t kDeadline = kReport + 2;     // nanoseconds, 64 bits
@@ -36,7 +37,7 @@ class KernelJob : public torch::CustomClassHolder {
   // The tiles that each counter counts.
   std::vector<int64_t> chunk_tiles() const;
   std::string describe() const { return steps::to_string(*list_); }
-  // Whether the process group of its name is still the one that it was made for.
+  // True if the process group of its name is still the one that it was made for.
   bool current() const { return group_->registered(); }
 
   const plan::Plan& plan() const { return plan_; }
@@ -44,7 +45,7 @@ class KernelJob : public torch::CustomClassHolder {
   at::Device device() const { return device_; }
   const steps::KernelJob& job() const { return job_; }
   std::shared_ptr<const steps::StepList> list(bool captured) const;
-  // What ranks compare of a call.
+  // The text of a call that ranks compare.
   std::string text() const;
 
  private:
@@ -71,7 +72,7 @@ class KernelCall : public torch::CustomClassHolder {
   // Instead of it: the other ranks are told `why`, which names what was left, unless they need nothing of this one.
   void abandon(const std::string& why);
 
-  // What runs the list on a kind of device.
+  // Runs the list on a kind of device.
   class Runner {
    public:
     virtual ~Runner() = default;
@@ -103,7 +104,7 @@ class KernelCall : public torch::CustomClassHolder {
 std::unique_ptr<KernelCall::Runner> cpu_runner(KernelCall& call);
 std::unique_ptr<KernelCall::Runner> cuda_runner(KernelCall& call);
 
-// Whether a capture is on; and the machine that a job is for, its communicators made.
+// capturing: a capture is on. The other: the machine that a job is for, its communicators made.
 bool capturing(at::Device device);
 plan::Machine kernel_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
 

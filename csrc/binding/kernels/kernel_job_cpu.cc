@@ -35,7 +35,8 @@ class CpuRunner : public KernelCall::Runner {
     while (next_ < steps().size()) take_next();
   }
 
-  // What was announced, the ranks compare: those that have not left the call hear of it and communicate nothing.
+  // Ranks compare announcements: the ranks that have not left the call hear of it and communicate
+  // nothing.
   void abandon(const std::string& why) override {
     if (communicates_first()) return;
     announce(why);
@@ -178,7 +179,7 @@ class CpuRunner : public KernelCall::Runner {
     }
   }
 
-  // What of each packed tile is in the matrix, and where.
+  // The elements of each packed tile that are in the matrix, and their places.
   template <typename Do>
   void for_tiles(int32_t chunk, int32_t number, const Where& where, int32_t terms, int32_t term,
                  const Do& act) const {

@@ -28,7 +28,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of the store.
+// The first interval between looks at the store.
 constexpr std::chrono::milliseconds kFirstPoll{1};
 constexpr std::chrono::milliseconds kLastPoll{20};
 
@@ -118,7 +118,7 @@ class SharedNotes {
       if (Clock::now() >= deadline) return Came::kLate;
       flock lock = byte_lock(rank, F_WRLCK);
       if (fcntl(file_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK) {
-        // What it announced before it went is there.
+        // The notes that it announced before it went are there.
         const bool came = static_cast<int32_t>(calls.load(std::memory_order_acquire) - call) >= 0;
         return came ? Came::kYes : Came::kDead;
       }

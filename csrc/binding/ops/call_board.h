@@ -1,5 +1,6 @@
-// What the ranks of a group call on CPU, compared before anything is communicated. Gloo pairs whatever comes:
-// where ranks call with other shapes it adds up what does not belong together, or ends the process.
+// The ranks of a group compare their calls on CPU before anything is communicated. Gloo pairs
+// whatever comes: if ranks call with other shapes it adds up rows that do not belong together, or
+// ends the process.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,7 +15,7 @@
 
 namespace overlap::binding {
 
-// What a rank says of a call.
+// A rank's note of a call.
 struct CallNote {
   uint64_t plan = 0;       // a hash: ranks with other plans do not communicate alike
   char problem[248] = {};  // text, cut off

@@ -1,4 +1,4 @@
-// What the op library keeps per process group: its plans, and its CUDA side.
+// The state that the op library keeps per process group: its plans, and its CUDA side.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -72,7 +72,7 @@ struct PlanEntry {
   mutable std::atomic<bool> prepared{false};  // capture plans: their communicators exist
   std::shared_ptr<Tally> tally;               // of the calls by this plan
 
-  // Of an all-gather of fp8: how its scales travel, which `make` says once.
+  // For an all-gather of fp8: how its scales travel, which `make` says once.
   const PlanEntry& of_scales(const std::function<plan::Plan()>& make) const;
 
  private:
@@ -87,7 +87,8 @@ class GroupEntry final : public cpu::Group {
 
   c10::intrusive_ptr<c10d::ProcessGroup> lock() const override { return group_.lock(); }
   bool expired() const { return group_.expired(); }
-  // Whether its name still stands for it: not after destroy_process_group, even if somebody holds it.
+  // True if its name still stands for it: not after destroy_process_group, even if somebody holds
+  // it.
   bool registered() const;
   const std::string& name() const override { return name_; }
   int rank() const override { return rank_; }
@@ -103,18 +104,18 @@ class GroupEntry final : public cpu::Group {
   std::chrono::milliseconds timeout(at::DeviceType device) const override;
 
   // The plan table: what set_plan put there, else what the planner makes, once as long as the problem is among those
-  // called last. Serving calls with every M, and a plan with its lists takes 1 to 20 kB. What is made again is equal.
+  // called last. Serving calls with every M, and a plan with its lists takes 1 to 20 kB. A plan made again is equal.
   std::shared_ptr<const PlanEntry> plan(const plan::Problem& problem, at::DeviceType device,
                                         const plan::Machine& machine);
 
-  // What a CUDA graph runs in place of a planner's plan with windows: a graph may be replayed
-  // beside eager calls and other graphs, so that it cannot share their registered memory. Ordinary
-  // memory, planned for as such.
+  // A CUDA graph runs this in place of a planner's plan with windows: a graph may be replayed
+  // beside eager calls and other graphs, so it cannot share their registered memory. It has
+  // ordinary memory, and is planned for it.
   std::shared_ptr<const PlanEntry> capture_plan(const plan::Problem& problem,
                                                 plan::Machine machine);
   void set_plan(const plan::Plan& plan, at::DeviceType device, bool by_planner,
                 const plan::Machine& machine);
-  // What the planner makes for it, whatever was set.
+  // The planner's plan for it, whatever was set.
   plan::Plan planned(const plan::Problem& problem, at::DeviceType device,
                      const plan::Machine& machine);
   void clear_plans();
@@ -149,7 +150,7 @@ class GroupEntry final : public cpu::Group {
  private:
   // device, op, m, n, k, dtype, recipe, output dtype, fast accumulation
   using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int, int, bool>;
-  // Ranks can be compared over the store. Those of PyTorch's fake group are not there.
+  // Ranks can be compared over the store. The ranks of PyTorch's fake group are not there.
   bool has_peers(at::DeviceType device) const;
   // Publishes `text` over the store, and returns a function that waits for a peer's.
   std::function<std::string(int)> publish(const std::string& text, at::DeviceType device);
@@ -176,7 +177,7 @@ class GroupEntry final : public cpu::Group {
   std::map<Key, std::shared_ptr<const PlanEntry>> set_plans_;
   RecentMap<Key, std::shared_ptr<const PlanEntry>, kPlans> plans_;  // the planner's
   RecentMap<Key, std::shared_ptr<const PlanEntry>, kPlans> capture_plans_;
-  // What was best at the M that are planned whole, with windows and without.
+  // The families that were best at the M that are planned whole, with windows and without.
   using Families = std::shared_ptr<const std::vector<planner::Family>>;
   RecentMap<std::pair<Key, bool>, Families, kPlans> families_;
   using Way = std::pair<Key, std::string>;

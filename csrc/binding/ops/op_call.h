@@ -75,7 +75,7 @@ at::Tensor gemm_reducescatter_cuda(const OpCall& call);  // [M / world, N]
 AllGatherGemmResult allgather_gemm_cuda(const OpCall& call);
 at::Tensor gemm_alltoall_cuda(const OpCall& call);  // [sum of recv_rows, N]
 
-// What the planner knows of this group on this device. Collective at its first call.
+// The planner's knowledge of this group on this device. Collective at its first call.
 plan::Machine cuda_machine(const std::shared_ptr<GroupEntry>& group, at::Device device);
 
 #if defined(OVERLAP_WITH_CUDA)
@@ -85,7 +85,7 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
                       const std::optional<at::Tensor>& scale_input,
                       const std::optional<at::Tensor>& scale_weight);
 
-// Whether the fast path serves this group on this device: NCCL, compute capability 8.0 or newer.
+// True if the fast path serves this group on this device: NCCL, compute capability 8.0 or newer.
 bool cuda_supported(const std::shared_ptr<GroupEntry>& group, at::Device device);
 #endif
 

@@ -307,7 +307,7 @@ at::Tensor scaled_linear(const at::Tensor& input, const at::Tensor& weight,
   return as_shape_of(product, input, 0, input.size(0));
 }
 
-// What autograd does with scaled operands: nothing, and it says so.
+// Autograd has no gradients of scaled operands, and says so.
 void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                       torch::jit::Stack* stack) {
   const auto check = [&](const at::Tensor& tensor, const std::string& name) {
@@ -436,7 +436,7 @@ std::string machine(at::Device device, const std::string& group_name) {
   return machine_of(find_group(group_name), device).to_string();
 }
 
-// What that machine's work takes: JSON text, and where it is from.
+// The machine's profile: JSON text, and its origin.
 std::vector<std::string> machine_profile(at::Device device, const std::string& group_name) {
   const plan::SharedProfile profile = machine_of(find_group(group_name), device).profile;
   return {profile->to_json(), profile->source};
@@ -455,8 +455,8 @@ std::string build_info() {
   return OVERLAP_BUILD_INFO;
 }
 
-// What the environment says now, by variable; `why_no_peers` is the setting that turns peers off, or ""; `profile` is
-// the JSON text of what OVERLAP_PROFILE names.
+// The environment's values now, by variable; `why_no_peers` is the setting that turns peers off, or
+// ""; `profile` is the JSON text that OVERLAP_PROFILE names.
 c10::Dict<std::string, std::string> environment_now() {
   const Environment now = read_environment();
   c10::Dict<std::string, std::string> values;

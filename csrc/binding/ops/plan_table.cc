@@ -27,7 +27,8 @@ std::string in_us(double us) {
   return text;
 }
 
-// What keeps scaled operands from kernels that signal, as plan::validate and the planner have it.
+// The reason that keeps scaled operands from kernels that signal, as plan::validate and the planner
+// have it.
 std::string fp8_obstacle(const plan::Problem& problem, const plan::Machine& machine) {
   constexpr int64_t kColumns = 8;
   constexpr int64_t kInner = 16;
@@ -43,7 +44,7 @@ std::string fp8_obstacle(const plan::Problem& problem, const plan::Machine& mach
   return "";
 }
 
-// What keeps this problem, or this machine, from better plans.
+// The reasons that keep this problem, or this machine, from better plans.
 std::string obstacles(const plan::Problem& problem, const plan::Machine& machine) {
   constexpr int64_t kKernelMultiple = 8;
   if (machine.arch == 0) return "; gloo moves bytes with the cores that compute";

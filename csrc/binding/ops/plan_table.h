@@ -1,4 +1,5 @@
-// What ran by which plan, how often, what that is expected to gain, and why the rest ran as the sequence.
+// The calls by plan: how often each plan ran, its expected gain, and why the other calls ran as the
+// sequence.
 #pragma once
 
 #include <ATen/core/Dict.h>

@@ -8,7 +8,7 @@
 namespace overlap::binding {
 
 // Holds the kHalf items that were used last, and at most as many again: items are in two generations, and when the newer
-// one is full, what was not used since the last time goes. What is in the newer one is found as fast as in a map.
+// one is full, items not used since the last time go. Items in the newer one are found as fast as in a map.
 template <typename Key, typename Value, size_t kHalf>
 class RecentMap {
  public:

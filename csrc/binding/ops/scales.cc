@@ -184,7 +184,7 @@ at::Tensor spread(const at::Tensor& scales, int64_t dim, int64_t size) {
   return scales.repeat_interleave(kBlock, dim).narrow(dim, 0, size);
 }
 
-// Dequantised operands. What scales whole rows is multiplied to the sums, as GEMM kernels do.
+// Dequantised operands. Scales of whole rows multiply the sums, as in GEMM kernels.
 at::Tensor dequantised_product(const Scales& scales, const at::Tensor& input,
                                const at::Tensor& input_scales, const at::Tensor& weight,
                                const at::Tensor& weight_scales,

@@ -11,7 +11,8 @@
 
 namespace overlap::binding {
 
-// What a caller gives beside the operands; recipes as torch.nn.functional.ScalingType numbers them.
+// A caller gives these beside the operands; recipes are numbered as in
+// torch.nn.functional.ScalingType.
 struct GivenScales {
   at::Tensor input;
   std::vector<at::Tensor> weights;
@@ -31,7 +32,7 @@ struct Scales {
   bool use_fast_accum = false;
   bool shared_input = false;
 
-  // Those of rows [begin, begin + count) of this rank's input.
+  // The scales of rows [begin, begin + count) of this rank's input.
   at::Tensor of_rows(int64_t begin, int64_t count) const {
     return recipe == plan::Recipe::kTensor ? input : input.narrow(0, begin, count);
   }

@@ -1,5 +1,5 @@
-// What tools and tests hook into: the timeline's switch, and a delay that lets computation run
-// ahead of communication.
+// Tools and tests hook in here: the timeline's switch, and a delay that lets computation run ahead
+// of communication.
 #pragma once
 
 #include <ATen/ATen.h>

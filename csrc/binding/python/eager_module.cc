@@ -132,7 +132,7 @@ bool is_observed() {
          at::impl::torch_function_mode_enabled();
 }
 
-// What autograd and the dispatcher ask of the tensors among a call's arguments.
+// Autograd and the dispatcher ask this of the tensors among a call's arguments.
 struct Operands {
   bool require_grad = false;
   c10::DispatchKeySet keys;
@@ -153,7 +153,7 @@ struct Operands {
   template <typename Other>
   void add(const Other& /*no tensor*/) {}
 
-  // Whether the dispatcher would come to the autograd kernel first: no autocast, no transform.
+  // True if the dispatcher would come to the autograd kernel first: no autocast, no transform.
   bool reach_autograd_first() const {
     const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
     const c10::DispatchKeySet all = (keys | local.included_) - local.excluded_;
@@ -232,7 +232,7 @@ using ConsumeWeights = std::tuple<std::vector<at::Tensor>, at::Tensor>(const at:
 using AllToAll = at::Tensor(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef,
                             const OptionalTensor&, const std::string&);
 
-// Of operands with scales: their recipes by number, and the output's dtype.
+// Operands with scales have recipes by number, and the output's dtype.
 using ScaledProduce = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                  const at::Tensor&, const OptionalTensor&, std::optional<int64_t>,
                                  std::optional<int64_t>, at::ScalarType, bool, const std::string&);

@@ -55,9 +55,9 @@ struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
 
 namespace overlap::kernels {
 
-// An epilogue as the builder makes it, but with another bulk store, and with memory for the source of its
-// own: so that only tiles that have one take part in its pipeline. Of two stages: fewer leave memory to the
-// collector.
+// An epilogue as the builder makes it, but with another bulk store, and with its own memory for the
+// source, so that only tiles that have one take part in its pipeline. It has two stages: fewer
+// leave memory to the collector.
 inline constexpr int kSourceStages = 2;
 template <class Epilogue, class Store>
 struct WithStore;

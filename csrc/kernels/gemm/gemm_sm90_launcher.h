@@ -87,7 +87,7 @@ class GemmSm90ParamsOf {
         return gemm_.m;
     }
   }
-  // Whether tiles of all parts are stored in one matrix, block by block.
+  // True if tiles of all parts are stored in one matrix, block by block.
   bool in_blocks() const { return gemm_.rows.block_rows != 0; }
   ProblemShape store_shape(int64_t rows) const {
     const bool gathers = gemm_.rows.mode == plan::RowMap::Mode::kGather;

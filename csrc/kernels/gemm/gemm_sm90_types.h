@@ -32,7 +32,7 @@ struct Unscaled {
   CUTLASS_DEVICE void scale(Sums&) const {}
 };
 
-// Operands of one 16-bit type. Those of fp8: gemm_sm90_scales.h.
+// Operands of one 16-bit type. gemm_sm90_scales.h has those of fp8.
 template <class Element, bool kKContiguous>
 struct PlainOperands {
   using Input = Element;

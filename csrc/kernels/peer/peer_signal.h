@@ -71,9 +71,9 @@ cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t st
 // Flags of single tiles, of those that one rank's GEMM stores into the next rank's memory, and of final
 // ones that it stores into everyone's: the call's number (calls that have ended, plus one) and tag.
 struct PeerTiles {
-  // In the memory of each peer, the next rank's first: with the numbers that tiles have on this rank; or
-  // null: nothing is announced. What peers announce here has the numbers of the peer `distance` ranks
-  // before `distance - 1` times a part's tiles behind.
+  // The flags in each peer's memory, the next rank's first, with the numbers that tiles have on
+  // this rank; or null: nothing is announced. The peer `distance` ranks before announces here by
+  // its own tile numbers, `distance - 1` times a part's tiles further on.
   uint64_t* announce[kMaxPeers - 1] = {};
   const uint64_t* arrived = nullptr;  // own memory
   const uint64_t* calls = nullptr;    // own memory: calls that have ended in this slot

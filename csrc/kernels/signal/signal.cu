@@ -7,8 +7,8 @@
 namespace overlap::kernels {
 namespace {
 
-// One lane polls: many pollers would slow the GEMM down. What follows on the stream starts when the
-// kernel has ended and thus sees what the acquire saw. Past the deadline the kernel ends all the
+// One lane polls: many pollers would slow the GEMM down. The next kernel on the stream starts when
+// this one has ended and thus sees what the acquire saw. Past the deadline the kernel ends all the
 // same, with a report; nothing spins for ever.
 __global__ void wait_counter_kernel(const WaitParams params) {
   if (threadIdx.x != 0) return;

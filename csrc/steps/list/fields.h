@@ -1,6 +1,6 @@
 // Each step's name and its fields, in the one list that text and JSON both walk. `visit` takes a name and a value:
-// an integer, a bool, a text, a Where, or a vector of places or of structs with fields of their own. What a step has not,
-// or has as all steps of its kind but a few, is left out.
+// an integer, a bool, a text, a Where, or a vector of places or of structs with fields of their
+// own. A field that a step lacks, or that nearly all steps of its kind have alike, is left out.
 #pragma once
 
 #include "steps/list/step.h"

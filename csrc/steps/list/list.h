@@ -9,7 +9,7 @@
 
 namespace overlap::steps {
 
-// What one kernel moves over peers is counted in so many bytes.
+// One kernel's movement over peers is counted in so many bytes.
 inline constexpr int64_t kPeerAccessBytes = 16;
 
 class List {
@@ -24,7 +24,7 @@ class List {
     step.communicates = communicates;
     return last_ = static_cast<StepId>(made.steps.size()) - 1;
   }
-  // Of a list's first and last steps alone.
+  // Only a list's first and last steps.
   template <typename Kind>
   StepId add_unchained(Lane lane, Kind what) {
     const StepId id = add(lane, std::move(what));
@@ -42,7 +42,7 @@ class List {
     made.orders.push_back(order);
     return static_cast<int32_t>(made.orders.size()) - 1;
   }
-  // Those that carry a plan's chunks.
+  // The communicators that carry a plan's chunks.
   void add_communicators(const plan::Plan& plan) {
     for (size_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
       const Communicator one = {plan.chunks[chunk].max_ctas,
@@ -83,7 +83,7 @@ struct ChunkPlaces {
   std::vector<plan::Extent> extents;
 };
 
-// Whether chunks in such places can be staged in a window; see windows_take.
+// True if chunks in such places can be staged in a window; see windows_take.
 bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& extents);
 
 // Where the plan's chunks are staged.

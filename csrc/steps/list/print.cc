@@ -84,7 +84,7 @@ struct JsonFields {
   }
 };
 
-// What is made before the first step, and how much it takes.
+// The memory and communicators made before the first step, and their sizes.
 template <typename Visit>
 void head_fields(const StepList& list, Visit& visit) {
   visit("chunks", list.chunks);

@@ -68,8 +68,8 @@ struct Move {
       0;  // behind how many arrived chunks, of a GEMM that awaits them; or whose message
 };
 
-// One launch of the plan's kernel. Which rows of input and output a tile stands for follows from `order` and `map`
-// (plan::tile_row_place).
+// One launch of the plan's kernel. `order` and `map` say which rows of input and output a tile
+// stands for (plan::tile_row_place).
 struct Gemm {
   int32_t weight = 0;
   plan::Rows rows;  // of the operand
@@ -94,13 +94,14 @@ struct Gemm {
   bool ends_call = false;  // as EndCall does
   std::vector<Move> moves;
 
-  // Whether tiles go to peers' memory, or are added to what came from there, by the kernel for peers.
+  // True if the kernel for peers stores tiles into peers' memory, or adds what came from there.
   bool stores_for_peers() const {
     return outputs.size() > 1 || !mirrors.empty() || outputs[0].adds.has_value();
   }
 };
 
-// Here the caller launches a kernel of its own, on the call's stream. What tiles it takes, the list's `tiles` say.
+// Here the caller launches a kernel of its own, on the call's stream. The list's `tiles` say which
+// tiles it takes.
 struct CallersKernel {
   bool counts = false;  // the finished tiles of each chunk, in the call's counters
   bool awaits = false;  // chunks that arrive, in the same counters; else nothing arrives beside it
@@ -132,7 +133,7 @@ struct Arrive {
   int32_t chunk = 0;
 };
 
-// Which of NCCL's collectives, on the communicator of this CTA limit and lane.
+// One of NCCL's collectives, on the communicator of this CTA limit and lane.
 struct Collective {
   plan::Collective kind = plan::Collective::kAllReduce;  // an exchange is an all-gather in place
   int32_t max_ctas = 0;
@@ -319,7 +320,7 @@ struct LowLatency {
   Where output;
 };
 
-// What a rank and this one send each other. The own message: from send to output.
+// The messages between a rank and this one. The rank's own message goes from send to output.
 struct PeerMessages {
   int64_t send_bytes = 0;
   std::optional<Where> send;
@@ -352,7 +353,7 @@ struct Step {
   bool held = false;
   // The chunk that the step is communication of, or -1: what a timeline shows as such.
   int32_t communicates = -1;
-  // Of those that steps of other lanes wait for, in the list's order: which; or -1.
+  // The number among the steps that steps of other lanes wait for, in the list's order; or -1.
   int32_t event = -1;
 };
 
@@ -390,7 +391,7 @@ struct StepList {
   int32_t counters = 0;                 // of finished tiles, zero at first, one for each chunk
   KernelTiles tiles;                    // of a kernel of the caller's
   std::vector<Scratch> scratch;
-  // What all ranks make, or find made, before the first step:
+  // All ranks make these, or find them made, before the first step:
   std::vector<Communicator> communicators;
   bool over_peers = false;
   int64_t slot_bytes = 0;  // of each rank's slot over peers
@@ -406,16 +407,17 @@ struct Weight {
   friend bool operator==(const Weight&, const Weight&) = default;
 };
 
-// What of a rank's call is its own: it changes steps of this rank alone, and no communication.
+// The part of a rank's call that is its own: it changes only this rank's steps, and no
+// communication.
 struct Variant {
   bool kernel_takes =
       true;  // the plan's kernel takes the operands; else the framework's GEMM computes
   bool bias = false;
   bool captured = false;  // into a CUDA graph, which owns its memory: nothing is staged in a window
-  // Of an overlapped all-gather.
+  // For an overlapped all-gather.
   std::vector<Weight> weights = {};
-  // Of an all-to-all, for each rank; and over peers, of more than two ranks, the most that any rank's
-  // longest_message is known to be.
+  // For an all-to-all: one for each rank; and over peers, for more than two ranks, the most that
+  // any rank's longest_message is known to be.
   std::vector<int64_t> send_rows = {};
   std::vector<int64_t> receive_rows = {};
   int64_t longest_message = 0;
@@ -427,11 +429,11 @@ struct Variant {
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant);
 
-// What of a call with a kernel of the caller's is no part of its plan.
+// The part of a call with a kernel of the caller's that is no part of its plan.
 struct KernelJob {
   bool awaits = false;    // the kernel begins before chunks have arrived, and awaits them itself
   bool captured = false;  // as in Variant
-  // Of an all-to-all: rows for and from each rank, and in how many pieces each pair's go.
+  // For an all-to-all: rows for and from each rank, and in how many pieces each pair's go.
   std::vector<int64_t> send_rows = {};
   std::vector<int64_t> receive_rows = {};
   int32_t pieces = 1;
@@ -444,15 +446,15 @@ struct KernelJob {
 StepList lower_for_kernel(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                           const KernelJob& job);
 
-// Whether the plan's kernel computes where nothing keeps it from the operands. On CPU the framework's GEMM takes its part
-// for packed tiles; whole rows it computes chunk by chunk.
+// True if the plan's kernel computes unless something keeps it from the operands. On CPU the
+// framework's GEMM takes its part for packed tiles; it computes whole rows chunk by chunk.
 bool takes_by_default(const plan::Plan& plan);
 
-// Whether the plan's chunks can be staged in a window: NCCL's window kernels leave wrong elements in parts that begin
-// between multiples of 16 bytes (NCCL 2.28.9).
+// True if the plan's chunks can be staged in a window: NCCL's window kernels leave wrong elements
+// in parts that begin between multiples of 16 bytes (NCCL 2.28.9).
 bool windows_take(const plan::Plan& plan);
 
-// Whether the plan's chunks are communicated in the output itself, without staging.
+// True if the plan's chunks are communicated in the output itself, without staging.
 bool communicates_in_place(const plan::Plan& plan);
 
 // Bytes of the longest message that a rank sends or receives in an all-to-all over peers, with what aligns it.

@@ -122,7 +122,7 @@ class AllToAll : AllToAllSteps {
     return rows > 0 && (last || round + 1 < pieces(rows));
   }
 
-  // Of two ranks: whether the peer's rows are computed before the own ones.
+  // For two ranks: true if the peer's rows are computed before the own ones.
   bool computes_apart() const {
     if (ranks_ != 2) return false;
     if (!variant_.kernel_takes) {  // whether they are worth a GEMM of the framework's of their own

@@ -1,4 +1,5 @@
-// What all-to-alls over NCCL and over peers share: whose rows lie where, and the GEMM of some of them.
+// All-to-alls over NCCL and over peers share this: the rows of each rank, their places, and the
+// GEMM of some of them.
 #pragma once
 
 #include <algorithm>
@@ -64,7 +65,7 @@ class AllToAllSteps {
     list_.add(Lane::kCaller, gemm);
   }
 
-  // Of so many rows, in whole clusters.
+  // The tile rows of `rows` rows, in whole clusters.
   int32_t tile_rows(int64_t rows) const {
     const int64_t cluster_rows = int64_t{plan_.tile_m} * plan_.cluster_m;
     return static_cast<int32_t>((rows + cluster_rows - 1) / cluster_rows) * plan_.cluster_m;
@@ -110,7 +111,7 @@ class AllToAllSteps {
             rows.begin * plan_.problem.k * plan::element_bytes(plan_.problem.dtype)};
   }
 
-  // That of so many tile rows; messages are often alike.
+  // The order of that number of tile rows; messages are often alike.
   int32_t order_of(int32_t tile_rows) {
     const std::vector<plan::TileOrder>& made = list_.made.orders;
     const auto same = [&](const plan::TileOrder& one) { return one.tiles_m == tile_rows; };

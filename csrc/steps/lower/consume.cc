@@ -159,8 +159,8 @@ class Consume {
     return awaits_ ? sent : list_.add(Lane::kSide1, WaitForPeers{chunk});
   }
 
-  // What has to be copied into the gathered input when the own rows are there (0), and behind chunk `arrival` - 1:
-  // whole rows of each part.
+  // The rows to copy into the gathered input when the own rows are there (0), and after chunk
+  // `arrival` - 1: whole rows of each part.
   std::vector<Move> moves(int32_t arrival) const {
     if (arrival == 0) {
       return {{{Buffer::kInput}, gathered(rank_, 0), part_rows_ * row_bytes_, 0}};
@@ -186,7 +186,7 @@ class Consume {
     }
   }
 
-  // What is launched when the own rows are there (0), and behind chunk `arrival` - 1.
+  // The launches when the own rows are there (0), and after chunk `arrival` - 1.
   void compute(int32_t arrival) {
     if (arrival > 0) after_.push_back(communicated_[index(arrival - 1)]);
     for (size_t weight = 0; weight < weights_.size(); ++weight) {
@@ -306,7 +306,7 @@ class Consume {
   bool awaits_ = false;   // the GEMMs wait for what arrives, one launch each
   int32_t carrier_ = -1;  // else the weight whose GEMM copies rows into the gathered input, or none
   std::vector<Gemm> gemms_;
-  // Of each, unless it waits: own rows, then chunk by chunk.
+  // The launches of each weight, unless one launch waits: own rows, then chunk by chunk.
   std::vector<std::vector<plan::GatherLaunch>> launches_;
   std::vector<StepId> communicated_;
   std::vector<StepId> after_;

@@ -5,7 +5,7 @@
 namespace overlap::steps {
 namespace {
 
-// What a rank sends to all its peers in an all-reduce whose data are their own signal, at most.
+// The most that a rank sends to all its peers in an all-reduce whose data are their own signal.
 constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
 constexpr int64_t kUnitBytes = 12;  // of the 16 that travel at a time: the data
 
@@ -68,7 +68,7 @@ class Direct {
   int64_t piece_offset(int32_t rank) const { return pieces_ ? rank * piece_bytes_ : 0; }
   Where product(int32_t rank) const { return {Buffer::kProduct, piece_offset(rank)}; }
 
-  // Of an all-reduce by the framework's GEMM and one kernel, the product becomes the output.
+  // The product of an all-reduce by the framework's GEMM and one kernel becomes the output.
   Where output() const {
     return {sequential_ && all_reduces_ ? Buffer::kProduct : Buffer::kOutput};
   }
@@ -78,7 +78,7 @@ class Direct {
     return where;
   }
 
-  // What rank `rank` adds up, in whole accesses.
+  // The bytes that rank `rank` adds up, in whole accesses.
   int64_t bytes_of(int32_t rank) const {
     const int64_t begin = std::min(piece_offset(rank), bytes_);
     const int64_t bytes = std::min(begin + piece_bytes_, bytes_) - begin;
@@ -109,7 +109,7 @@ class Direct {
     list_.add(Lane::kCaller, gemm);
   }
 
-  // What the framework computed, as the kernel would have stored it.
+  // Sends the framework's product, as the kernel would have stored it.
   void send() {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       const int32_t peer = (rank_ + distance) % ranks_;

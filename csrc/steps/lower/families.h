@@ -6,7 +6,7 @@
 
 namespace overlap::steps {
 
-// Of a GEMM that stores into peers' memory.
+// The spread of stores of a GEMM that stores into peers' memory.
 inline int32_t spread_ns(const plan::Plan& plan, const plan::Machine& machine) {
   return static_cast<int32_t>(1e3 * store_spread_us(plan, machine));
 }

@@ -413,7 +413,7 @@ class KernelSteps {
       tiles[at(int64_t{tile.row} * order.tiles_n + tile.column)] = chunk;
       ++counts_[at(chunk)];
     }
-    // What our own kernels count beyond the matrix, nobody counts here.
+    // Our own kernels count beyond the matrix; nobody does so here.
     for (Step& step : list_.made.steps) {
       if (auto* one = std::get_if<WaitForTiles>(&step.what)) one->tiles = counts_[at(one->chunk)];
     }

@@ -1,4 +1,4 @@
-// Which family a plan is of, and plans that do one thing after the other.
+// The family of each plan, and plans that do one thing after the other.
 #include "steps/list/step.h"
 #include "steps/lower/families.h"
 

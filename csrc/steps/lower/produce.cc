@@ -6,8 +6,8 @@
 namespace overlap::steps {
 namespace {
 
-// Of what finishes chunks: one CTA per block of work. The few SMs that GEMM and communication leave take some of them,
-// and all SMs the rest as soon as the GEMM has ended.
+// Kernels that finish chunks have one CTA per block of work. The few SMs that GEMM and
+// communication leave take some of them, and all SMs take the rest as soon as the GEMM has ended.
 constexpr int32_t kDefaultFinishCtas = std::numeric_limits<int32_t>::max();
 
 class Produce {
@@ -124,7 +124,7 @@ class Produce {
     return id;
   }
 
-  // Whether something is left to do once the chunk has been communicated.
+  // True if something is left to do once the chunk has been communicated.
   bool finishes(int32_t chunk) const {
     return packed_ || variant_.bias || !(result(chunk) == output(chunk));
   }

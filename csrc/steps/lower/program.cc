@@ -42,7 +42,7 @@ void add_cuts(const Rectangle& area, std::set<int64_t>& cuts) {
   cuts.insert({area.row, area.row + area.rows});
 }
 
-// Whether each rank awaits a flag of every other one; an all-to-all's messages may be empty.
+// True if each rank awaits a flag of every other one; an all-to-all's messages may be empty.
 bool hears_all(const plan::Plan& plan) {
   std::set<std::pair<int32_t, int32_t>> pairs;
   for (const Transfer& one : plan.program.transfers) {
@@ -401,7 +401,7 @@ void ProgramBuilder::receive(size_t number) {
   }
   list_.add_held(lane, Await{put.flag, one.source.rank}, std::exchange(after, {}));
   if (put.source.index != rank_ && put.adds) {
-    // What is added lies at home.
+    // Data that is added lies at home.
     Half fetched = put;
     fetched.destination = stage(put.rows * put.row_bytes);
     fetched.destination_stride = put.row_bytes;
@@ -437,7 +437,8 @@ StepId ProgramBuilder::add_rows(const Half& one, Lane lane, std::vector<StepId> 
 
 // --- what is waited for ---
 
-// What the transfer needs, as far as this rank knows of it; and this rank's tiles where something is put or added.
+// The transfer's needs, as far as this rank knows them; and this rank's tiles if data is put or
+// added there.
 void ProgramBuilder::await_needs(size_t number, Lane lane, std::vector<StepId>& after) {
   const Transfer& one = transfer(number);
   if (places_.is_sent(one)) {

@@ -28,7 +28,7 @@ class ProgramPlaces {
     return height(own_side(one)) * width(own_side(one));
   }
   Where place(const plan::Region& region) const;
-  // Whether its rows follow each other without a gap.
+  // True if its rows follow each other without a gap.
   bool one_run(const plan::Region& region) const {
     return width(region) == row_bytes || height(region) == 1;
   }
@@ -58,7 +58,7 @@ class ProgramPlaces {
   int64_t room_ = 0;               // of an all-to-all's message
 };
 
-// Whether a transfer between ranks lands in a slot; NCCL or gloo makes the others.
+// True if a transfer between ranks lands in a slot; NCCL or gloo makes the others.
 bool lands(const plan::Plan& plan, const plan::Transfer& one);
 
 // Builds the list in the order of the program: what is computed, each round of transfers, the result.
@@ -84,7 +84,7 @@ class ProgramBuilder {
   std::map<int32_t, std::vector<size_t>> own_rounds() const;
   Where stage(int64_t bytes);
 
-  // What is computed, and the result.
+  // Computes the product, and the result.
   void compute_before();
   void compute_product();
   void compute_messages();

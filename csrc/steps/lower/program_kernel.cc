@@ -17,7 +17,7 @@ using plan::Way;
 
 namespace {
 
-// Of the interpreter's tables (kernels/peer/interpreter.h).
+// The limits of the interpreter's tables (kernels/peer/interpreter.h).
 constexpr size_t kMaxHalves = 384;
 constexpr size_t kMaxWaits = 768;
 
@@ -86,7 +86,7 @@ void ProgramBuilder::add_half(size_t number, bool reads, bool writes) {
   next.waits = waits(number, reads, writes);
   const size_t count = launch_waits_ + next.waits.size();
   if (launch_.halves.size() == kMaxHalves || count > kMaxWaits) {
-    // What the launch before has done needs no wait.
+    // The work of the launch before needs no wait.
     add_launch();
     next.waits = waits(number, reads, writes);
   }
@@ -145,7 +145,8 @@ std::vector<CounterWait> ProgramBuilder::waits(size_t number, bool reads, bool w
   return all;
 }
 
-// Whether two halves touch the same data, of which one writes, and not by the same blocks one after the other.
+// True if two halves touch the same data, at least one writes, and not by the same blocks one after
+// the other.
 bool ProgramBuilder::disturbs(const Made& a, const Made& b) const {
   const Transfer& first = places_.transfers[a.transfer];
   const Transfer& second = places_.transfers[b.transfer];

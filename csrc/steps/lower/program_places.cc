@@ -1,8 +1,8 @@
 // Where things are in a program's memories and slots.
 //
-// What a transfer moves over peers lands in a slot first, in a place of its own: a push's in that of the destination, where
-// the source stores it, a pull's in that of the source, where the destination reads it. So nobody waits for room, and no
-// rank touches memory of another but slots.
+// A transfer over peers lands in a slot first, in a place of its own: a push in the slot of the
+// destination, where the source stores it; a pull in the slot of the source, where the destination
+// reads it. So nobody waits for room, and no rank touches another's memory except slots.
 #include <algorithm>
 #include <bit>
 #include <utility>

@@ -123,7 +123,7 @@ class Ring {
     list_.add(Lane::kCaller, MeetTiles{phase * part_tiles_, phase * part_tiles_, part_tiles_, 1});
   }
 
-  // What the kernel does with final tiles itself.
+  // Does the kernel's own work on final tiles.
   void collect() {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       const Copy copy = {own_part(), finished((rank_ + distance) % ranks_, rank_), bytes_of(rank_)};

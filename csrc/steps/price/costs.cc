@@ -8,7 +8,7 @@ using namespace plan;  // whose types these are
 
 namespace {
 
-// Of scaled operands on a GPU.
+// The rate of scaled operands on a GPU.
 double float8_rate_of(const Plan& plan, const Profile::Gemm& gemm) {
   const Problem& problem = plan.problem;
   const bool rows = problem.recipe == Recipe::kRow;
@@ -22,7 +22,7 @@ double float8_rate_of(const Plan& plan, const Profile::Gemm& gemm) {
   return (rows ? gemm.float8_row_rate : gemm.float8_rate) * (exact ? gemm.float8_exact_rate : 1.0);
 }
 
-// Of the library in 16 bits: its fast kernels read and write 16 bytes at a time.
+// The rate of the library in 16 bits: its fast kernels read and write 16 bytes at a time.
 double library_rate_of(const Problem& problem, const Profile::Gemm& gemm) {
   if (problem.n % 2 != 0 || problem.k % 2 != 0) return gemm.library_odd_rate;
   const int64_t at_once = 16 / element_bytes(problem.dtype);
@@ -30,7 +30,7 @@ double library_rate_of(const Problem& problem, const Profile::Gemm& gemm) {
   return aligned ? 1.0 : gemm.library_unaligned_rate;
 }
 
-// Of the rate of the machine's library in 16 bits.
+// The share of the rate of the machine's library in 16 bits.
 double rate_of(const Plan& plan, const Machine& machine) {
   const Profile& profile = *machine.profile;
   const DType dtype = plan.problem.dtype;

@@ -1,5 +1,5 @@
-// What work takes on a machine: times of single GEMMs and exchanges, in microseconds, by the machine's profile; see
-// docs/internals.md. steps/price/price.h walks a plan's steps with them.
+// The times of work on a machine: single GEMMs and exchanges, in microseconds, by the machine's
+// profile; see docs/internals.md. steps/price/price.h walks a plan's steps with them.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ inline bool on_cpu(const plan::Machine& machine) {
   return machine.arch == 0;
 }
 
-// Which of the profile's two kinds of links this one is like: 0 for slow ones, 1 for fast ones, between them by its
-// logarithm.
+// This link's place between the profile's two kinds of links: 0 for slow ones, 1 for fast ones,
+// between them by its logarithm.
 double fast_link_share(const plan::Machine& machine);
 
 inline bool slow_link(const plan::Machine& machine) {
@@ -47,8 +47,8 @@ double launch_us(const plan::Plan& plan, const plan::Machine& machine, int64_t r
 double exchange_us(const plan::Machine& machine, double sent_bytes, double received_bytes,
                    bool beside);
 
-// What a rank's GEMM sends its peers by a ring: partial sums to the next rank, and an all-reduce's finished part to
-// everyone; in parts.
+// The parts that a rank's GEMM sends its peers by a ring: partial sums to the next rank, and an
+// all-reduce's finished part to everyone.
 int32_t parts_sent(const plan::Plan& plan);
 
 // The stores of the last round of a GEMM's tiles into peers' memory, which nothing hides.
@@ -65,14 +65,15 @@ double store_spread_us(const plan::Plan& plan, const plan::Machine& machine);
 bool stores_messages(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows);
 
-// Of an all-to-all of two ranks over NCCL: how many of the own rows to compute beside the exchange, on
-// `sms_beside`; the others come behind its expected end, on all SMs. All of them if that saves nothing.
+// For an all-to-all of two ranks over NCCL: how many of the own rows to compute beside the
+// exchange, on `sms_beside`; the others come after its expected end, on all SMs. All of them if
+// that saves nothing.
 int64_t rows_beside_exchange(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                              const std::vector<int64_t>& send_rows,
                              const std::vector<int64_t>& receive_rows, int32_t sms_beside);
 
-// Of the same, on one rank: whether the peer's rows are better computed first and exchanged beside the own
-// ones, in launches of their own, than all by the framework's GEMM and exchanged after it.
+// The same on one rank: true if the peer's rows are better computed first and exchanged beside the
+// own ones, in launches of their own, than all by the framework's GEMM and exchanged after it.
 bool computes_apart(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                     const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
                     int32_t sms_beside);

@@ -50,7 +50,7 @@ void finish(Walk& w, LaneState& lane, double end_us) {
   lane.next = w.next_of_lane[id];
 }
 
-// Does the lane's steps, as far as it is known when they begin. Whether any has ended.
+// Does the lane's steps, as far as it is known when they begin. Returns true if any has ended.
 bool go_on(Walk& w, LaneState& lane) {
   const StepId first = lane.next;
   while (lane.next != kNone && !lane.calls) {

@@ -1,6 +1,7 @@
-// What a plan is expected to take: a walk over its list of steps, each at the cost that plan/costs.h has for its kind.
+// The expected time of a plan: a walk over its list of steps, each at the cost that
+// steps/price/costs.h has for its kind.
 //
-// A lane does its steps one by one; a step begins behind the steps that it comes after, and not before the host has
+// A lane does its steps one by one; a step begins after the steps that it waits for, and not before the host has
 // enqueued it. NCCL's calls on different lanes share the link. The ranks are taken to be alike: a peer's signal, rows
 // and tiles come when this rank's own would.
 #pragma once
@@ -12,7 +13,7 @@
 
 namespace overlap::steps {
 
-// What the cost model expects of a plan; times in microseconds.
+// The cost model's expectation of a plan; times in microseconds.
 struct Prediction {
   double gemm_us = 0.0;           // the GEMM beside communication
   double communication_us = 0.0;  // the sum of the communication calls
@@ -36,9 +37,9 @@ struct Price {
 Price price(const StepList& list, const plan::Plan& plan, int32_t rank,
             const plan::Machine& machine, double kernel_us = 0.0);
 
-// What is expected of a plan: its list, as ranks run it whose operands the plan's kernel takes, without bias, is priced.
-// The plan must be valid. Nothing for problems without tiles, as all-to-alls', whose rows differ by call; infinite times
-// on a machine that was not measured.
+// The expected time of a plan: the price of its list, as ranks run it whose operands the plan's
+// kernel takes, without bias. The plan must be valid. Nothing for problems without tiles, such as
+// all-to-alls, whose rows differ by call; infinite times on a machine that was not measured.
 Prediction predict(const plan::Plan& plan, const plan::Machine& machine);
 
 }  // namespace overlap::steps

@@ -1,5 +1,5 @@
-// What lies in the ranks' memory while a simulation goes through their steps: not numbers, but of which call, rows and
-// ranks they are, and in which order they were added.
+// The contents of the ranks' memory while a simulation goes through their steps: not numbers, but
+// the call, rows and ranks that they come from, and the order in which they were added.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ class Sums {
   std::vector<bool> twice_;
 };
 
-// What a byte is, up to its place.
+// The meaning of a byte, up to its place.
 struct Content {
   // Rows of inputs (of an all-gather, of all ranks' rows, one part after the other), of products, or of products tile
   // by tile in tile order.
@@ -56,7 +56,7 @@ struct Run {
   friend bool operator==(const Run&, const Run&) = default;
 };
 
-// Of one buffer.
+// The contents of one buffer.
 class Contents {
  public:
   // All bytes of a range; what was never written is kNothing.

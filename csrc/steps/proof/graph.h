@@ -1,4 +1,4 @@
-// What comes before what: nodes, edges, and reachability as bits.
+// The order of events: nodes, edges, and reachability as bits.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ class Graph {
   bool close();
   // One order of all nodes that keeps to the edges.
   const std::vector<Node>& sequence() const { return sequence_; }
-  // Whether a path leads from one to the other.
+  // True if a path leads from one to the other.
   bool before(Node a, Node b) const {
     const size_t bit = place_[static_cast<size_t>(a)];
     return (ancestors_[place_[static_cast<size_t>(b)] * words_ + bit / 64] >> (bit % 64) & 1) != 0;

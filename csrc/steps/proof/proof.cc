@@ -37,7 +37,7 @@ struct Gather {
     made = {plan::make_at_once(problem, plan::Kernel::kLibrary), ranks.machine,
             std::vector<Variant>(ranks.variants.size(), Variant{false})};
     lists = lower_all(made, false);
-    // What a rank does not write to itself comes last: the first place is the next rank's.
+    // Places that a rank does not write to itself come last: the first place is the next rank's.
     for (int32_t rank = 0; rank < world; ++rank) {
       auto& pieces = std::get<PeerCollective>(lists[at(rank)].steps[0].what).pieces;
       for (int32_t peer = 0; peer < world; ++peer) {

@@ -36,7 +36,7 @@ struct Fault {
 // The first one that the calls, one after the other on each rank, have; or none. The lists need not be lower's.
 std::optional<Fault> find_fault(const std::vector<Turn>& turns, const plan::Machine& machine);
 
-// Which slots calls take in turns, as runtime/peers has it.
+// The slots that calls take in turns, as runtime/peers has it.
 class SlotTurns {
  public:
   // `graph`: the number of the CUDA graph that captures the call, or kEager.
@@ -50,7 +50,7 @@ class SlotTurns {
   bool captured_ = false;
 };
 
-// What the ranks of a call can differ in, and all that decides their lists.
+// The ranks of a call can differ in these, which are all that decides their lists.
 struct Ranks {
   plan::Plan plan;
   plan::Machine machine;
@@ -65,7 +65,7 @@ std::optional<Fault> find_fault(const Ranks& ranks);
 std::optional<Fault> find_fault(const Ranks& ranks, const std::vector<StepList>& plain,
                                 const std::vector<StepList>& captured);
 
-// Of plain calls alone.
+// The fault of plain calls only.
 std::optional<Fault> find_fault_in_a_row(const Ranks& ranks, const std::vector<StepList>& lists);
 
 // The same of calls that follow each other, of the same number of ranks.

@@ -147,7 +147,7 @@ void Simulation::use_flag(const Span& span, int32_t owner, Kind kind, int32_t in
   accesses_.push_back({key(owner, kind, index), begin, end, span.first, span.last, write, true});
 }
 
-// What is sent, or waited for, is a number above that of the calls that have ended in the slot.
+// A number that is sent, or waited for, is above that of the calls that have ended in the slot.
 void Simulation::reads_calls(const Span& span, const Here& here) {
   accesses_.push_back(
       {key(here.rank, kCallsEnded, here.call->slot), 0, 1, span.first, span.last, false, false});
@@ -354,7 +354,8 @@ Graph::Node Simulation::end_of(Here& here, Span& span, const char* note) {
   return span.last;
 }
 
-// What the caller does behind the call: reads results, writes over the input, and gives the call's memory to others.
+// The caller's work after the call: it reads results, writes over the input, and gives the call's
+// memory to others.
 void Simulation::consume_results(Here& here) {
   here.id = -1;
   here.lane = Lane::kCaller;

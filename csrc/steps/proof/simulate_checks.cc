@@ -1,4 +1,4 @@
-// What is looked for once the calls have been taken apart: circles, races, SMs, results.
+// The checks once the calls have been taken apart: circles, races, SMs, results.
 #include <algorithm>
 
 #include "steps/list/fields.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr const char* kNotThePlan =
     "no value of the plan mends that: take another collective or transport, and report the plan";
 
-// What who wrote a program can do.
+// The remedy for the writer of a program.
 const char* remedy_of_program(Fault::Kind kind) {
   switch (kind) {
     case Fault::Kind::kDeadlock:
@@ -133,9 +133,9 @@ int32_t Simulation::held_beside(const Holder& one, const std::vector<bool>& ende
   return held;
 }
 
-// Whatever steps that wait have come to their SMs first, all get on: a step starts once all before it have ended and
-// those that may never end leave it room; it ends once all that it waits for have started, or ended. Of the first calls,
-// as those behind them are alike.
+// Whatever steps that wait have come to their SMs first, all continue: a step starts once all
+// before it have ended and the steps that may never end leave it room; it ends once all that it
+// waits for have started, or ended. The first calls are enough, as the later ones are alike.
 void Simulation::check_progress() {
   constexpr int32_t kTurns = 3;
   std::erase_if(holders_, [&](const Holder& one) { return labels_[at(one.first)].turn >= kTurns; });
@@ -185,7 +185,7 @@ void Simulation::check_results() {
   }
 }
 
-// What NCCL's collective makes of all ranks' memory.
+// The result of NCCL's collective on all ranks' memory.
 void Simulation::share(Node hub, const std::map<int32_t, CommunicatorCall>& calls, const Turn& turn,
                        int32_t number) {
   struct Side {
@@ -323,7 +323,7 @@ std::vector<Run> Simulation::add(const std::vector<std::vector<Run>>& terms, boo
       nothing = nothing || run.content.space == Content::Space::kNothing;
       Content like = run.content;
       like.sum = content.sum;
-      // What fills up parts is added to what does, and goes nowhere.
+      // Padding of parts is added to padding, and goes nowhere.
       const bool alike = like == content && run.position + used[i] == position &&
                          (!content.biased || terms.size() == 1);
       const bool filling = run.content.space == Content::Space::kNothing &&

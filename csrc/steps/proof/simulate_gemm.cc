@@ -133,7 +133,7 @@ std::vector<Simulation::Piece> Simulation::pieces(const Here& here, const Gemm& 
   return result;
 }
 
-// What a piece is of, and where it goes.
+// The contents of a piece, and its places.
 void Simulation::compute(Node by, Here& here, const Gemm& step, const Piece& piece) {
   if (here.plan->layout == plan::Layout::kPacked) {
     compute_packed(by, here, step, piece);
@@ -208,7 +208,7 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
     if (adds) {
       made = add({read(adds->first, adds->second, rows.rows * to_row, by), made}, false, by);
     }
-    // What fills up a part is nothing.
+    // The padding of a part is nothing.
     if (rows.stored_rows > rows.rows) {
       made.push_back({(rows.stored_rows - rows.rows) * to_row, 0, {}});
     }

@@ -33,7 +33,7 @@ void Simulation::take(Here& here, const Join&, Span& span) {
 void Simulation::take(Here&, const Mark&, Span&) {}
 void Simulation::take(Here&, const Delay&, Span&) {}
 
-// What a kernel that is not ours reads and writes, a list does not say.
+// A list does not say what a kernel that is not ours reads and writes.
 void Simulation::take(Here&, const CallersKernel&, Span& span) {
   fail(Fault::Kind::kResult, says(span.first) + " is not known to compute anything", nullptr);
 }

@@ -40,7 +40,7 @@ class Simulation {
   using Node = Graph::Node;
   using Key = int64_t;  // a buffer or flag of a rank
 
-  // What memory there is beside a list's buffers.
+  // The memory that there is beside a list's buffers.
   enum Kind : int32_t {
     kBuffers = 0,      // and what follows Buffer's numbers
     kCallsEnded = 16,  // in a slot, as the rank counts them
@@ -81,7 +81,7 @@ class Simulation {
     int64_t offset = 0;
   };
 
-  // What a step takes of a device's SMs.
+  // A step's share of a device's SMs.
   struct Holder {
     int32_t rank = 0;
     Lane lane = Lane::kCaller;
@@ -164,7 +164,7 @@ class Simulation {
     std::vector<Run> what;
     std::vector<bool> columns;
   };
-  // What a GEMM does at a time.
+  // A GEMM's unit of work.
   struct Piece {
     int32_t chunk = 0;      // of the order
     int32_t phase = 0;      // with kSplit
@@ -322,7 +322,7 @@ class Simulation {
   std::array<std::vector<Node>, 2> slot_ends_;  // of each rank: where the last call in a slot ended
   int32_t low_latency_calls_ = 0;
 
-  // Of the call that is taken apart.
+  // The call that is taken apart.
   std::vector<std::vector<ArrivalSignal>> arrivals_;  // of each writer
   std::vector<ArrivalWait> arrival_waits_;
   std::vector<std::vector<TileRange>> tile_signals_;  // of each owner

@@ -1,4 +1,5 @@
-// What a CUDA kernel of yours says to, and hears of, the communication of its tiles: see overlap_torch.produce and consume.
+// The functions by which your CUDA kernel signals and awaits the communication of its tiles: see
+// overlap_torch.produce and consume.
 //
 //   const int tile = overlap::tile(tile_order, blockIdx.x);   // in place of the block's number
 //   ...
