@@ -1,4 +1,4 @@
-"""What vLLM and SGLang find as plug-ins of an installed overlap_torch.
+"""The plug-ins of an installed overlap_torch that vLLM and SGLang find.
 
 They call these functions in each of their processes. Nothing of overlap_torch is imported until a variable asks for it.
 """
@@ -9,7 +9,9 @@ import os
 
 
 def vllm() -> None:
-    """Of the group ``vllm.general_plugins``: with ``OVERLAP_VLLM=1`` its row-parallel layers overlap, see docs/integrations.md."""
+    """The plug-in of the group ``vllm.general_plugins``: with ``OVERLAP_VLLM=1`` its row-parallel
+    layers overlap, see docs/integrations.md.
+    """
     if _asked_for("OVERLAP_VLLM"):
         from overlap_torch.integrations import vllm
 
@@ -17,7 +19,9 @@ def vllm() -> None:
 
 
 def sglang() -> None:
-    """Of the group ``sglang.srt.plugins``: with ``OVERLAP_SGLANG=1`` its row-parallel layers overlap, see docs/integrations.md."""
+    """The plug-in of the group ``sglang.srt.plugins``: with ``OVERLAP_SGLANG=1`` its row-parallel
+    layers overlap, see docs/integrations.md.
+    """
     if _asked_for("OVERLAP_SGLANG"):
         from overlap_torch.integrations import sglang
 

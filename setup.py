@@ -51,7 +51,8 @@ from toolchain import (  # noqa: E402  (found through the path above)
 PLAN_NAME = f"_plan{sysconfig.get_config_var('EXT_SUFFIX')}"
 EAGER_NAME = f"_eager{sysconfig.get_config_var('EXT_SUFFIX')}"
 EXTENSIONS = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}  # and their files
-# What tests ask beyond `_plan`, and the types of `_plan`, which a build has only where pybind11-stubgen is installed.
+# Tests need these beyond `_plan`, and the types of `_plan`, which a build has only where
+# pybind11-stubgen is installed.
 PLAN_TEST_NAME = f"_plan_test{sysconfig.get_config_var('EXT_SUFFIX')}"
 PLAN_STUB_NAME = "_plan.pyi"
 PROFILE = "overlap_torch/profiles/h200.json"
@@ -102,12 +103,12 @@ def compile_edges(rule: str, files: Iterable[str], folder: str, flags: list[str]
 
 
 def objects(edges: Iterable[Edge]) -> list[str]:
-    """What a link takes of these."""
+    """The objects of these that a link takes."""
     return [edge.output for edge in edges if edge.output.endswith(".o")]
 
 
 def build_info(cuda: Cuda | None) -> str:
-    """What torch.ops.overlap.build_info() returns."""
+    """The text that torch.ops.overlap.build_info() returns."""
     if cuda is None:
         return "cuda=none"
     lists = f"archs={','.join(cuda.archs)};dtypes={','.join(cuda.dtypes)}"
@@ -130,7 +131,7 @@ def planner_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
 
 
 def module_edges(folder: str, files: list[str], includes: Iterable[Path | str]) -> list[Edge]:
-    """What compiles a module of the Python that runs."""
+    """The edges that compile a module of the Python that runs."""
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").exists():
         raise BuildError(f"no Python.h in {headers}: apt-get install python3-dev")
@@ -361,7 +362,7 @@ def announce_no_cuda(reason: str) -> None:
 
 
 def build_record(torch: ModuleType, cuda: Cuda | None, why_no_cuda: str | None) -> str:
-    """What doctor tells of the build, as JSON."""
+    """The doctor's facts about the build, as JSON."""
     compiler = subprocess.run([*find_cxx(), "--version"], capture_output=True, text=True).stdout
     record = {
         "build_info": build_info(cuda),
@@ -401,7 +402,7 @@ class build_ext(setuptools_build_ext):
 
 
 def requirement() -> str:
-    """What the metadata says of torch. A source distribution holds for all releases, a build for one."""
+    """The metadata's requirement of torch. A source distribution holds for all releases, a build for one."""
     try:
         return torch_pin(import_torch())
     except BuildError:

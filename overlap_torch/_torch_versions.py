@@ -1,4 +1,4 @@
-"""What PyTorch 2.11 to 2.15 do differently, or have in other places; csrc/cpu/torch_version.h is the C++ half.
+"""The differences between PyTorch 2.11 and 2.15; csrc/cpu/torch_version.h is the C++ half.
 
 torch.autograd.Function: `apply` of its own base takes one of torch.func's levels. In 2.11 that can be called past the class's
 own `apply`, in 2.15 the same C++ function serves both and goes by the base of the class.

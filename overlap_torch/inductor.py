@@ -70,7 +70,7 @@ class MissedCollective(RuntimeError):
 
 
 class _Pass(CustomGraphPass):
-    """What stands in Inductor's slot: the pass that stood there before, then this one."""
+    """The content of Inductor's slot: the pass that stood there before, then this one."""
 
     def __init__(self, settings: Settings, previous: Callable[[Graph], None] | None) -> None:
         self.settings = settings
@@ -90,7 +90,7 @@ class _Pass(CustomGraphPass):
     def uuid(self) -> Any:
         """Inductor's key for graphs that went through here; None, which is no caching, if the pass before has none.
 
-        What is fused depends on the groups' sizes, which not every collective names.
+        The fusions depend on the groups' sizes, which not every collective names.
         """
         key = (_VERSION, self.settings, group_sizes())
         if self.previous is None:
@@ -100,7 +100,7 @@ class _Pass(CustomGraphPass):
 
 
 class _Enabled:
-    """What :func:`enable` returns: a context at whose end the slot is as it was before."""
+    """The result of :func:`enable`: a context at whose end the slot is as it was before."""
 
     def __init__(self, before: Any) -> None:
         self._before = before

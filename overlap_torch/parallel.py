@@ -69,7 +69,7 @@ make_ops_known()
 class OverlapColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` whose input is gathered, and its gradient reduced, beside the GEMM.
 
-    What a ``torch.nn.Linear`` does with its input, forward and backward:
+    A ``torch.nn.Linear`` handles its input, forward and backward, as follows:
 
     - a tensor with ``input_layouts=Replicate()``, the default: nothing; the gradient is all-reduced behind its GEMM;
     - ``Shard(d)`` of a dim other than the last, tensor or DTensor: gathered while the GEMM computes on what has arrived;
@@ -107,7 +107,7 @@ class OverlapColwiseParallel(ColwiseParallel):
 class OverlapRowwiseParallel(RowwiseParallel):
     """``RowwiseParallel`` whose output is reduced beside the GEMM.
 
-    What a ``torch.nn.Linear`` does with its output, by ``output_layouts``:
+    A ``torch.nn.Linear`` handles its output, by ``output_layouts``, as follows:
 
     - ``Replicate()``, the default: all-reduced behind the GEMM; backward does not communicate;
     - ``Shard(d)`` of a dim other than the last: reduce-scattered behind the GEMM; the gradient is gathered while
@@ -138,7 +138,7 @@ class OverlapRowwiseParallel(RowwiseParallel):
 
 
 def is_plain_linear(module: torch.nn.Module) -> bool:
-    """Whether its forward can be replaced; warns, once for each class, of Linear layers for which that is not so."""
+    """True if its forward can be replaced; warns, once for each class, of Linear layers for which that is not so."""
     # A subclass has a forward of its own, a parametrized layer has other parameters.
     plain = type(module) is torch.nn.Linear or fp8_recipe(module) is not None
     if plain and set(module._parameters) == {"weight", "bias"}:
@@ -149,7 +149,9 @@ def is_plain_linear(module: torch.nn.Module) -> bool:
 
 
 def fp8_recipe(module: torch.nn.Module) -> Recipe | None:
-    """What a torchao ``Float8Linear`` computes in fp8; None for another module, and for what the ops do not take."""
+    """The fp8 recipe of a torchao ``Float8Linear``; None for another module, and for recipes that
+    the ops do not take.
+    """
     kind = type(module)
     if (kind.__module__, kind.__name__) != ("torchao.float8.float8_linear", "Float8Linear"):
         return None
@@ -230,7 +232,7 @@ class _OverlapLinear(torch.nn.Linear):
         return local_parts(weight, bias)
 
     def _output(self, local: torch.Tensor, placement: Placement, size: int) -> torch.Tensor:
-        """What the layer returns: `local` is this rank's part of an output whose sharded dim has `size` elements."""
+        """The layer's output: `local` is this rank's part of an output whose sharded dim has `size` elements."""
         dim = sharded_dim(placement, local.dim())
         if dim is None:
             as_wanted = self.output_layout.is_replicate()
@@ -272,7 +274,7 @@ class _OverlapLinear(torch.nn.Linear):
 
 
 class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
-    """What :class:`OverlapColwiseParallel` makes of a ``torch.nn.Linear``."""
+    """The layer that :class:`OverlapColwiseParallel` makes of a ``torch.nn.Linear``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""
@@ -332,7 +334,7 @@ class OverlapColwiseLinear(_OverlapLinear, GatheredReader):
 
 
 class OverlapRowwiseLinear(_OverlapLinear):
-    """What :class:`OverlapRowwiseParallel` makes of a ``torch.nn.Linear``."""
+    """The layer that :class:`OverlapRowwiseParallel` makes of a ``torch.nn.Linear``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As the style says."""

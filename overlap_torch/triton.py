@@ -1,4 +1,5 @@
-"""What a Triton kernel says to, and hears of, the communication of its tiles; see :func:`overlap_torch.produce`.
+"""The functions by which a Triton kernel signals and awaits the communication of its tiles; see
+:func:`overlap_torch.produce`.
 
     import overlap_torch.triton as ot
 

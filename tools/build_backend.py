@@ -47,7 +47,7 @@ def show_installed() -> None:
 
 
 def missing_requirements() -> list[str]:
-    """What a build with CUDA needs and is not here: CUTLASS's headers."""
+    """The missing requirements of a build with CUDA: CUTLASS's headers."""
     show_installed()
     try:
         cutlass = toolchain.needs_cutlass(toolchain.import_torch())

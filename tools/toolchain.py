@@ -1,4 +1,4 @@
-"""What a build is made with: compilers, targets, CUTLASS, and torch's own NCCL and CUDA runtime.
+"""The tools of a build: compilers, targets, CUTLASS, and torch's own NCCL and CUDA runtime.
 
 Only looks; compiles and downloads nothing. setup.py builds with what is found here.
 """
@@ -39,7 +39,7 @@ CUTLASS_INSTALL = f"pip install --no-deps {CUTLASS_REQUIREMENT}"
 
 
 class BuildError(BaseError):
-    """What was given cannot be built; the message names the remedy."""
+    """An input that cannot be built; the message names the remedy."""
 
 
 class NoCudaError(Exception):
@@ -88,7 +88,7 @@ def parse_archs(text: str) -> tuple[str, ...]:
 
 
 def select_archs(requested: str, capabilities: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """What to compile for: what was asked; else for the GPUs at hand; without any, for all.
+    """The architectures to compile for: those asked for; else those of the GPUs at hand; without any, all.
 
     `capabilities` are the visible GPUs' compute capabilities. Hopper takes sm_90a; every other GPU
     from sm_80 on runs sm_80's code or PTX; older ones run no kernel of this library and count as
@@ -164,7 +164,7 @@ def find_cutlass() -> Path:
 
 
 def needs_cutlass(torch: ModuleType) -> bool:
-    """Whether a build compiles CUDA kernels and CUTLASS's headers are not here."""
+    """True if a build compiles CUDA kernels and CUTLASS's headers are not here."""
     release = (find_nvcc() or (None, None))[1]
     if os.environ.get("OVERLAP_CUDA") == "0" or nvcc_mismatch(torch.version.cuda, release):
         return False
@@ -172,7 +172,7 @@ def needs_cutlass(torch: ModuleType) -> bool:
 
 
 def torch_pin(torch: ModuleType) -> str:
-    """What a build requires where it runs: the release of torch whose C++ it was compiled with."""
+    """A build's requirement where it runs: the release of torch whose C++ it was compiled with."""
     major, minor = torch.__version__.split(".")[:2]
     return f"torch=={major}.{minor}.*"
 

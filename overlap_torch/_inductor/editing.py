@@ -78,7 +78,7 @@ def value(node: Node) -> torch.Tensor:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether it is a node whose result is a tensor."""
+    """True if it is a node whose result is a tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -112,7 +112,7 @@ def stand_for(output: Node, collective: Node) -> None:
 
 
 def is_fused(node: Node) -> bool:
-    """Whether the node takes the place of a collective's result."""
+    """True if the node takes the place of a collective's result."""
     return _STANDS_FOR in node.meta
 
 
@@ -141,7 +141,7 @@ def cast_dtype(node: Node) -> torch.dtype | None:
 
 
 def is_recast(node: Node) -> bool:
-    """Whether it only casts, copies, or reads each element as one of another dtype of the same size."""
+    """True if it only casts, copies, or reads each element as one of another dtype of the same size."""
     if not node.args or not is_tensor(node.args[0]):
         return False
     if node.target is aten.view.dtype:
@@ -150,7 +150,7 @@ def is_recast(node: Node) -> bool:
 
 
 def only_moves(node: Node) -> bool:
-    """Whether its result has no numbers but its inputs', in another order, dtype or number."""
+    """True if its result has no numbers but its inputs', in another order, dtype or number."""
     if node.target is operator.getitem or node.target in _CASTS or node.target in _SAME:
         return True
     if node.target in (aten.cat.default, aten.stack.default):
@@ -159,21 +159,21 @@ def only_moves(node: Node) -> bool:
 
 
 def is_identity(node: Node) -> bool:
-    """Whether it has the elements of its first argument in their places, maybe in other memory."""
+    """True if it has the elements of its first argument in their places, maybe in other memory."""
     if node.target not in _SAME or not is_tensor(node.args[0]):
         return False
     return same_shape(value(node), value(node.args[0]))
 
 
 def same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the shapes are equal for any value of the symbols."""
+    """True if the shapes are equal for any value of the symbols."""
     return one.dim() == other.dim() and all(
         as_expr(a) == as_expr(b) for a, b in zip(one.shape, other.shape, strict=True)
     )
 
 
 def is_view(node: Node) -> bool:
-    """Whether it cuts and merges dims and does nothing else."""
+    """True if it cuts and merges dims and does nothing else."""
     return node.target in _VIEWS
 
 
@@ -206,7 +206,7 @@ class Recat:
 
 
 def recat_of(cat: Node) -> Recat | None:
-    """What a ``cat`` is a part of, if it is that."""
+    """The rearrangement that a ``cat`` is a part of, if there is one."""
     if cat.target is not aten.cat.default or not isinstance(cat.args[0], list | tuple):
         return None
     chains = [_recasts_before(part, cat) for part in cat.args[0]]
@@ -245,7 +245,7 @@ def _recasts_before(node: Any, reader: Node) -> list[Node] | None:
 
 
 def _call_of(node: Node) -> tuple[Any, ...]:
-    """What the node does, to whatever tensor."""
+    """The node's call, apart from its tensor."""
     return (node.target, node.args[1:], node.kwargs)
 
 

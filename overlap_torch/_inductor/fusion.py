@@ -29,7 +29,7 @@ from overlap_torch._ops.group import world_size
 
 @dataclass(frozen=True)
 class Settings:
-    """What :func:`overlap_torch.inductor.enable` was given. ``groups``: names, or None for all."""
+    """The settings of :func:`overlap_torch.inductor.enable`. ``groups``: names, or None for all."""
 
     strict: bool = False
     groups: tuple[str, ...] | None = None
@@ -38,7 +38,7 @@ class Settings:
 def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
     """Puts the ops into a graph, in place; a row for each of its collectives, in the graph's order.
 
-    What it does follows from the graph and the settings alone, so that all ranks do the same.
+    Its result follows only from the graph and the settings, so that all ranks do the same.
     """
     collectives = [node for node in graph.nodes if collective_name(node) is not None]
     if not collectives:

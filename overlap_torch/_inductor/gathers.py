@@ -51,7 +51,7 @@ _ops = torch.ops.overlap
 
 @dataclass(frozen=True)
 class _Gather:
-    """What is gathered, how this rank's part of it lies, and the factor that gathering adds to dim 0."""
+    """The gathered tensor, the layout of this rank's part of it, and the factor that gathering adds to dim 0."""
 
     node: Node
     shard: Node
@@ -72,7 +72,9 @@ class _ScaleGather:
 
 @dataclass(frozen=True)
 class FusedGather:
-    """What became of all-gathers of one shard: how many GEMMs the op has, and the gathers of scales that it does as well."""
+    """The outcome for all-gathers of one shard: how many GEMMs the op has, and the gathers of
+    scales that it does as well.
+    """
 
     gemms: int
     scale_gathers: Sequence[Node]
@@ -130,7 +132,7 @@ def fuse_gather(gathers: Sequence[Node], group: str, world_size: int) -> FusedGa
 
 
 def _kind(reader: Reader, scales: dict[Gemm, _ScaleGather]) -> tuple[object, ...]:
-    """What GEMMs of one op have in common."""
+    """The properties that GEMMs of one op have in common."""
     at, gemm = reader.at, reader.gemm
     kind = (at.cast, at.bits, leaves(reader.inner))
     if gemm.scales is None:
@@ -151,7 +153,7 @@ def _unfollowed(walk: Walk, shard: Node) -> Iterator[NotFused]:
 
 
 def _has_gemm(collective: Node) -> bool:
-    """Whether a GEMM reads what this collective makes, or what others make of that."""
+    """True if a GEMM reads the result of this collective, or anything made of it."""
     if not is_tensor(collective):
         return False  # several that are called together
     walk = walk_from([collective], layout_of(value(collective).shape))
@@ -175,7 +177,7 @@ def _is_ready(
     depend: set[Node],
     scales: dict[Gemm, _ScaleGather],
 ) -> bool:
-    """Whether the op can have the GEMM; if not, why is noted. Notes the gather of its scales, too."""
+    """True if the op can have the GEMM; if not, notes the reason. Notes the gather of its scales, too."""
     gemm = reader.gemm
     other = gemm.right if reader.side == "left" else gemm.left
     try:
@@ -264,7 +266,7 @@ def _gather_behind(node: Node) -> Node | None:
 
 
 def _is_given(node: Node) -> bool:
-    """Whether it is an input of the graph, rearranged or cast at most."""
+    """True if it is an input of the graph, rearranged or cast at most."""
     while node.op == "call_function" and node.args:
         if node.target is aten.cat.default:
             return all(_is_given(part) for part in node.args[0])
@@ -392,7 +394,7 @@ def _rest(
     index: int,
     layout: Layout,
 ) -> dict[Node, Node]:
-    """What is read of these rearrangements by others than ``unread``, made of one of the op's results, which has this layout."""
+    """The rearrangements that others than ``unread`` read, made of one of the op's results, which has this layout."""
     rest: dict[Node, Node] = {}
     gathered: dict[torch.dtype, Node] = {}
     for node, reached in inside.items():
@@ -410,7 +412,7 @@ def _rest(
 
 
 def _dead(readers: Sequence[Reader], fused: set[Node]) -> set[Node]:
-    """What nobody reads once the GEMMs are fused, of what leads to them."""
+    """The nodes, of those that lead to the GEMMs, that nobody reads once these are fused."""
     dead: set[Node] = set()
     for reader in readers:
         for node in reversed(reader.replayed):

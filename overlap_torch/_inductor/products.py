@@ -40,8 +40,9 @@ _OTHER_PRODUCTS = {
 
 @dataclass(frozen=True)
 class Scales:
-    """What a GEMM's fp8 operands are multiplied by: both by one number, or each row of the left by its own, and each column of
-    the right."""
+    """The scales of a GEMM's fp8 operands: one number for both, or one for each row of the left and
+    each column of the right.
+    """
 
     left: Node  # one number, or one for each of M
     right: Node  # one number, or one for each of N
@@ -65,7 +66,7 @@ class Gemm:
 
 
 def gemm_of(node: Node) -> Gemm | None:
-    """What the node computes, if that is a GEMM as the ops have it."""
+    """The GEMM that the node computes, if it is a GEMM as the ops have it."""
     if node.target is aten.mm.default:
         return Gemm(node, *node.args, None)
     if node.target is aten.addmm.default:
@@ -163,7 +164,7 @@ def call(
 
 
 def scaled_keywords(gemm: Gemm) -> dict[str, Any]:
-    """What a scaled op has to know besides the operands."""
+    """The keywords of a scaled op besides the operands."""
     return {
         "recipe_input": gemm.scales.recipe.value,
         "recipe_weight": gemm.scales.recipe.value,
@@ -250,6 +251,6 @@ def _named_recipe(
 
 
 def _holds(scale: Node, size: Any) -> bool:
-    """Whether it is a vector of this size: but for dims of size 1, it has one dim."""
+    """True if it is a vector of this size: but for dims of size 1, it has one dim."""
     shape = [as_expr(size) for size in value(scale).shape]
     return len(shape) <= 2 and math.prod(shape) == size

@@ -62,7 +62,7 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Sum:
-    """What is reduced: a sum of products of one shape, and the nodes that make it of them."""
+    """A sum of products of one shape that is reduced, and the nodes that make it of them."""
 
     products: list[_Product]
     inner: list[Node]
@@ -70,7 +70,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class Fused:
-    """What became of a collective."""
+    """The outcome for a collective."""
 
     op: str
     gemms: int
@@ -224,7 +224,7 @@ def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:
 
 
 def _has_gemm(result: Node) -> bool:
-    """Whether what a collective has reduced or moved, whose result this is, is made of a GEMM's product."""
+    """True if a collective has reduced or moved a GEMM's product; the node is its result."""
     if is_fused(result):
         return True
     collective = result.args[0]
@@ -332,7 +332,7 @@ def _side_by_side(editor: Editor, products: Sequence[_Product]) -> tuple[Operand
 
 
 def _part_operands(editor: Editor, product: _Product) -> tuple[Operand, Operand]:
-    """Of the part of the product that is reduced."""
+    """The operands of the part of the product that is reduced."""
     gemm = product.gemm
     operands = [operand_of(editor, gemm, side) for side in ("left", "right")]
     for part in reversed(product.cuts):
@@ -360,7 +360,7 @@ def _rearranged(editor: Editor, gemm: Gemm, operand: Operand, rows: Atoms, order
 def _whole_bias(
     editor: Editor, reduction: _Reduction, products: Sequence[_Product]
 ) -> tuple[Node, str]:
-    """What the collective makes of the biases that each rank adds before it."""
+    """The collective's result on the biases that each rank adds before it."""
     partial = [product.gemm.bias for product in products if product.gemm.bias is not None]
     replicated = [_replicated_part(bias, reduction.world_size) for bias in partial]
     known = reduction.kind == "sum" and None not in replicated
@@ -377,7 +377,7 @@ def _whole_bias(
 def _replicated_part(bias: Node, world_size: int) -> Node | None:
     """``b`` where the bias is ``b / world_size`` and ``b`` a DTensor's: its sum over the ranks is ``b``.
 
-    That is how DTensor adds a replicated bias to partial products.
+    DTensor adds a replicated bias to partial products in this way.
     """
     if bias.target is not aten.div.Tensor or bias.args[1] != world_size:
         return None

@@ -1,4 +1,4 @@
-"""What the pass did to every graph, kept where compiled graphs are cached."""
+"""The pass's record of every graph, kept where compiled graphs are cached."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class FusionRow(TypedDict):
 
 
 class FusionReport(list[FusionRow]):
-    """What :func:`overlap_torch.inductor.report` returns: a list of dicts, :class:`FusionRow`; ``str()`` of it is a table."""
+    """The result of :func:`overlap_torch.inductor.report`: a list of dicts, :class:`FusionRow`;
+    ``str()`` of it is a table.
+    """
 
     def __str__(self) -> str:
         if not self:

@@ -62,7 +62,7 @@ class Walk:
     others: list[Node] = field(default_factory=list)  # who else reads it
 
     def plain(self, cast: torch.dtype | None = None) -> dict[Node, Reached]:
-        """What is not cast, or to this dtype."""
+        """The nodes that are not cast, or cast to this dtype."""
         return {node: at for node, at in self.reached.items() if at.cast in (None, cast)}
 
     def nodes(self, inside: Iterable[Node]) -> set[Node]:
@@ -91,7 +91,7 @@ def walk_from(collectives: Sequence[Node], layout: Layout) -> Walk:
 
 
 def _step(at: Reached, user: Node) -> tuple[Reached | None, Sequence[Node]]:
-    """What a user makes of it, if that is a rearrangement; and the nodes on the way there."""
+    """The place reached through a user, if that is a rearrangement; and the nodes on the way there."""
     if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
         recat = _recat_behind(user)
         layout = None if recat is None else after_recat(recat, at.layout)
@@ -110,7 +110,7 @@ def _step(at: Reached, user: Node) -> tuple[Reached | None, Sequence[Node]]:
 
 
 def _recast(at: Reached, node: Node) -> Reached | None:
-    """What a cast, a copy or a view of another dtype makes of it; None where the op cannot gather that."""
+    """The place reached through a cast, a copy or a view of another dtype; None where the op cannot gather that."""
     dtype = value(node).dtype
     if dtype == value(node.args[0]).dtype:
         return replace(at, node=node)
@@ -186,7 +186,7 @@ def _read(walk: Walk, at: Reached, node: Node, user: Node, replayed: tuple[Node,
 
 
 def _keeps_last_dim(node: Node, user: Node, started: bool) -> bool:
-    """Whether it takes a part of the rows, or rearranges them behind such a node, and leaves the last dim as it is."""
+    """True if it takes a part of the rows, or rearranges them after such a node, and leaves the last dim as it is."""
     if not user.args or user.args[0] is not node or value(node).dim() < 2:
         return False
     count = value(node).dim()

@@ -31,7 +31,9 @@ _COMPILED = "a kernel between overlap_torch.produce or consume and its result is
 
 
 def _outside_graphs(function: _Function) -> _Function:
-    """What torch.compile does not trace, and says why. Its compiler takes a second to load: not before it is there."""
+    """A function that torch.compile does not trace, and says why. Its compiler takes a second to
+    load: not before it is there.
+    """
 
     @functools.cache
     def disabled() -> _Function:
@@ -455,7 +457,7 @@ def consume(
 
 @dataclass(frozen=True)
 class _Request:
-    """What a caller asked for, of which the tables are made once."""
+    """A caller's request, for which the tables are made once."""
 
     what: str
     problem: Problem
@@ -533,7 +535,7 @@ def _current_device() -> int:
 
 
 def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:
-    """What the plan leaves free, if it says so, goes before what was asked for."""
+    """The resources of the plan, if it names any, go before those that were asked for."""
     resources = _resources.current() if resources is None else resources
     if plan is None or not plan.resources.comm_sms:
         return resources

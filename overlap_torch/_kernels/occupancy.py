@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# Of every GPU since compute capability 8.0: what the hardware keeps for each block, and the pieces in which it gives out
-# shared memory. A block may have all of an SM's but that.
+# Every GPU since compute capability 8.0 has these: the bytes that the hardware keeps for each
+# block, and the pieces in which it gives out shared memory. A block may have the rest of an SM's.
 _RESERVED_BYTES = 1 << 10
 _GRANULE_BYTES = 128
 MOST_CTAS = 32  # that an SM holds
-# Of a block of the mma.sync kernel; csrc/kernels/gemm/gemm_sm80.h has it, too.
+# A block of the mma.sync kernel takes this much; csrc/kernels/gemm/gemm_sm80.h has it, too.
 MMA_SYNC_BYTES = 64 << 10
 
 

@@ -20,8 +20,9 @@ def make_plan(
     comm_sms: int,
     on_cpu: bool,
 ) -> Plan:
-    """Row panels. Of a kernel whose time is known the planner says how many and how they travel; else they are of about equal
-    height. Of an all-to-all one chunk, as its rows differ by rank."""
+    """Row panels. If the kernel's time is known, the planner says how many and how they travel;
+    else they are of about equal height. An all-to-all has one chunk, as its rows differ by rank.
+    """
     from overlap_torch import plan
 
     to_all = problem.op == Op.GEMM_ALLTOALL

@@ -1,4 +1,4 @@
-"""What a kernel that is not this package's leaves to communication."""
+"""The resources that a kernel that is not this package's leaves to communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRIORITIES = ("high", "low")
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What the kernel leaves, how, and what communication's streams are; see :func:`resources`."""
+    """The resources that the kernel leaves, how it does, and the streams of communication; see :func:`resources`."""
 
     comm_sms: int = 0
     by: str = "grid"
@@ -63,7 +63,7 @@ _current = _Current()
 
 
 def current() -> KernelResources:
-    """Those of the innermost ``with resources(...)`` of this thread."""
+    """The resources of the innermost ``with resources(...)`` of this thread."""
     return _current.resources
 
 
@@ -71,7 +71,7 @@ def current() -> KernelResources:
 def resources(
     comm_sms: int = 0, by: str = "grid", *, ctas_per_sm: int = 0, priority: str = "high"
 ) -> Iterator[KernelResources]:
-    """What the kernels of jobs that begin in this block leave to communication::
+    """Sets what the kernels of jobs that begin in this block leave to communication::
 
         with overlap_torch.resources(16, by="green_context"):
             with overlap_torch.consume("all_gather", x, tile=(128, 128), columns=n) as job:

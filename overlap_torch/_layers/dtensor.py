@@ -52,7 +52,8 @@ def local_parts(
     if not torch.is_grad_enabled():
         return weight._local_tensor, None if bias is None else bias._local_tensor
     if torch._C._are_functorch_transforms_active():
-        # What they differentiate is wrapped, and is no DTensor: these are constants to them.
+        # torch.func wraps the tensors that it differentiates, and these are no DTensors: DTensors
+        # are constants to it.
         with temporarily_clear_interpreter_stack():
             return _apply_parts(weight, bias)
     return _apply_parts(weight, bias)
@@ -123,7 +124,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _traced_part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """What the compiler can follow: it does not let DTensors be made as `_Whole` makes them."""
+    """The part as the compiler can follow it: it does not let DTensors be made as `_Whole` makes them."""
     if not isinstance(tensor, DTensor):
         return tensor
     dim = sharded_dim(tensor.placements[0], tensor.dim())
@@ -165,7 +166,9 @@ _PLAIN = {
 
 
 def is_foreign(weight: torch.Tensor | None) -> bool:
-    """Whether it is a tensor of a class of its own, such as a quantized one, or the DTensor of such tensors: no op takes it."""
+    """True for a tensor of a class of its own, such as a quantized one, or the DTensor of such
+    tensors: no op takes it.
+    """
     kind = type(weight)
     if kind is DTensor:
         return not torch.compiler.is_compiling() and type(weight._local_tensor) not in _PLAIN

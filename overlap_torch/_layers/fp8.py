@@ -4,8 +4,8 @@ Forward and the input's gradient are the ops with scaled operands, the weights' 
 a scale is the type's largest number by the largest that is cast, of a whole tensor or of each row that a GEMM sums over.
 
 One number for a whole tensor is this rank's own, but for what an all-gather brings: there it is the largest of all
-ranks', so that the gathered tensor has one scale, with which the weight's gradient can be computed as well. That takes an
-all-reduce of one number in front of the gather. Scales of rows travel with their rows.
+ranks', so that the gathered tensor has one scale, with which the weight's gradient can be computed as well. This takes an
+all-reduce of one number before the gather. Scales of rows travel with their rows.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def recipe_of(fp8: str | None) -> Recipe | None:
 
 
 def recipe_of_config(config: Any) -> Recipe | None:
-    """That of a torchao ``Float8LinearConfig``; None where output or input's gradient are not computed in fp8."""
+    """The recipe of a torchao ``Float8LinearConfig``; None where output or input's gradient are not computed in fp8."""
 
     def cast(name: str) -> Cast | None:
         given = getattr(config, f"cast_config_{name}")
@@ -231,7 +231,7 @@ def _gathered(
 
 
 class _Place(NamedTuple):
-    """Which map, and where."""
+    """The layer's map, and its place."""
 
     columns: bool  # N is cut, else K
     sequence: bool  # tokens are cut

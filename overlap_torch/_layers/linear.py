@@ -267,7 +267,7 @@ class _ColumnProduct:
 
 
 def _may_need_gradient(input: torch.Tensor) -> bool:
-    # Of torch.func's levels only the innermost says here whether the input needs a gradient.
+    # Only the innermost of torch.func's levels says here if the input needs a gradient.
     return input.requires_grad or transforms_are_active()
 
 

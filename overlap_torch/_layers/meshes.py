@@ -64,7 +64,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
 
 
 def same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether the meshes are equal, or of one dimension with the same ranks in the same order."""
+    """True if the meshes are equal, or of one dimension with the same ranks in the same order."""
     return mesh is other or mesh == other or _same_line(mesh, other)
 
 
@@ -131,7 +131,7 @@ def _users_mesh(group: dist.ProcessGroup, ranks: list[int], device_type: str) ->
 
 
 def is_living(mesh: DeviceMesh) -> bool:
-    """Whether this process is where the mesh says, and the groups of its dimensions are there, by their names."""
+    """True if this process is where the mesh says, and the groups of its dimensions are there, by their names."""
     try:
         ranks = mesh.mesh
         (place,) = (ranks == dist.get_rank()).nonzero().tolist()

@@ -154,7 +154,7 @@ def _of_gradient(placements: Placements) -> Placements:
 
 
 def _is_uneven(tensor: DTensor) -> bool:
-    """Whether parts differ in size."""
+    """True if parts differ in size."""
     (placement,) = tensor.placements
     dim = sharded_dim(placement, tensor.dim())
     return dim is not None and tensor.shape[dim] % tensor.device_mesh.size() != 0

@@ -29,7 +29,7 @@ class _Ahead(NamedTuple):
 
 
 def _modes(input: torch.Tensor) -> tuple[object, ...]:
-    """What an output depends on beside its operands."""
+    """The modes that an output depends on beside its operands."""
     device_type = input.device.type
     autocast = torch.is_autocast_enabled(device_type)
     return (
@@ -96,8 +96,8 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
     An input whose layout is ``Shard(d)`` of a dim other than the last, and is to be ``Replicate()``, is gathered once, and
     the outputs of all its readers are computed while it arrives, before the module's own forward. Each reader takes its
     output when the module calls it with that input. Backward computes the input's gradient for all readers in one GEMM,
-    and reduce-scatters it once, beside that GEMM. What else the module does with the input is done with the gathered
-    tensor, as behind ``PrepareModuleInput``; gradients that arrive from there are added before the one reduce-scatter.
+    and reduce-scatters it once, beside that GEMM. The module's other uses of the input see the gathered
+    tensor, as after ``PrepareModuleInput``; gradients that arrive from there are added before the one reduce-scatter.
     All other inputs are prepared as ``PrepareModuleInput`` does.
 
     A reader that the module calls with another tensor, with the input after it was changed in place, once more, or under
@@ -227,7 +227,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
 
 
 def _in_inference_mode() -> bool:
-    """Whether tensors have no versions, which tell whether the module changes them. A plain one can be made with it."""
+    """True if tensors have no versions, which tell if the module changes them. A plain one can be made with it."""
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 

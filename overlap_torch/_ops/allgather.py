@@ -92,8 +92,8 @@ class _Call:
 class _AllGatherGemm(SingleLevelFunction):
     """Both overloads, between the autograd keys and those below.
 
-    The shard is saved and gathered again in backward, so that the whole need not be kept. Whether backward communicates
-    depends on requires_grad and on which outputs were used, which all ranks share.
+    The shard is saved and gathered again in backward, so that the whole need not be kept. Backward communicates
+    or not depending on requires_grad and on which outputs were used, which all ranks share.
     """
 
     # Compiled autograd asks for it; only torch.autograd.Function has one.
@@ -141,7 +141,7 @@ class _AllGatherGemm(SingleLevelFunction):
 
 
 class _Wanted:
-    """Of which weights and biases gradients are wanted and can be had, in which group, cut in which dim."""
+    """The weights and biases whose gradients are wanted and can be had, their group, and the dim that is cut."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ def _gradients(
     grads: Sequence[Gradient],
     weights: Sequence[Gradient],
 ) -> tuple[Gradient, Sequence[Gradient], Sequence[Gradient]]:
-    """Of the input, of each weight and of each bias; recorded where they may be differentiated."""
+    """The gradients of the input, of each weight and of each bias; recorded where they may be differentiated."""
     count = len(grads)
     grad_input, *others = _AllGatherGemmGradients.apply_in_backward(
         wanted, gathered_grad, shard, *grads, *weights
@@ -461,7 +461,7 @@ def allgather_gemm(
         torch.nn.functional.linear(gathered, weight, bias), gathered
 
     Every rank of the group calls it with the same shapes and dtype, in the same order of calls; strides may differ.
-    What the fast path cannot take runs the composition.
+    The composition runs what the fast path cannot take.
 
     Args:
         input: [D0, ..., K], this rank's rows.
@@ -478,9 +478,10 @@ def allgather_gemm(
     Returns:
         ``(output, g)``: fresh, contiguous tensors [world size * D0, ..., N] and [world size * D0, ..., K], or with ``dim``
         so much longer, of the operands' dtype; for a sequence of weights ``output`` is a list. Dtypes, accumulation and autocast are as in
-        :func:`overlap_torch.gemm_allreduce`. Of scaled operands ``(output, g, scales)``: ``output`` of ``output_dtype``,
-        ``g`` of the input's, and the gathered scales of ``g``: ``scale_input`` with dim 0 world size times as long, or, of
-        TensorWise scales, [world size], one for each part of the rows, and [1] where they are shared.
+        :func:`overlap_torch.gemm_allreduce`. Scaled operands return ``(output, g, scales)``:
+        ``output`` of ``output_dtype``, ``g`` of the input's, and the gathered scales of ``g``:
+        ``scale_input`` with dim 0 world size times as long, or, for TensorWise scales, [world
+        size], one for each part of the rows, and [1] if they are shared.
 
     Gradients are in reverse mode, of any order. Backward keeps ``input`` and gathers it again, beside the
     :func:`overlap_torch.gemm_reducescatter` that makes its gradient; every rank has to run it. A gradient that reaches

@@ -103,8 +103,8 @@ def gemm_allreduce(
         torch.distributed.all_reduce(output, group=group)
         output if bias is None else output + bias
 
-    Every rank of the group calls it with the same M, N, K, dtype and order of calls; strides may differ. What the fast
-    path cannot take runs the composition.
+    Every rank of the group calls it with the same M, N, K, dtype and order of calls; strides may
+    differ. The composition runs what the fast path cannot take.
 
     Args:
         input: [..., K], this rank's part of the features; M is the product of the leading dims, which may be none.

@@ -136,7 +136,7 @@ def gemm_alltoall(
 
     Every rank of the group calls it with the same N, K, dims between the first and the last and dtype, in the same order
     of calls; a rank that has nothing to send or to receive takes part too. Weights, biases and numbers of rows may
-    differ by rank. What the fast path cannot take runs the composition.
+    differ by rank. The composition runs what the fast path cannot take.
 
     Args:
         input: [D0, ..., K], this rank's rows, in order of the ranks they are for.

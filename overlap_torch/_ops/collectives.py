@@ -83,6 +83,6 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for_gather(begun: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
-    """What :func:`start_all_gather` has begun of ``ranks`` shards, put together along ``dim``."""
+    """The shards of ``ranks`` ranks that :func:`start_all_gather` has begun to gather, put together along ``dim``."""
     gathered = wait(begun)
     return gathered if dim == 0 else torch.cat(gathered.chunk(ranks), dim)

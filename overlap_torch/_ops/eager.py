@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-# What comes behind each call that is not traced, with its op, group and arguments: see overlap_torch._tune.tune.
+# Follows each call that is not traced, with its op, group and arguments: see overlap_torch._tune.
 behind_calls: Callable[..., None] | None = None
 
 

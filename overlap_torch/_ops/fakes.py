@@ -1,4 +1,4 @@
-"""What the ops' fake kernels check: the same as the real ones, on shapes that may be symbolic."""
+"""The checks of the ops' fake kernels: the same as the real ones, on shapes that may be symbolic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_operands(
 def check_shapes(
     op: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Of operands of whatever dtypes, which must be on one device."""
+    """Checks operands of any dtypes, which must be on one device."""
     torch._check_value(
         input.dim() >= 1 and weight.dim() == 2,
         lambda: (

@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for the ops: this rank's GEMM, as for ``torch.mm``."""
+"""The counts of torch.utils.flop_counter.FlopCounterMode for the ops: this rank's GEMM, as for ``torch.mm``."""
 
 from __future__ import annotations
 

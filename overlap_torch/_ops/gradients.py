@@ -1,4 +1,4 @@
-"""What the ops' gradients have in common: reverse mode, of any order.
+"""The ops' gradients have this in common: reverse mode, of any order.
 
 An op is linear in its input and in its weight. So its gradients are products of the same kind, and the gradients' gradients
 are the op and its gradients again. In the words of one op, ``y = op(x, w, b)`` and ``gx, gw, gb = gradients(gy, x, w)``:
@@ -10,7 +10,8 @@ where ``vx, vw, vb`` is what reaches ``gx, gw, gb``,
 A tensor is either this rank's own or replicated. A replicated one counts once in what is differentiated, and every rank has
 the whole of its gradient. Therefore an op that sums over the ranks has gradients that need not, and the other way round.
 Autograd cannot know it from what the gradients call, so they are Functions of their own, which follow the lines above.
-Whether they communicate depends on requires_grad and on which outputs were used, which all ranks share.
+They communicate or not depending on requires_grad and on which outputs were used, which all ranks
+share.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from overlap_torch._torch_versions import (
     unwrap_dead_wrappers,
 )
 
-# Whether the call is within one of torch.func's transforms.
+# True if the call is within one of torch.func's transforms.
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 Gradient = torch.Tensor | None
@@ -203,7 +204,7 @@ def run_product(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the autograd kernel of an op of one output does."""
+    """The autograd kernel of an op of one output."""
     run = partial(below_autograd, product.redispatch, keyset)
     if needs_recording(product.name, input, weight, bias):
         output = record(_RecordedProduct, product, run, input, weight, bias)
@@ -224,7 +225,7 @@ autograd_kernels = torch.library.Library("overlap", "IMPL")
 
 
 def needs_recording(op: str, *operands: torch.Tensor | None) -> bool:
-    """Whether a kernel has to record the call; raises NotImplementedError where an operand has a tangent."""
+    """True if a kernel has to record the call; raises NotImplementedError where an operand has a tangent."""
     dtensor.make_ops_known()
     _refuse_tangents(op, operands)
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
@@ -240,7 +241,7 @@ def _refuse_tangents(op: str, operands: Iterable[torch.Tensor | None]) -> None:
 
 
 def recorded(outputs: Any, keeps_gradients: bool = False) -> Any:
-    """What a Function of operands and weights has returned, a tensor or a tuple, by nodes that C++ owns.
+    """The result of a Function of operands and weights, a tensor or a tuple, by nodes that C++ owns.
 
     Backward may then want the gradients of the operands first and those of the weights later, as zero-bubble schedules of
     pipelines do, and ``needs_input_grad`` says which. With ``keeps_gradients``, or several outputs, the later one gets the
@@ -253,7 +254,9 @@ def recorded(outputs: Any, keeps_gradients: bool = False) -> Any:
 
 
 def kept(place: Any, grad: torch.Tensor) -> Any:
-    """What an earlier backward has left in ``place.kept`` with the same gradient; None if there is nothing."""
+    """The result that an earlier backward has left in ``place.kept`` with the same gradient; None
+    if there is nothing.
+    """
     pair, place.kept = place.kept, None
     return pair[1] if pair is not None and pair[0] is grad else None
 

@@ -131,7 +131,7 @@ def gemm_reducescatter(
         output if bias is None else output + bias
 
     Every rank of the group calls it with the same shapes and dtype, in the same order of calls; strides may differ.
-    What the fast path cannot take runs the composition.
+    The composition runs what the fast path cannot take.
 
     Args:
         input: [D0, ..., K], this rank's part of the features of all rows; its size in ``dim``, D0 if that is 0, must be

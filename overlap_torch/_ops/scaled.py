@@ -26,7 +26,7 @@ RECIPES = {
 
 
 def scale_shapes(recipe: str, rows: int, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the input's scales, by a name of RECIPES, and of the weight's."""
+    """The shapes of the input's scales, by a name of RECIPES, and of the weight's."""
     return {
         "tensor": ((1,), (1,)),
         "row": ((rows, 1), (n, 1)),
@@ -39,7 +39,7 @@ def _blocks(size: int) -> int:
 
 
 def no_scales(op: str, dim: int, *given: object) -> bool:
-    """Whether neither scales nor recipes are given; operands that have them are cut in dim 0."""
+    """True if neither scales nor recipes are given; operands that have them are cut in dim 0."""
     absent = all(one is None for one in given)
     if not absent and dim != 0:
         raise ValueError(
@@ -174,7 +174,7 @@ def _check(
     recipe_weight: int | None,
     output_dtype: torch.dtype,
 ) -> str:
-    """What the real kernels check; the recipe."""
+    """Makes the real kernels' checks; returns the recipe."""
     torch._check_value(
         len(weights) > 0 and len(scale_weights) == len(weights),
         lambda: (

@@ -41,7 +41,9 @@ _calls: Counter[tuple[str, str, str]] = Counter()
 
 
 class SymmMemReplacement:
-    """What :func:`overlap_torch.replace_symm_mem` returns: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+    """The result of :func:`overlap_torch.replace_symm_mem`: undoes it, once, by :meth:`undo` or at
+    the end of a ``with``.
+    """
 
     def __init__(self) -> None:
         self._undone = False
@@ -105,7 +107,7 @@ def replace_symm_mem() -> SymmMemReplacement:
 
 
 def is_replaced() -> bool:
-    """Whether the operators run stand-ins now."""
+    """True if the operators run stand-ins now."""
     return _library is not None
 
 
@@ -115,7 +117,7 @@ def calls() -> list[SymmMemCalls]:
 
 
 def lines() -> list[str]:
-    """What the doctor and the report say."""
+    """The lines of the doctor and the report."""
     if not is_replaced():
         return [
             "torch.ops.symm_mem: PyTorch's own kernels; overlap_torch.replace_symm_mem() puts these ops there"

@@ -40,6 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_rank(pickled_options: bytes) -> None:
-    """What each rank of a benchmark runs: a function, and an argument, that it finds before the package is loaded."""
+    """Runs each rank of a benchmark: a function, and an argument, that the rank finds before the package is loaded."""
     load()
     importlib.import_module(f"{_NAME}.worker").run(pickle.loads(pickled_options))

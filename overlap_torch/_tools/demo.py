@@ -44,7 +44,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class _Demo:
-    """What the demo runs; the same on every rank."""
+    """The demo's problem; the same on every rank."""
 
     op: str
     m: int  # rows of the whole GEMM; of each rank's input of an all-to-all
@@ -124,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_rank(demo: _Demo) -> None:
-    """What each rank of the demo does."""
-    bench.load()
+    """Does the work of each rank of the demo."""
+    _bench_entry.load()
     from overlap_torch.benchmarks.computations import Case, Computations
     from overlap_torch.benchmarks.measure import Stopwatch
     from overlap_torch.benchmarks.shapes import Shape

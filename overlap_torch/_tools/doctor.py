@@ -110,7 +110,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the fast paths depend on."""
+    """The facts that the fast paths depend on."""
 
     cuda: str | None = None  # the build's CUDA; None: built without
     archs: tuple[str, ...] = ()
@@ -288,7 +288,7 @@ def find() -> Findings:
 
 
 def _environment() -> Mapping[str, str]:
-    """What the ops make of their variables; ``{"error": message}`` if one of them has no meaning."""
+    """The ops' reading of their variables; ``{"error": message}`` if one of them has no meaning."""
     try:
         return torch.ops.overlap.environment()
     except ValueError as error:
@@ -296,7 +296,9 @@ def _environment() -> Mapping[str, str]:
 
 
 def _profile() -> Profile:
-    """What OVERLAP_PROFILE names; the shipped one if that is an error, which the environment's lines tell."""
+    """The profile that OVERLAP_PROFILE names; the shipped one if that is an error, which the
+    environment's lines tell.
+    """
     now = _environment()
     if "error" in now:
         return Profile.shipped()
@@ -304,7 +306,7 @@ def _profile() -> Profile:
 
 
 def profile_lines(profile: Profile, gpus: Sequence[str], today: date) -> list[str]:
-    """Which profile plans are made by, how old it is, and what it lacks; pure, as :func:`fast_paths`."""
+    """The profile that plans are made by, its age, and what it lacks; pure, as :func:`fast_paths`."""
     made = f"by {profile.made_by}" if profile.made_by else ""
     if profile.made_at:
         days = (today - date.fromisoformat(profile.made_at[:10])).days

@@ -25,14 +25,14 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _SCALES = ("tensor", "row", "block")
 OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
 _SCHEMA, _KIND = 1, "overlap_torch.problems"
-# What a record has of each problem, by the names of its fields; and of scaled operands' beside that.
+# A record has these of each problem, by the names of its fields; and more of scaled operands'.
 _NAMES = ("op", "m", "n", "k", "dtype", "world_size")
 _OF_SCALED = ("recipe", "output_dtype", "fast_accum")
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What each rank of the command does."""
+    """The work of each rank of the command."""
 
     problems: tuple[Problem, ...]
     modes: tuple[str, ...]
@@ -120,7 +120,7 @@ def _world(ranks: Ranks) -> int:
 
 
 def ops_of(text: str) -> tuple[str, ...]:
-    """Those that --op names; ValueError for one that is not tuned."""
+    """The ops that --op names; ValueError for one that is not tuned."""
     ops = OPS if text == "all" else tuple(text.split(","))
     if unknown := [op for op in ops if op not in OPS]:
         raise ValueError(f"--op has {unknown[0]!r}, allowed are {', '.join(OPS)}, all")
@@ -128,7 +128,7 @@ def ops_of(text: str) -> tuple[str, ...]:
 
 
 def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
-    """Of each op each shape, its rows rounded up to parts of all ranks."""
+    """The problems of each op and each shape, with rows rounded up to parts of all ranks."""
     ops = ops_of(args.op)
     dtype = args.dtype or ("fp32" if ranks.device_type == "cpu" else "bf16")
     if dtype in _FP8 and args.scales is None:
@@ -157,7 +157,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def run_rank(job: _Job) -> None:
-    """What each rank of the command does."""
+    """Does the work of each rank of the command."""
     results = _tune.tune(
         job.problems,
         modes=job.modes,

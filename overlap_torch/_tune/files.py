@@ -48,7 +48,9 @@ def folder() -> Path:
 
 
 def environment(device: torch.device, machine: Machine, world: int) -> dict[str, str]:
-    """What times hold for; the same on all ranks. Clocks, drivers' patches and power limits are not in it."""
+    """The environment that times hold for; the same on all ranks. Clocks, drivers' patches and
+    power limits are not in it.
+    """
     gpu = device.type == "cuda"
     found = {
         "device": torch.cuda.get_device_name(device) if gpu else platform.machine(),
@@ -97,7 +99,9 @@ class Files:
         return self._folder / name
 
     def read(self, problem: Problem) -> dict[tuple[int, str], Entry]:
-        """By M and mode. What is damaged, of another schema or environment, or no plan of its problem is left out."""
+        """Entries by M and mode. A damaged one, one of another schema or environment, or one that
+        is no plan of its problem is left out.
+        """
         found: dict[tuple[int, str], Entry] = {}
         for key, data in self._entries(self.path(problem)).items():
             with contextlib.suppress(Exception):  # whatever is wrong with it

@@ -71,7 +71,7 @@ _APART_S = 1.0  # between the second look and the last one, at least; else there
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of one problem.
+    """The result for one problem.
 
     Attributes:
         problem: it.
@@ -97,7 +97,7 @@ class Tuned:
 
 @dataclass
 class _Measured:
-    """What was measured of a problem, the same on all ranks; plans by index, the sequence first."""
+    """The measurements of a problem, the same on all ranks; plans by index, the sequence first."""
 
     problem: Problem
     mode: str
@@ -112,7 +112,7 @@ class _Measured:
 
 @dataclass
 class _Board:
-    """What ranks say to each other over their group's store, one turn after the other. Keys go once they were read."""
+    """The messages between ranks over their group's store, one turn after the other. Keys go once they were read."""
 
     store: Any
     rank: int
@@ -197,8 +197,9 @@ def tune(
     """Measures plans for problems, sets the fastest, and remembers the times. Every rank of the group calls it.
 
     The sequence is always measured, and stays unless another plan is clearly faster: nothing gets slower. The cost model
-    says which others are worth it, corrected by what was measured nearby. What the cache has is not measured again; a
-    damaged, foreign or unwritable one is no error. Where ranks differ, rank 0's ``problems`` hold.
+    says which others are worth it, corrected by what was measured nearby. Times in the cache are
+    not measured again; a damaged, foreign or unwritable cache is no error. Where ranks differ, rank
+    0's ``problems`` hold.
 
     Args:
         problems: with the group's number of ranks; None: all that this process has called so far. All-to-alls, which
@@ -268,7 +269,7 @@ def _usual_device() -> torch.device:
 
 
 def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
-    """What this process has called in the group on such devices, and how often."""
+    """The problems that this process has called in the group on such devices, and how often."""
     found: dict[str, tuple[Problem, int]] = {}
     for row in torch.ops.overlap.plan_table():
         if row["group"] != group or row["device"] != device_type:
@@ -357,7 +358,9 @@ class Session:
         return self._take(one)
 
     def to_look_at_again(self) -> list[int]:
-        """Whose winner is to be measured once more, the same on all ranks: those that were a while ago."""
+        """The problems whose winner is to be measured once more, the same on all ranks: those that
+        were measured a while ago.
+        """
         now = time.monotonic()
         return self.board.broadcast(
             [
@@ -373,8 +376,10 @@ class Session:
         return self._take(one)
 
     def _look_again(self, one: _Measured) -> int:
-        """Which plan is taken in the end. The fastest of several was lucky, too: beside the sequence and the plan that there
-        was before, and longer, it has to gain once more over both. None is taken whose results were wrong, then or now."""
+        """The plan that is taken in the end. The fastest of several was lucky, too: beside the
+        sequence and the previous plan, and longer, it has to gain once more over both. A plan
+        whose results were wrong, then or now, is not taken.
+        """
         places = [i for i in one.right if i in (0, one.chosen) or one.plans[i] == one.before]
         # The fastest comes last: it has to gain over the one from before, too.
         places.sort(key=lambda i: i == one.chosen)
@@ -481,7 +486,7 @@ class Session:
         return {"right": right, "us": us}
 
     def _decide(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        """Of every rank's times: each plan's, and the one to take."""
+        """Each plan's time, of every rank's times, and the plan to take."""
         plans = len(said[0]["us"])
         right = [i for i in range(plans) if i == 0 or all(rank["right"][i] for rank in said)]
         us = [
@@ -496,7 +501,7 @@ class Session:
 
 
 def session(device: torch.device, repeats: int) -> Session:
-    """Of the default group, without a cache. Every rank makes it."""
+    """The session of the default group, without a cache. Every rank makes it."""
     name = group_name(None)
     return Session(name, process_group(name), device, 1, repeats, False, [])
 
@@ -506,7 +511,7 @@ def _timeout_s(members: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _kept(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Which plans all ranks can run, by index; or why none may be taken."""
+    """The plans that all ranks can run, by index; or why none may be taken."""
     for rank, answer in enumerate(answers):
         for name, value in answers[0]["environment"].items():
             theirs = answer["environment"].get(name)
@@ -531,7 +536,9 @@ def way(plan: Plan) -> tuple[str, ...]:
 
 
 def family(plan: Plan) -> tuple[str, ...]:
-    """What plans of one problem for other M have in common: the way, how many chunks, and whether the ends are small."""
+    """The properties that plans of one problem for other M share: the way, how many chunks, and
+    whether the ends are small.
+    """
     tiles = [one.tiles for one in plan.chunks]
     mean = sum(tiles) / len(tiles)
     ends = (
@@ -607,7 +614,7 @@ def operands(
     """Input and weight of one rank, normally distributed: a GPU's clock depends on what it multiplies."""
     dtype = getattr(torch, enum_name(problem.dtype))
     is_scaled = problem.recipe != Recipe.NONE
-    # What is cast is drawn before; and no GEMM takes two operands of e5m2.
+    # Operands that are cast are drawn before; and no GEMM takes two operands of e5m2.
     drawn = torch.bfloat16 if is_scaled else dtype
     weight_dtype = torch.float8_e4m3fn if is_scaled else dtype
     generator = torch.Generator(device).manual_seed(rank)
@@ -626,7 +633,7 @@ def _input_rows(problem: Problem) -> int:
 
 
 def _scaled_keywords(problem: Problem, device: torch.device, rank: int) -> dict[str, Any]:
-    """What the ops are called with beside the operands: scales from 1/2 to 2, and what the problem says. Else nothing."""
+    """The ops' keywords beside the operands: scales from 1/2 to 2, and the problem's own. None without scales."""
     if problem.recipe == Recipe.NONE:
         return {}
     recipe = enum_name(problem.recipe).partition("_")[0]
@@ -647,7 +654,7 @@ def _scaled_keywords(problem: Problem, device: torch.device, rank: int) -> dict[
 
 
 def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they differ by no more than roundings do."""
+    """True if they differ by no more than roundings do."""
     if result.shape != expected.shape:
         return False
     if result.numel() == 0:
@@ -657,7 +664,7 @@ def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @dataclass
 class _Clock:
-    """What one plan's calls are timed with on a GPU."""
+    """The clock of one plan's calls on a GPU."""
 
     flush: torch.Tensor
     host_us: float = 1000.0  # that the host needed last for all it enqueues in a turn
@@ -675,7 +682,9 @@ def _clocks(device: torch.device, plans: int) -> list[_Clock | None]:
 
 
 def _time_us(call: Callable[[], Any], mode: str, clock: _Clock | None) -> float:
-    """Of one call, in "row" of the mean one; behind a call that brings the ranks together, and makes the list of steps."""
+    """The time of one call, in "row" of the mean one; after a call that brings the ranks together,
+    and makes the list of steps.
+    """
     calls = 1 if mode == "call" else _ROW
     if clock is None:
         call()
@@ -719,12 +728,13 @@ def draw_bar(done: int, of: int, what: str) -> None:
 class _FirstCalls:
     """Comes behind each call of an op: tunes what was called for the first time.
 
-    What it goes by is the same on all ranks of a group: op, sizes, dtypes and how operands are scaled. Rank 0 says which
+    Its key is the same on all ranks of a group: op, sizes, dtypes and how operands are scaled. Rank 0 says which
     problems these are.
     """
 
     def __init__(self) -> None:
-        # Of each group, which may have the name of one that has gone: calls, and problems by the kind of device.
+        # Each group, which may have the name of one that has gone, has calls, and problems by the
+        # kind of device.
         self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]]
         self._seen = weakref.WeakKeyDictionary()
         self._busy = False
@@ -737,7 +747,7 @@ class _FirstCalls:
             if isinstance(one, torch.Tensor)
         ]
         device = tensors[0].device
-        # Of scaled operands: recipes, the output's type and the accumulation.
+        # Scaled operands have recipes, the output's type and the accumulation.
         others = (one for one in arguments if isinstance(one, (int, torch.dtype)))
         shapes = ((tuple(one.shape), one.dtype) for one in tensors)
         key = (op, device.type, *shapes, *others)
@@ -759,7 +769,7 @@ class _FirstCalls:
 
 
 def _hidden(device: torch.device) -> bool:
-    """Whether operations are recorded, traced or transformed now, and not simply done."""
+    """True if operations are recorded, traced or transformed now, and not simply done."""
     if device.type not in ("cpu", "cuda") or is_compiling():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None or _get_current_dispatch_mode():
@@ -768,7 +778,7 @@ def _hidden(device: torch.device) -> bool:
 
 
 def wanted_at_first_calls() -> _FirstCalls | None:
-    """What OVERLAP_TUNE asks for. Raises ValueError if it is neither 0 nor 1."""
+    """The answer to OVERLAP_TUNE. Raises ValueError if it is neither 0 nor 1."""
     value = os.environ.get("OVERLAP_TUNE", "0")
     if value not in ("0", "1"):
         raise ValueError(f"OVERLAP_TUNE must be 0 or 1, but it is {value!r}")

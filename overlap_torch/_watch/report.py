@@ -61,7 +61,7 @@ class ReportRow(TypedDict):
 
 
 class Report(list[ReportRow]):
-    """What :func:`overlap_torch.report` returns: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
+    """The result of :func:`overlap_torch.report`: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
 
     The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines that follow the table,
     on what :func:`overlap_torch.replace_symm_mem` has put in PyTorch's place; none if it has not been called.
@@ -180,7 +180,7 @@ def _layers(model: torch.nn.Module) -> Iterator[_Layer]:
 
 
 def _columns(module: torch.nn.Module) -> bool | None:
-    """Whether it is a column layer or a row layer of this package, or None."""
+    """True for a column layer of this package, False for a row layer, None for another module."""
     # Not imported for this: a model has none of a module that nobody has imported.
     nn, parallel = (sys.modules.get(f"overlap_torch.{name}") for name in ("nn", "parallel"))
     if nn is not None and isinstance(module, nn.ColumnParallelLinear | nn.RowParallelLinear):
@@ -199,7 +199,7 @@ def _megatron() -> ModuleType | None:
 
 
 def _holds_parts(module: torch.nn.Module) -> bool:
-    """Whether its parameters are this rank's parts as plain tensors, as Megatron's are; else they are DTensors."""
+    """True if its parameters are this rank's parts as plain tensors, as Megatron's are; else they are DTensors."""
     megatron = _megatron()
     return megatron is not None and isinstance(
         module, megatron.OverlapColumnParallelLinear | megatron.OverlapRowParallelLinear
@@ -237,7 +237,7 @@ def _ways(columns: bool, n: int, k: int) -> list[tuple[str, str, int, int]]:
 
 
 def report(model: torch.nn.Module | None = None) -> Report:
-    """What the ops have done so far in this process, and why where nothing overlapped; call it after a step::
+    """The ops' calls so far in this process, and why where nothing overlapped; call it after a step::
 
         loss.backward()
         print(overlap_torch.report(model))

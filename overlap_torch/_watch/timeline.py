@@ -1,4 +1,4 @@
-"""What a trace of the ops shows: calls, a Chrome trace, a picture, and how much communication was hidden."""
+"""A trace of the ops: calls, a Chrome trace, a picture, and how much communication was hidden."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Chunk:
     Attributes:
         index: of the chunk, from 0.
         ready_us: when its last tile was finished, or, where the input is gathered, when its rows could be used.
-        begin_us: when its communication began. What a GEMM communicates itself, tile by tile, over peers, begins with it.
+        begin_us: when its communication began. Communication by the GEMM itself, tile by tile, over peers, begins with the GEMM.
         end_us: when its communication had ended.
     """
 

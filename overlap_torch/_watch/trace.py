@@ -17,7 +17,7 @@ _ops = torch.ops.overlap
 
 
 class Trace:
-    """What :func:`overlap_torch.trace` gives: the calls of this rank's ops while its block ran.
+    """The result of :func:`overlap_torch.trace`: the calls of this rank's ops while its block ran.
 
     Attributes:
         calls: a :class:`Call` for each, by device in the order of their starts; empty until the block has ended.
@@ -37,7 +37,7 @@ class Trace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # What went wrong in the block is what the caller should see.
+        # The caller should see the error of the block.
         quiet = contextlib.suppress(RuntimeError) if error else contextlib.nullcontext()
         with quiet:
             self.calls = _timeline.calls_of(*_ops._trace_stop())

@@ -1,4 +1,4 @@
-"""What makes frameworks call these ops without a change of their models; docs/integrations.md shows each.
+"""Modules that make frameworks call these ops without a change of their models; docs/integrations.md shows each.
 
 A module of this package imports its framework when it is used, and says it if it does not know the version that is installed.
 """

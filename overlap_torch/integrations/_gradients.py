@@ -24,7 +24,7 @@ def of_gathered_input(
     needs_input: bool,
     needs_weights: bool,
 ) -> tuple[Gradient, Gradient]:
-    """Of ``linear(all_gather(shard, dim 0), weight)`` for each weight: the shard's gradient, and the gathered input.
+    """For ``linear(all_gather(shard, dim 0), weight)`` for each weight: the shard's gradient, and the gathered input.
 
     ``grads``: of the outputs, [tokens, ..., N part]; ``weights``: [N part, K]; ``shard``: [tokens part, ..., K]. The input
     [tokens, ..., K] is gathered beside the ``gemm_reducescatter`` that makes the shard's gradient. None is what is not needed.
@@ -46,7 +46,8 @@ def of_scattered_output(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Gradient, Gradient]:
-    """Of ``reduce_scatter(linear(input, weight), dim 0)``: the input's gradient, and the gathered gradient of the output.
+    """For ``reduce_scatter(linear(input, weight), dim 0)``: the input's gradient, and the gathered
+    gradient of the output.
 
     ``grad``: [tokens part, ..., N]; ``weight``: [N, K part]. The gradient [tokens, ..., N] is gathered once. None is what is not
     needed.

@@ -1,4 +1,4 @@
-"""Which releases of a framework an integration knows: it replaces what is private there, or may change."""
+"""The releases of a framework that an integration knows: it replaces what is private there, or may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plug-ins of serving frameworks share: which of a row-parallel layer's calls an op takes."""
+"""The plug-ins of serving frameworks share this: which of a row-parallel layer's calls an op takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def takes(layer: torch.nn.Module, unquantized: type, input: torch.Tensor) -> bool:
-    """Whether the layer computes ``functional.linear(input, weight)`` with this rank's part of a weight [N, K].
+    """True if the layer computes ``functional.linear(input, weight)`` with this rank's part of a weight [N, K].
 
     ``unquantized`` is the framework's method of layers that are not quantized. Some of them pack the weight for a kernel.
     """

@@ -92,7 +92,7 @@ class Sequence(TensorParallelLayer):
             setattr(each, _IN_LAYER, state)
         note_mesh(mesh)
         module._overlap_mesh = mesh
-        # What somebody has set in place of the class's.
+        # Somebody may have set another forward in place of the class's.
         module._overlap_forward = module.__dict__.pop("forward", None)
         module.__class__ = _with_cut_tokens(type(module))
         return module
@@ -137,7 +137,8 @@ def _may_be_local(layer: torch.nn.Module, hidden: torch.Tensor, mesh: DeviceMesh
 
 
 def _has_parameters_without_style(module: torch.nn.Module) -> bool:
-    """Whether gradients are computed for something that sees the cut tokens, so in no block, and is no norm with the style.
+    """True if gradients are computed for something that sees the cut tokens, so in no block, and is
+    no norm with the style.
 
     The parameters themselves do not say: FSDP makes DTensors of those without a style, too, and plain tensors of them when they are used.
     """
@@ -153,7 +154,7 @@ def _has_parameters_without_style(module: torch.nn.Module) -> bool:
 
 
 def _drops_hidden_states(layer: torch.nn.Module) -> bool:
-    """Whether any module of the layer has a dropout, but that of attention's weights. Looked up once for a layer."""
+    """True if any module of the layer has a dropout, except that of attention's weights. Looked up once for a layer."""
     found = layer.__dict__.get("_overlap_drops")
     if found is None:
         found = any(
@@ -169,15 +170,18 @@ def _drops_hidden_states(layer: torch.nn.Module) -> bool:
 
 
 def _is_local_in(module: torch.nn.Module) -> bool:
-    """Whether the block that the module lies in was last given plain hidden states, of a layer with the style `Sequence`."""
+    """True if the block that the module lies in was last given plain hidden states, of a layer with
+    the style `Sequence`.
+    """
     block = module.__dict__.get(_BLOCK)
     return block is not None and block.is_local
 
 
 class _State:
-    """Of a layer or a block, known to all modules in it: whether hidden states were plain tensors when it was last called.
+    """A layer's or a block's state, known to all modules in it: whether hidden states were plain
+    tensors when it was last called.
 
-    Not only while it runs: backward may compute a part of it again. Of a block it is said by each call, as layers may share it.
+    It holds after the call, too: backward may compute a part again. Each call of a block says it, as layers may share it.
     """
 
     is_local = False
@@ -249,7 +253,7 @@ class SequenceInput(TensorParallelLayer):
 
 
 class _GatheredHiddenStates(OverlapPrepareModuleInput):
-    """Of the first positional input or, where there is none, of the one that transformers calls hidden_states."""
+    """Gathers the first positional input or, if there is none, the one that transformers calls hidden_states."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class _InGroup:
-    """What the report asks a layer for."""
+    """The properties that the report asks a layer for."""
 
     tp_group: dist.ProcessGroup | None
 
@@ -168,7 +168,7 @@ class TorchNorm:
 
 
 class OverlapSpecProvider(BackendSpecProvider):
-    """What Megatron's specs are built of, with this package's column- and row-parallel linears.
+    """The modules that Megatron's specs are built of, with this package's column- and row-parallel linears.
 
     Args:
         fallback: a ``BackendSpecProvider`` for all the rest: norms, attention, activations and the experts' modules, which stay
@@ -182,7 +182,8 @@ class OverlapSpecProvider(BackendSpecProvider):
         self.fallback = LocalSpecProvider() if fallback is None else fallback
 
     def __getattr__(self, name: str) -> Any:
-        # What a fallback has besides the protocol; `fallback` itself is not there while it is unpickled.
+        # A fallback may have more than the protocol; `fallback` itself is not there while it is
+        # unpickled.
         if name == "fallback":
             raise AttributeError(name)
         return getattr(self.fallback, name)
@@ -304,7 +305,7 @@ def _why_not(layer: torch.nn.Module, weight: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a Function knows beside its operands."""
+    """A Function's knowledge beside its operands."""
 
     group: str
     ranks: int
@@ -320,7 +321,9 @@ class _Call:
         return _Call(layer.group, layer.world_size, sequence_parallel, accumulates)
 
     def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> Gradient:
-        """Of [tokens, ..., N] and [tokens, ..., K]: [N, K], or what Megatron's hooks expect where it was added to main_grad."""
+        """The gradient of [tokens, ..., N] and [tokens, ..., K]: [N, K], or what Megatron's hooks
+        expect where it was added to main_grad.
+        """
         if self.accumulates is None:
             return weight_gradient(grad, input)
         weight, main_grad = self.accumulates

@@ -15,7 +15,7 @@ _held = 0  # handles that have not been undone
 
 
 class Swap:
-    """What :func:`enable` returns: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+    """The result of :func:`enable`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
 
     def __init__(self) -> None:
         self._undone = False

@@ -18,7 +18,7 @@ _before: dict[str, Any] = {}  # transformers' own styles
 
 
 class Registration:
-    """What :func:`register` returns: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+    """The result of :func:`register`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
@@ -83,9 +83,10 @@ def register(*, auto: bool = True) -> Registration:
 def sequence_plan(model: Any) -> dict[str, str]:
     """A ``tp_plan`` with which the tokens are cut over the ranks between a causal model's blocks.
 
-    Norms and residuals are then computed on this rank's tokens. What enters an attention or an MLP is gathered once beside the
-    GEMMs that read it, and what leaves it is reduce-scattered beside its GEMM, forward and backward; the head gathers the last
-    hidden states beside its GEMM. :func:`register` must have been called before the plan is used::
+    Norms and residuals are then computed on this rank's tokens. The input of an attention or an MLP
+    is gathered once beside the GEMMs that read it, and its output is reduce-scattered beside its
+    GEMM, forward and backward; the head gathers the last hidden states beside its GEMM.
+    :func:`register` must have been called before the plan is used::
 
         config = AutoConfig.from_pretrained(name)
         plan = overlap_torch.integrations.transformers.sequence_plan(config)

@@ -93,7 +93,7 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> ColumnParallelLinear:
         """This rank's part of a ``torch.nn.Linear`` that every rank of the group holds in full; copies.
 
-        Of a sequence of them, or a ``torch.nn.ModuleList``, it makes one layer with several outputs. They need the same
+        A sequence of them, or a ``torch.nn.ModuleList``, becomes one layer with several outputs. They need the same
         in_features; some may have a bias and others none.
         """
         several = isinstance(linear, (Sequence, torch.nn.ModuleList))

@@ -1,4 +1,4 @@
-"""What the tensor-parallel layers share: parameters cut over a group, made, loaded and put together again."""
+"""The tensor-parallel layers share this: parameters cut over a group, made, loaded and put together again."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class ParallelLinear(torch.nn.Module):
         self._names: list[tuple[str, str]] = [("weight", "bias")]
         if self._several:
             self._names = [(f"weights.{i}", f"biases.{i}") for i in range(len(out_features))]
-        # Of what is cut of each weight: this rank's part, and by how much that is smaller than the largest.
+        # For each weight: this rank's part of the cut dim, and by how much that is smaller than the
+        # largest.
         self._local_features: list[int] = []
         self._paddings: list[int] = []
         for name, _ in self._names:
@@ -175,7 +176,7 @@ class ParallelLinear(torch.nn.Module):
     def _local_pair(
         self, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # What a parametrization makes may lie elsewhere.
+        # The results of a parametrization may lie elsewhere.
         weight, bias = self._in_place("weight", weight), self._in_place("bias", bias)
         return local_parts(weight, bias)
 
@@ -190,7 +191,9 @@ class ParallelLinear(torch.nn.Module):
         return parameter
 
     def _device_type(self, device: torch.device) -> str:
-        """Of the mesh for parameters on this device; those on ``meta`` are expected on the GPU if the group has it."""
+        """The mesh's device type for parameters on this device; those on ``meta`` are expected on
+        the GPU if the group has it.
+        """
         if device.type != "meta":
             return device.type
         supported = _device_capability(_resolve_process_group(self.group))
@@ -283,7 +286,7 @@ class ParallelLinear(torch.nn.Module):
 
     @torch.no_grad()
     def _as_loaded(self, name: str, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What a state dict holds, in the parameter's place; of another shape as it is, for the error that follows."""
+        """A state dict's value, in the parameter's place; of another shape as it is, for the error that follows."""
         if isinstance(value, DTensor):
             _check_own(name, value)
             if isinstance(parameter, DTensor) and _same_place(value, parameter):
@@ -425,7 +428,7 @@ def _device_of_parameters(device: torch.device | str | None) -> torch.device:
 
 
 def _same_place(one: DTensor, other: DTensor) -> bool:
-    """Whether the ranks hold the same parts of both, on whatever kind of device."""
+    """True if the ranks hold the same parts of both, on whatever kind of device."""
     return (
         one.shape == other.shape
         and one.placements == other.placements

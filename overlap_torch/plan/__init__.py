@@ -455,7 +455,7 @@ def use_plan(plan: Plan, *, device: Device = None, group: Group = None) -> Itera
 
 
 def machine(device: Device = None, group: Group = None) -> Machine:
-    """What the planner takes device and link to be, for ``candidates`` and ``predict``.
+    """The planner's view of device and link, for ``candidates`` and ``predict``.
 
     The first call for a group measures its link, so every rank of the group has to make it.
     ``device`` None: the current CUDA device, or the CPU where there is none.

@@ -171,7 +171,7 @@ Need = Tiles | Earlier
 
 
 class Editor:
-    """What ``plan.edit`` yields: a program that is being written, one statement after the other.
+    """The editor that ``plan.edit`` yields: a program that is being written, one statement after the other.
 
     Attributes:
         world: number of ranks.
@@ -201,7 +201,7 @@ class Editor:
         self.over_peers = transport is not None and (
             enum_member(Transport, transport) == Transport.PEER
         )
-        # What is planned for NCCL's chunks, they are over peers; only then are they refused without a program.
+        # Plans for NCCL's chunks are over peers here; only then are they refused without a program.
         self._transport = Transport.NCCL if self.over_peers else transport
         if comm_sms is None:
             by_sms = self.over_peers and self._kernel != Kernel.LIBRARY
@@ -251,7 +251,9 @@ class Editor:
         return area if share is None else area.chunk(share)
 
     def message(self, to: AnyRank, share: Share | None = None) -> Area:
-        """Of ``gemm_alltoall``: what this rank sends to rank ``to``, or a share of it. It lands where it belongs."""
+        """For ``gemm_alltoall``: the rows that this rank sends to rank ``to``, or a share of them.
+        They land where they belong.
+        """
         if self.problem.op != Op.GEMM_ALLTOALL:
             raise ValueError(f"{self.problem.op.name.lower()} has no messages: take part()")
         return self.part(to, share)
@@ -265,7 +267,7 @@ class Editor:
     # --- needs ------------------------------------------------------------------------------------------------
 
     def tiles(self, area: Area) -> Need:
-        """That the source's tiles of the product in this area are computed."""
+        """The need that the source's tiles of the product in this area are computed."""
         return Tiles(area)
 
     def arrived(self, area: Area, at: AnyRank | None = None) -> Need:
@@ -538,7 +540,9 @@ class Editor:
 
 
 def check_memory(plan: Plan, total_bytes: int) -> None:
-    """ValueError where a rank's call holds more than the device has. Of ``gemm_alltoall``, whose rows no plan knows, nothing."""
+    """ValueError where a rank's call holds more than the device has. Nothing for ``gemm_alltoall``,
+    whose rows no plan knows.
+    """
     if plan.problem.op == Op.GEMM_ALLTOALL:
         return
     for rank in range(plan.problem.world_size):
@@ -552,7 +556,7 @@ def check_memory(plan: Plan, total_bytes: int) -> None:
 
 
 def overlap(a: Rectangle, b: Rectangle) -> bool:
-    """Whether the two have elements in common."""
+    """True if the two have elements in common."""
     return (
         a.row < b.row + b.rows
         and b.row < a.row + a.rows
@@ -562,7 +566,7 @@ def overlap(a: Rectangle, b: Rectangle) -> bool:
 
 
 def covers(a: Rectangle, b: Rectangle) -> bool:
-    """Whether all of ``b`` lies in ``a``."""
+    """True if all of ``b`` lies in ``a``."""
     return (
         a.row <= b.row
         and b.row + b.rows <= a.row + a.rows

@@ -1,4 +1,4 @@
-"""What a plan does and why it was taken: ``Plan.explain()`` and ``python -m overlap_torch explain``."""
+"""A plan's steps, and why it was taken: ``Plan.explain()`` and ``python -m overlap_torch explain``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :meth:`Plan.explain` returns; ``str()`` of it is a page to be read.
+    """The result of :meth:`Plan.explain`; ``str()`` of it is a page to be read.
 
     Attributes:
         plan: what is explained.
@@ -117,7 +117,7 @@ def explain(
     send_rows: Sequence[int] = (),
     receive_rows: Sequence[int] = (),
 ) -> Explanation:
-    """What a call by this plan does step by step, what it holds, what it is expected to take, and why it is this plan::
+    """A call by this plan: its steps, the memory that it holds, its expected time, and why it is this plan::
 
         print(overlap_torch.plan.plan_for(4096, 8192, 7168).explain())
 
@@ -171,7 +171,7 @@ def walk(
 
 
 def chunks_of(made: dict) -> list[int | None]:
-    """Which chunk each step of a list, as JSON has it, is of."""
+    """The chunk of each step of a list, as JSON has it."""
     chunks: list[int | None] = []
     launched = 0
     for step in made["steps"]:
@@ -351,7 +351,7 @@ def _words(plan: Plan, step: dict, element: int) -> str:
 
 
 def _interpreted(step: dict) -> str:
-    """What one kernel does of a program."""
+    """One kernel's work for a program."""
 
     def of(which: str) -> str:
         found = [half for half in step["halves"] if which in half]
@@ -385,7 +385,7 @@ def _size(count: int) -> str:
 
 
 def _element_bytes(problem: Problem) -> int:
-    """Of what travels."""
+    """The bytes of one element that travels."""
     dtype = problem.dtype if problem.op == Op.ALLGATHER_GEMM else problem.output_dtype
     sizes = {"float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
     return sizes.get(enum_name(dtype), 2)
@@ -396,7 +396,7 @@ def _element_bytes(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the command line asks for; the same on every rank."""
+    """The command line's request; the same on every rank."""
 
     problem: Problem
     machine: Machine | None
@@ -501,7 +501,7 @@ def _run(asked: _Asked) -> int:
 
 
 def run_rank(asked: _Asked) -> None:
-    """What each rank does where the machine is measured: the first one shows the plan."""
+    """Does the work of each rank where the machine is measured: the first one shows the plan."""
     import torch.distributed as dist
 
     from overlap_torch._tools.launch import current_device

@@ -29,7 +29,7 @@ from overlap_torch._plan import (
     validate,
 )
 
-# Of the fields (csrc/plan/plan_fields.h), as releases have them: a release whose fields are others has another version. A
+# The version of the fields (csrc/plan/plan_fields.h), as releases have them: a release whose fields are others has another version. A
 # plan's program has a version of its own, and is left out where there is none.
 _VERSION = 1
 _PROGRAM_VERSION = 1
@@ -120,7 +120,7 @@ def _without_version(what: str, data: dict[str, Any], version: int) -> dict[str,
 
 
 def _schema(kind: Any) -> dict[str, Any]:
-    """Of a field of this type, as :func:`_read` takes it."""
+    """The schema of a field of this type, as :func:`_read` takes it."""
     if isinstance(kind, tuple):
         return {"type": "array", "items": _schema(kind[0])}
     if hasattr(kind, "__members__"):

@@ -75,7 +75,7 @@ def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 def hierarchical(problem: Problem, ranks_per_host: int, chunks: int = 1, **how: Any) -> Plan:
     """Sums within each host first, so that what crosses from host to host is one rank's share of it.
 
-    Ranks are numbered host by host. Of ``gemm_alltoall``, whose rows take no way round, messages within a host go first.
+    Ranks are numbered host by host. ``gemm_alltoall``, whose rows take no way round, sends messages within a host first.
     With ``transport="peer"`` ranks of a host talk over peers, by copy engine, and hosts by NCCL.
 
     Args:

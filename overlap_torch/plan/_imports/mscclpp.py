@@ -27,7 +27,7 @@ def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: 
     """The plan that runs an MSCCL++ execution plan, a JSON file, for the problem.
 
     The file's operations hold, and what orders them: thread blocks, signals, semaphores, barriers, and of protocol LL packets, which
-    are read once they have been written. What only concerns its own runtime is left out: threads, alignment, sizes, double scratch
+    are read once they have been written. Matters of its own runtime are left out: threads, alignment, sizes, double scratch
     buffers, flags of packets, and whether a proxy thread moves the data.
 
     Args:
@@ -317,7 +317,7 @@ class _Block:
                 self.all.waits[counter].append((self.number, node, needed))
 
     def _keys(self, place: str, op: dict[str, Any], sends: bool) -> list[tuple]:
-        """Which of the channels between two ranks, as both count them: of what type, from whom, to whom, which."""
+        """The channels between two ranks, as both count them: type, sender, receiver, number."""
         keys = []
         kind = op.get("channel_type", "memory")
         for local in op["channel_ids"]:
