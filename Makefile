@@ -10,7 +10,7 @@ TORCH ?= $(DEFAULT_TORCH)
 VENV ?= .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(patsubst %.,%,$(subst *,,$(subst torch==,,$(TORCH))))-$(notdir $(PYTHON)))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
-# What Megatron-core 0.19 and torchtitan 0.3 both take.
+# Megatron-core 0.19 and torchtitan 0.3 both take these.
 INTEGRATIONS_PYTHON ?= python3.12
 INTEGRATIONS_TORCH ?= torch==2.15.*
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -107,7 +107,7 @@ distclean: clean  ## and the environment
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 20
 
-# What a fresh Debian or Ubuntu lacks is named in one line, before anything is downloaded.
+# One line names all that a fresh Debian or Ubuntu lacks, before anything is downloaded.
 $(PY):
 	@missing=; \
 	command -v $(firstword $(CXX)) >/dev/null || missing+=" build-essential"; \

@@ -79,7 +79,7 @@ class _StandIn(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Operands:
-    """What one rank holds; all but the output's gradient get gradients."""
+    """The operands of one rank; all but the output's gradient get gradients."""
 
     x: torch.Tensor  # [tokens / world, hidden]
     attention_norm: torch.Tensor  # [hidden]
@@ -219,7 +219,7 @@ def styled_results(
 
 
 def right(block: Block, operands: Operands, variants: Sequence[styled.Styles]) -> list[bool]:
-    """Of each of these styles, whether its step's RMS errors are hardly larger than the sequence's. Collective.
+    """For each of these styles: True if its step's RMS errors are hardly larger than the sequence's. Collective.
 
     They are held to the sequence in float32, that of float32 operands to float64; each is the largest over the ranks.
     """

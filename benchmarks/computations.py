@@ -49,7 +49,9 @@ class Case:
 
 
 def cases(op: str, shape: Shape, world_size: int) -> list[Case]:
-    """What is measured for a shape. Rows that are cut by ranks are rounded up to the group, as a layer pads them."""
+    """The cases to measure for a shape. Rows that the ranks divide are rounded up to the group, as
+    a layer pads them.
+    """
     if op == "gemm_alltoall":
         return [Case(op, shape, split) for split in ("even", "uneven")]
     if op in ("gemm_reducescatter", "allgather_gemm"):
@@ -247,7 +249,7 @@ class Computations:
         return [variant(computation) for computation in computations]
 
     def exact_op(self) -> bool:
-        """Whether the op equals the sequence bit for bit on integer operands, on every rank. Collective."""
+        """True if the op equals the sequence bit for bit on integer operands, on every rank. Collective."""
         return self._exact([self._sides.op])[0]
 
     def exact_baselines(self) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""What overlap_torch.produce costs and gains a Triton GEMM.
+"""The cost and the gain of overlap_torch.produce for a Triton GEMM.
 
     python -m overlap_torch.benchmarks.foreign_kernel                                    one GPU: the cost
     torchrun --nproc-per-node 2 -m overlap_torch.benchmarks.foreign_kernel               two and more: the gain

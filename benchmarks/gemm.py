@@ -21,7 +21,7 @@ _PLANNED_RANKS = 2  # that a plan is made for; its GEMM is the same for any
 
 
 def available() -> bool:
-    """Whether this build has the operator that runs a plan's GEMM alone."""
+    """True if this build has the operator that runs a plan's GEMM alone."""
     return hasattr(torch.ops.overlap, "gemm_alone")
 
 
@@ -148,7 +148,7 @@ def _signalling(
 
 
 def exact(plan: Plan, dtype: torch.dtype, device: torch.device, scales: str | None = None) -> bool:
-    """Whether the plan's GEMM equals the library's bit for bit on integer operands, on every rank. Collective."""
+    """True if the plan's GEMM equals the library's bit for bit on integer operands, on every rank. Collective."""
     problem = plan.problem
     as_bf16 = dtype if scales is None else torch.bfloat16
     operands = verify.integer_operands(problem.m, problem.n, problem.k, as_bf16, device, 1)

@@ -1,7 +1,7 @@
 """``python -m benchmarks.gemm_tuned``: the signalling GEMM, kernel and tiles by measuring, beside cuBLAS on one GPU.
 
-For each of some random shapes all our kernels, in several chunks, take turns with ``torch.mm`` in flushed caches. Ours is
-chosen where its median is the lowest. What was chosen is then measured again, and the table shows that ratio. Nothing is
+For each of some random shapes all our kernels, in several chunks, take turns with ``torch.mm`` in flushed caches. The kernel
+with the lowest median is chosen. It is then measured again, and the table shows that ratio. Nothing is
 asserted.
 
 With ``--exchanged`` the same kernels also multiply the weight by the input: their tiles then lie along N, and their widths
@@ -158,7 +158,7 @@ def measure(
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """What is asked of the GEMM, in three lines."""
+    """The requirements on the GEMM, in three lines."""
     long = [row for row in rows if row["cublas_us"] > _LONG_US]
     chosen = [row["ratio"] for row in rows if row["chosen"]]
     share = sum(row["chosen"] for row in long) / max(1, len(long))

@@ -74,7 +74,7 @@ def record(op: Variant, plan: Plan, gemm_us: float, device: torch.device) -> Los
 
 
 def _medians(calls: Sequence[Call]) -> list[float]:
-    """Of the GEMM's end, the op's end, and the hidden share."""
+    """The medians of the GEMM's end, the op's end, and the hidden share."""
     if not calls:
         return [float("nan")] * 3
     return [

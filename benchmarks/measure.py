@@ -170,7 +170,7 @@ class Stopwatch:
 
 
 def _one_host(device: torch.device) -> bool:
-    """Whether all ranks run on one host. Collective."""
+    """True if all ranks run on one host. Collective."""
     own = list(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     equal = torch.tensor([own == broadcast_integers(own, group_name())], device=device).int()
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)

@@ -1,4 +1,4 @@
-"""What a benchmark measures."""
+"""The options of a benchmark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .shapes import Block, Shape
 
 @dataclass(frozen=True)
 class Options:
-    """What a benchmark measures; every rank gets the same."""
+    """The choices of a benchmark; every rank gets the same."""
 
     command: str
     ops: tuple[str, ...]

@@ -93,7 +93,7 @@ class MeasuredProblem:
     fast_accum: bool = False
 
     def fitting(self, text: str) -> list[Plan]:
-        """Those of the plans in JSON that are for this problem."""
+        """The plans in JSON that are for this problem."""
         problem = self.current().problem
         return [plan for plan in parse(text) if plan.problem == problem]
 

@@ -31,7 +31,7 @@ CHUNKS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank does."""
+    """The work of each rank."""
 
     shapes: tuple[shapes.Shape, ...]
     ops: tuple[str, ...]
@@ -61,7 +61,7 @@ PROGRAMS = (plan.ring, plan.double_ring, plan.one_shot, plan.two_shot, by_copy_e
 
 
 def makers(files: Sequence[str]) -> Iterator[tuple[str, Callable[..., Plan]]]:
-    """What makes a plan of a problem, by name."""
+    """The makers of a problem's plans, by name."""
     for program in PROGRAMS:
         yield program.__name__, program
     for path in files:
@@ -155,7 +155,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run_rank(job: Job) -> None:
-    """What each rank does."""
+    """Does the work of each rank."""
     device = current_device()
     session = tune.session(device, job.turns)
     rank, world = dist.get_rank(), dist.get_world_size()

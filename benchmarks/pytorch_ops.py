@@ -16,14 +16,16 @@ _Computation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def prepare_environment() -> None:
-    """Sets what the ops read at their first use; before the ranks start. What is set already stays."""
+    """Sets the variables that the ops read at their first use; before the ranks start. A variable
+    that is set already stays.
+    """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def baselines(
     op: str, shape: Shape, dtype: torch.dtype, device: torch.device, group: str
 ) -> dict[str, _Computation]:
-    """What PyTorch has for this op, by the operator's name; each takes input and weight and returns what the op does.
+    """PyTorch's functions for this op, by the operator's name; each takes input and weight and returns the op's result.
 
     Each is called once here, so that its workspace exists; one that refuses the problem is left out, and rank 0 says
     why. None off CUDA. Collective.

@@ -18,7 +18,7 @@ from .losses import Losses
 from .measure import Times
 from .options import Options
 
-# What changes results besides the command line.
+# These variables change results besides the command line.
 _ENVIRONMENT = (
     "NCCL_",
     "TORCH_NCCL_",
@@ -32,7 +32,7 @@ _ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: an op on one shape, or a block."""
+    """The subject of a measurement: an op on one shape, or a block."""
 
     op: str
     group: str  # whose geometric mean it counts in
@@ -203,7 +203,7 @@ class Writer:
 
     @property
     def measured(self) -> bool:
-        """Whether there are any results yet; the same on every rank."""
+        """True if there are any results yet; the same on every rank."""
         return bool(self._rows or self._gemms)
 
     def finish(self) -> None:

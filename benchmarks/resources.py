@@ -1,4 +1,4 @@
-"""What a GEMM leaves to communication, and what that costs it: python -m overlap_torch.benchmarks.resources
+"""The room that a GEMM leaves to communication, and its cost: python -m overlap_torch.benchmarks.resources
 
     --out FOLDER     results as resources.json, and a picture, resources.svg (needs matplotlib)
     --quick          two shapes, fewer settings and rounds: a look, of some 20 s
@@ -7,7 +7,7 @@
 
 A GEMM and a kernel of n CTAs that moves bytes, as communication does, begin together. Each GEMM (cuBLAS, this package's mma.sync and
 Hopper kernels, Triton) leaves SMs to the other one by a smaller persistent grid, by a green context, by shared memory that it
-pads its blocks with, or not at all, and the moving kernel's stream has high or low priority. What is measured, in turns:
+pads its blocks with, or not at all, and the moving kernel's stream has high or low priority. The study measures, in turns:
 
     gemm_us, moving_us      each alone
     together_us             both, from the first's begin to the last's end
@@ -49,7 +49,7 @@ MOVED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Study:
-    """What is varied, and how often it is measured."""
+    """The variations, and how often each is measured."""
 
     shapes: tuple[tuple[int, int, int], ...] = (
         (4096, 8192, 7168),
@@ -223,7 +223,7 @@ def mover(ctas: int, distributed: bool) -> Callable[[], object]:
 
 
 def bytes_per_gpu(world: int) -> int:
-    """What the moving kernel reads and writes within a GPU, or sends and receives."""
+    """The bytes that the moving kernel reads and writes within a GPU, or sends and receives."""
     return 2 * MOVED_BYTES if world == 1 else 4 * MOVED_BYTES * (world - 1) // world
 
 
@@ -285,7 +285,7 @@ def measure_way(
 
 
 def in_time(deadline: float) -> bool:
-    """Whether there is time left by rank 0's clock."""
+    """True if there is time left by rank 0's clock."""
     left = time.monotonic() < deadline
     if dist.is_initialized():
         answer = torch.tensor([left], dtype=torch.int32, device="cuda")
@@ -424,7 +424,7 @@ def tell(head: dict[str, Any], results: list[Result], folder: Path | None) -> No
 
 
 def run(study: Study, seconds: float, folder: Path | None) -> None:
-    """What each rank does."""
+    """Does the work of each rank."""
     begin = time.monotonic()
     distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if distributed:

@@ -72,7 +72,7 @@ class ScaledSides:
         return x, w, x_scale, w_scale
 
     def integer_operands(self, dtype: torch.dtype, device: torch.device) -> Operands:
-        """Of which no sum rounds; scales are one."""
+        """Operands of which no sum rounds; scales are one."""
         shape = self._shape
         x, w = verify.integer_operands(
             self.input_rows,

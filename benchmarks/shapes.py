@@ -1,4 +1,6 @@
-"""What is measured: shapes of suite.json by group or given as MxNxK, and transformer blocks by model or by sizes."""
+"""The shapes to measure: those of suite.json by group, shapes given as MxNxK, and transformer
+blocks by model or by sizes.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from overlap_torch.parallel import (
     OverlapRowwiseParallel,
 )
 
-# Of q, k and v, [tokens, features of this rank's heads] each -> [tokens, features of q].
+# Mixes q, k and v, [tokens, features of this rank's heads] each -> [tokens, features of q].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

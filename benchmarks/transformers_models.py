@@ -35,7 +35,7 @@ _PROMPT, _NEW = 16, 16  # of decode
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank does."""
+    """The work of each rank."""
 
     sizes: dict[str, int]
     tokens: int
@@ -105,7 +105,7 @@ def decode(model: torch.nn.Module, prompt: torch.Tensor) -> None:
 def variants_of(
     what: str, models: dict[str, torch.nn.Module], job: Job, device: torch.device
 ) -> dict[str, Variant]:
-    """What is timed of each model."""
+    """The calls that are timed for each model."""
     run: Callable[[torch.nn.Module, torch.Tensor], object]
     run = {"prefill": prefill, "step": step, "decode": decode}[what]
     shape = (job.sequences, _PROMPT) if what == "decode" else (1, job.tokens)
@@ -132,7 +132,7 @@ def check(models: dict[str, torch.nn.Module], job: Job, device: torch.device) ->
 def measured(
     models: dict[str, torch.nn.Module], job: Job, device: torch.device
 ) -> Iterator[tuple[str, str, Times]]:
-    """What was done, by which styles, and its times; a step of decode is one token of each sequence."""
+    """The work done, its styles, and its times; a step of decode is one token of each sequence."""
     watch = Stopwatch(device)
     for what in job.work:
         variants = variants_of(what, models, job, device)
@@ -146,7 +146,7 @@ def measured(
 
 
 def lines(rows: Iterable[tuple[str, str, Times]]) -> Iterator[list[str]]:
-    """Of the table; speed-ups are over transformers' own styles, which come first."""
+    """The lines of the table; speed-ups are over transformers' own styles, which come first."""
     base = 0.0
     for what, name, times in rows:
         if name == "transformers":
@@ -156,7 +156,7 @@ def lines(rows: Iterable[tuple[str, str, Times]]) -> Iterator[list[str]]:
 
 
 def run_rank(job: Job) -> None:
-    """What each rank does."""
+    """Does the work of each rank."""
     device = current_device()
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # for transformers, as torchrun does
     with contextlib.ExitStack() as stack:

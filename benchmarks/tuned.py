@@ -35,7 +35,7 @@ NEAR = 1.03  # of the best one's time
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank does."""
+    """The work of each rank."""
 
     problems: int
     most: int
@@ -83,8 +83,8 @@ class Entry:
         return min(one[index] for one in self.medians) if self.medians else 1.0
 
 
-def fastest(session: tune.Session, problem: Problem, job: Job) -> Plan:
-    """Of the sequence and the model's first candidates; the same on all ranks."""
+def fastest(session: _tune.Session, problem: Problem, job: Job) -> Plan:
+    """The fastest of the sequence and the model's first candidates; the same on all ranks."""
     plans = session.ranked(problem, job.best)
     found = session.measure(problem, plans, "call", 2 * job.turns)
     return plans[min(found["right"], key=lambda i: found["us"][i])]
@@ -114,7 +114,7 @@ def prepare(session: tune.Session, problems: Sequence[Problem], job: Job) -> lis
 
 
 def run_rank(job: Job) -> None:
-    """What each rank does."""
+    """Does the work of each rank."""
     begin = time.monotonic()
     device = current_device()
     session = tune.session(device, job.turns)

@@ -1,4 +1,4 @@
-"""What each rank of a benchmark does: check, then time, op by op and shape by shape."""
+"""The work of each rank of a benchmark: check, then time, op by op and shape by shape."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def nccl_alone() -> Machine:
 def panel(
     title: str, plan: Plan, machine: Machine, send_rows: tuple[tuple[int, ...], ...] = ()
 ) -> Panel:
-    """What rank 0 does by this plan."""
+    """Rank 0's work by this plan."""
     received = tuple(row[0] for row in send_rows)
     made, price = walk(plan, machine, 0, send_rows[0] if send_rows else (), received)
     lanes: dict[str, list[Bar]] = {}
@@ -125,7 +125,7 @@ def short_name(step: dict) -> str:
 def ring_rows(plan: Plan, step: dict, begin: float, end: float, machine: Machine) -> list[Row]:
     """A ring's GEMM: a row of rounds for each phase, and how much of the link's rate its tiles need meanwhile.
 
-    Tiles are finished evenly over the GEMM, in the plan's order. Those of a phase but the last travel to the next rank;
+    Tiles are finished evenly over the GEMM, in the plan's order. The tiles of all phases but the last travel to the next rank;
     an all-reduce's final ones travel to all.
     """
     world, round_rows = plan.problem.world_size, step["rows"]["round_tile_rows"]

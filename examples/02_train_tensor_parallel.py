@@ -100,7 +100,8 @@ class Gpt(torch.nn.Module):
 def parallel_plan(prepare: type, colwise: type, rowwise: type) -> dict[str, object]:
     """Features cut over the ranks inside attention and MLP, tokens (dim 1) outside.
 
-    What gathers an attention's tokens does it once, for the query's, key's and value's layer.
+    The style that gathers an attention's tokens does it once, for the query's, key's and value's
+    layer.
     """
     return {
         "tokens": rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -1,4 +1,4 @@
-"""What the examples share: a process for each rank, and the process group in each.
+"""The examples share this: a process for each rank, and the process group in each.
 
 A process that torchrun has started is one of the ranks. One that python has started lets torchrun start them all.
 """

@@ -1,4 +1,4 @@
-"""What is checked of every call of an op, whatever the test."""
+"""The checks of every call of an op, whatever the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overlap_torch.plan import Plan
 
 
 class Failures:
-    """What a job found: how much it checked, and what was wrong."""
+    """A job's findings: how much it checked, and what was wrong."""
 
     def __init__(self) -> None:
         self.checks = 0
@@ -137,7 +137,7 @@ def check_plan(
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """What is wrong with a float32 result that was summed in another order."""
+    """The fault of a float32 result that was summed in another order."""
     try:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     except AssertionError as error:

@@ -1,8 +1,8 @@
 """Runs the lists of steps of jobs, of all ranks, in memory and in random orders: what of them GPUs would do, without one.
 
 A lane's steps follow each other, those of different lanes come in any order that their `after`, forks and joins allow, a collective
-when all ranks have come to it, and the kernel takes its tiles one by one meanwhile. Memory is full of NaN at first. What
-the kernel reads, is checked when it reads it.
+when all ranks have come to it, and the kernel takes its tiles one by one meanwhile. Memory is full of NaN at first. Values that
+the kernel reads are checked when it reads them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ H200 = Machine(arch=90, sm_count=132, sm_gflops=5e3, link_latency_us=20.0, link_
 
 
 def value(rank: int, row: int, column: int) -> float:
-    """What a rank's kernel stores, or has as rows: sums of it are exact."""
+    """The values that a rank's kernel stores, or has as rows: sums of them are exact."""
     return float(1 + rank * 1000 + row * 7 % 101 + column % 13)
 
 

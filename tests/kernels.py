@@ -15,7 +15,8 @@ import torch.distributed as dist
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-# Of ranks without a GPU: Triton reads it when it is imported, and whatever imports PyTorch may import Triton.
+# Ranks without a GPU need this before Triton is imported, and whatever imports PyTorch may import
+# Triton.
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 

@@ -187,7 +187,7 @@ def make_operands(
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """What is wrong with `actual`, in words; None if it is `expected`, bit for bit."""
+    """The fault of `actual`, in words; None if it is `expected`, bit for bit."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return (
             f"got {tuple(actual.shape)} {actual.dtype}, "
@@ -236,7 +236,9 @@ def rank_device() -> torch.device:
 
 @contextlib.contextmanager
 def as_torchrun_places() -> Iterator[None]:
-    """What transformers asks for this rank's device: as torchrun says it, and the CPU under gloo also where there are GPUs."""
+    """The answers to transformers' questions for this rank's device: as torchrun says it, and the
+    CPU under gloo also where there are GPUs.
+    """
     with (
         mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank_device().index or 0)}),
         mock.patch.object(torch._C, "_get_accelerator", rank_device),

@@ -33,7 +33,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
 
 
 def operator_of(name: str) -> torch._ops.OpOverload:
-    """Of an op's name, with its overload's behind a dot if it is not the default."""
+    """The operator of an op's name, with its overload's after a dot if it is not the default."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.overlap, packet), overload or "default")
 
@@ -78,7 +78,7 @@ class Op(ABC):
         return [operands.input, operands.weight, operands.bias]
 
     def problem(self, case: Case, world: int) -> Problem:
-        """What a plan for calls on `arguments` is for."""
+        """The problem of a plan for calls on `arguments`."""
         rows = case.m * (world if self.cuts_rows else 1)
         dtype = str(case.dtype).removeprefix("torch.").upper()
         op = self.name.partition(".")[0].upper()
@@ -99,14 +99,14 @@ class Op(ABC):
             input, *others = map_tensors(
                 torch.Tensor.double, self.arguments(case, r, world, device, seed)
             )
-            # What is meant is said of dim 0.
+            # The meaning is written for dim 0.
             everybody.append([input.movedim(case.dim, 0) if case.dim else input, *others])
         results = self.meaning(everybody, EXACT_LIMIT[case.dtype])[rank]
         results = [result.movedim(0, case.dim) if case.dim else result for result in results]
         return [result.to(case.dtype) for result in results]
 
     def keywords(self, case: Case) -> dict[str, int]:
-        """Of a call, beside its group; what is the default is left out, as the dispatcher does."""
+        """The keywords of a call, beside its group; defaults are left out, as the dispatcher does."""
         return {"dim": case.dim} if case.dim else {}
 
     def takes(self, case: Case) -> bool:

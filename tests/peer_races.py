@@ -24,7 +24,7 @@ KEPT = 5  # calls whose results are looked at again: more than there are slots
 
 @dataclass
 class Runner:
-    """What takes part in a race. Plans are set by problem: no two runners may have the same one."""
+    """A participant of a race. Plans are set by problem: no two runners may have the same one."""
 
     label: str
     op: str

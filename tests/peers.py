@@ -22,7 +22,7 @@ DIRECT = "direct"
 ONE_LAUNCH = "one launch"  # of an all-to-all
 RING = 1
 
-# Of ranks whose all-to-alls are in one launch where the plan has that, whatever their rows.
+# Ranks with this have all-to-alls in one launch where the plan has that, whatever their rows.
 ALWAYS_ONE_LAUNCH = {"OVERLAP_PROFILE": str(Path(__file__).parent / "profiles/one_launch.json")}
 
 Way = (
@@ -30,12 +30,12 @@ Way = (
 )  # over peers: in so many chunks, "direct" or "one launch"; a ring, of reductions, has one
 
 
-# Of every op's plans over peers.
+# The kernels of every op's plans over peers.
 KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.LIBRARY]
 
 
 def peer_kernels(op: str) -> list[Kernel]:
-    """Those of an op's plans over peers: a ring's sources only ping-pong adds."""
+    """The kernels of an op's plans over peers: a ring's sources only ping-pong adds."""
     gathers = op.startswith("allgather_gemm")
     return [*KERNELS, Kernel.SM90_COOPERATIVE] if gathers else KERNELS
 
@@ -78,7 +78,7 @@ def alltoall_ways(kernel: Kernel) -> list[Way]:
 
 
 def has_bias(op: str) -> bool:
-    """Whether the op keeps its kernels where it adds a bias: gathers and all-to-alls leave them."""
+    """True if the op keeps its kernels where it adds a bias: gathers and all-to-alls leave them."""
     return op in ("gemm_allreduce", "gemm_reducescatter")
 
 

@@ -35,7 +35,7 @@ SHAPES = {  # the kernels' tiles, as their sources have them: tile_m, tile_n, cl
 
 @dataclasses.dataclass
 class Grid:
-    """What the tests know of a plan without asking it."""
+    """The tests' knowledge of a plan without asking it."""
 
     m: int
     n: int
@@ -205,7 +205,7 @@ def parted_plans_and_grids(
 
 
 def any_plans_and_grids() -> st.SearchStrategy[tuple[Plan, Grid]]:
-    """Of every op that cuts one rank's output or input into chunks."""
+    """Plans of every op that cuts one rank's output or input into chunks."""
     return plans_and_grids() | parted_plans_and_grids()
 
 

@@ -35,7 +35,7 @@ def available_kernels() -> list[Kernel]:
 
 
 def peers_work() -> bool:
-    """Whether the ranks map each other's memory. Every rank has to ask."""
+    """True if the ranks map each other's memory. Every rank has to ask."""
     return machine(rank_device()).peer_gbps > 0
 
 

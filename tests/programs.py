@@ -52,7 +52,7 @@ def template_plans(
     ]
 
 
-# Which transfer of a program goes by what: all by SMs in one kernel, by the copy engine, or by turns by all that there is.
+# The engines of a program's transfers: all by SMs in one kernel, by the copy engine, or by turns by all that there is.
 ENGINES: dict[str, list[str]] = {
     "sms": ["sms"],
     "copy_engine": ["copy_engine"],
@@ -74,8 +74,9 @@ def by_engines(plan: Plan, engines: list[str]) -> Plan:
 
 
 def random_program(problem: Problem, seed: int, **how: object) -> Plan:
-    """Of an all-reduce, a reduce-scatter or an all-gather: each block of rows and columns takes a way of its own, drawn from
-    all trees; transfers of different blocks are mixed."""
+    """A random all-reduce, reduce-scatter or all-gather: each block of rows and columns takes a way
+    of its own, drawn from all trees; transfers of different blocks are mixed.
+    """
     draw = random.Random(seed)
     p = Editor(problem, **(how or how_to_edit(problem)))
     blocks = [_random_block(p, draw, area, owner) for area, owner in _random_areas(p, draw)]

@@ -46,7 +46,7 @@ _NETWORK = {**_HOSTS, "OVERLAP_PEERS": "0"}
 
 
 def shares_gpus() -> bool:
-    """Whether several ranks may use a GPU: each gets a turn of it, as processes do."""
+    """True if several ranks may use a GPU: each gets a turn of it, as processes do."""
     return os.environ.get("OVERLAP_TEST_SHARED_GPUS") == "1"
 
 
@@ -64,7 +64,7 @@ def _network() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job on one rank."""
+    """The outcome of a job on one rank."""
 
     kind: str  # "returned", "raised", "died" or "hung"
     value: Any = None  # what the job returned

@@ -1,6 +1,6 @@
 """One rank of the documents' snippets: `python run_snippets.py FOLDER RANK WORLD PAGE...`; ranks meet in the folder.
 
-The Python blocks of a page are one program, in their order. What stands between `<!-- setup` and `-->`, or in a file that
+The Python blocks of a page are one program, in their order. Text between `<!-- setup` and `-->`, or in a file that
 is named there, belongs to it without being shown. Blocks whose first line is ```` ```python gpu ```` are left out, and so are those that need a package
 that is not here: ```` ```python needs=megatron ````.
 """

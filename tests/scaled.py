@@ -1,6 +1,6 @@
 """Calls of the ops with scaled operands: operands for any case, and what all ranks' results must be.
 
-What a call must return is written here in float64 from the recipe's definition; nothing of the code under test is in it.
+The expected result of a call is written here in float64 from the recipe's definition; nothing of the code under test is in it.
 Operands are small, sparse integers and scales are 0.5, 1 and 2, so that every sum, on every rank and in every order,
 is a multiple of 1/4 that the output's type holds: the result has one right value, bit for bit.
 """
@@ -92,7 +92,7 @@ def scale_shape(recipe: str, operand: str, rows: int, k: int) -> tuple[int, int]
 def dequantised(
     values: torch.Tensor, scales: torch.Tensor, recipe: str, operand: str
 ) -> torch.Tensor:
-    """What [rows, K] values and their scales, of the shape above, stand for, in float64."""
+    """The meaning of [rows, K] values and their scales, of the shape above, in float64."""
     values, scales = values.double(), scales.double()
     if recipe == "block":
         scales = scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
@@ -322,7 +322,7 @@ def expected(case: Case, op: str, calls: Sequence[Call], rank: int) -> list[torc
 
 
 def as_comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Of fp8, the bytes."""
+    """The bytes of fp8."""
     return tensor.view(torch.uint8) if tensor.dtype in (E4M3, E5M2) else tensor
 
 

@@ -37,7 +37,7 @@ from tests.planner_problems import MACHINES, families, problems
 
 WORLDS = range(2, 9)
 PEERS = MACHINES["hopper"]
-# Whose all-to-alls are in one launch where the plan has that, whatever their rows.
+# A machine whose all-to-alls are in one launch where the plan has that, whatever their rows.
 ONE_LAUNCH = copy.copy(PEERS)
 ONE_LAUNCH.profile = Profile.load(Path(__file__).parent / "profiles/one_launch.json")
 
@@ -122,7 +122,7 @@ class Case:
 
 
 def takers(plan: Plan) -> Iterator[tuple[bool, ...]]:
-    """Which ranks' operands the kernel takes: all, all but the first, none."""
+    """The ranks whose operands the kernel takes: all, all but the first, none."""
     world = plan.problem.world_size
     # On CPU the framework's GEMM takes a kernel's part for packed tiles.
     by_tile = plan.chunks[0].transport == Transport.GLOO and plan.layout == Layout.PACKED
@@ -153,7 +153,7 @@ def covering_problems() -> Iterator[tuple[Machine, Problem]]:
 
 
 def by_hand() -> Iterator[Case]:
-    """What users set and the planner does not: other chunks, lanes, kernels, layouts; several weights."""
+    """Plans that users set and the planner does not: other chunks, lanes, kernels, layouts; several weights."""
     for world in (2, 3, 8):
         problems = {
             op: Problem(2048 * world, 2048 - 40, 512, DType.BFLOAT16, world, op)
@@ -208,7 +208,7 @@ def by_hand() -> Iterator[Case]:
 
 
 def rings() -> Iterator[Case]:
-    """Of parts that are not equal: by hand, as the planner has them where it may choose."""
+    """Rings with parts that are not equal: by hand, as the planner has them where it may choose."""
     kernels = (Kernel.LIBRARY, Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE)
     # At the larger inner size there is room to spread stores.
     for world, kernel, inner in itertools.product(WORLDS, kernels, (512, 8192)):
@@ -247,7 +247,7 @@ def structure(case: Case) -> tuple:
 
 
 def has_short_part(case: Case) -> bool:
-    """Whether it is a ring's whose parts do not have equal numbers of rows: steps then differ by numbers alone."""
+    """True if it is a ring whose parts have unequal numbers of rows: steps then differ only by numbers."""
     problem = case.plan.problem
     ring = case.plan.collective == Collective.RING
     return ring and problem.m % problem.world_size != 0

@@ -1,5 +1,6 @@
-"""What ranks that differ plan for: the slowest, with what all have; or nothing, where they would plan differently, or where the
-kernels of one run one at a time."""
+"""Ranks that differ plan for the slowest, with what all have; or for nothing, where they would plan
+differently, or where the kernels of one run one at a time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def agreed(machines: list[Machine], nccl: int = 22800, build: int = 7) -> tuple[
 def test_agree_leaves_ranks_that_are_alike_as_they_are():
     machine, difference = agreed(alike())
     assert (repr(machine), difference) == (repr(alike()[0]), "")
-    # What clocks and power limits change, nobody has to hear of.
+    # Clocks and power limits change these numbers, and nobody has to hear of it.
     machine, difference = agreed(alike(sm_gflops=5000.0))
     assert (machine.sm_gflops, difference) == (5000.0, "")
 

@@ -44,7 +44,7 @@ def right_gradients(
     used: Sequence[int],
     rank: int | None = None,
 ) -> list[torch.Tensor | None]:
-    """What the op's meaning says, in float64: gradients of a rank's operands (this one's) if the outputs `used` are.
+    """The op's meaning in float64: gradients of a rank's operands (this one's) if the outputs `used` are.
 
     The global function's derivative, for results that differ by rank; for a replicated one, whose gradient is the same
     everywhere, that of this rank's copy.
@@ -70,7 +70,7 @@ def right_gradients(
 
 
 def patterns_of_needs(count: int) -> list[tuple[bool, ...]]:
-    """Which operands need a gradient: all patterns of few operands; of many each alone, all but one, and all."""
+    """The operands that need a gradient: all patterns of few operands; of many each alone, all but one, and all."""
     if count <= 3:
         return [needs for needs in itertools.product((False, True), repeat=count) if any(needs)]
     alone = [tuple(i == j for j in range(count)) for i in range(count)]
@@ -122,7 +122,7 @@ def test_autograd_gradients_are_the_compositions(ranks, op, dtype):
 
 
 def gathers_on_cpu() -> set[str]:
-    """What gathers a shard, in the gradients of both ops that do."""
+    """The ops that gather a shard, in the gradients of both ops that do."""
     with SeesDispatches() as mode:
         for op, operand in (("allgather_gemm", 1), ("gemm_reducescatter", 1)):
             case = OPS[op].of([Case((8,), 4, 6, torch.float32)])[0]
@@ -170,7 +170,7 @@ def test_autograd_allreduce_backward_does_not_communicate(ranks):
 
 
 def forward_mode_calls(op: str) -> list[str]:
-    """What is said where one operand has a tangent, by its place, called through wrapper and operator."""
+    """The messages if one operand has a tangent, by its place, called through wrapper and operator."""
     arguments = OPS[op].arguments(
         Case((4,), 3, 4, bias=True), dist.get_rank(), dist.get_world_size(), rank_device()
     )
@@ -235,7 +235,7 @@ def test_autograd_records_only_where_asked(ranks, op):
 def check_autocast(op: str, enabled: bool, target: torch.dtype) -> tuple[int, list[str]]:
     failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
-    # Of input, weights and biases.
+    # The gradients of input, weights and biases.
     given = [
         (torch.float32, torch.float32, torch.float32),
         (torch.bfloat16, torch.float32, torch.float32),

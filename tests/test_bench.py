@@ -125,7 +125,7 @@ def test_bench_asks_for_fast_accumulation_of_tensors_and_rows_alone(argv, capsys
 
 
 def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
-    """Whether the check passes with the op as it is, and with one that is off by one in one place."""
+    """True if the check passes: with the op as it is, and with one that is off by one in one place."""
     import torch.distributed as dist
 
     computations = bench("computations")
@@ -190,7 +190,7 @@ def test_bench_runs_the_plans_that_are_given(ranks, tmp_path, option):
     assert [row["kind"] for row in rows] == kinds
     assert all(row["plan"] == plan for row in rows)
     assert rows[0]["checked"] is True
-    # What a benchmark has written is a list of plans again.
+    # A benchmark's output is a list of plans again.
     assert [to_dict(read) for read in bench("plans").parse(path.read_text())] == [plan]
 
 

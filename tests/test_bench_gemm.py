@@ -25,7 +25,7 @@ from plans import HOPPER_KERNELS
 
 
 def buffer_of(plan: Plan, output: torch.Tensor) -> torch.Tensor:
-    """What a plan's GEMM leaves: the output as it is, or tile by tile in tile order; padding is -1."""
+    """The buffer that a plan's GEMM leaves: the output as it is, or tile by tile in tile order; padding is -1."""
     buffer = output.new_full((plan.buffer_elements(),), -1.0)
     if plan.layout == Layout.ROW_MAJOR:
         buffer[: output.numel()] = output.flatten()

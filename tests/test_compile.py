@@ -170,7 +170,7 @@ def check_compiled(op: str, backend: str, cases: list[Case]) -> tuple[int, list[
             for leaf in leaves:
                 leaf.requires_grad_()
             outputs = function(op, arguments, world_name())
-            # Of several outputs not all are used.
+            # Only some of several outputs are used.
             sum(output.sum() for output in outputs[:2]).backward()
             results.append([output.detach() for output in outputs])
             gradients.append([leaf.grad for leaf in leaves])

@@ -1,4 +1,4 @@
-"""What the cost model expects of plans: when each step runs, and what follows for the whole.
+"""The cost model's expectations of plans: when each step runs, and what follows for the whole.
 
 Its constants are measurements, which a new fit changes; test_planner_regret.py bounds what choices by them lose. Here is what holds whatever they
 are: how times follow from work, and from each other.
@@ -137,7 +137,7 @@ def test_predict_sequence_is_gemm_then_one_call(op: Op, machine: Machine) -> Non
     assert calls[2] - calls[1] == pytest.approx(6 * (calls[1] - calls[0]))
     start = calls[0] - (calls[1] - calls[0])
     assert machine.link_latency_us <= start < machine.link_latency_us + 20
-    # What a link measures is an all-reduce's rate; where bytes go one way only they take less time.
+    # A link measures an all-reduce's rate; where bytes go one way only they take less time.
     bytes_us = (calls[2] - calls[1]) * machine.link_gbps * 1e3 / (8192 * (16384 - 4096) * 2)
     assert 0.85 < bytes_us < 1.05 if op == Op.GEMM_ALLREDUCE else 0.6 < bytes_us < 0.75
 
@@ -229,7 +229,7 @@ def test_price_chunks_follow_their_last_tile_and_the_call_before(kind, ctas, hei
         if call["begins"] > ready:  # nothing else holds it up but the host
             by_host.append(call["begins"])
         free = call["ends"]
-    # Which issues chunk after chunk.
+    # The host issues chunk after chunk.
     assert len({round(b - a, 9) for a, b in itertools.pairwise(by_host)}) <= 1
     assert len(by_host) < 2 or k == SHORT_K
     busy = lengths(timeline.spans("collective"))

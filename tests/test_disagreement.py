@@ -22,7 +22,8 @@ from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from plans import chunked_plan
 
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
-# What the last rank calls, where the others call CASE: the parts of both that every message must name.
+# The last rank calls these, where the others call CASE: the parts of both that every message must
+# name.
 OTHERS = {
     "half the rows": (CASE.with_(leading=(128,)), "m=256", "m=128"),
     "some rows fewer": (CASE.with_(leading=(252,)), "m=256", "m=252"),

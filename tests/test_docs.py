@@ -33,7 +33,7 @@ def name(page: Path) -> str:
 
 
 def run_pages(folder: Path, pages: list[Path], **more: str) -> str:
-    """What two ranks print that run these pages, one after the other."""
+    """The output of two ranks that run these pages, one after the other."""
     logs = [folder / "rank0", folder / "rank1"]
     ranks = []
     environment = os.environ | {
@@ -79,7 +79,7 @@ def test_docs_snippets_run_on_two_cpu_ranks(cpu_output, page):
 @pytest.mark.gpu
 @pytest.mark.gpu2
 def test_docs_first_snippets_run_on_two_gpus(tmp_path):
-    """Those that take the GPUs that are there."""
+    """The snippets that take the GPUs that are there."""
     if rank_pool.shares_gpus():
         pytest.skip("the snippets take a GPU for each rank")
     pages = [ROOT / "README.md", ROOT / "docs/start.md"]
@@ -121,7 +121,7 @@ def test_docs_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if page.name != "notes.md"], ids=name)
 def test_docs_name_files_that_exist(page):
-    """What stands in backticks and looks like a path of this repository."""
+    """Names in backticks that look like a path of this repository."""
     folders = "csrc|overlap_torch|tests|tools|scripts|benchmarks|docs|examples"
     for path in re.findall(rf"`((?:{folders})/[\w./*-]*)`", page.read_text(encoding="utf-8")):
         assert list(ROOT.glob(path.rstrip("/"))), f"{name(page)}: {path}"

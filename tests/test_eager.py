@@ -40,7 +40,9 @@ every_function = pytest.mark.parametrize("op", list(FUNCTIONS))
 
 
 def function_of(op: str) -> Callable[..., Any]:
-    """Of the op's arguments and the group's name; the keyword between them, if there is one, is the default."""
+    """The function of the op's arguments and the group's name; the keyword between them, if there
+    is one, is the default.
+    """
     function = getattr(_eager, op.replace(".", "_"))
     if not getattr(FUNCTIONS[op], "takes_dim", False):
         return function
@@ -153,7 +155,7 @@ def calls_declined(op: str) -> list[str]:
 
 
 def calls_with_gradients(op: str) -> tuple[int, list[str]]:
-    """Which calls with an operand that requires grad are said to need their gradient recorded, and nothing else."""
+    """The calls with an operand that requires grad that are said to need their gradient recorded, and nothing else."""
     failures = Failures()
     if dist.get_rank() > 0:  # one rank alone makes them: none communicates
         return failures.result()
@@ -316,7 +318,7 @@ def test_eager_wrong_number_of_biases_is_an_error(ranks):
 
 
 def wrong_values() -> dict[str, list[Any]]:
-    """Of which no parameter of that name takes one."""
+    """Values that no parameter of that name takes."""
     world = dist.get_world_size()
     counts = [5, "12", [1.0] * world, [2**70] * world, {1, 2}, None]
     recipes = ["RowWise", 1.0, 2**70, torch.nn.functional.ScalingType.RowWise]
@@ -341,7 +343,7 @@ def test_eager_leaves_the_rest_to_torch(ranks, op):
 
 
 def observers(op: str) -> list[list[bool]]:
-    """Whether modes, a subclass and a tracer see a call of the wrapper."""
+    """True for each of modes, a subclass and a tracer that sees a call of the wrapper."""
     arguments = arguments_of(op, small_case(op))
     operator = FUNCTIONS[op].operator
     group = world_name()

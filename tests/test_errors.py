@@ -178,7 +178,7 @@ def test_errors_have_the_types_that_python_has_for_them(ranks):
 
 
 def check_fake_devices(op: str) -> tuple[int, list[str]]:
-    """What tracing runs on: fakes of tensors on any devices, these on none."""
+    """The devices that tracing runs on: fakes of tensors on any devices, these on none."""
     failures = Failures()
     arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), "cpu")
     with FakeTensorMode():

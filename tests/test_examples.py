@@ -130,7 +130,7 @@ def test_examples_triton_kernels_equal_their_own_sequences(tmp_path):
     output = run(example("05_triton_kernels.py"), "--ranks", "2", *small, folder=tmp_path)
     found = dict(re.findall(r"^(.*): largest difference (\S+)$", output, re.MULTILINE))
     swiglu = float(found.pop("SwiGLU, all_gather"))
-    # Of numbers up to some hundreds, in float32.
+    # The values are numbers up to some hundreds, in float32.
     assert swiglu < 1e-3, output
     names = [
         "matmul, row_major, all_reduce",
@@ -142,14 +142,14 @@ def test_examples_triton_kernels_equal_their_own_sequences(tmp_path):
 
 
 def test_examples_demo_checks_and_draws(tmp_path):
-    """Of another op and size than the default, which tests/test_without_numpy.py runs."""
+    """The demo of another op and size than the default, which tests/test_without_numpy.py runs."""
     arguments = "--op allgather_gemm --m 1023 --n 512 --k 64".split()
     command = [*"-m overlap_torch demo --device cpu --out out".split(), *arguments]
     output = run(*command, folder=tmp_path)
     assert "equals the sequence, bit for bit" in output, output
     # M as the ranks cut it.
     assert "problem   allgather_gemm, M=1024 N=512 K=64" in output, output
-    # What a CPU shows, and what it is for; no speed-up that says nothing.
+    # The text says what a CPU shows, and what it is for; no speed-up that says nothing.
     assert "A CPU shows that results are right" in output and "speed-up" not in output, output
     assert re.search(r"us by the op: 1\.\d\dx", output), output
     picture = (tmp_path / "out" / "timeline.png").read_bytes()

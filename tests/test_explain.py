@@ -43,7 +43,7 @@ def test_explain_of_all_candidates_shows_the_steps_as_priced(machine, op, world)
         text = str(told)
         assert all(step.words in text for step in told.steps)
         assert f"expected {told.expected.total_us:.1f} us" in text
-        # What it is compared with: the sequence, and all others, the fastest first.
+        # The plan is compared with the sequence, and with all others, the fastest first.
         assert told.sequence_us == plans.predict(candidates[0], machine).total_us
         times = [us for _, us in told.others]
         assert times == sorted(times)

@@ -26,7 +26,8 @@ from overlap_torch.plan import Kernel
 from plans import chunked_plan, sequential_plan
 
 GROUP_TIMEOUT_S = 6.0
-# What an error may come after the deadline: the watchdog's period, the store, a loaded machine.
+# An error may come this long after the deadline: the watchdog's period, the store, a loaded
+# machine.
 MARGIN_S = rank_pool.under_load(7.0)
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
 PLANS = ["default", "sequential", "row panels", "packed"]
@@ -262,7 +263,7 @@ def call_behind_one_that_gives_up(op: str) -> tuple[float, str] | None:
 
 @pytest.mark.ranks((3, "nccl"), (4, "nccl"))
 def test_faults_rank_behind_one_that_gave_up_is_told(ranks):
-    """Whose waits all ended in time: with what is not right."""
+    """The rank's waits all ended in time: with what is not right."""
     ranks.skip_without_peers()
     outcomes = rank_pool.run_fresh(
         ranks.world, "nccl", call_behind_one_that_gives_up, "gemm_reducescatter",

@@ -1,4 +1,4 @@
-"""What FlopCounterMode counts for the ops: as much as for the matrix products of their compositions."""
+"""The counts of FlopCounterMode for the ops: as much as for the matrix products of their compositions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_flops_are_those_of_the_composition(ranks, op):
 
 
 def training_step(op: str) -> tuple[int, int]:
-    """What is counted for a step, and for the composition's forward alone."""
+    """The counts for a step, and for the composition's forward alone."""
     arguments = OPS[op].arguments(
         Case((6,), 5, 7), dist.get_rank(), dist.get_world_size(), rank_device()
     )

@@ -94,7 +94,7 @@ def plans_of(problem: Problem, kernel: Kernel, transport: str) -> list[Plan]:
 
 
 def _in_one_step(problem: Problem, kernel: Kernel) -> bool:
-    """Whether at_once makes a plan of it that row_panels does not."""
+    """True if at_once makes a plan of it that row_panels does not."""
     if problem.op == Op.ALLGATHER_GEMM:
         return kernel == Kernel.LIBRARY and problem.k % 16 == 0
     element = getattr(torch, problem.output_dtype.name.lower()).itemsize

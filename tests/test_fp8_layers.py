@@ -37,7 +37,7 @@ class OneProcess(torch.autograd.Function):
 
     @staticmethod
     def cast(tensor: torch.Tensor, dtype: torch.dtype, by_rows: bool) -> torch.Tensor:
-        """What the cast tensor stands for, in float64."""
+        """The value of the cast tensor, in float64."""
         largest = tensor.abs().amax(-1, keepdim=True) if by_rows else tensor.abs().max()
         limit = 448.0 if dtype == torch.float8_e4m3fn else 57344.0
         factor = limit / largest.double().clamp(min=1e-12)

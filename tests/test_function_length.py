@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MOST = 80
-# What lists entries, one behind the other, is no clearer in pieces.
+# Functions that list entries, one after the other, are no clearer in pieces.
 TABLES = {
     ("csrc/binding/python/plan_module.cc", "bind_plan"),
     ("csrc/plan/profile.cc", "make_fields"),
@@ -32,7 +32,7 @@ _SCOPE = re.compile(
 
 
 def _without_template(head: str) -> str:
-    """What stands in front of a brace, without template parameters."""
+    """The text before a brace, without template parameters."""
     head = head.strip()
     while head.startswith("template"):
         depth = 0

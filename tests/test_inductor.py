@@ -577,7 +577,7 @@ def test_inductor_says_what_is_waited_for_in_between(ranks):
 
 
 def left_alone() -> list[tuple[str, str, bool]]:
-    """What is said of collectives of groups that are left out, or of one rank, and of those that no op stands for."""
+    """The report of collectives of groups that are left out, or of one rank, and of those that no op stands for."""
     alone = [subgroup((rank,)) for rank in range(dist.get_world_size())][dist.get_rank()]
 
     def function(x, w):

@@ -168,7 +168,7 @@ def test_inductor_compiles_dynamic_rows_once(ranks):
 
 
 def strict_messages() -> list[str]:
-    """Of what a strict compilation raises: for a missed collective, and for one that has no GEMM beside it."""
+    """The errors that a strict compilation raises: for a missed collective, and for one that has no GEMM beside it."""
 
     def missed(x, w):
         y = x @ w
@@ -217,7 +217,7 @@ class Other(CustomGraphPass):
 
 
 def slots() -> dict[str, Any]:
-    """What stands in the slot when, and the keys."""
+    """The passes in the slot over time, and the keys."""
     found: dict[str, Any] = {"before": config.post_grad_custom_pre_pass is None}
     enabled = inductor.enable()
     plain = config.post_grad_custom_pre_pass

@@ -43,7 +43,7 @@ def _views(elements: int) -> list[tuple[int, ...]]:
 
 
 def _placed(tensor: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
-    """What the target's layout says the tensor is, whose own layout is the source."""
+    """The tensor, whose own layout is the source, as the target's layout says it is."""
     first, last = flat(source), flat(target)
     order = [first.index(atom) for atom in last]
     tensor = tensor.reshape([int(atom.size) for atom in first]).permute(order)

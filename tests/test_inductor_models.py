@@ -110,7 +110,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def near(found: torch.Tensor, right: torch.Tensor) -> str | None:
-    """What is wrong beyond float64's rounding."""
+    """The fault beyond float64's rounding."""
     found = whole(found.detach())
     if found.shape != right.shape:
         return f"{tuple(found.shape)}, not {tuple(right.shape)}"
@@ -132,7 +132,7 @@ def near_in_all(
 # The ops by hand, forward and backward: attention.o and mlp.down reduce, and what goes into q, k and v, gate and up, and the
 # head is gathered. In backward each does the other thing; without sequence parallelism every column-parallel layer reduces its
 # own gradient: q, k, v, gate, up, head. The embedding's output has no GEMM beside it: one collective forward, and, as its
-# gradient is gathered with sequence parallelism, one backward. Nor have the three all-reduces of a parallel loss: each row's
+# gradient is gathered with sequence parallelism, one backward. The three all-reduces of a parallel loss have none either: each row's
 # maximum, its sum of exponentials, and the logit of its target.
 STYLED = {
     False: (
@@ -237,7 +237,8 @@ def transformer_plan(sequence: bool) -> dict[str, object]:
     return plan
 
 
-# Of two layers and a head, by hand; the embedding and the whole logits have collectives without a GEMM, and the embedding's
+# The ops of two layers and a head, by hand; the embedding and the whole logits have collectives
+# without a GEMM, and the embedding's
 # gradient is gathered with sequence parallelism.
 TRANSFORMERS = {
     False: (

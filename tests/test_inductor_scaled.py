@@ -27,7 +27,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 class Compiled(Functional):
-    """What the pass sees."""
+    """The functions that the pass sees."""
 
     def scaled(self, x, w, scale_x, scale_w, bias=None, out=F32):
         """[..., K] by [N, K], with scales of both: one number, or [..., 1] and [N, 1]."""
@@ -38,7 +38,7 @@ class Compiled(Functional):
         return y.reshape(*x.shape[:-1], -1)
 
     def named(self, x, w, scale_x, scale_w, recipe, out=F32):
-        """What torch.nn.functional.scaled_mm calls; Dynamo does not trace into that (PyTorch 2.11)."""
+        """The operator that torch.nn.functional.scaled_mm calls; Dynamo does not trace into that (PyTorch 2.11)."""
         recipe = [recipe.value]
         product = torch.ops.aten._scaled_mm_v2
         return product(x, w.t(), [scale_x], recipe, [], [scale_w], recipe, [], None, out)
@@ -49,7 +49,7 @@ class Compiled(Functional):
 
 
 class Right(Eager):
-    """What is right."""
+    """The right results."""
 
     def scaled(self, x, w, scale_x, scale_w, bias=None, out=F32):
         y = ((x.double() * scale_x) @ (w.double() * scale_w).t()).to(out)

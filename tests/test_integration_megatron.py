@@ -99,7 +99,7 @@ def operand(name: str, layer: torch.nn.Module) -> torch.Tensor:
 
 
 def run(name: str, layer: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """What the layer returns, and its gradients."""
+    """The layer's result, and its gradients."""
     input = operand(name, layer).detach().clone().requires_grad_()
     output, bias = layer(input)
     gradient = integers(TOKENS, BATCH, OUT, seed=7)
@@ -280,7 +280,7 @@ def test_megatron_layers_have_megatrons_state(ranks):
 
 
 def check_left() -> tuple[int, list[str]]:
-    """What Megatron's own layer runs: experts in silence, the rest with a reason in the report."""
+    """The calls that Megatron's own layer runs: experts in silence, the rest with a reason in the report."""
     failures = Failures()
     with megatron_groups():
         for name in ("column", "row"):
@@ -370,7 +370,7 @@ def test_megatron_gpt_trains(ranks, sequence):
 
 
 def check_specs() -> tuple[int, list[str]]:
-    """Which classes a layer is built of: ours outside the experts, Megatron's in them."""
+    """The classes that a layer is built of: ours outside the experts, Megatron's in them."""
     from megatron.core.models.backends import LocalSpecProvider
 
     from overlap_torch.integrations import megatron

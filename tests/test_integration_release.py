@@ -1,4 +1,4 @@
-"""What an integration says of a framework that it does not know."""
+"""The messages of an integration about a framework that it does not know."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ N, K, ROWS = 6, 8, 5
 
 
 def ops_of(job) -> tuple[Any, list[str]]:
-    """What the job returns, and the ops of this package that it calls."""
+    """The job's result, and the ops of this package that it calls."""
     with SeesDispatches() as mode:
         result = job()
     names = [function._overloadpacket._qualified_op_name for function in mode.seen]
@@ -65,7 +65,7 @@ class Unquantized:
 
 
 class Quantized(Unquantized):
-    """Of another type than the method of layers without quantization."""
+    """A type other than the method of layers without quantization."""
 
 
 class Group:
@@ -153,7 +153,7 @@ def module(name: str, **members: Any) -> ModuleType:
 
 @contextlib.contextmanager
 def installed(version: str, *modules: ModuleType) -> Iterator[None]:
-    """As if a framework of this version, with these modules, were installed. What else is imported meanwhile stays."""
+    """As if a framework of this version, with these modules, were installed. Other modules imported meanwhile stay."""
     sys.modules.update({made.__name__: made for made in modules})
     try:
         with mock.patch.object(metadata, "version", lambda name: version):
@@ -286,7 +286,7 @@ def test_vllms_layers_compile_to_one_graph(ranks):
 
 
 class Context(SimpleNamespace):
-    """What SGLang's forward asks for in each call."""
+    """The context that SGLang's forward asks for in each call."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -300,7 +300,7 @@ class Context(SimpleNamespace):
 
 
 def sglang_names(context: Context) -> dict[str, Any]:
-    """Of sglang.srt.layers.linear."""
+    """The names of sglang.srt.layers.linear."""
     return {
         "get_forward": lambda: context.forward,
         "get_exec": lambda: context.execution,
@@ -600,7 +600,7 @@ def test_vllms_own_layer_runs_the_op(ranks):
 
 
 class SGLangsLinearBase(nn.Module):
-    """What SGLang's RowParallelLinear inherits."""
+    """The base that SGLang's RowParallelLinear inherits."""
 
     def __init__(self, input_size, output_size, skip_bias_add, dtype, config, prefix) -> None:
         super().__init__()
@@ -611,7 +611,7 @@ class SGLangsLinearBase(nn.Module):
 
 
 def sglang_linear_names(context: Context) -> dict[str, object]:
-    """What the module of SGLang's linear layers has beside them."""
+    """The names that the module of SGLang's linear layers has beside them."""
 
     def scattered(layer, x, bias):
         """As layernorm_sp.row_parallel_gbar_matmul."""

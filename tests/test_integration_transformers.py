@@ -96,7 +96,7 @@ def loaded_with_styles(folder: str, plan="auto"):
 
 
 def kinds_of_hidden_states(model, tokens: torch.Tensor) -> set[type]:
-    """What the norms within the layers see, where gradients are recorded."""
+    """The hidden states that the norms within the layers see, where gradients are recorded."""
     kinds = set()
     handles = [
         norm.register_forward_pre_hook(lambda _, args: kinds.add(type(args[0])))
@@ -337,7 +337,7 @@ def shared(name: str):
 
 
 def check_changed_models(folder: str) -> tuple[int, list[str]]:
-    """What is done to layers whose tokens are cut: the whole model's gradients, or an error."""
+    """Layers whose tokens are cut get the whole model's gradients, or raise an error."""
     failures = Failures()
     tokens = some_tokens(2, TOKENS)
     changes = {
@@ -407,7 +407,7 @@ def test_other_layers_keep_transformers_styles_where_tokens_are_cut(ranks, tmp_p
 
 
 def check_fallback(folder: str) -> tuple[int, list[str]]:
-    """What is no plain Linear keeps transformers' style, and the report says so."""
+    """A layer that is no plain Linear keeps transformers' style, and the report says so."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     class Adapted(torch.nn.Linear):

@@ -526,7 +526,7 @@ def test_kernels_that_await_overlap_where_sms_are_set_apart():
 
 @pytest.mark.parametrize("op", OVERLAPPING_OPS)
 def test_kernels_price_has_what_the_list_has(op):
-    """Of four equal chunks on a link that takes longer than the kernel: the first chunk's tiles, then all that travels."""
+    """Four equal chunks on a link that takes longer than the kernel: the first chunk's tiles, then all that travels."""
     problem = Problem(8192, 4096, 4096, torch.bfloat16, 2, op)
     machine = fast_link()
     made = plan.row_panels(problem, 4, tile=(128, 128), comm_sms=8, max_ctas=8, transport="nccl")
@@ -538,7 +538,7 @@ def test_kernels_price_has_what_the_list_has(op):
     assert len(calls) == 4 and all(a[1] <= b[0] for a, b in itertools.pairwise(calls))
     assert kernel[1] - kernel[0] >= 100.0
     if op == Op.ALLGATHER_GEMM:
-        # What arrives last is an eighth of the rows, which the kernel computes behind it.
+        # The last arrival is an eighth of the rows, which the kernel computes after it.
         assert kernel[1] >= calls[-1][1] + 100.0 / 8
         assert kernel[0] <= calls[0][1]
     else:

@@ -181,7 +181,9 @@ def imported(tree: ast.AST, names: set[str], everywhere: bool) -> set[str]:
 
 
 def graph(folder: Path, everywhere: bool) -> dict[str, set[str]]:
-    """What each module of the folder imports of the others; without the folder's own, which all of them run behind."""
+    """The imports of each module of the folder from the others; without the folder's own, which all
+    of them run behind.
+    """
     paths = {module_name(path): path for path in sorted(folder.rglob("*.py"))}
     del paths[module_name(folder / "__init__.py")]
     trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}

@@ -1,4 +1,6 @@
-"""Which mesh layers lie on, and what becomes of DTensors of other meshes, nested tensors, and groups that are made again."""
+"""The meshes of layers, and what becomes of DTensors of other meshes, nested tensors, and groups
+that are made again.
+"""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_nn_layers_give_gradients_to_those_that_ask(ranks):
 
 
 def check_module() -> tuple[int, list[str]]:
-    """What modules do: dtype, eval, no bias, groups, autocast, compile."""
+    """The behaviour of modules: dtype, eval, no bias, groups, autocast, compile."""
     failures = Failures()
     world = dist.get_world_size()
     linear = integer_linear(12, 7, True)

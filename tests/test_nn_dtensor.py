@@ -208,7 +208,7 @@ def test_nn_layers_work_beside_fsdp(ranks, sequence, width, hidden):
 
 
 def check_copies(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
-    """What becomes of the parameters when modules are copied, pickled, tied, converted, and made on no device."""
+    """The parameters' fate when modules are copied, pickled, tied, converted, and made on no device."""
     failures = Failures()
     linear = integer_linear(7, 5, True)
     layer = kind.from_linear(linear)

@@ -254,7 +254,7 @@ def derivatives(
     leaves: Sequence[torch.Tensor],
     vectors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Of sum(factors * outputs ** 2): the Hessian times vectors, and the derivative of that."""
+    """The Hessian of sum(factors * outputs ** 2) times vectors, and the derivative of that."""
     squares = [output.square() for output in outputs]
     first = torch.autograd.grad(squares, leaves, factors, create_graph=True)
     by = [*leaves, *factors]
@@ -391,7 +391,7 @@ def my_state(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_state(layer: torch.nn.Module, parts: dict[str, torch.Tensor]) -> str | None:
-    """What is wrong with the names and the parts in the layer's state dict."""
+    """The fault of the names and the parts in the layer's state dict."""
     state = layer.state_dict()
     if sorted(state) != sorted(parts):
         return f"names {sorted(state)}"
@@ -496,13 +496,13 @@ def check_drawn() -> tuple[int, list[str]]:
     drawn = [p.detach().to_local() for p in layer.parameters()]
     for i, local in enumerate(drawn):
         low, high = local.min().item(), local.max().item()
-        # Of that many draws from a uniform distribution some come near both ends.
+        # Some of that many draws from a uniform distribution come near both ends.
         fine = -bound <= low < -0.8 * bound and 0.8 * bound < high <= bound
         failures.expect(None if fine else f"{low} to {high}", i)
     numbers = torch.cat([local.flatten() for local in drawn])
     every = [torch.empty_like(numbers) for _ in range(world)]
     dist.all_gather(every, numbers)
-    # Of that many float32 some may be alike by chance.
+    # Some of that many float32 may be alike by chance.
     distinct = torch.cat(every).unique().numel() / torch.cat(every).numel()
     failures.expect(None if distinct > 0.99 else f"{distinct} are distinct")
     return failures.result()

@@ -43,7 +43,7 @@ def check_initialisation(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
         failures.expect(None if shape == shapes[name] else f"local shape {shape}", name)
         inside = parameter.detach().abs().max().item() <= bound
         failures.expect(None if inside else "beyond Linear's bound", name)
-        # Of that many draws from a uniform distribution some come near both ends.
+        # Some of that many draws from a uniform distribution come near both ends.
         low, high = parameter.min().item(), parameter.max().item()
         spread = low < -0.5 * bound and high > 0.5 * bound
         failures.expect(None if spread else f"only {low} to {high}", name)

@@ -327,7 +327,7 @@ def check_gloo_group_on_gpu(op: str) -> tuple[int, list[str]]:
 @every_op
 @pytest.mark.ranks((2, "nccl"))
 def test_ops_take_cuda_tensors_in_a_gloo_group(ranks, op):
-    """What the fast path cannot take runs the composition."""
+    """The composition runs what the fast path cannot take."""
     ranks.expect_no_failures(check_gloo_group_on_gpu, op)
 
 

@@ -154,7 +154,7 @@ def check_layouts(
 ) -> tuple[int, list[str]]:
     failures = Failures()
     world = dist.get_world_size()
-    # Of four dims the last two that rows have, counted from either end.
+    # The last two of four dims that rows have, counted from either end.
     layouts = LAYOUTS if len(shape) < 5 else (Replicate(), Shard(2), Shard(-2), Shard(1))
     for given, wanted, distributed in itertools.product(layouts, layouts, (False, True)):
         sizes = (*shape[2:], shape[0])
@@ -229,7 +229,9 @@ def test_parallel_layer_runs_the_ops(ranks):
 
 
 def check_modules() -> tuple[int, list[str]]:
-    """What is replaced, what the parent class handles, and what becomes of frozen, absent and stored parameters."""
+    """The modules that are replaced, those that the parent class handles, and the fate of frozen,
+    absent and stored parameters.
+    """
     failures = Failures()
 
     class Scaled(torch.nn.Linear):

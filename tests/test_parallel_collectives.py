@@ -1,4 +1,4 @@
-"""What layers with the styles communicate, beside PyTorch's styles: never more collectives, and never more bytes."""
+"""The collectives of layers with the styles, beside PyTorch's styles: never more collectives, and never more bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OVERLAP = (OverlapPrepareModuleInput, OverlapColwiseParallel, OverlapRowwisePara
 
 
 def step(module: torch.nn.Module, input: torch.Tensor, grad: torch.Tensor) -> list[Traffic]:
-    """What forward and backward communicate; the output's gradient is `grad`."""
+    """The communication of forward and backward; the output's gradient is `grad`."""
     outputs = []
     forward = traffic_of(lambda: outputs.append(module(input)))
     backward = traffic_of(lambda: outputs[0].backward(grad))
@@ -190,7 +190,7 @@ def test_collectives_of_llamas_block_are_no_more_than_pytorchs(ranks, prepare):
 
 
 def counts_of_comm_debug_mode() -> list[dict[str, int]]:
-    """What CommDebugMode counts: an op by its function and by its operator, and a layer's step."""
+    """The counts of CommDebugMode: an op by its function and by its operator, and a layer's step."""
     x = integers(4, 6, seed=1)
     weight = integers(6, 6, seed=2)
 

@@ -37,7 +37,7 @@ from traffic import Traffic, traffic_of
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Of what is the same on every rank, a DTensor or not."""
+    """The whole of a tensor that is the same on every rank, a DTensor or not."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -93,7 +93,7 @@ class Reader(torch.nn.Module):
 
 
 class Around(torch.nn.Module):
-    """What compiles and checkpoints is larger than the module."""
+    """A module around the one that compiles and checkpoints more than it."""
 
     def __init__(self, inner: torch.nn.Module, checkpointed: bool = False) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def check_against_whole(
     mine = cut(input, given)
     mine = (mine if distributed else mine.to_local()).detach().clone().requires_grad_()
     parts = {name: cut(value, given).to_local() for name, value in others.items()}
-    # What counts is a dispatch mode, beneath which PyTorch 2.14 does not compile.
+    # The counter is a dispatch mode, beneath which PyTorch 2.14 does not compile.
     counted = contextlib.nullcontext if gathers is None else Traffic
     with counted() as forward:
         output = run(mine, **parts)
@@ -421,7 +421,7 @@ class Probe(torch.nn.Module):
 
 
 def check_other_layouts() -> tuple[int, list[str]]:
-    """What has no reader is prepared as PrepareModuleInput does."""
+    """An input without a reader is prepared as PrepareModuleInput does."""
     failures = Failures()
     layouts = (Replicate(), Shard(0), Shard(1), Shard(-1))
     for given, desired, local in itertools.product(layouts, layouts, (False, True)):
@@ -485,7 +485,7 @@ def test_parallel_prepared_input_works_beside_fsdp(ranks, layers):
 
 
 def messages_of_changes_in_place() -> list[str]:
-    """What backward says where the input has been changed behind its readers, or forward before that."""
+    """Backward's messages if the input has been changed behind its readers, or forward before that."""
 
     class Changing(Reader):
         def mixed(self, x, other):

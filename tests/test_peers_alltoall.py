@@ -74,7 +74,7 @@ def many_rows(world: int) -> dict[str, Counts]:
 
 
 def stores(case: Case, kernel: Kernel, counts: Counts) -> bool:
-    """Whether this rank's GEMM stores rows where they go, if it takes the operands."""
+    """True if this rank's GEMM stores rows where they go, if it takes the operands."""
     plan = peer_plan(case, ALL_TO_ALL, 1, kernel)
     rank = dist.get_rank()
     machine = plan_module.machine(rank_device())
@@ -100,7 +100,7 @@ def check_few_rows(dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
     failures = Failures()
     for n, k in SIZES:
         for weight_layout in ("k_contiguous", "n_contiguous"):
-            # What is checked of the leading dims is in the counts.
+            # The counts hold all that is checked of the leading dims.
             case = Case((0,), n, k, dtype, weight_layout=weight_layout)
             for what, counts in few_rows(dist.get_world_size()).items():
                 check_both(failures, case, kernel, counts, what)
@@ -278,7 +278,7 @@ def memory_bytes() -> int:
 
 
 def all_to_alls(kernel: Kernel) -> list[Runner]:
-    """Of few and of many rows, with a bias and over NCCL; numbers of rows differ from call to call."""
+    """All-to-alls of few and of many rows, with a bias and over NCCL; numbers of rows differ from call to call."""
     world = dist.get_world_size()
     cases = {
         "few": Case((643,), 776, 136, torch.bfloat16),

@@ -35,7 +35,7 @@ of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 NCCL = "nccl"
 LOW_LATENCY_BYTES = 4 * 2**20  # that a rank sends; above, an all-reduce takes other kernels
-# That it sends of all its terms; above, more than two ranks add up a piece each.
+# A rank sends all its terms up to this; above, more than two ranks add up a piece each.
 ONE_STEP_BYTES = 5 * 2**18
 
 # (rows of one rank's part, n, k). Parts that end inside a tile and inside a cluster of two, odd numbers of tiles, more
@@ -267,7 +267,7 @@ def runners_of(kernel: Kernel) -> list[Runner]:
     for op in PEER_OPS:
         for way in (DIRECT, RING, NCCL, DIRECT):
             add(op, way, peer_case(op, 643, 776, 8, torch.bfloat16))
-    # Of low latency, and far from it.
+    # The rows of a low-latency call, and far from it.
     for rows in (1, 17, 2100):
         add("gemm_allreduce", DIRECT, Case((rows * world,), 1032, 8, torch.bfloat16))
     to_all = Case((643,), 776, 8, torch.bfloat16)

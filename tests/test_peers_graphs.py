@@ -160,7 +160,7 @@ def check_turns(
 ) -> None:
     """Replays of the graphs, each once and then in any order with plain calls; none waits for the one before.
 
-    Of each `len(graphs) + plain` turns about `plain` are a plain call.
+    About `plain` of each `len(graphs) + plain` turns are a plain call.
     """
     shared = random.Random(seed)  # the same on all ranks
     own = random.Random(1000 * dist.get_rank() + seed)
@@ -261,7 +261,7 @@ LARGE = [(3072, 8192, 7168), (4096, 8192, 7168)]  # for more than the slots that
 
 
 def planned_runners(op: str, sizes: list[tuple[int, int, int]]) -> list[Runner]:
-    """Those that the planner sends over peers."""
+    """The runners that the planner sends over peers."""
     cases = [peer_case(op, *size, torch.bfloat16) for size in sizes]
     problems = [OPS[op].problem(case, dist.get_world_size()) for case in cases]
     plans = [plan_module.make_plan(problem, plan_module.machine()) for problem in problems]
@@ -356,7 +356,7 @@ def test_peers_graphs_refuse_a_capture_before_memory_is_mapped(ranks, op, way):
 
 @pytest.mark.parametrize("op", PEER_OPS[:3])
 def test_peers_graphs_capture_the_plan_of_plain_calls(ranks, op):
-    """Which is over peers: a capture that comes too early is refused for their memory."""
+    """The captured plan is over peers: a capture that comes too early is refused for their memory."""
     skip_unless_it_runs(ranks)
     runners = ranks.run(planned_runners, op, LARGE)[0]
     if not runners:

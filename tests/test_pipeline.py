@@ -116,7 +116,7 @@ def whole_stage(number: int, reads_up: bool = True) -> Gated:
 
 
 def own_tokens(kind: str, whole: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
-    """Of [microbatches, tokens, features]."""
+    """This rank's tokens of [microbatches, tokens, features]."""
     if not kind.endswith("sequence"):
         return whole
     return whole.chunk(tp.size(), 1)[tp.get_local_rank()]

@@ -126,7 +126,7 @@ def test_plan_exchange_chunks_hold_two_parts(case: tuple[Plan, Grid]) -> None:
         ]
         first += chunk_tiles
     assert slots == list(range(2 * tiles))
-    # Of the same tiles in one part, chunks are as long, and begin half as far on.
+    # With the same tiles in one part, chunks are as long, and begin half as far on.
     single = plan.copy()
     single.collective = Collective.ALL_REDUCE
     assert 2 * single.buffer_elements() == plan.buffer_elements()
@@ -244,8 +244,9 @@ def test_plan_decode_rejects_lists_that_encode_does_not_make(
 
 
 def test_plan_code_is_its_fields_in_order() -> None:
-    """What the op library takes: version, problem, how it runs, bands and chunks with their number in front, resources, and a
-    program's rows of scratch and number of transfers."""
+    """The op library takes a code of version, problem, how it runs, bands and chunks with their
+    number before them, resources, and a program's rows of scratch and number of transfers.
+    """
     code = [6, 0, 1024, 512, 64, 0, 2, 0, 0, 0, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0]
     code += [8, 16, 0, 8, 0]
     code += [8, 0, 0, 0, 1, 0, 0, 0, 0]

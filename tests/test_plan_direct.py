@@ -60,7 +60,7 @@ def sums_everything(op: Op, world: int) -> bool:
 
 @st.composite
 def problems_and_kernels(draw: st.DrawFn) -> tuple[Problem, Kernel]:
-    """What a direct plan takes."""
+    """The problems that a direct plan takes."""
     op, kernel = draw(st.sampled_from(OPS)), draw(st.sampled_from([*KERNELS]))
     dtypes = list(BYTES) if kernel == Kernel.LIBRARY else [DType.BFLOAT16, DType.FLOAT16]
     dtype, world = draw(st.sampled_from(dtypes)), draw(st.integers(2, 8))

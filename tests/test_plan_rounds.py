@@ -1,4 +1,4 @@
-"""Which tiles each launch of an all-gather's GEMM takes, and where their rows lie; in which order a ring's takes them."""
+"""The tiles of each launch of an all-gather's GEMM, and the places of their rows; the order of a ring's tiles."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check_rows(plan: Plan, columns: int, rank: int) -> None:
     world = plan.problem.world_size
     part_rows = plan.problem.m // world
     height = plan.tiles_m // world
-    # What a row of the staging buffer holds: chunk by chunk all parts' rows.
+    # The rows of the staging buffer: chunk by chunk all parts' rows.
     staged: list[tuple[int, int, int]] = []
     for chunk in range(len(plan.chunks)):
         begin, end = plan.chunk_rows(chunk)

@@ -1,4 +1,4 @@
-"""What the planner chooses, and what its cost model expects."""
+"""The planner's choices, and its cost model's expectations."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_planner_keeps_the_sequence_inside_its_margins(dtype, k, share, looser) 
     assert beyond > 0
 
 
-# What torch.mm took on an H200: benchmarks/notes.md, "The framework's GEMM by chunks".
+# The times of torch.mm on an H200: benchmarks/notes.md, "The framework's GEMM by chunks".
 @pytest.mark.parametrize(
     ("n", "k", "measured_us"),
     [(8190, 7168, 1776), (8191, 7168, 5143), (8192, 7166, 1991), (8192, 7167, 3973)],
@@ -256,7 +256,7 @@ def test_planner_expects_the_librarys_gemm_of_unaligned_rows_to_take_long(n, k, 
         assert plans.predict(sequence, hopper()).gemm_us == pytest.approx(measured_us, rel=0.2)
 
 
-# Those whose chunks took 1.02 to 1.07 of the sequence's time on two H200s.
+# Problems whose chunks took 1.02 to 1.07 of the sequence's time on two H200s.
 @pytest.mark.parametrize(
     ("op", "m", "n", "k"),
     [
@@ -520,7 +520,7 @@ def test_planner_leaves_few_sms_on_a_slow_link(m: int, latency: float) -> None:
 def test_planner_takes_the_fastest_plan_on_a_slow_link(
     op: Op, shape: tuple[int, int, int], lanes: int, ctas: int, chunks: int
 ) -> None:
-    # What was fastest on two H200s without peer access.
+    # The fastest plans on two H200s without peer access.
     m, n, k = shape
     machine = slow(link_gbps=27.1, link_latency_us=38.0, windows=True)
     plan = plans.make_plan(big(m=m, n=n, k=k, op=op), machine)

@@ -41,7 +41,7 @@ def test_planner_has_no_seams_between_links(make, op, world):
             machine = make(link_gbps=12 * step**i, link_latency_us=20.0)
             sequence = total(plan.make_sequential(problem, machine), machine)
             best = best_us(problem, machine)
-            # What the planner asks for before it leaves the sequence is up to a tenth, and 12 us.
+            # The planner asks for up to a tenth, and 12 us, before it leaves the sequence.
             chosen = total(plan.make_plan(problem, machine), machine)
             assert best <= chosen <= sequence
             now = (sequence, best, chosen)
@@ -146,7 +146,7 @@ def test_planner_weighs_all_at_some_m(name, op):
 
 
 def test_planner_between_two_m_loses_little_on_the_whole():
-    """Of what the planner expects, over M that nobody has planned."""
+    """The loss is of the planner's expectation, over M that nobody has planned."""
     for name in (
         "H200 NVLink x2",
         "H200 NVLink x4",

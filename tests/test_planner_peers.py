@@ -136,7 +136,7 @@ def test_planner_takes_no_ring_with_more_tiles_than_flags(op: Op) -> None:
 
 @pytest.mark.parametrize(("tile_rows", "tries"), [(170, True), (172, False)])
 def test_planner_counts_the_tiles_of_all_phases_but_the_last(tile_rows: int, tries: bool) -> None:
-    # Of four ranks' parts three are passed on, in 256 columns: 130560 tiles, or 132096.
+    # Three of four ranks' parts are passed on, in 256 columns: 130560 tiles, or 132096.
     problem = big(m=4 * tile_rows * 128, n=32768, op=Op.GEMM_REDUCESCATTER, world_size=4)
     assert any(over_peers(plan) for plan in plans.candidates(problem, fast())) == tries
 
@@ -163,7 +163,8 @@ def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: i
         plan.validate()
         assert plans.candidates(problem, machine)[1:] == [plan]
         assert over_peers(plan)
-        # Of two ranks one launch does everything, in wide tiles where the kernels take the problem.
+        # For two ranks one launch does everything, in wide tiles where the kernels take the
+        # problem.
         once = world == 2 and kernel == Kernel.SM90_PINGPONG
         own = Kernel.SM90_PINGPONG_WIDE if once else kernel
         assert (plan.collective, plan.kernel) == (Collective.ALL_TO_ALL, own)
@@ -309,7 +310,7 @@ def test_rows_beside_an_exchange_are_all_own_ones_or_whole_clusters(
         send, receive = send[::-1], receive[::-1]
     beside = rows_beside(rank, send, receive, sms)
     assert beside == own or (0 < beside < own and beside % 256 == 0)
-    # What goes on for longer has more beside it.
+    # A longer GEMM has more beside it.
     longer = [count + (20_000 if index != rank else 0) for index, count in enumerate(receive)]
     assert rows_beside(rank, send, longer, sms) >= beside
 
@@ -419,7 +420,7 @@ def test_planner_candidates_over_peers_are_valid_and_distinct(
 
 
 def bytes_sent(plan: Plan) -> float:
-    """What every rank has to send to its peers, at least, in bytes."""
+    """The bytes that every rank has to send to its peers, at least."""
     problem = plan.problem
     width = problem.k if problem.op == Op.ALLGATHER_GEMM else problem.n
     part = problem.m // problem.world_size * width * 2

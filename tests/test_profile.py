@@ -56,7 +56,7 @@ def test_profile_of_a_part_takes_the_rest_from_the_shipped_one():
     profile = own(gemm={"start_us": 8}, sync={"wait_us": 7})
     assert "gemm.start_us" not in profile.missing and "sync.wait_us" not in profile.missing
     assert len(profile.missing) == len(Profile.fields()) - 2
-    # Of the shipped profile the GEMM starts in 3 us: the sequence takes 5 more, whatever follows.
+    # The GEMM of the shipped profile starts in 3 us: the sequence takes 5 more, whatever follows.
     for machine in (hopper(), slow(), ada()):
         sequence = plan.make_sequential(big(), machine)
         before = total(sequence, machine)

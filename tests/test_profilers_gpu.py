@@ -1,4 +1,4 @@
-"""What overlap_torch.trace, report and NVTX say of calls on GPUs."""
+"""The reports of overlap_torch.trace, report and NVTX on calls on GPUs."""
 
 from __future__ import annotations
 

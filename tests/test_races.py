@@ -108,7 +108,7 @@ def race_on_gpu(
 
 
 def held_memory(op: str, calls: int) -> list[list[int]]:
-    """What the group holds after a warm-up and after many calls."""
+    """The memory that the group holds after a warm-up and after many calls."""
     case = Case((300,), 264, 64, torch.bfloat16)
     device = rank_device()
     arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), device)
@@ -124,7 +124,7 @@ def held_memory(op: str, calls: int) -> list[list[int]]:
 
 
 def plans_of(op: str, plans: list[tuple]) -> list[tuple]:
-    """Those that the op takes: the others than gemm_allreduce have row panels only."""
+    """The plans that the op takes: the others than gemm_allreduce have row panels only."""
     return [plan for plan in plans if op == "gemm_allreduce" or plan[1] == "row panels"]
 
 

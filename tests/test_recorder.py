@@ -1,4 +1,4 @@
-"""What the CUDA executors enqueue, on a machine without a GPU, is what was pinned; tests/recorder says how."""
+"""The CUDA executors enqueue what was pinned, on a machine without a GPU; tests/recorder says how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What overlap_torch.report says of layers, styles and calls, OVERLAP_LOG, and styles that fall back to PyTorch's."""
+"""The reports of overlap_torch.report on layers, styles and calls, OVERLAP_LOG, and styles that
+fall back to PyTorch's.
+"""
 
 from __future__ import annotations
 
@@ -320,7 +322,7 @@ def test_report_of_no_calls_says_so():
 
 @contextlib.contextmanager
 def stderr_in(path: str) -> Iterator[None]:
-    """What this process writes to stderr, from whatever language."""
+    """The stderr of this process, from whatever language."""
     kept = os.dup(2)
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 2)

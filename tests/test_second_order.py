@@ -47,7 +47,7 @@ def gradients(
     vectors: Sequence[torch.Tensor],
     again: bool = True,
 ) -> Gradients:
-    """Of those leaves that ask for one; None for others, and where no output depends on a leaf that does."""
+    """The gradients of leaves that ask for one; None for others, and where no output depends on a leaf that does."""
     pairs = [pair for pair in zip(outputs, vectors, strict=True) if pair[0].requires_grad]
     asking = [leaf for leaf in leaves if leaf.requires_grad]
     found = iter([None] * len(asking))
@@ -76,7 +76,7 @@ def expect_gradients(failures: Failures, got: Gradients, right: Gradients, *wher
 def vectors_for(
     op: str, name: str, tensors: Sequence[torch.Tensor], rank: int
 ) -> list[torch.Tensor]:
-    """What to multiply outputs or gradients by: the same on every rank where they are."""
+    """The factors of outputs or gradients: the same on every rank where they are."""
     replicated = [
         OPS[op].replicated and (name == "outputs" or tensor.dim() == 1) for tensor in tensors
     ]
@@ -96,9 +96,9 @@ def derivatives(
     square: bool,
     order: int,
 ) -> Gradients:
-    """Of sum(outputs * factors), or of their squares, by leaves and factors.
+    """The gradients of sum(outputs * factors), or of their squares, by leaves and factors.
 
-    Of each order but the last the leaves' derivatives `used` are multiplied by their vectors, and added up.
+    In each order but the last the leaves' derivatives `used` are multiplied by their vectors, and added up.
     """
     values = [output.square() if square else output for output in outputs]
     by: Gradients = gradients(values, leaves, factors)
@@ -122,7 +122,7 @@ def right_derivatives(
     square: bool,
     order: int,
 ) -> Gradients:
-    """Those of this rank's operands and factors, from all ranks' arguments."""
+    """The gradients of this rank's operands and factors, from all ranks' arguments."""
     me = dist.get_rank()
     everybody = [map_tensors(lambda t: t.detach().clone(), arguments) for arguments in everybody]
     leaves, vectors, chosen = [], [], []
@@ -279,7 +279,7 @@ def test_second_order_is_not_dropped_beside_other_terms(ranks, op):
 
 
 def collectives_of(op: str, create_graph: bool) -> list[str]:
-    """What a backward calls of this package's ops and PyTorch's collectives."""
+    """A backward's calls of this package's ops and PyTorch's collectives."""
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     arguments = OPS[op].arguments(Case((3,), 5, 4, bias=True), rank, world, device)
     leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
@@ -343,7 +343,7 @@ def hessian_products(
     leaves: Sequence[torch.Tensor],
     vectors: Sequence[torch.Tensor],
 ) -> Gradients:
-    """Of sum(factor * output ** 2), by leaves and factor.
+    """The gradients of sum(factor * output ** 2), by leaves and factor.
 
     First the Hessian, times the leaves' vectors; then the derivative of that, times the same vectors and the factor.
     """
@@ -372,7 +372,7 @@ def uncut(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def my_out_features(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a weight or a bias."""
+    """This rank's out features of a weight or a bias."""
     return my_features(tensor.movedim(0, -1)).movedim(-1, 0)
 
 
@@ -701,7 +701,7 @@ def test_second_order_in_modes(ranks, op):
 
 
 def second_of_compiled(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> str:
-    """What a second derivative of a compiled function says."""
+    """The message of a second derivative of a compiled function."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
 

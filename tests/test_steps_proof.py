@@ -1,6 +1,6 @@
 """The steps of all ranks, gone through together: no deadlock, no race, the right results; and what is taken out is missed.
 
-One case of each structure that steps have. What can be taken out, or put elsewhere, without harm stands in HARMLESS with
+One case of each structure that steps have. Changes without harm, to leave out or put elsewhere, stand in HARMLESS with
 the reason; everything else is found.
 """
 
@@ -74,7 +74,7 @@ def test_steps_proof_of_rings_finds_no_fault_whatever_the_rows(world: int) -> No
 def test_steps_proof_communication_is_alike_whatever_a_ranks_operands_are() -> None:
     texts: dict[tuple, set[str]] = {}
     for case in steps_proof.classes().values():
-        # Of an all-to-all the rows decide, which differ by call.
+        # An all-to-all's steps depend on the rows, which differ by call.
         key = (str(case.plan), repr(case.machine), case.rows, case.longest_message)
         texts.setdefault(key, set()).update(_plan_test.communication(**case.arguments))
     assert len(texts) > 900
@@ -139,7 +139,7 @@ def steps_of(case: Case, rank: int, captured: bool) -> Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What was changed in a rank's steps."""
+    """A change of a rank's steps."""
 
     case: Case
     rank: int
@@ -170,7 +170,7 @@ def ends_in_a_gemm(change: Change) -> bool:
 
 
 def lanes_begin_behind_the_caller(change: Change) -> bool:
-    """Whether the side lanes that are not forked carry nothing, or begin behind a step that the caller has since."""
+    """True if the side lanes that are not forked carry nothing, or begin after a step that the caller has since."""
     forked = int(change.what.split()[2])
     steps = change.made["steps"]
     begun = set()
@@ -185,7 +185,7 @@ def lanes_begin_behind_the_caller(change: Change) -> bool:
 
 
 def lanes_end_before_the_caller(change: Change) -> bool:
-    """Whether the caller waits for each lane's last step without the join."""
+    """True if the caller waits for each lane's last step without the join."""
     steps = change.made["steps"]
     last = {step["lane"]: i for i, step in enumerate(steps) if step["lane"] != "caller"}
     waited = {i for step in steps if step["lane"] == "caller" for i in step["after"]}
@@ -197,7 +197,7 @@ def comes_behind_the_fork(change: Change) -> bool:
 
 
 def stores_into_no_slot(change: Change) -> bool:
-    """Whether all that this rank sends is longer than a slot's room for it."""
+    """True if all that this rank sends is longer than a slot's room for it."""
     case = change.case
     if case.plan.problem.op != Op.GEMM_ALLTOALL or case.plan.problem.world_size == 2:
         return False
@@ -215,7 +215,7 @@ def takes_own_rows_alone(change: Change) -> bool:
 
 
 def comes_behind_all_chunks(change: Change) -> bool:
-    """Whether a launch before, on the same lane, awaits all chunks."""
+    """True if a launch before, on the same lane, awaits all chunks."""
     ends = [order["chunks_end_at"][-1] for order in change.made["orders"]]
     return any(
         step.get("awaits_chunks") and step["end_tile"] == ends[step["order"]]
@@ -224,7 +224,7 @@ def comes_behind_all_chunks(change: Change) -> bool:
     )
 
 
-# What was changed, why that may do no harm, and when.
+# Each change, why it may do no harm, and when.
 HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
     (
         "signal left out",

@@ -37,7 +37,9 @@ def as_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expect_strides(failures: Failures, outputs, promised, *where) -> None:
-    """Those that PyTorch's Meta kernel promises to compilers; of one rank PyTorch's kernels have others themselves."""
+    """The strides that PyTorch's Meta kernel promises to compilers; of one rank PyTorch's kernels
+    have others themselves.
+    """
     if dist.get_world_size() == 1:
         return
     for output, promise in zip(outputs, promised, strict=True):
@@ -244,7 +246,7 @@ def check_scaled() -> tuple[int, list[str]]:
         if not on_gpu:
             checked += [check_scaled_gather([f32, bf16]), check_scaled_scatter(True)]
         calls = replacement.calls
-    # Of both shapes two or three kinds of scales; sums of both kinds.
+    # Both shapes have two or three kinds of scales; sums of both kinds.
     kinds = 2 if dist.get_world_size() == 1 else 3
     ours = {call.op: call.calls for call in calls if not call.why}
     right = {
@@ -370,7 +372,7 @@ def test_report_counts_calls_and_says_why_not(ranks):
 def check_cuda_kernel() -> tuple[int, list[str]]:
     """The kernel that stands over PyTorch's on CUDA, called with tensors on the CPU.
 
-    What ours do not take reaches PyTorch's, which in its test mode is a composition that runs anywhere.
+    PyTorch's op takes what ours do not; in its test mode it is a composition that runs anywhere.
     """
     failures = Failures()
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()

@@ -30,7 +30,7 @@ def mlp() -> torch.nn.Module:
 
 
 def gather_in_chunks(chunks: int) -> plan.Plan:
-    """What the MLP's first layer, and its second one's backward, run."""
+    """The plan that the MLP's first layer, and its second one's backward, run."""
     world = dist.get_world_size()
     problem = Problem(world * TOKENS, 20, 8, plan.DType.FLOAT32, world, Op.ALLGATHER_GEMM)
     return row_panels(problem, chunks, transport="gloo", tile=(8, 8))

@@ -37,7 +37,7 @@ def problem(op: str = "gemm_allreduce", m: int = SHAPES[0]) -> Problem:
 
 
 def told(results: list[_tune.Tuned]) -> list[tuple[Any, ...]]:
-    """What can be compared between processes."""
+    """The results that can be compared between processes."""
     return [
         (one.plan.encode(), one.source, [us for _, us in one.times], one.mode) for one in results
     ]
@@ -81,7 +81,7 @@ def test_tune_measures_once_and_gives_all_ranks_the_same(ranks, tmp_path):
     assert len(list(tmp_path.rglob("*.json"))) == len(ALL)
 
 
-# What a scaled problem has beside its sizes: dtype, recipe, output_dtype and fast_accum.
+# A scaled problem has these beside its sizes: dtype, recipe, output_dtype and fast_accum.
 SCALED = (
     ("float8_e4m3fn", "tensor_wise", "bfloat16", False),
     ("float8_e4m3fn", "row_wise", "bfloat16", True),
@@ -281,7 +281,8 @@ def slow_later(folder: str) -> Any:
 @pytest.mark.ranks((2, "gloo"))
 def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(ranks, tmp_path):
     for taken in ranks.run(slow_later, str(tmp_path)):
-        # Whose winners were looked at once more, and what was taken; then the same from the cache.
+        # The problems whose winners were looked at once more, and what was taken; then the same
+        # from the cache.
         assert taken[:2] == [[], [("measured", "OVERLAPPED")] * 2]
         assert taken[2:4] == [[], [("cache", "OVERLAPPED")] * 2]
         assert taken[4:6] == [[0, 1], [("measured", "SEQUENTIAL")] * 2]
@@ -597,7 +598,7 @@ def test_tune_ranks_by_what_was_measured_nearby():
     assert corrections(best) == pytest.approx(2.0)  # of the nearest M
     assert _tune.family(_tune.ranked(wanted, machine, 1, corrections)[1]) != _tune.family(best)
     assert _tune._corrections(wanted, "row", entries, machine) is None
-    # Of a family that was not measured: the mean of its way, else of all.
+    # A family that was not measured has the mean of its way, else of all.
     us = [total(best, machine) * 3.0]
     alone = {(16384, "call"): _tuned_files.Entry([best.encode()], us, 0)}
     corrections = _tune._corrections(big(m=8192, world_size=4), "call", alone, machine)

@@ -1,4 +1,4 @@
-"""What a computation communicates: its collectives, and their bytes."""
+"""The communication of a computation: its collectives, and their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README's layers stand on: a group, a mesh and a block."""
+"""README's layers stand on these: a group, a mesh and a block."""
 
 import torch
 import torch.distributed as dist
