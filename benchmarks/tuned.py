@@ -83,7 +83,7 @@ class Entry:
         return min(one[index] for one in self.medians) if self.medians else 1.0
 
 
-def fastest(session: _tune.Session, problem: Problem, job: Job) -> Plan:
+def fastest(session: tune.Session, problem: Problem, job: Job) -> Plan:
     """The fastest of the sequence and the model's first candidates; the same on all ranks."""
     plans = session.ranked(problem, job.best)
     found = session.measure(problem, plans, "call", 2 * job.turns)

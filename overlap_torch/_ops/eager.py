@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-# Follows each call that is not traced, with its op, group and arguments: see overlap_torch._tune.
+# Follows each call that is not traced, with its op, group and arguments: see overlap_torch._tune.tune.
 behind_calls: Callable[..., None] | None = None
 
 

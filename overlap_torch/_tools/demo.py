@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_rank(demo: _Demo) -> None:
     """Does the work of each rank of the demo."""
-    _bench_entry.load()
+    bench.load()
     from overlap_torch.benchmarks.computations import Case, Computations
     from overlap_torch.benchmarks.measure import Stopwatch
     from overlap_torch.benchmarks.shapes import Shape

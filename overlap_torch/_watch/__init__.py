@@ -1,1 +1,1 @@
-"""What ran: the report of a step, and the timeline of its calls."""
+"""Records of a run: the report of a step, and the timeline of its calls."""

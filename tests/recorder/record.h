@@ -1,5 +1,5 @@
 // The executors' calls of CUDA, NCCL and the kernels, written down in place of being done: one call after the
-// other, with what each has to wait for. Memory has names in place of addresses, and events are resolved into the
+// other, with the operations that each comes after. Memory has names in place of addresses, and events are resolved into the
 // operations that they stand for, so that the same calls give the same text in each run and on each machine.
 #pragma once
 
@@ -134,7 +134,6 @@ class Record {
   std::vector<std::string> violations;
 
  private:
-  void line(cudaStream_t stream, const std::string& text);
   // The operations that come before those that are enqueued now.
   Clock& before(Stream& stream) { return stream.before[capture_ != 0]; }
 

@@ -71,12 +71,6 @@ struct Recording {
 };
 Recording run(const Case& one);
 
-// The list of a case's first call.
-overlap::steps::StepList lowered(const Case& one);
-
-// The machine that a case is measured to have.
-std::string machine_of(const Case& one);
-
 // Microseconds that the host takes for the case's first call, with fakes that do nothing: the best of `repeats` times
 // the mean of `calls`.
 double host_us(const Case& one, int calls, int repeats);
