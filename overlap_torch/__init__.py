@@ -27,7 +27,7 @@ from overlap_torch._ops import (
     gemm_reducescatter,
 )
 from overlap_torch._symm_mem.replace import replace_symm_mem
-from overlap_torch._tune import tune
+from overlap_torch._tune.tune import tune
 from overlap_torch._watch.report import report
 from overlap_torch._watch.trace import trace
 from overlap_torch.plan import Plan
