@@ -15,6 +15,7 @@
 #include <variant>
 
 #include "plan/json.h"
+#include "plan/profile_fields.h"
 #include "plan/tile_order.h"
 
 namespace overlap::plan {
@@ -26,243 +27,27 @@ namespace {
 constexpr double kSchema = 1;
 const char* const kKind = "overlap_torch.profile";
 
-// --- what the file holds -----------------------------------------------------------------------
-
-// The numbers that a field takes.
-struct Range {
-  double least;
-  double most;
-};
-constexpr Range kUs = {0.0, 1e6};
-constexpr Range kRate = {1e-4, 1e4};  // also of factors and powers: they divide
-constexpr Range kGbps = {1e-4, 1e6};
-constexpr Range kShare = {0.0, 1.0};
-constexpr Range kRounds = {0.0, 1e3};
-constexpr Range kFlops = {0.0, 1e15};
-constexpr Range kCount = {0.0, 1e9};
-constexpr Range kBytes = {1.0, 1e12};
-constexpr Range kCtas = {1.0, 64.0};  // NCCL has no more channels
-constexpr Range kCores = {1.0, 1e4};
-
 constexpr size_t kMostLists = 64;
 constexpr int32_t kMostWeight = 1000;
-
-// Where a number stands in a profile, and a list.
-using Number = double& (*)(Profile&);
-using Whole = int64_t& (*)(Profile&);
-using Ways = Profile::Lists& (*)(Profile&);
-struct Schedules {
-  Profile::Lists& (*place)(Profile&);
-};
-
-struct Field {
-  std::string name;
-  std::variant<Number, Whole, Ways, Schedules> place;
-  Range range = {};
-};
 
 std::string range_text(const Range& range) {
   return json_number(range.least) + " to " + json_number(range.most);
 }
 
-std::string allowed_in(const Field& field) {
-  const std::string lists = "1 to " + std::to_string(kMostLists) + " lists of ";
-  switch (field.place.index()) {
-    case 0:
-      return "a number, " + range_text(field.range);
-    case 1:
-      return "a whole number, " + range_text(field.range);
-    case 2:
-      return lists + "two whole numbers, CTAs from " + range_text(kCtas) + " and lanes from 1 to " +
-             std::to_string(kMaxLanes);
-    default:
-      return lists + "1 to " + std::to_string(kMaxChunks) + " whole numbers from 1 to " +
-             std::to_string(kMostWeight);
+std::string allowed_in(const ProfileEntry& field) {
+  if (std::holds_alternative<PlaceOf<double>>(field.place)) {
+    return "a number, " + range_text(field.range);
   }
-}
-
-std::vector<Field> make_fields() {
-  std::vector<Field> fields;
-#define NUMBER(group, field, range) \
-  fields.push_back(                 \
-      {#group "." #field, Number([](Profile& p) -> double& { return p.group.field; }), range})
-#define WHOLE(group, field, range) \
-  fields.push_back(                \
-      {#group "." #field, Whole([](Profile& p) -> int64_t& { return p.group.field; }), range})
-#define CALL(field)                      \
-  NUMBER(calls.field, start_us, kUs);    \
-  NUMBER(calls.field, link_rate, kRate); \
-  NUMBER(calls.field, cta_gbps, kGbps);  \
-  NUMBER(calls.field, latencies, kRounds)
-#define GAIN(field)                         \
-  NUMBER(needed_gain.field, share, kShare); \
-  NUMBER(needed_gain.field, us, kUs)
-#define WAYS(field) \
-  fields.push_back( \
-      {"ways." #field, Ways([](Profile& p) -> Profile::Lists& { return p.ways.field; })})
-#define SCHEDULES(field)                 \
-  fields.push_back({"schedules." #field, \
-                    Schedules{[](Profile& p) -> Profile::Lists& { return p.schedules.field; }}})
-
-  WHOLE(gemm, arch, kCount);
-  NUMBER(gemm, start_us, kUs);
-  NUMBER(gemm, pingpong_rate, kRate);
-  NUMBER(gemm, cooperative_rate, kRate);
-  NUMBER(gemm, pingpong_wide_rate, kRate);
-  NUMBER(gemm, sm80_rate, kRate);
-  NUMBER(gemm, sm80_on_hopper_rate, kRate);
-  NUMBER(gemm, sm80_on_blackwell_rate, kRate);
-  NUMBER(gemm, library_unaligned_rate, kRate);
-  NUMBER(gemm, library_odd_rate, kRate);
-  NUMBER(gemm, float32_rate, kRate);
-  NUMBER(gemm, float64_rate, kRate);
-  NUMBER(gemm, float8_rate, kRate);
-  NUMBER(gemm, float8_row_rate, kRate);
-  NUMBER(gemm, float8_exact_rate, kRate);
-  NUMBER(gemm, float8_pingpong_rate, kRate);
-  NUMBER(gemm, float8_pingpong_row_rate, kRate);
-  NUMBER(gemm, float8_pingpong_wide_rate, kRate);
-  NUMBER(gemm, float8_pingpong_wide_row_rate, kRate);
-  NUMBER(gemm, sustained_rate, kRate);
-  NUMBER(gemm, round_factor, kRate);
-  NUMBER(gemm, library_factor, kRate);
-  NUMBER(gemm, library_idle_rounds, kRounds);
-  NUMBER(gemm, fewer_sms_power, kRounds);
-  NUMBER(gemm, fewer_sms_power_large, kRounds);
-  NUMBER(gemm, low_band_rate, kRate);
-  WHOLE(gemm, low_band_rows, kCount);
-  NUMBER(gemm, weight_gbps, kGbps);
-  NUMBER(gemm, cool_us, kUs);
-  WHOLE(gemm, short_k, kCount);
-  NUMBER(gemm, large_tile_rounds, kRounds);
-  NUMBER(gemm, large_tile_factor, kRate);
-
-  NUMBER(beside, nccl_factor, kRate);
-  NUMBER(beside, gather_factor, kRate);
-  NUMBER(beside, many_ctas_factor, kRate);
-  NUMBER(beside, overlap_power, (Range{1.0, 100.0}));
-  NUMBER(beside, sum_sm_gbps, kGbps);
-
-  NUMBER(host, first_issue_us, kUs);
-  NUMBER(host, issue_us, kUs);
-  NUMBER(host, issue_sum_us, kUs);
-  NUMBER(host, launch_us, kUs);
-  WHOLE(host, few_rows, kCount);
-  NUMBER(host, short_call_us, kUs);
-
-  NUMBER(sync, wait_us, kUs);
-  NUMBER(sync, fork_join_us, kUs);
-
-  NUMBER(link, slow_most_gbps, kGbps);
-  NUMBER(link, fast_least_gbps, kGbps);
-  NUMBER(link, fast_most_gbps, kGbps);
-  NUMBER(link, alone_start_us, kUs);
-  NUMBER(link, alone_rate, kRate);
-  NUMBER(link, slow_pair_rate, kRate);
-  NUMBER(link, one_way_rate, kRate);
-  WHOLE(link, default_ctas, kCtas);
-  WHOLE(link, slow_default_ctas, kCtas);
-
-  CALL(all_reduce);
-  CALL(all_reduce_window);
-  CALL(all_reduce_of_many);
-  CALL(all_reduce_window_of_many);
-  CALL(exchange);
-  CALL(reduce_scatter);
-  CALL(reduce_scatter_window);
-  CALL(all_gather);
-  CALL(all_gather_window);
-  CALL(slow_link);
-  CALL(slow_link_exchange);
-
-  NUMBER(local, copy_start_us, kUs);
-  NUMBER(local, copy_gbps, kGbps);
-  NUMBER(local, finish_start_us, kUs);
-  NUMBER(local, finish_gbps, kGbps);
-  NUMBER(local, read_write_gbps, kGbps);
-  NUMBER(local, slot_gbps, kGbps);
-
-  NUMBER(peer, fast_gbps, kGbps);
-  NUMBER(peer, sequential_us, kUs);
-  NUMBER(peer, direct_us, kUs);
-  NUMBER(peer, ring_us, kUs);
-  NUMBER(peer, low_part_us, kUs);
-  NUMBER(peer, final_us, kUs);
-  NUMBER(peer, gather_us, kUs);
-  NUMBER(peer, gather_chunk_us, kUs);
-  NUMBER(peer, first_copy_us, kUs);
-  NUMBER(peer, copy_us, kUs);
-  NUMBER(peer, collective_rate, kRate);
-  WHOLE(peer, least_bytes, kBytes);
-  WHOLE(peer, one_step_bytes, kBytes);
-
-  NUMBER(all_to_all, start_us, kUs);
-  NUMBER(all_to_all, low_rate, kRate);
-  NUMBER(all_to_all, beside_rate, kRate);
-  NUMBER(all_to_all, alone_rate, kRate);
-  NUMBER(all_to_all, alone_start_us, kUs);
-  NUMBER(all_to_all, longer_message_share, kShare);
-  NUMBER(all_to_all, needed_gain_apart, kRate);
-  NUMBER(all_to_all, needed_gain_once, kRate);
-  WHOLE(all_to_all, message_bytes, kBytes);
-  WHOLE(all_to_all, gemm_first_us, (Range{0.0, 1000.0}));
-  WHOLE(all_to_all, pair_ctas, kCtas);
-  WHOLE(all_to_all, many_ctas, kCtas);
-  WHOLE(all_to_all, slow_link_ctas, kCtas);
-
-  WHOLE(cpu, cores, kCores);
-  NUMBER(cpu, core_gflops, kGbps);
-  NUMBER(cpu, link_latency_us, kUs);
-  NUMBER(cpu, link_gbps, kGbps);
-  NUMBER(cpu, float64_rate, kRate);
-  NUMBER(cpu, wait_us, kUs);
-  NUMBER(cpu, fork_join_us, kUs);
-  NUMBER(cpu, call_us, kUs);
-  NUMBER(cpu, copy_gbps, kGbps);
-  NUMBER(cpu, chunk_flops, kFlops);
-  WHOLE(cpu, message_bytes, kBytes);
-
-  GAIN(usual);
-  GAIN(cpu);
-  GAIN(library);
-  GAIN(peer);
-  GAIN(exchange_window);
-  GAIN(reduce_scatter_window);
-  GAIN(no_sms_left);
-
-  WAYS(plain);
-  WAYS(all_reduce_window);
-  WAYS(one_way_window);
-  WAYS(exchange);
-  WAYS(library);
-  WAYS(slow_link);
-  WAYS(slow_link_exchange);
-  WAYS(slow_link_scatter);
-  WAYS(slow_link_library);
-
-  SCHEDULES(all_reduce);
-  SCHEDULES(reduce_scatter);
-  SCHEDULES(all_gather);
-  SCHEDULES(exchange);
-  SCHEDULES(short_exchange);
-  SCHEDULES(slow_link_exchange);
-  SCHEDULES(slow_link_exchange_in_many_lanes);
-  SCHEDULES(slow_link_scatter);
-  SCHEDULES(peer_all_gather);
-  SCHEDULES(library);
-  SCHEDULES(few_rows);
-#undef NUMBER
-#undef WHOLE
-#undef CALL
-#undef GAIN
-#undef WAYS
-#undef SCHEDULES
-  return fields;
-}
-
-const std::vector<Field>& fields() {
-  static const std::vector<Field> all = make_fields();
-  return all;
+  if (std::holds_alternative<PlaceOf<int64_t>>(field.place)) {
+    return "a whole number, " + range_text(field.range);
+  }
+  const std::string lists = "1 to " + std::to_string(kMostLists) + " lists of ";
+  if (field.has_ways) {
+    return lists + "two whole numbers, CTAs from " + range_text(kCtas) + " and lanes from 1 to " +
+           std::to_string(kMaxLanes);
+  }
+  return lists + "1 to " + std::to_string(kMaxChunks) + " whole numbers from 1 to " +
+         std::to_string(kMostWeight);
 }
 
 // --- reading -----------------------------------------------------------------------------------
@@ -284,7 +69,7 @@ class Reader {
       }
     }
     if (!given.contains("name")) fail("name is missing", "a string that is not empty");
-    for (const Field& field : fields()) {
+    for (const ProfileEntry& field : profile_entries()) {
       if (!given.contains(field.name)) profile_.missing.push_back(field.name);
     }
   }
@@ -340,40 +125,38 @@ class Reader {
       return;
     }
     if (is_group(name)) fail(name + " is " + value.quoted(), "an object");
-    const auto& all = fields();
-    const auto field =
-        std::find_if(all.begin(), all.end(), [&](const Field& one) { return one.name == name; });
+    const auto& all = profile_entries();
+    const auto field = std::find_if(all.begin(), all.end(),
+                                    [&](const ProfileEntry& one) { return one.name == name; });
     if (field == all.end()) unknown(name);
     if (!std::visit([&](const auto& place) { return set(place, *field, value); }, field->place)) {
       fail(name + " is " + value.quoted(), allowed_in(*field));
     }
   }
 
-  bool set(Number place, const Field& field, const Json& value) {
+  bool set(const PlaceOf<double>& place, const ProfileEntry& field, const Json& value) {
     if (!fits(value, field.range)) return false;
     place(profile_) = value.number;
     return true;
   }
-  bool set(Whole place, const Field& field, const Json& value) {
+  bool set(const PlaceOf<int64_t>& place, const ProfileEntry& field, const Json& value) {
     if (!fits(value, field.range) || !whole(value)) return false;
     place(profile_) = static_cast<int64_t>(value.number);
     return true;
   }
-  bool set(Ways place, const Field&, const Json& value) {
+  bool set(const PlaceOf<Profile::Lists>& place, const ProfileEntry& field, const Json& value) {
     constexpr Range kLanes = {1.0, kMaxLanes};
+    constexpr Range kWeights = {1.0, kMostWeight};
     const auto is_way = [&](const Json& way) {
       return way.items.size() == 2 && fits(way.items[0], kCtas) && fits(way.items[1], kLanes);
     };
-    return set_lists(place(profile_), value, is_way);
-  }
-  bool set(const Schedules& schedules, const Field&, const Json& value) {
-    constexpr Range kWeights = {1.0, kMostWeight};
     const auto is_schedule = [&](const Json& list) {
       return !list.items.empty() && list.items.size() <= static_cast<size_t>(kMaxChunks) &&
              std::all_of(list.items.begin(), list.items.end(),
                          [&](const Json& weight) { return fits(weight, kWeights); });
     };
-    return set_lists(schedules.place(profile_), value, is_schedule);
+    Profile::Lists& lists = place(profile_);
+    return field.has_ways ? set_lists(lists, value, is_way) : set_lists(lists, value, is_schedule);
   }
 
   template <typename Fits>
@@ -416,7 +199,7 @@ class Reader {
   std::vector<std::string> names() {
     std::vector<std::string> all = {"schema", "kind"};
     for (const auto& [name, text] : texts()) all.push_back(name);
-    for (const Field& field : fields()) all.push_back(field.name);
+    for (const ProfileEntry& field : profile_entries()) all.push_back(field.name);
     return all;
   }
   bool is_group(const std::string& path) {
@@ -474,15 +257,14 @@ std::string lists_json(const Profile::Lists& lists) {
   return "[" + result + "]";
 }
 
-std::string value_json(const Field& field, Profile& profile) {
-  if (const auto* number = std::get_if<Number>(&field.place)) {
+std::string value_json(const ProfileEntry& field, Profile& profile) {
+  if (const auto* number = std::get_if<PlaceOf<double>>(&field.place)) {
     return json_number((*number)(profile));
   }
-  if (const auto* whole = std::get_if<Whole>(&field.place)) {
+  if (const auto* whole = std::get_if<PlaceOf<int64_t>>(&field.place)) {
     return std::to_string((*whole)(profile));
   }
-  if (const auto* ways = std::get_if<Ways>(&field.place)) return lists_json((*ways)(profile));
-  return lists_json(std::get<Schedules>(field.place).place(profile));
+  return lists_json(std::get<PlaceOf<Profile::Lists>>(field.place)(profile));
 }
 
 // Members by their full names, which come group by group, as nested objects.
@@ -521,7 +303,7 @@ std::string Profile::to_json() const {
   add("machine.gpu", gpu);
   Profile copy = *this;  // fields are places in one that can change
   const std::set<std::string> lacks(missing.begin(), missing.end());
-  for (const Field& field : fields()) {
+  for (const ProfileEntry& field : profile_entries()) {
     if (!lacks.contains(field.name)) members.emplace_back(field.name, value_json(field, copy));
   }
   return nested(members, 0) + "\n";
@@ -555,7 +337,8 @@ SharedProfile load_profile(const std::string& path) {
 const std::vector<ProfileField>& profile_fields() {
   static const std::vector<ProfileField> all = [] {
     std::vector<ProfileField> result;
-    for (const Field& field : fields()) result.push_back({field.name, allowed_in(field)});
+    for (const ProfileEntry& field : profile_entries())
+      result.push_back({field.name, allowed_in(field)});
     return result;
   }();
   return all;
