@@ -32,7 +32,10 @@ import overlap_torch
 import overlap_torch.triton as ot
 from overlap_torch._kernels import tile_orders
 from overlap_torch._kernels.resources import KernelResources
-from overlap_torch.plan import Op, Plan, Problem, packed, row_panels, two_shot
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.programs import two_shot
+from overlap_torch.plan.templates import packed, row_panels
+from overlap_torch.plan.types import Op
 
 from .shapes import suite_group
 

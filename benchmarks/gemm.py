@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from overlap_torch import plan as plan_api
 from overlap_torch._tools import verify
-from overlap_torch.plan import Collective, Kernel, Layout, Plan, Problem, Recipe
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan._names import enum_member
+from overlap_torch.plan.types import Collective, Kernel, Layout, Recipe
 
 from . import measure, plans, report, scaled
 from .options import Options
@@ -42,11 +44,11 @@ def default_plans(problem: Problem, machine: plan_api.Machine) -> list[Plan]:
         raise ValueError("gemm: this build has no signalling kernel of fp8 for this device")
     chosen = []
     for kernel in hopper if machine.has_sm90_kernels else [Kernel.SM80]:
-        whole = plan_api.row_panels(problem, 1, kernel=kernel)
-        panels = max(1, min(_CHUNKS, whole.tiles_m // plan_api.BAND_ROWS))
+        whole = plan_api.templates.row_panels(problem, 1, kernel=kernel)
+        panels = max(1, min(_CHUNKS, whole.tiles_m // plan_api.types.BAND_ROWS))
         chunks = min(_CHUNKS, whole.tiles_m * whole.tiles_n)
-        chosen.append(plan_api.row_panels(problem, panels, kernel=kernel))
-        chosen.append(plan_api.packed(problem, chunks, kernel=kernel))
+        chosen.append(plan_api.templates.row_panels(problem, panels, kernel=kernel))
+        chosen.append(plan_api.templates.packed(problem, chunks, kernel=kernel))
     return chosen
 
 
@@ -75,7 +77,7 @@ def run(
         shape.m,
         shape.n,
         shape.k,
-        plan_api.enum_member(plan_api.DType, options.dtype),
+        enum_member(plan_api.types.DType, options.dtype),
         _PLANNED_RANKS,
         recipe=f"{options.scales}_wise" if options.scales else "none",
         fast_accum=options.scales is not None,  # the kernels have no other
@@ -89,7 +91,7 @@ def run(
         _library(*operands[turn % len(operands)])
 
     def signalling(plan: Plan) -> measure.Variant:
-        code = plan_api.encode(plan)
+        code = plan_api.files.encode(plan)
 
         def run_once(turn: int) -> None:
             _signalling(code, *operands[turn % len(operands)])
@@ -156,7 +158,7 @@ def exact(plan: Plan, dtype: torch.dtype, device: torch.device, scales: str | No
         rows = (problem.m, problem.n) if scales == "row" else (1, 1)
         ones = [torch.ones(count, 1, device=device) for count in rows]
         operands = (operands[0].to(dtype), operands[1].to(torch.float8_e4m3fn), *ones)
-    buffer = _signalling(plan_api.encode(plan), *operands)
+    buffer = _signalling(plan_api.files.encode(plan), *operands)
     equal = torch.equal(output_of(plan, buffer), _library(*operands))
     agreed = torch.tensor([int(equal)], device=device, dtype=torch.int32)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)

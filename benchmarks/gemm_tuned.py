@@ -25,7 +25,8 @@ import torch
 
 from overlap_torch import plan as plan_api
 from overlap_torch._tune.tune import FLUSH_BYTES, operands
-from overlap_torch.plan import Kernel, Plan, Problem
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.types import Kernel
 
 _HOPPER = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE)
 _LONG_US = 50.0  # of cuBLAS: what is shorter is launches
@@ -69,10 +70,10 @@ def candidates(problem: Problem, kernels: Sequence[Kernel]) -> list[Plan]:
     """Each kernel in one chunk, and in up to eight row panels that are as high as the planner's highest bands."""
     found: list[Plan] = []
     for kernel in kernels:
-        whole = plan_api.row_panels(problem, 1, kernel=kernel)
-        panels = max(1, min(8, whole.tiles_m // plan_api.BAND_ROWS))
+        whole = plan_api.templates.row_panels(problem, 1, kernel=kernel)
+        panels = max(1, min(8, whole.tiles_m // plan_api.types.BAND_ROWS))
         for count in sorted({1, panels}):
-            found.append(plan_api.row_panels(problem, count, kernel=kernel))
+            found.append(plan_api.templates.row_panels(problem, count, kernel=kernel))
     return found
 
 
@@ -94,7 +95,7 @@ class Way:
 
     @property
     def product(self) -> Callable[[], torch.Tensor]:
-        code = plan_api.encode(self.plan)
+        code = plan_api.files.encode(self.plan)
         return lambda: torch.ops.overlap.gemm_alone(self.first, self.second, code)
 
     def result(self, m: int) -> torch.Tensor:

@@ -9,12 +9,14 @@ import torch
 
 from overlap_torch import plan as plan_api
 from overlap_torch._ops.group import broadcast_integers
-from overlap_torch.plan import Collective, Plan, Schedule
+from overlap_torch.plan import Plan
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.types import Collective, Schedule
 
 __all__ = ["OPS", "MeasuredProblem", "Plan", "as_dict", "layout", "parse", "summary"]
 
 # The ops that run by plans.
-OPS = tuple(name.lower() for name in plan_api.Op.__members__)
+OPS = tuple(name.lower() for name in plan_api.types.Op.__members__)
 
 
 def parse(text: str) -> list[Plan]:
@@ -37,7 +39,7 @@ def parse(text: str) -> list[Plan]:
             entry = entry.get("plan")
             if entry is None:
                 continue
-        plan = plan_api.from_dict(entry)
+        plan = plan_api.files.from_dict(entry)
         if plan in plans:
             plans.remove(plan)  # named again: it counts where it was named last
         plans.append(plan)
@@ -46,17 +48,17 @@ def parse(text: str) -> list[Plan]:
 
 def as_dict(plan: Plan) -> dict:
     """The plan as data for JSON."""
-    return plan_api.to_dict(plan)
+    return plan_api.files.to_dict(plan)
 
 
 def kernel(plan: Plan) -> str:
     """The name of the plan's kernel."""
-    return plan_api.enum_name(plan.kernel)
+    return enum_name(plan.kernel)
 
 
 def layout(plan: Plan) -> str:
     """The name of the plan's layout."""
-    return plan_api.enum_name(plan.layout)
+    return enum_name(plan.layout)
 
 
 def summary(plan: Plan) -> str:
@@ -66,10 +68,10 @@ def summary(plan: Plan) -> str:
     sizes = [chunk.tiles for chunk in plan.chunks if chunk.tiles]  # none in an all-to-all's plan
     tiles = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
     ctas = "/".join(str(limit) for limit in dict.fromkeys(chunk.max_ctas for chunk in plan.chunks))
-    words = [plan_api.enum_name(plan.kernel), plan_api.enum_name(plan.layout)]
+    words = [enum_name(plan.kernel), enum_name(plan.layout)]
     words += [f"tiles {tiles}"] if sizes else []
     if plan.collective == Collective.EXCHANGE:
-        words.append(plan_api.enum_name(plan.collective))
+        words.append(enum_name(plan.collective))
     words += (
         [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"]
         if plan.resources.comm_sms
@@ -125,12 +127,12 @@ class MeasuredProblem:
         machine = plan_api.machine(self.device, self.group)
         chosen = []  # each plan's length, then the plan
         for plan in plan_api.candidates(self.current().problem, machine, self.recipe != "none"):
-            code = plan_api.encode(plan)
+            code = plan_api.files.encode(plan)
             chosen += [len(code), *code]
         chosen = broadcast_integers(chosen, self.group)
         plans = []
         while chosen:
             length, *rest = chosen
-            plans.append(plan_api.decode(rest[:length]))
+            plans.append(plan_api.files.decode(rest[:length]))
             chosen = rest[length:]
         return plans

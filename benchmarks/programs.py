@@ -21,8 +21,9 @@ from overlap_torch import plan
 from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch._tune import command as _tune_command
 from overlap_torch._tune import tune
-from overlap_torch.plan import Op, Plan, Problem
-from overlap_torch.plan._json import enum_name
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.types import Op
 
 from . import shapes, tables
 
@@ -45,7 +46,7 @@ class Job:
 def by_copy_engines(problem: Problem, chunks: int, **how: Any) -> Plan:
     """By hand: sums to each part's rank, then results to all, by copy engines where memory is mapped: they take no SM."""
     engine = "copy_engine" if how["transport"] == "peer" else "any"
-    with plan.edit(problem, **how) as p:
+    with plan.programs.edit(problem, **how) as p:
         for share in p.chunks(chunks):
             if problem.op != Op.ALLGATHER_GEMM:
                 for distance in range(1, p.world):
@@ -57,7 +58,13 @@ def by_copy_engines(problem: Problem, chunks: int, **how: Any) -> Plan:
         return p.plan()
 
 
-PROGRAMS = (plan.ring, plan.double_ring, plan.one_shot, plan.two_shot, by_copy_engines)
+PROGRAMS = (
+    plan.programs.ring,
+    plan.programs.double_ring,
+    plan.programs.one_shot,
+    plan.programs.two_shot,
+    by_copy_engines,
+)
 
 
 def makers(files: Sequence[str]) -> Iterator[tuple[str, Callable[..., Plan]]]:
@@ -65,7 +72,7 @@ def makers(files: Sequence[str]) -> Iterator[tuple[str, Callable[..., Plan]]]:
     for program in PROGRAMS:
         yield program.__name__, program
     for path in files:
-        read = plan.from_msccl if path.endswith(".xml") else plan.from_mscclpp
+        read = plan.programs.from_msccl if path.endswith(".xml") else plan.programs.from_mscclpp
 
         def imported(problem: Problem, path: str = path, read: Any = read, **how: Any) -> Plan:
             return read(path, problem, **how)
@@ -98,7 +105,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """A row for each mode: microseconds of the sequence, the planner's plan, and of each program that is right."""
     named = {
-        "sequence": plan.make_sequential(problem, session.machine),
+        "sequence": plan.templates.make_sequential(problem, session.machine),
         "planner": session.current(problem),
     }
     named |= programs(problem, job.transport, job.files, refused)

@@ -42,7 +42,8 @@ import triton.language as tl
 
 from overlap_torch import plan
 from overlap_torch._kernels.resources import green_context
-from overlap_torch.plan import Kernel, Problem
+from overlap_torch.plan import Problem
+from overlap_torch.plan.types import Kernel
 
 MOVED_BYTES = 64 << 20
 
@@ -177,14 +178,14 @@ def gemm_of(setting: Leaves, shape: tuple[int, int, int]) -> Callable[[], object
     else:
         problem = Problem(m, n, k, torch.bfloat16, 2)
         try:
-            made = plan.row_panels(
+            made = plan.templates.row_panels(
                 problem,
                 1,
                 kernel=Kernel.__members__[setting.gemm.upper()],
                 comm_sms=grid_sms,
                 smem_pad_bytes=setting.pad_bytes,
             )
-            code = plan.encode(made)
+            code = plan.files.encode(made)
             torch.ops.overlap.gemm_alone(a, b, code)
         except (ValueError, RuntimeError):
             return None  # more shared memory than there is

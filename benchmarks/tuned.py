@@ -26,7 +26,8 @@ import overlap_torch
 from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch._tune import tune
 from overlap_torch._tune.command import OPS
-from overlap_torch.plan import Plan, Problem, machine, make_sequential
+from overlap_torch.plan import Plan, Problem, machine
+from overlap_torch.plan.templates import make_sequential
 
 from . import tables
 

@@ -22,9 +22,11 @@ from xml.sax.saxutils import escape
 from overlap_torch import _plan
 from overlap_torch._watch.drawing import GEMM, Bar, Row
 from overlap_torch._watch.drawing import OTHER as PLACE
-from overlap_torch.plan import Machine, Op, Plan, Problem, row_panels
+from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._explain import H200, chunks_of, walk
 from overlap_torch.plan._picture import WAITS
+from overlap_torch.plan.templates import row_panels
+from overlap_torch.plan.types import Op
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 

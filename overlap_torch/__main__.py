@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif command == "demo":
         from overlap_torch._tools import demo as module
     elif command == "explain":
-        from overlap_torch.plan import _explain as module
+        from overlap_torch._tools import explain as module
     elif command == "tune":
         from overlap_torch._tune import command as module
     else:

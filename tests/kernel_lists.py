@@ -15,7 +15,8 @@ import torch
 
 from overlap_torch import _plan
 from overlap_torch._kernels import tile_orders
-from overlap_torch.plan import Machine, Op, Plan
+from overlap_torch.plan import Machine, Plan
+from overlap_torch.plan.types import Op
 
 ELEMENT = 4  # bytes, of float32
 H200 = Machine(arch=90, sm_count=132, sm_gflops=5e3, link_latency_us=20.0, link_gbps=200.0)

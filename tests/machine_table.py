@@ -11,7 +11,8 @@ import random
 from collections.abc import Iterator
 
 from overlap_torch import plan
-from overlap_torch.plan import Machine, Op, Problem, Schedule
+from overlap_torch.plan import Machine, Problem
+from overlap_torch.plan.types import Op, Schedule
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
 SUSTAINED = 0.69
@@ -95,9 +96,9 @@ def row(name: str, op: Op) -> tuple[float, float, float]:
     overlapped, gains = 0, []
     for m, n, k in shapes(world):
         problem = Problem(m, n, k, "bfloat16", world, op)
-        chosen = plan.make_plan(problem, on)
+        chosen = plan.templates.make_plan(problem, on)
         overlapped += chosen.schedule == Schedule.OVERLAPPED
-        sequence = plan.predict(plan.make_sequential(problem, on), on).total_us
+        sequence = plan.predict(plan.templates.make_sequential(problem, on), on).total_us
         gains.append(math.log(sequence / plan.predict(chosen, on).total_us))
     train = gains[: len(TRAIN)]
     mean = math.exp(sum(gains) / len(gains))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import DType, Machine, Plan, Problem
+from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan.types import DType
 
 
 def hopper(**changes: object) -> Machine:

@@ -17,7 +17,8 @@ import overlap_torch
 from operands import EXACT_LIMIT, Case, integers, make_operands
 from overlap_torch import plan
 from overlap_torch._ops import composition as _composition
-from overlap_torch.plan import DType, Problem
+from overlap_torch.plan import Problem
+from overlap_torch.plan.types import DType
 
 Arguments = list[Any]  # positional arguments of an op, in the order of its schema
 
@@ -83,7 +84,7 @@ class Op(ABC):
         dtype = str(case.dtype).removeprefix("torch.").upper()
         op = self.name.partition(".")[0].upper()
         return Problem(
-            rows, case.n, case.k, DType.__members__[dtype], world, plan.Op.__members__[op]
+            rows, case.n, case.k, DType.__members__[dtype], world, plan.types.Op.__members__[op]
         )
 
     @abstractmethod

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from checks import Failures, check_plan
 from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case
 from ops import OPS
-from overlap_torch.plan import Kernel, Plan, Transport, at_once
+from overlap_torch.plan import Plan
+from overlap_torch.plan.templates import at_once
+from overlap_torch.plan.types import Kernel, Transport
 from plans import chunked_plan
 
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]

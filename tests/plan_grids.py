@@ -8,7 +8,8 @@ import math
 from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.types import (
     MAX_BAND_RUNS,
     MAX_CHUNKS,
     BandRun,
@@ -18,8 +19,6 @@ from overlap_torch.plan import (
     Kernel,
     Layout,
     Op,
-    Plan,
-    Problem,
     Resources,
     Schedule,
     Transport,
@@ -212,4 +211,6 @@ def any_plans_and_grids() -> st.SearchStrategy[tuple[Plan, Grid]]:
 def example() -> Plan:
     """8 x 4 tiles of 128 x 128 in bands of 2, two chunks of 16."""
     problem = Problem(1024, 512, 64, DType.BFLOAT16, 2)
-    return plans.row_panels(problem, 2, kernel="sm90_pingpong", band_rows=2, comm_sms=8, max_ctas=8)
+    return plans.templates.row_panels(
+        problem, 2, kernel="sm90_pingpong", band_rows=2, comm_sms=8, max_ctas=8
+    )

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from operands import Case, rank_device
 from ops import OPS
-from overlap_torch.plan import (
-    Kernel,
-    Machine,
-    Op,
-    Plan,
-    Problem,
-    Resources,
-    Transport,
-    machine,
-    make_all_to_all,
-    make_sequential,
-    packed,
-    row_panels,
-)
+from overlap_torch.plan import Machine, Plan, Problem, machine
+from overlap_torch.plan.templates import make_all_to_all, make_sequential, packed, row_panels
+from overlap_torch.plan.types import Kernel, Op, Resources, Transport
 
 HOPPER_KERNELS = [Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE]
 GPU_KERNELS = [Kernel.LIBRARY, Kernel.SM80, *HOPPER_KERNELS]

@@ -10,7 +10,9 @@ import torch
 from operands import Case
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Area, Editor, Engine, Plan, Problem, Program, Transfer, Way
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.programs import Area, Editor, Program, Transfer
+from overlap_torch.plan.types import Engine, Way
 
 TILE = (16, 8)
 RAGGED = Case((45,), 33, 12, torch.bfloat16, bias=True)
@@ -19,26 +21,29 @@ FEW = Case((3,), 5, 8, torch.float64, bias=True)
 
 
 def how_to_edit(problem: Problem) -> dict[str, object]:
-    tile = {} if problem.op == plan_module.Op.GEMM_ALLTOALL else {"tile": TILE}
+    tile = {} if problem.op == plan_module.types.Op.GEMM_ALLTOALL else {"tile": TILE}
     return {"transport": "gloo", **tile}
 
 
 def templates(problem: Problem) -> list[tuple[str, Callable[..., Plan]]]:
     """The templates that the op has, with hosts of as many sizes as there are."""
-    rings = [("ring", plan_module.ring), ("double_ring", plan_module.double_ring)]
-    shots = [("one_shot", plan_module.one_shot), ("two_shot", plan_module.two_shot)]
+    rings = [("ring", plan_module.programs.ring), ("double_ring", plan_module.programs.double_ring)]
+    shots = [
+        ("one_shot", plan_module.programs.one_shot),
+        ("two_shot", plan_module.programs.two_shot),
+    ]
     world = problem.world_size
     hosts = [
         (
             f"hosts of {size}",
-            lambda problem, chunks, size=size, **how: plan_module.hierarchical(
+            lambda problem, chunks, size=size, **how: plan_module.programs.hierarchical(
                 problem, size, chunks, **how
             ),
         )
         for size in range(1, world + 1)
         if world % size == 0
     ]
-    return [*([] if problem.op == plan_module.Op.GEMM_ALLTOALL else rings), *shots, *hosts]
+    return [*([] if problem.op == plan_module.types.Op.GEMM_ALLTOALL else rings), *shots, *hosts]
 
 
 def template_plans(
@@ -89,7 +94,7 @@ def random_program(problem: Problem, seed: int, **how: object) -> Plan:
 
 def _random_areas(p: Editor, draw: random.Random) -> list[tuple[Area, int | None]]:
     """Blocks, and whose they are: None where all are to have them."""
-    gathers = p.problem.op == plan_module.Op.ALLGATHER_GEMM
+    gathers = p.problem.op == plan_module.types.Op.ALLGATHER_GEMM
     width = p.problem.k if gathers else p.problem.n
     parts = [(p.part(rank), rank) for rank in range(p.world)]
     found = []
@@ -118,14 +123,14 @@ def _random_block(
             steps.append(lambda: p.pull(area, of=source, rank=to, reduce=reduce, stream=lane))
 
     root = owner
-    if p.problem.op != plan_module.Op.ALLGATHER_GEMM:
-        if p.problem.op == plan_module.Op.GEMM_ALLREDUCE:
+    if p.problem.op != plan_module.types.Op.ALLGATHER_GEMM:
+        if p.problem.op == plan_module.types.Op.GEMM_ALLREDUCE:
             root = draw.randrange(p.world)
         left = [rank for rank in range(p.world) if rank != root]
         while left:
             leaf = left.pop(draw.randrange(len(left)))
             send(leaf, draw.choice([root, *left]), True)
-    if p.problem.op != plan_module.Op.GEMM_REDUCESCATTER:
+    if p.problem.op != plan_module.types.Op.GEMM_REDUCESCATTER:
         have = [root]
         left = [rank for rank in range(p.world) if rank != root]
         while left:
@@ -162,7 +167,7 @@ def disturbed(plan: Plan, seed: int) -> tuple[str, Plan]:
     elif what == "reduces":
         transfers[i] = changed(one, reduces=not one.reduces)
     elif what == "rank":
-        other = plan_module.Region(
+        other = plan_module.programs.Region(
             one.destination.memory, draw.randrange(world), one.destination.area
         )
         transfers[i] = changed(one, destination=other)

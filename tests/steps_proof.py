@@ -164,7 +164,7 @@ def by_hand() -> Iterator[Case]:
                 (Kernel.LIBRARY, Kernel.SM80, Kernel.SM90_COOPERATIVE), (False, True)
             ):
                 yield from variants(
-                    plans.row_panels(
+                    plans.templates.row_panels(
                         problem,
                         chunks,
                         kernel=kernel,
@@ -179,7 +179,7 @@ def by_hand() -> Iterator[Case]:
         reduces = problems[Op.GEMM_ALLREDUCE]
         for collective in (Collective.ALL_REDUCE, Collective.EXCHANGE)[: 2 if world == 2 else 1]:
             for chunks, lanes, window in itertools.product((1, 5), (1, 2), (False, True)):
-                packed = plans.packed(
+                packed = plans.templates.packed(
                     reduces,
                     chunks,
                     kernel=Kernel.SM90_PINGPONG,
@@ -192,7 +192,7 @@ def by_hand() -> Iterator[Case]:
                 )
                 yield from variants(packed, PEERS)
         for kernel, comm_sms in itertools.product((Kernel.SM80, Kernel.SM90_PINGPONG), (0, 2)):
-            gather = plans.row_panels(
+            gather = plans.templates.row_panels(
                 problems[Op.ALLGATHER_GEMM], 3, kernel=kernel, comm_sms=comm_sms, transport="peer"
             )
             for takes in takers(gather):
@@ -204,7 +204,7 @@ def by_hand() -> Iterator[Case]:
                 (16, 1024), (Kernel.LIBRARY, Kernel.SM90_PINGPONG)
             ):
                 problem = Problem(rows * world, 2048, 512, DType.BFLOAT16, world, op)
-                yield from variants(plans.at_once(problem, kernel=kernel), PEERS)
+                yield from variants(plans.templates.at_once(problem, kernel=kernel), PEERS)
 
 
 def rings() -> Iterator[Case]:
@@ -214,7 +214,7 @@ def rings() -> Iterator[Case]:
     for world, kernel, inner in itertools.product(WORLDS, kernels, (512, 8192)):
         for rows in (1024 * world + 1, 1024 * world - 1, 64 * world - 1):
             problem = Problem(rows, 2048 - 40, inner, DType.BFLOAT16, world, Op.GEMM_ALLREDUCE)
-            ring = plans.row_panels(problem, 1, kernel=kernel, transport="peer")
+            ring = plans.templates.row_panels(problem, 1, kernel=kernel, transport="peer")
             yield from variants(ring, PEERS)
 
 

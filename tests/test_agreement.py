@@ -9,7 +9,8 @@ import pytest
 from machines import big, hopper
 from overlap_torch import plan
 from overlap_torch._plan import make_kernel_plan
-from overlap_torch.plan import Machine, Op, Profile, Schedule, Transport
+from overlap_torch.plan import Machine, Profile
+from overlap_torch.plan.types import Op, Schedule, Transport
 from tests._plan_test import agree, serial_by
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM, Op.GEMM_ALLTOALL)
@@ -64,7 +65,7 @@ def test_agree_plans_nothing_where_ranks_would_plan_differently(changes, said):
     assert difference == f"{said}: every call runs the sequence until they are the same"
     for op in OPS:
         rows = 0 if op == Op.GEMM_ALLTOALL else 8192
-        assert plan.make_plan(big(op=op, m=rows), machine).schedule == Schedule.SEQUENTIAL
+        assert plan.templates.make_plan(big(op=op, m=rows), machine).schedule == Schedule.SEQUENTIAL
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,10 @@ def test_agree_one_rank_whose_kernels_run_one_at_a_time_makes_all_run_the_sequen
     assert machine.serial and not alike()[0].serial
     for op in OPS:
         problem = big(op=op, m=0 if op == Op.GEMM_ALLTOALL else 8192)
-        overlapped = plan.make_plan(problem, alike()[0])
+        overlapped = plan.templates.make_plan(problem, alike()[0])
         assert overlapped.schedule == Schedule.OVERLAPPED
-        assert plan.make_plan(problem, machine) == plan.candidates(problem, machine)[0]
-        assert plan.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
+        assert plan.templates.make_plan(problem, machine) == plan.candidates(problem, machine)[0]
+        assert plan.templates.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
         if overlapped.chunks[0].transport == Transport.PEER:
             with pytest.raises(ValueError, match="run one at a time .*; use nccl, or run without"):
                 plan.validate(overlapped, machine)

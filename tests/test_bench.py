@@ -12,7 +12,9 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from bench_runs import SEQUENCES, bench, check_times, lines_of, measure
-from overlap_torch.plan import plan_for, row_panels, to_dict
+from overlap_torch.plan import plan_for
+from overlap_torch.plan.files import to_dict
+from overlap_torch.plan.templates import row_panels
 
 
 def meet_late(times: int) -> list[tuple[int, int]]:

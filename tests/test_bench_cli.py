@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from bench_runs import SEQUENCES, bench
-from overlap_torch.plan import Problem, row_panels, save
+from overlap_torch.plan import Problem
+from overlap_torch.plan.files import save
+from overlap_torch.plan.templates import row_panels
 from test_examples import run
 
 

@@ -9,18 +9,10 @@ import pytest
 import torch
 
 from bench_runs import bench, lines_of, measure
-from overlap_torch.plan import (
-    DType,
-    Kernel,
-    Layout,
-    Machine,
-    Plan,
-    Problem,
-    decode,
-    packed,
-    row_panels,
-    to_dict,
-)
+from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan.files import decode, to_dict
+from overlap_torch.plan.templates import packed, row_panels
+from overlap_torch.plan.types import DType, Kernel, Layout
 from plans import HOPPER_KERNELS
 
 

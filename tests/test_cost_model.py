@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import _plan
 from overlap_torch import plan as plans
-from overlap_torch.plan import Collective, DType, Kernel, Machine, Op, Plan, Problem
+from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan._library import parse_machine
+from overlap_torch.plan.types import Collective, DType, Kernel, Op
 
 KINDS = ["plain", "window", "exchange", "scatter", "window scatter"]
 GATHERS = ["gather", "window gather"]
@@ -40,10 +42,10 @@ def make(kind: str, chunks: int | list[int], **options: object) -> Plan:
         if not isinstance(chunks, int):
             chunks = [rows // 2 for rows in chunks]
     if kind != "exchange":
-        return plans.row_panels(problem, chunks, **options)
+        return plans.templates.row_panels(problem, chunks, **options)
     if not isinstance(chunks, int):
         chunks = [64 * rows for rows in chunks]
-    return plans.packed(problem, chunks, collective=Collective.EXCHANGE, **options)
+    return plans.templates.packed(problem, chunks, collective=Collective.EXCHANGE, **options)
 
 
 class Timeline:
@@ -120,7 +122,7 @@ SEQUENTIAL = [hopper(), hopper(windows=True), hopper(peer_gbps=350.0), slow(), a
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
 def test_predict_sequence_is_gemm_then_one_call(op: Op, machine: Machine) -> None:
     def predict(**changes: int) -> object:
-        plan = plans.make_sequential(big(**{**changes, "op": op}), machine)
+        plan = plans.templates.make_sequential(big(**{**changes, "op": op}), machine)
         prediction = plans.predict(plan, machine)
         both = prediction.gemm_us + prediction.communication_us
         assert prediction.total_us == pytest.approx(both)
@@ -145,7 +147,7 @@ def test_predict_sequence_is_gemm_then_one_call(op: Op, machine: Machine) -> Non
 @pytest.mark.parametrize("machine", SEQUENTIAL, ids=str)
 def test_predict_sequence_of_slower_types_takes_longer(machine: Machine) -> None:
     def gemm_us(dtype: DType) -> float:
-        plan = plans.make_sequential(big(k=28672, dtype=dtype), machine)
+        plan = plans.templates.make_sequential(big(k=28672, dtype=dtype), machine)
         return plans.predict(plan, machine).gemm_us
 
     half, brain, single, double = (
@@ -162,7 +164,7 @@ def test_predict_sequence_of_slower_types_takes_longer(machine: Machine) -> None
 @pytest.mark.parametrize("machine", [hopper(), slow(), ada()], ids=str)
 def test_predict_sequence_computes_no_rows_beyond_the_matrix(machine: Machine) -> None:
     def gemm_us(m: int) -> float:
-        return plans.predict(plans.make_sequential(big(m=m), machine), machine).gemm_us
+        return plans.predict(plans.templates.make_sequential(big(m=m), machine), machine).gemm_us
 
     each = (gemm_us(2048) - gemm_us(1024)) / 1024
     for rows in (1026, 1090, 1151):
@@ -179,13 +181,15 @@ def test_predict_small_sequence_takes_a_tile_and_alone_no_call() -> None:
     machine = hopper()
     tile_us = 2 * 128 * 128 * 7168 / (machine.sm_gflops * 1e3)
     small, larger = (
-        plans.predict(plans.make_sequential(big(m=m, n=8, world_size=1), machine), machine)
+        plans.predict(
+            plans.templates.make_sequential(big(m=m, n=8, world_size=1), machine), machine
+        )
         for m in (1, 16384)
     )
     assert small.communication_us == 0.0
     assert tile_us < small.total_us < tile_us + 10
     assert small.total_us == small.gemm_us == larger.gemm_us  # 128 tiles, on as many SMs
-    assert total(plans.make_sequential(big(m=0), machine), machine) == 0.0
+    assert total(plans.templates.make_sequential(big(m=0), machine), machine) == 0.0
 
 
 # --- chunks beside a GEMM ---------------------------------------------------------------------------
@@ -322,7 +326,9 @@ def test_price_library_counts_a_chunks_parts_as_one() -> None:
     lengths_of = []
     for columns in (8, 9):
         problem = big(m=512, n=128 * columns, op=Op.GEMM_REDUCESCATTER)
-        plan = plans.row_panels(problem, [1, 1], kernel=Kernel.LIBRARY, comm_sms=4, max_ctas=4)
+        plan = plans.templates.row_panels(
+            problem, [1, 1], kernel=Kernel.LIBRARY, comm_sms=4, max_ctas=4
+        )
         timeline = Timeline(plan, machine)
         assert len(timeline.of("library_gemm")) == 4  # of two chunks two parts
         chunk = timeline.of("mark")[0]["after"][0]
@@ -491,7 +497,7 @@ def test_price_gather_over_peers_computes_what_has_arrived(world: int, chunks: i
     machine = hopper(peer_gbps=350.0)
     problem = big(n=n, world_size=world, op=Op.ALLGATHER_GEMM)
     for comm_sms in (0, 2):  # a launch for each arrival, or one that awaits them
-        plan = plans.row_panels(
+        plan = plans.templates.row_panels(
             problem, chunks, kernel="sm90_pingpong", transport="peer", comm_sms=comm_sms
         )
         timeline = Timeline(plan, machine)
@@ -524,7 +530,9 @@ def test_price_on_cpu_calls_one_by_one_and_computes_by_the_tile(op: Op) -> None:
     machine = cpu()
     problem = big(m=2048, n=2048, k=512, dtype=DType.FLOAT32, op=op)
     heights = [2, 6] if op == Op.GEMM_ALLREDUCE else [1, 3]
-    timeline = Timeline(plans.row_panels(problem, heights, transport="gloo", lanes=2), machine)
+    timeline = Timeline(
+        plans.templates.row_panels(problem, heights, transport="gloo", lanes=2), machine
+    )
     check(timeline, one_thread=True)
     calls = timeline.spans("send_receive" if op == Op.ALLGATHER_GEMM else "collective")
     assert calls[1][0] >= calls[0][1]
@@ -544,8 +552,8 @@ def test_predict_on_cpu_counts_what_of_a_tile_is_in_the_matrix(op: Op) -> None:
     problem = big(m=1500, n=64, k=64, dtype=DType.FLOAT32, op=op)
     gemm_us = 2 * 1500 * 64 * 64 / (machine.sm_gflops * 1e3 * machine.sm_count)
     for plan in (
-        plans.make_sequential(problem, machine),
-        plans.row_panels(problem, 2, transport="gloo"),
+        plans.templates.make_sequential(problem, machine),
+        plans.templates.row_panels(problem, 2, transport="gloo"),
     ):
         assert plans.predict(plan, machine).gemm_us == pytest.approx(gemm_us, abs=5)
 
@@ -559,10 +567,10 @@ def test_price_of_an_all_to_all_follows_its_rows(transport: str, rows: list[list
     machine = hopper(peer_gbps=350.0)
     problem = big(m=0, n=8192, k=7168, op=Op.GEMM_ALLTOALL)
     comm_sms = 24 if transport == "nccl" else 0
-    plan = plans.make_all_to_all(
+    plan = plans.templates.make_all_to_all(
         problem,
         Kernel.SM90_PINGPONG,
-        plans.Resources(comm_sms=comm_sms),
+        plans.types.Resources(comm_sms=comm_sms),
         24,
         transport,
     )
@@ -595,7 +603,7 @@ def test_price_of_an_all_to_all_follows_its_rows(transport: str, rows: list[list
 def test_predict_of_worse_machines_is_not_better(kind, heights, k, ctas, gbps, latency, by) -> None:
     machine = hopper(windows=True, link_gbps=gbps, link_latency_us=latency)
     plan = make(kind, heights, problem=big(k=k), max_ctas=ctas)
-    for each in (plan, plans.make_sequential(big(k=k), machine)):
+    for each in (plan, plans.templates.make_sequential(big(k=k), machine)):
         before = total(each, machine)
         if (
             gbps / by >= 180 or gbps <= 30
@@ -616,8 +624,8 @@ def test_predict_of_more_work_costs_more(machine: Machine, field: str) -> None:
     gloo = {"transport": "gloo"} if machine.arch == 0 else {"comm_sms": 16, "max_ctas": 16}
     problems = [big(**{field: size}, dtype=DType.FLOAT32) for size in (2048, 4096, 8192, 16384)]
     for make_one in (
-        lambda problem: plans.make_sequential(problem, machine),
-        lambda problem: plans.row_panels(problem, 4, **gloo),
+        lambda problem: plans.templates.make_sequential(problem, machine),
+        lambda problem: plans.templates.row_panels(problem, 4, **gloo),
     ):
         times = [total(make_one(problem), machine) for problem in problems]
         assert all(a < b for a, b in itertools.pairwise(times))
@@ -646,7 +654,7 @@ def test_predict_refuses_an_invalid_plan() -> None:
 
 def test_machine_text_reads_back_exactly() -> None:
     machine = hopper(sm_gflops=1 / 3, link_gbps=1e-7, windows=True)
-    read = plans._parse_machine(repr(machine))
+    read = parse_machine(repr(machine))
     assert repr(read) == repr(machine)
     assert read.sm_gflops == 1 / 3
     assert (read.arch, read.windows, read.has_sm80_kernels) == (90, True, True)

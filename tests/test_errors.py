@@ -15,7 +15,8 @@ from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Problem, Transport
+from overlap_torch.plan import Problem
+from overlap_torch.plan.types import Transport
 from plans import overlapped_plans, sequential_plan
 
 CASE = Case((24,), 16, 8, bias=True)
@@ -295,13 +296,13 @@ def bad_plans() -> dict[str, tuple[list[int], tuple[str, ...]]]:
     """name -> (encoded plan, parts of the message)."""
     world, device = dist.get_world_size(), rank_device()
     good = dict(overlapped_plans(CASE, world, device.type, tile=(8, 8)))["packed 1, bands of 1"]
-    code = plan_module.encode(good)
+    code = plan_module.files.encode(good)
 
     def changed(**fields: object) -> list[int]:
         plan = good.copy()
         for name, value in fields.items():
             setattr(plan, name, value)
-        return plan_module.encode(plan)
+        return plan_module.files.encode(plan)
 
     other_world = sequential_plan(CASE, world + 5, device.type)
     other_transport = sequential_plan(CASE, world, "cuda" if device.type == "cpu" else "cpu")
@@ -315,8 +316,8 @@ def bad_plans() -> dict[str, tuple[list[int], tuple[str, ...]]]:
         "cut off": (code[:-1], ("plan",)),
         "too long": ([*code, 0], ("plan",)),
         "noise": ([-1, 2**40, 7], ("plan",)),
-        "for more ranks": (plan_module.encode(other_world), (str(world + 5), str(world))),
-        "of another transport": (plan_module.encode(other_transport), (given, taken)),
+        "for more ranks": (plan_module.files.encode(other_world), (str(world + 5), str(world))),
+        "of another transport": (plan_module.files.encode(other_transport), (given, taken)),
         "too few tiles": (changed(chunks=[type(chunk)(5, chunk.transport, 0)]), ("5 tiles", "6")),
         "too many tiles": (changed(chunks=[type(chunk)(7, chunk.transport, 0)]), ("7 tiles", "6")),
         "no chunks": (changed(chunks=[]), ("0 chunks", "1 to")),

@@ -14,10 +14,11 @@ from machines import big, cpu, hopper, slow
 from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.__main__ import main
-from overlap_torch._tools import launch
-from overlap_torch.plan import Kernel, Machine, Op, Plan, Resources, _explain
+from overlap_torch._tools import explain
+from overlap_torch.plan import Machine, Plan
 from overlap_torch.plan._explain import H200
 from overlap_torch.plan._picture import draw, tile_map, walk
+from overlap_torch.plan.types import Kernel, Op, Resources
 
 MIB = 2**20
 PEERS = hopper(windows=True, peer_gbps=350.0)
@@ -26,7 +27,7 @@ WINDOWS = hopper(windows=True)
 
 def panels(chunks: int = 4, **options: object) -> Plan:
     options = {"kernel": "sm90_pingpong", "comm_sms": 16, "max_ctas": 8, "lanes": 2, **options}
-    return plans.row_panels(big(), chunks, **options)
+    return plans.templates.row_panels(big(), chunks, **options)
 
 
 @pytest.mark.parametrize("machine", [PEERS, WINDOWS, slow(), cpu()], ids=str)
@@ -49,7 +50,7 @@ def test_explain_of_all_candidates_shows_the_steps_as_priced(machine, op, world)
         assert times == sorted(times)
         assert len(times) == len(candidates) - 1
         # Chunks: all are communicated, each once for each call that carries it.
-        if plan.schedule == plans.Schedule.OVERLAPPED:
+        if plan.schedule == plans.types.Schedule.OVERLAPPED:
             chunks = {step.chunk for step in told.steps if step.kind in ("collective", "signal")}
             assert chunks <= set(range(len(plan.chunks)))
             assert chunks == set(range(len(plan.chunks))) or not chunks
@@ -62,28 +63,30 @@ def test_explain_says_what_a_call_holds() -> None:
     product = 8192 * 8192 * 2
     assert held(panels(4)) == {"counters": 4 * 4}  # all-reduced in the output
     assert held(panels(4, window=True)) == {"window": product, "counters": 4 * 4}
-    exchange = plans.packed(
+    exchange = plans.templates.packed(
         big(), 8, collective="exchange", kernel="sm90_pingpong", comm_sms=16, max_ctas=8
     )
     assert held(exchange) == {"staging": 2 * product, "counters": 4 * 8}
-    assert held(plans.make_sequential(big(), PEERS)) == {"product": product}
+    assert held(plans.templates.make_sequential(big(), PEERS)) == {"product": product}
     # A ring's slot: the partial sums of all phases but the last, and of an all-reduce all finished parts.
-    ring = plans.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer")
+    ring = plans.templates.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer")
     assert held(ring) == {"slots": 2 * (product // 2 + product)}
     gather = big(op=Op.ALLGATHER_GEMM, world_size=4)
-    pushed = plans.row_panels(gather, 1, kernel="sm90_pingpong", transport="peer", comm_sms=2)
+    pushed = plans.templates.row_panels(
+        gather, 1, kernel="sm90_pingpong", transport="peer", comm_sms=2
+    )
     assert held(pushed) == {"slots": 2 * 8192 * 7168 * 2}
     assert "slots        224.0 MiB" in str(pushed.explain(PEERS))
 
 
 def test_explain_says_why_it_is_the_planners_choice() -> None:
-    plan = plans.make_plan(big(), PEERS)
+    plan = plans.templates.make_plan(big(), PEERS)
     told = plan.explain(PEERS)
     us = told.expected.total_us
-    assert plan.schedule == plans.Schedule.OVERLAPPED
+    assert plan.schedule == plans.types.Schedule.OVERLAPPED
     assert told.why.startswith(f"the best of {len(plans.candidates(big(), PEERS))} candidates: ")
     assert f"{told.sequence_us / us:.2f}x the sequence, {told.sequence_us:.1f} us" in told.why
-    sequence = plans.make_sequential(big(), PEERS)
+    sequence = plans.templates.make_sequential(big(), PEERS)
     _, next_us = next(one for one in told.others if one[0] != sequence)
     assert f"takes {next_us:.1f} us, {next_us / us - 1:+.1%}" in told.why
     assert f"to take less than {0.97 * told.sequence_us - 8:.1f} us" in told.why
@@ -91,8 +94,8 @@ def test_explain_says_why_it_is_the_planners_choice() -> None:
 
 def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
     machine, problem = hopper(link_gbps=61.0), big(m=512, n=1024, k=1024)
-    sequence = plans.make_sequential(problem, machine)
-    assert plans.make_plan(problem, machine) == sequence
+    sequence = plans.templates.make_sequential(problem, machine)
+    assert plans.templates.make_plan(problem, machine) == sequence
     told = sequence.explain(machine)
     best, us = told.others[0]
     share, margin = _plan.needed_gain(best, machine)
@@ -101,7 +104,7 @@ def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
     assert told.why.startswith(f"of {len(told.others) + 1} candidates the sequence: ")
     assert f"is expected to take {us:.1f} us" in told.why
     assert told.why.endswith(f"less than {share * told.sequence_us - margin:.1f}")
-    alone = plans.make_sequential(big(world_size=1), machine).explain(machine)
+    alone = plans.templates.make_sequential(big(world_size=1), machine).explain(machine)
     assert alone.why.startswith("there is nothing to overlap")
     assert alone.others == ()
 
@@ -109,7 +112,7 @@ def test_explain_says_why_the_sequence_is_the_planners_choice() -> None:
 def test_explain_says_what_the_planner_would_take_in_place_of_a_plan_by_hand() -> None:
     plan = panels(3, max_ctas=3)
     told = plan.explain(PEERS)
-    chosen = plans.predict(plans.make_plan(big(), PEERS), PEERS).total_us
+    chosen = plans.predict(plans.templates.make_plan(big(), PEERS), PEERS).total_us
     assert told.why.startswith("set by hand; ")
     assert told.why.endswith(
         f"the planner would take ring over peer, sm90_pingpong_wide, 1 chunk, {chosen:.1f} us"
@@ -119,7 +122,9 @@ def test_explain_says_what_the_planner_would_take_in_place_of_a_plan_by_hand() -
 
 def test_explain_of_an_all_to_all_takes_its_rows() -> None:
     problem = big(m=0, n=4096, k=4096, op=Op.GEMM_ALLTOALL)
-    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(comm_sms=24), 24, "nccl")
+    plan = plans.templates.make_all_to_all(
+        problem, Kernel.SM90_PINGPONG, Resources(comm_sms=24), 24, "nccl"
+    )
     told = plan.explain(WINDOWS, send_rows=[4096, 2048], receive_rows=[4096, 1024])
     (message,) = [step for step in told.steps if step.kind == "send_receive"]
     assert message.words.startswith("send 16.0 MiB, receive 8.0 MiB, 24 CTAs")
@@ -143,7 +148,7 @@ def test_explain_refuses_what_cannot_run() -> None:
 MAPPED = {
     "panels": (panels(4), WINDOWS),
     "exchange": (
-        plans.packed(
+        plans.templates.packed(
             big(m=1000, n=1000),
             [40, 24],
             collective="exchange",
@@ -153,21 +158,21 @@ MAPPED = {
         WINDOWS,
     ),
     "scatter": (
-        plans.row_panels(
+        plans.templates.row_panels(
             big(m=2000, op=Op.GEMM_REDUCESCATTER), [6, 2], kernel="sm90_pingpong", comm_sms=16
         ),
         WINDOWS,
     ),
     "gather": (
-        plans.row_panels(
+        plans.templates.row_panels(
             big(m=2048, world_size=4, op=Op.ALLGATHER_GEMM), 2, kernel="sm90_pingpong", comm_sms=16
         ),
         WINDOWS,
     ),
-    "ring": (plans.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer"), PEERS),
-    "direct": (plans.at_once(big(m=512), kernel="sm90_pingpong"), PEERS),
-    "sequence": (plans.make_sequential(big(), PEERS), PEERS),
-    "cpu": (plans.row_panels(big(m=2048, n=2048), 4, transport="gloo"), cpu()),
+    "ring": (plans.templates.row_panels(big(), 1, kernel="sm90_pingpong", transport="peer"), PEERS),
+    "direct": (plans.templates.at_once(big(m=512), kernel="sm90_pingpong"), PEERS),
+    "sequence": (plans.templates.make_sequential(big(), PEERS), PEERS),
+    "cpu": (plans.templates.row_panels(big(m=2048, n=2048), 4, transport="gloo"), cpu()),
 }
 
 
@@ -236,7 +241,7 @@ def test_plan_plot_writes_a_file(tmp_path, suffix: str) -> None:
 def test_plan_plot_of_an_all_to_all_has_no_tiles() -> None:
     pytest.importorskip("matplotlib")
     problem = big(m=0, n=4096, k=4096, op=Op.GEMM_ALLTOALL)
-    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 24, "peer")
+    plan = plans.templates.make_all_to_all(problem, Kernel.SM90_PINGPONG, Resources(), 24, "peer")
     figure = draw(plan, PEERS, [[4096, 2048], [1024, 4096]])
     assert len(figure.axes) == 1
 
@@ -252,7 +257,7 @@ def test_explain_command_prints_the_planners_plan(op: str, capsys) -> None:
     assert main(["explain", "--op", op, *rows, "--machine", "h200"]) == 0
     m = 0 if op == "gemm_alltoall" else 8192
     counts = [4096, 4096] if op == "gemm_alltoall" else []
-    plan = plans.make_plan(big(m=m, op=Op.__members__[op.upper()]), H200)
+    plan = plans.templates.make_plan(big(m=m, op=Op.__members__[op.upper()]), H200)
     told = plan.explain(H200, send_rows=counts, receive_rows=counts)
     assert math.isfinite(told.expected.total_us)
     assert capsys.readouterr().out == f"{told}\n"
@@ -261,7 +266,7 @@ def test_explain_command_prints_the_planners_plan(op: str, capsys) -> None:
 def test_explain_command_draws_a_saved_plan_of_a_machine_in_words(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     plan, path, picture = panels(3), tmp_path / "plan.json", tmp_path / "plan.svg"
-    plans.save(plan, path)
+    plans.files.save(plan, path)
     command = ["explain", "--plan", str(path), "--machine", repr(WINDOWS), "--plot", str(picture)]
     assert main(command) == 0
     assert capsys.readouterr().out == f"{plan.explain(WINDOWS)}\n\npicture  {picture}\n"
@@ -289,7 +294,7 @@ HERE = ["--m", "2048", "--n", "2048", "--k", "512", "--dtype", "float32", "--wor
 def told_by_ranks(asked: object) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        _explain.run_rank(asked)
+        explain.run_rank(asked)
     return out.getvalue()
 
 
@@ -298,11 +303,11 @@ def test_explain_command_measures_the_machine_by_its_ranks(ranks, monkeypatch) -
     if ranks.backend == "nccl" and rank_pool.shares_gpus():
         pytest.skip("the command starts a rank for each GPU")
     started = []
-    monkeypatch.setattr(launch, "launch", lambda *what: started.append(what))
+    monkeypatch.setattr(explain, "launch", lambda *what: started.append(what))
     device = "cpu" if ranks.backend == "gloo" else "cuda"
     assert main(["explain", *HERE, "--device", device]) == 0
     ((on, worker, asked),) = started
-    assert (on.world_size, on.device_type, worker) == (2, device, _explain.run_rank)
+    assert (on.world_size, on.device_type, worker) == (2, device, explain.run_rank)
     first, second = ranks.run(told_by_ranks, asked)
     assert first.startswith("plan     gemm_allreduce m=2048 n=2048 k=512 float32 world_size=2: ")
     assert ("\nmachine  arch=0 " in first) == (device == "cpu")

@@ -22,7 +22,7 @@ from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel
+from overlap_torch.plan.types import Kernel
 from plans import chunked_plan, sequential_plan
 
 GROUP_TIMEOUT_S = 6.0
@@ -54,7 +54,7 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
         plan = sequential_plan(CASE, world, device)
     elif name.startswith("direct"):
         kernel = Kernel.SM90_PINGPONG if name == "direct stores" else Kernel.LIBRARY
-        plan = plan_module.at_once(OPS[op].problem(case_of(name), world), kernel=kernel)
+        plan = plan_module.templates.at_once(OPS[op].problem(case_of(name), world), kernel=kernel)
     else:
         layout = "packed" if name == "window" else name
         resources = {"window": True, "max_ctas": 8} if name == "window" else {}

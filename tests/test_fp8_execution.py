@@ -14,8 +14,9 @@ import scaled
 from checks import Failures
 from operands import rank_device
 from overlap_torch import plan as plan_api
-from overlap_torch.plan import Kernel, Op, Plan, Problem, Resources, Transport
+from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan._explain import H200
+from overlap_torch.plan.types import Kernel, Op, Resources, Transport
 from peers import ALWAYS_ONE_LAUNCH
 from plans import available_kernels, peers_work
 from scaled import E4M3, E5M2, Case
@@ -70,26 +71,32 @@ def plans_of(problem: Problem, kernel: Kernel, transport: str) -> list[Plan]:
     if problem.op == Op.GEMM_ALLTOALL:
         made = Transport.__members__[transport.upper()]
         resources = Resources(comm_sms=0 if peers and problem.world_size == 2 else 8)
-        plans = [plan_api.make_all_to_all(problem, kernel, resources, 8, made)]
+        plans = [plan_api.templates.make_all_to_all(problem, kernel, resources, 8, made)]
         if peers and kernel in FP8_KERNELS:
-            one = plan_api.make_all_to_all(problem, kernel, Resources(one_launch=True), 0, made)
+            one = plan_api.templates.make_all_to_all(
+                problem, kernel, Resources(one_launch=True), 0, made
+            )
             plans.append(one)
         return plans
     options = {"kernel": kernel, "transport": transport}
-    whole = plan_api.row_panels(problem, 1, **options)
+    whole = plan_api.templates.row_panels(problem, 1, **options)
     plans = [whole]
     if not peers or problem.op == Op.ALLGATHER_GEMM:
         rows = whole.tiles_m // (problem.world_size if peers else problem.row_parts)
         plans.append(
-            plan_api.row_panels(problem, max(1, min(4, rows // whole.cluster_m)), **options)
+            plan_api.templates.row_panels(
+                problem, max(1, min(4, rows // whole.cluster_m)), **options
+            )
         )
     if peers and _in_one_step(problem, kernel):
-        plans.append(plan_api.at_once(problem, kernel=kernel))
+        plans.append(plan_api.templates.at_once(problem, kernel=kernel))
     if problem.op == Op.GEMM_ALLREDUCE and not peers:
         chunks = min(5, whole.tiles_m * whole.tiles_n)
-        plans.append(plan_api.packed(problem, chunks, **options))
+        plans.append(plan_api.templates.packed(problem, chunks, **options))
         if problem.world_size == 2:
-            plans.append(plan_api.packed(problem, chunks, collective="exchange", **options))
+            plans.append(
+                plan_api.templates.packed(problem, chunks, collective="exchange", **options)
+            )
     return plans
 
 
@@ -231,7 +238,9 @@ def check_captured() -> tuple[int, list[str]]:
     for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm"):
         case = Case((256,), 256, 256, "row", fast=True)
         problem = problem_of(case, op, world)
-        plan_api.set_plan(plan_api.row_panels(problem, 1, kernel="sm90_pingpong", transport="nccl"))
+        plan_api.set_plan(
+            plan_api.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="nccl")
+        )
         call = scaled.make(case, op, rank, world, 5)
         scaled.invoke(case, op, call, device)
         torch.cuda.synchronize()

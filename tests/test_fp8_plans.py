@@ -9,18 +9,9 @@ import pytest
 import torch
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
-    Collective,
-    DType,
-    Kernel,
-    Op,
-    Plan,
-    Problem,
-    Recipe,
-    Schedule,
-    Transport,
-)
+from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan._explain import H200
+from overlap_torch.plan.types import Collective, DType, Kernel, Op, Recipe, Schedule, Transport
 
 every_op = pytest.mark.parametrize("op", list(Op.__members__.values()), ids=lambda op: op.name)
 
@@ -53,19 +44,21 @@ def test_fp8_problem_says_types_and_recipe():
 def test_fp8_plans_are_saved_and_read():
     for fast in (False, True):
         problem = scaled(Op.GEMM_ALLREDUCE, fast_accum=fast)
-        plan = plans.make_plan(problem, H200)
+        plan = plans.templates.make_plan(problem, H200)
         assert plan.problem.fast_accum == fast
-        assert plans.decode(plans.encode(plan)) == plan
-        assert plans.from_json(plans.to_json(plan)) == plan
+        assert plans.files.decode(plans.files.encode(plan)) == plan
+        assert plans.files.from_json(plans.files.to_json(plan)) == plan
     # A plan may leave out the accumulation: it is the default one then.
-    old = json.loads(plans.to_json(plans.make_plan(SCALED, H200)))
+    old = json.loads(plans.files.to_json(plans.templates.make_plan(SCALED, H200)))
     del old["problem"]["fast_accum"]
-    assert plans.from_dict(old).problem == SCALED
+    assert plans.files.from_dict(old).problem == SCALED
     # A plan may leave out the scales: it has none then.
-    old = json.loads(plans.to_json(plans.make_plan(Problem(8, 8, 8, torch.float16, 2), H200)))
+    old = json.loads(
+        plans.files.to_json(plans.templates.make_plan(Problem(8, 8, 8, torch.float16, 2), H200))
+    )
     for name in ("recipe", "output_dtype", "fast_accum"):
         del old["problem"][name]
-    assert plans.from_dict(old).problem == Problem(8, 8, 8, torch.float16, 2)
+    assert plans.files.from_dict(old).problem == Problem(8, 8, 8, torch.float16, 2)
 
 
 @every_op
@@ -73,7 +66,7 @@ def test_fp8_plans_are_sequential_on_cpu(op):
     cpu = plans.Machine(sm_count=4, sm_gflops=20.0, link_gbps=1.0)
     found = plans.candidates(scaled(op), cpu)
     assert [plan.schedule for plan in found] == [Schedule.SEQUENTIAL]
-    assert plans.make_plan(scaled(op), cpu) == found[0]
+    assert plans.templates.make_plan(scaled(op), cpu) == found[0]
 
 
 def hopper(**changes: object) -> plans.Machine:
@@ -103,7 +96,7 @@ def test_fp8_plans_on_hopper_are_ping_pongs_where_sums_may_be_their_own(op, peer
     assert kernels <= PINGPONG | {Kernel.LIBRARY}
     for plan in found:
         plans.validate(plan)
-        assert plans.from_json(plans.to_json(plan)) == plan
+        assert plans.files.from_json(plans.files.to_json(plan)) == plan
     if op != Op.GEMM_ALLTOALL:
         assert Kernel.LIBRARY in kernels
         assert any(over_peers(plan) for plan in found) == peers
@@ -119,17 +112,17 @@ def test_fp8_plans_on_hopper_are_ping_pongs_where_sums_may_be_their_own(op, peer
 def test_fp8_planner_takes_the_kernels_over_peers_with_fast_accumulation(m, nk, recipe, world):
     for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER):
         problem = Problem(m, *nk, "float8_e4m3fn", world, op, recipe, fast_accum=True)
-        plan = plans.make_plan(problem, H200)
+        plan = plans.templates.make_plan(problem, H200)
         assert plan.kernel in PINGPONG and over_peers(plan), problem
         # Between four ranks the shortest ones send all partial sums at once.
         assert plan.collective == Collective.RING or (world, m) == (4, 4096), problem
         assert gain(plan) > (1.2 if world == 2 else 1.05), problem
     gather = Problem(m, *nk, "float8_e4m3fn", world, Op.ALLGATHER_GEMM, recipe, fast_accum=True)
-    assert over_peers(plans.make_plan(gather, H200)), gather
+    assert over_peers(plans.templates.make_plan(gather, H200)), gather
 
 
 def gain(plan: Plan) -> float:
-    sequence = plans.make_sequential(plan.problem, H200)
+    sequence = plans.templates.make_sequential(plan.problem, H200)
     return plans.predict(sequence, H200).total_us / plans.predict(plan, H200).total_us
 
 
@@ -143,7 +136,7 @@ def test_fp8_gathers_by_copies_for_the_frameworks_gemm_are_for_those_who_measure
     assert not any(plan in copied for plan in plans.candidates(problem, H200))
     # Few rows travel in one kernel.
     few = Problem(256, 8192, 7168, "float8_e4m3fn", 2, Op.ALLGATHER_GEMM, recipe)
-    assert plans.make_plan(few, H200).schedule == Schedule.SEQUENTIAL
+    assert plans.templates.make_plan(few, H200).schedule == Schedule.SEQUENTIAL
 
 
 def test_fp8_planner_leaves_parts_whole_that_the_frameworks_gemm_of_blocks_does_not_take():
@@ -173,7 +166,7 @@ def test_fp8_planner_leaves_chunks_of_the_frameworks_gemm_beside_nccl_to_who_mea
     slow_links = hopper(link_gbps=18.0, link_latency_us=60.0)
     for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM):
         problem = Problem(16384, 8192, 7168, "float8_e4m3fn", 2, op, recipe)
-        assert plans.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
+        assert plans.templates.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
         found = plans.candidates(problem, machine)
         assert {plan.schedule for plan in found} == {Schedule.SEQUENTIAL}
         assert in_chunks(problem)
@@ -195,9 +188,11 @@ def test_fp8_planner_leaves_all_reduces_of_many_rows_to_nccl():
         (4096, 16384, 4096),
     ):
         problem = Problem(m, n, k, "float8_e4m3fn", 2, recipe="row_wise")
-        assert plans.make_plan(problem, H200) == plans.make_sequential(problem, H200)
+        assert plans.templates.make_plan(problem, H200) == plans.templates.make_sequential(
+            problem, H200
+        )
     few = Problem(128, 8192, 7168, "float8_e4m3fn", 2, recipe="row_wise")
-    assert over_peers(plans.make_plan(few, H200))
+    assert over_peers(plans.templates.make_plan(few, H200))
 
 
 @pytest.mark.parametrize("m", [4096, 8192, 16384])
@@ -230,7 +225,7 @@ def test_fp8_plans_of_few_rows_are_direct(op):
         ]
         assert direct
         kernels |= {(fast, plan.kernel) for plan in direct if plan.collective == Collective.DIRECT}
-        assert plans.make_plan(problem, H200) in direct
+        assert plans.templates.make_plan(problem, H200) in direct
     if op != Op.ALLGATHER_GEMM:
         assert kernels == {
             (False, Kernel.LIBRARY),
@@ -269,12 +264,12 @@ def test_fp8_plans_of_what_no_kernel_takes_are_the_librarys(op, changes):
 def test_fp8_plans_of_kernels_that_do_not_take_them_are_refused(changes, kernel, message):
     problem = scaled(Op.GEMM_ALLREDUCE, **{"fast_accum": True, **changes})
     with pytest.raises(ValueError, match=message):
-        plans.row_panels(problem, 4, kernel=kernel)
+        plans.templates.row_panels(problem, 4, kernel=kernel)
 
 
 def test_fp8_plans_in_chunks_over_gloo_are_refused():
     with pytest.raises(ValueError, match="scaled operands .*row_wise.* transport gloo.*sequential"):
-        plans.row_panels(SCALED, 4, transport="gloo")
+        plans.templates.row_panels(SCALED, 4, transport="gloo")
 
 
 @pytest.mark.parametrize(
@@ -295,8 +290,8 @@ def test_fp8_plans_in_chunks_over_gloo_are_refused():
 )
 def test_fp8_problems_that_are_none_are_refused(problem, message):
     with pytest.raises(ValueError, match=message):
-        plans.make_plan(problem, H200)
-    plan = plans.make_plan(Problem(8, 8, 8, "bfloat16", 2), H200)
+        plans.templates.make_plan(problem, H200)
+    plan = plans.templates.make_plan(Problem(8, 8, 8, "bfloat16", 2), H200)
     plan.problem = problem
     with pytest.raises(ValueError, match=message):
         plans.validate(plan)
@@ -321,7 +316,9 @@ def test_fp8_gemm_takes_half_the_time_and_a_gather_half_the_bytes(recipe, fast, 
             Problem(8192, 8192, 7168, torch.bfloat16, 2, op),
             scaled(op, recipe=named, fast_accum=fast),
         )
-        before, after = (plans.make_sequential(problem, H200).explain(H200) for problem in problems)
+        before, after = (
+            plans.templates.make_sequential(problem, H200).explain(H200) for problem in problems
+        )
         gemms, collectives = zip(*(_times(one) for one in (before, after)), strict=True)
         assert least < gemms[0] / gemms[1] < most, op
         sizes = [_collective_size(one) for one in (before, after)]

@@ -20,7 +20,7 @@ from operands import (
 )
 from ops import expected_output
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel, Transport
+from overlap_torch.plan.types import Kernel, Transport
 from plans import GPU_KERNELS, chunked_plan, sequential_plan
 
 CASE = Case((1025,), 520, 136, torch.bfloat16, bias=True)

@@ -17,7 +17,8 @@ import overlap_torch
 import rank_pool
 from overlap_torch import _plan, plan
 from overlap_torch._kernels import tile_orders
-from overlap_torch.plan import Machine, Op, Problem
+from overlap_torch.plan import Machine, Problem
+from overlap_torch.plan.types import Op
 from tests import _plan_test
 
 TILE = (32, 32)
@@ -199,13 +200,17 @@ def check_plans(labels: list[str]) -> tuple[int, list[str]]:
     m, n, k = 12 * 17, 50, 40
     all_reduce = Problem(m, n, 1, torch.float32, world)
     made = {
-        "packed": lambda: plan.packed(all_reduce, [3, 5, 4, 2], tile=TILE, transport=transport),
-        "sequential": lambda: plan.row_panels(all_reduce, 1, tile=TILE, transport=transport),
-        "uneven": lambda: plan.row_panels(
+        "packed": lambda: plan.templates.packed(
+            all_reduce, [3, 5, 4, 2], tile=TILE, transport=transport
+        ),
+        "sequential": lambda: plan.templates.row_panels(
+            all_reduce, 1, tile=TILE, transport=transport
+        ),
+        "uneven": lambda: plan.templates.row_panels(
             all_reduce, [1, 4, 2], tile=TILE, transport=transport, lanes=2
         ),
-        "ring": lambda: plan.ring(all_reduce, chunks=2, tile=TILE, transport=transport),
-        "two_shot": lambda: plan.two_shot(all_reduce, tile=TILE, transport=transport),
+        "ring": lambda: plan.programs.ring(all_reduce, chunks=2, tile=TILE, transport=transport),
+        "two_shot": lambda: plan.programs.two_shot(all_reduce, tile=TILE, transport=transport),
     }
     for seed, label in enumerate(labels):
         a, b = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
@@ -334,7 +339,7 @@ def use_of_jobs() -> list[str]:
     note(lambda: small_job(tile_order="spiral"))
     note(lambda: small_job(tile_order=lambda rows, columns: [0] * rows * columns))
     note(lambda: overlap_torch.produce("all_reduce", (0, 32), x.dtype, tile=TILE))
-    other = plan.row_panels(
+    other = plan.templates.row_panels(
         Problem(64, 96, 1, torch.float32, dist.get_world_size()), 1, transport="gloo"
     )
     note(lambda: small_job(plan=other))
@@ -478,7 +483,7 @@ def test_kernels_chunks_follow_the_kernels_time():
     def chunks(kernel_us: float, problem: Problem = REDUCING, **more) -> int:
         made = _plan.make_kernel_plan(problem, fast_link(), (128, 256), kernel_us, **more)
         plan.validate(made)
-        assert (made.kernel, made.tile_m, made.tile_n) == (plan.Kernel.LIBRARY, 128, 256)
+        assert (made.kernel, made.tile_m, made.tile_n) == (plan.types.Kernel.LIBRARY, 128, 256)
         return len(made.chunks)
 
     assert chunks(1000.0, comm_sms=16) > 3
@@ -529,7 +534,9 @@ def test_kernels_price_has_what_the_list_has(op):
     """Four equal chunks on a link that takes longer than the kernel: the first chunk's tiles, then all that travels."""
     problem = Problem(8192, 4096, 4096, torch.bfloat16, 2, op)
     machine = fast_link()
-    made = plan.row_panels(problem, 4, tile=(128, 128), comm_sms=8, max_ctas=8, transport="nccl")
+    made = plan.templates.row_panels(
+        problem, 4, tile=(128, 128), comm_sms=8, max_ctas=8, transport="nccl"
+    )
     price = _plan.price_kernel(made, machine, 100.0)
     steps = json.loads(_plan.kernel_steps_json(made, 0, machine, True)[0])["steps"]
     spans = dict(enumerate(price.steps))
@@ -555,7 +562,7 @@ def test_kernels_plans_on_cpu_have_one_chunk():
     """Nothing there goes on beside the kernel."""
     cpu = Machine(arch=0, sm_count=2, sm_gflops=50.0, link_latency_us=200.0, link_gbps=1.0)
     made = _plan.make_kernel_plan(REDUCING, cpu, (64, 64), 1e6)
-    assert len(made.chunks) == 1 and made.chunks[0].transport == plan.Transport.GLOO
+    assert len(made.chunks) == 1 and made.chunks[0].transport == plan.types.Transport.GLOO
     assert len(_plan.make_kernel_plan(REDUCING, cpu, (64, 64), 1e6, chunks=3).chunks) == 3
 
 
@@ -636,9 +643,9 @@ def test_kernels_padding_leaves_room_for_just_so_many_blocks(sm_bytes, own, ctas
     # Paddings that a block may have; each piece of the hardware's holds four of them.
     if not any(blocks(padding) == ctas for padding in range(0, sm_bytes - 1024 - own + 1, 32)):
         with pytest.raises(ValueError, match=f"ctas_per_sm is {ctas}"):
-            plan.smem_pad_bytes(own, ctas, sm_bytes=sm_bytes)
+            plan.templates.smem_pad_bytes(own, ctas, sm_bytes=sm_bytes)
         return
-    found = plan.smem_pad_bytes(own, ctas, sm_bytes=sm_bytes)
+    found = plan.templates.smem_pad_bytes(own, ctas, sm_bytes=sm_bytes)
     assert blocks(found) == ctas
     # The fewest bytes, but for what the hardware rounds up.
     assert found == 0 or blocks(found - 128) > ctas or found < 128
@@ -646,12 +653,12 @@ def test_kernels_padding_leaves_room_for_just_so_many_blocks(sm_bytes, own, ctas
 
 def test_kernels_padding_of_the_mma_sync_kernel():
     # By hand: one block of 65,536 + 50,304 + 1,024 = 116,864 bytes, of which two are 256 bytes more than 228 KiB.
-    assert plan.smem_pad_bytes("sm80", 1, sm_bytes=HOPPER) == 50_304
-    assert plan.smem_pad_bytes("sm80", 2, sm_bytes=HOPPER) == 77_824 - 1024 - 65_536 + 128
-    assert plan.smem_pad_bytes("sm80", 1, sm_bytes=ADA) == 0  # holds one in any case
-    made = plan.row_panels(
+    assert plan.templates.smem_pad_bytes("sm80", 1, sm_bytes=HOPPER) == 50_304
+    assert plan.templates.smem_pad_bytes("sm80", 2, sm_bytes=HOPPER) == 77_824 - 1024 - 65_536 + 128
+    assert plan.templates.smem_pad_bytes("sm80", 1, sm_bytes=ADA) == 0  # holds one in any case
+    made = plan.templates.row_panels(
         Problem(512, 512, 64, torch.bfloat16, 2), 2, kernel="sm80", transport="nccl",
-        smem_pad_bytes=plan.smem_pad_bytes("sm80", 1, sm_bytes=HOPPER), low_priority=True,
+        smem_pad_bytes=plan.templates.smem_pad_bytes("sm80", 1, sm_bytes=HOPPER), low_priority=True,
     )  # fmt: skip
     assert made.resources.smem_pad_bytes == 50_304 and made.resources.low_priority
     assert "at low priority" in repr(made)
@@ -672,14 +679,14 @@ def test_kernels_padding_of_the_mma_sync_kernel():
 )
 def test_kernels_padding_says_what_is_allowed(arguments, message):
     if arguments == ("sm80", 3):
-        assert plan.smem_pad_bytes(*arguments, sm_bytes=HOPPER) == 0  # three have room
+        assert plan.templates.smem_pad_bytes(*arguments, sm_bytes=HOPPER) == 0  # three have room
         return
     with pytest.raises(ValueError, match=message):
-        plan.smem_pad_bytes(*arguments, sm_bytes=HOPPER)
+        plan.templates.smem_pad_bytes(*arguments, sm_bytes=HOPPER)
 
 
 def check_low_priority() -> tuple[int, list[str]]:
-    usual = plan.row_panels(
+    usual = plan.templates.row_panels(
         Problem(64, 8, 1, torch.float32, dist.get_world_size()), 2, tile=(16, 8)
     )
     for given in ({"chunks": 2}, {"plan": usual}):
@@ -696,7 +703,7 @@ def check_low_priority() -> tuple[int, list[str]]:
         assert job.plan.resources.low_priority and len(job.plan.chunks) == 2
         assert job.result().unique() == dist.get_world_size()
     assert not usual.resources.low_priority
-    usual.resources = plan.Resources(smem_pad_bytes=4096)
+    usual.resources = plan.types.Resources(smem_pad_bytes=4096)
     with overlap_torch.produce(
         "all_reduce", (64, 8), torch.float32, tile=(16, 8), plan=usual
     ) as job:
@@ -748,29 +755,33 @@ def lists_of(op: Op, m: int, world: int) -> list[tuple[str, plan.Plan, bool]]:
     some = {"tile": (8, 8), "transport": "nccl", "max_ctas": 8}
     if op == Op.ALLGATHER_GEMM:
         return [
-            ("awaits", plan.row_panels(problem, 2, **some), True),
-            ("behind", plan.row_panels(problem, 2, **some), False),
-            ("lanes", plan.row_panels(problem, [1, 1, 1], lanes=2, **some), True),
-            ("window", plan.row_panels(problem, 2, window=True, **some), True),
+            ("awaits", plan.templates.row_panels(problem, 2, **some), True),
+            ("behind", plan.templates.row_panels(problem, 2, **some), False),
+            ("lanes", plan.templates.row_panels(problem, [1, 1, 1], lanes=2, **some), True),
+            ("window", plan.templates.row_panels(problem, 2, window=True, **some), True),
             (
                 "peers",
-                plan.row_panels(problem, 3, **some | {"transport": "peer", "max_ctas": 0}),
+                plan.templates.row_panels(
+                    problem, 3, **some | {"transport": "peer", "max_ctas": 0}
+                ),
                 True,
             ),
         ]
     plans = [
-        ("panels", plan.row_panels(problem, 3, **some), False),
-        ("lanes", plan.row_panels(problem, 3, lanes=3, **some), False),
-        ("window", plan.row_panels(problem, 2, window=True, lanes=2, **some), False),
-        ("one", plan.row_panels(problem, 1, **some), False),
+        ("panels", plan.templates.row_panels(problem, 3, **some), False),
+        ("lanes", plan.templates.row_panels(problem, 3, lanes=3, **some), False),
+        ("window", plan.templates.row_panels(problem, 2, window=True, lanes=2, **some), False),
+        ("one", plan.templates.row_panels(problem, 1, **some), False),
     ]
     if op == Op.GEMM_ALLREDUCE:
-        plans.append(("packed", plan.packed(problem, [4, 1, 7, 3], lanes=2, **some), False))
+        plans.append(
+            ("packed", plan.templates.packed(problem, [4, 1, 7, 3], lanes=2, **some), False)
+        )
         if world == 2:
             plans.append(
                 (
                     "exchange",
-                    plan.packed(problem, [4, 1, 7, 3], collective="exchange", **some),
+                    plan.templates.packed(problem, [4, 1, 7, 3], collective="exchange", **some),
                     False,
                 )
             )
@@ -792,7 +803,7 @@ def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_kernels_lists_of_exchanges_are_right_in_any_order(world):
-    chosen = plan.make_all_to_all(
+    chosen = plan.templates.make_all_to_all(
         Problem(0, 20, 1, torch.float32, world, Op.GEMM_ALLTOALL), transport="nccl"
     )
     chosen.tile_m, chosen.tile_n = 8, 8
@@ -804,10 +815,10 @@ def test_kernels_lists_of_exchanges_are_right_in_any_order(world):
 
 
 def test_kernels_lists_refuse_what_needs_kernels_of_ours():
-    ring = plan.row_panels(Problem(64, 16, 1, torch.float32, 2), 1, transport="peer")
+    ring = plan.templates.row_panels(Problem(64, 16, 1, torch.float32, 2), 1, transport="peer")
     with pytest.raises(ValueError, match="cannot run by the plan's collective ring over peers"):
         kernel_lists.Run(ring, 0)
-    exchange = plan.make_all_to_all(
+    exchange = plan.templates.make_all_to_all(
         Problem(0, 16, 1, torch.float32, 2, Op.GEMM_ALLTOALL), transport="peer"
     )
     with pytest.raises(

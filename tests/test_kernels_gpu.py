@@ -14,7 +14,8 @@ import kernels
 import overlap_torch
 import rank_pool
 from overlap_torch import plan
-from overlap_torch.plan import Kernel, Op, Problem
+from overlap_torch.plan import Problem
+from overlap_torch.plan.types import Kernel, Op
 from peer_races import come_late
 from plans import peers_work
 from test_kernels import (
@@ -68,23 +69,27 @@ def reductions(m: int, n: int, op: Op, dtype: torch.dtype) -> dict[str, plan.Pla
     problem = Problem(m, n, 1, dtype, world, op)
     arguments = {"tile": TILE, "transport": "nccl", "max_ctas": 8, "comm_sms": 8}
     plans = {
-        "panels": plan.row_panels(problem, 4, lanes=2, **arguments),
-        "window": plan.row_panels(problem, 3, window=True, **arguments),
-        "low priority": plan.row_panels(problem, 4, lanes=2, low_priority=True, **arguments),
-        "one collective": plan.row_panels(problem, 1, **arguments),
-        "two_shot": plan.two_shot(problem, tile=TILE, transport="nccl"),
+        "panels": plan.templates.row_panels(problem, 4, lanes=2, **arguments),
+        "window": plan.templates.row_panels(problem, 3, window=True, **arguments),
+        "low priority": plan.templates.row_panels(
+            problem, 4, lanes=2, low_priority=True, **arguments
+        ),
+        "one collective": plan.templates.row_panels(problem, 1, **arguments),
+        "two_shot": plan.programs.two_shot(problem, tile=TILE, transport="nccl"),
     }
     if op == Op.GEMM_ALLREDUCE:
-        plans["packed"] = plan.packed(problem, 5, **arguments)
-        plans["packed in a window"] = plan.packed(problem, 5, window=True, **arguments)
+        plans["packed"] = plan.templates.packed(problem, 5, **arguments)
+        plans["packed in a window"] = plan.templates.packed(problem, 5, window=True, **arguments)
         if world == 2:
-            plans["exchange"] = plan.packed(problem, 5, collective="exchange", **arguments)
+            plans["exchange"] = plan.templates.packed(
+                problem, 5, collective="exchange", **arguments
+            )
     if peers_work():
-        made = plan.at_once(problem, kernel=Kernel.LIBRARY)
+        made = plan.templates.at_once(problem, kernel=Kernel.LIBRARY)
         made.tile_m, made.tile_n = TILE
         rows, columns = -(-m // TILE[0]), -(-n // TILE[1])
-        made.bands = [plan.BandRun(1, rows)]
-        made.chunks = [plan.Chunk(rows * columns, plan.Transport.PEER, 0)]
+        made.bands = [plan.types.BandRun(1, rows)]
+        made.chunks = [plan.types.Chunk(rows * columns, plan.types.Transport.PEER, 0)]
         plans["direct"] = made
     return plans
 
@@ -135,16 +140,18 @@ def gathering(m: int, n: int, k: int) -> dict[str, plan.Plan]:
     problem = Problem(m, n, k, torch.bfloat16, dist.get_world_size(), Op.ALLGATHER_GEMM)
     arguments = {"tile": TILE, "comm_sms": 16}
     plans = {
-        "panels": plan.row_panels(problem, 4, transport="nccl", lanes=2, max_ctas=8, **arguments),
-        "window": plan.row_panels(
+        "panels": plan.templates.row_panels(
+            problem, 4, transport="nccl", lanes=2, max_ctas=8, **arguments
+        ),
+        "window": plan.templates.row_panels(
             problem, 3, transport="nccl", window=True, max_ctas=8, **arguments
         ),
         # Begins when all have arrived.
-        "behind": plan.row_panels(problem, 3, transport="nccl", max_ctas=8, tile=TILE),
+        "behind": plan.templates.row_panels(problem, 3, transport="nccl", max_ctas=8, tile=TILE),
     }
     if peers_work():
-        plans["peers"] = plan.row_panels(problem, 3, transport="peer", **arguments)
-        plans["peers, behind"] = plan.row_panels(problem, 3, transport="peer", tile=TILE)
+        plans["peers"] = plan.templates.row_panels(problem, 3, transport="peer", **arguments)
+        plans["peers, behind"] = plan.templates.row_panels(problem, 3, transport="peer", tile=TILE)
     return plans
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from checks import Failures, check_plan
 from operands import Case
-from overlap_torch.plan import Kernel
+from overlap_torch.plan.types import Kernel
 from peer_races import Runner, race
 from peers import (
     ALL_TO_ALL,

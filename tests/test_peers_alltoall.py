@@ -13,7 +13,7 @@ from checks import Failures, check_call, check_plan
 from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, rank_device
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel
+from overlap_torch.plan.types import Kernel
 from peer_races import Runner, race
 from peers import (
     ALL_TO_ALL,

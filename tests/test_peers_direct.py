@@ -11,7 +11,7 @@ from checks import Failures, check_call, check_plan
 from operands import Case, rank_device
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel
+from overlap_torch.plan.types import Kernel
 from peer_races import Runner, race
 from peers import (
     ALL_TO_ALL,

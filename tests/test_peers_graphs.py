@@ -16,7 +16,7 @@ from checks import Failures, check_call
 from operands import rank_device, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel
+from overlap_torch.plan.types import Kernel
 from peer_races import Runner, come_late, wrong_elements
 from peers import (
     ALL_TO_ALL,
@@ -264,7 +264,9 @@ def planned_runners(op: str, sizes: list[tuple[int, int, int]]) -> list[Runner]:
     """The runners that the planner sends over peers."""
     cases = [peer_case(op, *size, torch.bfloat16) for size in sizes]
     problems = [OPS[op].problem(case, dist.get_world_size()) for case in cases]
-    plans = [plan_module.make_plan(problem, plan_module.machine()) for problem in problems]
+    plans = [
+        plan_module.templates.make_plan(problem, plan_module.machine()) for problem in problems
+    ]
     found = zip(cases, plans, strict=True)
     return [Runner("planned", op, case, None) for case, plan in found if over_peers(plan)]
 

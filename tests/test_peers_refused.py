@@ -12,26 +12,29 @@ from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Chunk, Kernel, Op, Plan, Problem, Resources, Schedule, Transport
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.types import Chunk, Kernel, Op, Resources, Schedule, Transport
 from peers import PEER_OPS, over_peers, peer_case
 
 
 def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     """what is wrong -> (plan, what the message must hold)."""
     world = dist.get_world_size()
-    problem = plan_module.DType.FLOAT32, world
-    good = plan_module.row_panels(Problem(512, 64, 32, *problem), 1, transport="peer")
-    few = plan_module.row_panels(Problem(world, 64, 32, *problem), 1, transport="peer")
+    problem = plan_module.types.DType.FLOAT32, world
+    good = plan_module.templates.row_panels(Problem(512, 64, 32, *problem), 1, transport="peer")
+    few = plan_module.templates.row_panels(Problem(world, 64, 32, *problem), 1, transport="peer")
     few.problem = Problem(1, 64, 32, *problem)
     over_nccl = good.copy()
     over_nccl.chunks = [Chunk(chunk.tiles) for chunk in good.chunks]
-    sent = plan_module.at_once(Problem(512, 64, 32, *problem))
+    sent = plan_module.templates.at_once(Problem(512, 64, 32, *problem))
     sent_over_nccl = sent.copy()
     sent_over_nccl.chunks = [Chunk(chunk.tiles) for chunk in sent.chunks]
     narrow = sent.copy()
     narrow.problem = Problem(512, 63, 32, *problem)
     exchange = Problem(0, 64, 32, *problem, Op.GEMM_ALLTOALL)
-    to_all = plan_module.make_all_to_all(exchange, Kernel.LIBRARY, Resources(), 0, Transport.PEER)
+    to_all = plan_module.templates.make_all_to_all(
+        exchange, Kernel.LIBRARY, Resources(), 0, Transport.PEER
+    )
     narrow_to_all = to_all.copy()
     narrow_to_all.problem = Problem(0, 63, 32, *problem, Op.GEMM_ALLTOALL)
     to_all_in_turn = to_all.copy()
@@ -56,7 +59,7 @@ def check_refused(maps: bool) -> tuple[int, list[str]]:
     failures = Failures()
     case = Case((512,), 64, 32, bias=True)
     for what, (plan, part) in refused_plans(maps).items():
-        code = plan_module.encode(plan)
+        code = plan_module.files.encode(plan)
         message = message_of(torch.ops.overlap.set_plan, code, rank_device(), world_name())
         failures.expect(None if part in message else f"{part!r} is not in {message!r}", what)
         check_call(failures, case, "after", what)

@@ -14,17 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
+from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan.types import (
     BandRun,
     Chunk,
     Collective,
     DType,
     Kernel,
     Layout,
-    Machine,
     Op,
-    Plan,
-    Problem,
     Resources,
     Schedule,
     Transport,
@@ -171,11 +169,11 @@ def test_plan_validate_takes_one_to_four_lanes(case: tuple[Plan, Grid], lanes: i
 @given(any_plans_and_grids())
 def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> None:
     plan, _ = case
-    code = plans.encode(plan)
+    code = plans.files.encode(plan)
     assert all(isinstance(number, int) for number in code)
-    assert plans.decode(code) == plan
-    assert plans.encode(plans.decode(code)) == code
-    assert plans.from_json(plans.to_json(plan)) == plan
+    assert plans.files.decode(code) == plan
+    assert plans.files.encode(plans.files.decode(code)) == code
+    assert plans.files.from_json(plans.files.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert deepcopy([plan])[0] == plan
     for field in ("comm_sms", "finish_ctas", "lanes"):
@@ -184,13 +182,13 @@ def test_plan_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> N
         setattr(copy.resources, field, getattr(copy.resources, field) + 1)
         assert copy != plan
         assert repr(copy) != repr(plan)
-        assert plans.decode(plans.encode(copy)) == copy
+        assert plans.files.decode(plans.files.encode(copy)) == copy
     copy = plan.copy()
     exchange = copy.collective == Collective.EXCHANGE
     copy.collective = Collective.ALL_REDUCE if exchange else Collective.EXCHANGE
     assert copy != plan
     assert repr(copy) != repr(plan)
-    assert plans.decode(plans.encode(copy)) == copy
+    assert plans.files.decode(plans.files.encode(copy)) == copy
 
 
 @pytest.mark.parametrize(
@@ -233,14 +231,14 @@ def test_plan_problem_takes_dtypes_of_torch_and_names() -> None:
 def test_plan_decode_rejects_lists_that_encode_does_not_make(
     case: tuple[Plan, Grid], data: st.DataObject
 ) -> None:
-    code = plans.encode(case[0])
+    code = plans.files.encode(case[0])
     with pytest.raises(ValueError, match="encoded plan"):
-        plans.decode(code[: data.draw(st.integers(0, len(code) - 1))])
+        plans.files.decode(code[: data.draw(st.integers(0, len(code) - 1))])
     with pytest.raises(ValueError, match="encoded plan has .* numbers, expected"):
-        plans.decode([*code, 0])
+        plans.files.decode([*code, 0])
     for version in (1, 2, 3, 4, 5, 99):
         with pytest.raises(ValueError, match=f"version = {version}, this release reads 6: make"):
-            plans.decode([version, *code[1:]])
+            plans.files.decode([version, *code[1:]])
 
 
 def test_plan_code_is_its_fields_in_order() -> None:
@@ -250,8 +248,8 @@ def test_plan_code_is_its_fields_in_order() -> None:
     code = [6, 0, 1024, 512, 64, 0, 2, 0, 0, 0, 1, 2, 128, 128, 2, 0, 1, 2, 4, 2, 16, 0]
     code += [8, 16, 0, 8, 0]
     code += [8, 0, 0, 0, 1, 0, 0, 0, 0]
-    assert plans.encode(example()) == code
-    assert plans.decode(code) == example()
+    assert plans.files.encode(example()) == code
+    assert plans.files.decode(code) == example()
 
 
 def test_plan_pickled_by_another_release_is_refused() -> None:
@@ -281,7 +279,7 @@ def test_plan_every_field_counts(kind: type, names: str) -> None:
         assert f"    {name}: " in kind.__doc__
         plan, other = example(), example()
         if name == "output_dtype":  # which only scaled operands have
-            plan.problem.recipe = other.problem.recipe = plans.Recipe.ROW_WISE
+            plan.problem.recipe = other.problem.recipe = plans.types.Recipe.ROW_WISE
         owner = {Plan: other, Problem: other.problem, Resources: other.resources}.get(kind)
         if owner is None:  # frozen: another one in its place
             sequence = "chunks" if kind is Chunk else "bands"
@@ -293,9 +291,9 @@ def test_plan_every_field_counts(kind: type, names: str) -> None:
             setattr(owner, name, changed(getattr(owner, name), of))
         assert plan != other
         assert repr(plan) != repr(other)
-        assert plans.encode(plan) != plans.encode(other)
-        assert plans.decode(plans.encode(other)) == other
-        assert plans.to_dict(plan) != plans.to_dict(other)
+        assert plans.files.encode(plan) != plans.files.encode(other)
+        assert plans.files.decode(plans.files.encode(other)) == other
+        assert plans.files.to_dict(plan) != plans.files.to_dict(other)
 
 
 def changed(value: Any, kind: Any) -> Any:
@@ -305,7 +303,7 @@ def changed(value: Any, kind: Any) -> Any:
     others = {
         Problem: Problem(1, 1, 1),
         Resources: Resources(lanes=4),
-        plans.Program: plans.Program(8),
+        plans.programs.Program: plans.programs.Program(8),
     }
     if kind in others:
         return others[kind]
@@ -331,18 +329,18 @@ def changed(value: Any, kind: Any) -> Any:
 )
 @pytest.mark.parametrize("value", [-1, 99])
 def test_plan_decode_names_the_field_out_of_range(position: int, field: str, value: int) -> None:
-    code = plans.encode(example())
+    code = plans.files.encode(example())
     code[position] = value
     with pytest.raises(ValueError, match=f"{field} = {value} at position {position}"):
-        plans.decode(code)
+        plans.files.decode(code)
 
 
 @pytest.mark.parametrize(("length_at", "name"), [(16, "bands"), (19, "chunks")])
 def test_plan_decode_rejects_lengths_beyond_the_list(length_at: int, name: str) -> None:
-    code = plans.encode(example())
+    code = plans.files.encode(example())
     code[length_at] = 2**62
     with pytest.raises(ValueError, match=f"number of {name} = .* at position {length_at}, allowed"):
-        plans.decode(code)
+        plans.files.decode(code)
 
 
 def with_chunks(*tiles: int, layout: Layout = Layout.ROW_MAJOR) -> dict[str, object]:
@@ -448,7 +446,7 @@ def test_plan_validate_rejects_moved_tiles(case: tuple[Plan, Grid], data: st.Dat
 def test_plan_window_needs_nccl() -> None:
     problem = Problem(8, 8, 8, DType.FLOAT32, 2)
     with pytest.raises(ValueError, match="window = true with the transport gloo"):
-        plans.row_panels(problem, 1, transport="gloo", window=True)
+        plans.templates.row_panels(problem, 1, transport="gloo", window=True)
 
 
 def test_plan_of_an_invalid_shape_answers_nothing() -> None:
@@ -489,11 +487,11 @@ def test_plan_parts_are_frozen() -> None:
 @pytest.mark.parametrize(("m", "n"), [(0, 6), (6, 0), (0, 0)])
 def test_plan_of_an_empty_output_is_one_empty_chunk(m: int, n: int, op: Op) -> None:
     machine = Machine(arch=90, sm_count=132, sm_gflops=5000, link_gbps=300)
-    plan = plans.make_plan(Problem(m, n, 64, DType.BFLOAT16, 2, op), machine)
+    plan = plans.templates.make_plan(Problem(m, n, 64, DType.BFLOAT16, 2, op), machine)
     assert plan.schedule == Schedule.SEQUENTIAL
     assert [chunk.tiles for chunk in plan.chunks] == [0]
     assert plan.chunk_rows(0) == (0, m // plan.problem.row_parts)
     if op != Op.ALLGATHER_GEMM:  # which gathers its input whatever the weights
         assert plan.chunk_extent(0) == (0, 0)
         assert plan.buffer_elements() == 0
-    assert plans.from_json(plans.to_json(plan)) == plan
+    assert plans.files.from_json(plans.files.to_json(plan)) == plan

@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.types import (
     Chunk,
     Collective,
     DType,
     Kernel,
     Layout,
     Op,
-    Plan,
-    Problem,
     Resources,
     Schedule,
     Transport,
@@ -43,7 +42,7 @@ every_kernel = pytest.mark.parametrize("kernel", [*KERNELS], ids=lambda kernel: 
 
 def direct_plan(op: Op = Op.GEMM_ALLREDUCE, kernel: Kernel = Kernel.LIBRARY) -> Plan:
     """4 ranks, 8 x 4 tiles of 128 x 128."""
-    return plans.at_once(Problem(1024, 512, 64, DType.BFLOAT16, 4, op), kernel=kernel)
+    return plans.templates.at_once(Problem(1024, 512, 64, DType.BFLOAT16, 4, op), kernel=kernel)
 
 
 def collective_of(op: Op) -> Collective:
@@ -77,7 +76,7 @@ def problems_and_kernels(draw: st.DrawFn) -> tuple[Problem, Kernel]:
 @given(problems_and_kernels())
 def test_plan_direct_is_one_chunk_of_all_tiles(case: tuple[Problem, Kernel]) -> None:
     problem, kernel = case
-    plan = plans.at_once(problem, kernel=kernel)
+    plan = plans.templates.at_once(problem, kernel=kernel)
     plan.validate()
     assert plan.problem == problem
     assert (plan.kernel, plan.schedule) == (kernel, KERNELS[kernel])
@@ -95,7 +94,7 @@ def test_plan_direct_is_one_chunk_of_all_tiles(case: tuple[Problem, Kernel]) -> 
 @given(problems_and_kernels())
 def test_plan_direct_cuts_the_rows_where_ranks_own_parts(case: tuple[Problem, Kernel]) -> None:
     problem, kernel = case
-    plan = plans.at_once(problem, kernel=kernel)
+    plan = plans.templates.at_once(problem, kernel=kernel)
     world, op = problem.world_size, problem.op
     tile_m, tile_n, cluster = TILES[kernel]
     # The framework's GEMM makes the whole output of an all-reduce, whose pieces need not be rows.
@@ -116,25 +115,25 @@ def test_plan_direct_cuts_the_rows_where_ranks_own_parts(case: tuple[Problem, Ke
 @given(problems_and_kernels())
 def test_plan_direct_survives_encode_json_pickle_and_copy(case: tuple[Problem, Kernel]) -> None:
     problem, kernel = case
-    plan = plans.at_once(problem, kernel=kernel)
-    code = plans.encode(plan)
-    assert plans.decode(code) == plan
-    assert plans.encode(plans.decode(code)) == code
-    assert plans.from_json(plans.to_json(plan)) == plan
+    plan = plans.templates.at_once(problem, kernel=kernel)
+    code = plans.files.encode(plan)
+    assert plans.files.decode(code) == plan
+    assert plans.files.encode(plans.files.decode(code)) == code
+    assert plans.files.from_json(plans.files.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     copy = plan.copy()
     assert copy == plan
     copy.chunks = [Chunk(chunk.tiles) for chunk in plan.chunks]
     assert copy != plan
     assert repr(copy) != repr(plan)
-    assert plans.decode(plans.encode(copy)) == copy
+    assert plans.files.decode(plans.files.encode(copy)) == copy
 
 
 @every_kernel
 @every_op
 def test_plan_direct_says_so_in_json_and_words(op: Op, kernel: Kernel) -> None:
     plan = direct_plan(op, kernel)
-    data = json.loads(plans.to_json(plan))
+    data = json.loads(plans.files.to_json(plan))
     schedule = KERNELS[kernel].name.lower()
     assert (data["schedule"], data["kernel"]) == (schedule, kernel.name.lower())
     assert data["collective"] == collective_of(op).name.lower()
@@ -149,16 +148,18 @@ def test_plan_direct_says_so_in_json_and_words(op: Op, kernel: Kernel) -> None:
 @pytest.mark.parametrize("world", [2, 8])
 def test_plan_direct_gather_of_a_kernel_is_the_ordinary_one(world: int, m: int) -> None:
     problem = Problem(m * world, 520, 72, DType.BFLOAT16, world, Op.ALLGATHER_GEMM)
-    ordinary = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
-    assert plans.at_once(problem, kernel="sm90_pingpong") == ordinary
+    ordinary = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+    assert plans.templates.at_once(problem, kernel="sm90_pingpong") == ordinary
 
 
 def test_plan_direct_takes_the_library_unless_told() -> None:
     problem = Problem(17, 512, 64, DType.FLOAT32, 2)
-    assert plans.at_once(problem) == plans.at_once(problem, kernel=Kernel.LIBRARY)
-    assert plans.at_once(problem).kernel == Kernel.LIBRARY
+    assert plans.templates.at_once(problem) == plans.templates.at_once(
+        problem, kernel=Kernel.LIBRARY
+    )
+    assert plans.templates.at_once(problem).kernel == Kernel.LIBRARY
     with pytest.raises(ValueError, match="Kernel is 'fast', allowed are library, sm80, "):
-        plans.at_once(problem, kernel="fast")
+        plans.templates.at_once(problem, kernel="fast")
 
 
 # --- what is refused --------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_plan_direct_and_ring_are_told_apart(op: Op) -> None:
     plan.collective = Collective.RING
     with pytest.raises(ValueError, match="collective ring, the schedule sequential, .*overlapped"):
         plan.validate()
-    ring = plans.row_panels(plan.problem, 1, kernel="sm90_pingpong", transport="peer")
+    ring = plans.templates.row_panels(plan.problem, 1, kernel="sm90_pingpong", transport="peer")
     assert ring.collective == Collective.RING
     assert ring != direct_plan(op, Kernel.SM90_PINGPONG)
 
@@ -250,14 +251,14 @@ def test_plan_direct_with_a_kernel_wants_equal_parts_of_an_all_reduce(world: int
         problem = Problem(m, 512, 64, DType.BFLOAT16, world)
         expected = f"by peer with m = {m} on {world} ranks, allowed are multiples .* transport nccl"
         with pytest.raises(ValueError, match=expected):
-            plans.at_once(problem, kernel="sm90_pingpong")
-        plans.at_once(problem).validate()  # whose pieces need not be rows
+            plans.templates.at_once(problem, kernel="sm90_pingpong")
+        plans.templates.at_once(problem).validate()  # whose pieces need not be rows
 
 
 @every_kernel
 @pytest.mark.parametrize("m", [1, 17, 1023])
 def test_plan_direct_all_reduce_of_two_ranks_takes_any_rows(kernel: Kernel, m: int) -> None:
-    plan = plans.at_once(Problem(m, 512, 64, DType.BFLOAT16, 2), kernel=kernel)
+    plan = plans.templates.at_once(Problem(m, 512, 64, DType.BFLOAT16, 2), kernel=kernel)
     plan.validate()
     assert plan.chunk_rows(0) == (0, m)
 
@@ -267,7 +268,7 @@ def test_plan_direct_all_reduce_of_two_ranks_takes_any_rows(kernel: Kernel, m: i
 def test_plan_direct_wants_equal_parts_of_other_ops(op: Op, kernel: Kernel) -> None:
     problem = Problem(1023, 512, 64, DType.BFLOAT16, 2, op)
     with pytest.raises(ValueError, match="m = 1023 rows on 2 ranks, allowed are multiples"):
-        plans.at_once(problem, kernel=kernel)
+        plans.templates.at_once(problem, kernel=kernel)
 
 
 @every_reduction
@@ -290,9 +291,9 @@ def test_plan_direct_wants_rows_of_whole_accesses(op, kernel, dtype, n) -> None:
     )
     # K may be anything.
     with pytest.raises(ValueError, match=expected):
-        plans.at_once(Problem(1024, n, 64, dtype, 4, op), kernel=kernel)
+        plans.templates.at_once(Problem(1024, n, 64, dtype, 4, op), kernel=kernel)
     whole = n + -n % (ACCESS // BYTES[dtype])
-    plans.at_once(Problem(1024, whole, 63, dtype, 4, op), kernel=kernel).validate()
+    plans.templates.at_once(Problem(1024, whole, 63, dtype, 4, op), kernel=kernel).validate()
 
 
 @pytest.mark.parametrize(("dtype", "k"), [(DType.BFLOAT16, 68), (DType.FLOAT32, 63)])
@@ -303,10 +304,10 @@ def test_plan_direct_gather_wants_input_rows_of_whole_accesses(dtype: DType, k: 
         "allowed are multiples of 16"
     )
     with pytest.raises(ValueError, match=expected):
-        plans.at_once(problem)
+        plans.templates.at_once(problem)
     # Copy engines move rows of any size.
-    plans.row_panels(problem, 1, transport="peer").validate()
-    plans.at_once(Problem(1024, 511, 64, dtype, 4, Op.ALLGATHER_GEMM)).validate()
+    plans.templates.row_panels(problem, 1, transport="peer").validate()
+    plans.templates.at_once(Problem(1024, 511, 64, dtype, 4, Op.ALLGATHER_GEMM)).validate()
 
 
 @every_kernel
@@ -316,7 +317,7 @@ def test_plan_direct_is_for_the_ranks_of_one_host(op: Op, kernel: Kernel, world:
     problem = Problem(256 * world, 512, 64, DType.BFLOAT16, world, op)
     expected = f"by peer between {world} ranks, allowed are 2 to 8: take the transport nccl"
     with pytest.raises(ValueError, match=expected):
-        plans.at_once(problem, kernel=kernel)
+        plans.templates.at_once(problem, kernel=kernel)
 
 
 @every_op
@@ -325,9 +326,9 @@ def test_plan_direct_is_not_for_an_empty_problem(op: Op, empty: str) -> None:
     problem = Problem(1024, 512, 64, DType.BFLOAT16, 4, op)
     setattr(problem, empty, 0)
     with pytest.raises(ValueError, match=f"by peer for an empty problem .*{empty}=0.* nccl"):
-        plans.at_once(problem)
+        plans.templates.at_once(problem)
     with pytest.raises(ValueError, match=f"overlapped plan for an empty problem .*{empty}=0"):
-        plans.at_once(problem, kernel="sm90_pingpong")
+        plans.templates.at_once(problem, kernel="sm90_pingpong")
 
 
 @every_kernel
@@ -335,11 +336,11 @@ def test_plan_direct_is_not_for_an_all_to_all(kernel: Kernel) -> None:
     problem = Problem(0, 512, 64, DType.BFLOAT16, 2, Op.GEMM_ALLTOALL)
     expected = "collective of gemm_alltoall is direct, allowed is all_to_all: take that"
     with pytest.raises(ValueError, match=expected):
-        plans.at_once(problem, kernel=kernel)
+        plans.templates.at_once(problem, kernel=kernel)
 
 
 def test_plan_direct_kernels_take_their_dtypes() -> None:
     problem = Problem(1024, 512, 64, DType.FLOAT32, 2)
     expected = "sm90_pingpong was given float32, but it computes bfloat16, float16 and fp8"
     with pytest.raises(ValueError, match=expected):
-        plans.at_once(problem, kernel="sm90_pingpong")
+        plans.templates.at_once(problem, kernel="sm90_pingpong")

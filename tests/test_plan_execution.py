@@ -18,7 +18,8 @@ from operands import (
 )
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel, Layout, Plan, Schedule
+from overlap_torch.plan import Plan
+from overlap_torch.plan.types import Kernel, Layout, Schedule
 from peers import fixed_counts
 from plans import GPU_KERNELS, overlapped_plans, sequential_plan
 from tests import _plan_test
@@ -246,11 +247,11 @@ def check_templates(op: str) -> tuple[int, list[str]]:
     case = Case((64,), 32, 24, bias=True)
     problem = OPS[op].problem(case, dist.get_world_size())
     if op == "gemm_alltoall":
-        plans = [plan_module.make_all_to_all(problem)]
+        plans = [plan_module.templates.make_all_to_all(problem)]
     else:
-        plans = [plan_module.row_panels(problem, 2, tile=CPU_TILE)]
+        plans = [plan_module.templates.row_panels(problem, 2, tile=CPU_TILE)]
     if op == "gemm_allreduce":
-        plans.append(plan_module.packed(problem, 3, tile=CPU_TILE))
+        plans.append(plan_module.templates.packed(problem, 3, tile=CPU_TILE))
     for plan in plans:
         check_plan(failures, case, plan, "template", op=op)
     return failures.result()

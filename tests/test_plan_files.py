@@ -16,7 +16,9 @@ from checks import Failures, check_call
 from operands import Case
 from ops import OPS
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Op, Plan, Problem, from_msccl, from_mscclpp, use_plan
+from overlap_torch.plan import Plan, Problem, use_plan
+from overlap_torch.plan.programs import from_msccl, from_mscclpp
+from overlap_torch.plan.types import Op
 from plan_files import (
     FILES,
     packet_allreduce,
@@ -318,7 +320,7 @@ def test_packets_that_nobody_writes_or_that_are_written_twice_are_refused(tmp_pa
 
 def test_files_become_plans_that_are_saved_and_shown(tmp_path):
     plan = read(tmp_path, "msccl", XML, PROBLEM)
-    assert plan_module.from_json(plan_module.to_json(plan)) == plan
+    assert plan_module.files.from_json(plan_module.files.to_json(plan)) == plan
     machine = plan_module.Machine(0, 2, 10.0, link_latency_us=50.0, link_gbps=2.0)
     assert "transfers" in str(plan.explain(machine))
 

@@ -10,18 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
-    Chunk,
-    Collective,
-    DType,
-    Layout,
-    Machine,
-    Op,
-    Plan,
-    Problem,
-    Schedule,
-    Transport,
-)
+from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan.types import Chunk, Collective, DType, Layout, Op, Schedule, Transport
 from plan_grids import PARTED, Grid, parted_plans_and_grids, plans_and_grids
 
 settings.register_profile("plan", deadline=None)
@@ -162,7 +152,7 @@ def test_plan_validate_takes_the_ops_own_collective(
 
 @pytest.mark.parametrize("op", PARTED)
 def test_plan_validate_wants_parted_plans_row_major(op: Op) -> None:
-    plan = plans.row_panels(Problem(64, 8, 8, DType.FLOAT32, 2, op), 1, tile=(8, 8))
+    plan = plans.templates.row_panels(Problem(64, 8, 8, DType.FLOAT32, 2, op), 1, tile=(8, 8))
     plan.layout = Layout.PACKED
     with pytest.raises(ValueError, match=f"plan of {op.name.lower()} has the layout packed"):
         plan.validate()
@@ -175,7 +165,7 @@ def all_to_all(**changes: int) -> Plan:
     """As the planner makes it, for either schedule the same problem."""
     fields = {"m": 0, "n": 8, "k": 16, **changes}
     problem = Problem(**fields, dtype=DType.FLOAT32, world_size=3, op=Op.GEMM_ALLTOALL)
-    return plans.make_plan(
+    return plans.templates.make_plan(
         problem, Machine(sm_count=2, sm_gflops=50.0, link_gbps=1.0, link_latency_us=200.0)
     )
 
@@ -187,8 +177,8 @@ def test_plan_of_all_to_all_is_one_empty_chunk() -> None:
     assert [chunk.tiles for chunk in plan.chunks] == [0]
     assert plan.bands == ()
     assert (plan.tiles_m, plan.buffer_elements(), plan.chunk_extent(0)) == (0, 0, (0, 0))
-    assert plans.decode(plans.encode(plan)) == plan
-    assert plans.from_json(plans.to_json(plan)) == plan
+    assert plans.files.decode(plans.files.encode(plan)) == plan
+    assert plans.files.from_json(plans.files.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert "gemm_alltoall m=0 n=8 k=16 float32 world_size=3: overlapped" in repr(plan)
 

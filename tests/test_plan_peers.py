@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.types import (
     Chunk,
     Collective,
     DType,
     Kernel,
     Layout,
     Op,
-    Plan,
-    Problem,
     Resources,
     Schedule,
     Transport,
@@ -39,7 +38,9 @@ every_op = pytest.mark.parametrize("op", [*COLLECTIVES], ids=lambda op: op.name.
 def peer_plan(op: Op = Op.GEMM_ALLREDUCE) -> Plan:
     """2 parts of 4 x 4 tiles of 128 x 128: a ring, or two chunks of 2 tile rows of each part."""
     problem = Problem(1024, 512, 64, DType.BFLOAT16, 2, op)
-    return plans.row_panels(problem, chunks_of(op), kernel="sm90_pingpong", transport="peer")
+    return plans.templates.row_panels(
+        problem, chunks_of(op), kernel="sm90_pingpong", transport="peer"
+    )
 
 
 def chunks_of(op: Op, most: int = 2) -> int:
@@ -80,22 +81,22 @@ def test_plan_over_peers_takes_every_tile_once_in_whole_rows_of_parts(
 @given(parted_plans_and_grids(peers=True))
 def test_plan_over_peers_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> None:
     plan, _ = case
-    code = plans.encode(plan)
-    assert plans.decode(code) == plan
-    assert plans.encode(plans.decode(code)) == code
-    assert plans.from_json(plans.to_json(plan)) == plan
+    code = plans.files.encode(plan)
+    assert plans.files.decode(code) == plan
+    assert plans.files.encode(plans.files.decode(code)) == code
+    assert plans.files.from_json(plans.files.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     copy = plan.copy()
     copy.chunks = [Chunk(chunk.tiles, Transport.NCCL, chunk.max_ctas) for chunk in plan.chunks]
     assert copy != plan
     assert repr(copy) != repr(plan)
-    assert plans.decode(plans.encode(copy)) == copy
+    assert plans.files.decode(plans.files.encode(copy)) == copy
 
 
 @every_op
 def test_plan_over_peers_says_so_in_json_and_words(op: Op) -> None:
     plan = peer_plan(op)
-    data = json.loads(plans.to_json(plan))
+    data = json.loads(plans.files.to_json(plan))
     assert data["collective"] == COLLECTIVES[op].name.lower()
     chunks = chunks_of(op)
     tiles = 32 // chunks
@@ -125,9 +126,9 @@ def test_plan_row_panels_over_peers_splits_one_part_evenly(
     if chunks > clusters:
         expected = f"{chunks} chunks of {clusters * cluster} tile rows, allowed are 1 to {clusters}"
         with pytest.raises(ValueError, match=expected):
-            plans.row_panels(problem, chunks, **options)
+            plans.templates.row_panels(problem, chunks, **options)
         return
-    plan = plans.row_panels(problem, chunks, **options)
+    plan = plans.templates.row_panels(problem, chunks, **options)
     plan.validate()
     assert (plan.collective, plan.layout) == (COLLECTIVES[op], Layout.ROW_MAJOR)
     assert {chunk.transport for chunk in plan.chunks} == {Transport.PEER}
@@ -143,7 +144,7 @@ def test_plan_row_panels_over_peers_takes_heights_of_one_part() -> None:
         3 * 60, 20, 5, DType.FLOAT32, 3, Op.ALLGATHER_GEMM
     )  # parts of 8 tile rows, the last of 4
     options = {"transport": "peer", "tile": (8, 10)}
-    plan = plans.row_panels(problem, [1, 4, 3], **options)
+    plan = plans.templates.row_panels(problem, [1, 4, 3], **options)
     assert plan.schedule == Schedule.OVERLAPPED
     assert (plan.tiles_m, plan.tiles_n) == (24, 2)
     assert plan.chunks == tuple(Chunk(tiles, Transport.PEER) for tiles in (6, 24, 18))
@@ -155,7 +156,7 @@ def test_plan_row_panels_over_peers_takes_heights_of_one_part() -> None:
         ([0, 8], "0 tile rows high, allowed are 1 to 8"),
     ]:
         with pytest.raises(ValueError, match=message):
-            plans.row_panels(problem, heights, **options)
+            plans.templates.row_panels(problem, heights, **options)
 
 
 @every_op
@@ -163,12 +164,12 @@ def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
     problem = Problem(2048, 512, 64, DType.BFLOAT16, 2, op)
     if op != Op.ALLGATHER_GEMM:
         with pytest.raises(ValueError, match="collective ring has 2 chunks, allowed is one of all"):
-            plans.row_panels(problem, [4, 4], kernel="sm90_pingpong", transport="peer")
+            plans.templates.row_panels(problem, [4, 4], kernel="sm90_pingpong", transport="peer")
         return
     options = {"kernel": "sm90_pingpong", "transport": "peer"}  # clusters of two tile rows
     with pytest.raises(ValueError, match="chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4"):
-        plans.row_panels(problem, [1, 3, 4], **options)
-    plan = plans.row_panels(problem, [2, 2, 4], **options)
+        plans.templates.row_panels(problem, [1, 3, 4], **options)
+    plan = plans.templates.row_panels(problem, [2, 2, 4], **options)
     assert [chunk.tiles for chunk in plan.chunks] == [16, 16, 32]
 
 
@@ -250,15 +251,15 @@ def test_plan_of_a_ring_takes_any_rows_of_which_each_rank_has_some(world: int, k
                 f"the collective ring cuts m = {m} into {world} parts of {part} rows, .*direct"
             )
             with pytest.raises(ValueError, match=expected):
-                plans.row_panels(problem, 1, **options)
+                plans.templates.row_panels(problem, 1, **options)
             continue
-        plan = plans.row_panels(problem, 1, **options)
+        plan = plans.templates.row_panels(problem, 1, **options)
         plan.validate()
         assert plan.collective == Collective.RING
         assert plan.chunk_rows(0) == (0, part)
         cluster = 256 if kernel != "library" else 128
         assert plan.tiles_m == world * -(-part // cluster) * (cluster // 128)
-        assert plans.decode(plans.encode(plan)) == plan
+        assert plans.files.decode(plans.files.encode(plan)) == plan
     assert min(some) >= (1 if world == 2 else 2)
 
 
@@ -268,7 +269,7 @@ def test_plan_over_peers_is_for_the_ranks_of_one_host(op: Op, world: int) -> Non
     problem = Problem(256 * world, 512, 64, DType.BFLOAT16, world, op)
     expected = f"by peer between {world} ranks, allowed are 2 to 8: take the transport nccl"
     with pytest.raises(ValueError, match=expected):
-        plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+        plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
     def ring(tile_rows: int) -> Plan:
         # Tiles of 128 x 128: 256 columns, and as many rows in each part.
         problem = Problem(world * tile_rows * 128, 32768, 64, DType.BFLOAT16, world, op)
-        return plans.row_panels(problem, 1, kernel=kernel, transport="peer")
+        return plans.templates.row_panels(problem, 1, kernel=kernel, transport="peer")
 
     expected = (
         f"plan with the collective ring passes on {tiles} tiles, allowed are 131072, as each has a "
@@ -301,7 +302,7 @@ def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
 
 def test_plan_of_a_gather_over_peers_passes_on_no_tiles() -> None:
     problem = Problem(2 * 258 * 128, 32768, 64, DType.BFLOAT16, 2, Op.ALLGATHER_GEMM)
-    plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+    plan = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
     plan.validate()
     assert plan.tiles_m * plan.tiles_n == 2 * 258 * 256  # a ring would pass half of them on
 
@@ -317,7 +318,7 @@ def test_plan_of_a_gather_is_no_ring() -> None:
 def test_plan_of_a_scatter_over_nccl_is_no_ring() -> None:
     # Its chunks are whole clusters of all parts together, a ring's are of each part: no plan of either is the other's.
     problem = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
-    plan = plans.row_panels(problem, [1, 3, 4], kernel="sm90_pingpong")
+    plan = plans.templates.row_panels(problem, [1, 3, 4], kernel="sm90_pingpong")
     plan.collective = Collective.RING
     expected = (
         "ring with the transport nccl, allowed is peer: take .* the collective reduce_scatter"
@@ -332,7 +333,7 @@ def test_plan_of_a_scatter_over_nccl_is_no_ring() -> None:
 def all_to_all(transport: Transport = Transport.PEER, **changes: object) -> Plan:
     fields = {"m": 0, "n": 512, "k": 64, "dtype": DType.BFLOAT16, "world_size": 2, **changes}
     problem = Problem(**fields, op=Op.GEMM_ALLTOALL)
-    return plans.make_all_to_all(problem, Kernel.LIBRARY, Resources(), 16, transport)
+    return plans.templates.make_all_to_all(problem, Kernel.LIBRARY, Resources(), 16, transport)
 
 
 @pytest.mark.parametrize("world", range(2, 9))
@@ -347,8 +348,8 @@ def test_plan_of_an_all_to_all_travels_by_peer(n: int, dtype: DType, world: int)
     assert plan.chunks == (Chunk(0, Transport.PEER, 16),)
     assert (plan.tiles_m, plan.buffer_elements()) == (0, 0)
     assert plan != all_to_all(Transport.NCCL, n=n, k=5, dtype=dtype, world_size=world)
-    assert plans.decode(plans.encode(plan)) == plan
-    assert plans.from_json(plans.to_json(plan)) == plan
+    assert plans.files.decode(plans.files.encode(plan)) == plan
+    assert plans.files.from_json(plans.files.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert "peer" in repr(plan)
 
@@ -401,4 +402,4 @@ def test_plan_of_an_all_to_all_over_peers_is_for_the_ranks_of_one_host(world: in
 def test_plan_packed_template_does_not_travel_by_peer(op: Op) -> None:
     problem = Problem(1024, 512, 64, DType.BFLOAT16, 2, op)
     with pytest.raises(ValueError, match="packed.*allowed .*row_major|row_major.*allowed .*packed"):
-        plans.packed(problem, 1, kernel="sm90_pingpong", transport="peer")
+        plans.templates.packed(problem, 1, kernel="sm90_pingpong", transport="peer")

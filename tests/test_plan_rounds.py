@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from overlap_torch import _plan
 from overlap_torch import plan as plans
-from overlap_torch.plan import MAX_CHUNKS, DType, Kernel, Op, Plan, Problem
+from overlap_torch.plan import Plan, Problem
+from overlap_torch.plan.types import MAX_CHUNKS, DType, Kernel, Op
 from plan_grids import Grid, parted_plans_and_grids
 from tests import _plan_test
 
@@ -168,7 +169,7 @@ def test_plan_gather_rows_of_as_many_chunks_as_a_plan_may_have(kernel: str, tile
     # The own rows come before all of them.
     rows = (MAX_CHUNKS * tile_rows - 1) * 128 + 40
     problem = Problem(3 * rows, 256, 64, DType.BFLOAT16, 3, Op.ALLGATHER_GEMM)
-    plan = plans.row_panels(problem, [tile_rows] * MAX_CHUNKS, kernel=kernel)
+    plan = plans.templates.row_panels(problem, [tile_rows] * MAX_CHUNKS, kernel=kernel)
     assert len(plan.chunks) == MAX_CHUNKS
     for rank in range(3):
         check_rows(plan, 256, rank)
@@ -176,12 +177,12 @@ def test_plan_gather_rows_of_as_many_chunks_as_a_plan_may_have(kernel: str, tile
 
 def test_plan_gather_rows_are_of_overlapped_all_gathers() -> None:
     problem = Problem(512, 256, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
-    scatter = plans.row_panels(problem, 1)
+    scatter = plans.templates.row_panels(problem, 1)
     for call in (_plan_test.plan_gather_launches, lambda plan, n: _plan.gather_rows(plan, n, 0)):
         with pytest.raises(ValueError, match="overlapped plans of allgather_gemm, not of gemm_red"):
             call(scatter, 132)
     problem.op = Op.ALLGATHER_GEMM
-    plan = plans.row_panels(problem, 1, comm_sms=8)
+    plan = plans.templates.row_panels(problem, 1, comm_sms=8)
     with pytest.raises(IndexError, match="rank 2 is out of range"):
         _plan.gather_rows(plan, 256, 2)
 

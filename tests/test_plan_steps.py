@@ -10,7 +10,8 @@ import pytest
 from machines import ada, big, cpu, hopper, slow
 from overlap_torch import _plan
 from overlap_torch import plan as plans
-from overlap_torch.plan import Kernel, Machine, Op, Plan, Problem, Resources, Transport
+from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan.types import Kernel, Op, Resources, Transport
 from tests import _plan_test
 
 MACHINES = {
@@ -162,7 +163,7 @@ def all_to_all(world: int) -> Problem:
 def test_plan_steps_of_a_ring_end_with_the_rows(rank: int) -> None:
     """Parts of 65 rows, the last one of 62; in slots all have the same room. By the framework's GEMM and by the kernel."""
     problem = big(m=257, n=512, k=64, world_size=4)
-    plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+    plan = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
     slot_bytes = (3 + 4) * 65 * 512 * 2
     rows = [65, 65, 65, 62]
     turns = [

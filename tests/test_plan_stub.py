@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,7 +15,14 @@ from overlap_torch import _plan, plan
 
 PACKAGE = Path(overlap_torch.__file__).parent
 STUB = PACKAGE / "_plan.pyi"
-COMPILED = [name for name in plan.__all__ if getattr(_plan, name, None) is getattr(plan, name)]
+PLACES = (plan, plan.files, plan.programs, plan.templates, plan.types)
+PUBLIC = {
+    name: getattr(place, name)
+    for place in PLACES
+    for name in place.__all__
+    if not isinstance(getattr(place, name), ModuleType)
+}
+COMPILED = [name for name, member in PUBLIC.items() if getattr(_plan, name, None) is member]
 
 
 def public(names) -> set[str]:
@@ -36,10 +45,29 @@ def test_plan_stub_has_all_names_and_the_members_of_all_classes():
         assert names_of(classes[name].body) == public(dir(getattr(_plan, name))), name
 
 
-@pytest.mark.parametrize("name", [name for name in plan.__all__ if callable(getattr(plan, name))])
+@pytest.mark.parametrize("name", [name for name, member in PUBLIC.items() if callable(member)])
 def test_plan_names_are_documented(name):
     """pybind11 makes a signature of its own, and lists an enumeration's members."""
-    text = getattr(plan, name).__doc__ or ""
+    text = PUBLIC[name].__doc__ or ""
     text = re.sub(rf"^{name}\(.*\) -> .*\n", "", text)
     text = text.split("Members:")[0].strip()
     assert len(text) >= 15, text
+
+
+@pytest.mark.parametrize("place", PLACES[1:], ids=lambda place: place.__name__)
+def test_plan_names_that_moved_are_found_and_deprecated(place):
+    for name in place.__all__:
+        with pytest.warns(
+            DeprecationWarning, match=rf"plan\.{name} is deprecated, use {place.__name__}\.{name}$"
+        ):
+            assert getattr(plan, name) is getattr(place, name)
+
+
+def test_plan_names_are_deprecated_where_they_are_imported():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        from overlap_torch.plan import row_panels
+    assert row_panels is plan.templates.row_panels
+    assert {one.filename for one in found} == {__file__} and not {*dir(plan)} & {"row_panels", "Op"}
+    with pytest.raises(AttributeError, match="'overlap_torch.plan' has no attribute 'row_panel'"):
+        _ = plan.row_panel

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
+from overlap_torch.plan import Problem
+from overlap_torch.plan.types import (
     BandRun,
     Chunk,
     Collective,
@@ -19,7 +20,6 @@ from overlap_torch.plan import (
     Kernel,
     Layout,
     Op,
-    Problem,
     Resources,
     Schedule,
     Transport,
@@ -35,9 +35,9 @@ def test_plan_row_panels_splits_evenly(m: int, n: int, parts: int, kernel: Kerne
     problem = Problem(m, n, 64, DType.BFLOAT16, 2)
     if parts > clusters:
         with pytest.raises(ValueError, match=f"{parts} chunks of {clusters * cluster} tile rows"):
-            plans.row_panels(problem, parts, kernel=kernel)
+            plans.templates.row_panels(problem, parts, kernel=kernel)
         return
-    plan = plans.row_panels(problem, parts, kernel=kernel)
+    plan = plans.templates.row_panels(problem, parts, kernel=kernel)
     columns = -(-n // tile_n)
     heights = [chunk.tiles // (cluster * columns) for chunk in plan.chunks]
     assert len(heights) == parts
@@ -63,9 +63,9 @@ def test_plan_row_panels_splits_every_part_evenly(op, rows, n, world, chunks, ke
     if chunks > grains:
         expected = f"{chunks} chunks of {grains * grain} tile rows, allowed are 1 to {grains}"
         with pytest.raises(ValueError, match=expected):
-            plans.row_panels(problem, chunks, kernel=kernel)
+            plans.templates.row_panels(problem, chunks, kernel=kernel)
         return
-    plan = plans.row_panels(problem, chunks, kernel=kernel)
+    plan = plans.templates.row_panels(problem, chunks, kernel=kernel)
     plan.validate()
     assert (plan.collective, plan.layout) == (PARTED[op], Layout.ROW_MAJOR)
     unit = world * grain * -(-n // tile_n)
@@ -73,14 +73,14 @@ def test_plan_row_panels_splits_every_part_evenly(op, rows, n, world, chunks, ke
     assert [chunk.tiles for chunk in plan.chunks] == [unit * height for height in heights]
     assert (len(heights), sum(heights)) == (chunks, grains)
     assert max(heights) - min(heights) <= 1
-    assert plans.from_json(plans.to_json(plan)) == plan
+    assert plans.files.from_json(plans.files.to_json(plan)) == plan
 
 
 @pytest.mark.parametrize("op", PARTED)
 def test_plan_row_panels_takes_heights_of_one_part(op: Op) -> None:
     problem = Problem(3 * 60, 20, 5, DType.FLOAT32, 3, op)  # parts of 8 tile rows, the last of 4
     options = {"transport": "gloo", "tile": (8, 10), "lanes": 2}
-    plan = plans.row_panels(problem, [1, 4, 3], **options)
+    plan = plans.templates.row_panels(problem, [1, 4, 3], **options)
     assert plan.schedule == Schedule.OVERLAPPED
     assert (plan.tiles_m, plan.tiles_n, plan.resources.lanes) == (24, 2, 2)
     assert plan.chunks == tuple(Chunk(tiles, Transport.GLOO) for tiles in (6, 24, 18))
@@ -92,66 +92,66 @@ def test_plan_row_panels_takes_heights_of_one_part(op: Op) -> None:
         ([0, 8], "0 tile rows high, allowed are 1 to 8"),
     ]:
         with pytest.raises(ValueError, match=message):
-            plans.row_panels(problem, heights, **options)
+            plans.templates.row_panels(problem, heights, **options)
 
 
 def test_plan_row_panels_of_a_gather_wants_clusters_of_one_part() -> None:
     options = {"kernel": "sm90_pingpong"}  # clusters of two tile rows
     scatter = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
-    plan = plans.row_panels(scatter, [1, 3, 4], **options)  # two ranks' make the clusters
+    plan = plans.templates.row_panels(scatter, [1, 3, 4], **options)  # two ranks' make the clusters
     assert [chunk.tiles for chunk in plan.chunks] == [8, 24, 32]
     gather = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.ALLGATHER_GEMM)
     with pytest.raises(ValueError, match="chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4"):
-        plans.row_panels(gather, [1, 3, 4], **options)
-    assert len(plans.row_panels(gather, [2, 2, 4], **options).chunks) == 3
+        plans.templates.row_panels(gather, [1, 3, 4], **options)
+    assert len(plans.templates.row_panels(gather, [2, 2, 4], **options).chunks) == 3
 
 
 @pytest.mark.parametrize("op", PARTED)
 def test_plan_row_panels_wants_equal_parts(op: Op) -> None:
     problem = Problem(100, 8, 8, DType.FLOAT32, 3, op)
     with pytest.raises(ValueError, match="m = 100 rows on 3 ranks, allowed are multiples of the"):
-        plans.row_panels(problem, 1)
+        plans.templates.row_panels(problem, 1)
 
 
 @pytest.mark.parametrize("op", PARTED)
 def test_plan_packed_template_is_for_all_reduce(op: Op) -> None:
     problem = Problem(96, 8, 8, DType.FLOAT32, 3, op)
     with pytest.raises(ValueError, match=f"plan of {op.name.lower()} has the layout packed"):
-        plans.packed(problem, 1, tile=(8, 8))
+        plans.templates.packed(problem, 1, tile=(8, 8))
 
 
 def test_plan_row_panels_of_many_heights_takes_equal_bands() -> None:
     heights = [4, 6] * 20  # in bands of at most 4: 4, 4 2, 4, 4 2 ..., more runs than a plan holds
     problem = Problem(200 * 128, 512, 64, DType.BFLOAT16, 2)
-    plan = plans.row_panels(problem, heights, kernel="sm90_pingpong", band_rows=4)
+    plan = plans.templates.row_panels(problem, heights, kernel="sm90_pingpong", band_rows=4)
     assert plan.bands == (BandRun(2, 100),)
     assert [chunk.tiles for chunk in plan.chunks] == [4 * height for height in heights]
     with pytest.raises(ValueError, match="6 tile rows high, .*leaves tiles out"):
-        plans.row_panels(problem, [2, 4], kernel="sm90_pingpong", band_rows=4)
+        plans.templates.row_panels(problem, [2, 4], kernel="sm90_pingpong", band_rows=4)
 
 
 def test_plan_packed_template_takes_sizes_and_tile() -> None:
     problem = Problem(10, 7, 3, DType.FLOAT32, 2)
-    plan = plans.packed(problem, [1, 4, 7], transport="gloo", tile=(3, 3), band_rows=2)
+    plan = plans.templates.packed(problem, [1, 4, 7], transport="gloo", tile=(3, 3), band_rows=2)
     assert (plan.tile_m, plan.tile_n, plan.cluster_m) == (3, 3, 1)
     assert [chunk.tiles for chunk in plan.chunks] == [1, 4, 7]
     assert plan.chunk_extent(1) == (9, 36)
     with pytest.raises(ValueError, match="covers a tile twice"):
-        plans.packed(problem, [1, 4, 8], transport="gloo", tile=(3, 3))
+        plans.templates.packed(problem, [1, 4, 8], transport="gloo", tile=(3, 3))
 
 
 def test_plan_packed_template_exchanges_between_two_ranks_only() -> None:
     problem = Problem(256, 256, 64, DType.BFLOAT16, 2)
-    plan = plans.packed(problem, [1, 3], collective="exchange", lanes=2, finish_ctas=7)
+    plan = plans.templates.packed(problem, [1, 3], collective="exchange", lanes=2, finish_ctas=7)
     assert plan.collective == Collective.EXCHANGE
     assert (plan.resources.lanes, plan.resources.finish_ctas) == (2, 7)
     assert plan.chunk_extent(1) == (2 * 128 * 128, 3 * 128 * 128)
     problem.world_size = 3
     with pytest.raises(ValueError, match="world_size = 3, allowed is 2"):
-        plans.packed(problem, [1, 3], collective="exchange")
+        plans.templates.packed(problem, [1, 3], collective="exchange")
     problem.world_size = 2
     with pytest.raises(ValueError, match="the transport gloo"):
-        plans.packed(problem, 1, collective="exchange", transport="gloo")
+        plans.templates.packed(problem, 1, collective="exchange", transport="gloo")
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -160,16 +160,16 @@ def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: boo
     problem = Problem(512, 512, 64, torch.bfloat16, 2)
     exchange = Problem(0, 512, 64, torch.bfloat16, 2, "gemm_alltoall")
     made = [
-        plans.row_panels(problem, 2),
-        plans.row_panels(problem, 2, tile=(64, 64), lanes=2),
-        plans.packed(problem, 2),
-        plans.make_all_to_all(exchange),
-        plans.make_all_to_all(exchange, "library", Resources()),
+        plans.templates.row_panels(problem, 2),
+        plans.templates.row_panels(problem, 2, tile=(64, 64), lanes=2),
+        plans.templates.packed(problem, 2),
+        plans.templates.make_all_to_all(exchange),
+        plans.templates.make_all_to_all(exchange, "library", Resources()),
     ]
     usual = Transport.NCCL if cuda else Transport.GLOO
     assert [plan.chunks[0].transport for plan in made] == [usual] * len(made)
-    whole = plans.row_panels(problem, 1)
-    named = plans.row_panels(problem, 1, transport=usual)
+    whole = plans.templates.row_panels(problem, 1)
+    named = plans.templates.row_panels(problem, 1, transport=usual)
     assert whole == named, "the tiles are the transport's, too"
     for_gpus = [
         *({"kernel": kernel} for kernel in ("sm80", "sm90_pingpong", "sm90_cooperative")),
@@ -178,18 +178,21 @@ def test_plan_templates_travel_as_the_machines_tensors_do(monkeypatch, cuda: boo
         {"low_priority": True},
     ]
     for options in for_gpus:
-        for template in (plans.row_panels, plans.packed):
+        for template in (plans.templates.row_panels, plans.templates.packed):
             assert template(problem, 1, **options).chunks[0].transport == Transport.NCCL, options
-    alltoall = plans.make_all_to_all(exchange, "sm80", max_ctas=8)
+    alltoall = plans.templates.make_all_to_all(exchange, "sm80", max_ctas=8)
     assert alltoall.chunks[0].transport == Transport.NCCL
-    assert plans.packed(problem, 1, collective="exchange").chunks[0].transport == Transport.NCCL
+    assert (
+        plans.templates.packed(problem, 1, collective="exchange").chunks[0].transport
+        == Transport.NCCL
+    )
     for transport in ("gloo", "nccl"):
-        plan = plans.row_panels(problem, 1, transport=transport)
+        plan = plans.templates.row_panels(problem, 1, transport=transport)
         assert plan.chunks[0].transport.name == transport.upper()
 
 
 def test_plan_json_is_readable_and_checked() -> None:
-    data = json.loads(plans.to_json(example()))
+    data = json.loads(plans.files.to_json(example()))
     assert data["version"] == 1
     assert data["kernel"] == "sm90_pingpong"
     assert data["problem"]["dtype"] == "bfloat16"
@@ -208,15 +211,15 @@ def test_plan_json_is_readable_and_checked() -> None:
         ({"tile_m": 64}, "given tiles of 64x128"),
     ]:
         with pytest.raises(ValueError, match=message):
-            plans.from_dict({**data, **change})
+            plans.files.from_dict({**data, **change})
     del data["layout"]
     with pytest.raises(ValueError, match=r"lacks the fields \['layout'\]"):
-        plans.from_dict(data)
+        plans.files.from_dict(data)
 
 
 def test_plan_saves_and_loads(tmp_path) -> None:
-    plans.save(example(), tmp_path / "plan.json")
-    assert plans.load(tmp_path / "plan.json") == example()
+    plans.files.save(example(), tmp_path / "plan.json")
+    assert plans.files.load(tmp_path / "plan.json") == example()
 
 
 def test_plan_saved_by_earlier_releases_loads() -> None:
@@ -230,15 +233,15 @@ def test_plan_saved_by_earlier_releases_loads() -> None:
      "resources": {"comm_sms": 8, "smem_pad_bytes": 0, "window": true, "finish_ctas": 6, "lanes": 2}}
     """
     problem = Problem(512, 512, 64, "float16", 2)
-    plan = plans.packed(
+    plan = plans.templates.packed(
         problem, [3, 5], kernel="sm90_cooperative", band_rows=4, comm_sms=8, max_ctas=4,
         window=True, finish_ctas=6, lanes=2, collective="exchange",
     )  # fmt: skip
-    assert plans.from_json(text) == plan
+    assert plans.files.from_json(text) == plan
     written = json.loads(text)
     written["resources"] |= {"one_launch": False, "low_priority": False}
     written["problem"] |= {"recipe": "none", "output_dtype": "float16", "fast_accum": False}
-    assert json.loads(plans.to_json(plan)) == written
+    assert json.loads(plans.files.to_json(plan)) == written
     assert repr(plan) == (
         "gemm_allreduce m=512 n=512 k=64 float16 world_size=2: overlapped, sm90_cooperative 128x256 cluster 2, packed, "
         "bands of 1 x 4 tile rows, chunks of 3 tiles (nccl, 4 CTAs), 5 tiles (nccl, 4 CTAs), exchange, "

@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
-    Collective,
-    DType,
-    Kernel,
-    Layout,
-    Machine,
-    Op,
-    Problem,
-    Schedule,
-    Transport,
-)
+from overlap_torch.plan import Machine, Problem
+from overlap_torch.plan._library import parse_machine
+from overlap_torch.plan.types import Collective, DType, Kernel, Layout, Op, Schedule, Transport
 from tests import _plan_test
 
 TRAIN_NK = [(8192, 7168), (8192, 2048), (4096, 3584), (16384, 4096)]
@@ -52,15 +44,15 @@ problems = st.builds(
 @given(problems, machines)
 def test_planner_candidates_are_valid_and_distinct(problem: Problem, machine: Machine) -> None:
     found = plans.candidates(problem, machine)
-    assert found[0] == plans.make_sequential(problem, machine)
+    assert found[0] == plans.templates.make_sequential(problem, machine)
     assert found[0].schedule == Schedule.SEQUENTIAL
     for plan in found:
         plan.validate()
         assert plan.problem == problem
-        assert plans.decode(plans.encode(plan)) == plan
+        assert plans.files.decode(plans.files.encode(plan)) == plan
     for plan in found[1:]:
         assert plan.schedule == Schedule.OVERLAPPED
-    assert len({tuple(plans.encode(plan)) for plan in found}) == len(found)
+    assert len({tuple(plans.files.encode(plan)) for plan in found}) == len(found)
 
 
 @settings(max_examples=150, deadline=None)
@@ -146,9 +138,9 @@ def test_planner_has_plans_of_every_op_for_every_machine(op, machine, world) -> 
     problem = problem_of(op, 8192, 8192, 7168, DType.BFLOAT16, world)
     found = plans.candidates(problem, machine)
     assert len(found) >= 2
-    for plan in [*found, plans.make_plan(problem, machine)]:
+    for plan in [*found, plans.templates.make_plan(problem, machine)]:
         plan.validate()
-        assert plans.from_json(plans.to_json(plan)) == plan
+        assert plans.files.from_json(plans.files.to_json(plan)) == plan
         if op != Op.GEMM_ALLREDUCE:
             assert plan.collective == COLLECTIVES[op]
 
@@ -156,7 +148,7 @@ def test_planner_has_plans_of_every_op_for_every_machine(op, machine, world) -> 
 @pytest.mark.parametrize("op", PARTED)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_planner_wants_equal_parts(op: Op, machine: Machine) -> None:
-    for ask in (plans.candidates, plans.make_plan, plans.make_sequential):
+    for ask in (plans.candidates, plans.templates.make_plan, plans.templates.make_sequential):
         with pytest.raises(ValueError, match="m = 4097 rows on 2 ranks, allowed are multiples"):
             ask(big(m=4097, op=op), machine)
 
@@ -203,7 +195,7 @@ def test_planner_choice_beats_the_sequence_by_its_margins(
     problem: Problem, machine: Machine
 ) -> None:
     sequential, *overlapped = plans.candidates(problem, machine)
-    chosen = plans.make_plan(problem, machine)
+    chosen = plans.templates.make_plan(problem, machine)
     chosen.validate()
     if problem.op == Op.GEMM_ALLTOALL:  # whose rows no plan knows: the executor looks at them
         assert chosen == (overlapped or [sequential])[0]
@@ -238,7 +230,7 @@ def test_planner_keeps_the_sequence_inside_its_margins(dtype, k, share, looser) 
         sequence_us = total(sequential, machine)
         best_us = min(total(plan, machine) for plan in overlapped)
         wins = best_us < share * sequence_us - 12
-        assert (plans.make_plan(problem, machine) != sequential) == wins
+        assert (plans.templates.make_plan(problem, machine) != sequential) == wins
         inside += not wins and best_us < looser[0] * sequence_us - looser[1]
         beyond += wins
     assert inside > 0
@@ -252,7 +244,7 @@ def test_planner_keeps_the_sequence_inside_its_margins(dtype, k, share, looser) 
 )
 def test_planner_expects_the_librarys_gemm_of_unaligned_rows_to_take_long(n, k, measured_us):
     for dtype in (DType.BFLOAT16, DType.FLOAT16):
-        sequence = plans.make_sequential(Problem(4096, n, k, dtype, 2), hopper())
+        sequence = plans.templates.make_sequential(Problem(4096, n, k, dtype, 2), hopper())
         assert plans.predict(sequence, hopper()).gemm_us == pytest.approx(measured_us, rel=0.2)
 
 
@@ -266,7 +258,9 @@ def test_planner_expects_the_librarys_gemm_of_unaligned_rows_to_take_long(n, k, 
     ],
 )
 def test_planner_keeps_the_sequence_where_unaligned_chunks_lost(op, m, n, k) -> None:
-    chosen = plans.make_plan(Problem(m, n, k, DType.BFLOAT16, 2, op), hopper(windows=True))
+    chosen = plans.templates.make_plan(
+        Problem(m, n, k, DType.BFLOAT16, 2, op), hopper(windows=True)
+    )
     assert chosen.schedule == Schedule.SEQUENTIAL
 
 
@@ -276,9 +270,9 @@ def test_planner_makes_the_same_plan_from_the_same_facts(
     problem: Problem, machine: Machine
 ) -> None:
     twin = Problem(problem.m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op)
-    read = plans._parse_machine(repr(machine))  # as another rank receives it
-    assert plans.encode(plans.make_plan(twin, read)) == plans.encode(
-        plans.make_plan(problem, machine)
+    read = parse_machine(repr(machine))  # as another rank receives it
+    assert plans.files.encode(plans.templates.make_plan(twin, read)) == plans.files.encode(
+        plans.templates.make_plan(problem, machine)
     )
 
 
@@ -295,8 +289,8 @@ def test_planner_has_only_the_sequence_where_there_is_nothing_to_overlap(
     if op == Op.GEMM_ALLTOALL:
         changes = {"m": 0, **changes}
     problem = big(**changes, op=op)
-    assert plans.candidates(problem, machine) == [plans.make_sequential(problem, machine)]
-    plan = plans.make_plan(problem, machine)
+    assert plans.candidates(problem, machine) == [plans.templates.make_sequential(problem, machine)]
+    plan = plans.templates.make_plan(problem, machine)
     assert (plan.schedule, plan.kernel) == (Schedule.SEQUENTIAL, Kernel.LIBRARY)
 
 
@@ -305,7 +299,7 @@ def test_planner_has_only_the_sequence_where_there_is_nothing_to_overlap(
 @pytest.mark.parametrize("op", OPS)
 def test_planner_takes_the_sequence_on_an_unmeasured_machine(machine_of, changes, op) -> None:
     problem = problem_of(op, 8192, 8192, 7168, DType.BFLOAT16, 2)
-    assert plans.make_plan(problem, machine_of(**changes)).schedule == Schedule.SEQUENTIAL
+    assert plans.templates.make_plan(problem, machine_of(**changes)).schedule == Schedule.SEQUENTIAL
 
 
 FAST = [
@@ -323,7 +317,7 @@ FAST = [
 def test_planner_takes_the_sequence_for_few_rows(op, m, nk, world, machine) -> None:
     m *= world if op in PARTED else 1  # rows of a part
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world, op=op)
-    assert plans.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
+    assert plans.templates.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
 
 
 @pytest.mark.parametrize(("world", "machine"), FAST[1:], ids=str)
@@ -332,10 +326,12 @@ def test_planner_takes_the_sequence_for_few_rows(op, m, nk, world, machine) -> N
 )
 def test_planner_overlaps_training_shapes_on_a_fast_link(m, nk, world, machine) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world)
-    plan = plans.make_plan(problem, machine)
+    plan = plans.templates.make_plan(problem, machine)
     assert plan.schedule == Schedule.OVERLAPPED
     assert len(plan.chunks) >= 2
-    assert total(plan, machine) <= 0.95 * total(plans.make_sequential(problem, machine), machine)
+    assert total(plan, machine) <= 0.95 * total(
+        plans.templates.make_sequential(problem, machine), machine
+    )
 
 
 # As two H200s are measured.
@@ -349,7 +345,7 @@ TWO_H200 = {"windows": True, "link_latency_us": 9.3, "link_gbps": 262.7, "sm_gfl
 )
 def test_planner_overlaps_training_shapes_one_way(op, m, nk) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], op=op)
-    plan = plans.make_plan(problem, hopper(**TWO_H200))
+    plan = plans.templates.make_plan(problem, hopper(**TWO_H200))
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.resources.window
     chunks = (1, 4) if op == Op.ALLGATHER_GEMM else (6, 10)
@@ -392,7 +388,7 @@ def test_planner_takes_the_tiles_that_are_faster(
 ) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], op=op)
     peers = transport == "peers"
-    plan = plans.make_plan(problem, hopper(**TWO_H200, peer_gbps=365.0 if peers else 0.0))
+    plan = plans.templates.make_plan(problem, hopper(**TWO_H200, peer_gbps=365.0 if peers else 0.0))
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.kernel == (over_peers if peers else over_nccl)
 
@@ -414,7 +410,7 @@ def test_planner_takes_the_tiles_that_are_faster(
 )
 def test_planner_takes_large_tiles_where_they_fill_the_device(m, nk, large) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], op=Op.ALLGATHER_GEMM)
-    plan = plans.make_plan(problem, hopper(**TWO_H200, peer_gbps=365.0))
+    plan = plans.templates.make_plan(problem, hopper(**TWO_H200, peer_gbps=365.0))
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.kernel == (COOPERATIVE if large else PINGPONG)
 
@@ -441,12 +437,12 @@ def test_planner_takes_large_tiles_where_they_fill_the_device(m, nk, large) -> N
 def test_planner_spreads_stores_as_far_as_the_link_has_time(op, shape, kernel, least, most) -> None:
     problem = big(m=shape[0], n=shape[1], k=shape[2], op=op)
     rows = shape[0] // 2 // 128
-    plan = plans.row_panels(problem, [rows], kernel=kernel, transport="peer")
+    plan = plans.templates.row_panels(problem, [rows], kernel=kernel, transport="peer")
     machine = hopper(**TWO_H200, peer_gbps=365.0)
     assert least <= _plan_test.store_spread_us(plan, machine) <= most
     assert _plan_test.store_spread_us(plan, hopper(**TWO_H200, peer_gbps=0.0)) == 0.0
     with pytest.raises(ValueError, match="only rings and direct plans"):
-        _plan_test.store_spread_us(plans.make_sequential(problem, machine), machine)
+        _plan_test.store_spread_us(plans.templates.make_sequential(problem, machine), machine)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +461,7 @@ def test_planner_spreads_stores_as_far_as_the_link_has_time(op, shape, kernel, l
     ids=str,
 )
 def test_planner_cuts_short_calls_of_few_rows_into_four_chunks_at_most(m, nk, few) -> None:
-    plan = plans.make_plan(big(m=m, n=nk[0], k=nk[1]), hopper(**TWO_H200))
+    plan = plans.templates.make_plan(big(m=m, n=nk[0], k=nk[1]), hopper(**TWO_H200))
     assert plan.collective == Collective.EXCHANGE
     assert len(plan.chunks) >= 4
     assert (len(plan.chunks) == 4) == few
@@ -476,14 +472,14 @@ def test_planner_cuts_short_calls_of_few_rows_into_four_chunks_at_most(m, nk, fe
 def test_planner_leaves_few_sms_on_a_slow_link(m: int, latency: float) -> None:
     # Two H200s without peer access: exchanges in two lanes of two CTAs were the fastest.
     problem = big(m=m, k=32768)
-    plan = plans.make_plan(problem, slow(link_gbps=28.5, link_latency_us=latency))
+    plan = plans.templates.make_plan(problem, slow(link_gbps=28.5, link_latency_us=latency))
     assert plan.schedule == Schedule.OVERLAPPED
     assert plan.collective == Collective.EXCHANGE
     assert (plan.resources.comm_sms, plan.resources.lanes) == (4, 2)
     assert len(plan.chunks) >= 8
     # Four, whose link carries less: a second lane hides the start of each call.
     problem.world_size = 4
-    plan = plans.make_plan(problem, slow(link_gbps=18.0, link_latency_us=latency))
+    plan = plans.templates.make_plan(problem, slow(link_gbps=18.0, link_latency_us=latency))
     assert (plan.resources.comm_sms, plan.resources.lanes) == (8, 2)
     assert len(plan.chunks) == 16
 
@@ -523,7 +519,7 @@ def test_planner_takes_the_fastest_plan_on_a_slow_link(
     # The fastest plans on two H200s without peer access.
     m, n, k = shape
     machine = slow(link_gbps=27.1, link_latency_us=38.0, windows=True)
-    plan = plans.make_plan(big(m=m, n=n, k=k, op=op), machine)
+    plan = plans.templates.make_plan(big(m=m, n=n, k=k, op=op), machine)
     assert (plan.schedule == Schedule.SEQUENTIAL) == (chunks == 1)
     assert (plan.resources.lanes, len(plan.chunks)) == (lanes, chunks)
     assert plan.resources.comm_sms == lanes * ctas
@@ -541,18 +537,18 @@ def test_planner_scatters_between_more_ranks_in_two_lanes_at_most_on_a_slow_link
 @pytest.mark.parametrize(("k", "unhidden"), [(1024, 0), (7168, -1)])
 def test_planner_makes_the_chunk_small_that_nothing_hides(k: int, unhidden: int) -> None:
     # No communication runs before the first chunk is computed, no GEMM beside the last one's.
-    plan = plans.make_plan(big(k=k, world_size=4), hopper(windows=True))
+    plan = plans.templates.make_plan(big(k=k, world_size=4), hopper(windows=True))
     tiles = [chunk.tiles for chunk in plan.chunks]
     assert plan.schedule == Schedule.OVERLAPPED
     assert tiles[unhidden] <= sum(tiles) / 4
 
 
 def test_planner_overlaps_on_cpu() -> None:
-    plan = plans.make_plan(big(m=2048, n=2048, k=2048, dtype=DType.FLOAT32), cpu())
+    plan = plans.templates.make_plan(big(m=2048, n=2048, k=2048, dtype=DType.FLOAT32), cpu())
     assert plan.schedule == Schedule.OVERLAPPED
     assert 2 <= len(plan.chunks) <= 4
     for op in (Op.GEMM_ALLREDUCE, *PARTED):
-        small = plans.make_plan(big(m=64, n=64, k=64, dtype=DType.FLOAT32, op=op), cpu())
+        small = plans.templates.make_plan(big(m=64, n=64, k=64, dtype=DType.FLOAT32, op=op), cpu())
         assert small.schedule == Schedule.SEQUENTIAL
 
 
@@ -566,8 +562,8 @@ def test_planner_leaves_short_problems_on_cpu_in_one_piece(op: Op, world: int) -
     short = 0
     for m, n, k in itertools.product((64, 1500, 6000, 24000), (8, 64, 1000, 4000), (8, 64, 512)):
         problem = big(m=m * world, n=n, k=k, dtype=DType.FLOAT32, op=op, world_size=world)
-        sequence = plans.make_sequential(problem, cpu())
+        sequence = plans.templates.make_sequential(problem, cpu())
         if total(sequence, cpu()) < SHORT_ON_CPU_US:
             short += 1
-            assert plans.make_plan(problem, cpu()) == sequence, problem
+            assert plans.templates.make_plan(problem, cpu()) == sequence, problem
     assert short > 10

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import machine_table
 from machines import ada, big, hopper, slow, total
 from overlap_torch import plan
-from overlap_torch.plan import Kernel, Machine, Op, Problem, Schedule, Transport
+from overlap_torch.plan import Machine, Problem
+from overlap_torch.plan.types import Kernel, Op, Schedule, Transport
 from tests._plan_test import make_plan_between
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
@@ -39,10 +40,10 @@ def test_planner_has_no_seams_between_links(make, op, world):
         before = None
         for i in range(math.ceil(math.log(600 / 12, step))):
             machine = make(link_gbps=12 * step**i, link_latency_us=20.0)
-            sequence = total(plan.make_sequential(problem, machine), machine)
+            sequence = total(plan.templates.make_sequential(problem, machine), machine)
             best = best_us(problem, machine)
             # The planner asks for up to a tenth, and 12 us, before it leaves the sequence.
-            chosen = total(plan.make_plan(problem, machine), machine)
+            chosen = total(plan.templates.make_plan(problem, machine), machine)
             assert best <= chosen <= sequence
             now = (sequence, best, chosen)
             if before is not None:
@@ -63,7 +64,7 @@ def test_planner_weighs_on_measured_machines_what_it_did():
                 usual = plan.candidates(problem, machine)
                 more = plan.candidates(problem, machine, all=True)
                 assert more[0] == usual[0] and all(one in more for one in usual)
-                assert plan.make_plan(problem, machine) in usual
+                assert plan.templates.make_plan(problem, machine) in usual
                 for one in more:
                     plan.validate(one)
 
@@ -76,7 +77,7 @@ def test_planner_has_reduce_scatters_of_few_rows_over_pcie(world, m):
         found = [one for one in plan.candidates(problem, machine) if len(one.chunks) > 1]
         assert found
         assert {one.kernel for one in found} == {Kernel.SM80}
-        sequence = plan.make_sequential(problem, machine)
+        sequence = plan.templates.make_sequential(problem, machine)
         assert min(total(one, machine) for one in found) < total(sequence, machine)
 
 
@@ -84,8 +85,8 @@ def test_planner_has_all_reduces_of_one_tile_row_beyond_two_ranks():
     problem = big(m=128, world_size=4)
     machine = ampere(link_gbps=12.0, link_latency_us=30.0)
     found = [one for one in plan.candidates(problem, machine) if len(one.chunks) > 1]
-    assert found and all(one.layout == plan.Layout.PACKED for one in found)
-    assert all(one.collective == plan.Collective.ALL_REDUCE for one in found)
+    assert found and all(one.layout == plan.types.Layout.PACKED for one in found)
+    assert all(one.collective == plan.types.Collective.ALL_REDUCE for one in found)
 
 
 @pytest.mark.parametrize("name", ["A100 NVLink x4", "L40S PCIe4 x2", "B200 NVLink x2"])
@@ -127,7 +128,7 @@ def test_planner_between_two_m_comes_close_to_the_whole(name, op, m, sizes, wind
     if op != Op.GEMM_ALLREDUCE:
         m = -(-m // world) * world
     problem = Problem(m, *sizes, "bfloat16", world, op)
-    taken, whole = make_plan_between(problem, machine), plan.make_plan(problem, machine)
+    taken, whole = make_plan_between(problem, machine), plan.templates.make_plan(problem, machine)
     plan.validate(taken)
     assert total(taken, machine) <= 1.1 * total(whole, machine) + 15.0
 
@@ -142,7 +143,7 @@ def test_planner_weighs_all_at_some_m(name, op):
     ):
         m = -(-m // world) * world if op != Op.GEMM_ALLREDUCE else m
         problem = Problem(m, 8192, 3584, "bfloat16", world, op)
-        assert make_plan_between(problem, machine) == plan.make_plan(problem, machine)
+        assert make_plan_between(problem, machine) == plan.templates.make_plan(problem, machine)
 
 
 def test_planner_between_two_m_loses_little_on_the_whole():
@@ -160,6 +161,9 @@ def test_planner_between_two_m_loses_little_on_the_whole():
             for m in range(300, 16_000, 653):
                 m = -(-m // world) * world if op != Op.GEMM_ALLREDUCE else m
                 problem = Problem(m, 8192, 3584, "bfloat16", world, op)
-                taken, whole = make_plan_between(problem, machine), plan.make_plan(problem, machine)
+                taken, whole = (
+                    make_plan_between(problem, machine),
+                    plan.templates.make_plan(problem, machine),
+                )
                 losses.append(math.log(total(taken, machine) / total(whole, machine)))
             assert sum(losses) / len(losses) < 0.01, (name, op)

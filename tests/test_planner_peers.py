@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 
 from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import plan as plans
-from overlap_torch.plan import (
-    Collective,
-    DType,
-    Kernel,
-    Machine,
-    Op,
-    Plan,
-    Problem,
-    Schedule,
-    Transport,
-)
+from overlap_torch.plan import Machine, Plan, Problem
+from overlap_torch.plan._library import parse_machine
+from overlap_torch.plan.types import Collective, DType, Kernel, Op, Schedule, Transport
 from tests import _plan_test
 
 COLLECTIVES = {
@@ -61,7 +53,7 @@ def in_phases(plan: Plan) -> bool:
 @pytest.mark.parametrize(("op", "world", "m", "nk"), TRAIN, ids=str)
 def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world, op=op)
-    plan = plans.make_plan(problem, fast())
+    plan = plans.templates.make_plan(problem, fast())
     plan.validate()
     assert over_peers(plan)
     assert plan.schedule == Schedule.OVERLAPPED
@@ -69,7 +61,10 @@ def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -
     cool = op == Op.ALLGATHER_GEMM and short and nk[1] > 2048
     assert plan.kernel == (Kernel.SM90_COOPERATIVE if cool else Kernel.SM90_PINGPONG_WIDE)
     assert plan.collective == COLLECTIVES[op] or in_one_step(plan)
-    assert total(plan, fast()) < 0.97 * total(plans.make_sequential(problem, fast()), fast()) - 8
+    assert (
+        total(plan, fast())
+        < 0.97 * total(plans.templates.make_sequential(problem, fast()), fast()) - 8
+    )
     if op == Op.GEMM_REDUCESCATTER or in_one_step(plan):
         assert len(plan.chunks) == 1
     # SMs are left to what waits beside the GEMM: for rows that arrive, and for chunks of a reduction.
@@ -97,16 +92,16 @@ def test_planner_tries_phases_with_a_fast_link_between_peers_only(op: Op) -> Non
     for problem, machine, tries in cases:
         found = plans.candidates(problem, machine)
         assert any(in_phases(plan) for plan in found) == tries, (problem, machine)
-        assert in_phases(plans.make_plan(problem, machine)) <= tries
+        assert in_phases(plans.templates.make_plan(problem, machine)) <= tries
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_planner_takes_phases_for_rows_that_are_no_equal_parts(world: int) -> None:
     # Parts of 16 tile rows, as those of 2048 rows have.
-    equal = plans.make_plan(big(m=2048 * world, world_size=world), fast())
+    equal = plans.templates.make_plan(big(m=2048 * world, world_size=world), fast())
     assert in_phases(equal)
     for m in (2048 * world - 1, 2047 * world + 1, 1999 * world + 1):
-        plan = plans.make_plan(big(m=m, world_size=world), fast())
+        plan = plans.templates.make_plan(big(m=m, world_size=world), fast())
         plan.validate()
         assert in_phases(plan)
         assert (plan.kernel, plan.chunks, plan.bands) == (equal.kernel, equal.chunks, equal.bands)
@@ -129,7 +124,7 @@ def test_planner_takes_no_ring_with_more_tiles_than_flags(op: Op) -> None:
         found = plans.candidates(problem, fast())
         assert any(over_peers(plan) for plan in found) == tries
         if op != Op.ALLGATHER_GEMM:
-            assert over_peers(plans.make_plan(problem, fast())) == tries
+            assert over_peers(plans.templates.make_plan(problem, fast())) == tries
         # NCCL overlaps what peers do not.
         assert tries or {plan.schedule for plan in found[1:]} == {Schedule.OVERLAPPED}
 
@@ -159,7 +154,7 @@ def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: i
     problem = big(m=0, op=Op.GEMM_ALLTOALL, world_size=world, **changes)
     for windows in (False, True):
         machine = fast(windows=windows)
-        plan = plans.make_plan(problem, machine)
+        plan = plans.templates.make_plan(problem, machine)
         plan.validate()
         assert plans.candidates(problem, machine)[1:] == [plan]
         assert over_peers(plan)
@@ -181,7 +176,7 @@ def test_planner_takes_peers_for_an_all_to_all(changes, kernel: Kernel, world: i
 def test_planner_leaves_float64_on_gpus_to_the_composition(op, machine: Machine) -> None:
     problem = big(m=0 if op == Op.GEMM_ALLTOALL else 8192, op=op, dtype=DType.FLOAT64)
     assert [one.schedule for one in plans.candidates(problem, machine)] == [Schedule.SEQUENTIAL]
-    assert plans.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
+    assert plans.templates.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
 
 
 @pytest.mark.parametrize(
@@ -200,7 +195,7 @@ def test_planner_leaves_float64_on_gpus_to_the_composition(op, machine: Machine)
     ids=str,
 )
 def test_planner_leaves_other_all_to_alls_to_nccl(changes, machine: Machine, ctas: int) -> None:
-    plan = plans.make_plan(big(m=0, op=Op.GEMM_ALLTOALL, **changes), machine)
+    plan = plans.templates.make_plan(big(m=0, op=Op.GEMM_ALLTOALL, **changes), machine)
     plan.validate()
     assert [chunk.transport for chunk in plan.chunks] == [Transport.NCCL]
     assert (plan.schedule, plan.collective) == (Schedule.OVERLAPPED, Collective.ALL_TO_ALL)
@@ -212,11 +207,11 @@ def stores(
     rank: int,
     send_rows: list[int],
     kernel: Kernel = Kernel.SM90_PINGPONG,
-    resources: plans.Resources | None = None,
+    resources: plans.types.Resources | None = None,
     **changes: object,
 ) -> bool:
     problem = big(m=0, op=Op.GEMM_ALLTOALL, world_size=len(send_rows), **changes)
-    plan = plans.make_all_to_all(problem, kernel, resources, 0, Transport.PEER)
+    plan = plans.templates.make_all_to_all(problem, kernel, resources, 0, Transport.PEER)
     return _plan_test.stores_messages(plan, machine, rank, send_rows)
 
 
@@ -264,7 +259,7 @@ def test_all_to_all_stores_many_rows_where_they_go(k, send_rows, expected) -> No
 def test_all_to_all_of_two_ranks_is_in_one_launch_where_that_was_faster(
     n, k, send_rows, expected
 ) -> None:
-    once = plans.Resources(one_launch=True)
+    once = plans.types.Resources(one_launch=True)
     for rank in range(2):
         kernel = Kernel.SM90_PINGPONG_WIDE
         assert stores(fast(), rank, send_rows, kernel, once, n=n, k=k) == expected
@@ -282,20 +277,20 @@ def test_all_to_all_stores_what_a_slow_sender_would_add() -> None:
 
 def test_all_to_all_stores_are_for_its_plans_over_peers() -> None:
     exchange = big(m=0, op=Op.GEMM_ALLTOALL)
-    made = (exchange, Kernel.SM90_PINGPONG, plans.Resources(), 0)
-    over_nccl = plans.make_all_to_all(*made)
-    reduction = plans.at_once(big(m=64))
+    made = (exchange, Kernel.SM90_PINGPONG, plans.types.Resources(), 0)
+    over_nccl = plans.templates.make_all_to_all(*made)
+    reduction = plans.templates.at_once(big(m=64))
     for plan in (over_nccl, reduction):
         with pytest.raises(ValueError, match="stores_messages is for plans of gemm_alltoall over"):
             _plan_test.stores_messages(plan, fast(), 0, [1, 1])
-    plan = plans.make_all_to_all(*made, Transport.PEER)
+    plan = plans.templates.make_all_to_all(*made, Transport.PEER)
     for rank, rows in ((2, [1, 1]), (-1, [1, 1]), (0, [1]), (0, [1, 1, 1])):
         with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
             _plan_test.stores_messages(plan, fast(), rank, rows)
 
 
 def rows_beside(rank: int, send_rows: list[int], receive_rows: list[int], sms: int = 108) -> int:
-    plan = plans.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
+    plan = plans.templates.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
     machine = hopper(windows=True)
     counts = (send_rows, receive_rows)
     return _plan_test.rows_beside_exchange(plan, machine, rank, *counts, sms)
@@ -346,7 +341,7 @@ def test_rows_behind_an_exchange_save_rounds_or_there_are_none() -> None:
 def test_all_to_all_of_two_ranks_computes_apart_where_that_was_faster(shape, apart) -> None:
     m, n, k = shape
     problem = big(m=0, n=n, k=k, op=Op.GEMM_ALLTOALL)
-    plan = plans.make_all_to_all(problem, Kernel.SM90_PINGPONG)
+    plan = plans.templates.make_all_to_all(problem, Kernel.SM90_PINGPONG)
     machine = hopper(windows=True)
     halves = [m // 2, m - m // 2]
     for rank in (0, 1):
@@ -355,7 +350,9 @@ def test_all_to_all_of_two_ranks_computes_apart_where_that_was_faster(shape, apa
 
 def test_all_to_all_of_two_ranks_computes_apart_what_a_slow_link_takes_longer_for() -> None:
     # An exchange that takes as long beside a GEMM as alone, and longer than launches of half-empty rounds.
-    plan = plans.make_all_to_all(big(m=0, n=4096, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
+    plan = plans.templates.make_all_to_all(
+        big(m=0, n=4096, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG
+    )
     for machine, apart in ((hopper(windows=True), False), (slow(), True)):
         assert _plan_test.computes_apart(plan, machine, 0, [768] * 2, [768] * 2, 108) == apart
 
@@ -363,15 +360,15 @@ def test_all_to_all_of_two_ranks_computes_apart_what_a_slow_link_takes_longer_fo
 @pytest.mark.parametrize("asked", ["rows_beside_exchange", "computes_apart"])
 def test_what_two_ranks_compute_beside_an_exchange_is_asked_of_plans_over_nccl(asked: str) -> None:
     ask = getattr(_plan_test, asked)
-    made = (Kernel.SM90_PINGPONG, plans.Resources(), 0)
+    made = (Kernel.SM90_PINGPONG, plans.types.Resources(), 0)
     for problem, transport in (
         (big(m=0, op=Op.GEMM_ALLTOALL), Transport.PEER),
         (big(m=0, op=Op.GEMM_ALLTOALL, world_size=4), Transport.NCCL),
     ):
-        plan = plans.make_all_to_all(problem, *made, transport)
+        plan = plans.templates.make_all_to_all(problem, *made, transport)
         with pytest.raises(ValueError, match=f"{asked} is for plans of gemm_alltoall"):
             ask(plan, fast(), 0, [1, 1], [1, 1], 108)
-    plan = plans.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
+    plan = plans.templates.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
     for rank, rows in ((2, [1, 1]), (0, [1])):
         with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
             ask(plan, fast(), rank, rows, rows, 108)
@@ -405,14 +402,14 @@ def test_planner_candidates_over_peers_are_valid_and_distinct(
     for plan in found:
         plan.validate()
         assert plan.problem == problem
-        assert plans.decode(plans.encode(plan)) == plan
+        assert plans.files.decode(plans.files.encode(plan)) == plan
         if over_peers(plan):
             assert plan.collective == COLLECTIVES[op] or in_one_step(plan)
             assert (plan.resources.lanes, plan.resources.window) == (1, False)
-    assert len({tuple(plans.encode(plan)) for plan in found}) == len(found)
-    chosen = plans.make_plan(problem, machine)
+    assert len({tuple(plans.files.encode(plan)) for plan in found}) == len(found)
+    chosen = plans.templates.make_plan(problem, machine)
     assert chosen in found
-    assert plans.make_plan(problem, plans._parse_machine(repr(machine))) == chosen
+    assert plans.templates.make_plan(problem, parse_machine(repr(machine))) == chosen
     if over_peers(chosen):
         overlapped = chosen.schedule == Schedule.OVERLAPPED
         share, margin_us = (0.97, 8.0) if overlapped else (1.0, 0.0)
@@ -444,7 +441,7 @@ def test_predict_over_peers_is_finite_and_falls_with_the_rate(
 ) -> None:
     problem = Problem(rows * world, n, k, DType.BFLOAT16, world, op)
     chunks = min(chunks, -(-rows // 256)) if op == Op.ALLGATHER_GEMM else 1
-    plan = plans.row_panels(problem, chunks, kernel="sm90_pingpong", transport="peer")
+    plan = plans.templates.row_panels(problem, chunks, kernel="sm90_pingpong", transport="peer")
     slower_link, faster_link = fast(peer_gbps=gbps), fast(peer_gbps=gbps * faster)
     prediction = plans.predict(plan, slower_link)
     times = (prediction.gemm_us, prediction.communication_us, prediction.total_us)
@@ -456,7 +453,7 @@ def test_predict_over_peers_is_finite_and_falls_with_the_rate(
     for change in ({"k": 2 * k}, {"n": 2 * n}):
         fields = {"m": problem.m, "n": n, "k": k, **change}
         more = Problem(**fields, dtype=DType.BFLOAT16, world_size=world, op=op)
-        larger = plans.row_panels(more, chunks, kernel="sm90_pingpong", transport="peer")
+        larger = plans.templates.row_panels(more, chunks, kernel="sm90_pingpong", transport="peer")
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
 
 
@@ -467,7 +464,7 @@ def test_predict_of_a_ring_whose_last_part_is_shorter_is_that_of_whole_parts(
 ) -> None:
     def ring(m: int) -> Plan:
         problem = Problem(m, n, k, DType.BFLOAT16, world)
-        return plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+        return plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
 
     short_by = min(short_by, world - 1, part - 1)
     # All ranks take as many tiles, and some send whole parts.
@@ -479,7 +476,7 @@ def test_predict_of_a_ring_whose_last_part_is_shorter_is_that_of_whole_parts(
 def test_predict_of_a_ring_costs_nothing_between_phases(world: int) -> None:
     def beyond_the_gemm(m: int, world: int) -> float:
         problem = big(m=m, world_size=world, op=Op.GEMM_REDUCESCATTER)
-        plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+        plan = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
         prediction = plans.predict(plan, fast(peer_gbps=1e9))
         return prediction.total_us - prediction.gemm_us
 
@@ -490,7 +487,7 @@ def test_predict_of_a_ring_costs_nothing_between_phases(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_predict_of_a_ring_waits_for_a_slow_link_in_all_phases_but_the_last(world: int) -> None:
     problem = big(world_size=world, op=Op.GEMM_REDUCESCATTER)
-    plan = plans.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
+    plan = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
     sent_us = bytes_sent(plan) / 1e3  # at 1 GB/s
     halves = [total(plan, fast(peer_gbps=gbps)) for gbps in (1.0, 2.0)]
     assert halves[0] - halves[1] == pytest.approx(sent_us / 2)
@@ -512,19 +509,23 @@ DECODE_NK = [(4096, 3584), (8192, 2048), (8192, 7168)]
 def test_planner_reduces_few_rows_in_one_step(m: int, nk, world: int, windows: bool) -> None:
     for dtype in (DType.BFLOAT16, DType.FLOAT16):
         problem = big(m=m, n=nk[0], k=nk[1], world_size=world, dtype=dtype)
-        plan = plans.make_plan(problem, fast(windows=windows))
+        plan = plans.templates.make_plan(problem, fast(windows=windows))
         plan.validate()
         assert over_peers(plan)
         assert (plan.collective, plan.schedule) == (Collective.DIRECT, Schedule.SEQUENTIAL)
         assert (plan.kernel, len(plan.chunks)) == (Kernel.LIBRARY, 1)
-        assert not over_peers(plans.make_plan(problem, fast(windows=windows, peer_gbps=0.0)))
+        assert not over_peers(
+            plans.templates.make_plan(problem, fast(windows=windows, peer_gbps=0.0))
+        )
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("op", [Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
 def test_planner_moves_parts_of_few_rows_in_one_step(op: Op, world: int) -> None:
     for rows, (n, k) in itertools.product([1, 17], DECODE_NK):
-        plan = plans.make_plan(big(m=rows * world, n=n, k=k, world_size=world, op=op), fast())
+        plan = plans.templates.make_plan(
+            big(m=rows * world, n=n, k=k, world_size=world, op=op), fast()
+        )
         # NCCL moves the smallest ones in as little time.
         moved = rows * world * 2 * (k if op == Op.ALLGATHER_GEMM else n)
         assert in_one_step(plan) == (moved >= 1 << 17)
@@ -594,7 +595,7 @@ def test_planner_tries_one_step_only_where_it_is_allowed(
     for plan in found:
         plan.validate()
         assert plan.collective == (Collective.ALL_GATHER if gathers else Collective.DIRECT)
-        assert plans.decode(plans.encode(plan)) == plan
+        assert plans.files.decode(plans.files.encode(plan)) == plan
 
 
 @every_op
@@ -609,7 +610,7 @@ def test_planner_tries_one_step_up_to_a_size(op: Op) -> None:
 @given(problems, st.floats(0.0, 99.9), st.booleans())
 def test_planner_takes_no_peers_over_a_slow_link_between_them(problem, gbps, windows) -> None:
     machine = fast(windows=windows, peer_gbps=gbps)
-    for plan in (*plans.candidates(problem, machine), plans.make_plan(problem, machine)):
+    for plan in (*plans.candidates(problem, machine), plans.templates.make_plan(problem, machine)):
         assert not over_peers(plan)
 
 
@@ -619,7 +620,7 @@ def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
     problem, by_kernel, gbps, faster
 ) -> None:
     kernel = Kernel.SM90_PINGPONG if by_kernel else Kernel.LIBRARY
-    plan = plans.at_once(problem, kernel=kernel)
+    plan = plans.templates.at_once(problem, kernel=kernel)
     slower_link, faster_link = fast(peer_gbps=gbps), fast(peer_gbps=gbps * faster)
     prediction = plans.predict(plan, slower_link)
     times = (prediction.gemm_us, prediction.communication_us, prediction.total_us)
@@ -635,7 +636,7 @@ def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
             problem.m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op
         )
         setattr(more, field, 2 * getattr(problem, field))
-        larger = plans.at_once(more, kernel=kernel)
+        larger = plans.templates.at_once(more, kernel=kernel)
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
 
 
@@ -646,6 +647,6 @@ def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
 def test_machine_is_read_as_it_is_printed(gbps: float) -> None:
     machine = fast(peer_gbps=gbps, link_gbps=0.1 + 0.2)
     assert f"peer_gbps={gbps:g}" in repr(machine) or gbps not in (0.0, 351.25)
-    read = plans._parse_machine(repr(machine))
+    read = parse_machine(repr(machine))
     assert repr(read) == repr(machine)
     assert (read.peer_gbps, read.link_gbps, read.windows) == (gbps, 0.1 + 0.2, True)

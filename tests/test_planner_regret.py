@@ -24,12 +24,15 @@ def regrets() -> dict[str, float]:
     times = defaultdict(dict)
     for row in rows:
         if row["what"] == "plan":
-            measured = plan.from_dict(row["plan"])
-            times[str(measured.problem)][plan.to_json(measured)] = (row["us"], measured.problem)
+            measured = plan.files.from_dict(row["plan"])
+            times[str(measured.problem)][plan.files.to_json(measured)] = (
+                row["us"],
+                measured.problem,
+            )
     found = {}
     for name, plans in times.items():
         problem = next(iter(plans.values()))[1]
-        taken = plan.to_json(make_plan(problem, machine))
+        taken = plan.files.to_json(make_plan(problem, machine))
         assert taken in plans, f"{name}: the plan taken was never measured: {taken}"
         found[name] = plans[taken][0] / min(us for us, _ in plans.values())
     return found
@@ -53,6 +56,6 @@ def test_planner_weighs_the_sequence_first_and_takes_a_candidate(name):
             if i % 7:
                 continue
             candidates = plan.candidates(problem, machine)
-            if problem.op != plan.Op.GEMM_ALLTOALL:
-                assert candidates[0] == plan.make_sequential(problem, machine), family
+            if problem.op != plan.types.Op.GEMM_ALLTOALL:
+                assert candidates[0] == plan.templates.make_sequential(problem, machine), family
             assert make_plan(problem, machine) in candidates, (family, problem)

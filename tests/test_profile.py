@@ -18,7 +18,8 @@ import rank_pool
 from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import plan
 from overlap_torch._tools import doctor as _doctor
-from overlap_torch.plan import Machine, Op, Profile
+from overlap_torch.plan import Machine, Profile
+from overlap_torch.plan.types import Op
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "overlap_torch/profiles/h200.json"
@@ -58,7 +59,7 @@ def test_profile_of_a_part_takes_the_rest_from_the_shipped_one():
     assert len(profile.missing) == len(Profile.fields()) - 2
     # The GEMM of the shipped profile starts in 3 us: the sequence takes 5 more, whatever follows.
     for machine in (hopper(), slow(), ada()):
-        sequence = plan.make_sequential(big(), machine)
+        sequence = plan.templates.make_sequential(big(), machine)
         before = total(sequence, machine)
         machine.profile = profile
         assert total(sequence, machine) == pytest.approx(before + 5.0, rel=1e-12)
@@ -70,8 +71,11 @@ def test_profile_changes_what_is_weighed_and_taken():
     assert [len(one.chunks) for one in candidates] == [3]
     assert (candidates[0].chunks[0].max_ctas, candidates[0].resources.lanes) == (2, 1)
     never = own(needed_gain={"usual": {"share": 0.0}})
-    assert plan.make_plan(big(), hopper()).schedule == plan.Schedule.OVERLAPPED
-    assert plan.make_plan(big(), hopper(profile=never)).schedule == plan.Schedule.SEQUENTIAL
+    assert plan.templates.make_plan(big(), hopper()).schedule == plan.types.Schedule.OVERLAPPED
+    assert (
+        plan.templates.make_plan(big(), hopper(profile=never)).schedule
+        == plan.types.Schedule.SEQUENTIAL
+    )
 
 
 def test_profile_goes_with_its_machine():
@@ -186,7 +190,7 @@ def test_profile_perturbed_gives_valid_plans_and_the_best_of_them(seed):
                 for one, us in zip(candidates, times, strict=True):
                     plan.validate(one)
                     assert math.isfinite(us) and us > 0.0, one
-                chosen = plan.make_plan(problem, machine)
+                chosen = plan.templates.make_plan(problem, machine)
                 assert chosen in candidates
                 assert total(chosen, machine) <= times[0]
 

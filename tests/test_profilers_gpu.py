@@ -16,7 +16,9 @@ import overlap_torch
 import rank_pool
 from checks import Failures
 from operands import rank_device
-from overlap_torch.plan import DType, Op, Problem, row_panels, use_plan
+from overlap_torch.plan import Problem, use_plan
+from overlap_torch.plan.templates import row_panels
+from overlap_torch.plan.types import DType, Op
 
 M, N, K, CHUNKS = 1024, 512, 256, 2
 

@@ -18,22 +18,9 @@ from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import (
-    Editor,
-    Machine,
-    Memory,
-    Op,
-    Plan,
-    Problem,
-    Program,
-    Rectangle,
-    Region,
-    Transfer,
-    Way,
-    edit,
-    use_plan,
-    validate,
-)
+from overlap_torch.plan import Machine, Plan, Problem, use_plan, validate
+from overlap_torch.plan.programs import Editor, Program, Rectangle, Region, Transfer, edit
+from overlap_torch.plan.types import Memory, Op, Way
 from programs import (
     EVEN,
     FEW,
@@ -103,7 +90,7 @@ def test_programs_serve_gradients(ranks):
 
 def run_program(text: str, op: str) -> tuple[int, list[str]]:
     failures = Failures()
-    with use_plan(plan_module.from_json(text)):
+    with use_plan(plan_module.files.from_json(text)):
         check_call(failures, EVEN, seed=3, op=op)
     return failures.result()
 
@@ -146,7 +133,7 @@ def draw(ranks, kind: str, op: str, seeds: range) -> int:
             assert str(error)
             refused += 1
             continue
-        ranks.expect_no_failures(run_program, plan_module.to_json(plan), op)
+        ranks.expect_no_failures(run_program, plan_module.files.to_json(plan), op)
     return refused
 
 
@@ -179,8 +166,8 @@ def test_programs_drawn_at_random_on_many_ranks(ranks, op, kind, count, fewest, 
 def test_templates_are_there_by_name(name):
     problem = Problem(64, 32, 24, "float32", 4)
     hosts = [2] if name == "hierarchical" else []
-    assert name in plan_module.__all__
-    made = getattr(plan_module, name)(problem, *hosts, transport="gloo", tile=TILE)
+    assert name in plan_module.programs.__all__
+    made = getattr(plan_module.programs, name)(problem, *hosts, transport="gloo", tile=TILE)
     validate(made)
     assert made.program.transfers
 
@@ -190,7 +177,7 @@ def tune_with_a_program() -> tuple[int, list[str]]:
     world = dist.get_world_size()
     case = EVEN
     problem = OPS["gemm_allreduce"].problem(case, world)
-    ring = plan_module.ring(problem, 2, transport="gloo", tile=TILE)
+    ring = plan_module.programs.ring(problem, 2, transport="gloo", tile=TILE)
     tuned = overlap_torch.tune(
         [problem], most=1, repeats=2, cache=False, plans=[ring], device="cpu"
     )
@@ -322,21 +309,21 @@ REFUSED = {
     "left out": (hand(needs_all, range(1, 3)), "rank .*in place of 0 1 2 3"),
     "twice": (hand(needs_all, range(1, 5)), "rank .*a second time"),
     "lanes": (
-        lambda: validate(with_field(resources=plan_module.Resources(lanes=2))),
+        lambda: validate(with_field(resources=plan_module.types.Resources(lanes=2))),
         "program and 2 lanes, allowed is 1",
     ),
     "many": (lambda: validate(with_program(0, 43)), "1032 transfers, allowed are 1 to 1024"),
     "scratch": (lambda: validate(with_program(2**50, 1)), "scratch_rows = .*allowed are 0 to"),
     "ranks": (
-        lambda: plan_module.ring(Problem(90, 8, 8, "float32", 9), transport="gloo"),
+        lambda: plan_module.programs.ring(Problem(90, 8, 8, "float32", 9), transport="gloo"),
         "9 ranks, allowed are 2 to 8",
     ),
     "hosts": (
-        lambda: plan_module.hierarchical(PROBLEM, 3, transport="gloo"),
+        lambda: plan_module.programs.hierarchical(PROBLEM, 3, transport="gloo"),
         "ranks_per_host is 3, allowed are divisors of the 4",
     ),
     "a ring of messages": (
-        lambda: plan_module.ring(Problem(0, 8, 8, "float32", 2, "gemm_alltoall")),
+        lambda: plan_module.programs.ring(Problem(0, 8, 8, "float32", 2, "gemm_alltoall")),
         "take one_shot or hierarchical",
     ),
     "copies over nccl": (
@@ -438,32 +425,32 @@ def test_programs_are_saved_compared_and_copied(tmp_path):
     problem = OPS["gemm_allreduce"].problem(RAGGED, 4)
     for name, make in templates(problem):
         plan = make(problem, 2, **how_to_edit(problem))
-        plan_module.save(plan, tmp_path / "plan.json")
-        again = plan_module.load(tmp_path / "plan.json")
+        plan_module.files.save(plan, tmp_path / "plan.json")
+        again = plan_module.files.load(tmp_path / "plan.json")
         assert again == plan, name
-        assert plan_module.decode(plan_module.encode(plan)) == plan
+        assert plan_module.files.decode(plan_module.files.encode(plan)) == plan
         assert pickle.loads(pickle.dumps(plan)) == plan
         assert hash(plan.program.transfers[0]) == hash(again.program.transfers[0])
         again.program = Program(again.program.scratch_rows, again.program.transfers[1:])
         assert again != plan
-    data = plan_module.to_dict(plan)
+    data = plan_module.files.to_dict(plan)
     assert data["program"]["version"] == 1
     data["program"]["version"] = 2
     with pytest.raises(ValueError, match="program has version 2, this release reads 1"):
-        plan_module.from_dict(data)
+        plan_module.files.from_dict(data)
 
 
 def test_plans_without_a_program_are_saved_as_before_and_described_by_the_schema():
-    plain = plan_module.row_panels(
+    plain = plan_module.templates.row_panels(
         Problem(64, 32, 24, "float32", 2), 2, transport="gloo", tile=TILE
     )
-    data = plan_module.to_dict(plain)
+    data = plan_module.files.to_dict(plain)
     assert "program" not in data
-    assert plan_module.from_dict(data) == plain
-    schema = plan_module.schema()
+    assert plan_module.files.from_dict(data) == plain
+    schema = plan_module.files.schema()
     assert schema["$schema"].startswith("https://json-schema.org/")
     assert set(schema["required"]) == set(data)
-    with_program = plan_module.to_dict(ring_by_hand(needs_all))
+    with_program = plan_module.files.to_dict(ring_by_hand(needs_all))
     assert set(schema["properties"]) == set(with_program)
     transfer = schema["properties"]["program"]["properties"]["transfers"]["items"]
     assert set(transfer["required"]) == set(with_program["program"]["transfers"][0])

@@ -23,17 +23,9 @@ from ops import OPS
 from overlap_torch import _plan
 from overlap_torch import plan as plan_module
 from overlap_torch._kernels import job as _kernels
-from overlap_torch.plan import (
-    Editor,
-    Kernel,
-    Plan,
-    Problem,
-    Way,
-    from_msccl,
-    from_mscclpp,
-    use_plan,
-    validate,
-)
+from overlap_torch.plan import Plan, Problem, use_plan, validate
+from overlap_torch.plan.programs import Editor, from_msccl, from_mscclpp
+from overlap_torch.plan.types import Kernel, Way
 from peer_races import Runner, race
 from peers import has_bias, skip_unless_it_runs
 from plan_files import FILES, text_of
@@ -174,13 +166,13 @@ def test_nccl_moves_what_its_transfers_name():
 
 @every_op
 def test_hosts_over_peers_talk_by_copy_engine_within_and_by_nccl_across(op):
-    plan = plan_module.hierarchical(problem_of(op, 4), 2, **how(op))
+    plan = plan_module.programs.hierarchical(problem_of(op, 4), 2, **how(op))
     between = [one for one in plan.program.transfers if one.way != Way.COPY]
     assert len(between) >= 12
     for one in between:
         same_host = one.source.rank // 2 == one.destination.rank // 2
         assert one.by.name == ("COPY_ENGINE" if same_host else "NCCL")
-    one_host = plan_module.hierarchical(problem_of(op, 4), 4, **how(op))
+    one_host = plan_module.programs.hierarchical(problem_of(op, 4), 4, **how(op))
     assert {one.by.name for one in one_host.program.transfers} == {"ANY"}
 
 
@@ -242,7 +234,7 @@ def test_statements_of_any_kind_over_peers_are_refused_or_proved(op):
         except ValueError as error:
             assert str(error)
             continue
-        assert plan_module.decode(plan_module.encode(plan)) == plan
+        assert plan_module.files.decode(plan_module.files.encode(plan)) == plan
         taken += 1
     assert 10 <= taken < 30  # every third one has nothing added
 
@@ -263,7 +255,9 @@ def test_price_over_peers_grows_with_what_is_sent_and_waited_for(engines):
         return plan.explain(PEERS).expected.total_us
 
     def two_ranks(rows: int) -> Plan:
-        plan = plan_module.ring(problem_of("gemm_allreduce", 2, rows=rows), **how("gemm_allreduce"))
+        plan = plan_module.programs.ring(
+            problem_of("gemm_allreduce", 2, rows=rows), **how("gemm_allreduce")
+        )
         return by_engines(plan, ENGINES[engines])
 
     few, many = us(two_ranks(256)), us(two_ranks(4096))

@@ -20,7 +20,7 @@ from operands import (
 )
 from ops import expected_output
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel
+from overlap_torch.plan.types import Kernel
 from plans import chunked_plan
 
 ROUNDS = 12

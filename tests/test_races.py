@@ -17,7 +17,7 @@ from checks import Failures
 from operands import Case, poison, rank_device, world_name
 from ops import OPS, Arguments, tensors_of
 from overlap_torch import plan as plan_module
-from overlap_torch.plan import Kernel
+from overlap_torch.plan.types import Kernel
 from peer_races import come_late
 from plans import GPU_KERNELS, chunked_plan
 

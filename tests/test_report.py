@@ -29,7 +29,9 @@ from overlap_torch.parallel import (
     OverlapPrepareModuleInput,
     OverlapRowwiseParallel,
 )
-from overlap_torch.plan import Op, Problem, candidates, make_plan, make_sequential, predict
+from overlap_torch.plan import Problem, candidates, predict
+from overlap_torch.plan.templates import make_plan, make_sequential
+from overlap_torch.plan.types import Op
 
 TOKENS = 6  # of each rank
 TINY = "too little work to cut into chunks"
@@ -244,7 +246,7 @@ def check_plans() -> tuple[int, list[str]]:
     group = own_group()
     machine = plan.machine("cpu", group)
     # A GEMM that is over at once hides nothing.
-    no_gain = Problem(1024, 1024, 4, plan.DType.FLOAT32, 2, Op.GEMM_ALLREDUCE)
+    no_gain = Problem(1024, 1024, 4, plan.types.DType.FLOAT32, 2, Op.GEMM_ALLREDUCE)
     failures.expect(None if len(candidates(no_gain, machine)) > 1 else "has none", "candidates")
     sequence_us = predict(make_sequential(no_gain, machine), machine).total_us
     best_us = min(predict(one, machine).total_us for one in candidates(no_gain, machine)[1:])
@@ -257,7 +259,7 @@ def check_plans() -> tuple[int, list[str]]:
     failures.expect(None if row["why"] == expected else row["why"], "no gain")
     failures.expect(None if row["plan"] == make_plan(no_gain, machine) else "other", "plan")
 
-    by_hand = plan.row_panels(no_gain, 4, transport="gloo")
+    by_hand = plan.templates.row_panels(no_gain, 4, transport="gloo")
     with plan.use_plan(by_hand, group=group):
         call(1024, 1024, 4, group, times=3)
     with plan.use_plan(by_hand, group=group):
@@ -273,9 +275,9 @@ def check_plans() -> tuple[int, list[str]]:
     right = f"gemm_allreduce 1024 x 1024 x 4 float32 2 cpu 4 4 chunks, gloo, library {gain:.2f}x"
     failures.expect(None if words == right else words, "table")
 
-    large = Problem(2048, 2048, 512, plan.DType.FLOAT32, 2, Op.GEMM_ALLREDUCE)
+    large = Problem(2048, 2048, 512, plan.types.DType.FLOAT32, 2, Op.GEMM_ALLREDUCE)
     chosen = make_plan(large, machine).schedule
-    failures.expect(None if chosen == plan.Schedule.OVERLAPPED else f"{chosen}", "large")
+    failures.expect(None if chosen == plan.types.Schedule.OVERLAPPED else f"{chosen}", "large")
     with plan.use_plan(make_sequential(large, machine), device="cpu", group=group):
         call(2048, 2048, 512, group)
     why = rows_of(group)[-1]["why"]
@@ -340,8 +342,8 @@ def logged_lines() -> list[str]:
         path = os.path.join(folder, "stderr")
         with stderr_in(path):
             call(6, 5, 4, group, times=2)
-            problem = Problem(64, 32, 8, plan.DType.FLOAT32, 2, Op.GEMM_ALLREDUCE)
-            by_hand = plan.row_panels(problem, 2, transport="gloo", tile=(16, 32))
+            problem = Problem(64, 32, 8, plan.types.DType.FLOAT32, 2, Op.GEMM_ALLREDUCE)
+            by_hand = plan.templates.row_panels(problem, 2, transport="gloo", tile=(16, 32))
             plan.set_plan(by_hand, group=group)
             call(64, 32, 8, group, times=2)
             call(0, 5, 4, group, times=2)

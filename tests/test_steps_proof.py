@@ -47,7 +47,9 @@ def test_steps_proof_over_nccl_finds_no_fault_where_kernels_run_one_at_a_time() 
         assert dataclasses.replace(case, machine=serial).fault() == "", case
     assert cases > 1000
     gather = Problem(8192, 1024, 256, DType.BFLOAT16, 4, Op.ALLGATHER_GEMM)
-    peers = plans.row_panels(gather, 2, kernel=Kernel.SM90_PINGPONG, transport="peer", comm_sms=2)
+    peers = plans.templates.row_panels(
+        gather, 2, kernel=Kernel.SM90_PINGPONG, transport="peer", comm_sms=2
+    )
     serial = copy.copy(PEERS)
     assert Case(peers, serial, (True,) * 4).fault() == ""
     serial.serial = True
@@ -64,7 +66,7 @@ def test_steps_proof_of_rings_finds_no_fault_whatever_the_rows(world: int) -> No
             if (world - 1) * part >= m:
                 continue
             problem = Problem(m, 264, 64, DType.BFLOAT16, world)
-            ring = plans.row_panels(problem, 1, kernel=kernel, transport="peer")
+            ring = plans.templates.row_panels(problem, 1, kernel=kernel, transport="peer")
             for case in steps_proof.variants(ring, PEERS):
                 cases += 1
                 assert case.fault() == "", case
@@ -92,15 +94,17 @@ def over_peers(world: int) -> list[Plan]:
 
     ring = {"kernel": Kernel.SM90_PINGPONG, "transport": "peer"}
     reductions = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER)
-    made = [plans.row_panels(problem(op), 1, **ring) for op in reductions]
+    made = [plans.templates.row_panels(problem(op), 1, **ring) for op in reductions]
     uneven = Problem(1024 * world + 1, 1024, 256, DType.BFLOAT16, world)
-    made.append(plans.row_panels(uneven, 1, **ring))
-    made += [plans.at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions]
-    made += [plans.at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
-    made.append(plans.at_once(Problem(8, 1024, 256, DType.BFLOAT16, world)))
+    made.append(plans.templates.row_panels(uneven, 1, **ring))
+    made += [
+        plans.templates.at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions
+    ]
+    made += [plans.templates.at_once(problem(op, 512)) for op in (*reductions, Op.ALLGATHER_GEMM)]
+    made.append(plans.templates.at_once(Problem(8, 1024, 256, DType.BFLOAT16, world)))
     for comm_sms in (0, 2):
         gather = problem(Op.ALLGATHER_GEMM)
-        made.append(plans.row_panels(gather, 2, comm_sms=comm_sms, **ring))
+        made.append(plans.templates.row_panels(gather, 2, comm_sms=comm_sms, **ring))
     return made
 
 
@@ -316,7 +320,7 @@ def test_steps_proof_misses_work_of_many_chunks_and_ranks() -> None:
 
 def panels(max_ctas: int, lanes: int) -> Plan:
     problem = Problem(8192, 8192, 1024, DType.BFLOAT16, 2)
-    return plans.row_panels(
+    return plans.templates.row_panels(
         problem, 4, kernel=Kernel.SM90_PINGPONG, comm_sms=32, max_ctas=max_ctas, lanes=lanes
     )
 
@@ -324,7 +328,7 @@ def panels(max_ctas: int, lanes: int) -> Plan:
 def test_validate_refuses_more_communication_than_there_are_sms() -> None:
     plan = panels(max_ctas=32, lanes=4)
     plan.validate()
-    plan.chunks = [plans.Chunk(chunk.tiles, chunk.transport, 40) for chunk in plan.chunks]
+    plan.chunks = [plans.types.Chunk(chunk.tiles, chunk.transport, 40) for chunk in plan.chunks]
     with pytest.raises(ValueError) as refused:
         plan.validate()
     text = str(refused.value)
@@ -334,7 +338,7 @@ def test_validate_refuses_more_communication_than_there_are_sms() -> None:
     with pytest.raises(ValueError, match="takes 40 of 132 SMs"):
         plans.validate(plan)
     with pytest.raises(ValueError, match="takes 40 of 132 SMs"):
-        plans.from_json(plans.to_json(plan))
+        plans.files.from_json(plans.files.to_json(plan))
 
 
 def test_validate_counts_the_sms_of_the_machine_that_it_is_given() -> None:

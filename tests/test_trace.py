@@ -17,7 +17,9 @@ from overlap_torch._watch import timeline
 from overlap_torch._watch.drawing import Bar
 from overlap_torch._watch.timeline import Call, Chunk
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
-from overlap_torch.plan import Op, Problem, row_panels, use_plan
+from overlap_torch.plan import Problem, use_plan
+from overlap_torch.plan.templates import row_panels
+from overlap_torch.plan.types import Op
 
 TOKENS = 32  # of each rank
 
@@ -32,7 +34,7 @@ def mlp() -> torch.nn.Module:
 def gather_in_chunks(chunks: int) -> plan.Plan:
     """The plan that the MLP's first layer, and its second one's backward, run."""
     world = dist.get_world_size()
-    problem = Problem(world * TOKENS, 20, 8, plan.DType.FLOAT32, world, Op.ALLGATHER_GEMM)
+    problem = Problem(world * TOKENS, 20, 8, plan.types.DType.FLOAT32, world, Op.ALLGATHER_GEMM)
     return row_panels(problem, chunks, transport="gloo", tile=(8, 8))
 
 

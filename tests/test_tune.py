@@ -25,8 +25,9 @@ from overlap_torch._ops import eager
 from overlap_torch._tune import command as _tune_command
 from overlap_torch._tune import files as _tuned_files
 from overlap_torch._tune import tune as _tune
-from overlap_torch.plan import Op, Problem, Schedule
-from overlap_torch.plan._json import enum_name
+from overlap_torch.plan import Problem
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.types import Op, Schedule
 
 SHAPES = (1024, 64, 64)  # that the planner has candidates for, and makes the sequence of
 ALL = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
@@ -567,7 +568,7 @@ def test_tune_measures_the_best_of_each_way_beside_the_sequence(op):
     for machine in (hopper(peer_gbps=365.0), hopper(windows=True), slow()):
         wanted = big(op=op, world_size=4)
         sequence, *others = _tune.ranked(wanted, machine, 3)
-        assert sequence == plan.make_sequential(wanted, machine)
+        assert sequence == plan.templates.make_sequential(wanted, machine)
         found = [one for one in plan.candidates(wanted, machine, all=True) if one != sequence]
         assert 1 <= len(others) <= 3 and all(one in found for one in others)
         best = min(total(one, machine) for one in found)

@@ -546,7 +546,7 @@ def _resources_of(resources: KernelResources | None, plan: Plan | None) -> Kerne
 def _check_plan(
     what: str, plan: Plan, problem: Problem, tile: tuple[int, int], device: torch.device
 ) -> None:
-    from overlap_torch.plan import check_on
+    from overlap_torch.plan._library import check_on
 
     same = all(
         getattr(plan.problem, field) == getattr(problem, field)

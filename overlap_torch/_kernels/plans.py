@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from overlap_torch._plan import Machine, Op, Plan, Problem, Resources, Transport, make_kernel_plan
+from overlap_torch._plan import (
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Resources,
+    Transport,
+    make_kernel_plan,
+    validate,
+)
+from overlap_torch.plan.templates import make_all_to_all, row_panels
 
 _DEFAULT_CHUNKS = 4
 # NCCL's CTAs beside a kernel of which no time is known: those that its all-reduce nearly needs for full speed, and those that
@@ -23,8 +33,6 @@ def make_plan(
     """Row panels. If the kernel's time is known, the planner says how many and how they travel;
     else they are of about equal height. An all-to-all has one chunk, as its rows differ by rank.
     """
-    from overlap_torch import plan
-
     to_all = problem.op == Op.GEMM_ALLTOALL
     if kernel_us is not None and machine is not None and not to_all:
         return make_kernel_plan(problem, machine, tile, kernel_us, comm_sms, chunks or 0)
@@ -32,14 +40,14 @@ def make_plan(
     ctas = _MOVING_CTAS if problem.op in (Op.ALLGATHER_GEMM, Op.GEMM_ALLTOALL) else _REDUCING_CTAS
     ctas = 0 if on_cpu else min(ctas, comm_sms) if comm_sms else ctas
     if to_all:
-        made = plan.make_all_to_all(
+        made = make_all_to_all(
             problem, resources=Resources(comm_sms), max_ctas=ctas, transport=transport
         )
         made.tile_m, made.tile_n = tile
-        plan.validate(made)
+        validate(made)
         return made
     rows = -(-(problem.m // problem.row_parts) // tile[0])
-    return plan.row_panels(
+    return row_panels(
         problem,
         min(chunks or _DEFAULT_CHUNKS, rows),
         tile=tile,

@@ -20,17 +20,10 @@ from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch._watch import timeline as _timeline
 from overlap_torch._watch.drawing import GEMM, Bar
 from overlap_torch._watch.trace import trace
-from overlap_torch.plan import (
-    Op,
-    Plan,
-    Problem,
-    Schedule,
-    make_all_to_all,
-    plan_for,
-    row_panels,
-    set_plan,
-)
+from overlap_torch.plan import Plan, Problem, plan_for, set_plan
 from overlap_torch.plan._explain import H200
+from overlap_torch.plan.templates import make_all_to_all, row_panels
+from overlap_torch.plan.types import Op, Schedule
 
 _REPEATS = 20
 _TRACED_CALLS = 3  # the picture shows the last one, when everything is warm

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch._tune import tune as _tune
 from overlap_torch.plan import Problem
-from overlap_torch.plan._json import enum_name, plain
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.files import plain
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FP8 = ("float8_e4m3fn", "float8_e5m2")

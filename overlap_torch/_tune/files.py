@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
-from overlap_torch.plan import Machine, Problem, Recipe, decode, validate
-from overlap_torch.plan._json import enum_name
+from overlap_torch.plan import Machine, Problem, validate
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.files import decode
+from overlap_torch.plan.types import Recipe
 
 SCHEMA = 1
 _KIND = "overlap_torch.tuned"

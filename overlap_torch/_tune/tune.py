@@ -37,21 +37,19 @@ from overlap_torch._ops.group import Group, group_name, process_group
 from overlap_torch._tune import files
 from overlap_torch.plan import (
     Machine,
-    Op,
     Plan,
     Problem,
-    Recipe,
-    _plan_of,
     candidates,
-    decode,
-    encode,
     machine,
-    make_sequential,
     predict,
     set_plan,
     validate,
 )
-from overlap_torch.plan._json import enum_name, plain
+from overlap_torch.plan._library import plan_of
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.files import decode, encode, plain
+from overlap_torch.plan.templates import make_sequential
+from overlap_torch.plan.types import Op, Recipe
 
 MODES = ("call", "row")
 _ROW = 4  # calls
@@ -454,7 +452,7 @@ class Session:
 
     def current(self, problem: Problem) -> Plan:
         """The plan that the op would run now."""
-        return _plan_of(problem, self.device, self.name)
+        return plan_of(problem, self.device, self.name)
 
     def _measure(
         self, problem: Problem, plans: list[Plan], mode: str, turns: int

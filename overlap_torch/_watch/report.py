@@ -15,7 +15,10 @@ from torch.compiler import is_compiling
 
 from overlap_torch._ops import library  # noqa: F401  (the library holds the ops)
 from overlap_torch._symm_mem import replace
-from overlap_torch.plan import Plan, Schedule, decode, enum_name
+from overlap_torch.plan import Plan
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.files import decode
+from overlap_torch.plan.types import Schedule
 
 _LAST_INPUT = "_overlap_last_input"  # a layer's: the shape of what its forward took last
 _FALLBACK = "_overlap_fallback"  # a module's: why its style is PyTorch's

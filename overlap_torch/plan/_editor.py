@@ -1,13 +1,12 @@
 """Programs: transfers in place of a plan's collective, written by hand.
 
-``plan.edit`` is the one door; ``overlap_torch.plan`` names the rest. A statement of a program stands for all ranks: ``p.rank``
+``plan.programs.edit`` is the one door; ``overlap_torch.plan`` names the rest. A statement of a program stands for all ranks: ``p.rank``
 is a number that is another one on each of them, and areas and ranks that are made with it are so, too.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,7 +18,6 @@ from overlap_torch._plan import (
     Collective,
     Engine,
     Kernel,
-    Machine,
     Memory,
     Op,
     Plan,
@@ -31,7 +29,9 @@ from overlap_torch._plan import (
     Transport,
     Way,
 )
-from overlap_torch.plan._json import enum_member
+from overlap_torch.plan._areas import AnyRank, Area, Rank, Share, covers, number_on, overlap
+from overlap_torch.plan._names import enum_member
+from overlap_torch.plan.templates import make_all_to_all, row_panels
 
 _INTERPRETER_CTAS = 16  # of all streams, where SMs move a program's data over peers
 MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them
@@ -40,117 +40,6 @@ _COLLECTIVES = {
     Op.GEMM_ALLREDUCE: Collective.ALL_REDUCE,
     Op.GEMM_REDUCESCATTER: Collective.REDUCE_SCATTER,
 }
-
-
-class Rank:
-    """A rank that depends on the one that runs the program: ``p.rank + 1`` is the next one, modulo the number of ranks.
-
-    Takes ``+``, ``-``, ``*``, ``//``, ``%`` and ``^`` with integers and other such ranks.
-    """
-
-    def __init__(self, of: Callable[[int], int]) -> None:
-        self.of = of
-
-    def _with(self, other: AnyRank, how: Callable[[int, int], int]) -> Rank:
-        return Rank(lambda rank: how(self.of(rank), _number(other, rank)))
-
-    def __add__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a + b)
-
-    def __radd__(self, other: int) -> Rank:
-        return self._with(other, lambda a, b: b + a)
-
-    def __sub__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a - b)
-
-    def __rsub__(self, other: int) -> Rank:
-        return self._with(other, lambda a, b: b - a)
-
-    def __mul__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a * b)
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a // b)
-
-    def __mod__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a % b)
-
-    def __xor__(self, other: AnyRank) -> Rank:
-        return self._with(other, lambda a, b: a ^ b)
-
-
-AnyRank = int | Rank
-
-
-def _number(rank: AnyRank, on: int) -> int:
-    return rank.of(on) if isinstance(rank, Rank) else rank
-
-
-@dataclass(frozen=True)
-class Share:
-    """The ``index``-th of ``count`` equal shares of rows: what ``p.chunks`` yields."""
-
-    index: int
-    count: int
-
-
-class Area:
-    """Rows and columns of one of the memories, on the rank that a transfer names; made by an :class:`Editor`."""
-
-    def __init__(
-        self, memory: Memory, grain: int, at: Callable[[int], tuple[int, int, int, int]]
-    ) -> None:
-        self.memory = memory
-        self._grain = grain
-        self._at = at  # on a rank: first row, rows, first column, columns
-
-    def at(self, rank: int) -> Rectangle:
-        return Rectangle(*self._at(rank))
-
-    def rows(self, begin: AnyRank, end: AnyRank) -> Area:
-        """Rows ``begin`` to ``end`` of this area."""
-
-        def cut(rank: int) -> tuple[int, int, int, int]:
-            row, _, column, columns = self._at(rank)
-            first, last = _number(begin, rank), _number(end, rank)
-            return row + first, last - first, column, columns
-
-        return Area(self.memory, self._grain, cut)
-
-    def columns(self, begin: int, end: int) -> Area:
-        """Columns ``begin`` to ``end`` of this area."""
-
-        def cut(rank: int) -> tuple[int, int, int, int]:
-            row, rows, column, _ = self._at(rank)
-            return row, rows, column + begin, end - begin
-
-        return Area(self.memory, self._grain, cut)
-
-    def part(self, index: AnyRank, count: int) -> Area:
-        """The ``index``-th, modulo ``count``, of ``count`` parts of the rows; they begin with whole tiles where there are
-        enough, and are equal where that comes out even."""
-
-        def cut(rank: int) -> tuple[int, int, int, int]:
-            row, rows, column, columns = self._at(rank)
-            number = _number(index, rank) % count
-            begin, end = (_cut(rows, count, self._grain, i) for i in (number, number + 1))
-            return row + begin, end - begin, column, columns
-
-        return Area(self.memory, self._grain, cut)
-
-    def chunk(self, share: Share) -> Area:
-        """One of the shares that ``p.chunks`` yields."""
-        return self.part(share.index, share.count)
-
-
-def _cut(rows: int, count: int, grain: int, index: int) -> int:
-    """Where the part begins: after whole grains, unless there are too few for all parts, or equal parts are possible."""
-    grains = -(-rows // grain)
-    if rows % count == 0 or grains < count:
-        return index * rows // count
-    return min(rows, index * grains // count * grain)
 
 
 @dataclass(frozen=True)
@@ -171,7 +60,7 @@ Need = Tiles | Earlier
 
 
 class Editor:
-    """The editor that ``plan.edit`` yields: a program that is being written, one statement after the other.
+    """The editor that ``plan.programs.edit`` yields: a program that is being written, one statement after the other.
 
     Attributes:
         world: number of ranks.
@@ -389,7 +278,7 @@ class Editor:
         before = len(self._transfers)
         made: list[Transfer] = []
         for rank in ranks:
-            peer = _number(other, rank) % self.world
+            peer = number_on(other, rank) % self.world
             source, destination = (peer, rank) if way == Way.PULL else (rank, peer)
             if source == destination and way != Way.COPY:
                 continue  # what goes nowhere
@@ -475,7 +364,7 @@ class Editor:
         before = len(self._transfers)
 
         def found(rank: int) -> list[int]:
-            where = rank if at is None else _number(at, rank) % self.world
+            where = rank if at is None else number_on(at, rank) % self.world
             region = Region(area.memory, where, area.at(rank))
             side = "source" if of is self._read else "destination"
             return [
@@ -512,8 +401,6 @@ class Editor:
 
     def _made_base(self, cuts: Sequence[int]) -> Plan:
         """A plan without its program."""
-        from overlap_torch.plan import make_all_to_all, row_panels
-
         problem = self.problem
         if problem.op == Op.GEMM_ALLTOALL:
             return make_all_to_all(
@@ -537,39 +424,3 @@ class Editor:
         made.problem = problem
         made.collective = _COLLECTIVES[problem.op]
         return made
-
-
-def check_memory(plan: Plan, total_bytes: int) -> None:
-    """ValueError where a rank's call holds more than the device has. Nothing for ``gemm_alltoall``,
-    whose rows no plan knows.
-    """
-    if plan.problem.op == Op.GEMM_ALLTOALL:
-        return
-    for rank in range(plan.problem.world_size):
-        made = json.loads(_plan.steps_json(plan, rank, Machine()))
-        held = sum(scratch["bytes"] for scratch in made["scratch"])
-        if held > total_bytes:
-            raise ValueError(
-                f"program needs {held} bytes on rank {rank} beside operands and results, the device has {total_bytes}: take fewer "
-                "rows of scratch, or use them again, and smaller areas, as what is added lands in memory of the call first"
-            )
-
-
-def overlap(a: Rectangle, b: Rectangle) -> bool:
-    """True if the two have elements in common."""
-    return (
-        a.row < b.row + b.rows
-        and b.row < a.row + a.rows
-        and a.column < b.column + b.columns
-        and b.column < a.column + a.columns
-    )
-
-
-def covers(a: Rectangle, b: Rectangle) -> bool:
-    """True if all of ``b`` lies in ``a``."""
-    return (
-        a.row <= b.row
-        and b.row + b.rows <= a.row + a.rows
-        and a.column <= b.column
-        and b.column + b.columns <= a.column + a.columns
-    )

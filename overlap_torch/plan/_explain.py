@@ -1,17 +1,15 @@
-"""A plan's steps, and why it was taken: ``Plan.explain()`` and ``python -m overlap_torch explain``."""
+"""A plan's steps, and why it was taken: ``Plan.explain()``."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from overlap_torch import _plan
 from overlap_torch._plan import Kernel, Machine, Op, Plan, Prediction, Problem, Schedule
-from overlap_torch.plan._json import enum_name
+from overlap_torch.plan import _library as library
+from overlap_torch.plan._names import enum_name
 
 # As two H200s of one host (NV18 links) are measured.
 H200 = Machine(
@@ -208,9 +206,7 @@ def short(plan: Plan) -> str:
 
 
 def _machine(plan: Plan) -> Machine:
-    from overlap_torch.plan import _device, machine
-
-    return machine(_device(None, plan))
+    return library.machine(library.device_of(None, plan))
 
 
 def _over_peers(plan: Plan) -> bool:
@@ -389,135 +385,3 @@ def _element_bytes(problem: Problem) -> int:
     dtype = problem.dtype if problem.op == Op.ALLGATHER_GEMM else problem.output_dtype
     sizes = {"float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1}
     return sizes.get(enum_name(dtype), 2)
-
-
-# --- command line ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The command line's request; the same on every rank."""
-
-    problem: Problem
-    machine: Machine | None
-    plan: Plan | None
-    device: str | None
-    plot: Path | None
-    send_rows: tuple[int, ...]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Explains the planner's plan for one problem, or a saved one; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m overlap_torch explain",
-        description="Shows the plan of one problem: its steps, what they hold and are expected to take, and why it was taken.",
-    )
-    ops = [name.lower() for name in Op.__members__]
-    parser.add_argument("--op", choices=ops, default="gemm_allreduce")
-    for name, meaning in (
-        (
-            "m",
-            "rows of the GEMM, over all ranks where they are parts of it; none for gemm_alltoall",
-        ),
-        ("n", "columns of the output"),
-        ("k", "inner dimension on each rank"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=0, help=meaning)
-    parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
-    parser.add_argument(
-        "--scales",
-        choices=["tensor", "row", "block"],
-        help="how operands of float8_e4m3fn or float8_e5m2 are scaled; the output is bfloat16",
-    )
-    parser.add_argument(
-        "--fast-accum",
-        action="store_true",
-        help="of scaled operands: calls with use_fast_accum=True",
-    )
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2)")
-    parser.add_argument(
-        "--device",
-        choices=["cuda", "cpu"],
-        help="of ranks here; default: cuda where there is a GPU",
-    )
-    parser.add_argument(
-        "--machine",
-        default="here",
-        help="'here' (default): as ranks started on this machine measure it; 'h200': as two H200s are measured; or text as "
-        "overlap_torch.plan.machine() prints it",
-    )
-    parser.add_argument(
-        "--plan", type=Path, help="a saved plan to explain, in place of the planner's"
-    )
-    parser.add_argument("--plot", type=Path, help="also draws it: PNG, SVG or PDF")
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=0,
-        help="of gemm_alltoall: rows that each rank sends to each",
-    )
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        return _run(_asked(args))
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def _asked(args: argparse.Namespace) -> _Asked:
-    from overlap_torch._tools.launch import Ranks
-    from overlap_torch.plan import _parse_machine, load
-
-    machine = {"here": None, "h200": H200}.get(args.machine, args.machine)
-    if isinstance(machine, str):
-        try:
-            machine = _parse_machine(machine)
-        except (AttributeError, ValueError) as error:
-            raise ValueError(
-                f"--machine is '{args.machine}', allowed are here, h200, or fields like 'arch=90 sm_count=132': {error}"
-            ) from error
-    plan = load(args.plan) if args.plan is not None else None
-    if plan is None:
-        world = args.world
-        if world is None:
-            world = Ranks.choose(None, args.device).world_size if machine is None else 2
-        recipe = "none" if args.scales is None else f"{args.scales}_wise"
-        problem = Problem(
-            args.m, args.n, args.k, args.dtype, world, args.op, recipe, fast_accum=args.fast_accum
-        )
-    else:
-        problem = plan.problem
-    rows = (args.rows,) * problem.world_size if problem.op == Op.GEMM_ALLTOALL else ()
-    return _Asked(problem, machine, plan, args.device, args.plot, rows)
-
-
-def _run(asked: _Asked) -> int:
-    if asked.machine is not None:
-        _show(asked, asked.machine)
-        return 0
-    from overlap_torch._tools.launch import Ranks, launch
-
-    launch(Ranks.choose(asked.problem.world_size, asked.device), run_rank, asked)
-    return 0
-
-
-def run_rank(asked: _Asked) -> None:
-    """Does the work of each rank where the machine is measured: the first one shows the plan."""
-    import torch.distributed as dist
-
-    from overlap_torch._tools.launch import current_device
-    from overlap_torch.plan import machine
-
-    measured = machine(current_device())
-    if dist.get_rank() == 0:
-        _show(asked, measured)
-
-
-def _show(asked: _Asked, machine: Machine) -> None:
-    plan = asked.plan or _plan.make_plan(asked.problem, machine)
-    rows = asked.send_rows
-    print(explain(plan, machine, send_rows=rows, receive_rows=rows), flush=True)
-    if asked.plot is not None:
-        from overlap_torch.plan._picture import plot
-
-        plot(plan, asked.plot, machine, send_rows=(rows,) * len(rows))
-        print(f"\npicture  {asked.plot}")

@@ -14,7 +14,7 @@ def ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
     Args:
         chunks: into how many each rank's part of the rows is cut, which go round one behind the other.
-        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.edit``.
+        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.programs.edit``.
 
     Raises:
         ValueError: for ``gemm_alltoall``, whose rows only their sender and their receiver know; or a plan that cannot run.

@@ -165,7 +165,7 @@ class File:
         return len(self.nodes) - 1
 
     def plan(self, chunks: int, how: dict[str, Any]) -> Plan:
-        """The plan: each of ``chunks`` runs of rows goes through the file; ``how`` as of ``plan.edit``."""
+        """The plan: each of ``chunks`` runs of rows goes through the file; ``how`` as of ``plan.programs.edit``."""
         if chunks < 1:
             raise ValueError(f"{chunks} chunks, allowed is 1 or more")
         order = self._order()

@@ -35,7 +35,7 @@ def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: 
             Switches and pipelines are refused by name.
         problem: of the op that has this collective. A chunk of the file is a run of rows.
         chunks: into how many runs the rows are cut, each of which goes through the whole file as soon as it is computed.
-        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.edit``.
+        how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.programs.edit``.
 
     Raises:
         ValueError: what is not supported, or what is wrong, with its place in the file; or a plan that cannot run.

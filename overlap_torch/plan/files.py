@@ -8,35 +8,27 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from overlap_torch._plan import (
-    Collective,
-    DType,
-    Engine,
-    Kernel,
-    Layout,
-    Memory,
-    Op,
-    Plan,
-    Problem,
-    Program,
-    Recipe,
-    Resources,
-    Schedule,
-    Transport,
-    Way,
-    validate,
-)
+from overlap_torch._plan import Plan, Problem, Program, Resources, decode, encode, validate
+from overlap_torch.plan._names import enum_member, enum_name
+
+__all__ = [
+    "decode",
+    "encode",
+    "from_dict",
+    "from_json",
+    "load",
+    "save",
+    "schema",
+    "to_dict",
+    "to_json",
+]
 
 # The version of the fields (csrc/plan/plan_fields.h), as releases have them: a release whose fields are others has another version. A
 # plan's program has a version of its own, and is left out where there is none.
 _VERSION = 1
 _PROGRAM_VERSION = 1
-
-_Enum = TypeVar(
-    "_Enum", Op, DType, Recipe, Schedule, Kernel, Transport, Layout, Collective, Memory, Way, Engine
-)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -93,21 +85,6 @@ def save(plan: Plan, path: str | Path) -> None:
 def load(path: str | Path) -> Plan:
     """Reads the plan that :func:`save` wrote."""
     return from_json(Path(path).read_text(encoding="utf-8"))
-
-
-def enum_name(member: Any) -> str:
-    """The name by which JSON and the op library know the member."""
-    return member.name.lower()
-
-
-def enum_member(enum: type[_Enum], value: Any) -> _Enum:
-    """A member of the enumeration, given itself or its name in lower case."""
-    if isinstance(value, enum):
-        return value
-    names = {name.lower(): member for name, member in enum.__members__.items()}
-    if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{enum.__name__} is {value!r}, allowed are {', '.join(names)}")
-    return names[value]
 
 
 def _without_version(what: str, data: dict[str, Any], version: int) -> dict[str, Any]:

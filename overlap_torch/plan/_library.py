@@ -1,0 +1,195 @@
+"""The op library's plans: which one a problem runs by, which are set, and the machine that they are made for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from overlap_torch import _plan
+from overlap_torch._plan import (
+    DType,
+    Machine,
+    Op,
+    Plan,
+    Problem,
+    Profile,
+    Recipe,
+    Transport,
+    decode,
+    encode,
+    validate,
+)
+from overlap_torch.plan._names import enum_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from overlap_torch._ops import Group
+
+    Device = str | torch.device | None
+
+
+def plan_for(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype | DType | str = "bfloat16",
+    *,
+    device: Device = None,
+    group: Group = None,
+    op: Op | str = Op.GEMM_ALLREDUCE,
+    recipe: Recipe | str = Recipe.NONE,
+    output_dtype: torch.dtype | DType | str | None = None,
+    fast_accum: bool = False,
+) -> Plan:
+    """The plan that the op would run now for an output [m, n] and inner dimension k on each rank.
+
+    It is the one set for that problem, else the planner's. ``device`` None: the current CUDA
+    device, or the CPU where there is none. ``group`` is as in
+    :func:`overlap_torch.gemm_allreduce`. ``recipe``, ``output_dtype`` and ``fast_accum``, the ops'
+    ``use_fast_accum``, are of scaled operands: ``dtype`` is the input's.
+    """
+    problem = Problem(
+        m, n, k, dtype, op=op, recipe=recipe, output_dtype=output_dtype, fast_accum=fast_accum
+    )
+    return plan_of(problem, device, group)
+
+
+def plan_of(problem: Problem, device: Device, group: Group) -> Plan:
+    """As :func:`plan_for`; the group says how many ranks there are."""
+    import torch
+
+    code = torch.ops.overlap.plan_for(
+        enum_name(problem.op),
+        problem.m,
+        problem.n,
+        problem.k,
+        getattr(torch, enum_name(problem.dtype)),
+        device_of(device),
+        _group_name(group),
+        enum_name(problem.recipe),
+        getattr(torch, enum_name(problem.output_dtype)),
+        problem.fast_accum,
+    )
+    return decode(list(code))
+
+
+def set_plan(plan: Plan, *, device: Device = None, group: Group = None) -> None:
+    """From now on the op runs ``plan`` for ``plan.problem``; every rank has to set the same.
+
+    ``device`` None: the CPU for a plan over gloo, else the current CUDA device. Raises ValueError for what ``validate``
+    refuses on a device of as many SMs, and for a program that needs more memory than the device has.
+    """
+    import torch
+
+    where = device_of(device, plan)
+    check_on(where, plan)
+    torch.ops.overlap.set_plan(encode(plan), where, _group_name(group))
+
+
+def clear_plans(group: Group = None) -> None:
+    """Forgets the plans set for the group, so that the planner's hold again. The same on every rank."""
+    import torch
+
+    torch.ops.overlap.clear_plans(_group_name(group))
+
+
+@contextmanager
+def use_plan(plan: Plan, *, device: Device = None, group: Group = None) -> Iterator[Plan]:
+    """``with use_plan(plan):`` sets the plan for its problem, and afterwards the one that held before."""
+    where = device_of(device, plan)
+    before = plan_of(plan.problem, where, group)
+    set_plan(plan, device=where, group=group)
+    try:
+        yield plan
+    finally:
+        set_plan(before, device=where, group=group)
+
+
+def machine(device: Device = None, group: Group = None) -> Machine:
+    """The planner's view of device and link, for ``candidates`` and ``predict``.
+
+    The first call for a group measures its link, so every rank of the group has to make it.
+    ``device`` None: the current CUDA device, or the CPU where there is none.
+    """
+    import torch
+
+    where = (device_of(device), _group_name(group))
+    result = parse_machine(torch.ops.overlap.machine(*where))
+    result.profile = Profile.parse(*torch.ops.overlap.machine_profile(*where))
+    return result
+
+
+def parse_machine(text: str) -> Machine:
+    result = Machine()
+    for field in text.split():
+        name, _, value = field.partition("=")
+        kind = type(getattr(result, name))
+        setattr(result, name, value == "1" if kind is bool else kind(value))
+    return result
+
+
+def device_of(device: Device, plan: Plan | None = None) -> torch.device:
+    import torch
+
+    if device is not None:
+        device = torch.device(device)
+    elif plan is not None and plan.chunks:
+        device = torch.device("cpu" if plan.chunks[0].transport == Transport.GLOO else "cuda")
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.currentdevice_of())
+    return device
+
+
+def check_on(device: torch.device, plan: Plan) -> None:
+    """Raises ValueError for what cannot run there: what `validate` refuses with as many SMs, and a program that needs more
+    memory than the device has."""
+    validate(plan, _usual_machine(device, plan))
+    if plan.program.transfers:
+        check_memory(plan, _total_bytes(device))
+
+
+def _usual_machine(device: torch.device, plan: Plan) -> Machine:
+    """The usual one, with the device's SMs: where there are few, what waits may leave none to the GEMM."""
+    import torch
+
+    machine = _plan.usual_machine(plan)
+    if device.type == "cuda" and machine.arch > 0:
+        machine.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    return machine
+
+
+def _total_bytes(device: torch.device) -> int:
+    """The device's memory."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(plan: Plan, total_bytes: int) -> None:
+    """ValueError where a rank's call holds more than the device has. Nothing for ``gemm_alltoall``,
+    whose rows no plan knows.
+    """
+    if plan.problem.op == Op.GEMM_ALLTOALL:
+        return
+    for rank in range(plan.problem.world_size):
+        made = json.loads(_plan.steps_json(plan, rank, Machine()))
+        held = sum(scratch["bytes"] for scratch in made["scratch"])
+        if held > total_bytes:
+            raise ValueError(
+                f"program needs {held} bytes on rank {rank} beside operands and results, the device has {total_bytes}: take fewer "
+                "rows of scratch, or use them again, and smaller areas, as what is added lands in memory of the call first"
+            )
+
+
+def _group_name(group: Group) -> str:
+    from overlap_torch._ops import group_name
+
+    return group_name(group)

@@ -1,0 +1,38 @@
+"""The names of enumerations' members, as JSON and the op library know them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from overlap_torch._plan import (
+    Collective,
+    DType,
+    Engine,
+    Kernel,
+    Layout,
+    Memory,
+    Op,
+    Recipe,
+    Schedule,
+    Transport,
+    Way,
+)
+
+_Enum = TypeVar(
+    "_Enum", Op, DType, Recipe, Schedule, Kernel, Transport, Layout, Collective, Memory, Way, Engine
+)
+
+
+def enum_name(member: Any) -> str:
+    """The name by which JSON and the op library know the member."""
+    return member.name.lower()
+
+
+def enum_member(enum: type[_Enum], value: Any) -> _Enum:
+    """A member of the enumeration, given itself or its name in lower case."""
+    if isinstance(value, enum):
+        return value
+    names = {name.lower(): member for name, member in enum.__members__.items()}
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{enum.__name__} is {value!r}, allowed are {', '.join(names)}")
+    return names[value]

@@ -1,0 +1,248 @@
+"""Plans by template: in one step, in chunks of rows or of tiles, or at once over peers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from overlap_torch import _plan
+from overlap_torch._kernels import occupancy
+from overlap_torch._plan import (
+    BAND_ROWS,
+    Collective,
+    Kernel,
+    Op,
+    Plan,
+    Problem,
+    Resources,
+    Transport,
+    make_plan,
+    make_sequential,
+    validate,
+)
+from overlap_torch.plan._names import enum_member, enum_name
+
+__all__ = [
+    "at_once",
+    "make_all_to_all",
+    "make_plan",
+    "make_sequential",
+    "packed",
+    "row_panels",
+    "smem_pad_bytes",
+]
+
+
+def row_panels(
+    problem: Problem,
+    chunks: int | Sequence[int],
+    *,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    band_rows: int | None = None,
+    comm_sms: int = 0,
+    max_ctas: int = 0,
+    window: bool = False,
+    smem_pad_bytes: int = 0,
+    finish_ctas: int = 0,
+    lanes: int = 1,
+    low_priority: bool = False,
+    transport: Transport | str | None = None,
+    tile: tuple[int, int] | None = None,
+) -> Plan:
+    """An overlapped plan whose chunks are row panels of the plain output, already in order.
+
+    Args:
+        problem: what all ranks share: ``plan_for(...).problem``, or
+            ``Problem(m, n, k, torch.bfloat16, world_size)``.
+        chunks: a number of chunks of about equal height, or the chunks' heights in tile rows, top
+            to bottom; heights are multiples of the kernel's cluster (2 for the sm90 kernels) and
+            sum up to the tile grid's height, which is rounded up to a multiple of the cluster.
+            Where the rows are parts of the ranks (``gemm_reducescatter``, ``allgather_gemm``) the
+            heights are those of one part, and ``parts * height`` is the multiple.
+        kernel: the GEMM; ``library`` takes every dtype, the others bfloat16 and float16.
+        band_rows: tile rows of a band, at most; None: ``BAND_ROWS``, 16, or the lowest chunk's height.
+        comm_sms: SMs that the GEMM leaves free.
+        max_ctas: CTA limit of the communicator; 0: NCCL's own choice.
+        window: stage chunks in an NCCL symmetric window.
+        smem_pad_bytes: shared memory added to each GEMM block, in bytes; :func:`smem_pad_bytes` says how much.
+        finish_ctas: CTAs that put chunks in place behind their communication; 0: a default.
+        lanes: chunks in flight at a time, 1 to 4; each takes ``max_ctas`` CTAs.
+        low_priority: communication's streams have the lowest priority, not the highest.
+        transport: ``nccl`` or ``peer`` for CUDA tensors, ``gloo`` for those on CPU; None: ``gloo``
+            where torch finds no CUDA device, the kernel is ``library`` and no option above is set
+            that only GPUs have (comm_sms, max_ctas, window, smem_pad_bytes, finish_ctas,
+            low_priority), else ``nccl``. A plan for another machine, or for CPU tensors beside a GPU, names it. Over
+            ``peer`` chunks are cut from one rank's part of the rows, whatever the op.
+        tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
+
+    Raises:
+        ValueError: a plan that could not run; the message says what is allowed.
+    """
+    kernel = enum_member(Kernel, kernel)
+    resources = Resources(
+        comm_sms, smem_pad_bytes, window, finish_ctas, lanes, low_priority=low_priority
+    )
+    transport = _transport(transport, kernel, resources, max_ctas)
+    shape = _shape(kernel, transport, tile)
+    parts = problem.world_size if transport == Transport.PEER else problem.row_parts
+    whole_clusters = problem.op == Op.ALLGATHER_GEMM or transport == Transport.PEER
+    grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
+    rows = _tiles(-(-problem.m // parts), shape.tile_m, grain)
+    heights = _split(rows, chunks, grain, "tile rows") if isinstance(chunks, int) else list(chunks)
+    if band_rows is None:
+        band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))
+        band_rows -= band_rows % shape.cluster_m
+    return _plan.make_row_panels(
+        problem, kernel, heights, band_rows, resources, max_ctas, transport, shape
+    )
+
+
+def packed(
+    problem: Problem,
+    chunks: int | Sequence[int],
+    *,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    band_rows: int | None = None,
+    comm_sms: int = 0,
+    max_ctas: int = 0,
+    window: bool = False,
+    smem_pad_bytes: int = 0,
+    finish_ctas: int = 0,
+    lanes: int = 1,
+    low_priority: bool = False,
+    transport: Transport | str | None = None,
+    tile: tuple[int, int] | None = None,
+    collective: Collective | str = Collective.ALL_REDUCE,
+) -> Plan:
+    """An overlapped plan that stores tiles in tile order and reorders them chunk by chunk.
+
+    Chunks may end after any tile, so they can follow the GEMM's waves. ``chunks`` is a number of
+    chunks of about equal size, or the chunks' sizes in tiles, which sum up to the number of tiles.
+    ``band_rows`` None: ``BAND_ROWS``, or the tile grid's height where that is less. ``collective`` is
+    ``all_reduce`` or, between two ranks, ``exchange``: one all-gather, then a sum where the chunk
+    is put in place; that is of NCCL's alone. All else is as in :func:`row_panels`.
+    """
+    kernel, collective = enum_member(Kernel, kernel), enum_member(Collective, collective)
+    resources = Resources(
+        comm_sms, smem_pad_bytes, window, finish_ctas, lanes, low_priority=low_priority
+    )
+    if transport is None and collective == Collective.EXCHANGE:
+        transport = Transport.NCCL
+    transport = _transport(transport, kernel, resources, max_ctas)
+    shape = _shape(kernel, transport, tile)
+    rows = _tiles(problem.m, shape.tile_m, shape.cluster_m)
+    tiles = rows * _tiles(problem.n, shape.tile_n)
+    sizes = _split(tiles, chunks, 1, "tiles") if isinstance(chunks, int) else list(chunks)
+    if band_rows is None:
+        band_rows = max(shape.cluster_m, min(BAND_ROWS, rows))
+    plan = _plan.make_packed(
+        problem, kernel, sizes, band_rows, resources, max_ctas, transport, shape
+    )
+    plan.collective = collective
+    validate(plan)
+    return plan
+
+
+def smem_pad_bytes(
+    kernel: Kernel | str | int, ctas_per_sm: int, *, sm_bytes: int | None = None
+) -> int:
+    """Shared memory to add to each block of a kernel, so that an SM has room for so many and not one more, in bytes.
+
+    Args:
+        kernel: ``sm80``, of which an SM holds two blocks without, where they have room and no SMs are left free
+            (``comm_sms``); or the bytes that a block of a kernel of yours has without, static and dynamic together. The
+            sm90 kernels fill an SM with one block in any case.
+        ctas_per_sm: 1 to 32.
+        sm_bytes: shared memory of an SM; None: of the current CUDA device.
+
+    Raises:
+        ValueError: so many blocks have no room even without padding, or no number of bytes leaves room for just so many.
+    """
+    if not isinstance(kernel, int):
+        kernel = enum_member(Kernel, kernel)
+        if kernel != Kernel.SM80:
+            raise ValueError(
+                f"kernel is {enum_name(kernel)}, allowed is sm80, or a number of bytes: the framework's GEMM takes no padding, and "
+                "a block of the sm90 kernels fills an SM"
+            )
+        kernel = occupancy.MMA_SYNC_BYTES
+    if sm_bytes is None:
+        import torch
+
+        sm_bytes = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
+    return occupancy.smem_pad_bytes(kernel, ctas_per_sm, sm_bytes)
+
+
+def at_once(problem: Problem, *, kernel: Kernel | str = Kernel.LIBRARY) -> Plan:
+    """A plan in one step over peers, for few rows: lowest latency, nothing is cut into chunks.
+
+    Every rank's partial sums (``gemm_allreduce``, ``gemm_reducescatter``) go straight to the ranks
+    that add them up, the collective ``direct``: with the ping-pong kernels from the GEMM's own stores, with ``library`` from the
+    kernel that adds, behind the framework's GEMM. ``allgather_gemm`` with ``library``: one kernel
+    gathers, then the framework computes; with others it is the plan over peers in one chunk. Rows of the output, or of an all-gather's input, must
+    be multiples of 16 bytes. ``gemm_alltoall`` has no such plan: ``make_all_to_all`` makes its plans.
+
+    Raises:
+        ValueError: a plan that could not run; the message says what is allowed.
+    """
+    return _plan.make_at_once(problem, enum_member(Kernel, kernel))
+
+
+def make_all_to_all(
+    problem: Problem,
+    kernel: Kernel | str = Kernel.LIBRARY,
+    resources: Resources | None = None,
+    max_ctas: int = 0,
+    transport: Transport | str | None = None,
+) -> Plan:
+    """An overlapped plan of ``gemm_alltoall``: rows are sent while the GEMM computes others.
+
+    ``problem.m`` is 0, as rows differ by rank; ``resources`` None: the defaults. ``kernel``, ``max_ctas``
+    and ``transport`` are as in :func:`row_panels`. Over peers ``Resources(one_launch=True)`` asks for one launch that
+    computes the peers' rows first, stores and announces them, and copies those that arrive; a rank with few rows has the
+    framework's GEMM all the same.
+
+    Raises:
+        ValueError: a plan that could not run; the message says what is allowed.
+    """
+    kernel, resources = enum_member(Kernel, kernel), resources or Resources()
+    transport = _transport(transport, kernel, resources, max_ctas)
+    return _plan.make_all_to_all(problem, kernel, resources, max_ctas, transport)
+
+
+def _transport(
+    transport: Transport | str | None, kernel: Kernel, resources: Resources, max_ctas: int
+) -> Transport:
+    """The given transport, else that of the device that the plan is for, as far as one can tell."""
+    if transport is not None:
+        return enum_member(Transport, transport)
+    import torch
+
+    plain = kernel == Kernel.LIBRARY and max_ctas == 0
+    plain &= resources == Resources(lanes=resources.lanes)
+    return Transport.GLOO if plain and not torch.cuda.is_available() else Transport.NCCL
+
+
+def _shape(kernel: Kernel, transport: Transport, tile: tuple[int, int] | None) -> _plan.KernelShape:
+    if tile is None:
+        return _plan.kernel_shape(kernel, transport == Transport.GLOO)
+    if min(tile) < 1:
+        raise ValueError(f"tile is {tile}, allowed are two numbers of 1 or more")
+    own = _plan.kernel_shape(kernel, False)
+    return _plan.KernelShape(tile[0], tile[1], own.cluster_m)
+
+
+def _tiles(size: int, tile: int, cluster: int = 1) -> int:
+    return -(-size // (tile * cluster)) * cluster
+
+
+def _split(total: int, parts: int, grain: int, unit: str) -> list[int]:
+    """``total`` in ``parts`` multiples of ``grain`` that differ by one grain at most."""
+    grains = total // grain
+    if not 1 <= parts <= grains:
+        raise ValueError(
+            f"{parts} chunks of {total} {unit}, allowed are 1 to {grains}, as a chunk has {grain} or more: "
+            "take fewer chunks, or smaller tiles where the kernel is 'library'"
+        )
+    each, larger = divmod(grains, parts)
+    return [grain * (each + (i < larger)) for i in range(parts)]
