@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from overlap_torch import plan as plan_api
-from overlap_torch._tune.tune import FLUSH_BYTES, operands
+from overlap_torch._tune.measure import FLUSH_BYTES, operands
 from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan.types import Kernel
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from overlap_torch import plan
 from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch._tune import command as _tune_command
-from overlap_torch._tune import tune
+from overlap_torch._tune.session import Session, default_session, words
+from overlap_torch._tune.tune import check_arguments
 from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.types import Op
@@ -101,7 +102,7 @@ def programs(
 
 
 def measured(
-    session: tune.Session, problem: Problem, job: Job, refused: Callable[[str], None]
+    session: Session, problem: Problem, job: Job, refused: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A row for each mode: microseconds of the sequence, the planner's plan, and of each program that is right."""
     named = {
@@ -122,9 +123,9 @@ def measured(
             if index in times["right"]:
                 us[name] = times["us"][index]
             else:
-                refused(f"{tune.words(problem)}: {name}: its result is not the sequence's")
-        words, op = tune.words(problem), enum_name(problem.op)
-        rows.append({"problem": words, "op": op, "mode": mode, "us": us})
+                refused(f"{words(problem)}: {name}: its result is not the sequence's")
+        op = enum_name(problem.op)
+        rows.append({"problem": words(problem), "op": op, "mode": mode, "us": us})
     return rows
 
 
@@ -164,7 +165,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def run_rank(job: Job) -> None:
     """Does the work of each rank."""
     device = current_device()
-    session = tune.session(device, job.turns)
+    session = default_session(device, job.turns)
     rank, world = dist.get_rank(), dist.get_world_size()
     told: set[str] = set()
 
@@ -212,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     modes = tuple(args.modes.split(","))
     try:
         ops = _tune_command.ops_of(args.op)
-        tune.check_arguments(modes, 1, args.turns)
+        check_arguments(modes, 1, args.turns)
         ranks = Ranks.choose(args.world, args.device)
         wanted = tuple(shapes.parse(args.shapes))
     except ValueError as error:

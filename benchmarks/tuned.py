@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import overlap_torch
 from overlap_torch._tools.launch import Ranks, current_device, launch
-from overlap_torch._tune import tune
 from overlap_torch._tune.command import OPS
+from overlap_torch._tune.session import Session, default_session, words
 from overlap_torch.plan import Plan, Problem, machine
 from overlap_torch.plan.templates import make_sequential
 
@@ -84,14 +84,14 @@ class Entry:
         return min(one[index] for one in self.medians) if self.medians else 1.0
 
 
-def fastest(session: tune.Session, problem: Problem, job: Job) -> Plan:
+def fastest(session: Session, problem: Problem, job: Job) -> Plan:
     """The fastest of the sequence and the model's first candidates; the same on all ranks."""
     plans = session.ranked(problem, job.best)
     found = session.measure(problem, plans, "call", 2 * job.turns)
     return plans[min(found["right"], key=lambda i: found["us"][i])]
 
 
-def prepare(session: tune.Session, problems: Sequence[Problem], job: Job) -> list[Entry]:
+def prepare(session: Session, problems: Sequence[Problem], job: Job) -> list[Entry]:
     """Tunes them all."""
     device = session.device
     planned = [session.current(problem) for problem in problems]
@@ -118,7 +118,7 @@ def run_rank(job: Job) -> None:
     """Does the work of each rank."""
     begin = time.monotonic()
     device = current_device()
-    session = tune.session(device, job.turns)
+    session = default_session(device, job.turns)
     problems = random_problems(job.problems, dist.get_world_size(), device.type == "cuda", job.seed)
     entries = prepare(session, problems, job)
     for _ in range(job.medians):
@@ -147,7 +147,7 @@ def run_rank(job: Job) -> None:
 def row_of(entry: Entry) -> dict[str, Any]:
     sequence_us, tuned_us = entry.us(entry.plans[0]), entry.us(entry.tuned)
     row = {
-        "problem": tune.words(entry.problem),
+        "problem": words(entry.problem),
         "plan": str(entry.tuned).partition(": ")[2],
         "sequence": entry.tuned == entry.plans[0],
         "untuned": sequence_us / entry.us(entry.planned),

@@ -16,8 +16,9 @@ import importlib
 from types import ModuleType
 
 from overlap_torch import _built, plan  # noqa: F401  (_built comes first: it says what is missing)
+from overlap_torch._kernels.calls import consume, produce
 from overlap_torch._kernels.include import include_path
-from overlap_torch._kernels.job import Job, consume, produce
+from overlap_torch._kernels.job import Job
 from overlap_torch._kernels.resources import resources
 from overlap_torch._ops import (
     allgather_gemm,
@@ -27,6 +28,7 @@ from overlap_torch._ops import (
     gemm_reducescatter,
 )
 from overlap_torch._symm_mem.replace import replace_symm_mem
+from overlap_torch._tune import first_calls  # noqa: F401  (OVERLAP_TUNE=1)
 from overlap_torch._tune.tune import tune
 from overlap_torch._watch.report import report
 from overlap_torch._watch.trace import trace

@@ -49,7 +49,7 @@ def templates(problem: Problem) -> list[tuple[str, Callable[..., Plan]]]:
 def template_plans(
     op: str, case: Case, world: int, chunks: int, **how: object
 ) -> list[tuple[str, Plan]]:
-    """``how``: as of ``plan.edit``, by default over gloo in small tiles."""
+    """``how``: as of ``plan.programs.edit``, by default over gloo in small tiles."""
     problem = OPS[op].problem(case, world)
     return [
         (f"{name} of {chunks}", make(problem, chunks, **(how or how_to_edit(problem))))

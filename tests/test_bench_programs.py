@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench_runs import bench
-from overlap_torch._tune import tune
+from overlap_torch._tune.session import default_session
 from overlap_torch.plan import Problem
 from plan_files import text_of
 
@@ -21,7 +21,7 @@ def rows_of(folder: str) -> tuple[dict[str, list[str]], list[str]]:
     for name, (kind, algorithm) in files.items():
         Path(folder, name).write_text(text_of(kind, algorithm, 2))
     left_out: list[str] = []
-    session = tune.session(torch.device("cpu"), 1)
+    session = default_session(torch.device("cpu"), 1)
     job = programs.Job(
         (), (), ("call",), "gloo", 1, tuple(f"{folder}/{name}" for name in files), None
     )

@@ -10,14 +10,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, check_call
-from operands import (
-    Case,
-    Operands,
-    difference,
-    make_operands,
-    rank_device,
-    world_name,
-)
+from operands import Case, Operands, difference, make_operands, rank_device, world_name
 from ops import expected_output
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel, Transport

@@ -179,7 +179,7 @@ def imported(tree: ast.AST, names: set[str]) -> set[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """What each module of the package imports of the others; without the package's own, which runs before all of them."""
+    """Each module's imports of other modules of the package, without the package's own, which runs before all of them."""
     paths = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
     del paths[PACKAGE.name]
     trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}

@@ -8,14 +8,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, check_call, check_plan
-from operands import (
-    INPUT_LAYOUTS,
-    WEIGHT_LAYOUTS,
-    Case,
-    rank_device,
-    subgroup,
-    world_name,
-)
+from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, rank_device, subgroup, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan

@@ -22,7 +22,7 @@ from operands import Case, rank_device
 from ops import OPS
 from overlap_torch import _plan
 from overlap_torch import plan as plan_module
-from overlap_torch._kernels import job as _kernels
+from overlap_torch._kernels import request
 from overlap_torch.plan import Plan, Problem, use_plan, validate
 from overlap_torch.plan.programs import Editor, from_msccl, from_mscclpp
 from overlap_torch.plan.types import Kernel, Way
@@ -50,7 +50,7 @@ every_op = pytest.mark.parametrize("op", OP_NAMES)
 
 
 def how(op: str, kernel: Kernel = PINGPONG) -> dict[str, object]:
-    """As of ``plan.edit``: only reductions compute by a kernel that counts."""
+    """As of ``plan.programs.edit``: only reductions compute by a kernel that counts."""
     return {"transport": "peer", **({"kernel": kernel} if op in REDUCTIONS else {})}
 
 
@@ -96,7 +96,7 @@ def test_program_is_refused_where_its_kernel_leaves_the_gemm_no_cluster(monkeypa
     tile, where = (plan.tile_m, plan.tile_n), torch.device("cuda:0")
     looks = [
         lambda: plan_module.set_plan(plan, device=where),
-        lambda: _kernels._check_plan("produce", plan, plan.problem, tile, where),  # a job's own
+        lambda: request.check_plan("produce", plan, plan.problem, tile, where),  # a job's own
     ]
     for look in looks:
         if not refused:

@@ -10,14 +10,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import (
-    Case,
-    Operands,
-    difference,
-    make_operands,
-    rank_device,
-    subgroup,
-)
+from operands import Case, Operands, difference, make_operands, rank_device, subgroup
 from ops import expected_output
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel

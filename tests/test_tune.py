@@ -24,7 +24,12 @@ from overlap_torch import plan
 from overlap_torch._ops import eager
 from overlap_torch._tune import command as _tune_command
 from overlap_torch._tune import files as _tuned_files
+from overlap_torch._tune import first_calls as _first_calls
+from overlap_torch._tune import session as _session
 from overlap_torch._tune import tune as _tune
+from overlap_torch._tune.board import Board
+from overlap_torch._tune.choose import corrections_of, family, ranked
+from overlap_torch._tune.measure import is_close, scaled_keywords
 from overlap_torch.plan import Problem
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.types import Op, Schedule
@@ -37,7 +42,7 @@ def problem(op: str = "gemm_allreduce", m: int = SHAPES[0]) -> Problem:
     return Problem(m, *SHAPES[1:], "float32", dist.get_world_size(), op)
 
 
-def told(results: list[_tune.Tuned]) -> list[tuple[Any, ...]]:
+def told(results: list[_session.Tuned]) -> list[tuple[Any, ...]]:
     """The results that can be compared between processes."""
     return [
         (one.plan.encode(), one.source, [us for _, us in one.times], one.mode) for one in results
@@ -52,7 +57,7 @@ def chunks_held(one: Problem) -> int:
     return len(plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op).chunks)
 
 
-def tune(folder: str, *problems: Problem, **options: Any) -> list[_tune.Tuned]:
+def tune(folder: str, *problems: Problem, **options: Any) -> list[_session.Tuned]:
     os.environ["OVERLAP_CACHE"] = folder
     try:
         return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
@@ -124,7 +129,7 @@ def test_tune_scales_differ_by_rank_and_are_not_one(op, recipe):
     """So that a plan that takes a wrong one is found out."""
     wanted = Problem(64, 144, 160, "float8_e4m3fn", 2, op, recipe, "float16", True)
     cpu = torch.device("cpu")
-    mine, theirs = (_tune._scaled_keywords(wanted, cpu, rank) for rank in range(2))
+    mine, theirs = (scaled_keywords(wanted, cpu, rank) for rank in range(2))
     rows = 32 if op == "allgather_gemm" else 64
     shapes = {
         "tensor_wise": [(1,), (1,)],
@@ -145,14 +150,14 @@ def set_by_tuning(folder: str) -> Any:
     os.environ["OVERLAP_CACHE"] = folder
     wanted = problem()
     before = held(wanted)
-    original = _tune._time_us
+    original = _session.time_us
     # The more chunks a plan has, the faster it looks.
-    _tune._time_us = lambda call, mode, flush: (call(), 1000.0 / chunks_held(wanted))[1]
+    _session.time_us = lambda call, mode, flush: (call(), 1000.0 / chunks_held(wanted))[1]
     try:
         (one,) = overlap_torch.tune([wanted], device="cpu", repeats=3)
         return one.plan.encode(), held(wanted), before
     finally:
-        _tune._time_us = original
+        _session.time_us = original
         plan.clear_plans()
         del os.environ["OVERLAP_CACHE"]
 
@@ -166,8 +171,8 @@ def test_tune_sets_what_it_took(ranks, tmp_path):
 
 def lucky_once() -> Any:
     """Every plan but the sequence is fast while several are measured, and slow beside the sequence alone."""
-    wanted, original = problem(), _tune._time_us
-    session = _tune.Session.measure
+    wanted, original = problem(), _session.time_us
+    session = _session.Session.measure
     measured: list[int] = []
 
     def measure(self, one, plans, mode, turns=None):
@@ -179,12 +184,12 @@ def lucky_once() -> Any:
         overlaps = chunks_held(wanted) > 1
         return (10.0 if len(measured) == 1 else 1000.0) if overlaps else 100.0
 
-    _tune._time_us, _tune.Session.measure = time, measure
+    _session.time_us, _session.Session.measure = time, measure
     try:
         (one,) = overlap_torch.tune([wanted], cache=False, device=torch.device("cpu"))
         return measured[1:], one.plan.schedule.name, one.gain
     finally:
-        _tune._time_us, _tune.Session.measure = original, session
+        _session.time_us, _session.Session.measure = original, session
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -193,8 +198,8 @@ def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(ranks):
     assert [one[:2] for one in said] == [([2], "SEQUENTIAL")] * 2
 
 
-def measured(right: list[int], before: str, mode: str) -> _tune._Measured:
-    return _tune._Measured(
+def measured(right: list[int], before: str, mode: str) -> _session._Measured:
+    return _session._Measured(
         "wanted", mode, True, ["a", "b", "d"], before, [200.0, 190.0, 150.0], right, 2
     )
 
@@ -222,7 +227,7 @@ def test_tune_looks_again_beside_the_sequence_and_the_plan_from_before(us, plann
             assert turns == (370 if len(us) == 3 else 400)  # 0.2 s, and 40 times as many at most
             return {"us": us, "right": range(len(us))}
 
-    found = _tune.Session._look_again(Session(), measured([0, 1, 2], planned, "row"))
+    found = _session.Session._look_again(Session(), measured([0, 1, 2], planned, "row"))
     assert found == {0: 0, 1: 1 if len(us) == 3 else 2, 2: 2}[taken]
 
 
@@ -236,16 +241,16 @@ def test_tune_takes_no_plan_in_the_end_that_was_wrong_once():
             return {"us": [100.0, 50.0], "right": self.right}
 
     session, one = Session(), measured([0, 2], "b", "call")
-    assert _tune.Session._look_again(session, one) == 2
+    assert _session.Session._look_again(session, one) == 2
     session.right = (0,)
-    assert _tune.Session._look_again(session, one) == 0
+    assert _session.Session._look_again(session, one) == 0
 
 
 def slow_later(folder: str) -> Any:
     """Plans that overlap are fast until all problems were measured, and slow from then on."""
     wanted = [problem(), problem("gemm_reducescatter")]
-    original, apart_s = _tune._time_us, _tune._APART_S
-    measure, to_look_at = _tune.Session.measure, _tune.Session.to_look_at_again
+    original, apart_s = _session.time_us, _session._APART_S
+    measure, to_look_at = _session.Session.measure, _session.Session.to_look_at_again
     later, current, taken = False, wanted[0], []
 
     def time(call, mode, flush):
@@ -263,10 +268,10 @@ def slow_later(folder: str) -> Any:
         taken.append(to_look_at(self))
         return taken[-1]
 
-    _tune._time_us, _tune.Session.measure = time, measure_one
-    _tune.Session.to_look_at_again = come_to_the_end
+    _session.time_us, _session.Session.measure = time, measure_one
+    _session.Session.to_look_at_again = come_to_the_end
     try:
-        for number, _tune._APART_S in enumerate((1e9, 0.0)):  # too soon for a last look, and not
+        for number, _session._APART_S in enumerate((1e9, 0.0)):  # too soon for a last look, and not
             later = False
             place = f"{folder}/{number}"
             for _ in range(2):
@@ -274,8 +279,8 @@ def slow_later(folder: str) -> Any:
                 taken.append([(one.source, one.plan.schedule.name) for one in results])
         return taken
     finally:
-        _tune._time_us, _tune._APART_S = original, apart_s
-        _tune.Session.measure, _tune.Session.to_look_at_again = measure, to_look_at
+        _session.time_us, _session._APART_S = original, apart_s
+        _session.Session.measure, _session.Session.to_look_at_again = measure, to_look_at
         plan.clear_plans()
 
 
@@ -292,14 +297,14 @@ def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(ranks, tmp_path):
 
 def with_noise(seed: int) -> Any:
     noise = random.Random(seed * 100 + dist.get_rank())
-    original, shares, look_us = _tune._time_us, _tune._SHARE, _tune._LOOK_US
-    _tune._time_us = lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1]
-    _tune._SHARE = {"cpu": 1.0}  # whatever is faster, by however little
-    _tune._LOOK_US = 0.0  # the second look is as short as it gets
+    original, shares, look_us = _session.time_us, _session._SHARE, _session._LOOK_US
+    _session.time_us = lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1]
+    _session._SHARE = {"cpu": 1.0}  # whatever is faster, by however little
+    _session._LOOK_US = 0.0  # the second look is as short as it gets
     try:
         return told(tune("/nonexistent", *[problem(op) for op in ALL], cache=False))
     finally:
-        _tune._time_us, _tune._SHARE, _tune._LOOK_US = original, shares, look_us
+        _session.time_us, _session._SHARE, _session._LOOK_US = original, shares, look_us
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -423,20 +428,20 @@ def test_tune_keeps_all_m_of_a_weight_in_one_file(ranks, tmp_path):
 
 
 def with_a_rank_that_refuses(all_of_them: bool) -> Any:
-    original = _tune.Session._refusal
+    original = _session.Session._refusal
 
-    def refusal(self: _tune.Session, one: plan.Plan) -> str:
+    def refusal(self: _session.Session, one: plan.Plan) -> str:
         overlapped = one.schedule == Schedule.OVERLAPPED
         refuses = dist.get_rank() == 1 and (all_of_them or (overlapped and len(one.chunks) == 2))
         return "no memory" if refuses else original(self, one)
 
-    _tune.Session._refusal = refusal
+    _session.Session._refusal = refusal
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             results = tune("/nonexistent", problem(), cache=False)
     finally:
-        _tune.Session._refusal = original
+        _session.Session._refusal = original
     return [len(one.chunks) for one, _ in results[0].times], results[0].source, len(said)
 
 
@@ -488,8 +493,8 @@ def test_tune_of_nothing_takes_what_was_called(ranks):
         assert repr(Problem(*SHAPES, "float32", 2, "gemm_allreduce")) in found
 
 
-def board(store: dist.Store, rank: int, timeout_s: float = 20.0) -> _tune._Board:
-    return _tune._Board(store, rank, 2, timeout_s, "here")
+def board(store: dist.Store, rank: int, timeout_s: float = 20.0) -> Board:
+    return Board(store, rank, 2, timeout_s, "here")
 
 
 def test_tune_board_waits_no_longer_than_its_deadline():
@@ -530,7 +535,7 @@ def decided(*ranks_us: list[list[float]], right: list[list[bool]] | None = None)
         {"us": us, "right": [True] * plans if right is None else right[rank]}
         for rank, us in enumerate(ranks_us)
     ]
-    return _tune.Session._decide(Session(), said)["chosen"]
+    return _session.Session._decide(Session(), said)["chosen"]
 
 
 def test_tune_takes_the_fastest_by_the_slowest_rank_and_the_sequence_in_doubt():
@@ -557,17 +562,17 @@ def test_tune_progress_is_lines_where_stderr_is_no_terminal(capsys, monkeypatch)
 
 def test_tune_compares_results_with_the_sequences():
     one = torch.tensor([[1.0, -200.0], [3.0, 4.0]])
-    assert _tune._close(one + 1.0, one)
-    assert not _tune._close(one.flip(0), one)
-    assert not _tune._close(one * float("nan"), one)
-    assert not _tune._close(one[:1], one)
+    assert is_close(one + 1.0, one)
+    assert not is_close(one.flip(0), one)
+    assert not is_close(one * float("nan"), one)
+    assert not is_close(one[:1], one)
 
 
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
 def test_tune_measures_the_best_of_each_way_beside_the_sequence(op):
     for machine in (hopper(peer_gbps=365.0), hopper(windows=True), slow()):
         wanted = big(op=op, world_size=4)
-        sequence, *others = _tune.ranked(wanted, machine, 3)
+        sequence, *others = ranked(wanted, machine, 3)
         assert sequence == plan.templates.make_sequential(wanted, machine)
         found = [one for one in plan.candidates(wanted, machine, all=True) if one != sequence]
         assert 1 <= len(others) <= 3 and all(one in found for one in others)
@@ -584,25 +589,25 @@ def communication(one: plan.Plan) -> tuple[Any, ...]:
 def test_tune_ranks_by_what_was_measured_nearby():
     machine = hopper(windows=True)
     wanted = big(m=16384, world_size=4)
-    best = _tune.ranked(wanted, machine, 1)[1]
+    best = ranked(wanted, machine, 1)[1]
 
     def entry(m: int, factor: float) -> _tuned_files.Entry:
         """All as expected, but what is of the best one's family."""
         plans = plan.candidates(big(m=m, world_size=4), machine)
-        factors = [factor if _tune.family(one) == _tune.family(best) else 1.0 for one in plans]
+        factors = [factor if family(one) == family(best) else 1.0 for one in plans]
         assert factor in factors
         us = [total(one, machine) * by for one, by in zip(plans, factors, strict=True)]
         return _tuned_files.Entry([one.encode() for one in plans], us, 0)
 
     entries = {(12288, "call"): entry(12288, 2.0), (8192, "call"): entry(8192, 1.5)}
-    corrections = _tune._corrections(wanted, "call", entries, machine)
+    corrections = corrections_of(wanted, "call", entries, machine)
     assert corrections(best) == pytest.approx(2.0)  # of the nearest M
-    assert _tune.family(_tune.ranked(wanted, machine, 1, corrections)[1]) != _tune.family(best)
-    assert _tune._corrections(wanted, "row", entries, machine) is None
+    assert family(ranked(wanted, machine, 1, corrections)[1]) != family(best)
+    assert corrections_of(wanted, "row", entries, machine) is None
     # A family that was not measured has the mean of its way, else of all.
     us = [total(best, machine) * 3.0]
     alone = {(16384, "call"): _tuned_files.Entry([best.encode()], us, 0)}
-    corrections = _tune._corrections(big(m=8192, world_size=4), "call", alone, machine)
+    corrections = corrections_of(big(m=8192, world_size=4), "call", alone, machine)
     others = plan.candidates(big(m=8192, world_size=4), machine)
     assert {round(corrections(one), 6) for one in others} == {3.0}
 
@@ -695,7 +700,7 @@ def test_tune_family_is_what_other_m_share():
     machine = hopper(windows=True)
 
     def families(m: int) -> set[tuple[str, ...]]:
-        return {_tune.family(one) for one in plan.candidates(big(m=m, world_size=4), machine)}
+        return {family(one) for one in plan.candidates(big(m=m, world_size=4), machine)}
 
     for m in (10240, 16384):
         assert len(families(8192) & families(m)) > 0.8 * len(families(8192))
@@ -705,7 +710,7 @@ def test_tune_family_is_what_other_m_share():
 def first_calls(folder: str) -> Any:
     """With OVERLAP_TUNE=1: sources of what was tuned, call by call."""
     os.environ["OVERLAP_CACHE"] = folder
-    hook, original = _tune._FirstCalls(), _tune.tune
+    hook, original = _first_calls.FirstCalls(), _first_calls.tune
     told: list[list[tuple[str, int]]] = []
 
     def noting(problems: Any, **options: Any) -> Any:
@@ -713,7 +718,7 @@ def first_calls(folder: str) -> Any:
         told[-1] += [(enum_name(one.problem.op), one.problem.m) for one in results]
         return results
 
-    _tune.tune, eager.behind_calls = noting, hook
+    _first_calls.tune, eager.behind_calls = noting, hook
     input, weight = torch.ones(1000, 64), torch.ones(64, 64)
     learns = [one.clone().requires_grad_() for one in (input, weight)]
     calls = (
@@ -735,7 +740,7 @@ def first_calls(folder: str) -> Any:
             told.append([])
             overlap_torch.gemm_allreduce(*(mode.from_tensor(one) for one in (input[:24], weight)))
     finally:
-        _tune.tune, eager.behind_calls = original, None
+        _first_calls.tune, eager.behind_calls = original, None
         plan.clear_plans()
         del os.environ["OVERLAP_CACHE"]
     return told
@@ -756,7 +761,7 @@ def test_tune_at_first_calls(ranks, tmp_path):
 
 
 def first_scaled_calls() -> Any:
-    hook, original = _tune._FirstCalls(), _tune.tune
+    hook, original = _first_calls.FirstCalls(), _first_calls.tune
     told: list[list[tuple[str, bool]]] = []
 
     def noting(problems: Any, **options: Any) -> Any:
@@ -777,14 +782,14 @@ def first_scaled_calls() -> Any:
         plan.clear_plans()
         for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
             hook._seen.setdefault(dist.group.WORLD, set()).add(("cpu", repr(problem)))
-        _tune.tune, eager.behind_calls = noting, hook
+        _first_calls.tune, eager.behind_calls = noting, hook
         call(recipes.RowWise)
         call(recipes.RowWise)
         call(recipes.TensorWise)  # by scales of the same shapes
         call(recipes.TensorWise, use_fast_accum=True)
         call(recipes.TensorWise, use_fast_accum=True)
     finally:
-        _tune.tune, eager.behind_calls = original, None
+        _first_calls.tune, eager.behind_calls = original, None
         plan.clear_plans()
     return told
 
@@ -800,10 +805,10 @@ def test_tune_at_first_calls_is_asked_for_by_a_variable(value, hooked, monkeypat
     monkeypatch.delenv("OVERLAP_TUNE", raising=False)
     if value is not None:
         monkeypatch.setenv("OVERLAP_TUNE", value)
-    assert (_tune.wanted_at_first_calls() is not None) == hooked
+    assert (_first_calls.wanted_at_first_calls() is not None) == hooked
     monkeypatch.setenv("OVERLAP_TUNE", "yes")
     with pytest.raises(ValueError, match="OVERLAP_TUNE must be 0 or 1, but it is 'yes'"):
-        _tune.wanted_at_first_calls()
+        _first_calls.wanted_at_first_calls()
 
 
 PROGRAM = """

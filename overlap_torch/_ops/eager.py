@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-# Follows each call that is not traced, with its op, group and arguments: see overlap_torch._tune.tune.
+# Follows each call that is not traced, with its op, group and arguments: see overlap_torch._tune.first_calls.
 behind_calls: Callable[..., None] | None = None
 
 

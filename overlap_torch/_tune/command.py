@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from overlap_torch._tools.launch import Ranks, current_device, launch
 from overlap_torch._tune import tune as _tune
+from overlap_torch._tune.session import words
 from overlap_torch.plan import Problem
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import plain
@@ -172,7 +173,7 @@ def run_rank(job: _Job) -> None:
         return
     for one in results:
         gain = "" if one.gain is None else f"{one.gain:5.2f}x of the sequence"
-        print(f"{_tune.words(one.problem):44} {one.mode:5} {one.source:9} {gain}")
+        print(f"{words(one.problem):44} {one.mode:5} {one.source:9} {gain}")
         print(f"    {str(one.plan).partition(': ')[2]}")
         for plan, us in one.times:
             print(f"    {us:10.1f} us  {str(plan).partition(': ')[2]}")

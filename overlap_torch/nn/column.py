@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from overlap_torch._layers.dtensor import Placements, is_foreign
 from overlap_torch._layers.sharding import GatherParts, pad_end, shard_range, shard_sizes
 from overlap_torch._ops import Group
-from overlap_torch.nn.parameters import ParallelLinear
+from overlap_torch.nn.linear import ParallelLinear
 
 
 class ColumnParallelLinear(ParallelLinear):

@@ -1,4 +1,4 @@
-"""The tensor-parallel layers share this: parameters cut over a group, made, loaded and put together again."""
+"""Parameters cut over a group, made, loaded and put together again."""
 
 from __future__ import annotations
 
@@ -9,110 +9,34 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from overlap_torch._layers import linear as _linear
-from overlap_torch._layers.dtensor import (
-    Placements,
-    is_foreign,
-    local_parts,
-    mesh_within,
-    sharded_dim,
-    wrap,
-)
-from overlap_torch._layers.fp8 import Maps, recipe_of
-from overlap_torch._layers.meshes import check_mesh, group_mesh, is_living, note_mesh
-from overlap_torch._layers.placements import foreign_linear, to_local
-from overlap_torch._layers.sharding import gather_parts, place_in, shard_range, shard_sizes
-from overlap_torch._ops import Group, group_name
+from overlap_torch._layers.dtensor import Placements, is_foreign, sharded_dim, wrap
+from overlap_torch._layers.meshes import group_mesh, is_living
+from overlap_torch._layers.sharding import gather_parts, shard_range, shard_sizes
 from overlap_torch._ops.group import broadcast_integers
-from overlap_torch._ops.nested import refuse_nested
-from overlap_torch._watch.report import note_call, note_foreign
 
 
-class ParallelLinear(torch.nn.Module):
-    """A ``torch.nn.Linear`` whose parameters are DTensors over a group: base of the column and the row layer.
+class CutParameters(torch.nn.Module):
+    """The weights and biases of one ``torch.nn.Linear``, or of several, as DTensors: where their parts lie and how they load.
 
-    The parameters' mesh is the ``DeviceMesh`` given as ``group``, or else one that the program has made over the group's ranks,
-    or ``DeviceMesh.from_group`` of the group until a layer or a style is given one. For FSDP2 over
-    other ranks give a dimension of the whole mesh, such as ``mesh["tp"]``; ``DistributedDataParallel`` does not take
-    DTensors. State dicts hold the DTensors, and making them does not communicate.
-
-    ``load_state_dict`` takes DTensors, this rank's parts as plain tensors, and the weight and bias of the whole
-    ``torch.nn.Linear``. It communicates only for DTensors with another mesh or other placements: all ranks of the group
-    must load those, at the same time.
-
-    A parameter may also be replaced by this rank's part as a plain tensor, as by ``torch.func.functional_call``.
-
-    With a tuple of out_features it stands for as many ``torch.nn.Linear``s, and all of this holds for the parameters of each:
-    ``weights.0``, ``biases.0`` and so on, in place of ``weight`` and ``bias``.
+    A subclass sets ``in_features``, ``out_features``, ``group``, ``world_size``, ``rank`` and the names of its parameters.
     """
+
+    in_features: int
+    out_features: int | tuple[int, ...]
+    group: str
+    world_size: int
+    rank: int
+    _several: bool
+    _names: list[tuple[str, str]]
+    _mesh_given: bool
 
     # Where weights and biases lie, as DTensor says it.
     _placements: ClassVar[dict[str, Placements]]
 
     # The original: accelerate's init_empty_weights puts another one in its place, which takes no DTensors.
     register_parameter = torch.nn.Module.register_parameter
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | tuple[int, ...],
-        bias: bool | tuple[bool, ...],
-        group: Group,
-        sequence_parallel: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        fp8: str | None,
-    ) -> None:
-        super().__init__()
-        recipe_of(fp8)  # raises for a name that it does not know
-        self.fp8 = fp8
-        self.in_features = in_features
-        self.out_features = out_features
-        self.sequence_parallel = sequence_parallel
-        self.group = group_name(group)
-        self.world_size, self.rank = place_in(self.group)
-        self._several = isinstance(out_features, tuple)
-        # As state dicts name them: those of each torch.nn.Linear.
-        self._names: list[tuple[str, str]] = [("weight", "bias")]
-        if self._several:
-            self._names = [(f"weights.{i}", f"biases.{i}") for i in range(len(out_features))]
-        # For each weight: this rank's part of the cut dim, and by how much that is smaller than the
-        # largest.
-        self._local_features: list[int] = []
-        self._paddings: list[int] = []
-        for name, _ in self._names:
-            dim = self._cut_dim(name)
-            part = self._local_shape(name)[dim]
-            self._local_features.append(part)
-            self._paddings.append(-(-self._full_shape(name)[dim] // self.world_size) - part)
-        device = _device_of_parameters(device)
-        if isinstance(group, DeviceMesh):
-            mesh = group
-            note_mesh(mesh)
-        else:
-            mesh = group_mesh(self.group, self._device_type(device))
-        self._mesh_given = isinstance(group, DeviceMesh)
-        self._mesh = mesh
-
-        def made(name: str) -> torch.nn.Parameter:
-            local = torch.empty(self._local_shape(name), device=device, dtype=dtype)
-            return torch.nn.Parameter(self._wrap(name, local, mesh))
-
-        weights = [made(name) for name, _ in self._names]
-        with_bias = bias if isinstance(bias, tuple) else (bias,) * len(weights)
-        biases = [
-            made(name) if has_one else None
-            for (_, name), has_one in zip(self._names, with_bias, strict=True)
-        ]
-        if self._several:
-            self.weights = _ParameterList(weights)
-            self.biases = _ParameterList(biases) if any(with_bias) else None
-        else:
-            (self.weight,) = weights
-            self.register_parameter("bias", biases[0])
-        self.reset_parameters()
 
     def _full_shape(self, name: str) -> tuple[int, ...]:
         kind, _, number = name.partition(".")
@@ -155,40 +79,6 @@ class ParallelLinear(torch.nn.Module):
 
     def _any_weight(self) -> torch.Tensor:
         return self.weights[0] if self._several else self.weight
-
-    def _local_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's weight and bias as plain tensors, with gradients to the parameters."""
-        # A module's attributes are slow; they are needed where there is a parametrization.
-        parameters = self._parameters
-        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        return self._local_pair(weight, bias)
-
-    def _local_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """`_local_parameters` where there are several."""
-        biases = [None] * len(self._names) if self.biases is None else self.biases
-        pairs = [
-            self._local_pair(weight, bias)
-            for weight, bias in zip(self.weights, biases, strict=True)
-        ]
-        return [weight for weight, _ in pairs], [bias for _, bias in pairs]
-
-    def _local_pair(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The results of a parametrization may lie elsewhere.
-        weight, bias = self._in_place("weight", weight), self._in_place("bias", bias)
-        return local_parts(weight, bias)
-
-    def _in_place(self, kind: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        if isinstance(parameter, DTensor):
-            if parameter.device_mesh is not self._mesh:
-                check_mesh(f"{type(self).__name__}: its {kind}", parameter, self._mesh)
-                if not torch.compiler.is_compiling():
-                    self.__dict__["_mesh"] = parameter.device_mesh  # the next comparison is quick
-            if parameter._spec.placements != self._placements[kind]:
-                return parameter.redistribute(placements=self._placements[kind])
-        return parameter
 
     def _device_type(self, device: torch.device) -> str:
         """The mesh's device type for parameters on this device; those on ``meta`` are expected on
@@ -341,91 +231,6 @@ class ParallelLinear(torch.nn.Module):
         sizes = shard_sizes(self._full_shape(name)[dim], self.world_size)
         return gather_parts(value, dim, sizes, self.group)
 
-    def _of_foreign(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        columns: bool,
-        features: int,
-        tokens: int | None = None,
-    ) -> torch.Tensor:
-        """The output, before it is gathered, by a weight that no op takes, such as one that torchao has quantized."""
-        note_foreign(self, weight)
-        last = Shard(input.dim() - 1)
-        given, wanted = (Replicate(), last) if columns else (last, Replicate())
-        shape = None if columns else (*input.shape[:-1], self.in_features)
-        if self.sequence_parallel and columns:
-            given, shape = Shard(0), (tokens, *input.shape[1:])
-        elif self.sequence_parallel:
-            wanted = Shard(0)
-        mesh = mesh_within(weight) or group_mesh(self.group, input.device.type)
-        output = foreign_linear(
-            input,
-            weight,
-            bias,
-            mesh,
-            given,
-            wanted,
-            columns=columns,
-            features=features,
-            shape=shape,
-        )
-        return to_local(output)
-
-    def _check_features(self, input: torch.Tensor, expected: int, option: str) -> None:
-        if input.is_nested:
-            refuse_nested(type(self).__name__, "input", input)
-        if isinstance(input, DTensor):
-            raise TypeError(
-                f"{type(self).__name__} takes this rank's tensor, but its input is a DTensor on {input.device_mesh} with "
-                f"placements {input.placements}: call it with input.to_local() or input.full_tensor(), or give a "
-                "torch.nn.Linear a style of overlap_torch.parallel, which takes DTensors"
-            )
-        if input.shape[-1] != expected:
-            raise ValueError(
-                f"the input's last dim must be {expected} (in_features={self.in_features}, rank {self.rank} of "
-                f"{self.world_size}{option}), but its shape is {tuple(input.shape)}"
-            )
-        if self.sequence_parallel and input.dim() < 2:
-            raise ValueError(
-                "with sequence_parallel the input must be [tokens, ..., features], but its shape is "
-                f"{tuple(input.shape)}"
-            )
-        note_call(self, input)
-
-    @property
-    def _maps(self) -> Any:
-        """The linear maps: functions of :mod:`overlap_torch._layers.linear`, or these in fp8."""
-        recipe = recipe_of(self.fp8)
-        return _linear if recipe is None else Maps(recipe)
-
-    def extra_repr(self) -> str:
-        if self._several:
-            biases = [None] * len(self._names) if self.biases is None else self.biases
-            bias: bool | list[bool] = [one is not None for one in biases]
-            bias = bias[0] if len(set(bias)) == 1 else bias
-        else:
-            bias = self.bias is not None
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
-            f"rank={self.rank}, world_size={self.world_size}, sequence_parallel={self.sequence_parallel}"
-            + ("" if self.fp8 is None else f", fp8={self.fp8!r}")
-        )
-
-
-class _ParameterList(torch.nn.ParameterList):
-    """The layers' lists, which take DTensors where the layers do."""
-
-    register_parameter = torch.nn.Module.register_parameter
-
-
-def _device_of_parameters(device: torch.device | str | None) -> torch.device:
-    """Where a module's parameters are made: accelerate's ``init_empty_weights`` moves them when they are registered."""
-    module = torch.nn.Module()
-    module.register_parameter("parameter", torch.nn.Parameter(torch.empty(0, device=device)))
-    return module.parameter.device
-
 
 def _same_place(one: DTensor, other: DTensor) -> bool:
     """True if the ranks hold the same parts of both, on whatever kind of device."""
@@ -456,7 +261,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     state = module.state_dict()
     for path, layer in module.named_modules():
-        if isinstance(layer, ParallelLinear):
+        if isinstance(layer, CutParameters):
             for name, value in layer.full_state_dict().items():
                 state[f"{path}.{name}" if path else name] = value
     for name, value in state.items():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from overlap_torch._layers.dtensor import Placements, is_foreign
 from overlap_torch._layers.sharding import SumGradient, TakePart
 from overlap_torch._ops import Group
-from overlap_torch.nn.parameters import ParallelLinear
+from overlap_torch.nn.linear import ParallelLinear
 
 
 class RowParallelLinear(ParallelLinear):

@@ -1,4 +1,4 @@
-"""What a program's statements speak of: ranks that depend on the one that runs it, shares of rows, and areas of memories."""
+"""The terms of a program's statements: ranks that depend on the one that runs it, shares of rows, and areas of memories."""
 
 from __future__ import annotations
 

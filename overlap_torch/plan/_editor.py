@@ -6,16 +6,13 @@ is a number that is another one on each of them, and areas and ranks that are ma
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from overlap_torch import _plan
 from overlap_torch._plan import (
-    MAX_CHUNKS,
     Chunk,
-    Collective,
     Engine,
     Kernel,
     Memory,
@@ -29,17 +26,13 @@ from overlap_torch._plan import (
     Transport,
     Way,
 )
-from overlap_torch.plan._areas import AnyRank, Area, Rank, Share, covers, number_on, overlap
+from overlap_torch.plan._areas import AnyRank, Area, Rank, Share, number_on
+from overlap_torch.plan._bases import Base
 from overlap_torch.plan._names import enum_member
-from overlap_torch.plan.templates import make_all_to_all, row_panels
+from overlap_torch.plan._transfers import Transfers
 
 _INTERPRETER_CTAS = 16  # of all streams, where SMs move a program's data over peers
 MESSAGE_SHARES = 64  # rows of a message, as an all-to-all's program counts them
-
-_COLLECTIVES = {
-    Op.GEMM_ALLREDUCE: Collective.ALL_REDUCE,
-    Op.GEMM_REDUCESCATTER: Collective.REDUCE_SCATTER,
-}
 
 
 @dataclass(frozen=True)
@@ -85,25 +78,22 @@ class Editor:
         self.problem = problem
         self.world = problem.world_size
         self.rank = Rank(lambda rank: rank)
-        self._tile = tile
-        self._kernel = enum_member(Kernel, kernel)
+        kernel = enum_member(Kernel, kernel)
         self.over_peers = transport is not None and (
             enum_member(Transport, transport) == Transport.PEER
         )
         # Plans for NCCL's chunks are over peers here; only then are they refused without a program.
-        self._transport = Transport.NCCL if self.over_peers else transport
+        transport = Transport.NCCL if self.over_peers else transport
         if comm_sms is None:
-            by_sms = self.over_peers and self._kernel != Kernel.LIBRARY
+            by_sms = self.over_peers and kernel != Kernel.LIBRARY
             comm_sms = (max_ctas or _INTERPRETER_CTAS) if by_sms else 0
-        self._comm_sms = comm_sms
-        self._max_ctas = max_ctas
+        self._base = Base(problem, tile, kernel, transport, comm_sms, max_ctas)
         self._scratch_rows = 0
-        self._transfers: list[Transfer] = []
-        self._written: dict[tuple[int, Memory], list[int]] = {}
-        self._read: dict[tuple[int, Memory], list[int]] = {}
+        self._transfers = Transfers()
         gathers = problem.op == Op.ALLGATHER_GEMM
         self._width = problem.k if gathers else problem.n
-        self._base = self._made_base([])  # refuses what no plan can be
+        tile_m = self._base.plan().tile_m  # refuses what no plan can be
+        self._grain = 1 if problem.op == Op.GEMM_ALLTOALL else max(1, tile_m)
         rows = problem.m
         if problem.op == Op.GEMM_ALLTOALL:
             rows = MESSAGE_SHARES * self.world
@@ -161,11 +151,11 @@ class Editor:
 
     def arrived(self, area: Area, at: AnyRank | None = None) -> Need:
         """All transfers so far that write to this area of the rank that runs the transfer, or of rank ``at``."""
-        return self._touching(self._written, area, at)
+        return self._earlier(self._transfers.writing, area, at)
 
     def left(self, area: Area, at: AnyRank | None = None) -> Need:
         """All transfers so far that read this area there."""
-        return self._touching(self._read, area, at)
+        return self._earlier(self._transfers.reading, area, at)
 
     # --- transfers --------------------------------------------------------------------------------------------
 
@@ -235,7 +225,7 @@ class Editor:
 
     def program(self) -> Program:
         """The transfers so far."""
-        return Program(self._scratch_rows, self._transfers)
+        return Program(self._scratch_rows, self._transfers.all)
 
     def plan(self) -> Plan:
         """The plan whose chunks end where transfers wait for tiles.
@@ -244,7 +234,7 @@ class Editor:
             ValueError: it cannot run: it does not end, has a race, leaves something out or adds it twice, or does not fit; the
                 message names rank and step, or the transfer.
         """
-        made = self._made_base(self._tile_cuts())
+        made = self._base.plan(self._transfers.all)
         if self.over_peers:
             made.chunks = [Chunk(one.tiles, Transport.PEER, one.max_ctas) for one in made.chunks]
         made.program = self.program()
@@ -254,8 +244,7 @@ class Editor:
     # --- parts ------------------------------------------------------------------------------------------------
 
     def _whole(self, memory: Memory, rows: int, first: int = 0) -> Area:
-        grain = 1 if self.problem.op == Op.GEMM_ALLTOALL else max(1, self._base.tile_m)
-        return Area(memory, grain, lambda rank: (first, rows, 0, self._width))
+        return Area(memory, self._grain, lambda rank: (first, rows, 0, self._width))
 
     def _ranks(self, rank: int | Iterable[int] | None) -> Iterable[int]:
         if rank is None:
@@ -275,7 +264,6 @@ class Editor:
         ranks: Iterable[int],
     ) -> Need:
         by = enum_member(Engine, by)
-        before = len(self._transfers)
         made: list[Transfer] = []
         for rank in ranks:
             peer = number_on(other, rank) % self.world
@@ -292,20 +280,16 @@ class Editor:
                 written = self._received(read, destination)
             if read.area.rows == 0 or read.area.columns == 0:
                 continue
-            tiles, behind = self._needs(read, written, needs, rank, before)
+            tiles, behind = self._needs(read, written, needs, rank)
             made.append(Transfer(way, reduce, read, written, by, stream, tiles, behind))
-        numbers = range(before, before + len(made))
-        for number, one in zip(numbers, made, strict=True):
-            self._transfers.append(one)
-            for of, region in ((self._read, one.source), (self._written, one.destination)):
-                of.setdefault((region.rank, region.memory), []).append(number)
+        numbers = self._transfers.add(made)
 
         def those_of(rank: int) -> list[int]:
-            ends = (
-                (self._transfers[i].source.rank, self._transfers[i].destination.rank)
-                for i in numbers
-            )
-            return [i for i, pair in zip(numbers, ends, strict=True) if rank in pair]
+            return [
+                number
+                for number, one in zip(numbers, made, strict=True)
+                if rank in (one.source.rank, one.destination.rank)
+            ]
 
         return Earlier(those_of)
 
@@ -321,11 +305,10 @@ class Editor:
         written: Region,
         needs: Sequence[Need] | None,
         rank: int,
-        before: int,
     ) -> tuple[list[Rectangle], list[int]]:
         if needs is None:
             tiles = [read.area] if read.memory == Memory.PRODUCT else []
-            return tiles, self._data_needs(read, written, before)
+            return tiles, self._transfers.data_needs(read, written)
         tiles = []
         behind: set[int] = set()
         for need in needs:
@@ -339,88 +322,13 @@ class Editor:
                 )
         return tiles, sorted(behind)
 
-    def _data_needs(self, read: Region, written: Region, before: int) -> list[int]:
-        """Who writes what is read, and who reads or writes what is written."""
-        behind = set(self._last(self._written, read, before))
-        behind.update(self._last(self._written, written, before))
-        behind.update(self._last(self._read, written, before))
-        return sorted(behind)
-
-    def _last(self, of: dict[tuple[int, Memory], list[int]], region: Region, before: int) -> list:
-        found = []
-        for number in reversed(of.get((region.rank, region.memory), [])):
-            one = self._transfers[number]
-            other = one.source.area if of is self._read else one.destination.area
-            if number >= before or not overlap(other, region.area):
-                continue
-            found.append(number)
-            if of is self._written and covers(other, region.area):
-                break  # the ones before it came before it
-        return found
-
-    def _touching(
-        self, of: dict[tuple[int, Memory], list[int]], area: Area, at: AnyRank | None
+    def _earlier(
+        self, touching: Callable[[Region, int], Iterable[int]], area: Area, at: AnyRank | None
     ) -> Need:
-        before = len(self._transfers)
+        before = len(self._transfers.all)
 
         def found(rank: int) -> list[int]:
             where = rank if at is None else number_on(at, rank) % self.world
-            region = Region(area.memory, where, area.at(rank))
-            side = "source" if of is self._read else "destination"
-            return [
-                number
-                for number in of.get((where, area.memory), [])
-                if number < before
-                and overlap(getattr(self._transfers[number], side).area, region.area)
-            ]
+            return sorted(touching(Region(area.memory, where, area.at(rank)), before))
 
         return Earlier(found)
-
-    def _tile_cuts(self) -> list[int]:
-        """Tile rows between chunks: where areas end whose tiles are waited for."""
-        if not self._produces():
-            return []
-        areas = [area for one in self._transfers for area in one.tiles]
-        areas += [
-            one.destination.area
-            for one in self._transfers
-            if one.destination.memory == Memory.PRODUCT
-        ]
-        tile, grain = self._base.tile_m, self._base.cluster_m
-        cuts = set()
-        for area in areas:
-            cuts.add(area.row // (tile * grain) * grain)
-            cuts.add(-(-(area.row + area.rows) // (tile * grain)) * grain)
-        tile_rows = -(-self.problem.m // tile)
-        inner = sorted(cut for cut in cuts if 0 < cut < tile_rows)
-        thin = -(-len(inner) // (MAX_CHUNKS - 1))
-        return inner[thin - 1 :: thin] if thin > 1 else inner
-
-    def _produces(self) -> bool:
-        return self.problem.op in _COLLECTIVES
-
-    def _made_base(self, cuts: Sequence[int]) -> Plan:
-        """A plan without its program."""
-        problem = self.problem
-        if problem.op == Op.GEMM_ALLTOALL:
-            return make_all_to_all(
-                problem, self._kernel, max_ctas=self._max_ctas, transport=self._transport
-            )
-        options = {
-            "kernel": self._kernel,
-            "transport": self._transport,
-            "comm_sms": self._comm_sms,
-            "max_ctas": self._max_ctas,
-            "tile": self._tile,
-        }
-        if not self._produces():
-            return row_panels(problem, 1, **options)
-        # Its rows are one part, whatever the op: transfers name rows themselves.
-        whole = Problem(problem.m, problem.n, problem.k, problem.dtype, problem.world_size)
-        made = row_panels(whole, 1, **options)
-        if cuts:
-            edges = [0, *cuts, made.tiles_m]
-            made = row_panels(whole, [b - a for a, b in itertools.pairwise(edges)], **options)
-        made.problem = problem
-        made.collective = _COLLECTIVES[problem.op]
-        return made

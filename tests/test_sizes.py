@@ -1,4 +1,4 @@
-"""No function is longer than 80 lines, but tables."""
+"""No function is longer than 80 lines, but tables; in the package no class is longer than 300, and no file than 500."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MOST = 80
+MOST_OF_CLASS = 300
+MOST_OF_FILE = 500
 # Functions that list entries, one after the other, are no clearer in pieces.
 TABLES = {
     ("csrc/binding/python/plan_module.cc", "bind_plan"),
@@ -71,14 +73,30 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
     assert not heads, "a brace stays open"
 
 
-def python_functions(text: str) -> Iterator[tuple[str, int]]:
-    """Names and lengths of the functions of a Python file, without their docstrings."""
+def python_parts(text: str) -> Iterator[tuple[ast.AST, int]]:
+    """The functions and classes of a Python file, and their lengths without docstrings, a class's with its methods'."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0]
-            documented = ast.get_docstring(node) is not None
-            doc = first.end_lineno - first.lineno + 1 if documented else 0
-            yield node.name, node.end_lineno - node.lineno + 1 - doc
+        if isinstance(node, kinds):
+            inner = ast.walk(node) if isinstance(node, ast.ClassDef) else [node]
+            documented = [
+                one.body[0] for one in inner
+                if isinstance(one, kinds) and ast.get_docstring(one) is not None
+            ]  # fmt: skip
+            doc = sum(first.end_lineno - first.lineno + 1 for first in documented)
+            yield node, node.end_lineno - node.lineno + 1 - doc
+
+
+def python_functions(text: str) -> Iterator[tuple[str, int]]:
+    for node, lines in python_parts(text):
+        if not isinstance(node, ast.ClassDef):
+            yield node.name, lines
+
+
+def python_classes(text: str) -> Iterator[tuple[str, int]]:
+    for node, lines in python_parts(text):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, lines
 
 
 def tracked(folder: str, *suffixes: str) -> list[str]:
@@ -89,7 +107,7 @@ def tracked(folder: str, *suffixes: str) -> list[str]:
     return [name for name in names.splitlines() if (ROOT / name).exists()]
 
 
-def test_function_length_is_at_most_80_lines():
+def test_sizes_of_functions():
     readers = [
         (cpp_functions, tracked("csrc", ".cc", ".h", ".cu", ".cuh")),
         (python_functions, tracked("", ".py")),
@@ -106,6 +124,19 @@ def test_function_length_is_at_most_80_lines():
     assert long == TABLES
 
 
+def test_sizes_of_files_and_classes_of_the_package():
+    files = [name for name in tracked("overlap_torch/", ".py")]
+    texts = {name: (ROOT / name).read_text() for name in files}
+    assert len(texts) > 80
+    lines = {name: text.count("\n") for name, text in texts.items()}
+    assert {name: count for name, count in lines.items() if count > MOST_OF_FILE} == {}
+    classes = {
+        (name, each): count for name, text in texts.items() for each, count in python_classes(text)
+    }
+    assert len(classes) > 80
+    assert {each: count for each, count in classes.items() if count > MOST_OF_CLASS} == {}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -118,16 +149,21 @@ def test_function_length_is_at_most_80_lines():
         ("void f() {\n  struct In {\n    int g() { return 1; }\n  };\n}\n", [("f", 5)]),
     ],
 )  # fmt: skip
-def test_function_length_of_cpp_counts_lines_of_functions(text, expected):
+def test_sizes_of_cpp_counts_lines_of_functions(text, expected):
     assert list(cpp_functions(text)) == expected
 
 
 @pytest.mark.parametrize("text", ["void f() {\n", "}\n"])
-def test_function_length_of_cpp_refuses_braces_that_do_not_match(text):
+def test_sizes_of_cpp_refuses_braces_that_do_not_match(text):
     with pytest.raises(AssertionError, match="open"):
         list(cpp_functions(text))
 
 
-def test_function_length_of_python_leaves_docstrings_out():
+def test_sizes_of_python_leaves_docstrings_out():
     text = 'def f():\n    """One.\n\n    Two."""\n    return 1\nclass A:\n    async def g(self): pass\n'
     assert sorted(python_functions(text)) == [("f", 2), ("g", 1)]
+
+
+def test_sizes_of_python_count_a_class_with_its_methods():
+    text = 'class A:\n    """One."""\n\n    def f(self):\n        """Two."""\n        return 1\n'
+    assert list(python_classes(text)) == [("A", 4)]

@@ -1,0 +1,305 @@
+"""``produce`` and ``consume``: chunks, signals and communication for kernels that are not this package's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from overlap_torch._kernels import resources as _resources
+from overlap_torch._kernels import tile_orders
+from overlap_torch._kernels.job import Job, outside_graphs
+from overlap_torch._kernels.request import Prepared, Request
+from overlap_torch._kernels.resources import KernelResources
+from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
+from overlap_torch._ops.group import Group, group_name, process_group
+from overlap_torch._plan import Op, Plan, Problem, encode
+
+_OPS = {
+    "all_reduce": Op.GEMM_ALLREDUCE,
+    "reduce_scatter": Op.GEMM_REDUCESCATTER,
+    "all_to_all": Op.GEMM_ALLTOALL,
+}
+# By what is called, whose arguments are looked at once; graphs may hold the tables' addresses, so that they are never dropped.
+_prepared: dict[tuple, Prepared] = {}
+
+
+def _found(key: tuple) -> Prepared | None:
+    try:
+        found = _prepared.get(key)
+    except TypeError:  # something that cannot be a key, and that is refused later
+        return None
+    return found if found is not None and found.job.current() else None
+
+
+@outside_graphs
+def produce(
+    collective: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    tile: tuple[int, int],
+    chunks: int | None = None,
+    tile_order: str | tile_orders.Order = "grouped",
+    plan: Plan | None = None,
+    kernel_us: float | Callable[[], object] | None = None,
+    send_rows: Sequence[int] | None = None,
+    recv_rows: Sequence[int] | None = None,
+    operands: Sequence[torch.Tensor] = (),
+    resources: KernelResources | None = None,
+    device: torch.device | str | None = None,
+    group: Group = None,
+) -> Job:
+    """A kernel of your own whose finished tiles are communicated while it computes the next ones::
+
+        with overlap_torch.produce("all_reduce", (M, N), torch.bfloat16, tile=(128, 128), chunks=8) as job:
+            kernel[(job.tiles,)](a, b, job.output, job.tile_order, job.tile_chunk, job.counters, ...)
+        y = job.result()                                   # all_reduce of what the kernel stored
+
+    The kernel takes the tiles that ``job.tile_order`` names and says of each that it is stored; see
+    :mod:`overlap_torch.triton`, ``overlap/signal.cuh`` and docs/kernels.md. Its launch must be the only work inside the
+    ``with``; no op of this package may be called there. All ranks make the same calls in the same order, with the same
+    arguments, but that an all-to-all's rows differ.
+
+    Args:
+        collective: ``"all_reduce"``, ``"reduce_scatter"`` (of the rows, equal parts) or ``"all_to_all"`` (rows to the ranks
+            that own them).
+        shape: (rows, N) of the kernel's output on this rank, any numbers; rows of a reduce-scatter are a multiple of
+            the number of ranks.
+        dtype: of the output: bfloat16, float16, float32 or float64.
+        tile: (rows, columns) of a tile, in elements. Tiles begin at row and column 0; the last ones may be partly outside.
+        chunks: how many pieces are communicated one by one, 1 to 64, or as many as there are rows of tiles (of one rank's
+            part) where that is less; of an all-to-all, pieces of what each pair exchanges, 1 to 63. None: what the planner expects to
+            take the least time beside a kernel of ``kernel_us``; without that, and of an all-to-all, 4.
+        tile_order: the kernel's own order, by name or as a function: ``"row_major"`` (along N), ``"column_major"`` (along M),
+            ``"grouped"`` (8 rows at a time, as in Triton's tutorial), ``"swizzled"`` (8 columns at a time), or a function of the
+            numbers of rows and columns of tiles that returns all tiles as row * columns + column. ``job.tile_order`` keeps it
+            within each chunk, and takes the chunks one after the other.
+        plan: in place of ``chunks``: a plan of this shape, with row panels, packed, direct, sequential or by a program, of the
+            kernel ``library`` and this tile. A ring over peers needs this package's GEMMs.
+        kernel_us: the kernel's time in microseconds, by itself and on all SMs, the same number on all ranks; or a function that
+            launches the kernel without a job, which is called a few times now, timed, and averaged over the ranks; make that
+            function once, for another one is timed again. The planner weighs chunks and ways to communicate them with it,
+            by what the job's steps are expected to take on the measured link; one chunk stays where several are not
+            expected to gain clearly, as on CPU.
+        send_rows, recv_rows: of an all-to-all: how many rows of the output go to each rank, in their order, and come from it.
+        operands: tensors that the kernel reads, to be checked for gradients; see Raises.
+        resources: what the kernel leaves to communication; None: as the innermost :func:`overlap_torch.resources` says.
+        device: None: the current CUDA device under an NCCL group, else the CPU.
+        group: as in :func:`overlap_torch.gemm_allreduce`.
+
+    Returns:
+        A :class:`Job`, to be entered once. ``job.result()``: [rows, N], [rows / world, N], or [sum(recv_rows), N].
+
+    Inside a CUDA graph's capture it works after one call with the same arguments outside. The result has no gradient: write
+    a ``torch.autograd.Function`` around the call, as docs/kernels.md shows.
+
+    Raises:
+        ValueError: arguments that are not allowed, as the message says.
+        NotImplementedError: an operand requires grad, and grad mode is on: the gradient would be lost.
+        RuntimeError: the kernel signalled a tile twice or never: on CPU, and everywhere under ``OVERLAP_DEBUG=1``, when the
+            ``with`` ends; on CUDA otherwise when the wait's deadline passes. A rank that left its ``with`` by an exception, which
+            all other ranks are told: nothing is communicated. On CUDA the group is of no use afterwards.
+    """
+    name = group_name(group)
+    resources = _resources_of(resources, plan)
+    key = (
+        collective, tuple(shape), dtype, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
+        None if send_rows is None else tuple(send_rows), None if recv_rows is None else tuple(recv_rows), resources,
+        device, _current_device(), name,
+    )  # fmt: skip
+    prepared = _found(key)
+    if prepared is None:
+        request = _produce_request(
+            collective, shape, dtype, tile, chunks, tile_order, plan, kernel_us, send_rows, recv_rows, resources, device, name
+        )  # fmt: skip
+        _check_gradients(request.what, operands)
+        prepared = _prepared[key] = request.prepare()
+    else:
+        _check_gradients(prepared.what, operands)
+    return Job(prepared)
+
+
+def _produce_request(
+    collective: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tile: tuple[int, int],
+    chunks: int | None,
+    tile_order: str | tile_orders.Order,
+    plan: Plan | None,
+    kernel_us: float | Callable[[], object] | None,
+    send_rows: Sequence[int] | None,
+    recv_rows: Sequence[int] | None,
+    resources: KernelResources,
+    device: torch.device | str | None,
+    name: str,
+) -> Request:
+    if collective not in _OPS:
+        raise ValueError(
+            f"collective is {collective!r}, allowed are {', '.join(map(repr, _OPS))}"
+            + (
+                '; take overlap_torch.consume for "all_gather"'
+                if collective == "all_gather"
+                else ""
+            )
+        )
+    op = _OPS[collective]
+    what = f"overlap_torch.produce({collective!r}, {tuple(shape)})"
+    rows, columns = _two(shape, "shape", 0)
+    world = process_group(name).size()
+    to_all = op == Op.GEMM_ALLTOALL
+    send, receive = list(send_rows or ()), list(recv_rows or ())
+    if to_all != (send_rows is not None and recv_rows is not None):
+        raise ValueError(
+            f"{what}: send_rows and recv_rows are {send_rows} and {recv_rows}; give both to all_to_all, and neither to "
+            "the others"
+        )
+    if to_all and sum(send) != rows:
+        raise ValueError(
+            f"{what}: send_rows must add up to the rows, {rows}, but add up to {sum(send)}"
+        )
+    problem = Problem(0 if to_all else rows, columns, 1, dtype, world, op)
+    return Request(
+        what=what,
+        problem=problem,
+        tile=_two(tile, "tile", 1),
+        chunks=chunks,
+        tile_order=tile_order,
+        plan=plan,
+        kernel_us=kernel_us,
+        send_rows=tuple(send),
+        recv_rows=tuple(receive),
+        resources=resources,
+        device=_device(device, name),
+        group=name,
+    )
+
+
+@outside_graphs
+def consume(
+    collective: str,
+    input: torch.Tensor,
+    *,
+    columns: int,
+    tile: tuple[int, int],
+    chunks: int | None = None,
+    tile_order: str | tile_orders.Order = "grouped",
+    plan: Plan | None = None,
+    kernel_us: float | Callable[[], object] | None = None,
+    resources: KernelResources | None = None,
+    group: Group = None,
+) -> Job:
+    """A kernel of your own that computes on rows of all ranks while later ones arrive::
+
+        with overlap_torch.consume("all_gather", x, columns=N, tile=(128, 128), chunks=4) as job:
+            kernel[(job.programs,)](job.gathered, w, out, job.tile_order, job.tile_chunk, job.arrived, job.tiles, ...)
+        g = job.result()                                   # all ranks' rows
+
+    The kernel takes the tiles of its result [world * rows, N] in the order of ``job.tile_order``, this rank's own rows first, and
+    waits for each tile's chunk before it reads rows of it.
+
+    A kernel that waits holds its SMs, and what it waits for may need some: with ``resources`` that leave SMs free it begins at
+    once, and must not hold the others (a persistent kernel of ``job.programs`` programs, or a green context). Without, it
+    begins when everything has arrived: right, but nothing overlaps. docs/kernels.md has a picture of the deadlock.
+
+    Args:
+        collective: ``"all_gather"``.
+        input: [rows, K], this rank's rows; as many on every rank.
+        columns: N of the kernel's result, which says how many tiles a row of tiles has.
+        tile: (rows, columns) of a tile of the result, in elements.
+        chunks: how many pieces of each rank's rows travel one by one, 1 to 64, or as many as its rows of tiles if those are less.
+            None: as in :func:`produce`.
+        tile_order, plan, kernel_us, resources, group: as in :func:`produce`. A plan is of ``allgather_gemm``.
+
+    Returns:
+        A :class:`Job`, to be entered once. ``job.result()`` is ``job.gathered``, [world * rows, K].
+
+    Raises:
+        ValueError: arguments that are not allowed, as the message says.
+        NotImplementedError: ``input`` requires grad, and grad mode is on.
+        RuntimeError: as :func:`produce`. An exception inside the ``with`` is this rank's own affair: others have its rows.
+    """
+    if collective != "all_gather":
+        raise ValueError(
+            f"collective is {collective!r}, allowed is 'all_gather'; overlap_torch.produce takes {', '.join(_OPS)}"
+        )
+    if input.dim() != 2:
+        raise ValueError(
+            f"overlap_torch.consume: input must be [rows, K], but has shape {tuple(input.shape)}"
+        )
+    what = f"overlap_torch.consume('all_gather', {tuple(input.shape)})"
+    _check_gradients(what, [input])
+    name = group_name(group)
+    resources = _resources_of(resources, plan)
+    key = (
+        collective, tuple(input.shape), input.dtype, columns, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
+        resources, input.device, name,
+    )  # fmt: skip
+    prepared = _found(key)
+    if prepared is not None:
+        return Job(prepared, input)
+    world = process_group(name).size()
+    problem = Problem(
+        input.shape[0] * world, columns, input.shape[1], input.dtype, world, Op.ALLGATHER_GEMM
+    )
+    request = Request(
+        what=what,
+        problem=problem,
+        tile=_two(tile, "tile", 1),
+        chunks=chunks,
+        tile_order=tile_order,
+        plan=plan,
+        kernel_us=kernel_us,
+        resources=resources,
+        device=_device(input.device, name),
+        group=name,
+    )
+    prepared = _prepared[key] = request.prepare()
+    return Job(prepared, input)
+
+
+def _code(plan: Plan | None) -> tuple[int, ...] | None:
+    return None if plan is None else tuple(encode(plan))
+
+
+def _current_device() -> int:
+    """The one that is meant where no device or no index is given, of a key."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+
+
+def _resources_of(resources: KernelResources | None, plan: Plan | None) -> KernelResources:
+    """The resources of the plan, if it names any, go before those that were asked for."""
+    resources = _resources.current() if resources is None else resources
+    if plan is None or not plan.resources.comm_sms:
+        return resources
+    by = "grid" if resources.by == "padding" else resources.by
+    return KernelResources(plan.resources.comm_sms, by, priority=resources.priority)
+
+
+def _check_gradients(what: str, operands: Sequence[torch.Tensor]) -> None:
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        raise NotImplementedError(
+            f"{what}: an operand requires grad, which a kernel of your own does not pass on; call it in the forward of a "
+            "torch.autograd.Function with a backward of its own (docs/kernels.md has one), or detach the operand"
+        )
+
+
+def _two(values: Sequence[int], name: str, least: int) -> tuple[int, int]:
+    pair = tuple(values)
+    if len(pair) != 2 or any(type(value) is not int or value < least for value in pair):
+        raise ValueError(f"{name} is {values}, allowed are two integers of {least} or more")
+    return pair
+
+
+def _device(device: torch.device | str | None, name: str) -> torch.device:
+    if device is None:
+        backend = dist.get_backend(process_group(name))
+        device = "cuda" if "nccl" in backend else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}, allowed are the CPU and CUDA devices")
+    return device

@@ -1,0 +1,159 @@
+"""A job that is asked for: its plan, and the tables that all calls of one kind share."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from overlap_torch._kernels import plans, tile_orders
+from overlap_torch._kernels.resources import KernelResources
+from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
+from overlap_torch._ops.group import process_group
+from overlap_torch._plan import MAX_CHUNKS, Op, Plan, Problem, encode
+from overlap_torch.plan import machine
+from overlap_torch.plan._library import check_on
+
+_STAND_IN_SMS = 4  # a CPU's, for persistent kernels in Triton's interpreter
+
+
+class Prepared:
+    """A job as the op library has it, and its tables on the device: what all calls of one kind share."""
+
+    def __init__(self, request: Request, plan: Plan, job) -> None:
+        device = request.device
+        self.job, self.plan, self.what = job, plan, request.what
+        self.device, self.resources = device, request.resources
+        self.on_gpu = device.type == "cuda"
+        self.chunks = job.tile_chunks()
+        self.columns = job.tile_columns()
+        order = tile_orders.by_chunks(request.tile_order, self.chunks, self.columns)
+        self.tile_order = tile_orders.table(order, device)
+        self.tile_chunk = tile_orders.table(self.chunks, device)
+        self.programs = _STAND_IN_SMS
+        if self.on_gpu:
+            self.programs = request.resources.programs(
+                torch.cuda.get_device_properties(device).multi_processor_count
+            )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A caller's request, for which the tables are made once."""
+
+    what: str
+    problem: Problem
+    tile: tuple[int, int]
+    chunks: int | None
+    tile_order: str | tile_orders.Order
+    plan: Plan | None
+    kernel_us: float | Callable[[], object] | None
+    resources: KernelResources
+    device: torch.device
+    group: str
+    send_rows: tuple[int, ...] = ()
+    recv_rows: tuple[int, ...] = ()
+
+    def prepare(self) -> Prepared:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.what}: the first call with these arguments cannot be captured into a CUDA graph, because it makes "
+                "tables and communicators; make one outside, with the same arguments"
+            )
+        problem, chunks = self.problem, self.chunks
+        to_all = problem.op == Op.GEMM_ALLTOALL
+        rows = sum(self.send_rows) if to_all else problem.m
+        if rows == 0 and not to_all or problem.n == 0 or problem.k == 0:
+            raise ValueError(
+                f"{self.what}: there is nothing to compute; leave the call out on all ranks"
+            )
+        if chunks is not None and (type(chunks) is not int or not 1 <= chunks <= MAX_CHUNKS):
+            raise ValueError(f"{self.what}: chunks is {chunks!r}, allowed are 1 to {MAX_CHUNKS}")
+        if self.plan is None:
+            plan, pieces = self._planned(), (chunks or 4) if to_all else 1
+        else:
+            check_plan(self.what, self.plan, problem, self.tile, self.device)
+            plan, pieces = self.plan.copy(), chunks or 1
+        if self.resources.priority == "low":
+            made = plan.resources
+            made.low_priority = True
+            plan.resources = made
+        job = torch.classes.overlap.KernelJob(
+            encode(plan),
+            self.device,
+            self.group,
+            self.resources.comm_sms > 0,
+            self.send_rows,
+            self.recv_rows,
+            pieces,
+        )
+        return Prepared(self, plan, job)
+
+    def _planned(self) -> Plan:
+        measured = None
+        if self.kernel_us is not None:
+            measured = _time_of(self.kernel_us, self.device, self.group)
+        alone = self.problem.world_size == 1
+        return plans.make_plan(
+            self.problem,
+            self.tile,
+            1 if alone else self.chunks,
+            measured,
+            machine(self.device, self.group) if measured is not None and not alone else None,
+            self.resources.comm_sms,
+            self.device.type == "cpu" or alone,
+        )
+
+
+def check_plan(
+    what: str, plan: Plan, problem: Problem, tile: tuple[int, int], device: torch.device
+) -> None:
+    same = all(
+        getattr(plan.problem, field) == getattr(problem, field)
+        for field in ("op", "m", "n", "dtype", "world_size")
+    )
+    if not same or (problem.op == Op.ALLGATHER_GEMM and plan.problem.k != problem.k):
+        raise ValueError(
+            f"{what}: the plan is for another problem, {plan.problem}; this is {problem}"
+        )
+    if (plan.tile_m, plan.tile_n) != tile:
+        raise ValueError(
+            f"{what}: the plan has tiles of {plan.tile_m} x {plan.tile_n}, the kernel of {tile[0]} x {tile[1]}: make the "
+            "plan with tile="
+        )
+    try:
+        check_on(device, plan)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
+def _time_of(kernel_us: float | Callable[[], object], device: torch.device, name: str) -> float:
+    """Microseconds, the same on all ranks."""
+    if not callable(kernel_us):
+        if not kernel_us > 0:
+            raise ValueError(f"kernel_us is {kernel_us}, allowed is a time above 0, or a function")
+        return float(kernel_us)
+    times = torch.tensor([_measure(kernel_us, device)], dtype=torch.float64, device=device)
+    dist.all_reduce(times, group=process_group(name))
+    return times.item() / process_group(name).size()
+
+
+def _measure(launch: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    launch()  # compiles
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        launch()
+        return 1e6 * (time.perf_counter() - begin)
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,79 @@
+"""``OVERLAP_TUNE=1``: each problem is tuned at its first call."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from overlap_torch._ops import eager
+from overlap_torch._ops.group import process_group
+from overlap_torch._tune.tune import called, tune
+
+
+class FirstCalls:
+    """Comes behind each call of an op: tunes what was called for the first time.
+
+    Its key is the same on all ranks of a group: op, sizes, dtypes and how operands are scaled. Rank 0 says which
+    problems these are.
+    """
+
+    def __init__(self) -> None:
+        # Each group, which may have the name of one that has gone, has calls, and problems by the
+        # kind of device.
+        self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]]
+        self._seen = weakref.WeakKeyDictionary()
+        self._busy = False
+
+    def __call__(self, op: object, group: str, arguments: tuple[Any, ...]) -> None:
+        tensors = [
+            one
+            for argument in arguments
+            for one in (argument if isinstance(argument, (list, tuple)) else [argument])
+            if isinstance(one, torch.Tensor)
+        ]
+        device = tensors[0].device
+        # Scaled operands have recipes, the output's type and the accumulation.
+        others = (one for one in arguments if isinstance(one, (int, torch.dtype)))
+        shapes = ((tuple(one.shape), one.dtype) for one in tensors)
+        key = (op, device.type, *shapes, *others)
+        seen = self._seen.setdefault(process_group(group), set())
+        if self._busy or key in seen or _hidden(device):
+            return
+        seen.add(key)
+        fresh = [
+            problem
+            for problem, _ in called(group, device.type)
+            if (device.type, repr(problem)) not in seen
+        ]
+        seen.update((device.type, repr(problem)) for problem in fresh)
+        self._busy = True
+        try:
+            tune(fresh, group=group, device=device)
+        finally:
+            self._busy = False
+
+
+def _hidden(device: torch.device) -> bool:
+    """True if operations are recorded, traced or transformed now, and not simply done."""
+    if device.type not in ("cpu", "cuda") or is_compiling():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None or _get_current_dispatch_mode():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def wanted_at_first_calls() -> FirstCalls | None:
+    """The answer to OVERLAP_TUNE. Raises ValueError if it is neither 0 nor 1."""
+    value = os.environ.get("OVERLAP_TUNE", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"OVERLAP_TUNE must be 0 or 1, but it is {value!r}")
+    return FirstCalls() if value == "1" else None
+
+
+eager.behind_calls = wanted_at_first_calls()
