@@ -34,14 +34,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch bench",
         description="Times each op against its sequence (torch.mm and a collective of torch.distributed), or a "
-        "transformer block made of the ops against one made of the sequences: checked first, then in turns in one run; "
-        "each time is that of the slowest rank. Starts the ranks itself, or is one of those that torchrun started.",
+        "transformer block of the ops against one of the sequences. Results are checked first; then all variants take turns in "
+        "one run. Each time is the slowest rank's. The command starts the ranks itself, or joins the ranks that torchrun started.",
     )
     add = parser.add_argument
     add(
         "--op",
         default="gemm_allreduce",
-        help=f"comma-separated: {', '.join(ALL)}, all (these), or gemm: the signalling GEMM alone beside cuBLAS, "
+        help=f"comma-separated: {', '.join(ALL)}, all (these), or gemm: only the signalling GEMM, beside cuBLAS, "
         "on one GPU (default: gemm_allreduce)",
     )
     add(
@@ -58,43 +58,43 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--modes",
         default="call,row,graph",
-        help="of call (one call after a barrier), row (ten in a row behind a GEMM; time / 10), graph (ten in a CUDA "
+        help="comma-separated: call (one call after a barrier), row (ten in a row after a GEMM; time / 10), graph (ten in a CUDA "
         "graph; time / 10; not for block); default: all",
     )
     add(
         "--dtype",
         choices=list(DTYPES),
-        help="default: bf16, on CPU fp32; of the input, where it is fp8",
+        help="the operands' type (default: bf16, on CPU fp32); for fp8 the input's",
     )
     add(
         "--scales",
         choices=["tensor", "row", "block"],
-        help="of fp8 operands, whose output is bf16 (not for block, gemm)",
+        help="scales of fp8 operands; the output is bf16 (not for --op block; block scales not for gemm)",
     )
     add(
         "--fast-accum",
         action="store_true",
-        help="of fp8 operands with scales of tensors or rows: use_fast_accum=True, of the ops and of the sequence (gemm "
-        "has no other)",
+        help="for fp8 operands with scales of tensors or rows: use_fast_accum=True, in the ops and the sequence (gemm "
+        "always has it)",
     )
     add(
         "--repeats",
         type=int,
-        help="repetitions of a call (default: 20, in a sweep 10); in row and graph a quarter, of ten calls each",
+        help="repetitions of a call (default: 20, in a sweep 10); row and graph take a quarter, of ten calls each",
     )
     add(
         "--baselines",
         default="",
-        help="pytorch: PyTorch's own ops on symmetric memory as further variants in the same turns (not for "
-        "gemm_alltoall, CPU), of block PyTorch's styles; sets TORCH_SYMM_MEM_DISABLE_MULTICAST=1 unless it is set",
+        help="pytorch: adds PyTorch's own ops on symmetric memory to the same turns (not for "
+        "gemm_alltoall, CPU), for block PyTorch's styles; sets TORCH_SYMM_MEM_DISABLE_MULTICAST=1 unless it is set",
     )
     add(
         "--replace-symm-mem",
         action="store_true",
         help="the baselines' fused ops run the stand-ins of overlap_torch.replace_symm_mem()",
     )
-    add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU; for gemm alone 1)")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
+    add("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU; for only gemm 1)")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU")
     add(
         "--slow-link",
         action="store_true",
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--timeline",
         action="store_true",
-        help="trace some calls of each shape and say where the time goes: the GEMM alone, SMs given up, waiting, the tail "
+        help="trace some calls of each shape and say where the time goes: the GEMM by itself, SMs given up, waiting, the tail "
         f"(for {', '.join(plans.OPS)}; not in a sweep)",
     )
     add("--no-check", action="store_true", help="do not compare with the sequence's results first")

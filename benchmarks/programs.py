@@ -196,7 +196,7 @@ def run_rank(job: Job) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs with these command line arguments; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__)
-    parser.add_argument("--shapes", default="m_train", help="as of bench (default: m_train)")
+    parser.add_argument("--shapes", default="m_train", help="as for bench (default: m_train)")
     parser.add_argument(
         "--op", default="all", help=f"comma-separated: {', '.join(_tune_command.OPS)}, all"
     )

@@ -457,16 +457,20 @@ def run(study: Study, seconds: float, folder: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, fewer settings")
-    parser.add_argument("--rounds", type=int, help="of which each time is the median (default: 7)")
-    parser.add_argument("--seconds", type=float, default=140, help="begin no further setting then")
+    parser.add_argument(
+        "--rounds", type=int, help="repetitions; each time is their median (default: 7)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=140, help="start no measurement after so long"
+    )
     parser.add_argument(
         "--gemm",
         action="append",
         choices=Study().gemms,
-        help="one of those that are measured; all, if none is named",
+        help="a GEMM to measure; repeatable (default: all)",
     )
     parser.add_argument("--out", type=Path, help="folder for resources.json and resources.svg")
-    parser.add_argument("--from", type=Path, dest="source", help="a resources.json to tell again")
+    parser.add_argument("--from", type=Path, dest="source", help="a resources.json to print again")
     options = parser.parse_args()
     if options.source:
         tell(*read(options.source), options.out)

@@ -183,14 +183,16 @@ def summary(name: str, rows: Sequence[dict[str, Any]], best: int = 0) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs with these command line arguments; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned", description=__doc__)
-    parser.add_argument("--problems", type=int, default=40, help="of each op (default: 40)")
+    parser.add_argument(
+        "--problems", type=int, default=40, help="problems of each op (default: 40)"
+    )
     parser.add_argument("--most", type=int, default=4, help="plans beside the sequence")
     parser.add_argument("--repeats", type=int, default=10, help="turns of tuning")
-    parser.add_argument("--medians", type=int, default=5, help="of which the lowest counts")
-    parser.add_argument("--turns", type=int, default=15, help="behind each median")
+    parser.add_argument("--medians", type=int, default=5, help="medians; the lowest counts")
+    parser.add_argument("--turns", type=int, default=15, help="turns for each median")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--best", type=int, default=0, metavar="N", help="of the first N candidates"
+        "--best", type=int, default=0, metavar="N", help="compare with the first N candidates"
     )
     parser.add_argument("--json", help="a file for all times")
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")

@@ -159,8 +159,8 @@ def disable() -> None:
         config.post_grad_custom_pre_pass = current.previous
     elif current is not None:
         raise RuntimeError(
-            f"overlap_torch.inductor.disable(): torch._inductor.config.post_grad_custom_pre_pass is {current!r}, which was "
-            "put there later or by others: take that out first"
+            f"overlap_torch.inductor.disable(): torch._inductor.config.post_grad_custom_pre_pass is {current!r}, which "
+            "something else put there: remove that first"
         )
 
 

@@ -178,7 +178,7 @@ def _warn_of_fallback(module: torch.nn.Linear) -> None:
     _warned.add((name, why))
     warnings.warn(
         f"overlap_torch: a {name} takes PyTorch's style, and its communication is not overlapped, because {why}. "
-        "A plain torch.nn.Linear is; this is said once for each class",
+        "A plain torch.nn.Linear is overlapped. This warning appears once for each class",
         stacklevel=2,
     )
 

@@ -618,8 +618,8 @@ def test_tune_ranks_by_what_was_measured_nearby():
         ({"modes": ("graph",)}, r"modes is \('graph',\), allowed are sequences of call, row"),
         ({"modes": "call"}, "modes is 'call', allowed are sequences"),
         ({"modes": ()}, r"modes is \(\), allowed"),
-        ({"most": 0}, "most is 0 and repeats 10, allowed are 1 and more"),
-        ({"repeats": 0}, "most is 4 and repeats 0, allowed are 1 and more"),
+        ({"most": 0}, "most is 0 and repeats 10, allowed are 1 or more"),
+        ({"repeats": 0}, "most is 4 and repeats 0, allowed are 1 or more"),
     ],
     ids=str,
 )
@@ -634,8 +634,8 @@ def test_tune_says_what_is_allowed(options, message):
         (["--shapes", "10x20"], "--shapes has '10x20', allowed is MxNxK"),
         (["--shapes", "1x2x3", "--op", "gemm"], "--op has 'gemm', allowed are gemm_allreduce"),
         (["--shapes", "1x2x3", "--modes", "graph"], "allowed are sequences of call, row"),
-        (["--shapes", "1x2x3", "train.py"], "--record FILE takes a program behind it"),
-        (["--record", "file"], "--record FILE takes a program behind it"),
+        (["--shapes", "1x2x3", "train.py"], "--record FILE takes a program after it"),
+        (["--record", "file"], "--record FILE takes a program after it"),
         ([], "one of the arguments --shapes --recorded --record is required"),
         (
             ["--shapes", "1x2x3", "--dtype", "float8_e5m2"],
@@ -643,7 +643,7 @@ def test_tune_says_what_is_allowed(options, message):
         ),
         (
             ["--shapes", "1x2x3", "--dtype", "bf16", "--scales", "row"],
-            "--scales and --fast-accum are of fp8, but --dtype is bf16; allowed are float8_e4m3fn, float8_e5m2",
+            "--scales and --fast-accum are for fp8, but --dtype is bf16; allowed are float8_e4m3fn, float8_e5m2",
         ),
         (["--shapes", "1x2x3", "--fast-accum"], "but --dtype is fp32"),
     ],

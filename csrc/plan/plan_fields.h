@@ -367,7 +367,7 @@ struct Fields<Region> {
   static constexpr size_t kRequired = 3;
   static constexpr std::tuple kAll = {
       Field{"memory", &Region::memory, Scope::kGroup, "see Memory."},
-      Field{"rank", &Region::rank, Scope::kGroup, "whose."},
+      Field{"rank", &Region::rank, Scope::kGroup, "the rank that has it."},
       Field{"area", &Region::area, Scope::kGroup, "which part of it, a Rectangle."},
   };
 };
@@ -376,7 +376,7 @@ template <>
 struct Fields<Transfer> {
   static constexpr const char* kName = "Transfer";
   static constexpr const char* kDoc =
-      "What moves from one region to another, and what it waits for. Frozen: assign "
+      "A move of data from one region to another, and its waits. Frozen: assign "
       "program.transfers a new sequence.";
   static constexpr size_t kRequired = 4;
   static constexpr std::tuple kAll = {
@@ -415,7 +415,7 @@ struct Fields<Plan> {
   static constexpr const char* kDoc =
       "How one problem runs. Plain data; validate() says whether it can run.";
   static constexpr std::tuple kAll = {
-      Field{"problem", &Plan::problem, Scope::kGroup, "what it is a plan for.", "{}: "},
+      Field{"problem", &Plan::problem, Scope::kGroup, "the problem that it is a plan for.", "{}: "},
       Field{"schedule", &Plan::schedule, Scope::kGroup, "see Schedule.", "{}, "},
       Field{"kernel", &Plan::kernel, Scope::kRank, "see Kernel.", "{} "},
       Field{"tile_m", &Plan::tile_m, Scope::kGroup, "rows of the kernel's tile, elements.", "{}x"},

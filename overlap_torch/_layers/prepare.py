@@ -102,7 +102,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
 
     A reader that the module calls with another tensor, with the input after it was changed in place, once more, or under
     another grad mode or autocast than the module, computes its output then. A reader that is not called has been computed
-    in vain; a warning names it, once. The gathered input lives as long as the module's forward refers to it, and, where
+    for nothing; a warning names it, once. The gathered input lives as long as the module's forward refers to it, and, where
     a reader's weight needs a gradient, until backward has computed that, as behind ``PrepareModuleInput``. A gradient hook
     on the gathered input sees what arrives from elsewhere than its readers. Under autocast the input is gathered in its
     dtype; what else reads it gets these values in the input's own dtype.
@@ -221,7 +221,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
             self._warned = True
             warnings.warn(
                 f"{type(module).__name__} did not call {', '.join(unread)} with its gathered input, so their GEMMs were "
-                "in vain; name the layers that read it: OverlapPrepareModuleInput(readers=[...])",
+                "wasted; name the layers that read it: OverlapPrepareModuleInput(readers=[...])",
                 stacklevel=2,
             )
 

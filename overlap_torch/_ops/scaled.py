@@ -43,7 +43,7 @@ def no_scales(op: str, dim: int, *given: object) -> bool:
     absent = all(one is None for one in given)
     if not absent and dim != 0:
         raise ValueError(
-            f"{op}: of scaled operands dim must be 0, but is {dim}; move it to the front"
+            f"{op}: with scaled operands dim must be 0, but is {dim}; move it to the front"
         )
     return absent
 
@@ -157,7 +157,7 @@ def _recipe(
             lambda weight=weight, scale=scale, fitting=fitting: (
                 f"{op}: input {tuple(input.shape)} and weight {tuple(weight.shape)} have scales of shapes "
                 f"{tuple(scale_input.shape)} and {tuple(scale.shape)}, which fit "
-                f"{' and '.join(fitting) if fitting else 'no recipe'}; name the recipe where two fit"
+                f"{' and '.join(fitting) if fitting else 'no recipe'}; name the recipe if two fit"
             ),
         )
     return fitting[0]

@@ -94,9 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=_size, help=f"{meaning} (default: by the device)")
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument(
-        "--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU"
-    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU")
     parser.add_argument(
         "--out",
         type=Path,

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Explains the planner's plan for one problem, or a saved one; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m overlap_torch explain",
-        description="Shows the plan of one problem: its steps, what they hold and are expected to take, and why it was taken.",
+        description="Shows the plan of one problem: its steps, their memory and expected times, and why it was taken.",
     )
     ops = [name.lower() for name in Op.__members__]
     parser.add_argument("--op", choices=ops, default="gemm_allreduce")
@@ -55,29 +55,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fast-accum",
         action="store_true",
-        help="of scaled operands: calls with use_fast_accum=True",
+        help="for scaled operands: use_fast_accum=True",
     )
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2)")
     parser.add_argument(
         "--device",
         choices=["cuda", "cpu"],
-        help="of ranks here; default: cuda where there is a GPU",
+        help="device of the ranks on this machine (default: cuda if there is a GPU)",
     )
     parser.add_argument(
         "--machine",
         default="here",
-        help="'here' (default): as ranks started on this machine measure it; 'h200': as two H200s are measured; or text as "
+        help="'here' (default): as measured by ranks on this machine; 'h200': two H200s; or text as "
         "overlap_torch.plan.machine() prints it",
     )
     parser.add_argument(
-        "--plan", type=Path, help="a saved plan to explain, in place of the planner's"
+        "--plan", type=Path, help="a saved plan to explain instead of the planner's"
     )
     parser.add_argument("--plot", type=Path, help="also draws it: PNG, SVG or PDF")
     parser.add_argument(
         "--rows",
         type=int,
         default=0,
-        help="of gemm_alltoall: rows that each rank sends to each",
+        help="for gemm_alltoall: rows that each rank sends to each",
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:

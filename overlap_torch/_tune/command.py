@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m overlap_torch tune",
         description="Measures plans for problems on all GPUs, or on two CPU ranks, and remembers the times in "
         "$OVERLAP_CACHE or the user's cache folder. overlap_torch.tune() in a program takes them from there, and so does "
-        "OVERLAP_TUNE=1. Starts the ranks itself, or is one of those that torchrun started.",
+        "OVERLAP_TUNE=1. The command starts the ranks itself, or joins the ranks that torchrun started.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype",
         choices=[*_SHORT, *_FP8],
-        help="the input's; default: bf16, on CPU fp32. Weights of fp8 are float8_e4m3fn",
+        help="the input's type (default: bf16, on CPU fp32). Weights of fp8 are float8_e4m3fn",
     )
     parser.add_argument(
         "--scales",
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fast-accum",
         action="store_true",
-        help="of fp8: calls with use_fast_accum=True",
+        help="for fp8: use_fast_accum=True",
     )
     parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
     parser.add_argument(
@@ -88,17 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=10,
         help="turns, in each of which all plans run (default: 10)",
     )
-    parser.add_argument("--no-cache", action="store_true", help="measure all, remember nothing")
+    parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
     parser.add_argument(
-        "--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU"
-    )
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, help="of --record: script, or -m module, and arguments"
+        "program",
+        nargs=argparse.REMAINDER,
+        help="for --record: script, or -m module, and arguments",
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if bool(args.program) != bool(args.record):
-        parser.error("--record FILE takes a program behind it, and nothing else does")
+        parser.error("--record FILE takes a program after it; no other option does")
     if args.record:
         record(args.record, args.program)
         return 0
@@ -137,7 +136,7 @@ def _given(args: argparse.Namespace, ranks: Ranks) -> tuple[Problem, ...]:
         raise ValueError(f"--dtype {dtype} needs --scales; allowed are {', '.join(_SCALES)}")
     if dtype not in _FP8 and (args.scales is not None or args.fast_accum):
         raise ValueError(
-            f"--scales and --fast-accum are of fp8, but --dtype is {dtype}; allowed are {', '.join(_FP8)}"
+            f"--scales and --fast-accum are for fp8, but --dtype is {dtype}; allowed are {', '.join(_FP8)}"
         )
     recipe = f"{args.scales}_wise" if args.scales else "none"
     shapes = [_shape(text) for text in args.shapes.split(",")]

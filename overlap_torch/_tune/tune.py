@@ -106,7 +106,7 @@ def check_arguments(modes: Sequence[str], most: int, repeats: int) -> None:
     if isinstance(modes, str) or not modes or any(mode not in MODES for mode in modes):
         raise ValueError(f"modes is {modes!r}, allowed are sequences of {', '.join(MODES)}")
     if most < 1 or repeats < 1:
-        raise ValueError(f"most is {most} and repeats {repeats}, allowed are 1 and more")
+        raise ValueError(f"most is {most} and repeats {repeats}, allowed are 1 or more")
 
 
 def _usual_device() -> torch.device:

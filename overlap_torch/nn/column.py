@@ -131,7 +131,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self.sequence_parallel:
             tokens = self._all_tokens(input, tokens)
         elif tokens is not None:
-            raise ValueError(f"tokens={tokens} has a meaning with sequence_parallel=True only")
+            raise ValueError(f"tokens={tokens} has a meaning only with sequence_parallel=True")
         return self._outputs(input, tokens) if self._several else self._output(input, tokens)
 
     def _output(self, input: torch.Tensor, tokens: int | None) -> torch.Tensor:

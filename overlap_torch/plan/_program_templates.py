@@ -99,7 +99,7 @@ def hierarchical(problem: Problem, ranks_per_host: int, chunks: int = 1, **how: 
 def _editor(name: str, problem: Problem, how: dict[str, Any]) -> Editor:
     if problem.op == Op.GEMM_ALLTOALL:
         raise ValueError(
-            f"{name} is given gemm_alltoall, whose rows go straight to their rank: take one_shot or hierarchical"
+            f"{name} does not take gemm_alltoall, whose rows go straight to their rank: take one_shot or hierarchical"
         )
     return Editor(problem, **how)
 

@@ -90,16 +90,16 @@ void bind_enums(py::module_& m) {
 void bind_profile(py::module_& m) {
   py::class_<Profile, std::shared_ptr<Profile>>(
       m, "Profile",
-      R"(What work takes on a machine: all numbers that are fitted to one, as data. Frozen.
+      R"(The times and rates of work on a machine: all numbers that are fitted to one, as data. Frozen.
 
-Read from JSON: names and units are those of the shipped file, overlap_torch/profiles/h200.json; what a profile lacks is
-taken from it. Times are in microseconds, rates in GB/s, sizes in bytes.
+Read from JSON: names and units are those of the shipped file, overlap_torch/profiles/h200.json, which also supplies the
+fields that a profile lacks. Times are in microseconds, rates in GB/s, sizes in bytes.
 
 Attributes:
-    name: what it calls itself.
+    name: its own name.
     source: the file that it was read from.
     made_by, made_at, note: how it was made, when (YYYY-MM-DD, with a time or without), remarks; empty: not known.
-    gpu: what it was measured on; empty: not known.
+    gpu: the GPU that it was measured on; empty: not known.
     missing: names of the fields that it lacks, such as "gemm.start_us".)")
       .def_static(
           "shipped", [] { return in_python(plan::shipped_profile()); },
@@ -128,7 +128,7 @@ Attributes:
             }
             return result;
           },
-          "{name: what is allowed} of all fields, in the shipped file's order.")
+          "{name: allowed values} of all fields, in the shipped file's order.")
       .def_readonly("name", &Profile::name)
       .def_readonly("source", &Profile::source)
       .def_readonly("made_by", &Profile::made_by)
@@ -137,7 +137,7 @@ Attributes:
       .def_readonly("gpu", &Profile::gpu)
       .def_property_readonly("missing", [](const Profile& p) { return as_tuple(p.missing); })
       .def("to_json", &Profile::to_json,
-           "The file's text again: what it holds, and reads back to the same numbers.")
+           "The text of a file with the same fields, which reads back to the same numbers.")
       .def(
           "__eq__", [](const Profile& a, const Profile& b) { return a.to_json() == b.to_json(); },
           py::is_operator())

@@ -33,11 +33,11 @@ void bind_proof(py::module_& m) {
   m.def("validate", &refuse_faults, py::arg("plan"), py::arg("machine") = std::nullopt,
         R"(Raises ValueError if the plan cannot run: what is wrong, what is allowed, what to do.
 
-Of a plan for 2 to 8 ranks the steps of all ranks are gone through as well, several calls in a row: they end whatever SMs
-are held, nothing is read or written too early, and the results are the op's. What is found names rank and step.
-`machine`: whose SMs there are; by default a Hopper of 132.)");
+A plan for 2 to 8 ranks is also proved: the steps of all ranks, several calls in a row, end whatever SMs are held, read and
+write nothing too early, and give the op's results. The message names rank and step.
+`machine`: the machine with the SMs; by default a Hopper of 132.)");
   m.def("usual_machine", &steps::usual_machine, py::arg("plan"),
-        "What `validate` takes a plan's machine to be where none is given.");
+        "The machine that `validate` assumes for a plan if none is given.");
 }
 
 }  // namespace overlap::binding

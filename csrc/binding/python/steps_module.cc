@@ -96,11 +96,11 @@ void bind_steps(py::module_& m) {
       py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("awaits") = false,
       py::arg("send_rows") = std::vector<int64_t>{},
       py::arg("receive_rows") = std::vector<int64_t>{}, py::arg("pieces") = 1,
-      "Those of a plan whose GEMM is a kernel of the caller's, each tile's chunk, and how many "
-      "tiles a row of tiles has.");
+      "The steps of a plan whose GEMM is a kernel of the caller's, each tile's chunk, and how "
+      "many tiles a row of tiles has.");
   def_steps(m, "steps_json", to_json, "The same as JSON: an object with a list of steps.");
 
-  py::class_<steps::Prediction>(m, "Prediction", R"(What the cost model expects of a plan.
+  py::class_<steps::Prediction>(m, "Prediction", R"(The cost model's expectation of a plan.
 
 Attributes:
     gemm_us: the GEMM beside communication, microseconds.
@@ -113,10 +113,10 @@ Attributes:
         return py::str("Prediction(gemm_us={:f}, communication_us={:f}, total_us={:f})")
             .format(p.gemm_us, p.communication_us, p.total_us);
       });
-  py::class_<steps::Price>(m, "Price", R"(What the cost model expects of a list of steps.
+  py::class_<steps::Price>(m, "Price", R"(The cost model's expectation of a list of steps.
 
 Attributes:
-    expected: of the whole call, a Prediction.
+    expected: a Prediction for the whole call.
     steps: (begin, end) of each step, microseconds from the call's start.
     computed_us: when each chunk's tiles are finished, of a GEMM that counts them; else empty.)")
       .def_readonly("expected", &steps::Price::expected)
@@ -132,7 +132,7 @@ Attributes:
   const auto price = [](const steps::StepList& list, const Plan& plan, int32_t rank,
                         const Machine& machine) { return steps::price(list, plan, rank, machine); };
   def_steps(m, "price_steps", price,
-            "The Price of what steps_text shows. Raises ValueError as it does.");
+            "The Price of the steps that steps_text shows. Raises ValueError as it does.");
   m.def(
       "predict",
       [](const Plan& plan, const Machine& machine) {

@@ -103,13 +103,13 @@ class File:
             )
         if ranks != problem.world_size:
             raise ValueError(
-                f"{name} is for {ranks} ranks, the problem has {problem.world_size}: take a file for as many"
+                f"{name} is for {ranks} ranks, the problem has {problem.world_size}: take a file for that number of ranks"
             )
         self.name, self.problem, self.op, self.world = name, problem, op, ranks
         self.parts = 1 if op == Op.GEMM_ALLREDUCE else ranks
         if units % self.parts != 0:
             raise ValueError(
-                f"{name}: {units} chunks, allowed are multiples of the {ranks} ranks, as each has as many"
+                f"{name}: {units} chunks, allowed are multiples of the {ranks} ranks, because each rank has equally many"
             )
         self.each = units // self.parts  # of a rank's part
         short = {Op.GEMM_REDUCESCATTER: "o", Op.ALLGATHER_GEMM: "i"}.get(op)

@@ -48,9 +48,7 @@ def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: 
     try:
         file = _read(name, data, problem)
     except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"{name} lacks something, or has it in another form, than an execution plan: {error!r}"
-        ) from error
+        raise ValueError(f"{name} is not in the form of an execution plan: {error!r}") from error
     return file.plan(chunks, how)
 
 
@@ -234,7 +232,7 @@ class _Block:
             if len(sources) != len(targets):
                 raise self.file.refuse(
                     place,
-                    f"{len(sources)} sources for {len(targets)} destinations, expected as many",
+                    f"{len(sources)} sources for {len(targets)} destinations, expected equal numbers",
                 )
             return [Move(*pair) for pair in zip(sources, targets, strict=True)]
         if op.get("reduce_op", "sum") != "sum":
@@ -251,7 +249,7 @@ class _Block:
         else:
             moves.append(Move(sources.pop(0), result))
         if any(result.overlaps(span) for span in sources):
-            raise self.file.refuse(place, "its result overlaps what it has yet to add")
+            raise self.file.refuse(place, "its result overlaps a source that it has not added yet")
         moves += [Move(span, result, True) for span in sources]
         return moves + [Move(result, span) for span in others]
 
