@@ -8,7 +8,7 @@
 A pass of Inductor finds GEMMs beside functional collectives, both those that DTensor's styles make and those written by hand:
 
 - a GEMM whose product is all-reduced, or reduce-scattered along any dim, becomes ``gemm_allreduce`` or ``gemm_reducescatter``,
-  with the bias behind it; a sum of GEMMs, as backward has it, becomes one;
+  with the bias after it; a sum of GEMMs, as backward has it, becomes one;
 - a GEMM that reads what is all-gathered along any dim becomes ``allgather_gemm``; several of them share the gather;
 - a GEMM of fp8 with scales of tensors or of rows (``_scaled_mm``) becomes the same with scales, also of rows that are gathered.
 

@@ -71,10 +71,10 @@ class OverlapColwiseParallel(ColwiseParallel):
 
     A ``torch.nn.Linear`` handles its input, forward and backward, as follows:
 
-    - a tensor with ``input_layouts=Replicate()``, the default: nothing; the gradient is all-reduced behind its GEMM;
+    - a tensor with ``input_layouts=Replicate()``, the default: nothing; the gradient is all-reduced after its GEMM;
     - ``Shard(d)`` of a dim other than the last, tensor or DTensor: gathered while the GEMM computes on what has arrived;
-      the gradient is reduce-scattered behind its GEMM. Layers that share such an input share the gather behind
-      :class:`OverlapPrepareModuleInput`. As behind PyTorch's style the gathered input is kept for the weight's gradient;
+      the gradient is reduce-scattered after its GEMM. Layers that share such an input share the gather after
+      :class:`OverlapPrepareModuleInput`. As after PyTorch's style the gathered input is kept for the weight's gradient;
     - a replicated DTensor: nothing; the gradient stays ``Partial``, so that what made the DTensor reduces it, once for
       several layers that share it;
     - other placements: redistributed to ``Replicate()`` first.
@@ -109,8 +109,8 @@ class OverlapRowwiseParallel(RowwiseParallel):
 
     A ``torch.nn.Linear`` handles its output, by ``output_layouts``, as follows:
 
-    - ``Replicate()``, the default: all-reduced behind the GEMM; backward does not communicate;
-    - ``Shard(d)`` of a dim other than the last: reduce-scattered behind the GEMM; the gradient is gathered while
+    - ``Replicate()``, the default: all-reduced after the GEMM; backward does not communicate;
+    - ``Shard(d)`` of a dim other than the last: reduce-scattered after the GEMM; the gradient is gathered while
       backward's GEMM computes on what has arrived, and the bias's gradient is summed over the ranks;
     - other placements: redistributed after the GEMM.
 

@@ -8,7 +8,7 @@
         tile = ot.tile(tile_order, tl.program_id(0))         # in place of the program's number
         ...
         tl.store(...)
-        ot.signal(counters, tl.load(tile_chunk + tile))      # behind the last store of the tile
+        ot.signal(counters, tl.load(tile_chunk + tile))      # after the last store of the tile
 
 Under ``TRITON_INTERPRET=1`` they work on CPU.
 
@@ -91,7 +91,7 @@ def _report_late(arrived, chunk):
 
 @triton.jit
 def wait(arrived, chunk):
-    """[D] Returns when the chunk has arrived; what is loaded behind it, is what arrived.
+    """[D] Returns when the chunk has arrived; what is loaded after it, is what arrived.
 
     At the group's deadline it returns all the same, and :func:`overlap_torch.check` and the next op raise.
     """
@@ -119,7 +119,7 @@ def wait(arrived, chunk):
 
 @triton.jit
 def wait_bulk(arrived, chunk):
-    """[D] The same in front of loads through tensor descriptors (TMA)."""
+    """[D] The same before loads through tensor descriptors (TMA)."""
     wait(arrived, chunk)
     if not _INTERPRETED:
         tl.inline_asm_elementwise(

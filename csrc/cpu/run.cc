@@ -302,7 +302,7 @@ class Run {
     });
   }
 
-  // `apart`: by a thread of its own, behind those before.
+  // `apart`: by a thread of its own, after those before.
   template <typename Start>
   void begin(steps::StepId id, bool apart, const Start& start) {
     const steps::Step& step = call_.list->steps[static_cast<size_t>(id)];

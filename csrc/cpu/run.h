@@ -4,7 +4,7 @@
 //   group  |                  | ===== chunk 0 ===== | ===== chunk 1 ===== | ...
 //
 // A lane but the caller's is what the process group has under way: what communicates there begins when the list comes
-// to it, and is waited for by steps that come behind it, and by the join. Steps of the copy lane are put off until then.
+// to it, and is waited for by steps that come after it, and by the join. Steps of the copy lane are put off until then.
 //
 // A program's lanes are kept in order, as a transfer may pass on what another brought: its steps wait for what the lane has
 // under way. GEMMs that wait for nothing are put off until somebody waits for them, and fill the time of such waits.
@@ -24,7 +24,7 @@
 
 namespace overlap::cpu {
 
-// Matrices are contiguous, but for the weights and, where no step communicates it, the input.
+// Matrices are contiguous, except for the weights and, where no step communicates it, the input.
 struct Call {
   const plan::Plan& plan;
   std::shared_ptr<const steps::StepList> list;  // of the plan on this rank

@@ -7,7 +7,7 @@
 // Where copy engines bring the rows, one launch computes all tiles, and waits for each chunk inside. Where
 // what brings them needs SMs, as NCCL does, no GEMM may hold its SMs and wait: each arrival starts a launch.
 // A launch takes whole rounds of tiles out of what is there and not computed yet, and leaves the rest to
-// the one behind it, if that saves a round: else the rest hides more of what is still to arrive. So,
+// the one after it, if that saves a round: else the rest hides more of what is still to arrive. So,
 // instead of ending each with a round that is not full, all of them together take no more rounds than one
 // launch would on the SMs beside communication, and one more for each launch that finds less than a round.
 // The last launch has nothing beside it, and takes all SMs.
@@ -29,7 +29,7 @@ struct GatherLaunch {
   int32_t tiles() const { return end_tile - first_tile; }
 };
 
-// One launch for each count of `arriving`, behind which so many more tiles can be computed (whole
+// One launch for each count of `arriving`, after which so many more tiles can be computed (whole
 // clusters). `beside`, `alone`: CTAs of a launch beside communication, and of the last one.
 std::vector<GatherLaunch> gather_launches(const std::vector<int32_t>& arriving, int32_t cluster_m,
                                           int32_t beside, int32_t alone);
@@ -43,7 +43,7 @@ bool gathers_in_one_launch(const Plan& plan);
 // chunk.
 std::vector<GatherLaunch> gather_launches(const Plan& plan, int32_t sm_count);
 
-// Tiles that can be computed at once, of this rank's rows, and behind each chunk, of the other ranks', for
+// Tiles that can be computed at once, of this rank's rows, and after each chunk, of the other ranks', for
 // a weight of so many tile columns.
 std::vector<int32_t> gather_arrivals(const Plan& plan, int32_t tile_columns);
 

@@ -42,7 +42,7 @@ constexpr bool is_sm90(Kernel kernel) {
 }
 
 // Where finished tiles are stored. kRowMajor: chunks are whole row panels of the plain output.
-// kPacked: tiles one after the other in tile order, put back to row-major behind the next chunk's
+// kPacked: tiles one after the other in tile order, put back to row-major after the next chunk's
 // communication.
 enum class Layout : int32_t { kRowMajor = 0, kPacked = 1 };
 

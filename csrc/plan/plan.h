@@ -148,7 +148,7 @@ struct Plan {
 DType output_dtype(const Problem& problem);
 int64_t output_bytes(const Problem& problem);
 
-// For people: "bfloat16", or "float8_e4m3fn row_wise to bfloat16", with "fast_accum" behind it where sums are.
+// For people: "bfloat16", or "float8_e4m3fn row_wise to bfloat16", with "fast_accum" after it where sums are.
 std::string types_text(const Problem& problem);
 
 // The type of the bytes that travel: the operands' in an all-gather, else the output's.
@@ -217,7 +217,7 @@ void add_bands(TileOrder& order, int32_t tile_rows, int32_t count);
 
 // Tiles of a launch with the plan's kernel whose chunks have these heights in tile rows (0: an empty
 // one), whole clusters; they begin and end where bands do. The first `joined` heights belong to the
-// chunk behind them.
+// chunk after them.
 TileOrder chunked_order(const Plan& plan, int64_t columns, const std::vector<int32_t>& heights,
                         size_t joined = 0);
 

@@ -331,7 +331,7 @@ struct Fields<Resources> {
       Field{"window", &Resources::window, Scope::kRank,
             "whether chunks are staged in an NCCL symmetric window.", ", in a window", true},
       Field{"finish_ctas", &Resources::finish_ctas, Scope::kRank,
-            "CTAs that put chunks in place behind their communication; 0: a default.",
+            "CTAs that put chunks in place after their communication; 0: a default.",
             ", finished by {} CTAs", true},
       Field{"lanes", &Resources::lanes, Scope::kRank,
             "chunks in flight at a time, each on a stream and a communicator of its own.",

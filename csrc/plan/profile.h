@@ -133,7 +133,7 @@ struct Profile {
     Call reduce_scatter_window;
     Call all_gather;
     Call all_gather_window;  // whose own rows are staged first
-    // Behind PCIe or host memory. Calls in a row hide most of the latency.
+    // Over PCIe or host memory. Calls in a row hide most of the latency.
     Call slow_link;
     Call slow_link_exchange;
   } calls;
@@ -197,7 +197,7 @@ struct Profile {
     double link_latency_us;
     double link_gbps;
     double float64_rate;
-    // Until a thread of the process group begins, and until the caller goes on behind the last one.
+    // Until a thread of the process group begins, and until the caller goes on after the last one.
     double wait_us;
     double fork_join_us;
     // A chunk's call beside the GEMM takes more than one alone: threads of the process group and of the GEMM share the

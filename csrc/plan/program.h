@@ -16,7 +16,7 @@ enum class Memory : int32_t {
   kProduct = 0,   // this rank's own product, in place of which sums are made; not of an all-gather
   kOutput = 1,    // the result; not of an all-gather
   kInput = 2,     // of an all-gather: this rank's rows; only read
-  kGathered = 3,  // of an all-gather: all ranks' rows; the own ones are there at first
+  kGathered = 3,  // of an all-gather: all ranks' rows; this rank's own ones are there at first
   kScratch = 4,   // the program's own
 };
 
@@ -54,8 +54,8 @@ struct Transfer {
   Region destination;
   Engine by = Engine::kAny;
   int32_t stream = 0;            // those of a rank's stream come one after the other
-  std::vector<Rectangle> tiles;  // of the source's product: behind the tiles that lie in these
-  // Behind these transfers, each of which shares a rank with this one: where it ends there its data have arrived, where
+  std::vector<Rectangle> tiles;  // of the source's product: after the tiles that lie in these
+  // After these transfers, each of which shares a rank with this one: where it ends there its data have arrived, where
   // it only begins there they have left.
   std::vector<int32_t> behind;
 

@@ -1,10 +1,10 @@
 // The order in which a ring's GEMM takes its tiles in one launch. A part is computed in phases, one on each
 // rank, and in its last phase, on its owner, an all-reduce's tile goes to everyone: taken phase after phase, the
 // link would have less to carry than it can at first, and more at last. So the tile rows of the parts are cut
-// into rounds, and each band of tiles holds one round of every phase, each behind the one whose sums it adds:
+// into rounds, and each band of tiles holds one round of every phase, each after the one whose sums it adds:
 //
 //   band         0     1      2        3     4      three parts of three rounds;
-//   phase, round  0,0   0,1    0,2      1,2   2,2    phase t of a round lies in the band behind
+//   phase, round  0,0   0,1    0,2      1,2   2,2    phase t of a round lies in the band after
 //                      1,0    1,1      2,1          that of its phase t - 1
 //                             2,0
 #pragma once

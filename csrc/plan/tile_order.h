@@ -54,7 +54,7 @@ struct TileOrder {
   int32_t num_chunks = 0;  // used chunks
   int32_t parts = 1;       // of the rows; more than one only with chunks of whole tile rows
   BandRun runs[kMaxBandRuns] = {};
-  // An all-gather's GEMM has this rank's rows as one more chunk in front of the plan's.
+  // An all-gather's GEMM has this rank's rows as one more chunk before the plan's.
   int32_t chunk_begin[kMaxChunks + 2] = {};
 
   OVERLAP_HOST_DEVICE constexpr int32_t num_tiles() const { return tiles_m * tiles_n; }
@@ -165,7 +165,7 @@ struct TileRowPlace {
   int32_t input_row = 0;
   int32_t output_row = 0;
   int32_t output_part = 0;
-  bool own_input = false;  // kGather: the row lies in the input that holds the own part
+  bool own_input = false;  // kGather: the row lies in the input that holds this rank's own part
 };
 
 // Where a part's row lies in memory.

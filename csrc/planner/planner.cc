@@ -461,7 +461,7 @@ void add_all_to_all(Candidates& plans, const Problem& problem, const Machine& ma
                      problem.n * moved_bytes(problem) % kDirectAccess == 0;
   // Over peers, between more than two ranks, long messages travel by NCCL.
   const bool pair = peers && problem.world_size == 2;
-  // In one launch wide tiles were faster than those of 128 x 128, but for few rows.
+  // In one launch wide tiles were faster than those of 128 x 128, except for few rows.
   const Kernel best = best_kernel(problem, machine);
   const bool once = pair && best == Kernel::kSm90Pingpong;
   plans.add(make_all_to_all(problem, once ? Kernel::kSm90PingpongWide : best,
@@ -609,7 +609,7 @@ std::vector<Family> best_families(const Problem& problem, const Machine& machine
   const Candidates found = make_candidates(problem, machine, false, nullptr);
   const std::vector<double> expected = expected_us(found.plans, machine);
   const std::vector<double> us = gaining_us(found.plans, machine, expected);
-  // Behind those that gain enough, those that come close: at an M between they may.
+  // After those that gain enough, those that come close: at an M between they may.
   std::vector<size_t> order(found.plans.size() - 1);
   std::iota(order.begin(), order.end(), 1);
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {

@@ -12,7 +12,7 @@ namespace {
 using steps::Buffer;
 using steps::Where;
 
-// Buffers' numbers, and behind them the ranks' slots.
+// Buffers' numbers, and after them the ranks' slots.
 uint8_t base_number(const Where& where) {
   if (where.buffer != Buffer::kSlot) return static_cast<uint8_t>(where.buffer);
   return static_cast<uint8_t>(static_cast<int32_t>(Buffer::kSlot) + where.index);

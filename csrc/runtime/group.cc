@@ -169,7 +169,7 @@ std::vector<uint8_t> Group::await_key(const std::string& key, int peer) {
   return options_.bootstrap.get(key);
 }
 
-// Polls, as a rank that has come to `meet` may die behind it.
+// Polls, as a rank that has come to `meet` may die after it.
 void Group::await(cudaStream_t stream) {
   const LetCapturesBe let_captures_be;
   const auto ended = [&] {

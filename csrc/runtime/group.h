@@ -179,7 +179,7 @@ class Group {
   void forget(const std::string& key);
   // Until all that is enqueued has ended; throws if that takes longer than a call may, and a minute.
   void await(cudaStream_t stream);
-  // Until `ready()`; throws if the group fails meanwhile, or, behind `patience`, that `what` within that time, and `why`.
+  // Until `ready()`; throws if the group fails meanwhile, or, after `patience`, that `what` within that time, and `why`.
   void poll(const std::function<bool()>& ready, std::chrono::milliseconds patience,
             std::chrono::microseconds pause, std::chrono::microseconds last_pause,
             const std::string& what, const std::string& why);
@@ -217,7 +217,7 @@ class Group {
   std::unique_ptr<PeerFailures> peer_failures_;  // null: the same
   int byte_gathers_ = 0;
 
-  uint64_t message_calls_ = 0;       // of longest_message, but for captures
+  uint64_t message_calls_ = 0;       // of longest_message, except for captures
   int64_t own_longest_message_ = 0;  // not all of it told yet
   int64_t longest_message_ = 0;      // the same on all ranks
 

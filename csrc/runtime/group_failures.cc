@@ -232,7 +232,7 @@ std::optional<std::string> Group::late_call() {
   {
     const std::lock_guard<std::mutex> lock(watch_mutex_);
     if (pending_.empty()) return std::nullopt;
-    // It was looked at behind its deadline; or the driver has kept the observer as long again, which something on the
+    // It was looked at after its deadline; or the driver has kept the observer as long again, which something on the
     // device must be the reason of.
     const Clock::time_point deadline = pending_.front()->deadline;
     if (observed_ <= deadline && Clock::now() <= deadline + options_.timeout) return std::nullopt;

@@ -13,7 +13,7 @@ namespace overlap::runtime {
 void Group::measure_link() {
   constexpr size_t kSmallBytes = size_t{1} << 18;
   constexpr size_t kLargeBytes = size_t{1} << 25;
-  // The median of `repeats`, each the mean of `calls` back to back. Small ones run behind `lead` large ones, so that
+  // The median of `repeats`, each the mean of `calls` back to back. Small ones run after `lead` large ones, so that
   // the host's time does not count: on a slow host it is three times a small call's.
   struct Effort {
     int repeats;

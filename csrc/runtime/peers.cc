@@ -28,7 +28,7 @@ struct Flags {
   uint64_t failures[kernels::kMaxPeers];              // of the writers
 };
 
-// The flags, behind them each slot's of tiles, and behind those for each writer the buffers of
+// The flags, after them each slot's of tiles, and after those for each writer the buffers of
 // low-latency calls, whose data have meaning only there.
 constexpr int64_t kFlagBytes = (sizeof(Flags) + 4095) / 4096 * 4096;
 constexpr int64_t kTileFlagBytes = 2 * plan::kMaxRingTiles * sizeof(uint64_t);

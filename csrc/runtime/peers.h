@@ -70,7 +70,7 @@ class Peers {
   kernels::PeerWaitParams wait_for(const Call& call, Flag flag, uint32_t ranks, int step) const;
   kernels::PeerWaitParams wait_for_slots(const Call& call, uint32_t ranks) const;
 
-  // Flags of a ring's tiles: to the next rank, and from the one before, and behind those of its first
+  // Flags of a ring's tiles: to the next rank, and from the one before, and after those of its first
   // parts the final ones of all. The caller adds deadline and report.
   kernels::PeerTiles tiles(const Call& call, int64_t part_tiles) const;
   // Where a GEMM of the call counts the tiles that it takes.

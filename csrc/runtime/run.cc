@@ -103,7 +103,7 @@ class Run {
                    run_.caller);
   }
 
-  // From here on the op comes behind the device's last one.
+  // From here on the op comes after the device's last one.
   void chain() {
     run_.device.chain(run_.caller, run_.capture);
     if (run_.list.counters == 0) return;

@@ -64,11 +64,11 @@ struct Call {
   int64_t delay_us = 0;         // tests: hold the lane this long before each chunk's communication
 };
 
-// Enqueues the call; its stream continues behind all of it. Throws before anything is enqueued if the group has
+// Enqueues the call; its stream continues after all of it. Throws before anything is enqueued if the group has
 // failed, or if something would have to be made inside a capture.
 void run(Group& group, const Call& call);
 
-// A call whose kernel the caller launches: begin() enqueues what comes in front of that, finish() the rest. Meanwhile no
+// A call whose kernel the caller launches: begin() enqueues what comes before that, finish() the rest. Meanwhile no
 // other call may begin on the device.
 class OpenCall {
  public:
@@ -85,7 +85,7 @@ class OpenCall {
   // The call's part of the window, where its list has one. Between begin() and finish().
   void* window() const;
 
-  // Instead of finish(): the caller's stream continues behind what was begun, and nothing else is enqueued.
+  // Instead of finish(): the caller's stream continues after what was begun, and nothing else is enqueued.
   void abandon() noexcept;
 
  private:

@@ -77,7 +77,7 @@ class Watchdog {
     });
   }
 
-  // Again and again: `look(group)` for all groups, with `looking` set, and behind them, with mutex_ held, `then()`.
+  // Again and again: `look(group)` for all groups, with `looking` set, and after them, with mutex_ held, `then()`.
   template <class Look, class Then>
   void every_period(bool& looking, Look look, Then then) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -133,7 +133,7 @@ class Watchdog {
   // never end.
   void end_beside(std::function<void()> end) {
     auto* kept = new std::function<void()>(std::move(end));
-    // An exit waits for nothing that has not begun, and nothing may begin behind it.
+    // An exit waits for nothing that has not begun, and nothing may begin after it.
     if (stopping_) return;
     ++ending_;
     std::thread([this, kept] {

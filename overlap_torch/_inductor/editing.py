@@ -194,7 +194,7 @@ def permutation(node: Node) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Recat:
-    """A tensor cut along one dim into equal parts, which are put behind each other along another one."""
+    """A tensor cut along one dim into equal parts, which are put after each other along another one."""
 
     source: Node
     result: Node
@@ -294,7 +294,7 @@ def before_recat(recat: Recat, layout: Layout) -> Layout | None:
 
 
 def _move_parts(layout: Layout, count: int, from_dim: int, to_dim: int) -> Layout | None:
-    """One dim's outer factor, so many parts, put in front of another's factors; None where it does not divide."""
+    """One dim's outer factor, so many parts, put before another's factors; None where it does not divide."""
     parts_count = sympy.Integer(count)
     rest = divide(size_of(flat([layout[from_dim]])), parts_count)
     parts = None if rest is None else regroup(layout[from_dim], [parts_count, rest])

@@ -286,7 +286,7 @@ def _check_cast(
     cast: torch.dtype | None,
     shard: Node,
 ) -> None:
-    """Raises NotFused where the op would have to gather more, or twice, because of a cast behind the gather."""
+    """Raises NotFused where the op would have to gather more, or twice, because of a cast after the gather."""
     if cast is None:
         return
     dtype = value(shard).dtype
@@ -317,7 +317,7 @@ def _emit(
 ) -> tuple[list[Node], dict[Node, Node]]:
     """Each GEMM's product, and what others read in the place of the gathered tensor's rearrangements, and of its scales'."""
     rows, inner = flat(readers[0].rows), leaves(readers[0].inner)
-    # Ranks outermost; what follows them keeps its place behind them, so that a gathered dim is a view of the result.
+    # Ranks outermost; what follows them keeps its place after them, so that a gathered dim is a view of the result.
     place = rows.index(gather.ranks)
     order = rows[place:] + rows[:place]
     shard = _as_read(editor, gather.shard, readers[0].at)

@@ -251,6 +251,6 @@ def _named_recipe(
 
 
 def _holds(scale: Node, size: Any) -> bool:
-    """True if it is a vector of this size: but for dims of size 1, it has one dim."""
+    """True if it is a vector of this size: except for dims of size 1, it has one dim."""
     shape = [as_expr(size) for size in value(scale).shape]
     return len(shape) <= 2 and math.prod(shape) == size

@@ -147,7 +147,7 @@ def _check(reduction: _Reduction, products: Sequence[_Product]) -> None:
 def _emit(
     editor: Editor, reduction: _Reduction, products: Sequence[_Product]
 ) -> tuple[Node, _BiasAdd | None, str]:
-    """The op's result as the collective's; the addition behind it that it takes over; a note for the report."""
+    """The op's result as the collective's; the addition after it that it takes over; a note for the report."""
     ranks, result = reduction.ranks, reduction.result
     rows, columns = cut(products[0].layout)
     left, right = _side_by_side(editor, products)
@@ -163,7 +163,7 @@ def _emit(
         left, right, rows, columns = right, left, columns, rows
     order = rows
     if reduction.scatters:
-        # In the result's order, so that nothing is rearranged behind the op.
+        # In the result's order, so that nothing is rearranged after the op.
         order = [ranks, *(atom for atom in flat(result) if atom in rows)]
     gemm = products[0].gemm
     left = _rearranged(editor, gemm, left, rows, order)

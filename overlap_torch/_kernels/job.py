@@ -40,11 +40,11 @@ def outside_graphs(function: _Function) -> _Function:
 class Job:
     """A kernel of the caller's and its communication: what :func:`produce` and :func:`consume` give.
 
-    A kernel is launched with the tensors, which are int32 and on the device but for the first two.
+    A kernel is launched with the tensors, which are int32 and on the device except for the first two.
 
     Attributes:
         output: ``produce``: [rows, N], where the kernel stores its product, row-major; not the result, and the group's memory
-            behind the ``with``.
+            after the ``with``.
         gathered: ``consume``: [world * rows, K], all ranks' rows, of which the kernel may read a tile's when its chunk has
             arrived.
         tile_order: the tiles in the order in which to take them, each as row * columns + column of the grid of tiles.
@@ -133,7 +133,7 @@ class Job:
     def result(self) -> torch.Tensor:
         """The communicated product (``produce``), or the gathered rows (``consume``); the same tensor each time.
 
-        The caller's stream is behind it, as behind any op. A kernel that never signals a tile makes the wait for its chunk
+        The caller's stream continues after it, as after any op. A kernel that never signals a tile makes the wait for its chunk
         pass the group's deadline: :func:`overlap_torch.check`, or the next op, raises then.
 
         Raises:

@@ -83,14 +83,14 @@ def resources(
         by: ``"grid"``: a persistent kernel launches ``job.programs`` programs and no more, one for each SM that is left.
             ``"green_context"``: inside the job's ``with`` a CUDA green context of the other SMs is current, so that any
             kernel that is launched there, cuBLAS's too, stays on them. It makes its own default stream the current one,
-            which begins behind the stream that was current, and which that one goes on behind; other streams that are
+            which begins after the stream that was current, and which that one goes on after; other streams that are
             used inside keep all SMs. A CUDA graph cannot be captured through it. Numbers of SMs are rounded down to what the
             device can set apart, 8 on Hopper. ``"padding"``: CUDA kernels are launched with ``job.smem_pad_bytes(own)`` bytes of
             shared memory more (``overlap/launch.cuh`` does that), so that an SM holds ``ctas_per_sm`` of their blocks, and
             the rest of it is communication's. No SM is set apart: ``comm_sms`` is 0.
         ctas_per_sm: with ``by="padding"``, 1 to 32.
         priority: of the streams that communication is on: ``"high"``, so that its blocks get the SMs that become free, or
-            ``"low"``, behind the kernel's. ``plan.resources.low_priority`` says the same of a plan.
+            ``"low"``, after the kernel's. ``plan.resources.low_priority`` says the same of a plan.
 
     Raises:
         ValueError: a number or a way that there is not.

@@ -3,7 +3,7 @@
 Forward and the input's gradient are the ops with scaled operands, the weights' gradients local products. Casts are dynamic:
 a scale is the type's largest number by the largest that is cast, of a whole tensor or of each row that a GEMM sums over.
 
-One number for a whole tensor is this rank's own, but for what an all-gather brings: there it is the largest of all
+One number for a whole tensor is this rank's own, except for what an all-gather brings: there it is the largest of all
 ranks', so that the gathered tensor has one scale, with which the weight's gradient can be computed as well. This takes an
 all-reduce of one number before the gather. Scales of rows travel with their rows.
 """
@@ -328,7 +328,7 @@ def _backward(
     needs_input: bool,
     needs_weight: bool,
 ) -> tuple[Gradient, Gradient]:
-    """Gradients of input and weight, for all weights one behind the other."""
+    """Gradients of input and weight, for all weights one after the other."""
     place, recipe, dtype = ctx.place, ctx.place.recipe, ctx.dtype
     how = (dtype, recipe.fast_accum_grad)
     gathering = not place.columns and place.sequence

@@ -36,7 +36,7 @@ def column(
     world_size: int,
     padding: int,
 ) -> torch.Tensor:
-    """Replicated [..., K] to this rank's [..., N part]. Backward all-reduces the input's gradient behind its GEMM."""
+    """Replicated [..., K] to this rank's [..., N part]. Backward all-reduces the input's gradient after its GEMM."""
     if world_size == 1 or not _may_need_gradient(input):
         return functional.linear(input, weight, bias)
     input, weight, bias = as_under_autocast(input, weight, bias)
@@ -52,7 +52,7 @@ def columns(
     world_size: int,
     paddings: Sequence[int],
 ) -> tuple[torch.Tensor, ...]:
-    """`column` for each weight. Backward all-reduces the sum of the input's gradients, once, behind one GEMM."""
+    """`column` for each weight. Backward all-reduces the sum of the input's gradients, once, after one GEMM."""
     if world_size == 1 or not _may_need_gradient(input):
         return tuple(
             functional.linear(input, weight, bias)
@@ -176,7 +176,7 @@ class _Column(TransformedFunction):
 
 
 class _Columns(TransformedFunction):
-    """`_Column` of several weights. Their gradients are parts of those of one weight, all of them one behind the other."""
+    """`_Column` of several weights. Their gradients are parts of those of one weight, all of them one after the other."""
 
     @staticmethod
     def forward(

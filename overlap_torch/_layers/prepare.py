@@ -103,7 +103,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
     A reader that the module calls with another tensor, with the input after it was changed in place, once more, or under
     another grad mode or autocast than the module, computes its output then. A reader that is not called has been computed
     for nothing; a warning names it, once. The gathered input lives as long as the module's forward refers to it, and, where
-    a reader's weight needs a gradient, until backward has computed that, as behind ``PrepareModuleInput``. A gradient hook
+    a reader's weight needs a gradient, until backward has computed that, as after ``PrepareModuleInput``. A gradient hook
     on the gathered input sees what arrives from elsewhere than its readers. Under autocast the input is gathered in its
     dtype; what else reads it gets these values in the input's own dtype.
 
@@ -211,7 +211,7 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
         return [(name, module.get_submodule(name)) for name in self.readers]
 
     def _finish(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Behind the module's forward, also one that raised: what has not been taken is of no use."""
+        """After the module's forward, also one that raised: what has not been taken is of no use."""
         unread = []
         for name, reader in self._candidates(module):
             if isinstance(reader, GatheredReader) and reader.ahead is not None:

@@ -1,7 +1,7 @@
 """Linear maps of the styles between tokens that are cut over the ranks and features that are.
 
 Column-parallel layers that read one input gather it once, and backward reduce-scatters their sum once. The gathered input
-is kept for the gradients of the weights, as ``torch.nn.functional.linear`` keeps its input behind a collective: backward
+is kept for the gradients of the weights, as ``torch.nn.functional.linear`` keeps its input after a collective: backward
 does not gather it again. The bias of a row-parallel layer has its gradient from the rows that backward gathers anyway.
 """
 
@@ -200,7 +200,7 @@ def _start_input_gradient(
     dim: int,
     group: str,
 ) -> torch.Tensor | None:
-    """One reduce-scatter, to be waited for: beside the GEMM, or behind it where a gradient of another reader is added."""
+    """One reduce-scatter, to be waited for: beside the GEMM, or after it where a gradient of another reader is added."""
     parts = [
         (grad, weight)
         for grad, weight in zip(output_grads, weights, strict=True)

@@ -51,7 +51,7 @@ def token_slice(tokens: int, *, group: Group = None) -> slice:
 
 
 def pad_end(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """`size` zeros behind the end of a dim."""
+    """`size` zeros after the end of a dim."""
     behind = -dim - 1 if dim < 0 else tensor.dim() - 1 - dim
     if type(size) is not int and type(size.node).__name__ == "LocalIntNode":
         raise NotImplementedError(

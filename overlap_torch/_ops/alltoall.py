@@ -124,7 +124,7 @@ def gemm_alltoall(
 
     Between 2 to 8 GPUs of one host that map each other's memory over a fast link the GEMM itself stores rows into the
     memory of the rank that they are for, if they are many, have no bias and the kernels take them (Hopper, bf16 and fp16);
-    otherwise one kernel sends them behind the GEMM. Where there is no such memory, rows of the output are no multiples of
+    otherwise one kernel sends them after the GEMM. Where there is no such memory, rows of the output are no multiples of
     16 bytes, or the dtype is float64, NCCL sends them; on CPU the process group does.
 
     The result is that of the unfused composition::

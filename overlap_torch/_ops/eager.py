@@ -1,8 +1,8 @@
-"""The ops' short way in: as functions of their schema's parameters by position.
+"""The ops' short path: as functions of their schema's parameters by position.
 
 Each returns None for a call that is not for it, because of a mode, a subclass or an argument of another type: that one goes
 through torch.ops, which costs three times the host's time. It returns True for a call that only has a gradient to record:
-that one is the op's autograd Function, whose forward takes the short way. A compiler must not meet them. :func:`call` takes
+that one is the op's autograd Function, whose forward takes the short path. A compiler must not meet them. :func:`call` takes
 the way that is right. ``recorded`` is none of an op's: see `gradients.recorded`.
 """
 
@@ -73,10 +73,10 @@ def call(
     record: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> Any:
-    """``op`` of the arguments, by its short way in if that takes them.
+    """``op`` of the arguments, by its short path if that takes them.
 
     ``record``: the op, recorded by its autograd Function, of the group's name, arguments and keywords; None: it has no gradient.
-    ``keywords``: the parameters of the schema that are keywords, but for the group, all of them and in its order.
+    ``keywords``: the parameters of the schema that are keywords, except for the group, all of them and in its order.
     """
     name = group if type(group) is str else group_name(group)
     if is_dynamo_compiling():

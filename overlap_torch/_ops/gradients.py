@@ -79,7 +79,7 @@ class OpProduct(Product, Protocol):
     def short(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """The op by its short way in; nothing may record."""
+        """The op by its short path; nothing may record."""
 
     def redispatch(
         self,
@@ -144,7 +144,7 @@ class ProductGradients(TransformedFunction):
             if v_weight is not None:
                 left.append(input)
                 right.append(v_weight)
-            if not left:  # K = 0: the bias alone
+            if not left:  # K = 0: only the bias
                 left.append(grad.new_empty((*product.leading_dims(grad), 0)))
                 right.append(grad.new_empty((grad.shape[-1], 0)))
             grad_grad = product(side_by_side(left), side_by_side(right), v_bias)

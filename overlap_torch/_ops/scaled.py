@@ -60,9 +60,9 @@ def call(
     recipe_weight: Recipe,
     **keywords: Any,
 ) -> Any:
-    """The scaled overload ``op``, whose short way in is ``short``.
+    """The scaled overload ``op``, whose short path is ``short``.
 
-    ``positional``: its arguments before the scales; ``keywords``: those behind the recipes, in the schema's order.
+    ``positional``: its arguments before the scales; ``keywords``: those after the recipes, in the schema's order.
     """
     if scale_input is None or scale_weight is None:
         missing = "scale_input" if scale_input is None else "scale_weight"

@@ -403,7 +403,7 @@ def _as_dtypes(given: Sequence[Any]) -> list[torch.dtype | None]:
 
 
 def _all_gather(tensor: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """All ranks' parts, one behind the other in ``dim``; dim 0 of the memory is the gathered one."""
+    """All ranks' parts, one after the other in ``dim``; dim 0 of the memory is the gathered one."""
     front = tensor.movedim(dim, 0).contiguous()
     as_bytes = front.dtype in _FP8  # gloo sends none of these
     gathered = wait(

@@ -1,6 +1,6 @@
 """Plans by measuring: :func:`tune`; ``OVERLAP_TUNE=1`` calls it at each problem's first call.
 
-Rank 0 alone reads the cache and decides; all ranks plan from what it sends, over the store of the group. So no rank can
+Only rank 0 reads the cache and decides; all ranks plan from what it sends, over the store of the group. So no rank can
 come to another plan than the others, and none makes a collective call that another leaves out. For each problem:
 
 1. rank 0 says which plans to measure, or which one the cache has;

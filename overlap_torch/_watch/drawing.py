@@ -30,7 +30,7 @@ class Row:
     Attributes:
         ticks: when a chunk is ready: black lines.
         ends: when a GEMM has ended: dashed lines.
-        note: words behind the last bar.
+        note: words after the last bar.
         begins_group: the row is set apart from the one above it.
     """
 

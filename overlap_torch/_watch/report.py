@@ -251,7 +251,7 @@ def report(model: torch.nn.Module | None = None) -> Report:
     Returns:
         A list of :class:`ReportRow`, dicts, in the order of the layers in the model; what no layer called follows. A layer
         is said to have called a problem that its last input and its features make. Where no layer's do, as for inputs of
-        other sizes before, and in compiled models, the features alone decide, so that all layers that have them are named.
+        other sizes before, and in compiled models, only the features decide, so that all layers that have them are named.
         Modules that an overlapping style left to PyTorch's style, and calls that a layer of
         :mod:`overlap_torch.integrations.megatron` left to Megatron's, have a row with the reason. ``str()`` makes it a table;
         times are in microseconds.

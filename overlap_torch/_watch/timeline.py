@@ -68,7 +68,7 @@ class Call:
     def hidden_fraction(self) -> float:
         """The share of the communication's time that lies before the GEMM's end; 0 without communication.
 
-        A gather that is waited for in front of the GEMM, as the sequence's is, counts as well: :func:`overlap_torch.report`
+        A gather that is waited for before the GEMM, as the sequence's is, counts as well: :func:`overlap_torch.report`
         says which calls ran as the sequence.
         """
         total = sum(chunk.end_us - chunk.begin_us for chunk in self.chunks)

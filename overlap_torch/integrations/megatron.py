@@ -262,7 +262,7 @@ def gpt_block_spec(
     pp_rank: int | None = None,
     **arguments: Any,
 ) -> TransformerBlockSubmodules:
-    """The layers of a GPT's pipeline stage, all of them alike, and the norm behind them::
+    """The layers of a GPT's pipeline stage, all of them alike, and the norm after them::
 
         GPTModel(config, transformer_layer_spec=gpt_block_spec(config), vocab_size=..., max_sequence_length=...)
 

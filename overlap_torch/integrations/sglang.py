@@ -97,7 +97,7 @@ def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:
         rank, ranks = linear.get_group_rank_size(layer.tp_group)
         input = _serving.part_of(layer, input_, rank, ranks)
         if op is gemm_reducescatter:
-            # Rows of zeros behind the last, which SGLang drops where it gathers.
+            # Rows of zeros after the last, which SGLang drops where it gathers.
             behind = (0, 0) * (input.dim() - 1)
             input = functional.pad(input, (*behind, 0, -input.shape[0] % ranks))
         output = _serving.run(op, layer, input, layer.tp_group.device_group.group_name)

@@ -24,7 +24,7 @@ class Registration:
         self._names = tuple(names)
 
     def undo(self) -> None:
-        """transformers' styles are as before, but for those that another handle holds. Models keep the styles they have."""
+        """transformers' styles are as before, except for those that another handle holds. Models keep the styles they have."""
         with _lock:
             names, self._names = self._names, ()
             for name in names:
@@ -40,7 +40,7 @@ class Registration:
 
 
 def register(*, auto: bool = True) -> Registration:
-    """Puts styles of this package into ``transformers``' ``ALL_PARALLEL_STYLES``; models are loaded behind it as always::
+    """Puts styles of this package into ``transformers``' ``ALL_PARALLEL_STYLES``; models are loaded after it as always::
 
         overlap_torch.integrations.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan="auto"))

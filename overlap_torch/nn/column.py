@@ -21,7 +21,7 @@ class ColumnParallelLinear(ParallelLinear):
     ``weight`` [out_features, in_features] and ``bias`` [out_features] are DTensors, ``Shard(0)``: each rank holds
     ceil(out_features / world size) rows, in rank order, as long as there are rows left. The input [..., in_features] is
     replicated, the output [..., this rank's part of out_features] is what :class:`RowParallelLinear` takes; both are plain
-    tensors. Backward all-reduces the input's gradient, chunk by chunk behind the GEMM that computes it.
+    tensors. Backward all-reduces the input's gradient, chunk by chunk after the GEMM that computes it.
 
     With ``sequence_parallel`` the input is this rank's tokens [its part of tokens, ..., in_features], cut as
     :func:`overlap_torch.nn.token_slice` says. They are gathered while the GEMM computes on those that have arrived,

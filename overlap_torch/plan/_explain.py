@@ -175,7 +175,7 @@ def chunks_of(made: dict) -> list[int | None]:
     for step in made["steps"]:
         chunk = step.get("chunk", step["communicates"])
         if chunk < 0 and step["step"] in ("gemm", "library_gemm") and step["after"]:
-            chunk, launched = launched, launched + 1  # behind what has arrived
+            chunk, launched = launched, launched + 1  # after what has arrived
         elif chunk < 0 and step["after"]:
             chunk = chunks[step["after"][0]]
         chunks.append(None if chunk is None or chunk < 0 else chunk)

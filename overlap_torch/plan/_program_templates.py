@@ -10,7 +10,7 @@ from overlap_torch.plan._editor import Area, Editor, Share
 
 
 def ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
-    """Each rank talks to the next one alone: partial sums go round, each rank adding its own, and then the results.
+    """Each rank talks only to the next one: partial sums go round, each rank adding its own, and then the results.
 
     Args:
         chunks: into how many each rank's part of the rows is cut, which go round one behind the other.
@@ -38,7 +38,7 @@ def double_ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
     """One step: everyone sends everyone what they need, and adds up by itself. The fewest steps; for sums the most bytes.
 
-    ``chunks``: into how many each message is cut; else as :func:`ring`, but for all four ops.
+    ``chunks``: into how many each message is cut; else as :func:`ring`, except for all four ops.
     """
     p = Editor(problem, **how)
     for share in p.chunks(chunks):
@@ -121,7 +121,7 @@ def _sum_of_all(p: Editor, terms: Sequence[Area], result: Area) -> None:
     """All ranks' ``terms[rank]`` to that rank's result, added in the ranks' order, so that sums are alike wherever they are
     made."""
     height = max(area.at(0).rows for area in terms)
-    slots = [p.scratch(height) for _ in range(p.world - 1)]  # of the ranks behind this one
+    slots = [p.scratch(height) for _ in range(p.world - 1)]  # of the ranks after this one
     for distance in range(1, p.world):
         for rank in range(p.world):
             to = (rank + distance) % p.world
@@ -149,7 +149,7 @@ def _to_all(p: Editor, share: Share) -> None:
 def _by_hosts(p: Editor, size: int, share: Share) -> None:
     op = p.problem.op
     hosts = p.world // size
-    first = p.rank // size * size  # of the own host
+    first = p.rank // size * size  # of this rank's own host
     within = [first + (p.rank + distance) % size for distance in range(1, size)]
     across = [p.rank + distance * size for distance in range(1, hosts)]
     near, far = ("copy_engine", "nccl") if p.over_peers and hosts > 1 else ("any", "any")

@@ -17,7 +17,7 @@ class Gather : public CudaOperands {
   AllGatherGemmResult run() {
     const plan::Problem& problem = plan_.problem;
     gathered_ = empty({problem.m, problem.k}, input_.options());
-    // In front of the rows, which are many more.
+    // Before the rows, which are many more.
     if (call_.scales) scales_ = gathered_scales(call_, cuda_);
     steps::Variant variant = {.captured = plan_.resources.window && captured()};
     for (size_t i = 0; i < call_.weights.size() && overlapped(plan_); ++i) {

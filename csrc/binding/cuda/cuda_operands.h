@@ -34,7 +34,7 @@ class CudaOperands : public runtime::Operands {
   int32_t* counters(int32_t count) override;
 
  protected:
-  // Makes what the list names as scratch, but for a product that library() makes, and runs it.
+  // Makes what the list names as scratch, except for a product that library() makes, and runs it.
   void run(const steps::Variant& variant, const at::Tensor& bias = {});
 
   static bool overlapped(const plan::Plan& plan) {

@@ -1,4 +1,4 @@
-// An all-gather's scales on CUDA. They are few, and come in front of the rows: where the plan is over peers, by the one
+// An all-gather's scales on CUDA. They are few, and come before the rows: where the plan is over peers, by the one
 // kernel that gathers few rows there. The process group's collective takes longer, most of it on the host.
 #include "binding/cuda/cuda_operands.h"
 #include "plan/templates.h"

@@ -46,7 +46,7 @@ class Reduction : public CudaOperands {
   }
 
   void* base(steps::Buffer buffer, int32_t index) override {
-    // A sequence's is made behind the GEMM, which is on its way.
+    // A sequence's is made after the GEMM, which is on its way.
     if (buffer == steps::Buffer::kOutput && outputs_.empty()) make_output();
     return CudaOperands::base(buffer, index);
   }

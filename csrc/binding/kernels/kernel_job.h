@@ -67,7 +67,7 @@ class KernelCall : public torch::CustomClassHolder {
   at::Tensor matrix() const;
   // int32, KernelCounters::kSize: zeros, then the address of the report and the deadline.
   at::Tensor counters() const { return counters_; }
-  // Enqueues what comes behind the kernel; the result, or the gathered rows.
+  // Enqueues what follows the kernel; the result, or the gathered rows.
   at::Tensor finish();
   // Instead of it: the other ranks are told `why`, which names what was left, unless they need nothing of this one.
   void abandon(const std::string& why);

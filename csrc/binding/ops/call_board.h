@@ -48,7 +48,7 @@ class CallBoard {
 
   // Returns when all ranks have announced the call that this one announced last, and throws on every rank if
   // their notes differ: nothing has been communicated then, and the next call may agree. Throws, and so
-  // do all calls behind it, if a rank does not come. Returns at once if there is nothing to compare.
+  // do all calls after it, if a rank does not come. Returns at once if there is nothing to compare.
   void agree();
 
  private:

@@ -44,7 +44,7 @@ struct Tally {
   void count() { calls.fetch_add(1, std::memory_order_relaxed); }
 };
 
-// A plan's lists of steps on this rank, by what is this rank's own of a call: made once, but for the last few of
+// A plan's lists of steps on this rank, by what is this rank's own of a call: made once, except for the last few of
 // all-to-alls, whose rows change.
 class StepLists {
  public:

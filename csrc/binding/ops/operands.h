@@ -27,7 +27,7 @@ void set_blocks(OpCall& call, const at::Tensor& input, int64_t dim);
 // Throws unless `rows` holds a count >= 0 for each of the group's ranks.
 void check_counts(const char* name, at::IntArrayRef rows, const GroupEntry& group);
 
-// [rows, columns] -> [..., columns], with input's dims but for the last, and `dim`, which has `size` elements.
+// [rows, columns] -> [..., columns], with input's dims except for the last, and `dim`, which has `size` elements.
 at::Tensor as_shape_of(const at::Tensor& rows, const at::Tensor& input, int64_t dim, int64_t size);
 
 }  // namespace overlap::binding

@@ -1,4 +1,4 @@
-// `_eager`: the ops' short way in from Python. torch.ops reads schema and arguments at every call, and behind it
+// `_eager`: the ops' short path from Python. torch.ops reads schema and arguments at every call, and after it
 // stands the autograd kernel, in Python, while a single call's GPU waits for its GEMM.
 #include "binding/python/autograd_module.h"
 

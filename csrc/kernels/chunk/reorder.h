@@ -1,4 +1,4 @@
-// Moves between the packed and the row-major layout, and the bias: what happens to a chunk behind
+// Moves between the packed and the row-major layout, and the bias: what happens to a chunk after
 // its communication.
 #pragma once
 
@@ -18,7 +18,7 @@ struct ReorderParams {
   int32_t tile_n = 0;
   plan::DType dtype = plan::DType::kBFloat16;
   plan::TileOrder order;
-  int32_t chunk = 0;          // tiles of this chunk alone
+  int32_t chunk = 0;          // only tiles of this chunk
   void* row_major = nullptr;  // [m, n], contiguous
   void* packed = nullptr;     // the whole packed buffer
   int32_t terms = 1;  // of the sum, that lie in a chunk's region of the packed buffer: 1 or 2

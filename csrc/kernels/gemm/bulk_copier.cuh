@@ -50,7 +50,7 @@ class BulkCopier {
     if (loaded_ > kLoads) store_next();
   }
 
-  // Behind the last one.
+  // After the last one.
   __device__ __forceinline__ void finish() {
     while (stored_ < loaded_) store_next();
     cute::tma_store_wait<0>();

@@ -72,7 +72,7 @@ struct CopyRun {
   const void* from = nullptr;
   void* to = nullptr;
   int64_t bytes = 0;
-  // Where `to` is the first of several blocks of so many bytes, that much apart: how far behind its begin the run goes. 0:
+  // Where `to` is the first of several blocks of so many bytes, that much apart: how far after its begin the run goes. 0:
   // it is one.
   int64_t block_bytes = 0;
   int64_t gap_bytes = 0;
@@ -83,7 +83,7 @@ struct CopyRun {
 // With rows of mode kGather: rows that peers send meanwhile. The copies and arrivals only with a kernel of
 // copies_beside.
 struct GemmGather {
-  const void* own_input = nullptr;  // the own part's: [part_rows, k], of the input's stride
+  const void* own_input = nullptr;  // this rank's own part's: [part_rows, k], of the input's stride
   // Copies that an idle warp of each CTA makes.
   int32_t num_copies = 0;
   CopyRun copies[plan::kMaxCopyRuns] = {};
@@ -106,7 +106,7 @@ struct GemmMessages {
 // Stores into other ranks' memory (rows of mode kSplit or kRanges). Only ping-pong kernels,
 // row-major, of all tiles.
 struct GemmPeers {
-  // The outputs of the parts behind the first one, with its stride.
+  // The outputs of the parts after the first one, with its stride.
   int32_t num_more_outputs = 0;
   void* more_outputs[kMaxMoreOutputs] = {};
   // Where every tile, or with kSplit each of the part that is computed last, is stored, too.
@@ -114,7 +114,7 @@ struct GemmPeers {
   void* mirrors[kMaxMoreOutputs] = {};
   // With kSplit, of ranks that mirror to each other, or null: where the peers' mirrors arrive, in own memory,
   // and where the GEMM copies each of their tiles, once it has been announced. Both hold all parts, one after
-  // the other, the own one untouched, with the output's stride; what is collected ends with the input's rows.
+  // the other, this rank's own one untouched, with the output's stride; what is collected ends with the input's rows.
   const void* arriving = nullptr;
   void* collected = nullptr;
   // For each part of the rows (else the first alone): row-major with the output's shape and stride, or

@@ -19,7 +19,7 @@ struct GemmSm90 : GemmSm90Body<GemmSm90Types<kKernel, Operands, false>> {
   static constexpr int kCopyWarp = Types::kSourceWarp;
 
   struct Params : GemmSm90Params<Types> {
-    typename Mainloop::Params own_mainloop;  // with the input of the own part's rows
+    typename Mainloop::Params own_mainloop;  // with the input of this rank's own part's rows
     int32_t num_copies;
     CopyRun copies[plan::kMaxCopyRuns];
     PeerWaitParams arrivals;

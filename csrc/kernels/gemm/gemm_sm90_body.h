@@ -19,7 +19,7 @@
 namespace overlap::kernels {
 
 // The parameters of every kernel of these types. The scaling's parameters are a base, which takes no place where
-// there are none: host and device do not agree on where members lie behind an empty one of [[no_unique_address]].
+// there are none: host and device do not agree on where members lie after an empty one of [[no_unique_address]].
 template <class Types>
 struct GemmSm90Params : Types::Scaling::Params {
   static constexpr int kMaxOutputs = Types::kForPeers ? 1 + kMaxMoreOutputs : 1;

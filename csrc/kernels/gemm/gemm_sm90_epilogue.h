@@ -25,7 +25,7 @@ struct cute::Copy_Traits<overlap::kernels::MirroredStore, Bits, Aux> {
 
   TmaDescriptor tma_desc_;
   AuxParams aux_params_;
-  int32_t mirrors_at_ = 0;  // bytes behind this object
+  int32_t mirrors_at_ = 0;  // bytes after this object
   int32_t num_mirrors_ = 0;
 
   CUTE_HOST_DEVICE constexpr TmaDescriptor const* get_tma_descriptor() const { return &tma_desc_; }

@@ -224,7 +224,7 @@ struct GemmSm90Launcher {
     config.dynamicSmemBytes = std::min(kSharedBytes + gemm.smem_pad_bytes, kMaxSharedBytes);
     config.stream = stream;
     config.attrs = attributes;
-    // Nothing that comes in front of a gather lets it in; it waits for copies, not for a kernel.
+    // Nothing that comes before a gather lets it in; it waits for copies, not for a kernel.
     config.numAttrs = gemm.awaits_rows() ? 1 : 2;
     return cudaLaunchKernelEx(&config, gemm_sm90_kernel<Gemm>, params);
   }

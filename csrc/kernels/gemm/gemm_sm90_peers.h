@@ -80,7 +80,7 @@ struct GemmSm90Peers : GemmSm90Body<GemmSm90Types<kKernel, Operands, true>> {
     CUTLASS_DEVICE int32_t flag(const plan::TileCoord& coord) const {
       return flag(plan::split_row(order, rows, coord.row), coord.column);
     }
-    // The `index`-th of the tiles that are final, in the own part; of rounds, as all that is collected.
+    // The `index`-th of the tiles that are final, in this rank's own part; of rounds, as all that is collected.
     CUTLASS_DEVICE plan::TileCoord final_tile(int32_t index) const {
       const int32_t height = rows.round_tile_rows;
       const int32_t round_tiles = height * order.tiles_n;

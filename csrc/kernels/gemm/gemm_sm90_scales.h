@@ -1,4 +1,4 @@
-// fp8 operands with scales: a tile's sums are multiplied by those of its rows and columns, behind the product.
+// fp8 operands with scales: a tile's sums are multiplied by those of its rows and columns, after the product.
 #pragma once
 
 #include "kernels/gemm/gemm_sm90_launcher.h"

@@ -94,7 +94,7 @@ struct TileFeed {
     }
   }
 
-  // By one thread of each cluster, behind all that both CTAs do: whether it is the last one to leave.
+  // By one thread of each cluster, after all that both CTAs do: whether it is the last one to leave.
   // Then the counter is given back.
   __device__ __forceinline__ static bool last_to_leave(uint32_t* taken, int cluster_size) {
     const uint32_t clusters = gridDim.x / cluster_size;

@@ -91,7 +91,7 @@ __device__ __forceinline__ void move_by(const InterpreterTransfer& transfer, con
                                             transfer.destination_stride == transfer.row_bytes);
   const int64_t row_accesses = dense ? count : transfer.row_bytes / kBytes;
   const auto access = [&](int64_t index) {
-    // Access `index` of this block's runs, one behind the other.
+    // Access `index` of this block's runs, one after the other.
     return (index / kRun * blocks + block) * kRun + index % kRun;
   };
   for (int64_t first = threadIdx.x; access(first) < count; first += kBatch * kThreads) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       wait_for_rank(table.flags[meeting.rank] + transfer.flag + block, number, transfer.from, name,
                     meeting);
     }
-    // Also behind what other threads of this block did for the transfers before.
+    // Also after what other threads of this block did for the transfers before.
     __syncthreads();
     move<T>(transfer, static_cast<const char*>(table.bases[transfer.source_base]) + transfer.source,
             static_cast<char*>(table.bases[transfer.destination_base]) + transfer.destination,

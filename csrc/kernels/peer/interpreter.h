@@ -18,7 +18,7 @@ inline constexpr int kMaxInterpreterWaits = 768;
 // Rows of one memory into another one, or added to what is there. The rectangle is cut into runs of bytes, row after
 // row, which the blocks of the stream take in turns: the same block takes the same run of each rectangle of one shape.
 struct InterpreterTransfer {
-  int64_t source = 0;  // bytes behind its base
+  int64_t source = 0;  // bytes after its base
   int64_t destination = 0;
   int64_t rows = 0;
   int64_t row_bytes = 0;
@@ -29,7 +29,7 @@ struct InterpreterTransfer {
   uint8_t destination_base = 0;
   uint8_t stream = 0;
   bool adds = false;
-  int8_t from = -1;         // behind this rank's flags; each block waits for the same one's
+  int8_t from = -1;         // after this rank's flags; each block waits for the same one's
   int8_t to = -1;           // sets flags of this rank
   int16_t counter = -1;     // counted by each block that has done its share
   uint16_t first_wait = 0;  // of the table's waits
@@ -51,7 +51,7 @@ struct InterpreterParams : PeerMeeting {
   bool ends_call = true;
   void* bases[kMaxInterpreterBases] = {};
   uint64_t* flags[kMaxPeers] =
-      {};  // in each rank's memory, those of all transfers, the own ones among them
+      {};  // in each rank's memory, those of all transfers, this rank's own ones among them
   int32_t* counters = nullptr;  // own memory, zero before the call
   std::vector<InterpreterTransfer> transfers = {};
   std::vector<InterpreterWait> waits = {};
@@ -63,7 +63,7 @@ struct InterpreterParams : PeerMeeting {
 // at the deadline, with a report, as of peer_collective, that names the transfer in place of a chunk.
 cudaError_t interpret(const InterpreterParams& params, cudaStream_t stream);
 
-// Enqueues a kernel that adds to a counter, behind what the stream did before, for what waits in interpret().
+// Enqueues a kernel that adds to a counter, after what the stream did before, for what waits in interpret().
 cudaError_t count(int32_t* counter, int32_t value, cudaStream_t stream);
 
 // Loads these kernels on the current device.

@@ -61,7 +61,7 @@ __device__ __forceinline__ void gather(const PeerCollectiveParams& params) {
   }
 }
 
-// A step's flag: announced behind what the block has done, and waited for from all peers.
+// A step's flag: announced after what the block has done, and waited for from all peers.
 __device__ __forceinline__ void meet(const PeerCollectiveParams& params, int step, int32_t flag,
                                      uint64_t number) {
   const auto thread = static_cast<int32_t>(threadIdx.x);

@@ -19,7 +19,7 @@ inline constexpr int kMaxPeerBlocks = 256;   // CTAs of a collective, and flags 
 struct PeerMeeting {
   int32_t rank = 0;
   int32_t ranks = 1;
-  // kMaxPeerBlocks flags of this rank in the peers' memory, and those of each rank in the own, for
+  // kMaxPeerBlocks flags of this rank in the peers' memory, and those of each rank in this rank's own, for
   // each of two steps.
   uint64_t* announce[2][kMaxPeers] = {};
   const uint64_t* arrived[2] = {};
@@ -48,25 +48,25 @@ struct PeerCollectiveParams : PeerMeeting {
   // In accesses of 16 bytes: the piece of each rank, and the distance between pieces in the output.
   int64_t count[kMaxPeers] = {};
   int64_t stride = 0;
-  // Own terms for the own piece, or the own piece.
+  // Own terms for this rank's own piece, or this rank's own piece.
   const void* own = nullptr;
   void* output = nullptr;      // gathers: all pieces; else the own one; may be where `own` is
   const void* bias = nullptr;  // added to what is reduced, in rows of row_count accesses; or null
   int64_t row_count = 0;
-  int64_t first = 0;  // where the own piece begins in rows
+  int64_t first = 0;  // where this rank's own piece begins in rows
 
   // The data for each peer, and its place in the peer's memory. Null: it has been stored there before, on the
   // same stream.
   const void* send[kMaxPeers] = {};
   void* destination[kMaxPeers] = {};
   const void* received[kMaxPeers] = {};  // where theirs arrives, in own memory
-  // Where reduced pieces that are gathered go in the peers' memory, and arrive in the own.
+  // Where reduced pieces that are gathered go in the peers' memory, and arrive in this rank's own.
   void* final_destination[kMaxPeers] = {};
   const void* final_received[kMaxPeers] = {};
 };
 
 // Enqueues the collective, which ends the call. Sums are taken in fp32 in the ranks' order and rounded
-// once, so that all ranks get the same bits; a bias is added behind the rounding. bf16, fp16, fp32.
+// once, so that all ranks get the same bits; a bias is added after the rounding. bf16, fp16, fp32.
 cudaError_t peer_collective(const PeerCollectiveParams& params, cudaStream_t stream);
 
 // Loads all of these kernels on the current device.

@@ -11,14 +11,14 @@ namespace overlap::kernels {
 
 // Three steps, of which each rank does what it has to:
 //   send     a message into each peer's memory, unless kernels before stored it there
-//   keep     the own message into its place
-//   receive  each peer's message, from the own memory into its place
+//   keep     this rank's own message into its place
+//   receive  each peer's message, from this rank's own memory into its place
 // The ranks' kernels differ in blocks and in how they send: a rank announces once, by the first of its
 // block flags, that all it has for a peer is there.
 struct PeerExchangeParams : PeerMeeting {
   bool sends = false;  // else everything has been stored before, on the same stream
 
-  // In accesses of 16 bytes; the own message is send[rank], to output[rank], or empty.
+  // In accesses of 16 bytes; this rank's own message is send[rank], to output[rank], or empty.
   int64_t send_count[kMaxPeers] = {};
   const void* send[kMaxPeers] = {};
   void* destination[kMaxPeers] = {};  // in the peers' memory

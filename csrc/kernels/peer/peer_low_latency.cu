@@ -140,7 +140,7 @@ __device__ __forceinline__ void in_one_step(const PeerLowLatencyParams& params,
   }
 }
 
-// A buffer holds the writer's terms of the owner's piece, and behind them the sums of the writer's piece.
+// A buffer holds the writer's terms of the owner's piece, and after them the sums of the writer's piece.
 template <class T>
 __device__ __forceinline__ void in_pieces(const PeerLowLatencyParams& params, const Share& share) {
   const int64_t piece = (share.units + params.ranks - 1) / params.ranks;

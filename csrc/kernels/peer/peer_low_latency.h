@@ -44,7 +44,7 @@ struct PeerLowLatencyParams {
   const void* received[kMaxPeers] = {};  // the peers' places in own memory
   int64_t buffer_bytes = 0;  // of a place's two buffers, used in turns: each holds a peer's message
   uint64_t* calls = nullptr;  // own memory: these calls, each counted kMaxPeerBlocks times
-  // Flags for two calls by turns, of this rank in the peers' memory, and of each rank in the own: the data do
+  // Flags for two calls by turns, of this rank in the peers' memory, and of each rank in this rank's own: the data do
   // not say which call they are of.
   uint64_t* announce[kMaxPeers] = {};
   const uint64_t* arrived = nullptr;  // kMaxPeers for each of the two

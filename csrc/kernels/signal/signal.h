@@ -11,13 +11,13 @@ namespace overlap::kernels {
 
 #if defined(__CUDACC__)
 // [A] Announces one finished tile. The calling thread must have observed the tile's stores (bulk
-// stores: complete, not merely read; ordinary stores: behind a CTA barrier). Pairs with the acquire
+// stores: complete, not merely read; ordinary stores: after a CTA barrier). Pairs with the acquire
 // in wait_counter, label [A] in signal.cu.
 __device__ __forceinline__ void signal_release_gpu(int32_t* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Counts one more, behind what the calling thread has observed, and makes what others counted behind visible to it:
+// Counts one more, after what the calling thread has observed, and makes what others counted after visible to it:
 // what there was before.
 __device__ __forceinline__ int32_t add_acq_rel_gpu(int32_t* counter, int32_t value) {
   int32_t before;
@@ -98,7 +98,7 @@ struct WaitParams {
 // with a report.
 cudaError_t wait_counter(const WaitParams& params, cudaStream_t stream);
 
-// Enqueues a kernel that zeroes counters, in front of the GEMM that counts: a memset would not let that in
+// Enqueues a kernel that zeroes counters, before the GEMM that counts: a memset would not let that in
 // before its end.
 cudaError_t zero_counters(int32_t* counters, int32_t count, cudaStream_t stream);
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ void pause(int64_t duration_ns) {
   while (global_time_ns() - start < duration_ns) __nanosleep(kLastSleepNs);
 }
 
-// The kernel goes on behind a wait that failed, and announces to its peers what is not right: they learn of the failure
+// The kernel goes on after a wait that failed, and announces to its peers what is not right: they learn of the failure
 // before.
 __device__ __forceinline__ void tell_peers(const WaitReport* report) {
   if (report == nullptr) return;

@@ -96,7 +96,7 @@ inline int64_t staging_bytes(const plan::Plan& plan) {
   return plan::buffer_elements(plan) * plan::moved_bytes(plan.problem);
 }
 
-// Gives the steps that others come behind their numbers.
+// Gives the steps that others come after their numbers.
 void number_events(StepList& list);
 
 // CTAs of a GEMM that leaves SMs to communication.

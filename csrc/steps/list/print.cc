@@ -10,7 +10,7 @@ namespace {
 // " name=value" for each field; structs as {name=value name=value}, vectors as [value value].
 struct TextFields {
   std::ostringstream& out;
-  bool first = false;  // no space in front of the next one
+  bool first = false;  // no space before the next one
 
   template <typename Value>
   void operator()(const char* field, const Value& value) {

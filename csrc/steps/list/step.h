@@ -1,5 +1,5 @@
 // A call as data: what one rank enqueues, step by step, before any of it is. A step runs on a lane, which is a stream;
-// the steps of a lane run in their order, and those of different lanes in any, but for what `after` says. The order
+// the steps of a lane run in their order, and those of different lanes in any, except for what `after` says. The order
 // of the list is that in which the host enqueues. Whoever walks a list decides nothing: what the planner or a threshold
 // decides stands in its fields. Nothing here knows CUDA, NCCL or torch.
 #pragma once
@@ -34,7 +34,7 @@ struct Where {
   friend bool operator==(const Where&, const Where&) = default;
 };
 
-// kSide0 and those behind it: lane i of the plan is kSide0 + i.
+// kSide0 and those after it: lane i of the plan is kSide0 + i.
 enum class Lane : uint8_t { kCaller, kSide0, kSide1, kSide2, kSide3, kCopy };
 
 constexpr Lane side_lane(int32_t lane) {
@@ -44,13 +44,13 @@ constexpr Lane side_lane(int32_t lane) {
 // A step's place in its list.
 using StepId = int32_t;
 
-// The lanes continue behind what the caller's stream has done so far.
+// The lanes continue after what the caller's stream has done so far.
 struct Fork {
   int32_t side_lanes = 0;
   bool copies = false;  // the copy lane, too
 };
 
-// The caller's stream continues behind all lanes that were forked.
+// The caller's stream continues after all lanes that were forked.
 struct Join {};
 
 // Where a GEMM stores, and what it adds before it rounds.
@@ -65,7 +65,7 @@ struct Move {
   Where to;
   int64_t bytes = 0;
   int32_t arrival =
-      0;  // behind how many arrived chunks, of a GEMM that awaits them; or whose message
+      0;  // after how many arrived chunks, of a GEMM that awaits them; or whose message
 };
 
 // One launch of the plan's kernel. `order` and `map` say which rows of input and output a tile
@@ -73,7 +73,7 @@ struct Move {
 struct Gemm {
   int32_t weight = 0;
   plan::Rows rows;  // of the operand
-  Where input;      // of all ranks' rows with map kGather, which has kInput as the own ones
+  Where input;      // of all ranks' rows with map kGather, which has kInput as this rank's own ones
   // With map kSplit or kRanges, one for each part, in the ranks' order; else one.
   std::vector<Target> outputs;
   std::vector<Where> mirrors;  // where it stores as well; with kSplit the part that comes last
@@ -251,7 +251,7 @@ struct Await {
   int32_t peer = 0;
 };
 
-// Adds to one of the call's counters, behind what its lane did before: for an Interpret that waits for it.
+// Adds to one of the call's counters, after what its lane did before: for an Interpret that waits for it.
 struct Count {
   int32_t counter = 0;
   int32_t count = 0;
@@ -305,7 +305,7 @@ struct PeerCollective {
   bool gathers = false;
   bool bias = false;
   int64_t stride = 0;  // bytes between the ranks' pieces in the output
-  int64_t first = 0;   // where the own piece begins in rows, in bytes
+  int64_t first = 0;   // where this rank's own piece begins in rows, in bytes
   Where own;
   Where output;
   std::vector<Piece> pieces;  // in the ranks' order
@@ -349,7 +349,7 @@ struct Step {
   // Waits for no peer, so that it need not take its turn among all ops of the device: of a list's first and last
   // steps alone.
   bool unchained = false;
-  // Begins a chunk's communication: tests hold the lane in front of it, or behind a GEMM that communicates itself.
+  // Begins a chunk's communication: tests hold the lane before it, or after a GEMM that communicates itself.
   bool held = false;
   // The chunk that the step is communication of, or -1: what a timeline shows as such.
   int32_t communicates = -1;
@@ -365,7 +365,7 @@ struct Communicator {
   friend bool operator==(const Communicator&, const Communicator&) = default;
 };
 
-// Memory of a call beside its operands and results: of the call alone, but for kWindow, the group's, which is
+// Memory of a call beside its operands and results: of the call alone, except for kWindow, the group's, which is
 // registered with the list's communicators.
 struct Scratch {
   Buffer buffer = Buffer::kStaging;
@@ -464,7 +464,7 @@ int64_t longest_message(const plan::Plan& plan, int32_t rank, const std::vector<
 const char* name(Buffer buffer);
 const char* name(Lane lane);
 
-// A line for each step: "#1 side0 wait_for_tiles chunk=0 tiles=1024", with what it comes after, and in front of them
+// A line for each step: "#1 side0 wait_for_tiles chunk=0 tiles=1024", with what it comes after, and before them
 // one for each tile order and one for what is made before.
 std::string to_string(const StepList& list);
 // {"communicators": [...], ..., "steps": [{"step": "gemm", "lane": ..., "after": [...], ...}]}, on one line.

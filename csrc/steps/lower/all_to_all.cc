@@ -110,7 +110,7 @@ class AllToAll : AllToAllSteps {
 
   plan::Rows piece(int64_t rows, int32_t number) const {
     const int32_t count = pieces(rows);
-    // Whole clusters of tiles, but for the last piece.
+    // Whole clusters of tiles, except for the last piece.
     const int64_t grain = on_cpu_ ? 1 : int64_t{plan_.tile_m} * plan_.cluster_m;
     const int64_t each = std::max<int64_t>(1, (rows / count + grain / 2) / grain) * grain;
     const int64_t begin = std::min(rows, each * number);
@@ -122,7 +122,7 @@ class AllToAll : AllToAllSteps {
     return rows > 0 && (last || round + 1 < pieces(rows));
   }
 
-  // For two ranks: true if the peer's rows are computed before the own ones.
+  // For two ranks: true if the peer's rows are computed before this rank's own ones.
   bool computes_apart() const {
     if (ranks_ != 2) return false;
     if (!variant_.kernel_takes) {  // whether they are worth a GEMM of the framework's of their own
@@ -181,7 +181,7 @@ class AllToAll : AllToAllSteps {
     messages.push_back({peer, first, (range.end - range.begin) * row_bytes_});
   }
 
-  // The rows that stay, computed where they belong: of two ranks some behind what is communicated, on all SMs.
+  // The rows that stay, computed where they belong: of two ranks some after what is communicated, on all SMs.
   void compute_own() {
     const plan::Rows rows = rows_for(rank_);
     int64_t beside = rows.end - rows.begin;

@@ -142,7 +142,7 @@ class Consume {
                    place(chunk, 0), extents_[index(chunk)].count});
   }
 
-  // Own rows of the chunk into every peer's memory, by the copy engine; the step behind which the peers' are here.
+  // Own rows of the chunk into every peer's memory, by the copy engine; the step after which the peers' are here.
   StepId push(int32_t chunk) {
     for (int32_t distance = 1; distance < parts_; ++distance) {
       Where to = place(chunk, rank_);
@@ -154,12 +154,12 @@ class Consume {
         list_.add(Lane::kSide0, copy);
       }
     }
-    // Also to the own GEMM, which else could end the call before.
+    // Also to this rank's own GEMM, which else could end the call before.
     const StepId sent = list_.add(Lane::kSide0, Signal{chunk, true});
     return awaits_ ? sent : list_.add(Lane::kSide1, WaitForPeers{chunk});
   }
 
-  // The rows to copy into the gathered input when the own rows are there (0), and after chunk
+  // The rows to copy into the gathered input when this rank's own rows are there (0), and after chunk
   // `arrival` - 1: whole rows of each part.
   std::vector<Move> moves(int32_t arrival) const {
     if (arrival == 0) {
@@ -186,7 +186,7 @@ class Consume {
     }
   }
 
-  // The launches when the own rows are there (0), and after chunk `arrival` - 1.
+  // The launches when this rank's own rows are there (0), and after chunk `arrival` - 1.
   void compute(int32_t arrival) {
     if (arrival > 0) after_.push_back(communicated_[index(arrival - 1)]);
     for (size_t weight = 0; weight < weights_.size(); ++weight) {

@@ -101,7 +101,7 @@ class Direct {
       gemm.map.mode = plan::RowMap::Mode::kSplit;
       gemm.map.part_tile_rows = plan::tiles_m(plan_) / ranks_;
       gemm.map.part_rows = static_cast<int32_t>(plan::part_rows(plan_));
-      gemm.map.first_part = (rank_ + 1) % ranks_;  // the own part last
+      gemm.map.first_part = (rank_ + 1) % ranks_;  // this rank's own part last
       for (int32_t part = 0; part < ranks_; ++part) {
         gemm.outputs.push_back({part == rank_ ? own_output() : place(part, rank_)});
       }

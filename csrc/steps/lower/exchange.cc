@@ -85,7 +85,7 @@ class Exchange : AllToAllSteps {
     }
   }
 
-  // All rows in one launch: those of the next rank first, the own ones last.
+  // All rows in one launch: those of the next rank first, this rank's own ones last.
   void compute_and_meet() {
     Gemm gemm;
     gemm.rows = {0, send_begin_.back()};

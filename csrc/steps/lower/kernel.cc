@@ -207,7 +207,7 @@ class KernelSteps {
     list_.add(Lane::kCaller, Join{});
   }
 
-  // Each pair's rows in as many pieces, whatever their number; the own ones when everything is computed.
+  // Each pair's rows in as many pieces, whatever their number; this rank's own ones when everything is computed.
   void all_to_all() {
     const int32_t rounds = job_.pieces;
     const std::vector<int64_t> send_begin = offsets(job_.send_rows);
@@ -259,7 +259,7 @@ class KernelSteps {
         {peer, {buffer, rows.begin * row_bytes_}, (rows.end - rows.begin) * row_bytes_});
   }
 
-  // Rows of all ranks: the own ones are there before the kernel, as chunk 0.
+  // Rows of all ranks: this rank's own ones are there before the kernel, as chunk 0.
   void gather() {
     const bool peers = plan::over_peers(plan_);
     list_.made.chunks = chunks_;
@@ -288,7 +288,7 @@ class KernelSteps {
     list_.add(Lane::kCaller, Fork{peers ? 2 : lanes_, false});
     if (peers) list_.add(Lane::kSide0, WaitForSlots{});
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) bring(chunk, staging, extents[at(chunk)]);
-    // A kernel that does not await what arrives comes behind all of it.
+    // A kernel that does not await what arrives comes after all of it.
     std::vector<StepId> after;
     if (!job_.awaits) after = arrived_;
     kernel(false, job_.awaits, std::move(after));
@@ -296,7 +296,7 @@ class KernelSteps {
     if (peers) list_.add(Lane::kCaller, EndCall{});
   }
 
-  // The chunk's rows into the gathered input, and its arrival behind that of the chunk before.
+  // The chunk's rows into the gathered input, and its arrival after that of the chunk before.
   void bring(int32_t chunk, Buffer staging, const plan::Extent& extent) {
     const plan::Rows rows = rows_of(chunk);
     const int64_t bytes = extent.count * element_bytes_;
@@ -337,7 +337,7 @@ class KernelSteps {
     arrived_.push_back(list_.add(lane, Arrive{chunk + 1}, std::move(after)));
   }
 
-  // One launch over peers, behind the kernel or in front of it.
+  // One launch over peers, after the kernel or before it.
   void in_one_kernel() {
     const bool gathers = problem_.op == plan::Op::kAllGatherGemm;
     const int32_t columns = list_.made.tiles.columns;

@@ -113,7 +113,7 @@ Where ProgramPlaces::landing(size_t number) const {
   const bool pulled = one.way == Way::kPull;
   const int32_t owner = pulled ? one.source.rank : one.destination.rank;
   if (!to_all) return {Buffer::kSlot, landings_[number], owner};
-  // Messages that are pushed, and behind them those that wait to be pulled, by the rank at the other end.
+  // Messages that are pushed, and after them those that wait to be pulled, by the rank at the other end.
   const int64_t place = pulled ? ranks + one.destination.rank : one.source.rank;
   const plan::Region& own = own_side(one);
   plan::Region whole = own;

@@ -231,7 +231,7 @@ bool computes_apart(const Plan& plan, const Machine& machine, int32_t rank,
   const Pair pair(plan, machine, rank, send_rows, receive_rows);
   const double sent = pair.bytes(pair.sent);
   const double received = pair.bytes(pair.received);
-  // The peer's rows, then the own ones beside the exchange.
+  // The peer's rows, then this rank's own ones beside the exchange.
   const int64_t beside = rows_beside(pair, sms_beside);
   const double behind_us = profile.host.launch_us + pair.rounds_us(pair.own - beside, pair.sms);
   const double apart_us = pair.rounds_us(pair.sent, pair.sms) + profile.host.launch_us +

@@ -65,7 +65,7 @@ double store_spread_us(const plan::Plan& plan, const plan::Machine& machine);
 bool stores_messages(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,
                      const std::vector<int64_t>& send_rows);
 
-// For an all-to-all of two ranks over NCCL: how many of the own rows to compute beside the
+// For an all-to-all of two ranks over NCCL: how many of this rank's own rows to compute beside the
 // exchange, on `sms_beside`; the others come after its expected end, on all SMs. All of them if
 // that saves nothing.
 int64_t rows_beside_exchange(const plan::Plan& plan, const plan::Machine& machine, int32_t rank,

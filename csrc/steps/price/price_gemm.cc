@@ -49,7 +49,7 @@ double rounds_us(const Walk& w, int32_t at_once) {
              std::pow(static_cast<double>(at_once) / w.sms, 1.0 - w.profile.gemm.fewer_sms_power);
 }
 
-// A launch of an all-gather behind what has arrived, or the framework's GEMM of a chunk's part: whole rounds of tiles,
+// A launch of an all-gather after what has arrived, or the framework's GEMM of a chunk's part: whole rounds of tiles,
 // with those of the parts `before`.
 double launch(Walk& w, size_t id, int64_t before, int64_t tiles, int32_t at_once,
               double& begin_us) {
@@ -110,7 +110,7 @@ double await_chunks(Walk& w, const Gemm& gemm, const plan::TileOrder& order, dou
          w.profile.peer.gather_chunk_us * (order.num_chunks - 2);
 }
 
-// A direct plan's, which stores into peers' memory; the own piece comes last, and is stored at home.
+// A direct plan's, which stores into peers' memory; this rank's own piece comes last, and is stored at home.
 double store(Walk& w, int64_t tiles, double begin_us) {
   const double gemm_us =
       w.computed(w.profile.gemm.round_factor * rounds_of(tiles, w.sms) * w.tile_us);

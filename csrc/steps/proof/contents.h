@@ -68,7 +68,7 @@ class Contents {
  private:
   struct Piece {
     int64_t end = 0;
-    int64_t shift = 0;  // of the position behind the place
+    int64_t shift = 0;  // of the position after the place
     Content content;
   };
   void erase(int64_t begin, int64_t end);

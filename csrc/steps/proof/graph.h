@@ -17,7 +17,7 @@ class Graph {
   int32_t size() const { return count_; }
 
   // Sorts the nodes and computes reachability. False where there is a circle; `sequence` then lacks its nodes and those
-  // behind it.
+  // after it.
   bool close();
   // One order of all nodes that keeps to the edges.
   const std::vector<Node>& sequence() const { return sequence_; }

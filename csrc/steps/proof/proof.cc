@@ -98,7 +98,7 @@ std::optional<Fault> find_fault(const Ranks& ranks, const std::vector<StepList>&
     return find_fault(replayed(ranks, captured, Gather(ranks, captured[0].slot_bytes)),
                       ranks.machine);
   }
-  // Without slots a graph's calls are as others, but for windows, which they do not have.
+  // Without slots a graph's calls are as others, except for windows, which they do not have.
   if (!ranks.plan.resources.window) return std::nullopt;
   return find_fault_in_a_row(ranks, captured);
 }

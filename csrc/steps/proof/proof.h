@@ -17,7 +17,7 @@
 
 namespace overlap::steps {
 
-// One call of the ranks in front of a simulation.
+// One call of the ranks before a simulation.
 struct Turn {
   const plan::Plan* plan = nullptr;
   const std::vector<Variant>* variants = nullptr;  // of each rank

@@ -439,7 +439,7 @@ void Simulation::expect(const Here& here, Node by) {
   std::set<int32_t> all;
   for (int32_t rank = 0; rank < ranks_; ++rank) all.insert(all.end(), rank);
   const bool scatters = problem.op == plan::Op::kGemmReduceScatter;
-  // By the framework's GEMM and one collective the product becomes the result, and a bias comes behind the call.
+  // By the framework's GEMM and one collective the product becomes the result, and a bias comes after the call.
   const bool one_after_the_other = here.plan->schedule == plan::Schedule::kSequential;
   const bool in_product = one_after_the_other && !scatters;
   const bool biased = here.variant->bias && (!one_after_the_other || plan::over_peers(*here.plan));

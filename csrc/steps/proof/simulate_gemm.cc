@@ -6,7 +6,7 @@
 namespace overlap::steps {
 namespace {
 
-// A ring's tile meets the same tile of other phases alone, so rows of tiles that are looked at together stand for each
+// A ring's tile meets only the same tile of other phases, so rows of tiles that are looked at together stand for each
 // of them; so many of them show what comes first.
 constexpr int32_t kRowGroups = 4;
 

@@ -1,4 +1,4 @@
-// Steps over peers' memory, but for GEMMs, taken apart.
+// Steps over peers' memory, except for GEMMs, taken apart.
 #include <algorithm>
 
 #include "steps/proof/simulation.h"
@@ -104,7 +104,7 @@ void Simulation::take(Here& here, const Await& step, Span& span) {
   holds(here, span.first, span.last, 1, 1, true, true);
 }
 
-// Streams go on beside each other. A half is a node that its data move in, behind one that all its waits end at: blocks
+// Streams go on beside each other. A half is a node that its data move in, after one that all its waits end at: blocks
 // take equal shares of equal rectangles one after the other, and wait for each other's where rectangles differ.
 void Simulation::take(Here& here, const Interpret& step, Span& span) {
   const Node begin = span.first;
@@ -237,7 +237,7 @@ void Simulation::take(Here& here, const LowLatency& step, Span& span) {
     where.offset += begin_of(rank);
     return place(here, where, bytes_of(rank), by);
   };
-  // The writer's place in the owner's memory: what is to be added, and behind it sums.
+  // The writer's place in the owner's memory: what is to be added, and after it sums.
   const auto buffer = [&](int32_t owner, int32_t writer, bool sums) {
     return Place{key(owner, kLowLatency, writer * 2 + low_latency_calls_ % 2), sums ? piece : 0};
   };

@@ -18,7 +18,7 @@ void Simulation::take(Here& here, const Fork& step, Span& span) {
   for (int32_t lane = 0; lane < step.side_lanes; ++lane) here.forked.push_back(side_lane(lane));
   if (step.copies) here.forked.push_back(Lane::kCopy);
   for (const Lane lane : here.forked) {
-    // A lane goes on behind both: what it did before, and the caller's stream.
+    // A lane goes on after both: what it did before, and the caller's stream.
     const Node begin = node(here, "forks");
     graph_.edge(span.first, begin);
     follow(tail(here, lane), begin);

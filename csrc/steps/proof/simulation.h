@@ -64,7 +64,7 @@ class Simulation {
     const char* note = "";
   };
 
-  // Nobody may touch these bytes between first and last, but for reads of what is read. Flags are numbers that grow in
+  // Nobody may touch these bytes between first and last, except for reads of what is read. Flags are numbers that grow in
   // a call, so that only those of different calls disturb each other.
   struct Access {
     Key key = 0;
@@ -140,7 +140,7 @@ class Simulation {
     Lane lane = Lane::kCaller;
     std::vector<Node> ends;                               // of each step
     std::vector<Lane> forked;                             // and not joined
-    std::map<int32_t, std::pair<Node, int32_t>> counted;  // by counter: behind what, how many
+    std::map<int32_t, std::pair<Node, int32_t>> counted;  // by counter: after what, how many
     std::optional<Meeting> meeting;
     std::optional<Node> ended;
     Node begin = 0;

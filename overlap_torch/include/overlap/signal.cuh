@@ -3,7 +3,7 @@
 //
 //   const int tile = overlap::tile(tile_order, blockIdx.x);   // in place of the block's number
 //   ...
-//   overlap::signal(counters, tile_chunk[tile]);              // behind the last store of the tile, by all threads
+//   overlap::signal(counters, tile_chunk[tile]);              // after the last store of the tile, by all threads
 //
 // All threads of a block call these functions, at the same place; blocks are one-dimensional or not. Compute capability
 // 8.0 or newer, those for bulk copies 9.0. `overlap_torch.include_path()` is the folder to compile with.
@@ -56,7 +56,7 @@ __device__ __forceinline__ int64_t now_ns() {
   return time;
 }
 
-// [D] Returns when the chunk has arrived: what is read behind it, is what arrived. At the group's deadline it returns all
+// [D] Returns when the chunk has arrived: what is read after it, is what arrived. At the group's deadline it returns all
 // the same, and overlap_torch.check() and the next op raise.
 __device__ __forceinline__ void wait(int32_t* arrived, int32_t chunk) {
   if (first_thread()) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void wait(int32_t* arrived, int32_t chunk) {
   __syncthreads();
 }
 
-// [D] The same in front of bulk copies (TMA) of what arrived.
+// [D] The same before bulk copies (TMA) of what arrived.
 __device__ __forceinline__ void wait_bulk(int32_t* arrived, int32_t chunk) {
   wait(arrived, chunk);
   asm volatile("fence.proxy.async;" ::: "memory");
