@@ -1,4 +1,4 @@
-"""``torch.compile`` puts the ops into models that know nothing of them, and says where it did::
+"""``torch.compile`` puts the ops into models that do not call them, and says where it did::
 
     with overlap_torch.inductor.enable():                   # or enable() ... disable(), or the backend below
         model = torch.compile(model)
@@ -9,12 +9,12 @@ A pass of Inductor finds GEMMs beside functional collectives, both those that DT
 
 - a GEMM whose product is all-reduced, or reduce-scattered along any dim, becomes ``gemm_allreduce`` or ``gemm_reducescatter``,
   with the bias after it; a sum of GEMMs, as backward has it, becomes one;
-- a GEMM that reads what is all-gathered along any dim becomes ``allgather_gemm``; several of them share the gather;
+- a GEMM that reads a tensor all-gathered along any dim becomes ``allgather_gemm``; several of them share the gather;
 - a GEMM of fp8 with scales of tensors or of rows (``_scaled_mm``) becomes the same with scales, also of rows that are gathered.
 
 Views, permutations, slices, casts, and equal parts put together again may stand between. The pass sees forward and backward
-graphs with static and dynamic shapes, on CPU and CUDA. It runs before PyTorch's own ``_micro_pipeline_tp`` pass, which takes
-what is left. :func:`report` lists every collective of every graph.
+graphs with static and dynamic shapes, on CPU and CUDA. It runs before PyTorch's own ``_micro_pipeline_tp`` pass,
+which takes the rest. :func:`report` lists every collective of every graph.
 """
 
 from __future__ import annotations
@@ -130,14 +130,15 @@ def _chained(settings: Settings) -> _Pass:
 def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> _Enabled:
     """Lets Inductor put the ops into the graphs that this process compiles from now on.
 
-    Every rank calls it alike, before the model is first called: what has been compiled stays as it is. It takes the slot
+    Every rank calls it alike, before the model is first called: graphs already compiled stay as they are. It takes
+    the slot
     ``torch._inductor.config.post_grad_custom_pre_pass``; a pass that stands there runs first. Called again, it changes the
     settings.
 
     Args:
         strict: raise :class:`MissedCollective` while compiling where a collective beside a GEMM cannot be fused.
-            Collectives that have no GEMM beside them, such as those of a parallel loss, are no reason.
-        groups: names, process groups or one-dimensional meshes whose collectives are looked at; None: those of all.
+            Collectives without a GEMM beside them, such as a parallel loss's, do not raise.
+        groups: names, process groups or one-dimensional meshes whose collectives are considered; None: all groups.
 
     Returns:
         A context manager, at whose end the slot is as it was before. Backward is compiled at its first call, and has to be
@@ -149,7 +150,8 @@ def enable(*, strict: bool = False, groups: Iterable[Group] | None = None) -> _E
 
 
 def disable() -> None:
-    """Takes the pass out of Inductor's slot; what has been compiled stays as it is. Nothing happens if it is not there.
+    """Takes the pass out of Inductor's slot; graphs already compiled stay as they are.
+    Nothing happens if it is not there.
 
     Raises:
         RuntimeError: another pass has taken the slot, and may call this one.
@@ -168,7 +170,7 @@ def report(clear: bool = False) -> FusionReport:
     """Every collective of every graph that was compiled with the pass: into which op it is fused, or why it is not.
 
     Args:
-        clear: forget the rows afterwards, so that the next report is of what is compiled from now on.
+        clear: forget the rows afterwards, so that the next report covers only later graphs.
 
     Returns:
         A list of :class:`FusionRow`, dicts, in the order of the graphs and of the collectives in them; ``str()`` of it is a

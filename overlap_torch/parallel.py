@@ -75,17 +75,16 @@ class OverlapColwiseParallel(ColwiseParallel):
     - ``Shard(d)`` of a dim other than the last, tensor or DTensor: gathered while the GEMM computes on what has arrived;
       the gradient is reduce-scattered after its GEMM. Layers that share such an input share the gather after
       :class:`OverlapPrepareModuleInput`. As after PyTorch's style the gathered input is kept for the weight's gradient;
-    - a replicated DTensor: nothing; the gradient stays ``Partial``, so that what made the DTensor reduces it, once for
-      several layers that share it;
+    - a replicated DTensor: nothing; the gradient stays ``Partial``, so that the module that made the DTensor reduces
+      it, once for all layers that share it;
     - other placements: redistributed to ``Replicate()`` first.
 
     The output is contiguous, whichever dim d is. A DTensor's sharded dim may be of any size; a tensor's must be the same on
-    every rank. A torchao ``Float8Linear`` computes in fp8 as its config
-    says, and what is gathered are fp8 and its scales. Everything that is neither this nor a plain ``torch.nn.Linear``, such
-    as ``torch.nn.Embedding``, is handled by ``ColwiseParallel``.
+    every rank. A torchao ``Float8Linear`` computes in fp8 as its config says, and gathers fp8 numbers and their
+    scales. ``ColwiseParallel`` handles every other module, such as ``torch.nn.Embedding``.
 
     Keyword Args:
-        input_layouts, output_layouts, use_local_output: as those of ``ColwiseParallel``.
+        input_layouts, output_layouts, use_local_output: as in ``ColwiseParallel``.
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
@@ -114,11 +113,11 @@ class OverlapRowwiseParallel(RowwiseParallel):
       backward's GEMM computes on what has arrived, and the bias's gradient is summed over the ranks;
     - other placements: redistributed after the GEMM.
 
-    The output is contiguous, whichever dim d is; the dim may be of any size, cut as ``Shard`` cuts. A torchao ``Float8Linear`` computes in fp8 as its config says. Everything that is neither this nor a
-    plain ``torch.nn.Linear``, such as ``torch.nn.Embedding``, is handled by ``RowwiseParallel``.
+    The output is contiguous, whichever dim d is; the dim may be of any size, cut as ``Shard`` cuts. A torchao ``Float8Linear`` computes in fp8 as its config says. ``RowwiseParallel``
+    handles every other module, such as ``torch.nn.Embedding``.
 
     Keyword Args:
-        input_layouts, output_layouts, use_local_output: as those of ``RowwiseParallel``.
+        input_layouts, output_layouts, use_local_output: as in ``RowwiseParallel``.
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:

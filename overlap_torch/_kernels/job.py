@@ -38,19 +38,19 @@ def outside_graphs(function: _Function) -> _Function:
 
 
 class Job:
-    """A kernel of the caller's and its communication: what :func:`produce` and :func:`consume` give.
+    """A kernel of the caller's and its communication; :func:`produce` and :func:`consume` return it.
 
-    A kernel is launched with the tensors, which are int32 and on the device except for the first two.
+    The kernel is launched with these tensors. All except the first two are int32, on the device.
 
     Attributes:
         output: ``produce``: [rows, N], where the kernel stores its product, row-major; not the result, and the group's memory
             after the ``with``.
-        gathered: ``consume``: [world * rows, K], all ranks' rows, of which the kernel may read a tile's when its chunk has
-            arrived.
+        gathered: ``consume``: [world * rows, K], all ranks' rows; the kernel may read a tile's rows when the tile's
+            chunk has arrived.
         tile_order: the tiles in the order in which to take them, each as row * columns + column of the grid of tiles.
         tile_chunk: for each tile the chunk that it is counted for, or that it awaits.
-        counters: ``produce``: to be signalled. Zero at first.
-        arrived: ``consume``: to be waited for.
+        counters: ``produce``: the counters to signal, zero at first.
+        arrived: ``consume``: the flags to wait for.
         tiles: how many tiles there are; rows of tiles times ``columns``.
         programs: how many programs a persistent kernel launches: the SMs that it does not leave to communication, times the
             blocks of an SM where ``resources`` say how many.
@@ -148,7 +148,7 @@ class Job:
         """Shared memory to add to each block of a CUDA kernel: the plan's, or what ``resources(by="padding")`` come to.
 
         Args:
-            shared_bytes: what a block has without, static and dynamic together.
+            shared_bytes: the shared memory of a block without padding, static and dynamic together.
 
         Raises:
             ValueError: as many blocks as ``ctas_per_sm`` have no room on an SM.

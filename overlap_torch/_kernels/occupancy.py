@@ -12,18 +12,18 @@ MMA_SYNC_BYTES = 64 << 10
 
 
 def smem_pad_bytes(shared_bytes: int, ctas_per_sm: int, sm_bytes: int) -> int:
-    """Shared memory to add to each block, so that an SM has room for so many of them and not one more, in bytes.
+    """Shared memory to add to each block, so that an SM has room for ``ctas_per_sm`` of them and no more, in bytes.
 
     Args:
-        shared_bytes: what a block has without, static and dynamic together.
+        shared_bytes: the shared memory of a block without padding, static and dynamic together.
         ctas_per_sm: blocks of the kernel that an SM is to hold, 1 to 32. Threads and registers may leave room for fewer.
         sm_bytes: shared memory of an SM, such as 233,472 (228 KiB) on Hopper.
 
-    It is as little as the pieces of 128 bytes allow in which the hardware gives it out: what that leaves of an SM's is other
-    kernels'.
+    It is the least multiple of the 128 bytes in which the hardware gives shared memory out; other kernels have the
+    rest of the SM's.
 
     Raises:
-        ValueError: so many blocks have no room even without padding.
+        ValueError: ``ctas_per_sm`` blocks have no room even without padding.
     """
     if type(ctas_per_sm) is not int or not 1 <= ctas_per_sm <= MOST_CTAS:
         raise ValueError(f"ctas_per_sm is {ctas_per_sm!r}, allowed are 1 to {MOST_CTAS}")

@@ -78,22 +78,22 @@ def resources(
                 ...
 
     Args:
-        comm_sms: SMs, of the device's (132 on an H200). ``produce`` and ``consume`` take a ``resources=`` of their own, the
-            value that this block gives.
+        comm_sms: the number of SMs, out of the device's (132 on an H200). ``produce`` and ``consume`` take a
+            ``resources=`` of their own, the value that this block gives.
         by: ``"grid"``: a persistent kernel launches ``job.programs`` programs and no more, one for each SM that is left.
             ``"green_context"``: inside the job's ``with`` a CUDA green context of the other SMs is current, so that any
             kernel that is launched there, cuBLAS's too, stays on them. It makes its own default stream the current one,
-            which begins after the stream that was current, and which that one goes on after; other streams that are
+            which begins after the previous stream, and the previous stream continues after it; other streams that are
             used inside keep all SMs. A CUDA graph cannot be captured through it. Numbers of SMs are rounded down to what the
             device can set apart, 8 on Hopper. ``"padding"``: CUDA kernels are launched with ``job.smem_pad_bytes(own)`` bytes of
             shared memory more (``overlap/launch.cuh`` does that), so that an SM holds ``ctas_per_sm`` of their blocks, and
             the rest of it is communication's. No SM is set apart: ``comm_sms`` is 0.
         ctas_per_sm: with ``by="padding"``, 1 to 32.
-        priority: of the streams that communication is on: ``"high"``, so that its blocks get the SMs that become free, or
+        priority: the priority of communication's streams: ``"high"``, so that its blocks get the SMs that become free, or
             ``"low"``, after the kernel's. ``plan.resources.low_priority`` says the same of a plan.
 
     Raises:
-        ValueError: a number or a way that there is not.
+        ValueError: a number out of range, or an unknown ``by`` or ``priority``.
     """
     before, _current.resources = (
         _current.resources,

@@ -100,12 +100,12 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
     tensor, as after ``PrepareModuleInput``; gradients that arrive from there are added before the one reduce-scatter.
     All other inputs are prepared as ``PrepareModuleInput`` does.
 
-    A reader that the module calls with another tensor, with the input after it was changed in place, once more, or under
-    another grad mode or autocast than the module, computes its output then. A reader that is not called has been computed
-    for nothing; a warning names it, once. The gathered input lives as long as the module's forward refers to it, and, where
+    A reader computes its output when it is called if the module calls it with another tensor, with the input after a
+    change in place, a second time, or under another grad mode or autocast than the module's.
+    A reader that is not called has been computed for nothing; a warning names it, once. The gathered input lives as long as the module's forward refers to it, and, where
     a reader's weight needs a gradient, until backward has computed that, as after ``PrepareModuleInput``. A gradient hook
-    on the gathered input sees what arrives from elsewhere than its readers. Under autocast the input is gathered in its
-    dtype; what else reads it gets these values in the input's own dtype.
+    on the gathered input sees only gradients from elsewhere than its readers. Under autocast the input is gathered in
+    its dtype; other uses get these values in the input's own dtype.
 
     Under ``torch.inference_mode`` with ``use_local_output=False`` it is ``PrepareModuleInput``, as nothing would say whether the
     module changed the input; under ``torch.no_grad`` it is not.
@@ -115,15 +115,15 @@ class OverlapPrepareModuleInput(PrepareModuleInput):
     apart from its forward.
 
     Keyword Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as those
-            of ``PrepareModuleInput``.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as
+            in ``PrepareModuleInput``.
         readers: names of the submodules that read the gathered input, such as ``["wq"]``. None: the module's direct
             children with the style :class:`OverlapColwiseParallel`, ``input_layouts=Replicate()`` and as many input
             features as the input has, if one input is gathered; if several are, nobody knows who reads which, and none
             is computed ahead. With names they read the first of several.
 
     Raises:
-        ValueError: ``readers`` names what is no submodule.
+        ValueError: ``readers`` has a name of no submodule.
     """
 
     def __init__(

@@ -200,10 +200,10 @@ def allgather_gemm(
         bias: [N] or None, this rank's part; for a sequence of weights None, or a sequence with one of these for each.
         dim: the input's dim along which the ranks' parts are put together, any but the last; of scaled operands 0.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
-        scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: of fp8 operands, as in
-            :func:`overlap_torch.gemm_allreduce`; scales of several weights are a sequence. fp8 and its scales travel, not
-            what they stand for.
-        shared_scale_input: of TensorWise scales: every rank has the same ``scale_input``, so that it is not gathered.
+        scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: for fp8 operands, as in
+            :func:`overlap_torch.gemm_allreduce`; scales of several weights are a sequence. fp8 numbers and their
+            scales travel, not the dequantised values.
+        shared_scale_input: for TensorWise scales: every rank has the same ``scale_input``, so that it is not gathered.
 
     Returns:
         ``(output, g)``: fresh, contiguous tensors [world size * D0, ..., N] and [world size * D0, ..., K], or with ``dim``
@@ -216,8 +216,8 @@ def allgather_gemm(
     Gradients are in reverse mode, of any order. Backward keeps ``input`` and gathers it again, beside the
     :func:`overlap_torch.gemm_reducescatter` that makes its gradient; every rank has to run it. A gradient that reaches
     ``g`` is reduce-scattered and added. Gradients of weights and biases are those of this rank's parts.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
-    which every rank needs as many.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
+    batch, whose size must be equal on all ranks.
 
     Raises:
         ValueError: shapes or devices that do not fit, no such ``dim``, not one bias for each of several weights, or an unknown group.

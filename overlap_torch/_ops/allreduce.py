@@ -117,8 +117,8 @@ def gemm_allreduce(
             ``torch.nn.functional.scaled_mm``. docs/fp8.md says what travels.
         recipe_input, recipe_weight: a ``torch.nn.functional.ScalingType`` (``TensorWise`` or ``RowWise`` for both, or
             ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
-        output_dtype: of scaled operands' result and of the bias: bfloat16, float16 or float32.
-        use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
+        output_dtype: the type of scaled operands' result and of the bias: bfloat16, float16 or float32.
+        use_fast_accum: for scaled operands: True lets a Hopper GPU sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
 
     Returns:
         A fresh, contiguous tensor [..., N], equal on all ranks, of the operands' dtype: bfloat16, float16 or float32
@@ -126,10 +126,11 @@ def gemm_allreduce(
         allows it. Under autocast the operands are cast as those of ``torch.nn.functional.linear``.
 
     Gradients are in reverse mode, of any order. The first are local: ``grad @ weight``, ``grad.T @ input``,
-    ``grad.sum(rows)``. The gradient of the output is the same on every rank, so backward does not communicate. A second
-    derivative does, where it asks for that of the output's gradient: it is a ``gemm_allreduce`` again.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
-    which every rank needs as many.
+    ``grad.sum(rows)``. The gradient of the output is the same on every rank, so backward does not communicate. A
+    second derivative communicates if it asks for the derivative by the output's gradient, which is a
+    ``gemm_allreduce`` again.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
+    batch, whose size must be equal on all ranks.
 
     Raises:
         ValueError: shapes or devices that do not fit, or an unknown group.

@@ -120,7 +120,7 @@ def gemm_alltoall(
     output_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Rows of ``input @ weight.T + bias`` to their ranks, those of early destinations beside the GEMM of later ones.
+    """Sends rows of ``input @ weight.T + bias`` to their ranks, early destinations beside the GEMM of later ones.
 
     Between 2 to 8 GPUs of one host that map each other's memory over a fast link the GEMM itself stores rows into the
     memory of the rank that they are for, if they are many, have no bias and the kernels take them (Hopper, bf16 and fp16);
@@ -151,17 +151,17 @@ def gemm_alltoall(
             ``torch.nn.functional.scaled_mm``. docs/fp8.md says what travels.
         recipe_input, recipe_weight: a ``torch.nn.functional.ScalingType`` (``TensorWise`` or ``RowWise`` for both, or
             ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
-        output_dtype: of scaled operands' result and of the bias: bfloat16, float16 or float32.
-        use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
+        output_dtype: the type of scaled operands' result and of the bias: bfloat16, float16 or float32.
+        use_fast_accum: for scaled operands: True lets a Hopper GPU sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
 
     Returns:
         A fresh, contiguous tensor [sum(recv_rows), ..., N], of the operands' dtype, in order of the ranks that sent the
         rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
-    Gradients are in reverse mode, of any order. Backward sends the gradient's rows back, which every rank has to take
-    part in; what follows is local, so gradients of weight and bias are those of this rank's.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
-    which every rank needs as many.
+    Gradients are in reverse mode, of any order. Backward sends the gradient's rows back, and every rank has to take
+    part. The rest is local, so gradients of weight and bias are this rank's own.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
+    batch, whose size must be equal on all ranks.
 
     Raises:
         ValueError: counts that are not one for each rank, negative or do not add up to D0, shapes or devices that do

@@ -26,13 +26,14 @@ _check = torch.ops.overlap.check.default
 
 
 def check() -> None:
-    """Raises what went wrong in ops that had already returned, and returns at once if nothing did.
+    """Raises the failures of ops that had already returned; returns at once if there are none.
 
     Ops on CUDA are asynchronous: a deadline that passed (a rank that never called the op), an error of NCCL, a peer that
     died or called something else shows later. The error names the rank and the chunk that waited, or the calls that differ;
-    results since then are undefined. It does not synchronise: to know that earlier ops went well, synchronise the device
-    first; nothing that went wrong in them is missed then. Over NCCL alone a rank that called another problem is found
-    within seconds, not at once. Ops on CPU raise themselves. Under ``OVERLAP_ON_FAILURE=abort`` a failure ends the
+    results since then are undefined. It does not synchronise. To know that earlier ops went well, synchronise the
+    device first; then no failure in them is missed. Over NCCL without peers, a rank that called another problem is
+    found within seconds, not at once. Ops on CPU raise by themselves.
+    Under ``OVERLAP_ON_FAILURE=abort`` a failure ends the
     process in place of an error.
 
     Raises:

@@ -138,7 +138,7 @@ def gemm_reducescatter(
             divisible by the world size.
         weight: [N, K], this rank's part, as in ``torch.nn.Linear``; contiguous along either dim for speed.
         bias: [N] or None, the same on every rank; added once, after the reduction.
-        dim: the input's dim that is cut between the ranks, any but the last; of scaled operands 0.
+        dim: the input's dim that is cut between the ranks, any but the last; 0 for scaled operands.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         scale_input, scale_weight: float32 scales of fp8 operands, float8_e4m3fn or float8_e5m2 (not both of the latter):
             one number each; or [M, 1] or [M], and [N, 1] or [N]; or [M, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)],
@@ -146,18 +146,19 @@ def gemm_reducescatter(
             ``torch.nn.functional.scaled_mm``. docs/fp8.md says what travels.
         recipe_input, recipe_weight: a ``torch.nn.functional.ScalingType`` (``TensorWise`` or ``RowWise`` for both, or
             ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
-        output_dtype: of scaled operands' result and of the bias: bfloat16, float16 or float32.
-        use_fast_accum: of scaled operands: whether a Hopper GPU may sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
+        output_dtype: the type of scaled operands' result and of the bias: bfloat16, float16 or float32.
+        use_fast_accum: for scaled operands: True lets a Hopper GPU sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
 
     Returns:
-        A fresh, contiguous tensor [D0 / world size, ..., N], or with ``dim`` so much shorter, of the operands' dtype: rank
+        A fresh, contiguous tensor [D0 / world size, ..., N], or shorter by that factor along ``dim``, of the
+        operands' dtype: rank
         r holds the r-th part of the sum's rows. Dtypes, accumulation and autocast are as in :func:`overlap_torch.gemm_allreduce`.
 
     Gradients are in reverse mode, of any order. Backward is an :func:`overlap_torch.allgather_gemm` of the output's
-    gradient, which every rank has to run; ``input`` and ``weight`` share what it gathers. The bias's gradient is that of
-    this rank's rows: sum it over the group for that of the whole bias.
-    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` is one call for each element of the batch, of
-    which every rank needs as many.
+    gradient, which every rank has to run; the gradients of ``input`` and ``weight`` share the gathered rows.
+    The bias's gradient covers this rank's rows; sum it over the group for the whole bias.
+    ``torch.func.grad``, ``vjp``, ``jacrev`` and ``vmap`` take it too; ``vmap`` makes one call for each element of the
+    batch, whose size must be equal on all ranks.
 
     Raises:
         ValueError: D0 is not divisible by the world size, no such ``dim``, shapes or devices do not fit, or an unknown group.

@@ -1,4 +1,5 @@
-"""``overlap_torch.replace_symm_mem()``: what calls PyTorch's own fused GEMMs, ``torch.ops.symm_mem.fused_*``, gets these ops.
+"""``overlap_torch.replace_symm_mem()``: callers of PyTorch's own fused GEMMs, ``torch.ops.symm_mem.fused_*``, get
+these ops.
 
 A stand-in is a kernel of PyTorch's operator, registered over PyTorch's own on CUDA, and on CPU, where PyTorch has none. It
 runs the op of this package if that takes the arguments. If not, it runs PyTorch's kernel on CUDA, and a composition of a GEMM

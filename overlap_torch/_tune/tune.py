@@ -4,10 +4,10 @@ Only rank 0 reads the cache and decides; all ranks plan from what it sends, over
 come to another plan than the others, and none makes a collective call that another leaves out. For each problem:
 
 1. rank 0 says which plans to measure, or which one the cache has;
-2. every rank says which of them it can run, and what it was built from; what one rank cannot run none does;
+2. every rank says which of them it can run, and what it was built from; a plan that one rank cannot run is left out;
 3. all run the same plans in the same order, a fixed number of times, and send their times;
-4. rank 0 takes the slowest rank's time of each turn, and their median of each plan, and says which plan it is;
-5. what won by that is measured again and longer, and once more when the other problems have been: times move between
+4. rank 0 takes the slowest rank's time of each turn, then each plan's median, and announces the best plan;
+5. the winner is measured again and longer, and once more when the other problems have been: times move between
    levels that last for seconds.
 
 Every wait has the group's deadline, and says which rank did not come.
@@ -47,23 +47,26 @@ def tune(
     0's ``problems`` hold.
 
     Args:
-        problems: with the group's number of ranks; None: all that this process has called so far. All-to-alls, which
+        problems: problems with the group's number of ranks; None: all problems that this process has called so far.
+            All-to-alls, which
             have one plan, are left out.
-        modes: of "call" (one call at a time, with cold caches) and "row" (calls back to back). The op runs by the
+        modes: one or both of "call" (one
+            call at a time, with cold caches) and "row" (calls back to back). The op runs by the
             first one's plan; the others are remembered. On GPUs the host's time is in neither.
         group: as in :func:`overlap_torch.gemm_allreduce`.
         device: None: the current CUDA device, or the CPU where there is none.
         most: plans to measure beside the sequence, 1 or more.
         repeats: turns, 1 or more; each plan runs once a turn.
-        cache: whether to read and write ``$OVERLAP_CACHE``, or ``overlap_torch`` in the user's cache folder.
-        progress: whether rank 0 draws a bar on stderr, or writes lines where that is no terminal.
-        plans: to measure as well, for those of the problems that are theirs: what was edited, or has a program.
+        cache: True reads and writes ``$OVERLAP_CACHE``, or ``overlap_torch`` in the user's cache folder.
+        progress: True lets rank 0 draw a bar on stderr, or write lines if that is no terminal.
+        plans: more plans to measure, for their own problems among these: edited plans, or plans with a program.
 
     Returns:
         One for each problem and mode, in order; the same on all ranks.
 
     Raises:
-        ValueError: an argument that is not allowed, inside a CUDA graph's capture, or a problem of another number of ranks.
+        ValueError: an argument that is not allowed, a call inside a CUDA graph's capture, or a problem
+            of another number of ranks.
         RuntimeError: a rank did not come within the group's timeout.
     """
     check_arguments(modes, most, repeats)

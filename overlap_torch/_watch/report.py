@@ -29,7 +29,7 @@ _MOST_READERS = 6  # layers that may share a gather, for which all combinations 
 
 
 class ReportRow(TypedDict):
-    """One way in which a problem ran.
+    """One plan by which a problem ran, or one reason for having none.
 
     ``layer``: the module's path in the model; several, separated by commas, where they share the call; empty for calls
     outside of layers, and without a model. ``direction``: ``forward`` or ``backward`` of the layer, or empty. ``op``, ``m``,
@@ -37,9 +37,9 @@ class ReportRow(TypedDict):
     numbers are 0 in the row of a layer that called none. ``group``: the process group's name. ``device``: ``cpu`` or
     ``cuda``. ``calls``: how often this process called the problem on the group, whoever did: layers with the same problem
     show the same number. ``overlapped``: whether communication runs beside the GEMM. ``plan``: None where no plan ran.
-    ``captured``: whether it is what CUDA graphs run in place of a plan with windows.
-    ``predicted_us``, ``sequence_us``: what the planner's cost model expects of the plan and of a GEMM and a collective one
-    after the other, in microseconds; None where it expects nothing. ``gain``: ``sequence_us / predicted_us``, or None.
+    ``captured``: True for the plan that CUDA graphs run in place of a plan with windows.
+    ``predicted_us``, ``sequence_us``: the cost model's times of the plan, and of a GEMM and a collective one after
+    the other, in microseconds; None if it has none. ``gain``: ``sequence_us / predicted_us``, or None.
     ``why``: why nothing overlapped; empty where it did.
     """
 
@@ -246,18 +246,18 @@ def report(model: torch.nn.Module | None = None) -> Report:
         print(overlap_torch.report(model))
 
     Args:
-        model: whose layers the rows are of. None: all problems of all groups, without layers.
+        model: the model whose layers have the rows. None: all problems of all groups, without layers.
 
     Returns:
-        A list of :class:`ReportRow`, dicts, in the order of the layers in the model; what no layer called follows. A layer
-        is said to have called a problem that its last input and its features make. Where no layer's do, as for inputs of
-        other sizes before, and in compiled models, only the features decide, so that all layers that have them are named.
+        A list of :class:`ReportRow`, dicts, in the order of the layers in the model; what no layer called follows. A
+        layer's last input and its features identify its problems. If no layer's do, as for earlier inputs of other
+        sizes and in compiled models, only the features decide, and all layers with them are named.
         Modules that an overlapping style left to PyTorch's style, and calls that a layer of
         :mod:`overlap_torch.integrations.megatron` left to Megatron's, have a row with the reason. ``str()`` makes it a table;
         times are in microseconds.
 
-    Calls are counted in this process since each process group was made; of CUDA graphs the captures are, not their
-    replays. It does not communicate, and needs not be called on every rank.
+    Calls are counted in this process since each process group was made; CUDA graphs count at capture, not at replay.
+    The report does not communicate, and need not be called on every rank.
     """
     found = Report(_rows(model))
     if replace.is_replaced():

@@ -20,7 +20,7 @@ class Chunk:
     """A chunk of one call; times in microseconds from the call's start.
 
     Attributes:
-        index: of the chunk, from 0.
+        index: the chunk's number, from 0.
         ready_us: when its last tile was finished, or, where the input is gathered, when its rows could be used.
         begin_us: when its communication began. Communication by the GEMM itself, tile by tile, over peers, begins with the GEMM.
         end_us: when its communication had ended.
@@ -38,7 +38,7 @@ class Call:
 
     Attributes:
         op: its name, ``"gemm_allreduce"`` and so on.
-        m, n, k: what the GEMM multiplies on this rank, as in :class:`overlap_torch.plan.Problem`; m is 0 for
+        m, n, k: the GEMM's sizes on this rank, as in :class:`overlap_torch.plan.Problem`; m is 0 for
             ``gemm_alltoall``, whose rows differ by rank.
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"`` or ``"float64"``.
         world_size: ranks of the group.
@@ -48,7 +48,7 @@ class Call:
             and the ranks' clocks are not aligned.
         gemm_end_us: when its GEMM ended, in microseconds from the call's start.
         end_us: when it ended, in microseconds from the call's start.
-        chunks: what was communicated, by index; one chunk where nothing was cut.
+        chunks: the communicated chunks, by index; one chunk if nothing was cut.
     """
 
     op: str

@@ -27,7 +27,8 @@ def of_gathered_input(
     """For ``linear(all_gather(shard, dim 0), weight)`` for each weight: the shard's gradient, and the gathered input.
 
     ``grads``: of the outputs, [tokens, ..., N part]; ``weights``: [N part, K]; ``shard``: [tokens part, ..., K]. The input
-    [tokens, ..., K] is gathered beside the ``gemm_reducescatter`` that makes the shard's gradient. None is what is not needed.
+    [tokens, ..., K] is gathered beside the ``gemm_reducescatter`` that makes the shard's gradient. A gradient that is
+    not needed is None.
     """
     gathered = start_all_gather(shard, group, ranks) if needs_weights else None
     grad_shard = None
@@ -49,8 +50,8 @@ def of_scattered_output(
     """For ``reduce_scatter(linear(input, weight), dim 0)``: the input's gradient, and the gathered
     gradient of the output.
 
-    ``grad``: [tokens part, ..., N]; ``weight``: [N, K part]. The gradient [tokens, ..., N] is gathered once. None is what is not
-    needed.
+    ``grad``: [tokens part, ..., N]; ``weight``: [N, K part]. The gradient [tokens, ..., N] is gathered once. A
+    gradient that is not needed is None.
     """
     if needs_input:
         return allgather_gemm(grad, weight.t(), group=group)

@@ -65,7 +65,7 @@ class _InGroup:
 class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
     """Megatron's column-parallel linear, whose communication runs beside its GEMMs.
 
-    Arguments, parameters, what they are initialized with, ``sharded_state_dict`` and what forward takes and returns are those of
+    Arguments, parameters, their initialization, ``sharded_state_dict``, and forward's inputs and outputs are those of
     ``megatron.core.tensor_parallel.ColumnParallelLinear``. With ``config.sequence_parallel`` forward is an
     :func:`overlap_torch.allgather_gemm`, and the input's gradient a ``gemm_reducescatter``, beside which the input is gathered again
     for the weight's gradient. Without, the input's gradient is a ``gemm_allreduce``. ``gradient_accumulation_fusion`` adds to
@@ -118,7 +118,7 @@ class OverlapColumnParallelLinear(_InGroup, layers.ColumnParallelLinear):
 class OverlapRowParallelLinear(_InGroup, layers.RowParallelLinear):
     """Megatron's row-parallel linear, whose communication runs beside its GEMMs.
 
-    Arguments, parameters, what they are initialized with, ``sharded_state_dict`` and what forward takes and returns are those of
+    Arguments, parameters, their initialization, ``sharded_state_dict``, and forward's inputs and outputs are those of
     ``megatron.core.tensor_parallel.RowParallelLinear``. Forward is an :func:`overlap_torch.gemm_allreduce`; with
     ``config.sequence_parallel`` a ``gemm_reducescatter``, whose backward is one ``allgather_gemm`` for both gradients.
     ``gradient_accumulation_fusion`` adds to ``weight.main_grad`` by Megatron's own kernel.

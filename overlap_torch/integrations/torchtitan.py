@@ -41,8 +41,9 @@ class Swap:
 def enable() -> Swap:
     """Swaps the autograd Functions of ``torchtitan.distributed.linear`` for ones that run this package's ops.
 
-    ``AllGatherLinear``, ``AllGatherLinearMulti`` and ``LinearReduceScatter`` take and return what torchtitan's do, under the
-    names that its modules have imported, and those that later ones will. Models with ``tp_gemm_backend="dist_gemm"``, made before
+    ``AllGatherLinear``, ``AllGatherLinearMulti`` and ``LinearReduceScatter`` take and return the same as
+    torchtitan's, under the names that its modules have imported or will import.
+    Models with ``tp_gemm_backend="dist_gemm"``, made before
     or after, then overlap on GPUs that PyTorch's symmetric memory does not serve, too, and run on CPU::
 
         with overlap_torch.integrations.torchtitan.enable():

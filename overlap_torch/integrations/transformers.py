@@ -45,8 +45,8 @@ def register(*, auto: bool = True) -> Registration:
         overlap_torch.integrations.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan="auto"))
 
-    ``overlap_colwise``, ``overlap_colwise_gather_output``, ``overlap_rowwise`` and ``overlap_rowwise_split_input`` are what
-    transformers' styles without ``overlap_`` are: the same parameters, inputs and outputs, with the all-reduces, of outputs forward
+    ``overlap_colwise``, ``overlap_colwise_gather_output``, ``overlap_rowwise`` and ``overlap_rowwise_split_input`` equal
+    transformers' styles without ``overlap_``: the same parameters, inputs and outputs, with the all-reduces, of outputs forward
     and of inputs' gradients backward, beside the GEMMs. ``overlap_sequence``, ``overlap_sequence_norm``,
     ``overlap_sequence_input`` and ``overlap_rowwise_sequence`` cut the tokens over the ranks between the blocks;
     :func:`sequence_plan` makes a plan of them.
@@ -55,7 +55,8 @@ def register(*, auto: bool = True) -> Registration:
     ``overlap_torch.report(model)`` names it.
 
     Args:
-        auto: whether transformers' own names ``colwise``, ``colwise_rep``, ``colwise_gather_output``, ``rowwise``, ``rowwise_rep`` and
+        auto: True lets transformers' own names
+            ``colwise``, ``colwise_rep``, ``colwise_gather_output``, ``rowwise``, ``rowwise_rep`` and
             ``rowwise_split_input`` stand for these styles too, as models' own plans have them.
 
     Returns:
@@ -99,7 +100,7 @@ def sequence_plan(model: Any) -> dict[str, str]:
             row-parallel linears in the blocks of its layers, which have norms beside them, as those of Llama, Mistral and Qwen3.
 
     Raises:
-        ValueError: a model of another kind, with what in it is not known.
+        ValueError: a model of another kind; the message names the unknown part.
         ImportError: as :func:`register`.
     """
     require("transformers", RELEASES, "transformers")

@@ -33,14 +33,15 @@ class ColumnParallelLinear(ParallelLinear):
     all-reduced or reduce-scattered once.
 
     Args:
-        in_features: of the layer; every rank takes all of them.
-        out_features: of the whole layer, over all ranks; or a sequence of one number or more, all of them positive.
+        in_features: the layer's input features; every rank takes all of them.
+        out_features: the whole layer's output features, over all ranks; or
+            a sequence of one number or more, all of them positive.
         bias: whether the layer adds one; for several outputs also a sequence that says it for each.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         sequence_parallel: whether the input's tokens (dim 0) are spread over the ranks.
         gather_output: the output is [..., out_features], gathered from all ranks, and its gradient the same on every rank.
             Several outputs are gathered together.
-        device, dtype: of the parameters.
+        device, dtype: the parameters' device and type.
         fp8: None, or ``"tensorwise"`` or ``"rowwise"``: output and gradients are computed in fp8, with scales of whole
             tensors or of rows, as torchao's recipes of these names have it; parameters stay as they are. docs/fp8.md says more.
 
@@ -124,7 +125,7 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """[..., in_features] to [..., this rank's part of out_features], or to all of them with ``gather_output``.
 
-        ``tokens``, with ``sequence_parallel`` only: how many there are over all ranks, that is, dim 0 of the output.
+        ``tokens``, only with ``sequence_parallel``: how many there are over all ranks, that is, dim 0 of the output.
         None if every rank has as many as this one. A tuple of outputs where there are several out_features.
         """
         self._check_features(input, self.in_features, "")

@@ -119,8 +119,9 @@ class CutParameters(torch.nn.Module):
 
         Several weights and biases are drawn as those of as many ``torch.nn.Linear``s.
 
-        The first rank of the parameters' mesh draws a seed for all, so that what is cut differs between ranks and what is
-        replicated does not, however the ranks were seeded. A collective call, except for parameters on ``meta``, which it
+        The first rank of the parameters' mesh draws a seed for all, so that sharded parameters differ between ranks
+        and replicated ones do not, however the ranks were seeded.
+        A collective call, except for parameters on ``meta``, which it
         leaves alone.
         """
         first = self._any_weight()

@@ -27,15 +27,15 @@ class RowParallelLinear(ParallelLinear):
     says. Any number of tokens will do.
 
     Args:
-        in_features: of the whole layer, over all ranks.
-        out_features: of the layer; every rank computes all of them.
+        in_features: the whole layer's input features, over all ranks.
+        out_features: the layer's output features; every rank computes all of them.
         bias: whether the layer adds one.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
         sequence_parallel: whether the output's tokens (dim 0) are spread over the ranks.
         input_is_parallel: the input is this rank's part [..., its part of in_features], as a column-parallel layer
             leaves it. If False it is the whole, replicated input [..., in_features]; the layer takes this rank's part,
             and backward gathers the input's gradient.
-        device, dtype: of the parameters.
+        device, dtype: the parameters' device and type.
         fp8: None, or ``"tensorwise"`` or ``"rowwise"``: output and gradients are computed in fp8, with scales of whole
             tensors or of rows, as torchao's recipes of these names have it; parameters stay as they are. docs/fp8.md says more.
 

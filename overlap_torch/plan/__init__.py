@@ -1,8 +1,8 @@
 """Plans: how an op runs, as data.
 
 A plan says which kernel computes the tiles and in which order, how they are cut into chunks, how
-each chunk is communicated, where tiles are stored meanwhile, and what the GEMM leaves to
-communication. The planner makes one for each problem; this module shows it, and sets others::
+each chunk is communicated, where tiles are stored meanwhile, and which resources the GEMM leaves to communication.
+The planner makes one for each problem; this module shows it, and sets others::
 
     plan = plan_for(4096, 8192, 7168, torch.bfloat16)           # what the op would do now
     panels = templates.row_panels(plan.problem, 4, kernel="sm90_pingpong", comm_sms=16, max_ctas=16)
@@ -11,7 +11,7 @@ communication. The planner makes one for each problem; this module shows it, and
 
 All ranks of a group must set the same plans at the same point between their calls of the ops.
 
-``print(plan.explain())`` shows a plan's steps, what they hold and are expected to take, and why it was taken;
+``print(plan.explain())`` shows a plan's steps, their memory and expected times, and why it was taken;
 ``plan.plot("plan.png")`` draws it. ``python -m overlap_torch explain`` does both.
 
 :mod:`~overlap_torch.plan.templates` makes plans, :mod:`~overlap_torch.plan.programs` those whose transfers are written by hand or

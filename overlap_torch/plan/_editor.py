@@ -58,11 +58,11 @@ class Editor:
     Attributes:
         world: number of ranks.
         rank: the one that runs the program, a :class:`Rank`.
-        product: [M, N], each rank's own product; of ``gemm_alltoall`` see :meth:`message`.
-        output: the result, [M, N] or, of ``gemm_reducescatter``, [M / world, N]. Where no transfer writes to it, the result is
-            what lies in ``product``, of ``gemm_reducescatter`` in this rank's part of it.
-        input: of ``allgather_gemm``: [M / world, K], this rank's rows.
-        gathered: of ``allgather_gemm``: [M, K], all ranks' rows; this rank's are there at first.
+        product: [M, N], each rank's own product; for ``gemm_alltoall`` see :meth:`message`.
+        output: the result, [M, N] or, for ``gemm_reducescatter``, [M / world, N]. If no transfer writes to it, the
+            result is the content of ``product``, for ``gemm_reducescatter`` of this rank's part of it.
+        input: for ``allgather_gemm``: [M / world, K], this rank's rows.
+        gathered: for ``allgather_gemm``: [M, K], all ranks' rows; this rank's are there at first.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Editor:
         return [Share(index, count) for index in range(count)]
 
     def part(self, index: AnyRank, share: Share | None = None) -> Area:
-        """The rows that are of rank ``index`` (modulo the number of ranks) of the product, or of what is gathered; or a share
-        of them."""
+        """Rank ``index``'s rows (modulo the number of ranks) of the product, or of the gathered rows; or a share of
+        them."""
         area = self._data.part(index, self.world)
         return area if share is None else area.chunk(share)
 
@@ -138,7 +138,7 @@ class Editor:
         return self.part(to, share)
 
     def scratch(self, rows: int) -> Area:
-        """Memory of the program's own on each rank, ``rows`` rows as wide as what travels."""
+        """Memory of the program's own on each rank, ``rows`` rows as wide as the rows that travel."""
         first = self._scratch_rows
         self._scratch_rows += rows
         return self._whole(Memory.SCRATCH, rows, first)
@@ -174,15 +174,15 @@ class Editor:
         """Each rank sends ``area`` of its own to rank ``to``, which has it in ``into``, by default in the same place.
 
         Args:
-            reduce: added to what is there, which has to be computed or to have arrived before.
-            needs: what is waited for: :meth:`tiles`, :meth:`arrived`, :meth:`left`, or what a transfer returned. None: all that
-                its own reads and writes ask for.
+            reduce: adds to the data there, which must be computed or have arrived before.
+            needs: the transfer waits for these: :meth:`tiles`, :meth:`arrived`, :meth:`left`, or an earlier
+                transfer's return value. None: everything that its own reads and writes require.
             by: ``any``, ``copy_engine``, ``sms`` or ``nccl``. On CPU gloo moves everything.
             stream: 0 to 3; a rank's transfers of one stream come one after the other.
-            rank: which ranks do so; None: all.
+            rank: the ranks that do this; None: all.
 
         Returns:
-            A need: that this has been done.
+            A need: this transfer is complete.
         """
         return self._transfers_of(
             Way.PUSH, area, into, to, reduce, needs, by, stream, self._ranks(rank)

@@ -31,9 +31,9 @@ class Step:
 
     Attributes:
         lane: the stream that it runs on: ``caller``, ``side0`` to ``side3`` or ``copy``.
-        kind: what it is, as ``gemm``, ``wait_for_tiles`` or ``collective``.
-        words: what it does, to be read.
-        chunk: which one it computes, communicates or puts in place; None where it is not of one chunk.
+        kind: its kind, such as ``gemm``, ``wait_for_tiles`` or ``collective``.
+        words: its effect in words.
+        chunk: the chunk that it computes, communicates or puts in place; None if it has not exactly one.
         begin_us: when it is expected to begin, in microseconds from the call's start.
         end_us: when it is expected to end.
     """
@@ -60,16 +60,16 @@ class Explanation:
     """The result of :meth:`Plan.explain`; ``str()`` of it is a page to be read.
 
     Attributes:
-        plan: what is explained.
-        machine: what it is expected to run on.
-        rank: whose steps these are.
-        expected: of these steps, times in microseconds.
-        sequence_us: what a GEMM and one collective, one after the other, are expected to take; None for ``gemm_alltoall``,
+        plan: the explained plan.
+        machine: the machine that it is expected to run on.
+        rank: the rank with these steps.
+        expected: the times of these steps, in microseconds.
+        sequence_us: the expected time of a GEMM and one collective, one after the other; None for ``gemm_alltoall``,
             whose rows no plan knows.
         others: the planner's other candidates, each with its expected microseconds, the fastest first.
         why: why this plan runs, or does not.
         steps: in the order in which the host enqueues them.
-        buffers: what the call holds.
+        buffers: the memory that the call holds.
         computed_us: when each chunk's tiles are finished, of a GEMM that counts them.
     """
 
@@ -122,11 +122,11 @@ def explain(
     The steps are those of a rank whose operands the plan's kernel takes, without bias and outside of CUDA graphs.
 
     Args:
-        machine: what it would run on; None: :func:`overlap_torch.plan.machine`, which all ranks of the default group have
-            to call.
-        rank: whose steps are shown.
-        send_rows: of ``gemm_alltoall``, rows that this rank sends to each rank.
-        receive_rows: of ``gemm_alltoall``, rows that it receives from each.
+        machine: the machine that it would run on; None: :func:`overlap_torch.plan.machine`, which all ranks of the
+            default group have to call.
+        rank: the rank whose steps are shown.
+        send_rows: for ``gemm_alltoall``, rows that this rank sends to each rank.
+        receive_rows: for ``gemm_alltoall``, rows that it receives from each.
 
     Raises:
         ValueError: the plan cannot run, or the rows do not fit it.
@@ -162,7 +162,7 @@ def walk(
     send_rows: Sequence[int] = (),
     receive_rows: Sequence[int] = (),
 ) -> tuple[dict, _plan.Price]:
-    """A rank's list of steps, as JSON has it, and what is expected of it."""
+    """A rank's list of steps, as JSON has it, and its expected times."""
     rows = {"send_rows": list(send_rows), "receive_rows": list(receive_rows)}
     made = json.loads(_plan.steps_json(plan, rank, machine, **rows))
     return made, _plan.price_steps(plan, rank, machine, **rows)

@@ -38,7 +38,7 @@ def double_ring(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
     """One step: everyone sends everyone what they need, and adds up by itself. The fewest steps; for sums the most bytes.
 
-    ``chunks``: into how many each message is cut; else as :func:`ring`, except for all four ops.
+    ``chunks``: the number of pieces of each message. The rest is as in :func:`ring`, and all four ops are served.
     """
     p = Editor(problem, **how)
     for share in p.chunks(chunks):
@@ -53,8 +53,8 @@ def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
 
 def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
-    """Two steps: each rank adds up its part of what all send it, and then sends the sums to all. Ops that do one of the two
-    alone do so in one step, as :func:`one_shot`."""
+    """Two steps: each rank adds up its part of all ranks' rows, and then sends the sums to all. Ops that need only
+    one of the two take one step, as :func:`one_shot`."""
     p = Editor(problem, **how)
     for share in p.chunks(chunks):
         if problem.op == Op.GEMM_ALLREDUCE:
@@ -73,14 +73,14 @@ def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 
 
 def hierarchical(problem: Problem, ranks_per_host: int, chunks: int = 1, **how: Any) -> Plan:
-    """Sums within each host first, so that what crosses from host to host is one rank's share of it.
+    """Sums within each host first, so that only one rank's share of them crosses between hosts.
 
     Ranks are numbered host by host. ``gemm_alltoall``, whose rows take no way round, sends messages within a host first.
     With ``transport="peer"`` ranks of a host talk over peers, by copy engine, and hosts by NCCL.
 
     Args:
         ranks_per_host: a divisor of the number of ranks.
-        chunks: as of :func:`ring`, of which the other arguments are, too.
+        chunks: as in :func:`ring`, like the other arguments.
     """
     world = problem.world_size
     if not 1 <= ranks_per_host <= world or world % ranks_per_host != 0:

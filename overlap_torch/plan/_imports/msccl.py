@@ -16,7 +16,7 @@ _TYPES = ("s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re", "nop")
 def from_msccl(path: str | Path, problem: Problem, *, chunks: int = 1, **how: Any) -> Plan:
     """The plan that runs the algorithm of an MSCCL XML file for the problem.
 
-    The file's order of steps, dependencies and chunks hold; its protocol, channels and range of sizes are left out.
+    The file's order of steps, dependencies and chunks hold; its protocol, channels and range of sizes are ignored.
 
     Args:
         path: an ``<algo>`` of allreduce, allgather, reduce_scatter or alltoall for as many ranks as the problem has, 2 to 8.
@@ -25,7 +25,7 @@ def from_msccl(path: str | Path, problem: Problem, *, chunks: int = 1, **how: An
         how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.programs.edit``.
 
     Raises:
-        ValueError: what is not supported, or what is wrong, with its place in the file; or a plan that cannot run.
+        ValueError: an unsupported or wrong operation, with its place in the file; or a plan that cannot run.
     """
     name = Path(path).name
     try:

@@ -26,8 +26,8 @@ _ORDERS = (
 def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: Any) -> Plan:
     """The plan that runs an MSCCL++ execution plan, a JSON file, for the problem.
 
-    The file's operations hold, and what orders them: thread blocks, signals, semaphores, barriers, and of protocol LL packets, which
-    are read once they have been written. Matters of its own runtime are left out: threads, alignment, sizes, double scratch
+    The file's operations hold, and so does their order: thread blocks, signals, semaphores,
+    barriers, and packets of protocol LL, which are read once they have been written. Matters of its own runtime are ignored: threads, alignment, sizes, double scratch
     buffers, flags of packets, and whether a proxy thread moves the data.
 
     Args:
@@ -38,7 +38,7 @@ def from_mscclpp(path: str | Path, problem: Problem, *, chunks: int = 1, **how: 
         how: ``tile``, ``kernel``, ``transport``, ``comm_sms`` and ``max_ctas`` as of ``plan.programs.edit``.
 
     Raises:
-        ValueError: what is not supported, or what is wrong, with its place in the file; or a plan that cannot run.
+        ValueError: an unsupported or wrong operation, with its place in the file; or a plan that cannot run.
     """
     name = Path(path).name
     try:
