@@ -34,13 +34,13 @@ PARALLEL = -n $(if $(GPU),4,2) --dist loadfile
 demo: build  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	$(PY) -m overlap_torch demo $(ARGS)
 
-test: build  ## all tests but the long ones; GPU tests are skipped where there are too few GPUs
+test: build  ## all tests except the long ones; GPU tests are skipped where there are too few GPUs
 	$(PY) -m pytest $(PARALLEL) --timeout=900 $(ARGS)
 
-test-gpu: build  ## the GPU tests alone
+test-gpu: build  ## only the GPU tests
 	$(PY) -m pytest $(PARALLEL) -m "gpu or gpu2" --timeout=900 $(ARGS)
 
-test-long: build  ## what would make `make test` too long, but the races; CI runs it as well
+test-long: build  ## the tests too long for `make test`, except the races; CI runs them as well
 	$(PY) -m pytest $(PARALLEL) -m "long and not races" --timeout=1800 $(ARGS)
 
 test-integrations:  ## frameworks' own layers beside this package's, on CPU, in an environment of their own
@@ -78,7 +78,7 @@ sanitize: build  ## compute-sanitizer over each kernel, on one GPU
 bench: build  ## the benchmark: `make bench ARGS="--help"`
 	$(PY) -m overlap_torch bench $(ARGS)
 
-doctor: build  ## what was found on this machine, and which fast paths are on
+doctor: build  ## says what was found on this machine, and which fast paths are on
 	$(PY) -m overlap_torch doctor
 
 build: $(VENV)/.torch $(CUTLASS)  ## compile what has changed, into the checkout
@@ -88,20 +88,21 @@ build: $(VENV)/.torch $(CUTLASS)  ## compile what has changed, into the checkout
 plan:  ## only the planner's module, for the Python given by PY=...; needs a C++ compiler and ninja
 	$(PY) setup.py build_plan
 
-lint: $(VENV)/.linters  ## what CI checks: ruff and clang-format
+lint: $(VENV)/.linters  ## checks ruff, clang-format, and that comments begin with their subjects; CI runs it
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	$(PY) tools/prose.py
 
 format: $(VENV)/.linters  ## lets ruff and clang-format rewrite
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
 	find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
 
-clean:  ## what was built
+clean:  ## removes what was built
 	rm -rf build dist *.egg-info overlap_torch/*.so overlap_torch/_plan.pyi overlap_torch/_build.json tests/*.so
 
-distclean: clean  ## and the environment
+distclean: clean  ## removes the environment, too
 	rm -rf .venv .venv-*
 
 help:
