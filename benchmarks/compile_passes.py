@@ -1,4 +1,4 @@
-"""``python -m overlap_torch.benchmarks.compile_passes``: what two passes of Inductor fuse in the same graphs.
+"""``python -m overlap_torch.benchmarks compile_passes``: what two passes of Inductor fuse in the same graphs.
 
 One is ``overlap_torch.inductor``, the other PyTorch's ``_micro_pipeline_tp``. Each runs where it stands among Inductor's post-grad
 passes, on forward and backward graphs of small models, cut over two ranks that do not exist: nothing is communicated, and
@@ -41,6 +41,8 @@ from torch.distributed.tensor.parallel import (
 from torch.fx import GraphModule
 
 from overlap_torch import inductor
+
+from .study import Study
 
 WORLD = 2
 _COLLECTIVES = {
@@ -251,13 +253,10 @@ def _fused(found: Counter[str], left: Counter[str]) -> str:
     return ", ".join(parts) or "none"
 
 
-def main() -> None:
-    """Prints the table."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+def rows(args: argparse.Namespace) -> list[str]:
     warnings.filterwarnings("ignore", "erase_node")  # _micro_pipeline_tp erases some nodes twice
     logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
-    print("\n".join(table()))
+    return table()
 
 
-if __name__ == "__main__":
-    main()
+STUDY = Study(lambda parser: None, rows, str, lambda rows, args: "", on_ranks=False)

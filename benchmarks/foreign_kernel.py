@@ -1,7 +1,7 @@
 """The cost and the gain of overlap_torch.produce for a Triton GEMM.
 
-    python -m overlap_torch.benchmarks.foreign_kernel                                    one GPU: the cost
-    torchrun --nproc-per-node 2 -m overlap_torch.benchmarks.foreign_kernel               two and more: the gain
+    python -m overlap_torch.benchmarks foreign_kernel                                    one GPU: the cost
+    torchrun --nproc-per-node 2 -m overlap_torch.benchmarks foreign_kernel               two and more: the gain
 
 On one GPU nothing is communicated. Two kernels that differ in nothing else take turns: the bare one in the grouped order of
 Triton's matmul tutorial, and the one that takes the same order, cut into chunks, from a table and signals each tile.
@@ -20,7 +20,7 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ from overlap_torch.plan.templates import packed, row_panels
 from overlap_torch.plan.types import Op
 
 from .shapes import suite_group
+from .study import Study
 
 # m, n, k of m_train with 4096 rows and more on two GPUs.
 SHAPES = [
@@ -359,65 +360,59 @@ def gain(
     )
 
 
-def measure_gain(tile: tuple[int, int], rounds: int) -> None:
+def measure_gain(tile: tuple[int, int], rounds: int) -> Iterator[str]:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     for mode in ("call", "row"):
         for collective in COLLECTIVES:
-            _print_gains(collective, tile, rounds, mode)
+            yield from _gains(collective, tile, rounds, mode)
     dist.destroy_process_group()
 
 
-def _print_gains(collective: str, tile: tuple[int, int], rounds: int, mode: str) -> None:
-    first = dist.get_rank() == 0
+def _gains(collective: str, tile: tuple[int, int], rounds: int, mode: str) -> Iterator[str]:
+    """The lines of a table."""
     ratios, planned, bounds = [], [], []
-    if first:
-        gpu = torch.cuda.get_device_name()
-        print(f"\n{collective}, {mode}, {dist.get_world_size()} x {gpu}; us")
-        print(
-            "| M x N x K | kernel alone | sequence | job | gain | chunks, SMs, CTAs | planner's job | one tile a program, no SM free | "
-            "without order | order's worth |"
-        )
-        print("| --- |" + " --- |" * 9)
+    gpu = torch.cuda.get_device_name()
+    yield f"\n{collective}, {mode}, {dist.get_world_size()} x {gpu}; us"
+    yield (
+        "| M x N x K | kernel alone | sequence | job | gain | chunks, SMs, CTAs | planner's job | one tile a program, no SM free | "
+        "without order | order's worth |"
+    )
+    yield "| --- |" + " --- |" * 9
     for shape in suite_group("m_train"):
         one = gain(collective, (shape.m, shape.n, shape.k), tile, rounds, mode)
         ratios.append(one.sequence / one.job)
         planned.append(one.sequence / one.planned)
         bounds.append(one.sequence / one.kernel)
-        if first:
-            print(
-                f"| {shape} | {one.kernel:.0f} | {one.sequence:.0f} | {one.job:.0f} | {ratios[-1]:.2f} | {one.setting} | {one.planned:.0f} | "
-                f"{one.tiles:.0f} | {one.uncut:.0f} | {one.uncut / one.job:.2f} |",
-                flush=True,
-            )
-    if first:
-        for name, each in (("best", ratios), ("planner's", planned), ("kernel alone", bounds)):
-            mean = math.prod(each) ** (1 / len(each))
-            print(f"{name}: geometric mean {mean:.3f}, lowest {min(each):.3f}")
+        yield (
+            f"| {shape} | {one.kernel:.0f} | {one.sequence:.0f} | {one.job:.0f} | {ratios[-1]:.2f} | {one.setting} | {one.planned:.0f} | "
+            f"{one.tiles:.0f} | {one.uncut:.0f} | {one.uncut / one.job:.2f} |"
+        )
+    for name, each in (("best", ratios), ("planner's", planned), ("kernel alone", bounds)):
+        mean = math.prod(each) ** (1 / len(each))
+        yield f"{name}: geometric mean {mean:.3f}, lowest {min(each):.3f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tile", type=int, nargs=2, default=(128, 256))
-    options = parser.parse_args()
+
+
+def rows(args: argparse.Namespace) -> Iterator[str]:
+    """The lines of the tables: on one GPU what the signals cost, under torchrun what jobs gain."""
+    tile = tuple(args.tile)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        measure_gain(tuple(options.tile), options.rounds)
+        yield from measure_gain(tile, args.rounds)
         return
-    print(
-        f"{torch.cuda.get_device_name()}, bf16, tiles of {options.tile[0]} x {options.tile[1]}, {CHUNKS} chunks; us"
-    )
-    print("| M x N x K | bare | with table and signals | ratio |\n| --- | --- | --- | --- |")
+    gpu = torch.cuda.get_device_name()
+    yield f"{gpu}, bf16, tiles of {tile[0]} x {tile[1]}, {CHUNKS} chunks; us"
+    yield "| M x N x K | bare | with table and signals | ratio |\n| --- | --- | --- | --- |"
     ratios = []
     for shape in SHAPES:
-        bare, signalling = compare(*shape, tuple(options.tile), options.rounds)
+        bare, signalling = compare(*shape, tile, args.rounds)
         ratios.append(signalling / bare)
-        print(
-            f"| {' x '.join(map(str, shape))} | {bare:.0f} | {signalling:.0f} | {ratios[-1]:.4f} |",
-            flush=True,
-        )
-    print(f"geometric mean {math.prod(ratios) ** (1 / len(ratios)):.4f}, largest {max(ratios):.4f}")
+        yield f"| {' x '.join(map(str, shape))} | {bare:.0f} | {signalling:.0f} | {ratios[-1]:.4f} |"
+    yield f"geometric mean {math.prod(ratios) ** (1 / len(ratios)):.4f}, largest {max(ratios):.4f}"
 
 
-if __name__ == "__main__":
-    main()
+STUDY = Study(options, rows, str, lambda rows, args: "", on_ranks=False)

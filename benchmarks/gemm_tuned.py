@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gemm_tuned``: the signalling GEMM, kernel and tiles by measuring, beside cuBLAS on one GPU.
+"""``python -m benchmarks gemm_tuned``: the signalling GEMM, kernel and tiles by measuring, beside cuBLAS on one GPU.
 
 For each of some random shapes all our kernels, in several chunks, take turns with ``torch.mm`` in flushed caches. The kernel
 with the lowest median is chosen. It is then measured again, and the table shows that ratio. Nothing is
@@ -11,13 +11,10 @@ along M. No op does that, as the result is the transposed one: it shows what suc
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +24,8 @@ from overlap_torch import plan as plan_api
 from overlap_torch._tune.measure import FLUSH_BYTES, operands
 from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan.types import Kernel
+
+from .study import Study
 
 _HOPPER = (Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE, Kernel.SM90_COOPERATIVE)
 _LONG_US = 50.0  # of cuBLAS: what is shorter is launches
@@ -158,7 +157,7 @@ def measure(
     }
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def summary(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     """The requirements on the GEMM, in three lines."""
     long = [row for row in rows if row["cublas_us"] > _LONG_US]
     chosen = [row["ratio"] for row in rows if row["chosen"]]
@@ -167,44 +166,39 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"ours chosen in {share:.0%} of {len(long)} shapes that take cuBLAS over {_LONG_US:.0f} us, in {len(chosen)} of "
         f"all {len(rows)}\nchosen over cuBLAS: geometric mean {mean:.3f}, highest {max(chosen, default=math.nan):.3f}\n"
-        f"wrong results: {sum(bool(row['wrong']) for row in rows)}"
+        f"wrong results: {sum(bool(row['wrong']) for row in rows)}; {torch.cuda.get_device_name()}"
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs with these command line arguments; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm_tuned", description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=int, default=60)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--exchanged", action="store_true", help="also with the operands exchanged")
     parser.add_argument("--json", help="a file for all times")
-    args = parser.parse_args(argv)
+
+
+def prepare(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
-        parser.error("needs a CUDA device, this machine has none")
+        raise ValueError("needs a CUDA device, this machine has none")
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     hopper = torch.cuda.get_device_capability() == (9, 0)
     kernels = _HOPPER if hopper else (Kernel.SM80,)
-    begin = time.monotonic()
-    rows = []
     print(f"{'M x N x K':>20} {'cuBLAS us':>10} {'ours us':>10} {'ratio':>7}  kernel, chunks")
     with torch.inference_mode():
         for shape in shapes(args.shapes, args.seed):
-            row = measure(shape, kernels, args.turns, args.exchanged)
-            rows.append(row)
-            kernel = row["kernel"] + (" exchanged" if row["exchanged"] else "")
-            name = f"{kernel}, {row['chunks']}" if row["chosen"] else f"cuBLAS ({kernel})"
-            print(
-                f"{' x '.join(map(str, shape)):>20} {row['cublas_us']:10.1f} {row['ours_us']:10.1f} "
-                f"{row['ratio']:7.3f}  {name}{'  WRONG' if row['wrong'] else ''}",
-                flush=True,
-            )
-    print(summary(rows))
-    print(f"{torch.cuda.get_device_name()}, {time.monotonic() - begin:.0f} s", file=sys.stderr)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
-    return 0
+            yield measure(shape, kernels, args.turns, args.exchanged)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def line(row: dict[str, Any]) -> str:
+    kernel = row["kernel"] + (" exchanged" if row["exchanged"] else "")
+    name = f"{kernel}, {row['chunks']}" if row["chosen"] else f"cuBLAS ({kernel})"
+    return (
+        f"{' x '.join(map(str, row['shape'])):>20} {row['cublas_us']:10.1f} {row['ours_us']:10.1f} "
+        f"{row['ratio']:7.3f}  {name}{'  WRONG' if row['wrong'] else ''}"
+    )
+
+
+STUDY = Study(options, rows, line, summary, prepare, on_ranks=False)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.programs``: plans with programs beside the planner's own and the sequence.
+"""``python -m benchmarks programs``: plans with programs beside the planner's own and the sequence.
 
 The programs are templates (``overlap_torch.plan``) with several numbers of chunks and kernels, one that is written here, and files of
 MSCCL (.xml) and MSCCL++ (.json) that are named, each for the op that has its collective. All plans of a problem take turns
@@ -8,17 +8,16 @@ in one run; a time is the median of the slowest rank's. Results are compared wit
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from overlap_torch import plan
-from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._tools.launch import current_device
 from overlap_torch._tune import command as _tune_command
 from overlap_torch._tune.session import Session, default_session, words
 from overlap_torch._tune.tune import check_arguments
@@ -27,21 +26,9 @@ from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.types import Op
 
 from . import shapes, tables
+from .study import Study
 
 CHUNKS = (1, 2, 4)
-
-
-@dataclass(frozen=True)
-class Job:
-    """The work of each rank."""
-
-    shapes: tuple[shapes.Shape, ...]
-    ops: tuple[str, ...]
-    modes: tuple[str, ...]
-    transport: str
-    turns: int
-    files: tuple[str, ...]
-    json: str | None
 
 
 def by_copy_engines(problem: Problem, chunks: int, **how: Any) -> Plan:
@@ -102,14 +89,17 @@ def programs(
 
 
 def measured(
-    session: Session, problem: Problem, job: Job, refused: Callable[[str], None]
+    session: Session,
+    problem: Problem,
+    job: argparse.Namespace,
+    refused: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """A row for each mode: microseconds of the sequence, the planner's plan, and of each program that is right."""
     named = {
         "sequence": plan.templates.make_sequential(problem, session.machine),
         "planner": session.current(problem),
     }
-    named |= programs(problem, job.transport, job.files, refused)
+    named |= programs(problem, job.transport, job.file, refused)
     plans: list[Plan] = []
     for one in named.values():
         if one not in plans:  # templates may come to the same
@@ -149,7 +139,7 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
+def by_name(rows: Sequence[dict[str, Any]]) -> str:
     """One line for a plan's name: geometric mean of its speed-ups over the sequence, and the lowest."""
     found: dict[str, list[float]] = {}
     for row in rows:
@@ -162,68 +152,52 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run_rank(job: Job) -> None:
-    """Does the work of each rank."""
+def all_rows(job: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = current_device()
     session = default_session(device, job.turns)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     told: set[str] = set()
 
     def refused(why: str) -> None:
-        if rank == 0 and why not in told:
+        if dist.get_rank() == 0 and why not in told:
             told.add(why)
             print(f"left out: {why}", file=sys.stderr)
 
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    rows = []
     for op in job.ops:
-        for shape in job.shapes:
+        for shape in shapes.parse(job.shapes):
             problem = Problem(-(-shape.m // world) * world, shape.n, shape.k, dtype, world, op)
-            found = measured(session, problem, job, refused)
-            rows += found
-            if rank == 0:
-                print("\n".join(map(line, found)), flush=True)
-    if rank != 0:
-        return
+            yield from measured(session, problem, job, refused)
+
+
+def summary(rows: Sequence[dict[str, Any]], job: argparse.Namespace) -> str:
+    lines = []
     for op in job.ops:
         for mode in job.modes:
-            print(f"{op}, {mode}: mean (lowest) over the sequence, by the best of its plans")
-            print(summary([row for row in rows if (row["op"], row["mode"]) == (op, mode)]))
-    if job.json is not None:
-        Path(job.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            lines.append(f"{op}, {mode}: mean (lowest) over the sequence, by the best of its plans")
+            own = [row for row in rows if (row["op"], row["mode"]) == (op, mode)]
+            lines.append(by_name(own))
+    return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs with these command line arguments; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__)
-    parser.add_argument("--shapes", default="m_train", help="as for bench (default: m_train)")
-    parser.add_argument(
-        "--op", default="all", help=f"comma-separated: {', '.join(_tune_command.OPS)}, all"
-    )
-    parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
-    parser.add_argument(
-        "--transport", choices=["nccl", "peer", "gloo"], help="default: peer, on CPU gloo"
-    )
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--file", action="append", default=[], help="an .xml or .json; repeatable")
-    parser.add_argument("--json", help="a file for all times")
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"])
-    args = parser.parse_args(argv)
-    modes = tuple(args.modes.split(","))
-    try:
-        ops = _tune_command.ops_of(args.op)
-        check_arguments(modes, 1, args.turns)
-        ranks = Ranks.choose(args.world, args.device)
-        wanted = tuple(shapes.parse(args.shapes))
-    except ValueError as error:
-        parser.error(str(error))
-    transport = args.transport or ("peer" if ranks.device_type == "cuda" else "gloo")
-    launch(
-        ranks, run_rank, Job(wanted, ops, modes, transport, args.turns, tuple(args.file), args.json)
-    )
-    return 0
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shapes", default="m_train", help="as of bench (default: m_train)")
+    add("--op", default="all", help=f"comma-separated: {', '.join(_tune_command.OPS)}, all")
+    add("--modes", default="call,row", help="comma-separated: call, row")
+    add("--transport", choices=["nccl", "peer", "gloo"], help="default: peer, on CPU gloo")
+    add("--turns", type=int, default=10)
+    add("--file", action="append", default=[], help="an .xml or .json; repeatable")
+    add("--json", help="a file for all times")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def prepare(args: argparse.Namespace) -> None:
+    args.modes = tuple(args.modes.split(","))
+    args.ops = _tune_command.ops_of(args.op)
+    check_arguments(args.modes, 1, args.turns)
+    shapes.parse(args.shapes)
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    args.transport = args.transport or ("peer" if on_gpu else "gloo")
+
+
+STUDY = Study(options, all_rows, line, summary, prepare)

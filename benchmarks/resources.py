@@ -1,9 +1,9 @@
-"""The room that a GEMM leaves to communication, and its cost: python -m overlap_torch.benchmarks.resources
+"""The room that a GEMM leaves to communication, and its cost: python -m overlap_torch.benchmarks resources
 
     --out FOLDER     results as resources.json, and a picture, resources.svg (needs matplotlib)
     --quick          two shapes, fewer settings and rounds: a look, of some 20 s
     --from FILE      the table and the picture of a resources.json again; needs no GPU
-    torchrun --nproc-per-node 2 -m overlap_torch.benchmarks.resources      the same beside NCCL's all-reduces
+    torchrun --nproc-per-node 2 -m overlap_torch.benchmarks resources      the same beside NCCL's all-reduces
 
 A GEMM and a kernel of n CTAs that moves bytes, as communication does, begin together. Each GEMM (cuBLAS, this package's mma.sync and
 Hopper kernels, Triton) leaves SMs to the other one by a smaller persistent grid, by a green context, by shared memory that it
@@ -45,11 +45,13 @@ from overlap_torch._kernels.resources import green_context
 from overlap_torch.plan import Problem
 from overlap_torch.plan.types import Kernel
 
+from .study import Study
+
 MOVED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Study:
+class Grid:
     """The variations, and how often each is measured."""
 
     shapes: tuple[tuple[int, int, int], ...] = (
@@ -65,7 +67,7 @@ class Study:
     gemms: tuple[str, ...] = ("cublas", "triton", "sm80", "sm90_pingpong")
 
 
-QUICK = Study(shapes=((4096, 8192, 7168), (8192, 8192, 2048)), sms=(16,), ctas=(8, 16), rounds=4)
+QUICK = Grid(shapes=((4096, 8192, 7168), (8192, 8192, 2048)), sms=(16,), ctas=(8, 16), rounds=4)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def sm_count() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def ways(study: Study, capability: tuple[int, int]) -> Iterator[Leaves]:
+def ways(study: Grid, capability: tuple[int, int]) -> Iterator[Leaves]:
     """Every way that each GEMM has."""
     for gemm in study.gemms:
         if gemm == "sm90_pingpong" and capability != (9, 0):
@@ -295,7 +297,7 @@ def in_time(deadline: float) -> bool:
     return left
 
 
-def measure(study: Study, seconds: float) -> tuple[list[Result], bool]:
+def measure(study: Grid, seconds: float) -> tuple[list[Result], bool]:
     """The results, and whether they are all."""
     deadline = time.monotonic() + seconds
     movers = {ctas: mover(ctas, dist.is_initialized()) for ctas in study.ctas}
@@ -409,80 +411,66 @@ def draw(results: list[Result], path: Path) -> None:
     pyplot.close(figure)
 
 
-def tell(head: dict[str, Any], results: list[Result], folder: Path | None) -> None:
-    print(
+def told(pairs: list[tuple[dict[str, Any], list[Result]]], args: argparse.Namespace) -> str:
+    """The table; writes and draws what --out asks for."""
+    ((head, results),) = pairs
+    if args.out is not None:
+        if args.source is None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            write(args.out / "resources.json", head, results)
+        try:
+            draw(results, args.out / "resources.svg")
+        except ImportError:
+            print("no picture: matplotlib is not installed")
+    return (
         f"{head['world']} x {head['gpu']}, {head['sms']} SMs, bf16, {head['moved_bytes'] >> 20} MiB moved, "
         f"{head['bytes_per_gpu'] >> 20} MiB on each GPU, {head['rounds']} rounds, {head['seconds']:.0f} s"
         + ("" if head["complete"] else "; not all was measured in that time")
+        + f"\n{table(results)}"
     )
-    print(table(results))
-    if folder is None:
+
+
+def rows(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Result]]]:
+    """All results, with what they were measured on."""
+    if args.source:
+        yield read(args.source)
         return
-    try:
-        draw(results, folder / "resources.svg")
-    except ImportError:
-        print("no picture: matplotlib is not installed")
-
-
-def run(study: Study, seconds: float, folder: Path | None) -> None:
-    """Does the work of each rank."""
+    study = QUICK if args.quick else Grid()
+    gemms = tuple(args.gemm or study.gemms)
+    study = replace(study, rounds=args.rounds or study.rounds, gemms=gemms)
     begin = time.monotonic()
     distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if distributed:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
     with torch.no_grad():
-        results, complete = measure(study, seconds)
+        results, complete = measure(study, args.seconds)
     world = dist.get_world_size() if distributed else 1
-    if not distributed or dist.get_rank() == 0:
-        head = {
-            "gpu": torch.cuda.get_device_name(),
-            "sms": sm_count(),
-            "world": world,
-            "torch": torch.__version__,
-            "moved_bytes": MOVED_BYTES,
-            "bytes_per_gpu": bytes_per_gpu(world),
-            "rounds": study.rounds,
-            "seconds": round(time.monotonic() - begin, 1),
-            "complete": complete,
-        }
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            write(folder / "resources.json", head, results)
-        tell(head, results, folder)
+    head = {
+        "gpu": torch.cuda.get_device_name(),
+        "sms": sm_count(),
+        "world": world,
+        "torch": torch.__version__,
+        "moved_bytes": MOVED_BYTES,
+        "bytes_per_gpu": bytes_per_gpu(world),
+        "rounds": study.rounds,
+        "seconds": round(time.monotonic() - begin, 1),
+        "complete": complete,
+    }
+    yield head, results
     if distributed:
         dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two shapes, fewer settings")
-    parser.add_argument(
-        "--rounds", type=int, help="repetitions; each time is their median (default: 7)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=140, help="start no measurement after so long"
-    )
-    parser.add_argument(
-        "--gemm",
-        action="append",
-        choices=Study().gemms,
-        help="a GEMM to measure; repeatable (default: all)",
-    )
-    parser.add_argument("--out", type=Path, help="folder for resources.json and resources.svg")
-    parser.add_argument("--from", type=Path, dest="source", help="a resources.json to print again")
-    options = parser.parse_args()
-    if options.source:
-        tell(*read(options.source), options.out)
-        return
-    study = QUICK if options.quick else Study()
-    study = replace(
-        study,
-        rounds=options.rounds or study.rounds,
-        gemms=tuple(options.gemm or study.gemms),
-    )
-    run(study, options.seconds, options.out)
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--quick", action="store_true", help="two shapes, fewer settings")
+    add("--rounds", type=int, help="of which each time is the median (default: 7)")
+    add("--seconds", type=float, default=140, help="begin no further setting then")
+    one = "one of those that are measured; all, if none is named"
+    add("--gemm", action="append", choices=Grid().gemms, help=one)
+    add("--out", type=Path, help="folder for resources.json and resources.svg")
+    add("--from", type=Path, dest="source", help="a resources.json to tell again")
 
 
-if __name__ == "__main__":
-    main()
+STUDY = Study(options, rows, lambda row: "", told, on_ranks=False)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.transformers_models``: Hugging Face models through this package's styles beside transformers' own.
+"""``python -m benchmarks transformers_models``: Hugging Face models through this package's styles beside transformers' own.
 
 A causal model with random weights, of a Llama's sizes, is saved and loaded three times: with transformers' own styles
 (``tp_plan="auto"``), with ours under the same plan, and with ours and the tokens cut over the ranks. All take turns in one
@@ -14,34 +14,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
-from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._tools.launch import current_device
 from overlap_torch.integrations import transformers as integration
 
 from .measure import Stopwatch, Times, Variant
+from .study import Study
 from .tables import table
 
 WORK = ("prefill", "step", "decode")
 MAX_ERROR = 0.05  # of the logits in bf16 between two orders of sums, relative, root mean square
 _PROMPT, _NEW = 16, 16  # of decode
-
-
-@dataclass(frozen=True)
-class Job:
-    """The work of each rank."""
-
-    sizes: dict[str, int]
-    tokens: int
-    sequences: int
-    work: tuple[str, ...]
-    repeats: int
 
 
 def config_of(sizes: dict[str, int]):
@@ -50,7 +39,7 @@ def config_of(sizes: dict[str, int]):
     return LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
-def save(job: Job, folder: str, device: torch.device, dtype: torch.dtype) -> None:
+def save(job: argparse.Namespace, folder: str, device: torch.device, dtype: torch.dtype) -> None:
     """A model of random weights into the folder, by rank 0."""
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +59,9 @@ def load(folder: str, dtype: torch.dtype, plan: str | dict[str, str] = "auto") -
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=dtype)
 
 
-def load_all(job: Job, folder: str, device: torch.device) -> dict[str, torch.nn.Module]:
+def load_all(
+    job: argparse.Namespace, folder: str, device: torch.device
+) -> dict[str, torch.nn.Module]:
     """The models, by the styles that they have."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     save(job, folder, device, dtype)
@@ -103,7 +94,7 @@ def decode(model: torch.nn.Module, prompt: torch.Tensor) -> None:
 
 
 def variants_of(
-    what: str, models: dict[str, torch.nn.Module], job: Job, device: torch.device
+    what: str, models: dict[str, torch.nn.Module], job: argparse.Namespace, device: torch.device
 ) -> dict[str, Variant]:
     """The calls that are timed for each model."""
     run: Callable[[torch.nn.Module, torch.Tensor], object]
@@ -118,7 +109,9 @@ def variants_of(
     }
 
 
-def check(models: dict[str, torch.nn.Module], job: Job, device: torch.device) -> None:
+def check(
+    models: dict[str, torch.nn.Module], job: argparse.Namespace, device: torch.device
+) -> None:
     """Raises RuntimeError where logits are not those of transformers' own styles."""
     tokens = torch.randint(0, job.sizes["vocab_size"], (1, job.tokens), device=device)
     dist.broadcast(tokens, 0)
@@ -130,7 +123,7 @@ def check(models: dict[str, torch.nn.Module], job: Job, device: torch.device) ->
 
 
 def measured(
-    models: dict[str, torch.nn.Module], job: Job, device: torch.device
+    models: dict[str, torch.nn.Module], job: argparse.Namespace, device: torch.device
 ) -> Iterator[tuple[str, str, Times]]:
     """The work done, its styles, and its times; a step of decode is one token of each sequence."""
     watch = Stopwatch(device)
@@ -155,8 +148,7 @@ def lines(rows: Iterable[tuple[str, str, Times]]) -> Iterator[list[str]]:
         yield [what, name, spread, f"{times.host:.0f}", f"{base / times.median:.2f}"]
 
 
-def run_rank(job: Job) -> None:
-    """Does the work of each rank."""
+def rows(job: argparse.Namespace) -> Iterator[list[str]]:
     device = current_device()
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # for transformers, as torchrun does
     with contextlib.ExitStack() as stack:
@@ -167,39 +159,28 @@ def run_rank(job: Job) -> None:
         models = load_all(job, folder[0], device)
         dist.barrier()
     check(models, job, device)
-    found = list(lines(measured(models, job, device)))
-    if dist.get_rank() == 0:
-        print(table(["work", "styles", "us (10 to 90 %)", "host, us", "speed-up"], found))
+    yield from lines(measured(models, job, device))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs with these command line arguments; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transformers_models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--intermediate", type=int, default=14336)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of prefill and step")
-    parser.add_argument("--sequences", type=int, default=16, help="sequences of decode")
-    parser.add_argument("--work", default=",".join(WORK), help="comma-separated")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"])
-    args = parser.parse_args(argv)
-    work = tuple(args.work.split(","))
-    if unknown := set(work) - set(WORK):
-        parser.error(f"--work: {', '.join(sorted(unknown))}: choose from {', '.join(WORK)}")
-    try:
-        ranks = Ranks.choose(args.world, args.device)
-    except ValueError as error:
-        parser.error(str(error))
-    sizes = {
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--hidden", type=int, default=4096)
+    add("--intermediate", type=int, default=14336)
+    add("--heads", type=int, default=32)
+    add("--kv-heads", type=int, default=8)
+    add("--layers", type=int, default=4)
+    add("--vocabulary", type=int, default=32768)
+    add("--tokens", type=int, default=4096, help="of prefill and step")
+    add("--sequences", type=int, default=16, help="of decode")
+    add("--work", default=",".join(WORK), help="comma-separated")
+    add("--repeats", type=int, default=5)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    args.work = tuple(args.work.split(","))
+    if unknown := set(args.work) - set(WORK):
+        raise ValueError(f"--work: {', '.join(sorted(unknown))}: choose from {', '.join(WORK)}")
+    args.sizes = {
         "hidden_size": args.hidden,
         "intermediate_size": args.intermediate,
         "num_attention_heads": args.heads,
@@ -208,9 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "vocab_size": args.vocabulary,
         "max_position_embeddings": max(args.tokens, _PROMPT + _NEW),
     }
-    launch(ranks, run_rank, Job(sizes, args.tokens, args.sequences, work, args.repeats))
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def summary(found: list[list[str]], job: argparse.Namespace) -> str:
+    return table(["work", "styles", "us (10 to 90 %)", "host, us", "speed-up"], found)
+
+
+STUDY = Study(options, rows, lambda row: "", summary, prepare)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.tuned``: tuned plans beside the planner's own and the sequence, over random problems.
+"""``python -m benchmarks tuned``: tuned plans beside the planner's own and the sequence, over random problems.
 
 The problems are tuned (``overlap_torch.tune``, without a cache), then the three are measured again, in turns. A plan's time
 is the lowest of several medians of the slowest rank's times; a median of each problem is measured before the next one of
@@ -11,41 +11,26 @@ much the tuner has missed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 import overlap_torch
-from overlap_torch._tools.launch import Ranks, current_device, launch
+from overlap_torch._tools.launch import current_device
 from overlap_torch._tune.command import OPS
 from overlap_torch._tune.session import Session, default_session, words
 from overlap_torch.plan import Plan, Problem, machine
 from overlap_torch.plan.templates import make_sequential
 
 from . import tables
+from .study import Study
 
 NEAR = 1.03  # of the best one's time
-
-
-@dataclass(frozen=True)
-class Job:
-    """The work of each rank."""
-
-    problems: int
-    most: int
-    repeats: int
-    medians: int
-    turns: int
-    seed: int
-    best: int
-    json: str | None
 
 
 def random_problems(count: int, world: int, on_gpu: bool, seed: int) -> list[Problem]:
@@ -84,14 +69,14 @@ class Entry:
         return min(one[index] for one in self.medians) if self.medians else 1.0
 
 
-def fastest(session: Session, problem: Problem, job: Job) -> Plan:
+def fastest(session: Session, problem: Problem, job: argparse.Namespace) -> Plan:
     """The fastest of the sequence and the model's first candidates; the same on all ranks."""
     plans = session.ranked(problem, job.best)
     found = session.measure(problem, plans, "call", 2 * job.turns)
     return plans[min(found["right"], key=lambda i: found["us"][i])]
 
 
-def prepare(session: Session, problems: Sequence[Problem], job: Job) -> list[Entry]:
+def prepare(session: Session, problems: Sequence[Problem], job: argparse.Namespace) -> list[Entry]:
     """Tunes them all."""
     device = session.device
     planned = [session.current(problem) for problem in problems]
@@ -114,9 +99,8 @@ def prepare(session: Session, problems: Sequence[Problem], job: Job) -> list[Ent
     return entries
 
 
-def run_rank(job: Job) -> None:
-    """Does the work of each rank."""
-    begin = time.monotonic()
+def measured(job: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each problem."""
     device = current_device()
     session = default_session(device, job.turns)
     problems = random_problems(job.problems, dist.get_world_size(), device.type == "cuda", job.seed)
@@ -126,22 +110,12 @@ def run_rank(job: Job) -> None:
             if len(entry.plans) > 1:
                 found = session.measure(entry.problem, entry.plans, "call")
                 entry.medians.append(found["us"])
-    if dist.get_rank() != 0:
-        return
-    rows = [row_of(entry) for entry in entries]
-    for number, row in enumerate(rows):
-        missed = f"  {row['of_best']:.2f} of the best" if job.best else ""
-        print(
-            f"{number + 1:4}/{len(rows)} {row['problem']:40} untuned {row['untuned']:5.2f}x"
-            f"  tuned {row['tuned']:5.2f}x{missed}  {row['plan']}"
-        )
-    for op in OPS:
-        print(summary(op, [row for row in rows if row["problem"].startswith(op + " ")], job.best))
-    print(summary("all", rows, job.best))
-    print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
-    if job.json is not None:
-        with open(job.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+    yield from map(row_of, entries)
+
+
+def line(row: dict[str, Any]) -> str:
+    missed = f"  {row['of_best']:.2f} of the best" if "of_best" in row else ""
+    return f"{row['problem']:40} untuned {row['untuned']:5.2f}x  tuned {row['tuned']:5.2f}x{missed}  {row['plan']}"
 
 
 def row_of(entry: Entry) -> dict[str, Any]:
@@ -180,35 +154,22 @@ def summary(name: str, rows: Sequence[dict[str, Any]], best: int = 0) -> str:
     return line
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs with these command line arguments; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned", description=__doc__)
-    parser.add_argument(
-        "--problems", type=int, default=40, help="problems of each op (default: 40)"
-    )
-    parser.add_argument("--most", type=int, default=4, help="plans beside the sequence")
-    parser.add_argument("--repeats", type=int, default=10, help="turns of tuning")
-    parser.add_argument("--medians", type=int, default=5, help="medians; the lowest counts")
-    parser.add_argument("--turns", type=int, default=15, help="turns for each median")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--best", type=int, default=0, metavar="N", help="compare with the first N candidates"
-    )
-    parser.add_argument("--json", help="a file for all times")
-    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-    parser.add_argument("--device", choices=["cuda", "cpu"])
-    args = parser.parse_args(argv)
-    try:
-        ranks = Ranks.choose(args.world, args.device)
-    except ValueError as error:
-        parser.error(str(error))
-    job = Job(
-        args.problems, args.most, args.repeats, args.medians, args.turns, args.seed, args.best,
-        args.json,
-    )  # fmt: skip
-    launch(ranks, run_rank, job)
-    return 0
+def summaries(rows: Sequence[dict[str, Any]], job: argparse.Namespace) -> str:
+    """A line for each op, and one for all."""
+    by_op = {op: [row for row in rows if row["problem"].startswith(op + " ")] for op in OPS}
+    return "\n".join(summary(op, own, job.best) for op, own in {**by_op, "all": rows}.items())
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--problems", type=int, default=40, help="of each op (default: 40)")
+    add("--most", type=int, default=4, help="plans beside the sequence")
+    add("--repeats", type=int, default=10, help="turns of tuning")
+    add("--medians", type=int, default=5, help="of which the lowest counts")
+    add("--turns", type=int, default=15, help="behind each median")
+    add("--seed", type=int, default=1)
+    add("--best", type=int, default=0, metavar="N", help="of the first N candidates")
+    add("--json", help="a file for all times")
+
+
+STUDY = Study(options, measured, line, summaries)

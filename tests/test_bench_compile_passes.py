@@ -1,4 +1,4 @@
-"""The table of docs/compile.md is what `python -m overlap_torch.benchmarks.compile_passes` prints."""
+"""The table of docs/compile.md is what `python -m overlap_torch.benchmarks compile_passes` prints."""
 
 from __future__ import annotations
 

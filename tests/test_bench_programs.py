@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ def rows_of(folder: str) -> tuple[dict[str, list[str]], list[str]]:
         Path(folder, name).write_text(text_of(kind, algorithm, 2))
     left_out: list[str] = []
     session = default_session(torch.device("cpu"), 1)
-    job = programs.Job(
-        (), (), ("call",), "gloo", 1, tuple(f"{folder}/{name}" for name in files), None
+    job = SimpleNamespace(
+        modes=("call",), transport="gloo", turns=1, file=[f"{folder}/{name}" for name in files]
     )
     found = {}
     for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm"):
@@ -55,7 +56,7 @@ def test_programs_says_the_best_of_each_name():
         {"us": {"sequence": 100.0, "planner": 100.0, "ring, library, 1": 125.0}},
     ]  # fmt: skip
     assert programs.gains(rows[0]) == {"planner": 2.0, "ring": 1.25}
-    lines = programs.summary(rows).split("\n")
+    lines = programs.by_name(rows).split("\n")
     assert lines[0].split() == ["planner", "1.414", "(1.000),", "2", "shapes"]
     assert lines[1].split() == ["ring", "1.000", "(0.800),", "2", "shapes"]
 
@@ -71,5 +72,5 @@ def test_programs_says_the_best_of_each_name():
 )
 def test_programs_says_what_is_allowed(argv, message, capsys):
     with pytest.raises(SystemExit):
-        bench("programs").main([*argv, "--device", "cpu"])
+        bench("study").main(["programs", *argv, "--device", "cpu"])
     assert message in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_bench_resources_leaves_out_what_not_all_shapes_have(study):
     assert len(lines) == 5 and "sm80" not in "".join(lines)
 
 
-def test_bench_resources_reads_what_it_wrote(study, tmp_path, capsys, monkeypatch):
+def test_bench_resources_reads_what_it_wrote(study, tmp_path, capsys):
     file = tmp_path / "resources.json"
     head = {
         "gpu": "G", "sms": 132, "world": 2, "moved_bytes": 1 << 26, "bytes_per_gpu": 1 << 27, "rounds": 3,
@@ -62,22 +62,21 @@ def test_bench_resources_reads_what_it_wrote(study, tmp_path, capsys, monkeypatc
     again, results = study.read(file)
     assert results == simulated(study) and again | head == again
     assert len(file.read_text().splitlines()) == 3 + len(results)
-    monkeypatch.setattr("sys.argv", ["resources", "--from", str(file)])
-    study.main()
+    assert bench("study").main(["resources", "--from", str(file)]) == 0
     said = capsys.readouterr().out
     assert "2 x G, 132 SMs" in said and "not all was measured" in said
     assert study.table(results) in said
 
 
 def test_bench_resources_has_every_way_of_every_kernel(study):
-    on_hopper = list(study.ways(study.Study(), (9, 0)))
+    on_hopper = list(study.ways(study.Grid(), (9, 0)))
     assert {(way.gemm, way.by) for way in on_hopper} == {
         *((gemm, "nothing") for gemm in ("cublas", "triton", "sm80", "sm90_pingpong")),
         *((gemm, "green_context") for gemm in ("cublas", "triton", "sm80", "sm90_pingpong")),
         *((gemm, "grid") for gemm in ("triton", "sm80", "sm90_pingpong")),
         *((gemm, "padding") for gemm in ("sm80", "sm90_pingpong")),
     }
-    assert not any(way.gemm == "sm90_pingpong" for way in study.ways(study.Study(), (8, 0)))
+    assert not any(way.gemm == "sm90_pingpong" for way in study.ways(study.Grid(), (8, 0)))
     quick = list(study.ways(study.QUICK, (9, 0)))
     assert {(way.gemm, way.by) for way in quick} == {(way.gemm, way.by) for way in on_hopper}
 

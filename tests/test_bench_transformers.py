@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ SIZES = {
 def rows_of(folder: str) -> tuple[list[list[str]], str]:
     """Its table's lines, and what is said of a model that computes something else."""
     module = bench("transformers_models")
-    job = module.Job(SIZES, 8, 2, module.WORK, 1)
+    job = SimpleNamespace(sizes=SIZES, tokens=8, sequences=2, work=module.WORK, repeats=1)
     device = rank_device()
     with as_torchrun_places():
         models = module.load_all(job, folder, device)

@@ -1,0 +1,104 @@
+"""``python -m benchmarks NAME``: the studies, each of problems and of a row for each variant, told line by line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from overlap_torch._tools.launch import Ranks, launch
+
+NAMES = {
+    "tuned": "tuned plans beside the planner's and the sequence, over random problems",
+    "gemm_tuned": "the signalling GEMM, kernel and chunks by measuring, beside cuBLAS",
+    "programs": "plans with programs beside the planner's and the sequence",
+    "transformers_models": "a Hugging Face model by transformers' styles and by ours",
+    "foreign_kernel": "a Triton GEMM with order table and signals, and its jobs",
+    "resources": "the room that a GEMM leaves to a kernel that moves bytes beside it",
+    "compile_passes": "collectives that compile passes replace in the same graphs",
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """How one study goes.
+
+    Attributes:
+        options: adds its options to a parser.
+        rows: measures, on every rank, and gives a row for each problem or variant.
+        line: what is printed of a row as soon as it is there; "" prints nothing.
+        summary: what is printed of all rows.
+        prepare: completes the options before anything starts; ValueError where they are bad.
+        on_ranks: it runs on ranks that the runner starts, and takes --world and --device.
+    """
+
+    options: Callable[[argparse.ArgumentParser], None]
+    rows: Callable[[argparse.Namespace], Iterable[Any]]
+    line: Callable[[Any], str]
+    summary: Callable[[list[Any], argparse.Namespace], str]
+    prepare: Callable[[argparse.Namespace], None] = lambda args: None
+    on_ranks: bool = True
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Does the work of each rank, or of the only process."""
+    study = importlib.import_module(f".{args.study}", __package__).STUDY
+    begin = time.monotonic()
+    rows = []
+    first = True
+    for row in study.rows(args):
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        rows.append(row)
+        if first and (line := study.line(row)):
+            print(line, flush=True)
+    if not first:
+        return
+    if summary := study.summary(rows, args):
+        print(summary)
+    print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
+    if getattr(args, "json", None):
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one study with the rest of the arguments; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        epilog="\n".join(f"{name:20} {meaning}" for name, meaning in NAMES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("study", choices=NAMES)
+    name = parser.parse_args(argv[:1]).study
+    module = importlib.import_module(f".{name}", __package__)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    study = module.STUDY
+    study.options(parser)
+    if study.on_ranks:
+        parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+        parser.add_argument("--device", choices=["cuda", "cpu"])
+    args = parser.parse_args(argv[1:])
+    args.study = name
+    try:
+        study.prepare(args)
+        ranks = Ranks.choose(args.world, args.device) if study.on_ranks else None
+    except ValueError as error:
+        parser.error(str(error))
+    if ranks is None:
+        run_rank(args)
+        return 0
+    args.device = ranks.device_type
+    launch(ranks, run_rank, args)
+    return 0
