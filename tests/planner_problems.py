@@ -5,47 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from overlap_torch._plan import DType, Machine, Op, Problem, Recipe
+from tests.machines import cpu, hopper
 
 
 def _hopper(**changes: object) -> Machine:
-    fields = {
-        "arch": 90,
-        "sm_count": 132,
-        "sm_gflops": 5600.0,
-        "has_sm80_kernels": True,
-        "has_sm90_kernels": True,
-        "link_latency_us": 9.0,
-        "link_gbps": 260.0,
-        "windows": True,
-        "peer_gbps": 365.0,
-    }
-    return Machine(**{**fields, **changes})
-
-
-def _plain(**changes: object) -> Machine:
-    return _hopper(**{"windows": False, "peer_gbps": 0.0, **changes})
+    return hopper(**{"windows": True, "peer_gbps": 365.0, **changes})
 
 
 def _ampere(**changes: object) -> Machine:
     fields = {"arch": 80, "sm_count": 108, "sm_gflops": 2000.0, "has_sm90_kernels": False}
-    return _plain(**{**fields, "link_latency_us": 14.0, "link_gbps": 200.0, **changes})
-
-
-def _cpu(**changes: object) -> Machine:
-    fields = {"arch": 0, "sm_count": 2, "sm_gflops": 50.0, "link_latency_us": 200.0}
-    return Machine(**{**fields, "link_gbps": 1.0, **changes})
+    return hopper(**{**fields, "link_latency_us": 14.0, "link_gbps": 200.0, **changes})
 
 
 # On both sides of what the planner distinguishes: links, windows, peers, kernels, SMs.
 MACHINES: dict[str, Machine] = {
     "hopper": _hopper(),
     "hopper without peers": _hopper(peer_gbps=0.0),
-    "hopper without windows": _plain(),
+    "hopper without windows": hopper(),
     "hopper, slower peers": _hopper(link_gbps=140.0, peer_gbps=101.0),
     "hopper, slow peers": _hopper(link_gbps=61.0, peer_gbps=99.0),
     "hopper, fast link": _hopper(link_latency_us=30.0, link_gbps=400.0, peer_gbps=450.0),
-    "hopper on PCIe": _plain(sm_count=114, sm_gflops=4200.0, link_gbps=59.0, link_latency_us=25.0),
-    "hopper, slow link": _plain(link_gbps=18.0, link_latency_us=60.0),
+    "hopper on PCIe": hopper(sm_count=114, sm_gflops=4200.0, link_gbps=59.0, link_latency_us=25.0),
+    "hopper, slow link": hopper(link_gbps=18.0, link_latency_us=60.0),
     "hopper without its kernels": _hopper(has_sm90_kernels=False),
     "hopper of 16 SMs": _hopper(sm_count=16),
     "ampere": _ampere(peer_gbps=240.0),
@@ -59,8 +40,8 @@ MACHINES: dict[str, Machine] = {
         link_gbps=500.0,
         peer_gbps=700.0,
     ),
-    "cpu": _cpu(),
-    "cpu of 64 cores": _cpu(sm_count=64, link_latency_us=60.0, link_gbps=6.0),
+    "cpu": cpu(),
+    "cpu of 64 cores": cpu(sm_count=64, link_latency_us=60.0, link_gbps=6.0),
     "not measured": Machine(arch=90, sm_count=132),
 }
 

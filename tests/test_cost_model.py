@@ -26,7 +26,6 @@ GATHERS = ["gather", "window gather"]
 ALL_KINDS = [*KINDS, *GATHERS]
 
 SHORT_K = 64  # with it all tiles are computed before the host has issued the first call
-MIB = 2**20
 
 
 def make(kind: str, chunks: int | list[int], **options: object) -> Plan:
@@ -161,35 +160,10 @@ def test_predict_sequence_of_slower_types_takes_longer(machine: Machine) -> None
         assert single == double > 10 * half
 
 
-@pytest.mark.parametrize("machine", [hopper(), slow(), ada()], ids=str)
-def test_predict_sequence_computes_no_rows_beyond_the_matrix(machine: Machine) -> None:
-    def gemm_us(m: int) -> float:
-        return plans.predict(plans.templates.make_sequential(big(m=m), machine), machine).gemm_us
-
-    each = (gemm_us(2048) - gemm_us(1024)) / 1024
-    for rows in (1026, 1090, 1151):
-        assert gemm_us(rows) == pytest.approx(gemm_us(1024) + each * (rows - 1024))
-
-
 @pytest.mark.parametrize("machine", [hopper(), hopper(peer_gbps=350.0), cpu()], ids=str)
 def test_predict_all_to_all_knows_no_rows(machine: Machine) -> None:
     problem = big(m=0, op=Op.GEMM_ALLTOALL)
     assert [total(plan, machine) for plan in plans.candidates(problem, machine)] == [0.0, 0.0]
-
-
-def test_predict_small_sequence_takes_a_tile_and_alone_no_call() -> None:
-    machine = hopper()
-    tile_us = 2 * 128 * 128 * 7168 / (machine.sm_gflops * 1e3)
-    small, larger = (
-        plans.predict(
-            plans.templates.make_sequential(big(m=m, n=8, world_size=1), machine), machine
-        )
-        for m in (1, 16384)
-    )
-    assert small.communication_us == 0.0
-    assert tile_us < small.total_us < tile_us + 10
-    assert small.total_us == small.gemm_us == larger.gemm_us  # 128 tiles, on as many SMs
-    assert total(plans.templates.make_sequential(big(m=0), machine), machine) == 0.0
 
 
 # --- chunks beside a GEMM ---------------------------------------------------------------------------
@@ -260,32 +234,6 @@ def test_price_puts_the_last_chunk_in_place_behind_its_call(kind: str) -> None:
     assert small < large < 2 * small  # a start, and bytes
 
 
-@pytest.mark.parametrize("kind", ["plain", "scatter"])
-def test_price_of_chunks_in_the_output_puts_nothing_in_place(kind: str) -> None:
-    timeline = Timeline(make(kind, 8), hopper())
-    assert timeline.of("copy", "unpack", "add_bias") == []
-
-
-@pytest.mark.parametrize("comm_sms", [8, 9, 10])
-def test_price_sums_that_find_no_sm_wait_for_the_gemm(comm_sms: int) -> None:
-    """Small chunks, more of them than can be summed on the SMs that their exchange leaves."""
-    plan = make("exchange", [2] * 32, max_ctas=8, comm_sms=comm_sms)
-    timeline = Timeline(plan, hopper(windows=True))
-    ((_, gemm_end),) = timeline.spans("gemm")
-    sums = timeline.spans("unpack")
-    behind = [span for span in sums if span[0] >= gemm_end]
-    each = min(lengths(behind))  # on all SMs
-    assert len(behind) > 1
-    beside = [span for span in sums if span[1] <= gemm_end]
-    assert all(length > each for length in lengths(beside))
-    # The more SMs are left, the more is done before the GEMM ends.
-    more = Timeline(
-        make("exchange", [2] * 32, max_ctas=8, comm_sms=comm_sms + 8), hopper(windows=True)
-    )
-    ends = more.spans("gemm")[0][1]
-    assert len([span for span in more.spans("unpack") if span[1] <= ends]) > len(beside)
-
-
 @pytest.mark.parametrize(
     ("machine", "comm_sms", "max_ctas", "waits"),
     [
@@ -320,89 +268,7 @@ def test_price_library_computes_a_chunk_a_call_and_waits_for_no_sms() -> None:
     assert calls[1][0] == max(calls[0][1], timeline.of("mark")[1]["ends"])
 
 
-def test_price_library_counts_a_chunks_parts_as_one() -> None:
-    """8 + 8 tiles are one round of 16 SMs' tiles, and 9 + 9 are two."""
-    machine = hopper(sm_count=20)
-    lengths_of = []
-    for columns in (8, 9):
-        problem = big(m=512, n=128 * columns, op=Op.GEMM_REDUCESCATTER)
-        plan = plans.templates.row_panels(
-            problem, [1, 1], kernel=Kernel.LIBRARY, comm_sms=4, max_ctas=4
-        )
-        timeline = Timeline(plan, machine)
-        assert len(timeline.of("library_gemm")) == 4  # of two chunks two parts
-        chunk = timeline.of("mark")[0]["after"][0]
-        lengths_of.append(timeline.steps[chunk]["ends"])
-    rounds_us = 2 * 128 * 128 * 7168 / (machine.sm_gflops * 1e3)
-    assert lengths_of[1] - lengths_of[0] == pytest.approx(rounds_us)
-
-
-@pytest.mark.parametrize(
-    ("kind", "world"),
-    [("plain", 2), ("scatter", 2), ("exchange", 2), ("plain", 4), ("scatter", 4)],
-)
-def test_predict_slow_link_dislikes_many_ctas_between_two(kind: str, world: int) -> None:
-    def gemm_us(ctas: int, lanes: int, machine: Machine) -> float:
-        plan = make(
-            kind,
-            4,
-            problem=big(k=32768, world_size=world),
-            max_ctas=ctas,
-            lanes=lanes,
-            comm_sms=16,
-        )
-        return plans.predict(plan, machine).gemm_us
-
-    few = gemm_us(4, 1, slow())
-    assert gemm_us(2, 2, slow()) == few
-    assert (gemm_us(8, 1, slow()) > 1.05 * few) == (world == 2)
-    assert gemm_us(8, 1, slow()) == gemm_us(4, 2, slow())
-    assert gemm_us(8, 1, hopper()) == gemm_us(4, 1, hopper()) == few
-
-
 # --- lanes ------------------------------------------------------------------------------------------
-
-
-def test_price_two_lanes_share_the_link() -> None:
-    machine = hopper()
-    heights = [40, 24]
-    options = {"problem": big(k=SHORT_K), "max_ctas": 24, "comm_sms": 24}
-    one = lengths(Timeline(make("plain", heights, **options), machine).spans("collective"))
-    each = (one[0] - one[1]) / 16  # of a tile row that has the link to itself
-    start = one[0] - 40 * each
-    first, second = Timeline(make("plain", heights, lanes=2, **options), machine).spans(
-        "collective"
-    )
-    # Alone until the second flows, then half the link each until the smaller ends, then alone.
-    assert first[0] < second[0] < second[1] < first[1]
-    assert second[1] == pytest.approx(second[0] + start + 2 * 24 * each)
-    assert first[1] == pytest.approx(first[0] + start + 64 * each)
-
-
-def test_price_two_lanes_of_few_ctas_do_not_slow_each_other() -> None:
-    machine = hopper()
-    options = {"problem": big(k=SHORT_K), "max_ctas": 4}
-    one = lengths(Timeline(make("plain", [40, 24], **options), machine).spans("collective"))
-    two = Timeline(make("plain", [40, 24], lanes=2, **options), machine).spans("collective")
-    assert lengths(two) == pytest.approx(one)
-    assert two[1][0] < two[0][1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_predict_two_lanes_hide_call_starts(kind: str) -> None:
-    # One call fills the link. In one lane it idles through all 8 starts; in two only through those that
-    # coincide, at most the 4 of one lane, and through the time until the second call is issued.
-    machine = hopper(windows=True)
-    plan = {
-        lanes: make(kind, 8, problem=big(k=SHORT_K), comm_sms=24, max_ctas=24, lanes=lanes)
-        for lanes in (1, 2)
-    }
-    heights = make(kind, [40, 24], problem=big(k=SHORT_K), comm_sms=24, max_ctas=24)
-    calls = lengths(Timeline(heights, machine).spans("collective"))
-    start = calls[0] - 40 * (calls[0] - calls[1]) / 16
-    first, second, *_ = Timeline(plan[2], machine).spans("collective")
-    issue = second[0] - first[0]
-    assert total(plan[1], machine) - total(plan[2], machine) >= 4 * start - issue
 
 
 # Heights of chunks, multiples of 8 that sum up to 64.
@@ -629,19 +495,6 @@ def test_predict_of_more_work_costs_more(machine: Machine, field: str) -> None:
     ):
         times = [total(make_one(problem), machine) for problem in problems]
         assert all(a < b for a, b in itertools.pairwise(times))
-
-
-def test_predict_rates_kernels_and_bands() -> None:
-    def gemm_us(machine: Machine, **options: object) -> float:
-        return plans.predict(make("plain", 4, **options), machine).gemm_us
-
-    base = gemm_us(hopper())
-    assert base < gemm_us(hopper(), band_rows=2) < 1.2 * base  # they share less in L2
-    assert base < gemm_us(hopper(), kernel=Kernel.SM90_PINGPONG, comm_sms=32) < 1.3 * base
-    # mma.sync on the architectures that it was made for, and on one that has more.
-    assert base < gemm_us(hopper(arch=80), kernel=Kernel.SM80) < 1.2 * base
-    assert 1.4 * base < gemm_us(hopper(), kernel=Kernel.SM80) < 2.0 * base
-    assert gemm_us(hopper(sm_gflops=2800.0)) == pytest.approx(2 * base, rel=0.01)
 
 
 def test_predict_refuses_an_invalid_plan() -> None:

@@ -13,7 +13,6 @@ from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Problem
 from overlap_torch.plan._library import parse_machine
 from overlap_torch.plan.types import Collective, DType, Kernel, Layout, Op, Schedule, Transport
-from tests import _plan_test
 
 TRAIN_NK = [(8192, 7168), (8192, 2048), (4096, 3584), (16384, 4096)]
 
@@ -89,32 +88,14 @@ def test_planner_takes_windows_and_exchanges_only_where_they_work(
             assert problem.op == Op.GEMM_ALLREDUCE
 
 
-PLAIN = (False, Collective.ALL_REDUCE, Layout.ROW_MAJOR)
-WINDOW = (True, Collective.ALL_REDUCE, Layout.ROW_MAJOR)
 EXCHANGE = (True, Collective.EXCHANGE, Layout.PACKED)
-PLAIN_EXCHANGE = (False, Collective.EXCHANGE, Layout.PACKED)
+
+
 COLLECTIVES = {
     Op.GEMM_REDUCESCATTER: Collective.REDUCE_SCATTER,
     Op.ALLGATHER_GEMM: Collective.ALL_GATHER,
     Op.GEMM_ALLTOALL: Collective.ALL_TO_ALL,
 }
-
-
-@pytest.mark.parametrize(
-    ("machine", "world", "kinds"),
-    [
-        (hopper(windows=True), 2, {EXCHANGE}),
-        (hopper(windows=True), 4, {WINDOW, PLAIN}),
-        (hopper(), 2, {PLAIN}),
-        (hopper(), 4, {PLAIN}),
-        (slow(windows=True), 2, {PLAIN_EXCHANGE}),
-        (slow(windows=True), 4, {PLAIN}),
-    ],
-)
-def test_planner_tries_the_kinds_of_calls_that_suit(machine, world, kinds) -> None:
-    found = plans.candidates(big(world_size=world), machine)[1:]
-    assert {(p.resources.window, p.collective, p.layout) for p in found} == kinds
-    assert max(p.resources.lanes for p in found) > 1
 
 
 @pytest.mark.parametrize("op", PARTED)
@@ -339,17 +320,6 @@ TWO_H200 = {"windows": True, "link_latency_us": 9.3, "link_gbps": 262.7, "sm_gfl
 
 
 # Their sweeps found overlapped plans faster for each of these.
-@pytest.mark.parametrize("op", PARTED)
-@pytest.mark.parametrize(
-    ("m", "nk"), list(itertools.product([4096, 8192, 16384], TRAIN_NK)), ids=str
-)
-def test_planner_overlaps_training_shapes_one_way(op, m, nk) -> None:
-    problem = big(m=m, n=nk[0], k=nk[1], op=op)
-    plan = plans.templates.make_plan(problem, hopper(**TWO_H200))
-    assert plan.schedule == Schedule.OVERLAPPED
-    assert plan.resources.window
-    chunks = (1, 4) if op == Op.ALLGATHER_GEMM else (6, 10)
-    assert chunks[0] <= len(plan.chunks) <= chunks[1]
 
 
 # The fastest kernel of the three, or one within 2 % of it, measured under the same plans, calls and rows together:
@@ -395,93 +365,10 @@ def test_planner_takes_the_tiles_that_are_faster(
 
 # Over peers, where the own rows' tiles must hide the arrival of the others: one round of large tiles lost
 # 11 to 20 %, two or more won 1 to 8 %.
-@pytest.mark.parametrize(
-    ("m", "nk", "large"),
-    [
-        (512, (8192, 7168), False),
-        (512, (16384, 4096), True),
-        (1024, (4096, 3584), False),
-        (1024, (8192, 2048), True),
-        (2048, (4096, 3584), True),
-        (2048, (8192, 7168), True),
-        (4096, (1152, 7168), False),  # half of each row's last tile would be empty
-    ],
-    ids=str,
-)
-def test_planner_takes_large_tiles_where_they_fill_the_device(m, nk, large) -> None:
-    problem = big(m=m, n=nk[0], k=nk[1], op=Op.ALLGATHER_GEMM)
-    plan = plans.templates.make_plan(problem, hopper(**TWO_H200, peer_gbps=365.0))
-    assert plan.schedule == Schedule.OVERLAPPED
-    assert plan.kernel == (COOPERATIVE if large else PINGPONG)
 
 
 # Over peers, two H200s: 132 tiles of 128 x 128 take the link 11.9 us, in a time that K gives: 12.0 us with K = 2048,
 # 21.0 with 3584, 42.0 with 7168.
-@pytest.mark.parametrize(
-    ("op", "shape", "kernel", "least", "most"),
-    [
-        # A tile's time has room for all of it beside what else is sent, or for some.
-        (Op.GEMM_ALLREDUCE, (2048, 8192, 7168), PINGPONG, 11.8, 12.0),
-        (Op.GEMM_REDUCESCATTER, (2048, 8192, 7168), PINGPONG, 11.8, 12.0),
-        (Op.GEMM_ALLREDUCE, (2048, 4096, 3584), PINGPONG, 8.0, 10.0),
-        (Op.GEMM_REDUCESCATTER, (2048, 4096, 3584), PINGPONG, 11.8, 12.0),
-        (Op.GEMM_ALLREDUCE, (8192, 8192, 7168), WIDE, 17.7, 18.0),
-        # The link is busy all the time: what waits comes late.
-        (Op.GEMM_ALLREDUCE, (2048, 8192, 2048), PINGPONG, 0.0, 0.2),
-        (Op.GEMM_ALLREDUCE, (4096, 16384, 2048), WIDE, 0.0, 0.0),
-        # Fewer tiles than SMs take less time.
-        (Op.GEMM_REDUCESCATTER, (512, 2048, 7168), PINGPONG, 5.7, 5.9),
-    ],
-    ids=str,
-)
-def test_planner_spreads_stores_as_far_as_the_link_has_time(op, shape, kernel, least, most) -> None:
-    problem = big(m=shape[0], n=shape[1], k=shape[2], op=op)
-    rows = shape[0] // 2 // 128
-    plan = plans.templates.row_panels(problem, [rows], kernel=kernel, transport="peer")
-    machine = hopper(**TWO_H200, peer_gbps=365.0)
-    assert least <= _plan_test.store_spread_us(plan, machine) <= most
-    assert _plan_test.store_spread_us(plan, hopper(**TWO_H200, peer_gbps=0.0)) == 0.0
-    with pytest.raises(ValueError, match="only rings and direct plans"):
-        _plan_test.store_spread_us(plans.templates.make_sequential(problem, machine), machine)
-
-
-@pytest.mark.parametrize(
-    ("m", "nk", "few"),
-    [
-        # 1.11x to 1.39x in calls; six or eight gained no more, and took the host longer than the sequence.
-        (2048, (8192, 7168), True),
-        (2048, (8192, 2048), True),
-        (1024, (16384, 4096), True),
-        (2048, (16384, 4096), True),
-        # More rows, or a long call.
-        (4096, (8192, 2048), False),
-        (8192, (8192, 7168), False),
-        (2048, (28672, 4096), False),
-    ],
-    ids=str,
-)
-def test_planner_cuts_short_calls_of_few_rows_into_four_chunks_at_most(m, nk, few) -> None:
-    plan = plans.templates.make_plan(big(m=m, n=nk[0], k=nk[1]), hopper(**TWO_H200))
-    assert plan.collective == Collective.EXCHANGE
-    assert len(plan.chunks) >= 4
-    assert (len(plan.chunks) == 4) == few
-
-
-@pytest.mark.parametrize("m", [4096, 8192])
-@pytest.mark.parametrize("latency", [25.0, 45.0, 70.0])
-def test_planner_leaves_few_sms_on_a_slow_link(m: int, latency: float) -> None:
-    # Two H200s without peer access: exchanges in two lanes of two CTAs were the fastest.
-    problem = big(m=m, k=32768)
-    plan = plans.templates.make_plan(problem, slow(link_gbps=28.5, link_latency_us=latency))
-    assert plan.schedule == Schedule.OVERLAPPED
-    assert plan.collective == Collective.EXCHANGE
-    assert (plan.resources.comm_sms, plan.resources.lanes) == (4, 2)
-    assert len(plan.chunks) >= 8
-    # Four, whose link carries less: a second lane hides the start of each call.
-    problem.world_size = 4
-    plan = plans.templates.make_plan(problem, slow(link_gbps=18.0, link_latency_us=latency))
-    assert (plan.resources.comm_sms, plan.resources.lanes) == (8, 2)
-    assert len(plan.chunks) == 16
 
 
 @pytest.mark.parametrize(
@@ -523,24 +410,6 @@ def test_planner_takes_the_fastest_plan_on_a_slow_link(
     assert (plan.schedule == Schedule.SEQUENTIAL) == (chunks == 1)
     assert (plan.resources.lanes, len(plan.chunks)) == (lanes, chunks)
     assert plan.resources.comm_sms == lanes * ctas
-
-
-@pytest.mark.parametrize("world", [3, 4])
-def test_planner_scatters_between_more_ranks_in_two_lanes_at_most_on_a_slow_link(
-    world: int,
-) -> None:
-    problem = big(m=4096 * world, k=8192, world_size=world, op=Op.GEMM_REDUCESCATTER)
-    found = plans.candidates(problem, slow(windows=True))[1:]
-    assert {plan.resources.lanes for plan in found} == {1, 2}
-
-
-@pytest.mark.parametrize(("k", "unhidden"), [(1024, 0), (7168, -1)])
-def test_planner_makes_the_chunk_small_that_nothing_hides(k: int, unhidden: int) -> None:
-    # No communication runs before the first chunk is computed, no GEMM beside the last one's.
-    plan = plans.templates.make_plan(big(k=k, world_size=4), hopper(windows=True))
-    tiles = [chunk.tiles for chunk in plan.chunks]
-    assert plan.schedule == Schedule.OVERLAPPED
-    assert tiles[unhidden] <= sum(tiles) / 4
 
 
 def test_planner_overlaps_on_cpu() -> None:

@@ -265,30 +265,6 @@ def test_all_to_all_of_two_ranks_is_in_one_launch_where_that_was_faster(
         assert stores(fast(), rank, send_rows, kernel, once, n=n, k=k) == expected
 
 
-def test_all_to_all_stores_what_a_slow_sender_would_add() -> None:
-    # The same rows, of which only those for others depend on the link.
-    keeps, sends = [8192, 0], [0, 8192]
-    assert len({stores(fast(peer_gbps=gbps), 0, keeps) for gbps in (100.0, 350.0, 900.0)}) == 1
-    assert stores(fast(), 0, sends) and stores(fast(), 1, keeps)
-    # Whatever a message of hundreds of rounds hides is worth more than the half round that whole launches waste.
-    for rows in range(20_000, 20_000 + 256, 37):
-        assert stores(fast(), 0, [rows, rows])
-
-
-def test_all_to_all_stores_are_for_its_plans_over_peers() -> None:
-    exchange = big(m=0, op=Op.GEMM_ALLTOALL)
-    made = (exchange, Kernel.SM90_PINGPONG, plans.types.Resources(), 0)
-    over_nccl = plans.templates.make_all_to_all(*made)
-    reduction = plans.templates.at_once(big(m=64))
-    for plan in (over_nccl, reduction):
-        with pytest.raises(ValueError, match="stores_messages is for plans of gemm_alltoall over"):
-            _plan_test.stores_messages(plan, fast(), 0, [1, 1])
-    plan = plans.templates.make_all_to_all(*made, Transport.PEER)
-    for rank, rows in ((2, [1, 1]), (-1, [1, 1]), (0, [1]), (0, [1, 1, 1])):
-        with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
-            _plan_test.stores_messages(plan, fast(), rank, rows)
-
-
 def rows_beside(rank: int, send_rows: list[int], receive_rows: list[int], sms: int = 108) -> int:
     plan = plans.templates.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
     machine = hopper(windows=True)
@@ -355,25 +331,6 @@ def test_all_to_all_of_two_ranks_computes_apart_what_a_slow_link_takes_longer_fo
     )
     for machine, apart in ((hopper(windows=True), False), (slow(), True)):
         assert _plan_test.computes_apart(plan, machine, 0, [768] * 2, [768] * 2, 108) == apart
-
-
-@pytest.mark.parametrize("asked", ["rows_beside_exchange", "computes_apart"])
-def test_what_two_ranks_compute_beside_an_exchange_is_asked_of_plans_over_nccl(asked: str) -> None:
-    ask = getattr(_plan_test, asked)
-    made = (Kernel.SM90_PINGPONG, plans.types.Resources(), 0)
-    for problem, transport in (
-        (big(m=0, op=Op.GEMM_ALLTOALL), Transport.PEER),
-        (big(m=0, op=Op.GEMM_ALLTOALL, world_size=4), Transport.NCCL),
-    ):
-        plan = plans.templates.make_all_to_all(problem, *made, transport)
-        with pytest.raises(ValueError, match=f"{asked} is for plans of gemm_alltoall"):
-            ask(plan, fast(), 0, [1, 1], [1, 1], 108)
-    plan = plans.templates.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
-    for rank, rows in ((2, [1, 1]), (0, [1])):
-        with pytest.raises(ValueError, match=f"rank {rank} with {len(rows)} counts of rows"):
-            ask(plan, fast(), rank, rows, rows, 108)
-    with pytest.raises(ValueError, match="sms_beside is 0, allowed are 1 and more"):
-        ask(plan, fast(), 0, [1, 1], [1, 1], 0)
 
 
 # --- what is expected -------------------------------------------------------------------------------
@@ -455,44 +412,6 @@ def test_predict_over_peers_is_finite_and_falls_with_the_rate(
         more = Problem(**fields, dtype=DType.BFLOAT16, world_size=world, op=op)
         larger = plans.templates.row_panels(more, chunks, kernel="sm90_pingpong", transport="peer")
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(2, 9000), st.integers(1, 7), sizes, sizes, st.integers(2, 8))
-def test_predict_of_a_ring_whose_last_part_is_shorter_is_that_of_whole_parts(
-    part, short_by, n, k, world
-) -> None:
-    def ring(m: int) -> Plan:
-        problem = Problem(m, n, k, DType.BFLOAT16, world)
-        return plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
-
-    short_by = min(short_by, world - 1, part - 1)
-    # All ranks take as many tiles, and some send whole parts.
-    whole = total(ring(world * part), fast())
-    assert total(ring(world * part - short_by), fast()) == pytest.approx(whole)
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_predict_of_a_ring_costs_nothing_between_phases(world: int) -> None:
-    def beyond_the_gemm(m: int, world: int) -> float:
-        problem = big(m=m, world_size=world, op=Op.GEMM_REDUCESCATTER)
-        plan = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
-        prediction = plans.predict(plan, fast(peer_gbps=1e9))
-        return prediction.total_us - prediction.gemm_us
-
-    # One launch, whatever its length and its phases.
-    assert beyond_the_gemm(16384, world) == pytest.approx(beyond_the_gemm(4096, 2), abs=1e-6)
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_predict_of_a_ring_waits_for_a_slow_link_in_all_phases_but_the_last(world: int) -> None:
-    problem = big(world_size=world, op=Op.GEMM_REDUCESCATTER)
-    plan = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
-    sent_us = bytes_sent(plan) / 1e3  # at 1 GB/s
-    halves = [total(plan, fast(peer_gbps=gbps)) for gbps in (1.0, 2.0)]
-    assert halves[0] - halves[1] == pytest.approx(sent_us / 2)
-    gemm_us = plans.predict(plan, fast()).gemm_us
-    assert halves[0] - sent_us < gemm_us / world * (1 + 1e-9) + 50
 
 
 # --- in one step ------------------------------------------------------------------------------------
@@ -598,14 +517,6 @@ def test_planner_tries_one_step_only_where_it_is_allowed(
         assert plans.files.decode(plans.files.encode(plan)) == plan
 
 
-@every_op
-def test_planner_tries_one_step_up_to_a_size(op: Op) -> None:
-    # 16 KiB a row of the product and of the input.
-    for m, tries in ((8190, True), (8192, True), (8194, False), (16384, False)):
-        found = plans.candidates(big(m=m, n=8192, k=8192, op=op), fast())
-        assert any(in_one_step(plan) for plan in found) == tries
-
-
 @settings(max_examples=100, deadline=None)
 @given(problems, st.floats(0.0, 99.9), st.booleans())
 def test_planner_takes_no_peers_over_a_slow_link_between_them(problem, gbps, windows) -> None:
@@ -641,12 +552,3 @@ def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
 
 
 # --- machines ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gbps", [0.0, 351.25, 1 / 3, 1e-7, 123456789.125])
-def test_machine_is_read_as_it_is_printed(gbps: float) -> None:
-    machine = fast(peer_gbps=gbps, link_gbps=0.1 + 0.2)
-    assert f"peer_gbps={gbps:g}" in repr(machine) or gbps not in (0.0, 351.25)
-    read = parse_machine(repr(machine))
-    assert repr(read) == repr(machine)
-    assert (read.peer_gbps, read.link_gbps, read.windows) == (gbps, 0.1 + 0.2, True)
