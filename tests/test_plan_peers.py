@@ -78,21 +78,6 @@ def test_plan_over_peers_takes_every_tile_once_in_whole_rows_of_parts(
     assert covered == list(range(part_rows))
 
 
-@given(parted_plans_and_grids(peers=True))
-def test_plan_over_peers_survives_encode_json_pickle_and_copy(case: tuple[Plan, Grid]) -> None:
-    plan, _ = case
-    code = plans.files.encode(plan)
-    assert plans.files.decode(code) == plan
-    assert plans.files.encode(plans.files.decode(code)) == code
-    assert plans.files.from_json(plans.files.to_json(plan)) == plan
-    assert pickle.loads(pickle.dumps(plan)) == plan
-    copy = plan.copy()
-    copy.chunks = [Chunk(chunk.tiles, Transport.NCCL, chunk.max_ctas) for chunk in plan.chunks]
-    assert copy != plan
-    assert repr(copy) != repr(plan)
-    assert plans.files.decode(plans.files.encode(copy)) == copy
-
-
 @every_op
 def test_plan_over_peers_says_so_in_json_and_words(op: Op) -> None:
     plan = peer_plan(op)
@@ -139,26 +124,6 @@ def test_plan_row_panels_over_peers_splits_one_part_evenly(
     assert max(heights) - min(heights) <= 1
 
 
-def test_plan_row_panels_over_peers_takes_heights_of_one_part() -> None:
-    problem = Problem(
-        3 * 60, 20, 5, DType.FLOAT32, 3, Op.ALLGATHER_GEMM
-    )  # parts of 8 tile rows, the last of 4
-    options = {"transport": "peer", "tile": (8, 10)}
-    plan = plans.templates.row_panels(problem, [1, 4, 3], **options)
-    assert plan.schedule == Schedule.OVERLAPPED
-    assert (plan.tiles_m, plan.tiles_n) == (24, 2)
-    assert plan.chunks == tuple(Chunk(tiles, Transport.PEER) for tiles in (6, 24, 18))
-    assert [plan.chunk_rows(chunk) for chunk in range(3)] == [(0, 8), (8, 40), (40, 60)]
-    for heights, message in [
-        ([1, 4, 4], "cover a tile twice"),
-        ([1, 4], "leaves tiles out"),
-        ([9], "9 tile rows high, allowed are 1 to 8, the height of one rank's part of the"),
-        ([0, 8], "0 tile rows high, allowed are 1 to 8"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            plans.templates.row_panels(problem, heights, **options)
-
-
 @every_op
 def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
     problem = Problem(2048, 512, 64, DType.BFLOAT16, 2, op)
@@ -174,65 +139,6 @@ def test_plan_row_panels_over_peers_wants_clusters_of_one_part(op: Op) -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"chunks": [Chunk(32)]},
-            "collective is ring with the transport nccl, allowed is peer: take that, or the "
-            "collective all_reduce",
-        ),
-        (
-            {"chunks": [Chunk(32, Transport.GLOO)], "kernel": Kernel.LIBRARY},
-            "collective is ring with the transport gloo, allowed is peer",
-        ),
-        (
-            {"chunks": [Chunk(16, Transport.PEER), Chunk(16)]},
-            "chunk 1 travels by nccl, chunk 0 by peer: take one transport",
-        ),
-        (
-            {"resources": Resources(lanes=2)},
-            "travels by peer .* lanes = 2, allowed are .* one lane",
-        ),
-        (
-            {"resources": Resources(window=True)},
-            "window = true with the transport peer, but symmetric windows are NCCL's: take nccl",
-        ),
-        (
-            {"layout": Layout.PACKED},
-            "plan of gemm_allreduce travels by peer with the collective ring, .* the layout packed"
-            ".*row_major",
-        ),
-        (
-            {"schedule": Schedule.SEQUENTIAL, "chunks": [Chunk(32, Transport.PEER)]},
-            "travels by peer .* the schedule sequential, .* allowed are ring .overlapped. or direct",
-        ),
-        (
-            {"collective": Collective.ALL_REDUCE},
-            "travels by peer with the collective all_reduce, .*allowed are ring .* or all_gather"
-            ".*take those, or the transport nccl",
-        ),
-        ({"collective": Collective.EXCHANGE}, "travels by peer with the collective exchange, "),
-        (
-            {"collective": Collective.ALL_GATHER},
-            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange, ring or "
-            "direct: take that",
-        ),
-        (
-            {"chunks": [Chunk(16, Transport.PEER)] * 2},
-            "the collective ring has 2 chunks, allowed is one of all tiles, .* join them",
-        ),
-    ],
-)
-def test_plan_validate_names_what_is_wrong_with_a_plan_over_peers(changes, message) -> None:
-    plan = peer_plan()
-    plan.validate()
-    for field, value in changes.items():
-        setattr(plan, field, value)
-    with pytest.raises(ValueError, match=message):
-        plan.validate()
 
 
 @pytest.mark.parametrize("kernel", ["library", "sm90_pingpong", "sm90_pingpong_wide"])
@@ -263,15 +169,6 @@ def test_plan_of_a_ring_takes_any_rows_of_which_each_rank_has_some(world: int, k
     assert min(some) >= (1 if world == 2 else 2)
 
 
-@every_op
-@pytest.mark.parametrize("world", [1, 9, 16])
-def test_plan_over_peers_is_for_the_ranks_of_one_host(op: Op, world: int) -> None:
-    problem = Problem(256 * world, 512, 64, DType.BFLOAT16, world, op)
-    expected = f"by peer between {world} ranks, allowed are 2 to 8: take the transport nccl"
-    with pytest.raises(ValueError, match=expected):
-        plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
-
-
 @pytest.mark.parametrize(
     ("op", "world", "tile_rows", "tiles"),
     [
@@ -298,33 +195,6 @@ def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
     with pytest.raises(ValueError, match=expected):
         ring(tile_rows)
     ring(tile_rows - 2).validate()  # whole clusters of two
-
-
-def test_plan_of_a_gather_over_peers_passes_on_no_tiles() -> None:
-    problem = Problem(2 * 258 * 128, 32768, 64, DType.BFLOAT16, 2, Op.ALLGATHER_GEMM)
-    plan = plans.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="peer")
-    plan.validate()
-    assert plan.tiles_m * plan.tiles_n == 2 * 258 * 256  # a ring would pass half of them on
-
-
-def test_plan_of_a_gather_is_no_ring() -> None:
-    plan = peer_plan(Op.ALLGATHER_GEMM)
-    plan.collective = Collective.RING
-    expected = "collective of allgather_gemm is ring, allowed is all_gather: take that"
-    with pytest.raises(ValueError, match=expected):
-        plan.validate()
-
-
-def test_plan_of_a_scatter_over_nccl_is_no_ring() -> None:
-    # Its chunks are whole clusters of all parts together, a ring's are of each part: no plan of either is the other's.
-    problem = Problem(2048, 512, 64, DType.BFLOAT16, 2, Op.GEMM_REDUCESCATTER)
-    plan = plans.templates.row_panels(problem, [1, 3, 4], kernel="sm90_pingpong")
-    plan.collective = Collective.RING
-    expected = (
-        "ring with the transport nccl, allowed is peer: take .* the collective reduce_scatter"
-    )
-    with pytest.raises(ValueError, match=expected):
-        plan.validate()
 
 
 # --- all-to-all -------------------------------------------------------------------------------------
@@ -354,52 +224,4 @@ def test_plan_of_an_all_to_all_travels_by_peer(n: int, dtype: DType, world: int)
     assert "peer" in repr(plan)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"collective": Collective.RING}, "of gemm_alltoall is ring, allowed is all_to_all: take"),
-        ({"collective": Collective.DIRECT}, "of gemm_alltoall is direct, allowed is all_to_all"),
-        (
-            {"schedule": Schedule.SEQUENTIAL},
-            "gemm_alltoall travels by peer with the collective all_to_all, the schedule sequential,"
-            " .*allowed are .*all_to_all .overlapped., .*take those, or the transport nccl",
-        ),
-        (
-            {"layout": Layout.PACKED},
-            "by peer with .* the layout packed, .* allowed are .*row_major",
-        ),
-        ({"resources": Resources(lanes=2)}, "by peer with .* lanes = 2, allowed are .*one lane"),
-        ({"resources": Resources(window=True)}, "window = true with the transport peer"),
-        (
-            {"problem": Problem(0, 511, 64, DType.BFLOAT16, 2, Op.GEMM_ALLTOALL)},
-            "collective all_to_all and rows of 1022 bytes, allowed are multiples of 16",
-        ),
-        (
-            {"problem": Problem(0, 0, 64, DType.BFLOAT16, 2, Op.GEMM_ALLTOALL)},
-            "n = 0, k = 64 with 1 chunks, allowed are n and k of 1 or more",
-        ),
-    ],
-)
-def test_plan_validate_names_what_is_wrong_with_an_all_to_all_over_peers(changes, message) -> None:
-    plan = all_to_all()
-    for field, value in changes.items():
-        setattr(plan, field, value)
-    with pytest.raises(ValueError, match=message):
-        plan.validate()
-
-
-@pytest.mark.parametrize("world", [1, 9])
-def test_plan_of_an_all_to_all_over_peers_is_for_the_ranks_of_one_host(world: int) -> None:
-    expected = f"by peer between {world} ranks, allowed are 2 to 8: take the transport nccl"
-    with pytest.raises(ValueError, match=expected):
-        all_to_all(world_size=world)
-
-
 # --- templates --------------------------------------------------------------------------------------
-
-
-@every_op
-def test_plan_packed_template_does_not_travel_by_peer(op: Op) -> None:
-    problem = Problem(1024, 512, 64, DType.BFLOAT16, 2, op)
-    with pytest.raises(ValueError, match="packed.*allowed .*row_major|row_major.*allowed .*packed"):
-        plans.templates.packed(problem, 1, kernel="sm90_pingpong", transport="peer")

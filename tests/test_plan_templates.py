@@ -76,14 +76,18 @@ def test_plan_row_panels_splits_every_part_evenly(op, rows, n, world, chunks, ke
     assert plans.files.from_json(plans.files.to_json(plan)) == plan
 
 
-@pytest.mark.parametrize("op", PARTED)
-def test_plan_row_panels_takes_heights_of_one_part(op: Op) -> None:
+@pytest.mark.parametrize(
+    ("op", "transport"),
+    [*((op, Transport.GLOO) for op in PARTED), (Op.ALLGATHER_GEMM, Transport.PEER)],
+)
+def test_plan_row_panels_takes_heights_of_one_part(op: Op, transport: Transport) -> None:
     problem = Problem(3 * 60, 20, 5, DType.FLOAT32, 3, op)  # parts of 8 tile rows, the last of 4
-    options = {"transport": "gloo", "tile": (8, 10), "lanes": 2}
+    lanes = 2 if transport == Transport.GLOO else 1
+    options = {"transport": transport, "tile": (8, 10), "lanes": lanes}
     plan = plans.templates.row_panels(problem, [1, 4, 3], **options)
     assert plan.schedule == Schedule.OVERLAPPED
-    assert (plan.tiles_m, plan.tiles_n, plan.resources.lanes) == (24, 2, 2)
-    assert plan.chunks == tuple(Chunk(tiles, Transport.GLOO) for tiles in (6, 24, 18))
+    assert (plan.tiles_m, plan.tiles_n, plan.resources.lanes) == (24, 2, lanes)
+    assert plan.chunks == tuple(Chunk(tiles, transport) for tiles in (6, 24, 18))
     assert [plan.chunk_rows(chunk) for chunk in range(3)] == [(0, 8), (8, 40), (40, 60)]
     for heights, message in [
         ([1, 4, 4], "covers a tile twice|cover a tile twice"),
@@ -104,20 +108,6 @@ def test_plan_row_panels_of_a_gather_wants_clusters_of_one_part() -> None:
     with pytest.raises(ValueError, match="chunk 0 has 8 tiles, allowed are multiples of 2 x 2 x 4"):
         plans.templates.row_panels(gather, [1, 3, 4], **options)
     assert len(plans.templates.row_panels(gather, [2, 2, 4], **options).chunks) == 3
-
-
-@pytest.mark.parametrize("op", PARTED)
-def test_plan_row_panels_wants_equal_parts(op: Op) -> None:
-    problem = Problem(100, 8, 8, DType.FLOAT32, 3, op)
-    with pytest.raises(ValueError, match="m = 100 rows on 3 ranks, allowed are multiples of the"):
-        plans.templates.row_panels(problem, 1)
-
-
-@pytest.mark.parametrize("op", PARTED)
-def test_plan_packed_template_is_for_all_reduce(op: Op) -> None:
-    problem = Problem(96, 8, 8, DType.FLOAT32, 3, op)
-    with pytest.raises(ValueError, match=f"plan of {op.name.lower()} has the layout packed"):
-        plans.templates.packed(problem, 1, tile=(8, 8))
 
 
 def test_plan_row_panels_of_many_heights_takes_equal_bands() -> None:
