@@ -126,19 +126,6 @@ def gain(plan: Plan) -> float:
     return plans.predict(sequence, H200).total_us / plans.predict(plan, H200).total_us
 
 
-@pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise", "block_wise"])
-def test_fp8_gathers_by_copies_for_the_frameworks_gemm_are_for_those_who_measure(recipe):
-    problem = Problem(4096, 4096, 3584, "float8_e4m3fn", 2, Op.ALLGATHER_GEMM, recipe)
-    found = plans.candidates(problem, H200, True)
-    copied = [plan for plan in found if over_peers(plan) and plan.schedule == Schedule.OVERLAPPED]
-    assert copied and {plan.kernel for plan in copied} == {Kernel.LIBRARY}
-    # On two H100s they gained 0.58x to 1.21x, and in single calls nothing: the host enqueues a chunk too slowly.
-    assert not any(plan in copied for plan in plans.candidates(problem, H200))
-    # Few rows travel in one kernel.
-    few = Problem(256, 8192, 7168, "float8_e4m3fn", 2, Op.ALLGATHER_GEMM, recipe)
-    assert plans.templates.make_plan(few, H200).schedule == Schedule.SEQUENTIAL
-
-
 def test_fp8_planner_leaves_parts_whole_that_the_frameworks_gemm_of_blocks_does_not_take():
     """8204 rows are fours, 4102 are not."""
     for op in (Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM):
@@ -153,61 +140,6 @@ def test_fp8_planner_leaves_parts_whole_that_the_frameworks_gemm_of_blocks_does_
 def in_chunks(problem: Problem) -> list[Plan]:
     found = plans.candidates(problem, H200, True)
     return [plan for plan in found if plan.schedule == Schedule.OVERLAPPED]
-
-
-@pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise", "block_wise"])
-@pytest.mark.parametrize("peers", [False, True])
-def test_fp8_planner_leaves_chunks_of_the_frameworks_gemm_beside_nccl_to_who_measures(
-    recipe, peers
-):
-    """On two H100s they took up to 1.3 times as long as the sequence where the model had them faster."""
-    machine = hopper(peer_gbps=H200.peer_gbps if peers else 0.0)
-    unmeasured = hopper(arch=100, has_sm90_kernels=False, peer_gbps=machine.peer_gbps)
-    slow_links = hopper(link_gbps=18.0, link_latency_us=60.0)
-    for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM):
-        problem = Problem(16384, 8192, 7168, "float8_e4m3fn", 2, op, recipe)
-        assert plans.templates.make_plan(problem, machine).schedule == Schedule.SEQUENTIAL
-        found = plans.candidates(problem, machine)
-        assert {plan.schedule for plan in found} == {Schedule.SEQUENTIAL}
-        assert in_chunks(problem)
-        # The same holds where nobody has measured the GPU.
-        found = plans.candidates(problem, unmeasured)
-        assert all(plan.schedule == Schedule.SEQUENTIAL or over_peers(plan) for plan in found)
-        # But where the link takes most of the time.
-        found = plans.candidates(problem, slow_links)
-        assert {plan.kernel for plan in found} == {Kernel.LIBRARY}
-        assert len(found) > 1
-
-
-def test_fp8_planner_leaves_all_reduces_of_many_rows_to_nccl():
-    """In one kernel over peers these took 1.01 to 1.09 times as long, where the model had them 3 to 9 % faster."""
-    for m, n, k in (
-        (4096, 8192, 7168),
-        (4096, 8192, 2048),
-        (8192, 4096, 3584),
-        (4096, 16384, 4096),
-    ):
-        problem = Problem(m, n, k, "float8_e4m3fn", 2, recipe="row_wise")
-        assert plans.templates.make_plan(problem, H200) == plans.templates.make_sequential(
-            problem, H200
-        )
-    few = Problem(128, 8192, 7168, "float8_e4m3fn", 2, recipe="row_wise")
-    assert over_peers(plans.templates.make_plan(few, H200))
-
-
-@pytest.mark.parametrize("m", [4096, 8192, 16384])
-@pytest.mark.parametrize("nk", [(8192, 7168), (8192, 2048), (16384, 4096)])
-@pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise"])
-@pytest.mark.parametrize("peers", [False, True])
-def test_fp8_gathers_take_wide_tiles_where_they_fill_the_sms(m, nk, recipe, peers):
-    machine = hopper(windows=True, peer_gbps=H200.peer_gbps if peers else 0.0)
-    problem = Problem(m, *nk, "float8_e4m3fn", 2, Op.ALLGATHER_GEMM, recipe, fast_accum=True)
-    found = [
-        plan.kernel
-        for plan in plans.candidates(problem, machine)
-        if plan.schedule == Schedule.OVERLAPPED
-    ]
-    assert set(found) == {Kernel.SM90_PINGPONG_WIDE}
 
 
 @every_op

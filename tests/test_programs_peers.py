@@ -107,45 +107,6 @@ def test_program_is_refused_where_its_kernel_leaves_the_gemm_no_cluster(monkeypa
     assert len(heard) == (not refused)
 
 
-def test_ring_by_sms_is_one_kernel_that_waits_for_chunks_and_flags():
-    list_ = made(ring(4, 1, "sms"), 1)
-    kinds = [step["step"] for step in list_["steps"]]
-    assert kinds == ["fork", "gemm", "interpret", "join", "copy"]
-    kernel = list_["steps"][2]
-    assert (kernel["streams"], kernel["blocks"], kernel["ends_call"]) == (1, 16, True)
-    halves = kernel["halves"]
-    # Parts of 256 rows of 512 bytes; rank 1 sends those of 0, 3, 2, and adds what comes of 3, 2, 1.
-    assert [half["source"]["offset"] for half in halves[0::2]] == [0, 3 << 17, 2 << 17]
-    assert [half["destination"]["offset"] for half in halves[1::2]] == [3 << 17, 2 << 17, 1 << 17]
-    assert [half.get("peer") for half in halves] == [2, None] * 3
-    assert [half.get("from") for half in halves] == [None, 0] * 3
-    assert [half.get("adds", False) for half in halves] == [False, True] * 3
-    assert all(half["row_bytes"] == 512 and half["rows"] == 256 for half in halves)
-    # A part is sent on by the blocks that have added to it, so that nothing but tiles is waited for.
-    waits = [wait["counter"] for half in halves for wait in half.get("waits", [])]
-    assert len(waits) == len(set(waits)) == 4
-    assert "counter" not in halves[1]
-    flags = [half["flag"] for half in halves]
-    assert len(set(flags)) == 6 and all(flag % 16 == 0 for flag in flags)
-    # In a slot lies each part that comes, in a place of its own.
-    assert list_["slot_bytes"] == 3 << 17 and list_["takes_slot"]
-    landings = [half["source"]["offset"] for half in halves[1::2]]
-    assert sorted(landings) == [0, 1 << 17, 2 << 17]
-
-
-def test_copy_engine_copies_and_announces():
-    list_ = made(ring(3, 2, "copy_engine", streams=2), 0)
-    kinds = [step["step"] for step in list_["steps"]]
-    assert kinds.count("wait_for_slots") == 2
-    assert kinds.count("announce") == kinds.count("await") == 2 * 2
-    assert kinds.count("copy") == 2 * 2 + 1 and kinds.count("copy_rows") == 2 * 2
-    assert kinds[-3:] == ["join", "end_call", "copy"]
-    copies = [step for step in list_["steps"] if step["step"] == "copy"][:-1]
-    assert all(step["destination"]["buffer"] == "slot" for step in copies)
-    assert {step["destination"]["index"] for step in copies} == {1}
-    assert {step["lane"] for step in copies} == {"side0", "side1"}
-
-
 @pytest.mark.long
 def test_programs_that_are_too_long_for_a_table_take_several_launches():
     plan = ring(2, 256, "sms", n=8)
@@ -154,14 +115,6 @@ def test_programs_that_are_too_long_for_a_table_take_several_launches():
     assert len(plan.program.transfers) == 512
     assert [len(kernel["halves"]) for kernel in kernels] == [384, 128]
     assert [kernel.get("ends_call", False) for kernel in kernels] == [False, True]
-
-
-def test_nccl_moves_what_its_transfers_name():
-    plan = by_engines(ring(2, 2, "sms"), ["nccl", "nccl", "copy_engine", "copy_engine"])
-    list_ = made(plan, 0)
-    kinds = [step["step"] for step in list_["steps"]]
-    assert kinds.count("send_receive") == 1 and kinds.count("announce") == 1
-    assert list_["communicators"] == [{"max_ctas": 0, "lane": 0}]
 
 
 @every_op
@@ -247,23 +200,6 @@ def test_files_over_peers_are_proved(tmp_path, kind, name):
 
 
 # --- price ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("engines", ["sms", "copy_engine"])
-def test_price_over_peers_grows_with_what_is_sent_and_waited_for(engines):
-    def us(plan: Plan) -> float:
-        return plan.explain(PEERS).expected.total_us
-
-    def two_ranks(rows: int) -> Plan:
-        plan = plan_module.programs.ring(
-            problem_of("gemm_allreduce", 2, rows=rows), **how("gemm_allreduce")
-        )
-        return by_engines(plan, ENGINES[engines])
-
-    few, many = us(two_ranks(256)), us(two_ranks(4096))
-    sent = 2 * 4096 * 256 * 2  # bytes of a rank: its peer's part, and the sums of its own
-    assert few > 0 and many - few > sent / (PEERS.peer_gbps * 1e3 / 4) / 8
-    assert us(ring(4, 8, engines)) > us(ring(4, 1, engines))  # the same bytes in more messages
 
 
 # --- results, on GPUs -----------------------------------------------------------------------------------------------
