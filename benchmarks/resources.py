@@ -28,6 +28,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -408,6 +409,9 @@ def draw(results: list[Result], path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
+    path.write_text(
+        re.sub(r"\s*\n\s*", " ", path.read_text()) + "\n"
+    )  # one line: no diff of it is read
     pyplot.close(figure)
 
 
