@@ -192,33 +192,21 @@ def check_turns(
 # --- replays ----------------------------------------------------------------------------------------
 
 
-def check_replays(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]:
+def check_replays(op: str, way: Way, kernel: Kernel, plain: int) -> tuple[int, list[str]]:
     """One to three calls in a graph: with odd numbers a replay begins on the slot on which the one before ended."""
     failures = Failures()
     for rows in sizes(way):
         for calls in (1, 2, 3):
-            check_turns(failures, [[runner(op, rows, way, kernel)] * calls], seed=calls)
+            graphs = [[runner(op, rows, way, kernel)] * calls]
+            check_turns(failures, graphs, plain=plain, seed=calls)
     return failures.result()
 
 
+@pytest.mark.parametrize("plain", [1, 0], ids=["between_plain_calls", "back_to_back"])
 @with_all_to_all
-def test_peers_graphs_replay_between_plain_calls(ranks, op, way, kernel):
+def test_peers_graphs_replay(ranks, op, way, kernel, plain):
     skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_replays, op, way, kernel, timeout_s=180)
-
-
-def check_nothing_but_replays(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
-    for rows in sizes(way):
-        for calls in (1, 2, 3):
-            check_turns(failures, [[runner(op, rows, way, kernel)] * calls], plain=0, seed=calls)
-    return failures.result()
-
-
-@with_all_to_all
-def test_peers_graphs_replay_back_to_back(ranks, op, way, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_nothing_but_replays, op, way, kernel, timeout_s=180)
+    ranks.expect_no_failures(check_replays, op, way, kernel, plain, timeout_s=180)
 
 
 def check_two_graphs(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]:
