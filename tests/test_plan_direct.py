@@ -18,8 +18,6 @@ from overlap_torch.plan.types import (
     Kernel,
     Layout,
     Op,
-    Plan,
-    Problem,
     Schedule,
     Transport,
 )
