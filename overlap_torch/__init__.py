@@ -3,8 +3,8 @@
     output = overlap_torch.gemm_allreduce(input, weight, bias, group=group)
 
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
-are its siblings. The same operators are ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has
-layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
+are its siblings; :func:`moe` is a mixture of experts over ranks. The same operators are
+``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
 and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
 :func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
 :func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones.
@@ -20,6 +20,7 @@ from overlap_torch._kernels.calls import consume, produce
 from overlap_torch._kernels.include import include_path
 from overlap_torch._kernels.job import Job
 from overlap_torch._kernels.resources import resources
+from overlap_torch._moe.functions import Gate, Route, moe, moe_combine, moe_dispatch
 from overlap_torch._ops import (
     allgather_gemm,
     check,
@@ -37,8 +38,10 @@ from overlap_torch.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "Gate",
     "Job",
     "Plan",
+    "Route",
     "__version__",
     "allgather_gemm",
     "check",
@@ -48,6 +51,9 @@ __all__ = [
     "gemm_reducescatter",
     "include_path",
     "inductor",
+    "moe",
+    "moe_combine",
+    "moe_dispatch",
     "nn",
     "parallel",
     "plan",

@@ -114,7 +114,7 @@ def test_examples_llama_names_what_is_missing(tmp_path):
 
 @pytest.mark.long
 def test_examples_experts_results_come_back_to_their_tokens(tmp_path):
-    output = run(example("04_moe_combine.py"), "--ranks", "2", "--tokens", "40", folder=tmp_path)
+    output = run(example("04_moe.py"), "--ranks", "2", "--tokens", "40", folder=tmp_path)
     counts = re.findall(r"^rank (\d): (\d+) tokens, rows to experts \[(.*)\]$", output, re.M)
     assert [(rank, tokens) for rank, tokens, _ in counts] == [("0", "40"), ("1", "57")], output
     for _, tokens, to_experts in counts:

@@ -98,11 +98,30 @@ def alltoall(input, weight, bias, dim):
     return _Whole.apply(part, 0)
 
 
+def experts(input, weight, bias, dim):
+    """Two choices of each token, one of which is none now and then; shares, and gate, up and down out of the operands."""
+    world, x = dist.get_world_size(), mine(input, 0).tanh()
+    own = mine(weight, 0)
+    ids = torch.tensor([[0, world * N - 1], [world - 1, -1]], device=x.device)[: x.shape[0]]
+    shares = x[:, :2].square()
+    gate_up = torch.stack([own, own.sin()], 1)  # [e, 2, H]
+    bias = None if bias is None else mine(bias, 0)[:, None].expand(-1, 2)
+    output = overlap_torch.moe(
+        x, ids, shares, gate_up, own.cos()[:, :, None], gate_up_bias=bias, activation="gelu"
+    )
+    return _Whole.apply(output, 0)
+
+
 FUNCTIONS = {
     function.__name__: function
-    for function in (allreduce, reducescatter, allgather, allgather_weights, alltoall)
+    for function in (allreduce, reducescatter, allgather, allgather_weights, alltoall, experts)
 }
-CALLS = [(name, leading, 0) for name in FUNCTIONS for leading in ((ROWS,), (ROWS, 2))]
+CALLS = [
+    (name, leading, 0)
+    for name in FUNCTIONS
+    for leading in ((ROWS,), (ROWS, 2))
+    if name != "experts" or len(leading) == 1
+]
 CALLS.append(("allreduce", (), 0))  # the others cut rows
 CALLS += [(name, (2, ROWS), 1) for name in ("reducescatter", "allgather", "allgather_weights")]
 

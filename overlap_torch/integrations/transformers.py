@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import threading
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 from overlap_torch.integrations._release import require
@@ -31,6 +34,9 @@ class Registration:
                 _held[name] -= 1
                 if _held[name] == 0:
                     _restore(name)
+            experts = None if any(_held.values()) else _experts()
+            if experts is not None:
+                experts.REGISTRY._global_mapping.pop(experts.NAME, None)
 
     def __enter__(self) -> Registration:
         return self
@@ -50,6 +56,9 @@ def register(*, auto: bool = True) -> Registration:
     and of inputs' gradients backward, beside the GEMMs. ``overlap_sequence``, ``overlap_sequence_norm``,
     ``overlap_sequence_input`` and ``overlap_rowwise_sequence`` cut the tokens over the ranks between the blocks;
     :func:`sequence_plan` makes a plan of them.
+
+    From transformers 5.23 on ``DistributedConfig(ep_size=..., ep_implementation="overlap")`` has the experts of a mixture exchange their
+    tokens by :func:`overlap_torch.moe_dispatch` and :func:`overlap_torch.moe_combine`: a token goes once to a rank. Nothing of it overlaps yet.
 
     A layer that is not a plain ``torch.nn.Linear``, such as a quantized one, takes transformers' own style;
     ``overlap_torch.report(model)`` names it.
@@ -78,7 +87,22 @@ def register(*, auto: bool = True) -> Registration:
                 _before[name] = styles.REGISTRY.get(name)
                 styles.REGISTRY.register(name, style)
             _held[name] += 1
+        experts = _experts()
+        if experts is not None:
+            experts.REGISTRY.register(experts.NAME, experts.OverlapEP)
     return Registration(found)
+
+
+def _experts() -> ModuleType | None:
+    """The module of expert parallelism; None for releases that have no implementations to choose from."""
+    name = "transformers.distributed.expert_parallel"
+    if importlib.util.find_spec(name) is None:
+        return None
+    if not hasattr(importlib.import_module(name), "EPImplementationInterface"):
+        return None
+    from overlap_torch.integrations import _transformers_experts
+
+    return _transformers_experts
 
 
 def sequence_plan(model: Any) -> dict[str, str]:

@@ -1,11 +1,11 @@
-"""A mixture-of-experts layer over ranks: gemm_alltoall sends each token's result home while experts go on computing.
+"""A mixture-of-experts layer over ranks: each rank holds some experts, and moe sends tokens to them and results home.
 
-    python examples/04_moe_combine.py                       starts a rank on each GPU, or 2 on the CPU
-    torchrun --nproc-per-node 2 examples/04_moe_combine.py
+    python examples/04_moe.py                       starts a rank on each GPU, or 2 on the CPU
+    torchrun --nproc-per-node 2 examples/04_moe.py
 
 Every rank holds some experts and some tokens. A router sends each token to two experts, so how many rows a rank sends and
-gets is uneven, and may be none. The second GEMM of an expert and the exchange that brings its rows back are one op.
-Outputs and gradients are compared with a single-process layer that has all experts and all tokens.
+gets is uneven, and may be none. Outputs and gradients are compared with a single-process layer that has all experts and all
+tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_to_all_single
 from torch.nn import functional
 
-from overlap_torch import gemm_alltoall
+from overlap_torch import Gate, moe
 from ranks import add_arguments, current_device, launch
 
 CHOICES = 2  # experts of a token
@@ -53,47 +52,14 @@ class Experts(torch.nn.Module):
         return output
 
 
-def exchange_counts(counts: torch.Tensor) -> torch.Tensor:
-    """[ranks, experts of a rank]: how many rows go to each expert of each rank; how many come from each rank."""
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts)
-    return received
-
-
 def parallel_forward(layer: Experts, tokens: torch.Tensor) -> torch.Tensor:
     """This rank's tokens through all ranks' experts, of which it computes its own."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    local = len(layer.ups) // world_size
+    local = len(layer.ups) // dist.get_world_size()
+    mine = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
     experts, shares = layer.choose(tokens)
-
-    # Rows in the order of their experts, and so of the ranks that hold them.
-    order = experts.flatten().argsort(stable=True)
-    counts = torch.bincount(experts.flatten(), minlength=len(layer.ups)).view(world_size, local)
-    sent, received = counts.tolist(), exchange_counts(counts).tolist()
-    given = tokens[order // CHOICES]
-    rows = all_to_all_single(
-        given.new_empty(sum(map(sum, received)), given.shape[1]),
-        given,
-        [sum(of_rank) for of_rank in received],
-        [sum(of_rank) for of_rank in sent],
-    )
-    # From each rank came the rows of all its experts here: pieces[source][expert].
-    pieces = [
-        part.split(of_rank)
-        for part, of_rank in zip(rows.split([sum(r) for r in received]), received, strict=True)
-    ]
-    results = []
-    for expert in range(local):
-        mine = torch.cat([of_rank[expert] for of_rank in pieces])
-        up, down = layer.ups[rank * local + expert], layer.downs[rank * local + expert]
-        hidden = functional.gelu(functional.linear(mine, up))
-        home = [of_rank[expert] for of_rank in received]
-        back = [of_rank[expert] for of_rank in sent]
-        # The results of every rank's expert of this number, in order of the ranks.
-        results.append(gemm_alltoall(hidden, down, home, back).split(back))
-    in_order = torch.cat([of_expert[r] for r in range(world_size) for of_expert in results])
-    weighted = in_order * shares.flatten()[order, None]
-    return torch.zeros_like(tokens).index_add(0, order // CHOICES, weighted)
+    activation = Gate("gelu", gated=False)
+    ups, downs = list(layer.ups)[mine], list(layer.downs)[mine]
+    return moe(tokens, experts, shares, ups, downs, activation=activation)
 
 
 @torch.no_grad()

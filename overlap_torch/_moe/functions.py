@@ -1,0 +1,373 @@
+"""``moe``, and its two halves: ``moe_dispatch`` and ``moe_combine``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from overlap_torch._moe import ops
+from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch._ops.nested import refuse_nested
+
+_ops = torch.ops.overlap
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+Weights = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An expert's activation: ``act(alpha * gate) / alpha * (up + offset)``, in float32 (float64 of float64), rounded once.
+
+    Args:
+        name: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        alpha: a factor of the gate within the activation; 1.702 with ``"silu"`` is gpt-oss's ``gate * sigmoid(1.702 * gate)``.
+        limit: the gate is clamped to at most this, up to its range from ``-limit`` to ``limit``; None: neither is.
+        offset: what is added to up.
+        gated: False for experts without a gate: ``act(alpha * up) / alpha``, and ``gate_up`` is [e, I, H].
+
+    Raises:
+        ValueError: another name, or an alpha of 0.
+    """
+
+    name: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        if self.name not in _ACTIVATIONS or self.alpha == 0:
+            raise ValueError(
+                f"an activation is one of {', '.join(_ACTIVATIONS)}, with an alpha other than 0, but got {self.name!r} with "
+                f"alpha={self.alpha}"
+            )
+
+    def __call__(self, hidden: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        """[R, 2I], or [R, I] without a gate, to [R, I]."""
+        if not self.gated:
+            return self._activated(hidden)
+        if interleaved:
+            gate, up = hidden[:, 0::2], hidden[:, 1::2]
+        else:
+            gate, up = hidden.chunk(2, 1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self._activated(gate) * (up + self.offset if self.offset else up)
+
+    def _activated(self, gate: torch.Tensor) -> torch.Tensor:
+        activation = _ACTIVATIONS[self.name]
+        return activation(gate) if self.alpha == 1 else activation(self.alpha * gate) / self.alpha
+
+
+class Route(NamedTuple):
+    """How the rows of a :func:`moe_dispatch` travelled; :func:`moe_combine` takes it.
+
+    ``offs``: int32 [e], where each expert's rows end, as ``torch.nn.functional.grouped_mm`` takes it. ``counts``: int64 [e], each
+    expert's rows without padding. ``shape``: that of the call's ``topk_ids``. The others are for :func:`moe_combine` only.
+    """
+
+    offs: torch.Tensor
+    counts: torch.Tensor
+    shape: tuple[int, ...]
+    routes: ops.Routes
+    group: str
+
+
+@torch.compiler.assume_constant_result
+def _place(group: str) -> tuple[int, int]:
+    """The group's number of ranks, and this rank's."""
+    return world_size(group), group_rank(group)
+
+
+def _experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
+    if isinstance(num_experts, int):
+        largest = -(-num_experts // ranks)
+        found = [max(0, min(largest, num_experts - rank * largest)) for rank in range(ranks)]
+    else:
+        found = list(num_experts)
+    if len(found) != ranks or min(found) < 0 or sum(found) == 0:
+        raise ValueError(
+            f"num_experts is {num_experts} for a group of {ranks} ranks: give the number of all experts, at least 1, or a list "
+            "with the number of each rank's"
+        )
+    return found
+
+
+def _check_tokens(what: str, x: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    for name, tensor in (("x", x), ("topk_ids", topk_ids)):
+        if tensor.is_nested:
+            refuse_nested(what, name, tensor)
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"{what} takes x in {_named(_DTYPES)}, but it is {x.dtype}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{what} takes topk_ids in int32 or int64, but they are {topk_ids.dtype}")
+    if x.dim() < 1 or topk_ids.dim() != x.dim() or x.shape[:-1] != topk_ids.shape[:-1]:
+        raise ValueError(
+            f"{what} takes x [..., H] and topk_ids [..., K] with the same leading dims, but their shapes are {tuple(x.shape)} "
+            f"and {tuple(topk_ids.shape)}"
+        )
+    if x.device != topk_ids.device:
+        raise ValueError(
+            f"{what} takes x and topk_ids on one device, but they are on {x.device} and {topk_ids.device}"
+        )
+
+
+def _check_shares(
+    what: str, weights: torch.Tensor, shape: Sequence[int], like: torch.Tensor
+) -> None:
+    if tuple(weights.shape) != tuple(shape) or weights.device != like.device:
+        raise ValueError(
+            f"{what} takes topk_weights of the shape of topk_ids, {tuple(shape)}, on {like.device}, but they are "
+            f"{tuple(weights.shape)} on {weights.device}"
+        )
+    if weights.dtype not in _DTYPES:
+        raise TypeError(
+            f"{what} takes topk_weights in {_named(_DTYPES)}, but they are {weights.dtype}"
+        )
+
+
+def _named(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def moe_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int | Sequence[int],
+    align: int = 1,
+    group: Group = None,
+) -> tuple[torch.Tensor, Route]:
+    """Each token to the experts that it chose; a token travels once to each rank that holds some of them.
+
+    Every rank of the group calls it, with the same H, K, dtype and ``num_experts``; numbers of tokens may differ by rank and be 0. The
+    host waits once, for the numbers of rows.
+
+    Args:
+        x: [..., H], this rank's tokens: bfloat16, float16, float32 or float64.
+        topk_ids: [..., K], int32 or int64: each token's experts, numbered over all ranks. An id outside [0, E) is no route. A token
+            may choose an expert twice.
+        num_experts: the number E of all ranks' experts, cut as ``torch.chunk`` cuts: rank r has those that follow rank r - 1's. A list
+            gives each rank's number, which may be 0.
+        align: the rows of an expert are padded with zeros to a multiple of this.
+        group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+
+    Returns:
+        The rows of this rank's experts [R, H], fresh, in order of expert, source rank, token and choice; and the :class:`Route`.
+
+    Gradients are in reverse mode, of any order: a token's is the sum of its rows', in the choices' order. Every rank takes part in
+    backward.
+
+    Raises:
+        ValueError: shapes, devices, numbers of experts or an ``align`` that do not fit, or an unknown group.
+        TypeError: dtypes that do not fit, nested tensors, or a ``group`` that is none of the above.
+        RuntimeError: on CPU, ranks whose calls differ; see :func:`overlap_torch.check` for CUDA.
+    """
+    name = group_name(group)
+    _check_tokens("moe_dispatch", x, topk_ids)
+    if align < 1:
+        raise ValueError(f"align is a number of rows, at least 1, but is {align}")
+    experts = _experts_of_ranks(num_experts, _place(name)[0])
+    return _dispatched(x, topk_ids, experts, align, name)
+
+
+def _dispatched(
+    x: torch.Tensor, topk_ids: torch.Tensor, experts: list[int], align: int, group: str
+) -> tuple[torch.Tensor, Route]:
+    tokens = x.reshape(topk_ids.shape[:-1].numel(), x.shape[-1])
+    ids = topk_ids.reshape(tokens.shape[0], topk_ids.shape[-1])
+    rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, group)
+    return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), group)
+
+
+def moe_combine(
+    results: torch.Tensor, route: Route, topk_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The experts' results to the tokens that they are for, weighted and summed.
+
+    A result travels home as it is; the token's rank multiplies by the shares and sums in the choices' order in float32 (float64 of
+    float64), rounded once. So the sum has the same bits whatever else is in the batch, and for any number of ranks. Every rank of
+    the dispatch's group calls it.
+
+    Args:
+        results: [R, D], a row for each row of :func:`moe_dispatch`; bfloat16, float16, float32 or float64. Padding is not read.
+        route: the dispatch's.
+        topk_weights: [..., K], the shares, floating point; those of no route do not count. None: all are 1.
+
+    Returns:
+        [..., D], fresh, of the results' dtype; zeros for a token without routes.
+
+    Gradients are in reverse mode, of any order, of results and shares. Backward sends a token's gradient once to a rank.
+
+    Raises:
+        ValueError: shapes or devices that do not fit the route.
+        TypeError: dtypes that do not fit.
+        RuntimeError: as :func:`moe_dispatch`.
+    """
+    rows = route.routes[3].shape[0]
+    if results.dim() != 2 or results.shape[0] != rows:
+        raise ValueError(
+            f"moe_combine takes results [R, D] with the dispatch's R = {rows} rows, but their shape is {tuple(results.shape)}"
+        )
+    if results.dtype not in _DTYPES:
+        raise TypeError(
+            f"moe_combine takes results in {_named(_DTYPES)}, but they are {results.dtype}"
+        )
+    *leading, choices = route.shape
+    tokens = torch.Size(leading).numel()
+    if topk_weights is not None:
+        _check_shares("moe_combine", topk_weights, route.shape, results)
+        topk_weights = topk_weights.reshape(tokens, choices)
+    output = _ops.moe_combine(results, topk_weights, tokens, choices, *route.routes, route.group)
+    return output.view(*leading, results.shape[1])
+
+
+def _one_weight(name: str, weights: Weights, pairs: bool) -> tuple[torch.Tensor, ...]:
+    """A tensor [e, N, K] or a pair of them, out of what may also be a list of an expert each."""
+    if isinstance(weights, torch.Tensor):
+        return (weights,)
+    if pairs and len(weights) == 2 and all(weight.dim() == 3 for weight in weights):
+        return tuple(weights)
+    if len(weights) == 0 or any(weight.dim() != 2 for weight in weights):
+        raise ValueError(
+            f"{name} is a tensor [e, N, K]{', a pair of them,' if pairs else ''} or a list of e tensors [N, K], but got shapes "
+            f"{[tuple(weight.shape) for weight in weights]}; a rank without experts gives a tensor [0, N, K]"
+        )
+    return (torch.stack(tuple(weights)),)
+
+
+def _check_experts(x, gate_up, down, gate_up_bias, down_bias, activation: Gate, own: int) -> None:
+    """Raises ValueError or TypeError unless weights and biases are those of `own` experts of x's width and dtype."""
+    width, inner = x.shape[-1], down.shape[-1] if down.dim() == 3 else 0
+    columns = (2 if activation.gated else 1) * inner // len(gate_up)
+    expected = [
+        *(("gate_up", weight, (own, columns, width)) for weight in gate_up),
+        ("down", down, (own, width, inner)),
+        ("gate_up_bias", gate_up_bias, (own, columns * len(gate_up))),
+        ("down_bias", down_bias, (own, width)),
+    ]
+    for name, tensor, shape in expected:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.device != x.device:
+            raise ValueError(
+                f"moe takes {name} of shape {shape} on {x.device} for this rank's {own} experts, x [..., {width}] and down "
+                f"{tuple(down.shape)}, but it is {tuple(tensor.shape)} on {tensor.device}"
+            )
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"moe takes {name} in x's dtype {x.dtype}, but it is {tensor.dtype}")
+
+
+def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As torch's autocast casts a GEMM's operands."""
+    if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+def moe(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+    *,
+    num_experts: int | Sequence[int] | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str | Gate = "silu",
+    interleaved: bool = False,
+    shares_on: str = "output",
+    group: Group = None,
+) -> torch.Tensor:
+    """A mixture of experts over ranks: tokens to their experts' ranks, gate and up, activation, down, results home, weighted sum.
+
+    This is the composition, and nothing overlaps yet::
+
+        rows, route = moe_dispatch(x, topk_ids, num_experts=num_experts, group=group)
+        hidden = grouped_mm(rows, gate_up.transpose(1, 2), offs=route.offs)
+        hidden = silu(gate) * up                                # in float32, rounded once
+        results = grouped_mm(hidden, down.transpose(1, 2), offs=route.offs)
+        moe_combine(results, route, topk_weights)
+
+    Every rank of the group calls it, as :func:`moe_dispatch`, with the same H, K and dtype; ranks may have different numbers of
+    tokens, rows and experts, each of them 0 too. bfloat16 on CUDA takes PyTorch's grouped GEMM where strides are multiples of 16
+    bytes; other operands take a GEMM for each expert, for which the host waits once more on CUDA.
+
+    Args:
+        x, topk_ids, group: as :func:`moe_dispatch`.
+        topk_weights: [..., K], the shares, floating point.
+        gate_up: [e, 2I, H], the gate's rows first, as in ``torch.nn.Linear``; a pair (gate, up), each [e, I, H]; or a list of e
+            tensors. [e, I, H] without a gate.
+        down: [e, H, I], or a list of e tensors. Contiguous along either of the last dims for speed.
+        num_experts: as :func:`moe_dispatch`; None: every rank has e.
+        gate_up_bias, down_bias: [e, 2I] and [e, H], or None.
+        activation: a name or a :class:`Gate`.
+        interleaved: whether gate and up take turns in the rows of ``gate_up``, which is then one tensor or a list.
+        shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
+
+    Returns:
+        [..., H], fresh, of x's dtype; zeros for a token without routes. Under autocast operands and result are of its dtype.
+
+    Gradients are in reverse mode, of any order, of x, topk_weights, weights and biases; an expert without rows gets zeros. Backward
+    sends a token's gradient once to a rank, and every rank takes part in it.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`moe_dispatch`, and for weights, biases or options that do not fit.
+    """
+    name = group_name(group)
+    gate = Gate(activation) if isinstance(activation, str) else activation
+    if shares_on not in ("output", "hidden", "input"):
+        raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
+    gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
+    if interleaved and len(gate_up) == 2:
+        raise ValueError("interleaved= is for one gate_up, but got a pair (gate, up)")
+    x, down, gate_up_bias, down_bias = map(_autocast, (x, down, gate_up_bias, down_bias))
+    gate_up = tuple(map(_autocast, gate_up))
+    _check_tokens("moe", x, topk_ids)
+    _check_shares("moe", topk_weights, topk_ids.shape, x)
+    (ranks, rank), own = _place(name), down.shape[0]
+    experts = _experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
+    _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
+
+    rows, route = _dispatched(x, topk_ids, experts, 1, name)
+    wide, offs = ops.accumulated(x.dtype), route.offs
+    shares = None if shares_on == "output" else _row_shares(topk_weights.to(wide), route)
+    if shares_on == "input":
+        rows = (rows * shares).to(x.dtype)
+    parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
+    hidden = torch.cat(parts, 1).to(wide) if len(parts) == 2 else parts[0].to(wide)
+    if gate_up_bias is not None:
+        hidden = hidden + _row_biases(gate_up_bias.to(wide), rows, offs)
+    hidden = gate(hidden, interleaved)
+    if shares_on == "hidden":
+        hidden = hidden * shares
+    results = _ops._moe_linear(hidden.to(x.dtype), down, offs)
+    if down_bias is not None:
+        results = (results.to(wide) + _row_biases(down_bias.to(wide), rows, offs)).to(x.dtype)
+    return moe_combine(results, route, topk_weights if shares_on == "output" else None)
+
+
+def _row_shares(weights: torch.Tensor, route: Route) -> torch.Tensor:
+    """[..., K] to [R, 1]: each row's share."""
+    routes, place, _, source, splits = route.routes
+    rows = source.shape[0]
+    return _ops._moe_away(weights.reshape(-1, 1), routes, place, splits, rows, route.group)
+
+
+def _row_biases(bias: torch.Tensor, rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """[e, N] to [R, N]: the bias of each row's expert."""
+    numbers = torch.arange(rows.shape[0], device=rows.device)
+    return bias.index_select(0, torch.searchsorted(offs, numbers, right=True, out_int32=True))

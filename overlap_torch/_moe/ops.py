@@ -1,0 +1,359 @@
+"""The operators of a mixture of experts: how tokens and results travel, and the experts' products. Each has its fake and its gradients.
+
+A *route* is a token and one of its experts. The routes of a call are tensors, which ``moe_dispatch`` returns:
+
+``routes`` [P]: the numbers ``token * K + choice`` of this rank's routes, in order of (expert, token, choice).
+``place`` [P']: the row of each route that came here, in order of (source rank, expert, token, choice).
+``sent`` [S]: the tokens that this rank sends, in order of (rank, token); each goes to a rank once.
+``source`` [R]: the received token that each row is a copy of; -1 for a row of padding.
+``splits`` [4, W], on the CPU: routes sent to each rank and received from it, tokens sent and received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from overlap_torch._ops.collectives import all_to_all
+from overlap_torch._ops.group import group_rank
+
+_library = torch.library.Library("overlap", "FRAGMENT")
+_ops = torch.ops.overlap
+
+Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_ROUTES = "Tensor routes, Tensor place, Tensor sent, Tensor source, Tensor splits"
+
+
+def _define(schema: str):
+    """Registers a function as an operator's kernel for every device."""
+
+    def registered(kernel):
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        _library.impl(schema.partition("(")[0], kernel, "CompositeExplicitAutograd")
+        return kernel
+
+    return registered
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, products with shares and activations."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _sum_choices(parts: torch.Tensor, shares: torch.Tensor | None) -> torch.Tensor:
+    """[T, K, H] to [T, H]: in the choices' order, rounded once, so that a token's result depends on no other token."""
+    wide = accumulated(parts.dtype)
+    total = parts.new_zeros((parts.shape[0], parts.shape[2]), dtype=wide)
+    for choice in range(parts.shape[1]):
+        part = parts[:, choice].to(wide)
+        total = total + (part if shares is None else part * shares[:, choice, None].to(wide))
+    return total.to(parts.dtype)
+
+
+def _starts(lengths: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return lengths.cumsum(dim) - lengths
+
+
+def _find_routes(
+    ids: torch.Tensor, experts: Sequence[int], align: int, group: str
+) -> tuple[torch.Tensor, torch.Tensor, Routes]:
+    """The ends of the experts' rows, int32 [e], their numbers without padding [e], and the routes.
+
+    The host waits once: for the numbers of rows to send and to receive.
+    """
+    ranks, rank, total, device = len(experts), group_rank(group), sum(experts), ids.device
+    tokens, choices = ids.shape
+    ids = ids.to(torch.int64).flatten()
+    ids = torch.where((ids >= 0) & (ids < total), ids, total)  # the last: no route
+    sizes = torch.tensor(experts, device=device)
+    # No rank has the experts that are none: their routes visit a rank beyond the last.
+    owner = torch.repeat_interleave(
+        torch.arange(ranks + 1, device=device),
+        torch.tensor([*experts, 1], device=device),
+        output_size=total + 1,
+    )
+    counts = ids.new_zeros(total + 1).scatter_add_(0, ids, torch.ones_like(ids))[:total]
+    visit = owner[ids] * tokens + torch.arange(tokens, device=device).repeat_interleave(choices)
+    visits = ids.new_zeros((ranks + 1) * tokens).index_fill_(0, visit, 1)[: ranks * tokens]
+    visits = visits.view(ranks, tokens)
+
+    widest = max(experts) + 1
+    message = ids.new_zeros((ranks, widest))  # an expert's routes in each column, then the tokens
+    column = torch.arange(total, device=device) - _starts(sizes)[owner[:total]]
+    message[owner[:total], column] = counts
+    message[:, -1] = visits.sum(1)
+    met = all_to_all(message, [1] * ranks, [1] * ranks, group)
+    came, came_tokens = met[:, : experts[rank]], met[:, -1]
+
+    own = came.sum(0)
+    padded = (own + align - 1) // align * align
+    numbers = [message[:, :-1].sum(1), came.sum(1), message[:, -1], came_tokens]
+    known = torch.cat([*numbers, padded.sum().view(1)]).cpu()
+    splits, rows = known[:-1].view(4, ranks).clone(), int(known[-1])
+    sent_routes, came_routes, sent_tokens, _ = splits.sum(1).tolist()
+
+    routes = ids.argsort(stable=True)[:sent_routes]
+    sent = (1 - visits.flatten()).argsort(stable=True)[:sent_tokens] % max(tokens, 1)
+    # Each route says which of the sender's tokens it is.
+    slots = (visits.cumsum(1) - 1).flatten()[visit[routes]].to(torch.int32)
+    slots = all_to_all(slots, *splits[:2].tolist(), group)
+    # Rows lie in order of (expert, source rank, token): blocks of the messages move as they are.
+    lengths = came.flatten()
+    moved = (_starts(padded) + _starts(came)).flatten() - _starts(lengths)
+    place = torch.arange(came_routes, device=device)
+    place = place + moved.repeat_interleave(lengths, output_size=came_routes)
+    begin = _starts(came_tokens).repeat_interleave(came.sum(1), output_size=came_routes)
+    source = ids.new_full((rows,), -1).index_copy_(0, place, slots + begin)
+    return padded.cumsum(0).to(torch.int32), own, (routes, place, sent, source, splits)
+
+
+def _spread(
+    x: torch.Tensor, sent: torch.Tensor, source: torch.Tensor, splits: torch.Tensor, group: str
+) -> torch.Tensor:
+    came = all_to_all(x.index_select(0, sent), *splits[2:].tolist(), group)
+    if source.shape[0] == int(splits[1].sum()):
+        return came.index_select(0, source)
+    rows = came.index_select(0, source.clamp(min=0))
+    return rows.masked_fill_((source < 0)[:, None], 0)
+
+
+@_define(
+    "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, str group) -> (Tensor rows, Tensor offs, Tensor counts, "
+    f"{_ROUTES})"
+)
+def _dispatch(x, topk_ids, experts, align, group):
+    offs, counts, routes = _find_routes(topk_ids, experts, align, group)
+    return (_spread(x, *routes[2:], group), offs, counts, *routes)
+
+
+@_define(f"_moe_spread(Tensor x, int choices, {_ROUTES}, str group) -> Tensor")
+def _spread_kernel(x, choices, routes, place, sent, source, splits, group):
+    """[T, H] to [R, H]: each token to its rows, once to a rank."""
+    return _spread(x, sent, source, splits, group)
+
+
+@_define(
+    "_moe_home(Tensor rows, Tensor routes, Tensor place, Tensor splits, SymInt total, str group) -> Tensor"
+)
+def _home(rows, routes, place, splits, total, group):
+    """[R, D] to [T * K, D]: each row to its token and choice; zeros where there is no route."""
+    out, came = splits[:2].tolist()
+    back = all_to_all(rows.index_select(0, place), came, out, group)
+    return rows.new_zeros((total, rows.shape[1])).index_copy_(0, routes, back)
+
+
+@_define(
+    "_moe_away(Tensor parts, Tensor routes, Tensor place, Tensor splits, SymInt rows, str group) -> Tensor"
+)
+def _away(parts, routes, place, splits, rows, group):
+    """[T * K, D] to [R, D]: the transpose of `_home`."""
+    came = all_to_all(parts.index_select(0, routes), *splits[:2].tolist(), group)
+    return parts.new_zeros((rows, parts.shape[1])).index_copy_(0, place, came)
+
+
+@_define(
+    f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {_ROUTES}, str group) -> Tensor"
+)
+def _combine(
+    results, topk_weights, tokens, choices, routes, place, sent, source, splits, group
+) -> torch.Tensor:
+    home = _home(results, routes, place, splits, tokens * choices, group)
+    if topk_weights is not None:  # those of no route do not count, whatever they are
+        flat = topk_weights.reshape(-1)
+        known = torch.zeros_like(flat).index_copy_(0, routes, flat.index_select(0, routes))
+        topk_weights = known.view(tokens, choices)
+    return _sum_choices(home.view(tokens, choices, results.shape[1]), topk_weights)
+
+
+def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
+    ends = offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
+
+
+def _groups_fit(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> bool:
+    """True if torch's grouped_mm takes them without waiting for the host: bfloat16 on CUDA, 16-byte strides and pointers."""
+    return (
+        a.is_cuda
+        and a.dtype == b.dtype == torch.bfloat16
+        and a.numel() > 0
+        and b.numel() > 0
+        and 0 < offs.shape[0] < 1024
+        and torch.cuda.get_device_capability(a.device) >= (8, 0)
+        and all(_aligned(tensor) for tensor in (a, b))
+    )
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    wide = [stride for stride in tensor.stride()[-2:] if stride != 1]
+    outer = tensor.stride()[:-2]
+    aligned = all(stride * tensor.element_size() % 16 == 0 for stride in (*wide, *outer))
+    return aligned and len(wide) == 1 and tensor.data_ptr() % 16 == 0
+
+
+@_define("_moe_linear(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
+def _linear(rows, weight, offs):
+    """[R, K] and [e, N, K] to [R, N]: each expert's rows with its own weight."""
+    turned = weight.transpose(1, 2)
+    if _groups_fit(rows, turned, offs):
+        return torch._grouped_mm(rows, turned, offs=offs).contiguous()  # it pads short rows
+    output = rows.new_zeros((rows.shape[0], weight.shape[1]))
+    for expert, (begin, end) in enumerate(_ends(offs)):
+        if end > begin:
+            torch.mm(rows[begin:end], turned[expert], out=output[begin:end])
+    return output
+
+
+@_define("_moe_weight_gradient(Tensor grad, Tensor rows, Tensor offs) -> Tensor")
+def _weight_gradient(grad, rows, offs):
+    """[R, N] and [R, K] to [e, N, K]; zeros for an expert without rows."""
+    if _groups_fit(grad.t(), rows, offs):
+        return torch._grouped_mm(grad.t(), rows, offs=offs).contiguous()
+    output = grad.new_zeros((offs.shape[0], grad.shape[1], rows.shape[1]))
+    for expert, (begin, end) in enumerate(_ends(offs)):
+        if end > begin:
+            torch.mm(grad[begin:end].t(), rows[begin:end], out=output[expert])
+    return output
+
+
+def _fake_dispatch(x, topk_ids, experts, align, group):
+    dynamic = torch.library.get_ctx().new_dynamic_size
+    rows, own = dynamic(), experts[group_rank(group)]
+    ids = topk_ids.new_empty(0, dtype=torch.int64)
+    return (
+        x.new_empty((rows, x.shape[1])),
+        ids.new_empty(own, dtype=torch.int32),
+        ids.new_empty(own),
+        ids.new_empty(dynamic()),
+        ids.new_empty(dynamic()),
+        ids.new_empty(dynamic()),
+        ids.new_empty(rows),
+        ids.new_empty((4, len(experts)), device="cpu"),
+    )
+
+
+_FAKES = {
+    "moe_dispatch": _fake_dispatch,
+    "_moe_spread": lambda x, choices, *routes: x.new_empty((routes[3].shape[0], x.shape[1])),
+    "_moe_home": lambda rows, r, p, s, total, g: rows.new_empty((total, rows.shape[1])),
+    "_moe_away": lambda parts, r, p, s, rows, g: parts.new_empty((rows, parts.shape[1])),
+    "moe_combine": lambda results, w, tokens, *_: results.new_empty((tokens, results.shape[1])),
+    "_moe_linear": lambda rows, weight, _: rows.new_empty((rows.shape[0], weight.shape[1])),
+    "_moe_weight_gradient": lambda grad, rows, offs: grad.new_empty(
+        (offs.shape[0], grad.shape[1], rows.shape[1])
+    ),
+}
+
+
+def _keep_dispatch(ctx, inputs, output) -> None:
+    x, ids, *_, ctx.group = inputs
+    ctx.tokens, ctx.choices = x.shape[0], ids.shape[1]
+    ctx.save_for_backward(*output[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _dispatch_backward(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 5
+    x = _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *ctx.saved_tensors, ctx.group)
+    return x, None, None, None, None
+
+
+def _keep_spread(ctx, inputs, output) -> None:
+    x, ctx.choices, *routes, ctx.group = inputs
+    ctx.tokens = x.shape[0]
+    ctx.save_for_backward(*routes)
+
+
+def _spread_backward(ctx, grad):
+    x = _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *ctx.saved_tensors, ctx.group)
+    return x, *(None,) * 7
+
+
+def _keep_combine(ctx, inputs, output) -> None:
+    results, weights, _, ctx.choices, *routes, ctx.group = inputs
+    ctx.save_for_backward(results, weights, *routes)
+
+
+def _combine_backward(ctx, grad):
+    """A token's gradient goes once to a rank; the results are there, so that the shares' gradients are dots of rows."""
+    results, weights, *all_routes = ctx.saved_tensors
+    routes, place, _, source, splits = all_routes
+    rows = _ops._moe_spread(grad, ctx.choices, *all_routes, ctx.group)
+    for_results = for_weights = None
+    if weights is None:
+        return rows, *(None,) * 9
+    wide = accumulated(results.dtype)
+    if ctx.needs_input_grad[0]:
+        flat = weights.reshape(-1, 1).to(wide)
+        shares = _ops._moe_away(flat, routes, place, splits, source.shape[0], ctx.group)
+        for_results = (rows.to(wide) * shares).to(results.dtype)
+    if ctx.needs_input_grad[1]:
+        dots = (rows.to(wide) * results.to(wide)).sum(1, keepdim=True)
+        home = _ops._moe_home(dots, routes, place, splits, weights.numel(), ctx.group)
+        for_weights = home.view(weights.shape).to(weights.dtype)
+    return for_results, for_weights, *(None,) * 8
+
+
+def _keep_home(ctx, inputs, output) -> None:
+    rows, routes, place, splits, _, ctx.group = inputs
+    ctx.size = rows.shape[0]
+    ctx.save_for_backward(routes, place, splits)
+
+
+def _carried_backward(op: str):
+    def backward(ctx, grad):
+        routes, place, splits = ctx.saved_tensors
+        moved = getattr(_ops, op)(grad, routes, place, splits, ctx.size, ctx.group)
+        return moved, None, None, None, None, None
+
+    return backward
+
+
+def _keep_linear(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _linear_backward(ctx, grad):
+    rows, weight, offs = ctx.saved_tensors
+    needs_rows, needs_weight, _ = ctx.needs_input_grad
+    return (
+        _ops._moe_linear(grad, weight.transpose(1, 2), offs) if needs_rows else None,
+        _ops._moe_weight_gradient(grad, rows, offs) if needs_weight else None,
+        None,
+    )
+
+
+def _weight_gradient_backward(ctx, grad):
+    of_output, rows, offs = ctx.saved_tensors
+    needs_output, needs_rows, _ = ctx.needs_input_grad
+    return (
+        _ops._moe_linear(rows, grad, offs) if needs_output else None,
+        _ops._moe_linear(of_output, grad.transpose(1, 2), offs) if needs_rows else None,
+        None,
+    )
+
+
+_GRADIENTS = {
+    "moe_dispatch": (_dispatch_backward, _keep_dispatch),
+    "_moe_spread": (_spread_backward, _keep_spread),
+    "moe_combine": (_combine_backward, _keep_combine),
+    "_moe_home": (_carried_backward("_moe_away"), _keep_home),
+    "_moe_away": (_carried_backward("_moe_home"), _keep_home),
+    "_moe_linear": (_linear_backward, _keep_linear),
+    "_moe_weight_gradient": (_weight_gradient_backward, _keep_linear),
+}
+
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"overlap::{_name}", _fake, lib=_library)
+for _name, (_backward, _keep) in _GRADIENTS.items():
+    torch.library.register_autograd(
+        f"overlap::{_name}", _backward, setup_context=_keep, lib=_library
+    )
+
+
+@register_flop_formula([_ops._moe_linear, _ops._moe_weight_gradient])
+def _flops(left: torch.Size, right: torch.Size, *args: object, **kwargs: object) -> int:
+    """Rows by columns by columns: of [R, K] and [e, N, K], or [R, N] and [R, K]."""
+    return 2 * left[0] * left[1] * (right[1] if len(right) == 2 else right[-2])

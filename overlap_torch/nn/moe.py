@@ -1,0 +1,177 @@
+"""A layer of experts whose parameters are DTensors cut over the group's ranks, with a router or without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from overlap_torch._layers.dtensor import local_parts, wrap
+from overlap_torch._layers.meshes import group_mesh, note_mesh
+from overlap_torch._layers.sharding import place_in, shard_range
+from overlap_torch._moe.functions import Gate, moe
+from overlap_torch._ops import Group, group_name
+from overlap_torch._ops.group import broadcast_integers
+
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class MoE(torch.nn.Module):
+    """A mixture of experts over the group's ranks, by :func:`overlap_torch.moe`.
+
+    ``gate_up`` [E, 2I, H], ``down`` [E, H, I], and with ``bias`` ``gate_up_bias`` [E, 2I] and ``down_bias`` [E, H], are DTensors,
+    ``Shard(0)`` over the group's mesh: rank r computes the experts that ``torch.chunk`` gives it. ``load_state_dict`` takes DTensors
+    on that mesh, the whole tensors, and this rank's parts. The router's parameters and those of ``shared`` are the caller's: their
+    gradients are those of this rank's tokens.
+
+    Args:
+        hidden_size, intermediate_size, num_experts: H, I and the number E of all ranks' experts.
+        bias: whether the experts have biases.
+        activation, interleaved, shares_on: as :func:`overlap_torch.moe`.
+        router: a module or function of x [..., H] that returns (topk_ids, topk_weights), both [..., K]. None: ``forward`` is given them.
+        shared: a module or function whose result for x is added, such as experts that every token takes.
+        group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: sizes that are not positive, or as :func:`overlap_torch.moe`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        *,
+        bias: bool = False,
+        activation: str | Gate = "silu",
+        interleaved: bool = False,
+        shares_on: str = "output",
+        router: Router | None = None,
+        shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        group: Group = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(hidden_size, intermediate_size, num_experts) < 1:
+            raise ValueError(
+                "hidden_size, intermediate_size and num_experts are at least 1, but got "
+                f"{hidden_size}, {intermediate_size} and {num_experts}"
+            )
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_experts = num_experts
+        self.activation = Gate(activation) if isinstance(activation, str) else activation
+        self.interleaved, self.shares_on = interleaved, shares_on
+        self.router, self.shared = router, shared
+        self.group = group_name(group)
+        self.world_size, self.rank = place_in(self.group)
+        columns = (2 if self.activation.gated else 1) * intermediate_size
+        self._shapes = {
+            "gate_up": (num_experts, columns, hidden_size),
+            "down": (num_experts, hidden_size, intermediate_size),
+        }
+        if bias:
+            self._shapes["gate_up_bias"] = (num_experts, columns)
+            self._shapes["down_bias"] = (num_experts, hidden_size)
+        made = torch.empty(0, device=device)
+        if isinstance(group, DeviceMesh):
+            note_mesh(group)
+        self._mesh = group if isinstance(group, DeviceMesh) else None
+        own = shard_range(num_experts, self.world_size, self.rank)[1]
+        for name, shape in self._shapes.items():
+            local = torch.empty((own, *shape[1:]), device=made.device, dtype=dtype)
+            self.register_parameter(name, torch.nn.Parameter(self._whole(name, local)))
+        for name in ("gate_up_bias", "down_bias"):
+            if name not in self._shapes:
+                self.register_parameter(name, None)
+        self.reset_parameters()
+
+    # The original: accelerate's init_empty_weights puts another one in its place, which takes no DTensors.
+    register_parameter = torch.nn.Module.register_parameter
+
+    @torch.no_grad()
+    def _whole(self, name: str, local: torch.Tensor) -> DTensor:
+        kind = local.device.type
+        mesh = self._mesh
+        if mesh is None or mesh.device_type != kind:
+            mesh = group_mesh(self.group, "cpu" if kind == "meta" else kind)
+        return wrap(local, mesh, (Shard(0),), self._shapes[name])
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the experts as ``torch.nn.Linear`` does, each rank its own, by a seed of the group's first rank.
+
+        A collective call, except for parameters on ``meta``, which it leaves alone.
+        """
+        if self.gate_up.is_meta:
+            return
+        seed = broadcast_integers([int(torch.randint(2**31, (), device="cpu").item())], self.group)[
+            0
+        ]
+        generator = torch.Generator(self.gate_up.to_local().device).manual_seed(seed + self.rank)
+        for name in self._shapes:
+            inner = self.intermediate_size if name.startswith("down") else self.hidden_size
+            bound = 1 / math.sqrt(inner)
+            getattr(self, name).to_local().uniform_(-bound, bound, generator=generator)
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        begin, own = shard_range(self.num_experts, self.world_size, self.rank)
+        for name, shape in self._shapes.items():
+            value, parameter = state_dict.get(prefix + name), self._parameters[name]
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == shape:
+                value = value[begin : begin + own]
+            if isinstance(parameter, DTensor) and value.shape == (own, *shape[1:]):
+                state_dict[prefix + name] = self._whole(name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[..., H] to [..., H]: this rank's tokens, with their experts and shares [..., K] unless the layer has a router.
+
+        Raises:
+            TypeError: ids and shares given to a layer with a router, or not given to one without.
+        """
+        if (self.router is None) != (topk_ids is not None and topk_weights is not None):
+            raise TypeError(
+                "MoE takes topk_ids and topk_weights without a router, and x only with one; its router is "
+                f"{type(self.router).__name__}"
+            )
+        if self.router is not None:
+            topk_ids, topk_weights = self.router(x)
+        gate_up, gate_up_bias = local_parts(self.gate_up, self.gate_up_bias)
+        down, down_bias = local_parts(self.down, self.down_bias)
+        output = moe(
+            x,
+            topk_ids,
+            topk_weights,
+            gate_up,
+            down,
+            num_experts=self.num_experts,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            activation=self.activation,
+            interleaved=self.interleaved,
+            shares_on=self.shares_on,
+            group=self.group,
+        )
+        return output if self.shared is None else output + self.shared(x)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, num_experts={self.num_experts}, "
+            f"bias={'down_bias' in self._shapes}, {self.activation}, rank={self.rank}, world_size={self.world_size}"
+        )

@@ -1,0 +1,311 @@
+"""`moe_dispatch` and `moe_combine`: order and padding of rows, traffic, sums, errors; both under the compiler; and the layer."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.flop_counter import FlopCounterMode
+
+import overlap_torch
+from checks import Failures, message_of
+from operands import difference, integers, rank_device, world_name
+from overlap_torch._moe import ops
+from test_moe import ROUTINGS, Case, ids_of
+
+
+def whole_order(case: Case, rank: int, world: int, align: int) -> tuple[list, list[int], list[int]]:
+    """The rows that this rank's experts get, as (source, token), None for padding; the ends and the counts."""
+    experts = case.experts_of(world)
+    first, order, ends, counts = sum(experts[:rank]), [], [], []
+    chosen = [ids_of(case, r, world).tolist() for r in range(world)]
+    for expert in range(first, first + experts[rank]):
+        own = [
+            (source, token)
+            for source in range(world)
+            for token, choices in enumerate(chosen[source])
+            for choice in choices
+            if choice == expert
+        ]
+        order += own + [None] * (-len(own) % align)
+        ends.append(len(order))
+        counts.append(len(own))
+    return order, ends, counts
+
+
+def check_dispatch(align: int) -> tuple[int, list[str]]:
+    """Rows bit for bit; what is sent: a token once to each rank that it visits, and a row home for each route."""
+    rank, world, failures = dist.get_rank(), dist.get_world_size(), Failures()
+    sent: list[tuple[int, ...]] = []
+    all_to_all = ops.all_to_all
+
+    def recorded(whole, *rest):
+        sent.append(tuple(whole.shape))
+        return all_to_all(whole, *rest)
+
+    for case in ROUTINGS:
+        x = [integers((case.tokens[r], 3), rank_device(), "x", r).float() for r in range(world)]
+        ids = ids_of(case, rank, world)
+        order, ends, counts = whole_order(case, rank, world, align)
+        right = [x[0].new_zeros(3) if who is None else x[who[0]][who[1]] for who in order]
+        sent.clear()
+        ops.all_to_all = recorded
+        try:
+            rows, route = overlap_torch.moe_dispatch(
+                x[rank], ids, num_experts=case.experts_of(world), align=align
+            )
+            # Shares that no other order of the sum gives the bits of.
+            shares = torch.rand(ids.shape, generator=torch.Generator().manual_seed(rank)).to(
+                x[0].device
+            )
+            results = torch.where(rows.abs().sum(1, keepdim=True) >= 0, rows + 0.1, rows)
+            output = overlap_torch.moe_combine(results, route, shares)
+        finally:
+            ops.all_to_all = all_to_all
+        failures.expect(difference(rows, torch.stack(right) if right else x[0][:0]), "rows", case)
+        failures.expect(None if route.offs.tolist() == ends else str(route.offs), "offs", case)
+        failures.expect(None if route.counts.tolist() == counts else str(route.counts), case)
+        failures.expect(None if route.offs.dtype == torch.int32 else "offs are no int32", case)
+
+        experts = case.experts_of(world)
+        owner = torch.arange(world).repeat_interleave(torch.tensor(experts)).tolist()
+        chosen = [[i for i in row if 0 <= i < sum(experts)] for row in ids.tolist()]
+        visits = sum(len({owner[i] for i in row}) for row in chosen)
+        came = sum(counts)
+        expected = [(visits, 3), (came, 3)]
+        found = [shape for shape in sent if shape[-1] == 3 and len(shape) == 2][-2:]
+        if max(experts) != 2:  # counts are of that shape, too
+            failures.expect(None if found == expected else f"sent {sent}", expected, case)
+
+        total = torch.zeros_like(x[rank])
+        for choice in range(case.choices):
+            kept = (ids[:, choice] >= 0) & (ids[:, choice] < sum(experts))
+            part = (x[rank] + 0.1) * shares[:, choice, None]
+            total = torch.where(kept[:, None], total + part, total)
+        failures.expect(difference(output, total), "sum", case)
+    return failures.result()
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_moe_dispatch_rows_and_traffic(ranks, align):
+    ranks.expect_no_failures(check_dispatch, align)
+
+
+def operands(requires_grad: bool) -> list[torch.Tensor]:
+    """x, ids, shares, gate_up and down of four experts in all."""
+    device, rank, own = rank_device(), dist.get_rank(), 4 // dist.get_world_size()
+    draw = torch.Generator().manual_seed(rank)
+    x, shares = torch.randn(6 + rank, 8, generator=draw), torch.rand(6 + rank, 2, generator=draw)
+    ids = torch.randint(-1, 4, (6 + rank, 2), generator=draw)
+    weights = torch.randn(own, 32, 8, generator=draw), torch.randn(own, 8, 16, generator=draw)
+    x, shares, *weights = (
+        t.to(device).requires_grad_(requires_grad) for t in (x, shares, *weights)
+    )
+    return [x, ids.to(device), shares, *weights]
+
+
+def check_compiled() -> tuple[int, list[str]]:
+    """One graph, outputs and gradients as eager; opcheck of the operators; autocast."""
+    failures = Failures()
+    found = []
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(overlap_torch.moe, fullgraph=True, backend=counter)
+    for call in (overlap_torch.moe, compiled):
+        given = operands(True)
+        output = call(*given)
+        output.square().sum().backward()
+        found.append([output.detach(), *(t.grad for t in given if t.grad is not None)])
+    failures.expect_equal(found[1], found[0], "compiled")
+    failures.expect(None if len(found[0]) == 5 else "gradients are missing")
+    failures.expect(None if counter.frame_count == 1 else f"{counter.frame_count} graphs")
+
+    x, ids, shares, gate_up, down = operands(True)
+    experts = [gate_up.shape[0]] * dist.get_world_size()
+    rows, offs, counts, *route = torch.ops.overlap.moe_dispatch(x, ids, experts, 1, world_name())
+    rows = rows.detach().requires_grad_()
+    flat, size = shares.detach().reshape(-1, 1), rows.shape[0]
+    calls = [
+        ("moe_dispatch", (x, ids, experts, 1, world_name())),
+        ("moe_combine", (rows, shares, x.shape[0], 2, *route, world_name())),
+        ("_moe_spread", (x, 2, *route, world_name())),
+        ("_moe_home", (rows, *route[:2], route[4], ids.numel(), world_name())),
+        ("_moe_away", (flat, *route[:2], route[4], size, world_name())),
+        ("_moe_linear", (rows, gate_up, offs)),
+        ("_moe_weight_gradient", (rows, rows, offs)),
+    ]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for name, arguments in calls:
+        operator = getattr(torch.ops.overlap, name).default
+        for test, result in torch.library.opcheck(
+            operator, arguments, test_utils=tests, raise_exception=False
+        ).items():
+            failures.expect(None if result == "SUCCESS" else str(result), test, name)
+
+    given = operands(True)
+    with FlopCounterMode(display=False) as counted:
+        overlap_torch.moe(*given).sum().backward()
+    # Forward, the rows' gradients and the weights' have two products of each row.
+    right = 3 * 2 * size * (32 * 8 + 16 * 8)
+    total = counted.get_total_flops()
+    failures.expect(None if total == right else f"{total} flops, expected {right}")
+
+    given = operands(False)
+    low = [t if t.dtype == torch.int64 else t.bfloat16() for t in given]
+    low[2] = given[2]
+    with torch.autocast(rank_device().type, torch.bfloat16):
+        output = overlap_torch.moe(*given)
+    failures.expect(difference(output, overlap_torch.moe(*low)), "autocast")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_moe_under_the_compiler_and_autocast(ranks):
+    ranks.expect_no_failures(check_compiled, timeout_s=300)
+
+
+def check_second_order() -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 3), (3, 2), (2, 4, 3), (2, 3, 2)]
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(rank_device())
+        for shape in shapes
+    ]
+    ids = torch.tensor([[0, 1], [-1, 1], [1, 1]], device=rank_device())
+
+    def function(x, shares, gate_up, down):
+        return overlap_torch.moe(x, ids, shares, gate_up, down, group=single_rank_group())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an operator without gradients warns
+        return torch.autograd.gradgradcheck(function, [t.requires_grad_() for t in inputs])
+
+
+@pytest.mark.ranks((1, "gloo"), (1, "nccl"))
+def test_moe_second_order(ranks):
+    assert all(ranks.run(check_second_order))
+
+
+WRONG = [
+    (ValueError, "same leading dims", {"ids": lambda ids: ids[:-1]}),
+    (TypeError, "int32 or int64", {"ids": torch.Tensor.double}),
+    (TypeError, "takes x in bfloat16", {"x": torch.Tensor.long}),
+    (ValueError, "shape of topk_ids", {"shares": lambda shares: shares[:, :1]}),
+    (ValueError, "takes gate_up of shape", {"gate_up": lambda weight: weight[:, :-2]}),
+    (TypeError, "down in x's dtype", {"down": torch.Tensor.double}),
+    (ValueError, "num_experts is 0", {"num_experts": 0}),
+    (ValueError, "takes gate_up of shape (9", {"num_experts": [9]}),
+    (ValueError, "an activation is one of", {"activation": "swish"}),
+    (ValueError, "shares_on is", {"shares_on": "results"}),
+    (ValueError, "a list of e tensors", {"gate_up": lambda weight: []}),
+    (ValueError, "for one gate_up", {"gate_up": lambda w: w.chunk(2, 1), "interleaved": True}),
+]
+
+
+def check_errors() -> tuple[int, list[str]]:
+    """Each on every rank, before anything is sent: the group goes on. A rank alone that raises is named to the others."""
+    failures, world = Failures(), dist.get_world_size()
+    names = ["x", "ids", "shares", "gate_up", "down"]
+    for kind, text, changes in WRONG:
+        given, keywords = operands(False), {}
+        for name, change in changes.items():
+            if name in names:
+                given[names.index(name)] = change(given[names.index(name)])
+            elif isinstance(change, list):
+                keywords[name] = change * world
+            else:
+                keywords[name] = change
+        try:
+            overlap_torch.moe(*given, **keywords)
+            failures.expect("nothing was raised", text)
+        except (ValueError, TypeError) as error:
+            right = type(error) is kind and text in str(error)
+            failures.expect(None if right else f"{error!r}", text)
+    rows, route = overlap_torch.moe_dispatch(*operands(False)[:2], num_experts=4)
+    message = message_of(overlap_torch.moe_combine, torch.cat([rows, rows[:1]]), route)
+    if rows.shape[0] > 0:
+        failures.expect(None if f"R = {rows.shape[0]} rows" in message else message)
+    failures.expect(None if overlap_torch.moe(*operands(False)).isfinite().all() else "not finite")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_moe_errors_come_before_anything_is_sent(ranks):
+    ranks.expect_no_failures(check_errors)
+
+
+def check_widths_differ() -> list[str]:
+    x, ids, *_ = operands(False)
+    return message_of(overlap_torch.moe_dispatch, x[:, : 8 - dist.get_rank()], ids, num_experts=4)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_moe_ranks_that_differ_all_raise(ranks):
+    messages = ranks.run(check_widths_differ)
+    assert all("all-to-all of rows of [8]" in m and "[7]" in m for m in messages), messages
+
+
+def check_layer(experts: int) -> tuple[int, list[str]]:
+    """The layer beside the same layer on this rank only: outputs, gradients, state dicts, the router and a shared expert."""
+    failures, rank, world = Failures(), dist.get_rank(), dist.get_world_size()
+    device = rank_device()
+
+    def router(x):
+        shares, ids = x[..., :experts].softmax(-1).topk(2)
+        return ids, shares
+
+    sizes = {"bias": True, "router": router, "shared": torch.nn.Identity(), "device": device}
+    layer = overlap_torch.nn.MoE(8, 16, experts, **sizes, dtype=torch.float64)
+    for name, parameter in layer.named_parameters():
+        right = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+        failures.expect(None if right and parameter.shape[0] == experts else str(parameter), name)
+    whole = overlap_torch.nn.full_state_dict(layer)
+    alone = overlap_torch.nn.MoE(
+        8, 16, experts, group=single_rank_group(), **sizes, dtype=torch.float64
+    )
+    alone.load_state_dict(whole)
+    failures.expect(None if whole["down"].unique().numel() > experts * 100 else "drawn alike")
+    again = overlap_torch.nn.MoE(8, 16, experts, **sizes, dtype=torch.float64)
+    again.load_state_dict(whole)
+    local = {name: value.to_local() for name, value in again.state_dict().items()}
+    again.load_state_dict(local)
+    again.load_state_dict(layer.state_dict())
+    everybody = [
+        torch.randn(2, 3 + r, 8, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
+        for r in range(world)
+    ]
+    outputs = [alone(x.to(device)) for x in everybody]
+    sum(output.square().sum() for output in outputs).backward()
+    output = again(everybody[rank].to(device))
+    output.square().sum().backward()
+    expected = {"output": outputs[rank].detach()}
+    found = {"output": output.detach()}
+    for name, parameter in alone.named_parameters():
+        begin = sum(whole[name][: -(-experts // world) * rank].shape[:1])
+        own = getattr(again, name).grad.to_local()
+        expected[name] = parameter.grad.to_local()[begin : begin + own.shape[0]]
+        found[name] = own
+    for name, right in expected.items():
+        problem = None
+        if not torch.allclose(found[name], right, rtol=1e-12, atol=1e-12):
+            problem = f"off by {(found[name] - right).abs().max()}"
+        failures.expect(problem, name)
+    message = message_of(again, everybody[rank].to(device), torch.zeros(1), torch.zeros(1))
+    failures.expect(None if "x only with one" in message else message)
+    return failures.result()
+
+
+def single_rank_group() -> dist.ProcessGroup:
+    from operands import subgroup
+
+    groups = [subgroup((rank,)) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+@pytest.mark.parametrize("experts", [4, 5])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "nccl"))
+def test_moe_layer_is_the_whole_layer(ranks, experts):
+    ranks.expect_no_failures(check_layer, experts)
