@@ -358,7 +358,7 @@ class Run {
       begun.wait();
     }
     begun.range.end();
-    if (plan_.problem.op == plan::Op::kAllGatherGemm) begun.ready_us = now_us();  // for its GEMM
+    if (plan_.problem.traits().gathers()) begun.ready_us = now_us();  // for its GEMM
   }
 
   template <typename Other>

@@ -203,21 +203,24 @@ int64_t output_bytes(const Problem& problem) {
 }
 
 DType moved_dtype(const Problem& problem) {
-  return problem.op == Op::kAllGatherGemm ? problem.dtype : output_dtype(problem);
+  return problem.traits().gathers() ? problem.dtype : output_dtype(problem);
 }
 
 int64_t moved_bytes(const Problem& problem) {
   return element_bytes(moved_dtype(problem));
 }
 
+int64_t moved_columns(const Problem& problem) {
+  return problem.traits().gathers() ? problem.k : problem.n;
+}
+
 int32_t op_row_parts(const Problem& problem) {
-  const bool parted = problem.op == Op::kGemmReduceScatter || problem.op == Op::kAllGatherGemm;
-  return parted ? problem.world_size : 1;
+  return problem.traits().parts_of_ranks ? problem.world_size : 1;
 }
 
 int32_t row_parts(const Plan& plan) {
   // Transfers name rows themselves.
-  if (has_program(plan) && plan.problem.op == Op::kGemmReduceScatter) return 1;
+  if (has_program(plan) && plan.problem.traits().scatters()) return 1;
   const bool owned = plan.collective == Collective::kRing ||
                      (plan.collective == Collective::kDirect &&
                       plan.schedule == Schedule::kOverlapped && direct_in_pieces(plan));
@@ -238,7 +241,7 @@ bool over_peers(const Plan& plan) {
 }
 
 bool direct_in_pieces(const Plan& plan) {
-  return plan.problem.op != Op::kGemmAllReduce || plan.problem.world_size > 2;
+  return !plan.problem.traits().all_reduces() || plan.problem.world_size > 2;
 }
 
 int64_t direct_piece_bytes(const Plan& plan) {
@@ -258,13 +261,13 @@ int64_t ring_tiles(const Plan& plan) {
   const int32_t parts = row_parts(plan);
   const int64_t part = static_cast<int64_t>(tiles_m(plan)) * tiles_n(plan) / parts;
   // An all-reduce passes on the final ones, too.
-  return (plan.problem.op == Op::kGemmAllReduce ? 2 : 1) * (parts - 1) * part;
+  return (plan.problem.traits().all_reduces() ? 2 : 1) * (parts - 1) * part;
 }
 
 int64_t peer_slot_bytes(const Plan& plan) {
   const Problem& problem = plan.problem;
   const int64_t ranks = problem.world_size;
-  const bool all_reduces = problem.op == Op::kGemmAllReduce;
+  const bool all_reduces = problem.traits().all_reduces();
   if (plan.collective == Collective::kAllGather) {
     return buffer_elements(plan) * moved_bytes(problem);
   }
@@ -278,22 +281,15 @@ int64_t peer_slot_bytes(const Plan& plan) {
 }
 
 Collective collective_of(Op op) {
-  switch (op) {
-    case Op::kGemmAllReduce:
-      return Collective::kAllReduce;
-    case Op::kGemmReduceScatter:
-      return Collective::kReduceScatter;
-    case Op::kAllGatherGemm:
-      return Collective::kAllGather;
-    case Op::kGemmAllToAll:
-      return Collective::kAllToAll;
-  }
+  const OpTraits own = traits(op);
+  if (own.before.has_value()) return *own.before;
+  if (own.after.has_value()) return *own.after;
   throw std::invalid_argument("unknown op " + std::to_string(static_cast<int32_t>(op)));
 }
 
 int32_t row_grain(const Plan& plan) {
   // A ring computes one part at a time, an all-gather all but one.
-  if (plan.collective == Collective::kRing || plan.problem.op == Op::kAllGatherGemm) {
+  if (plan.collective == Collective::kRing || plan.problem.traits().gathers()) {
     return plan.cluster_m;
   }
   const int32_t parts = row_parts(plan);
@@ -361,7 +357,7 @@ namespace {
 
 // A reduce-scatter's kernels store whole tiles of each part; on CPU rows are computed, not tiles.
 bool pads_rows(const Plan& plan) {
-  return plan.problem.op == Op::kGemmReduceScatter &&
+  return plan.problem.traits().scatters() &&
          (plan.chunks.empty() || plan.chunks[0].transport != Transport::kGloo);
 }
 
@@ -372,7 +368,7 @@ int32_t buffer_parts(const Plan& plan) {
 }
 
 int64_t buffer_elements(const Plan& plan) {
-  if (plan.problem.op == Op::kAllGatherGemm) return plan.problem.m * plan.problem.k;
+  if (plan.problem.traits().gathers()) return plan.problem.m * plan.problem.k;
   if (pads_rows(plan)) return static_cast<int64_t>(tiles_m(plan)) * plan.tile_m * plan.problem.n;
   if (plan.layout == Layout::kRowMajor) return plan.problem.m * plan.problem.n;
   return buffer_parts(plan) *
@@ -404,7 +400,7 @@ Extent chunk_extent(const Plan& plan, int32_t chunk) {
       const int64_t tile_rows = plan.chunks[chunk].tiles / tiles_n(plan) / parts;
       return {parts * rows.begin * plan.problem.n, tile_rows * plan.tile_m * plan.problem.n};
     }
-    const int64_t width = plan.problem.op == Op::kAllGatherGemm ? plan.problem.k : plan.problem.n;
+    const int64_t width = moved_columns(plan.problem);
     return {parts * rows.begin * width, (rows.end - rows.begin) * width};
   }
   int32_t first_tile = 0;

@@ -7,18 +7,12 @@
 #include <vector>
 
 #include "plan/gemm_types.h"
+#include "plan/op.h"
 #include "plan/profile.h"
 #include "plan/program.h"
 #include "plan/tile_order.h"
 
 namespace overlap::plan {
-
-enum class Op : int32_t {
-  kGemmAllReduce = 0,
-  kGemmReduceScatter = 1,
-  kAllGatherGemm = 2,
-  kGemmAllToAll = 3,
-};
 
 // How the op runs: one GEMM and one collective after it, or before it; or communication beside
 // computation: chunk by chunk, or, over peers, by the GEMM's own stores.
@@ -30,25 +24,6 @@ inline constexpr int32_t kMaxPeerRanks = 8;
 // How chunks travel. kPeer: through memory that the ranks of one host map into each other, by stores
 // of the GEMM's epilogue and by copy engines, which take no SM.
 enum class Transport : int32_t { kNccl = 0, kGloo = 1, kPeer = 2 };
-
-// A chunk's communication. kAllReduce: one all-reduce. kExchange, for two ranks: one
-// all-gather of the chunk and the peer's, which are then added up where the chunk is put back to
-// row-major. It moves the same bytes over the link, and NCCL's all-gather fills the link with a
-// third of the CTAs that its all-reduce takes. kRing, for reductions over kPeer: the rows are cut into
-// the ranks' parts; a part's partial sums go from rank to rank, each adding its own in the GEMM's
-// epilogue, and end at the part's owner, which for an all-reduce sends its finished chunks to all.
-// kDirect, for reductions over kPeer: partial sums go straight to the ranks that need them, which add
-// them up in one kernel; the fewest steps, for few rows. The other ops have one collective each, over
-// any transport.
-enum class Collective : int32_t {
-  kAllReduce = 0,
-  kExchange = 1,
-  kReduceScatter = 2,
-  kAllGather = 3,
-  kAllToAll = 4,
-  kRing = 5,
-  kDirect = 6,
-};
 
 // How operands are scaled, both alike: not at all; by one number each; by a number for each row of the
 // input and of the weight; or by blocks of 1 x 128 of the input and of 128 x 128 of the weight.
@@ -76,6 +51,7 @@ struct Problem {
   DType output_dtype = DType::kBFloat16;  // of scaled operands' output; else see output_dtype()
   bool fast_accum = false;  // of scaled operands: whether sums may be the tensor cores' own
 
+  OpTraits traits() const { return plan::traits(op); }
   friend bool operator==(const Problem&, const Problem&) = default;
   std::string to_string() const;
 };
@@ -154,6 +130,7 @@ std::string types_text(const Problem& problem);
 // The type of the bytes that travel: the operands' in an all-gather, else the output's.
 DType moved_dtype(const Problem& problem);
 int64_t moved_bytes(const Problem& problem);
+int64_t moved_columns(const Problem& problem);
 
 // True if transfers of the plan's own move the bytes.
 inline bool has_program(const Plan& plan) {

@@ -33,8 +33,8 @@ class Check {
         problem_(plan.problem),
         number_(number),
         one_(plan.program.transfers[number]),
-        gathers_(problem_.op == Op::kAllGatherGemm),
-        to_all_(problem_.op == Op::kGemmAllToAll) {}
+        gathers_(problem_.traits().gathers()),
+        to_all_(problem_.traits().rows_by_rank) {}
 
   void operator()() const {
     if (static_cast<uint32_t>(one_.way) > static_cast<uint32_t>(Way::kCopy) ||
@@ -228,9 +228,9 @@ void check_messages(const Plan& plan) {
 
 Extents extents(const Plan& plan, Memory memory) {
   const Problem& problem = plan.problem;
-  const bool gathers = problem.op == Op::kAllGatherGemm;
-  const bool to_all = problem.op == Op::kGemmAllToAll;
-  const int64_t columns = gathers ? problem.k : problem.n;
+  const bool gathers = problem.traits().gathers();
+  const bool to_all = problem.traits().rows_by_rank;
+  const int64_t columns = moved_columns(problem);
   const int64_t rows = to_all ? kMessageShares * problem.world_size : problem.m;
   const Extents none;
   switch (memory) {
@@ -310,7 +310,7 @@ void check_program(const Plan& plan) {
          plan.resources.window ? " in a window" : "", ", allowed are overlapped, row_major and ",
          name(collective_of(problem.op)), " over nccl, peer or gloo, without a window: take these");
   }
-  const bool produces = problem.op == Op::kGemmAllReduce || problem.op == Op::kGemmReduceScatter;
+  const bool produces = problem.traits().sums();
   if (!produces && plan.kernel != Kernel::kLibrary) {
     fail("program of ", name(problem.op), " has the kernel ", name(plan.kernel),
          ", allowed is library: take that");
@@ -319,7 +319,7 @@ void check_program(const Plan& plan) {
     fail("plan has a program and ", plan.resources.lanes,
          " lanes, allowed is 1: transfers name their streams themselves");
   }
-  const int64_t columns = problem.op == Op::kAllGatherGemm ? problem.k : problem.n;
+  const int64_t columns = moved_columns(problem);
   constexpr int64_t kMostElements = int64_t{1} << 40;
   if (program.scratch_rows < 0 ||
       program.scratch_rows > kMostElements / std::max<int64_t>(columns, 1)) {
@@ -332,7 +332,7 @@ void check_program(const Plan& plan) {
          ": cut into fewer chunks, or leave the program out");
   }
   for (size_t i = 0; i < program.transfers.size(); ++i) Check(plan, i)();
-  if (problem.op == Op::kGemmAllToAll) check_messages(plan);
+  if (problem.traits().rows_by_rank) check_messages(plan);
 }
 
 std::vector<int32_t> chunks_in(const Plan& plan, const Rectangle& area) {

@@ -7,7 +7,7 @@ namespace overlap::plan {
 int32_t ring_round_rows(const Plan& plan) {
   const int32_t parts = plan.problem.world_size;
   const int32_t part_tile_rows = tiles_m(plan) / parts;
-  const bool few = plan.problem.op == Op::kGemmAllReduce && parts > 2;
+  const bool few = plan.problem.traits().all_reduces() && parts > 2;
   int32_t clusters = few ? 1 : std::max(kBandRows / parts / plan.cluster_m, 1);
   while (part_tile_rows % (clusters * plan.cluster_m) != 0) --clusters;
   return clusters * plan.cluster_m;

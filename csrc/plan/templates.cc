@@ -86,7 +86,7 @@ Plan base_plan(const Problem& problem, Kernel kernel, Transport transport,
   plan.tile_m = own.tile_m;
   plan.tile_n = own.tile_n;
   plan.cluster_m = own.cluster_m;
-  const bool reduces = problem.op == Op::kGemmAllReduce || problem.op == Op::kGemmReduceScatter;
+  const bool reduces = problem.traits().sums();
   plan.collective =
       transport == Transport::kPeer && reduces ? Collective::kRing : collective_of(problem.op);
   return plan;
@@ -158,7 +158,7 @@ Plan make_packed(const Problem& problem, Kernel kernel, const std::vector<int32_
 Plan make_at_once(const Problem& problem, Kernel kernel) {
   Plan plan = base_plan(problem, kernel, Transport::kPeer, {});
   plan.schedule = kernel == Kernel::kLibrary ? Schedule::kSequential : Schedule::kOverlapped;
-  if (problem.op != Op::kAllGatherGemm) plan.collective = Collective::kDirect;
+  if (!problem.traits().gathers()) plan.collective = Collective::kDirect;
   const int32_t rows = tiles_m(plan);
   const int32_t most = std::max(kBandRows, plan.cluster_m);
   cut_into_bands(plan, rows, std::max(1, std::min(most, rows)));

@@ -79,8 +79,8 @@ void check_collective_of_op(const Plan& plan) {
   const bool of_peers =
       plan.collective == Collective::kRing || plan.collective == Collective::kDirect;
   const Collective own = collective_of(plan.problem.op);
-  const bool all_reduces = plan.problem.op == Op::kGemmAllReduce;
-  const bool reduces = all_reduces || plan.problem.op == Op::kGemmReduceScatter;
+  const bool all_reduces = plan.problem.traits().all_reduces();
+  const bool reduces = plan.problem.traits().sums();
   if (plan.collective != own && !(all_reduces && plan.collective == Collective::kExchange) &&
       !(reduces && of_peers)) {
     fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
@@ -291,7 +291,7 @@ void check_peers(const Plan& plan) {
   }
   // One kernel moves whole accesses.
   constexpr int64_t kAccess = 16;
-  const int64_t row_bytes = (gathers ? problem.k : problem.n) * moved_bytes(problem);
+  const int64_t row_bytes = moved_columns(problem) * moved_bytes(problem);
   if ((direct || exchanges || (gathers && !overlapped)) && row_bytes % kAccess != 0) {
     fail("plan travels by peer with the collective ", name(plan.collective), " and rows of ",
          row_bytes, " bytes, allowed are multiples of ", kAccess,
@@ -335,10 +335,10 @@ void check_schedule(const Plan& plan) {
       fail("sequential plan has the layout ", name(plan.layout),
            ", allowed is row_major, as its one collective needs no other: take row_major");
     }
-  } else if (plan.layout != Layout::kRowMajor && problem.op != Op::kGemmAllReduce) {
+  } else if (plan.layout != Layout::kRowMajor && !problem.traits().all_reduces()) {
     fail("plan of ", name(problem.op), " has the layout ", name(plan.layout),
          ", allowed is row_major: take that");
-  } else if (problem.op == Op::kGemmAllToAll) {
+  } else if (problem.traits().rows_by_rank) {
     if (problem.n == 0 || problem.k == 0 || plan.chunks.size() != 1) {
       fail("overlapped plan of ", name(problem.op), " for n = ", problem.n, ", k = ", problem.k,
            " with ", plan.chunks.size(),
@@ -356,7 +356,7 @@ void check_schedule(const Plan& plan) {
 void check_problem(const Problem& problem) {
   constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
   const char* const remedy = "take the sizes of the op's arguments";
-  check_enum("op", problem.op, Op::kGemmAllToAll);
+  check_enum("op", problem.op, static_cast<Op>(kOps.size() - 1));
   check_enum("dtype", problem.dtype, DType::kFloat8E5M2);
   check_enum("recipe", problem.recipe, Recipe::kBlock);
   check_enum("output_dtype", problem.output_dtype, DType::kFloat8E5M2);
@@ -386,7 +386,7 @@ void check_problem(const Problem& problem) {
     fail("problem of ", name(problem.op), " has m = ", problem.m, " rows on ", problem.world_size,
          " ranks, allowed are multiples of the number of ranks, as each has an equal part");
   }
-  if (problem.op == Op::kGemmAllToAll && problem.m != 0) {
+  if (problem.traits().rows_by_rank && problem.m != 0) {
     fail("problem of ", name(problem.op), " has m = ", problem.m,
          ", allowed is 0: its rows differ by rank and are no part of what ranks share");
   }

@@ -1,4 +1,4 @@
-// A whole number in parts.
+// Chunks of plans, for kernels of this package and of the caller.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,17 @@
 #include <numeric>
 #include <vector>
 
+#include "plan/plan.h"
+
 namespace overlap::planner {
+
+// All tiles are computed in one launch, and a small last chunk is a short tail; but a chunk costs the host. An
+// all-gather's launches end with whole rounds of tiles, and each call has a start: few chunks.
+inline const plan::Profile::Lists& schedules_of(const plan::Problem& problem,
+                                                const plan::Profile& profile) {
+  if (problem.traits().scatters()) return profile.schedules.reduce_scatter;
+  return problem.traits().gathers() ? profile.schedules.all_gather : profile.schedules.all_reduce;
+}
 
 // `total` in parts as the weights say, each but the last a multiple of `grain`. Empty if a part
 // would be.

@@ -47,19 +47,13 @@ class KernelCandidates {
     const auto most = static_cast<int32_t>(machine_.profile->link.default_ctas);
     add({1}, {.ctas = cpu_ ? 0 : std::min(most, request_.comm_sms)});
     if (cpu_ || machine_.serial) return std::move(plans_);  // nothing goes on beside the kernel
-    for (const std::vector<int32_t>& weights : schedules()) {
+    for (const std::vector<int32_t>& weights : schedules_of(problem_, *machine_.profile)) {
       for (const Way& way : found) add(weights, way);
     }
     return std::move(plans_);
   }
 
  private:
-  const Profile::Lists& schedules() const {
-    const Profile::Schedules& all = machine_.profile->schedules;
-    if (problem_.op == Op::kGemmReduceScatter) return all.reduce_scatter;
-    return problem_.op == Op::kAllGatherGemm ? all.all_gather : all.all_reduce;
-  }
-
   // The profile's plain ones, of slow links, fast ones, or between the two both, that fit what the kernel leaves. An
   // all-reduce's windows, in which the kernel stores, ask for fewer CTAs.
   std::vector<Way> ways() const {
@@ -78,7 +72,7 @@ class KernelCandidates {
     };
     if (share < 1.0) take(all.slow_link);
     if (share > 0.0) take(all.plain);
-    if (share > 0.0 && machine_.windows && problem_.op == Op::kGemmAllReduce) {
+    if (share > 0.0 && machine_.windows && problem_.traits().all_reduces()) {
       take(all.all_reduce_window, true);
     }
     // Fewer than any way asks for.
@@ -108,7 +102,7 @@ class KernelCandidates {
 };
 
 void check(const Problem& problem, const Machine& machine, const KernelRequest& request) {
-  if (problem.op == Op::kGemmAllToAll || request.tile_m < 1 || request.tile_n < 1 ||
+  if (problem.traits().rows_by_rank || request.tile_m < 1 || request.tile_n < 1 ||
       !(request.kernel_us > 0.0) || request.comm_sms < 0 || request.chunks < 0) {
     throw std::invalid_argument(
         "a kernel of your own of " + std::to_string(request.kernel_us) + " us in tiles of " +
@@ -131,7 +125,7 @@ std::vector<Plan> kernel_candidates(const Problem& problem, const Machine& machi
 steps::Price price_kernel(const Plan& plan, const Machine& machine, double kernel_us) {
   // An all-gather's kernel begins at once where it leaves SMs to what it waits for.
   steps::KernelJob job;
-  job.awaits = plan.problem.op == Op::kAllGatherGemm && plan.resources.comm_sms > 0;
+  job.awaits = plan.problem.traits().gathers() && plan.resources.comm_sms > 0;
   return steps::price(steps::lower_for_kernel(plan, 0, machine, job), plan, 0, machine, kernel_us);
 }
 

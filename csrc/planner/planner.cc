@@ -34,7 +34,7 @@ using Schedules = Profile::Lists;
 // SMs left to kernels of one warp: an all-gather's signals keep the GEMM out of their SM and, as CTAs come
 // in clusters of two, out of that SM's neighbour. The wait of a ring's GEMM takes no SM.
 int32_t peer_sms(const Plan& plan) {
-  return plan.problem.op == Op::kAllGatherGemm ? 2 : 0;
+  return plan.problem.traits().gathers() ? 2 : 0;
 }
 
 // Direct plans hold all partial sums in slots, and add them up when the GEMM has ended: for few rows.
@@ -43,18 +43,11 @@ constexpr int64_t kDirectAccess = 16;  // bytes
 
 constexpr int64_t kAlignment = 8;  // elements: 16 bytes, what bulk copies of 16-bit types take
 
-// All tiles are computed in one launch, and a small last chunk is a short tail; but a chunk costs the host. An
-// all-gather's launches end with whole rounds of tiles, and each call has a start: few chunks.
-const Schedules& schedules_of(Op op, const Profile& profile) {
-  if (op == Op::kGemmReduceScatter) return profile.schedules.reduce_scatter;
-  return op == Op::kAllGatherGemm ? profile.schedules.all_gather : profile.schedules.all_reduce;
-}
-
 // A ring passes on single tiles, and chunks of what an all-reduce has finished cost its GEMM more than they
 // save; an all-gather computes what has arrived.
-const Schedules& peer_schedules(Op op, const Profile& profile) {
+const Schedules& peer_schedules(const Problem& problem, const Profile& profile) {
   static const Schedules one = {{1}};
-  return op == Op::kAllGatherGemm ? profile.schedules.peer_all_gather : one;
+  return problem.traits().gathers() ? profile.schedules.peer_all_gather : one;
 }
 
 // Plans as they are made; with `only`, no others than of those families.
@@ -138,13 +131,11 @@ void add_packed(Candidates& plans, const Problem& problem, Kernel kernel,
 
 // Bytes of the product, or of an all-gather's input.
 int64_t peer_bytes(const Problem& problem) {
-  const int64_t columns = problem.op == Op::kAllGatherGemm ? problem.k : problem.n;
-  return problem.m * columns * moved_bytes(problem);
+  return problem.m * moved_columns(problem) * moved_bytes(problem);
 }
 
 bool too_small_for_peers(const Problem& problem, const Machine& machine) {
-  return problem.op != Op::kGemmAllReduce &&
-         peer_bytes(problem) < machine.profile->peer.least_bytes;
+  return !problem.traits().all_reduces() && peer_bytes(problem) < machine.profile->peer.least_bytes;
 }
 
 // Returns true if there is a flag for each tile that a ring would pass on. Other ops' plans pass on none.
@@ -176,7 +167,7 @@ std::vector<Kernel> one_way_kernels(const Problem& problem, const Machine& machi
                                     Transport transport) {
   if (kernel != Kernel::kSm90Pingpong) return {kernel};
   const Profile& profile = *machine.profile;
-  const bool gathers = problem.op == Op::kAllGatherGemm;
+  const bool gathers = problem.traits().gathers();
   // An all-gather's last launch has all SMs. A reduce-scatter's GEMM leaves some to NCCL.
   const Way most = way_of(profile.ways.one_way_window.back());
   const int32_t sms = std::max(1, machine.sm_count - (gathers ? 0 : most.ctas * most.lanes));
@@ -208,7 +199,7 @@ void set_peer_sms(Candidates& plans, size_t first) {
 // is not full, which the model counts.
 std::vector<Kernel> peer_kernels(const Problem& problem, const Machine& machine,
                                  const Prediction& sequence, Kernel kernel) {
-  if (problem.op == Op::kAllGatherGemm) {
+  if (problem.traits().gathers()) {
     return one_way_kernels(problem, machine, sequence, kernel, Transport::kPeer);
   }
   return {kernel, Kernel::kSm90PingpongWide};
@@ -225,8 +216,7 @@ bool add_over_peers(Candidates& plans, const Problem& problem, const Machine& ma
   }
   const size_t first = plans.plans.size();
   for (const Kernel own : peer_kernels(problem, machine, sequence, kernel)) {
-    add_row_panels(plans, problem, own, peer_schedules(problem.op, profile), {}, 0,
-                   Transport::kPeer);
+    add_row_panels(plans, problem, own, peer_schedules(problem, profile), {}, 0, Transport::kPeer);
   }
   set_peer_sms(plans, first);
   return true;
@@ -267,10 +257,10 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
                Collective::kExchange);
   };
   const Profile::Ways& ways = profile.ways;
-  const Schedules& usual = schedules_of(problem.op, profile);
+  const Schedules& usual = schedules_of(problem, profile);
   const double share = steps::fast_link_share(machine);
   if (share < 1.0 || all) {
-    if (problem.op == Op::kGemmAllReduce && problem.world_size == 2) {
+    if (problem.traits().all_reduces() && problem.world_size == 2) {
       // In two lanes, for long GEMMs, what a chunk costs is hidden. In four, for GEMMs that the link outlasts, small
       // chunks at the ends gain; short GEMMs want few.
       for (const std::vector<int32_t>& pair : ways.slow_link_exchange) {
@@ -279,7 +269,7 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
                          way.lanes > 2 ? profile.schedules.slow_link_exchange_in_many_lanes
                                        : profile.schedules.slow_link_exchange);
       }
-    } else if (problem.op == Op::kGemmReduceScatter && problem.world_size == 2) {
+    } else if (problem.traits().scatters() && problem.world_size == 2) {
       add_panels(kernel, ways.slow_link_scatter, profile.schedules.slow_link_scatter, false);
     } else {
       add_panels(kernel, ways.slow_link, usual, false);
@@ -291,7 +281,7 @@ void add_gpu_kernel(Candidates& plans, const Problem& problem, const Machine& ma
   if (add_over_peers(plans, problem, machine, sequence, kernel) && equal_parts && !all) return;
   // Where windows work they carry more with fewer SMs, and between two ranks an exchange more yet. The model's error is
   // larger than what lies between the three, so it does not choose among them.
-  if (problem.op != Op::kGemmAllReduce) {
+  if (!problem.traits().all_reduces()) {
     // Windows carry more than plain calls, of all-gathers most where own rows are staged first.
     if (machine.windows) {
       for (const Kernel own :
@@ -335,8 +325,8 @@ Kernel best_kernel(const Problem& problem, const Machine& machine) {
 
 // Everything in one step, where there is little to overlap.
 void add_direct(Candidates& plans, const Problem& problem, const Machine& machine) {
-  const bool gathers = problem.op == Op::kAllGatherGemm;
-  const int64_t row_bytes = (gathers ? problem.k : problem.n) * moved_bytes(problem);
+  const bool gathers = problem.traits().gathers();
+  const int64_t row_bytes = moved_columns(problem) * moved_bytes(problem);
   if (machine.peer_gbps < machine.profile->peer.fast_gbps || problem.world_size > kMaxPeerRanks ||
       row_bytes % kDirectAccess != 0 || peer_bytes(problem) > kMaxDirectBytes ||
       too_small_for_peers(problem, machine)) {
@@ -349,7 +339,7 @@ void add_direct(Candidates& plans, const Problem& problem, const Machine& machin
     if (plans.wants(family)) plans.add(std::move(plan), family);
   };
   add(Kernel::kLibrary);
-  const bool owned = problem.op != Op::kGemmAllReduce || problem.world_size > 2;
+  const bool owned = !problem.traits().all_reduces() || problem.world_size > 2;
   if (!gathers && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
       (!owned || problem.m % problem.world_size == 0)) {
     add(Kernel::kSm90Pingpong);
@@ -396,7 +386,7 @@ void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& m
 // Copy engines take no SMs, whatever computes, and however slow the link: the GEMM stores nothing there.
 void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Machine& machine,
                            Kernel kernel) {
-  if (problem.op != Op::kAllGatherGemm || machine.peer_gbps <= 0.0 ||
+  if (!problem.traits().gathers() || machine.peer_gbps <= 0.0 ||
       problem.world_size > kMaxPeerRanks || problem.m % problem.world_size != 0 ||
       problem.k * element_bytes(problem.dtype) % kDirectAccess != 0 ||
       too_small_for_peers(problem, machine) || !library_takes_parts(problem)) {
@@ -422,10 +412,10 @@ void add_unmeasured(Candidates& plans, const Problem& problem, const Machine& ma
     const Plan base = base_plan(problem, kernel, Transport::kNccl, {});
     const bool hardly = tiles_m(base) < 2 * kBandRows;
     for_ways(profile.ways.slow_link, profile.ways.plain, machine, true, [&](const Way& way) {
-      if (problem.op == Op::kGemmReduceScatter) {
+      if (problem.traits().scatters()) {
         add_row_panels(plans, problem, kernel, few, resources_of(way, false), way.ctas,
                        Transport::kNccl);
-      } else if (problem.op == Op::kGemmAllReduce && hardly) {
+      } else if (problem.traits().all_reduces() && hardly) {
         add_packed(plans, problem, kernel, few, resources_of(way, false), way.ctas,
                    Collective::kAllReduce);
       }
@@ -481,7 +471,7 @@ NeededGain needed_gain(const Plan& plan, const Machine& machine) {
   if (plan.schedule != Schedule::kOverlapped) {
     // With many rows NCCL's all-reduce was the faster one, by as much as the model has it slower.
     const bool reduces =
-        plan.collective == Collective::kDirect && plan.problem.op == Op::kGemmAllReduce;
+        plan.collective == Collective::kDirect && plan.problem.traits().all_reduces();
     return {reduces && is_fp8(plan.problem.dtype) ? needed.library.share : 1.0, 0.0};
   }
   if (machine.arch == 0) return gain(needed.cpu);
@@ -503,7 +493,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   plans.families.reserve(plans.plans.capacity());
   plans.add(make_sequential(problem, machine), {});
   plans.only = only;
-  const bool all_to_all = problem.op == Op::kGemmAllToAll;
+  const bool all_to_all = problem.traits().rows_by_rank;
   const bool nothing_to_overlap = problem.world_size == 1 || (problem.m == 0 && !all_to_all) ||
                                   problem.n == 0 || problem.k == 0;
   const bool unmeasured =
@@ -578,14 +568,14 @@ std::vector<Plan> candidates(const Problem& problem, const Machine& machine, boo
 Plan make_plan(const Problem& problem, const Machine& machine) {
   std::vector<Plan> plans = candidates(problem, machine, false);
   // Few rows leave in one call after the GEMM, as in the sequence, whatever the plan.
-  if (problem.op == Op::kGemmAllToAll) return std::move(plans.back());
+  if (problem.traits().rows_by_rank) return std::move(plans.back());
   return std::move(plans[fastest(times_us(plans, machine))]);
 }
 
 std::optional<std::array<Problem, 2>> neighbours(const Problem& problem, const Machine& machine) {
   constexpr int64_t kLeast = 256;
   constexpr int64_t kSteps = 4;  // from one power of two to the next
-  if (machine.arch == 0 || problem.op == Op::kGemmAllToAll || problem.m < kLeast) {
+  if (machine.arch == 0 || problem.traits().rows_by_rank || problem.m < kLeast) {
     return std::nullopt;
   }
   int64_t step = kLeast / kSteps;

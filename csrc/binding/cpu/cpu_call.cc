@@ -34,7 +34,7 @@ class CpuCall {
     made.outputs = {empty(problem.m / plan::op_row_parts(problem), problem.n)};
     const at::Tensor& output = made.outputs[0];
     // A sequence's product becomes the output, and no step adds the bias.
-    if (problem.op == plan::Op::kGemmAllReduce && !overlapped()) made.product = output;
+    if (problem.traits().all_reduces() && !overlapped()) made.product = output;
     run(made, call_.scales ? call_.scales->input : at::Tensor());
     if (!overlapped() && call_.bias().has_value()) output.add_(*call_.bias());
     return output;
@@ -115,8 +115,8 @@ bool takes_composition(const OpCall& call) {
 
 at::Tensor gemm_reduction_cpu(const OpCall& call) {
   if (!takes_composition(call)) return CpuCall(call).reduce();
-  return call.problem.op == plan::Op::kGemmAllReduce ? gemm_allreduce_composition(call)
-                                                     : gemm_reducescatter_composition(call);
+  return call.problem.traits().all_reduces() ? gemm_allreduce_composition(call)
+                                             : gemm_reducescatter_composition(call);
 }
 
 AllGatherGemmResult allgather_gemm_cpu(const OpCall& call) {

@@ -34,7 +34,7 @@ at::Tensor gemm_alone(const at::Tensor& input, const at::Tensor& weight, at::Int
   const plan::Plan plan = plan::decode(code.vec());
   plan::validate(plan);
   const plan::Problem& problem = plan.problem;
-  TORCH_CHECK_VALUE(problem.op == plan::Op::kGemmAllReduce &&
+  TORCH_CHECK_VALUE(problem.traits().all_reduces() &&
                         plan.schedule == plan::Schedule::kOverlapped &&
                         plan.collective == plan::Collective::kAllReduce,
                     "gemm_alone: the plan must be an overlapped one of gemm_allreduce with the "

@@ -10,7 +10,7 @@ class Reduction : public CudaOperands {
  public:
   Reduction(const OpCall& call, const CudaCall& cuda)
       : CudaOperands(call, cuda, overlapped(cuda.plan()) ? k_contiguous(call.input) : call.input),
-        all_reduces_(plan_.problem.op == plan::Op::kGemmAllReduce),
+        all_reduces_(plan_.problem.traits().all_reduces()),
         direct_(plan_.collective == plan::Collective::kDirect) {
     makes_product_ = direct_ || !overlapped(plan_);
     if (reads_blocks()) {

@@ -37,7 +37,7 @@ KernelJob::KernelJob(const std::vector<int64_t>& code, at::Device device, const 
                     "overlap_torch: the plan's chunks travel by ",
                     plan::name(plan_.chunks[0].transport), ", but the job is on ", device_,
                     ": take gloo on CPU, and nccl or peer on CUDA");
-  if (plan_.problem.op == plan::Op::kGemmAllToAll) {
+  if (plan_.problem.traits().rows_by_rank) {
     check_counts("send_rows", job_.send_rows, *group_);
     check_counts("recv_rows", job_.receive_rows, *group_);
     const auto rank = static_cast<size_t>(group_->rank());
@@ -75,14 +75,12 @@ std::vector<int64_t> KernelJob::chunk_tiles() const {
 }
 
 std::string KernelJob::text() const {
-  const bool gathers = plan_.problem.op == plan::Op::kAllGatherGemm;
-  return c10::str(gathers ? "consume" : "produce", " of ", plan::name(plan_.collective), ", ",
-                  plan_.problem.m, " x ", gathers ? plan_.problem.k : plan_.problem.n, " ",
-                  plan::name(plan_.problem.dtype), ", in ",
-                  plan_.problem.op == plan::Op::kGemmAllToAll
-                      ? job_.pieces
-                      : static_cast<int32_t>(plan_.chunks.size()),
-                  " chunks");
+  const bool gathers = plan_.problem.traits().gathers();
+  return c10::str(
+      gathers ? "consume" : "produce", " of ", plan::name(plan_.collective), ", ", plan_.problem.m,
+      " x ", plan::moved_columns(plan_.problem), " ", plan::name(plan_.problem.dtype), ", in ",
+      plan_.problem.traits().rows_by_rank ? job_.pieces : static_cast<int32_t>(plan_.chunks.size()),
+      " chunks");
 }
 
 KernelCall::KernelCall(c10::intrusive_ptr<KernelJob> job, const std::optional<at::Tensor>& input)
@@ -126,7 +124,7 @@ void KernelCall::make_memory(const std::optional<at::Tensor>& input) {
     memory(Buffer::kGathered) =
         alone ? memory(Buffer::kInput).clone() : at::empty({problem.m, problem.k}, options);
   } else {
-    const bool to_all = problem.op == plan::Op::kGemmAllToAll;
+    const bool to_all = problem.traits().rows_by_rank;
     const int64_t product = to_all ? rows_of(job_->job().send_rows) : problem.m;
     const int64_t result =
         to_all ? rows_of(job_->job().receive_rows) : problem.m / plan::op_row_parts(problem);

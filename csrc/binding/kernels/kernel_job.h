@@ -91,7 +91,7 @@ class KernelCall : public torch::CustomClassHolder {
 
  private:
   void make_memory(const std::optional<at::Tensor>& input);
-  bool gathers() const { return job_->plan().problem.op == plan::Op::kAllGatherGemm; }
+  bool gathers() const { return job_->plan().problem.traits().gathers(); }
 
   c10::intrusive_ptr<KernelJob> job_;
   std::shared_ptr<const steps::StepList> list_;

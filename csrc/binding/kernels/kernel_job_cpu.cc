@@ -49,7 +49,7 @@ class CpuRunner : public KernelCall::Runner {
 
  private:
   const std::vector<steps::Step>& steps() const { return call_.list().steps; }
-  bool communicates_first() const { return plan_.problem.op == plan::Op::kAllGatherGemm; }
+  bool communicates_first() const { return plan_.problem.traits().gathers(); }
   void announce(const std::string& text) {
     job_.group()->announce(text, plan::communication_hash(plan_));
   }

@@ -81,7 +81,7 @@ class CudaRunner : public KernelCall::Runner, public runtime::Operands {
 
   void abandon(const std::string& why) override {
     const c10::cuda::CUDAGuard guard(job_.device());
-    if (plan_.problem.op == plan::Op::kAllGatherGemm) {
+    if (plan_.problem.traits().gathers()) {
       open_->finish();  // the other ranks' rows have been enqueued, and this rank's for them
       return;
     }

@@ -365,8 +365,8 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 plan::Op to_op(const std::string& name) {
   std::string names;
-  for (const plan::Op op : {plan::Op::kGemmAllReduce, plan::Op::kGemmReduceScatter,
-                            plan::Op::kAllGatherGemm, plan::Op::kGemmAllToAll}) {
+  for (size_t row = 0; row < plan::kOps.size(); ++row) {
+    const auto op = static_cast<plan::Op>(row);
     if (name == plan::name(op)) return op;
     names += (names.empty() ? "" : ", ") + std::string(plan::name(op));
   }

@@ -14,8 +14,7 @@ class Profiled {
   explicit Profiled(const OpCall& call) {
     if (!range_.isActive()) return;
     const plan::Problem& problem = call.problem;
-    const bool by_rank =
-        problem.op == plan::Op::kGemmAllToAll;  // whose rows the problem leaves out
+    const bool by_rank = problem.traits().rows_by_rank;
     range_.before(c10::str("overlap::", plan::name(problem.op), " ",
                            by_rank ? call.input.size(0) : problem.m, " x ", problem.n, " x ",
                            problem.k));

@@ -114,7 +114,7 @@ void bind_kernel_planner(py::module_& m) {
 }  // namespace
 
 void check_gather(const Plan& plan) {
-  if (plan.problem.op != plan::Op::kAllGatherGemm || plan.schedule != plan::Schedule::kOverlapped) {
+  if (!plan.problem.traits().gathers() || plan.schedule != plan::Schedule::kOverlapped) {
     throw py::value_error("the launches are those of overlapped plans of allgather_gemm, not of " +
                           plan.to_string());
   }

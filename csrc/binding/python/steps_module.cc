@@ -19,7 +19,7 @@ using plan::Op;
 using plan::Plan;
 
 void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& rows) {
-  const bool wanted = plan.problem.op == Op::kGemmAllToAll;
+  const bool wanted = plan.problem.traits().rows_by_rank;
   const auto world = static_cast<size_t>(plan.problem.world_size);
   const bool negative = std::any_of(rows.begin(), rows.end(), [](int64_t n) { return n < 0; });
   if (rows.size() == (wanted ? world : 0) && !negative) return;
@@ -30,7 +30,7 @@ void check_rows(const Plan& plan, const char* name, const std::vector<int64_t>& 
 
 void check_weights(const Plan& plan, const Weights& weights) {
   if (weights.empty()) return;
-  if (plan.problem.op != Op::kAllGatherGemm) {
+  if (!plan.problem.traits().gathers()) {
     refuse("weights are for plans of allgather_gemm, not for " + plan.to_string());
   }
   int64_t columns = 0;
@@ -70,7 +70,7 @@ steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, 
   variant.send_rows = send_rows;
   variant.receive_rows = receive_rows;
   variant.longest_message = longest_message;
-  if (plan.problem.op == Op::kGemmAllToAll && longest_message == 0) {
+  if (plan.problem.traits().rows_by_rank && longest_message == 0) {
     variant.longest_message = steps::longest_message(plan, rank, send_rows, receive_rows);
   }
   return steps::lower(plan, rank, machine, variant);

@@ -17,7 +17,7 @@ class Direct {
         machine_(machine),
         variant_(variant),
         ranks_(plan.problem.world_size),
-        all_reduces_(plan.problem.op == plan::Op::kGemmAllReduce),
+        all_reduces_(plan.problem.traits().all_reduces()),
         sequential_(plan.schedule == plan::Schedule::kSequential),
         by_kernel_(!sequential_ && variant.kernel_takes),
         pieces_(plan::direct_in_pieces(plan)),

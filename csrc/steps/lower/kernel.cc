@@ -40,8 +40,7 @@ class KernelSteps {
         parts_(plan::op_row_parts(problem_)),
         part_rows_(problem_.m / parts_),
         element_bytes_(plan::moved_bytes(problem_)),
-        row_bytes_((problem_.op == plan::Op::kAllGatherGemm ? problem_.k : problem_.n) *
-                   element_bytes_) {}
+        row_bytes_(plan::moved_columns(problem_) * element_bytes_) {}
 
   StepList lower() {
     list_.made.tiles.columns = plan::tiles_n(plan_);
@@ -52,7 +51,7 @@ class KernelSteps {
     } else if (plan_.collective == plan::Collective::kDirect ||
                (plan::over_peers(plan_) && plan_.schedule == plan::Schedule::kSequential)) {
       in_one_kernel();
-    } else if (problem_.op == plan::Op::kAllGatherGemm) {
+    } else if (problem_.traits().gathers()) {
       gather();
     } else if (plan::over_peers(plan_)) {
       throw std::invalid_argument(
@@ -60,7 +59,7 @@ class KernelSteps {
           plan::name(plan_.collective) +
           " over peers, which this package's GEMMs do as they store; take the collective direct, a "
           "program, or the transport nccl");
-    } else if (problem_.op == plan::Op::kGemmAllToAll) {
+    } else if (problem_.traits().rows_by_rank) {
       all_to_all();
     } else if (plan_.layout == plan::Layout::kPacked) {
       reduce_tiles();
@@ -74,7 +73,7 @@ class KernelSteps {
   static size_t at(int64_t index) { return static_cast<size_t>(index); }
   Lane side(int32_t chunk) const { return side_lane(chunk % lanes_); }
   int64_t kernel_rows() const {
-    if (problem_.op != plan::Op::kGemmAllToAll) return problem_.m;
+    if (!problem_.traits().rows_by_rank) return problem_.m;
     int64_t rows = 0;
     for (const int64_t count : job_.send_rows) rows += count;
     return rows;
@@ -134,7 +133,7 @@ class KernelSteps {
   // Whole rows, of each part. A reduce-scatter's are brought together first. The kernel stores an all-reduce's where they
   // are added up: in the output, or in a window, from which the sums are copied.
   void reduce_rows() {
-    const bool scatters = problem_.op == plan::Op::kGemmReduceScatter;
+    const bool scatters = problem_.traits().scatters();
     list_.made.chunks = list_.made.counters = chunks_;
     std::vector<Claim> claims;
     std::vector<plan::Extent> extents;
@@ -339,7 +338,7 @@ class KernelSteps {
 
   // One launch over peers, after the kernel or before it.
   void in_one_kernel() {
-    const bool gathers = problem_.op == plan::Op::kAllGatherGemm;
+    const bool gathers = problem_.traits().gathers();
     const int32_t columns = list_.made.tiles.columns;
     Variant by_library = variant();
     by_library.kernel_takes = false;
@@ -359,7 +358,7 @@ class KernelSteps {
         break;
       }
       const bool becomes_result =
-          plan_.schedule == plan::Schedule::kSequential && problem_.op == plan::Op::kGemmAllReduce;
+          plan_.schedule == plan::Schedule::kSequential && problem_.traits().all_reduces();
       list_.made.tiles.stores = Buffer::kProduct;
       list_.made.tiles.result = becomes_result ? Buffer::kProduct : Buffer::kOutput;
     }
@@ -367,7 +366,7 @@ class KernelSteps {
 
   // Transfers of the plan's own, of a product whose chunks are counted.
   void by_program() {
-    if (problem_.op == plan::Op::kAllGatherGemm || problem_.op == plan::Op::kGemmAllToAll) {
+    if (problem_.traits().gathers() || problem_.traits().rows_by_rank) {
       throw std::invalid_argument(
           std::string("a kernel of your own runs by programs of gemm_allreduce and "
                       "gemm_reducescatter, not of ") +

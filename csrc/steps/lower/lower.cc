@@ -8,14 +8,17 @@ namespace {
 // One GEMM and one of NCCL's collectives over whole tensors.
 StepList lower_one_collective(const plan::Plan& plan) {
   const plan::Problem& problem = plan.problem;
-  const bool gathers = problem.op == plan::Op::kAllGatherGemm;
-  const int64_t columns = gathers ? problem.k : problem.n;
+  const bool gathers = problem.traits().gathers();
   const Where product = {Buffer::kProduct};
-  Collective collective = {plan.collective, plan.chunks[0].max_ctas,        0, product,
-                           product,         plan::part_rows(plan) * columns};
+  Collective collective = {plan.collective,
+                           plan.chunks[0].max_ctas,
+                           0,
+                           product,
+                           product,
+                           plan::part_rows(plan) * plan::moved_columns(problem)};
   if (gathers) collective.source = {Buffer::kInput};
   if (gathers) collective.destination = {Buffer::kGathered};
-  if (problem.op == plan::Op::kGemmReduceScatter) collective.destination = {Buffer::kOutput};
+  if (problem.traits().scatters()) collective.destination = {Buffer::kOutput};
   LibraryGemm gemm = {0, {0, problem.m}, {Buffer::kInput}, {product}};
   if (gathers) {
     gemm = {LibraryGemm::kAllWeights, {0, problem.m}, {Buffer::kGathered}, {{Buffer::kOutput}}};
@@ -83,7 +86,7 @@ bool windows_take(const plan::Plan& plan, const std::vector<plan::Extent>& exten
 }
 
 bool communicates_in_place(const plan::Plan& plan) {
-  return plan.problem.op == plan::Op::kGemmAllReduce && plan.layout == plan::Layout::kRowMajor &&
+  return plan.problem.traits().all_reduces() && plan.layout == plan::Layout::kRowMajor &&
          !plan.resources.window;
 }
 
@@ -96,9 +99,8 @@ namespace {
 
 StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                       const Variant& variant) {
-  const plan::Op op = plan.problem.op;
   if (plan::has_program(plan)) return lower_program(plan, rank, machine, variant);
-  if (op == plan::Op::kGemmAllToAll) {
+  if (plan.problem.traits().rows_by_rank) {
     return plan::over_peers(plan) ? lower_all_to_all_over_peers(plan, rank, machine, variant)
                                   : lower_all_to_all(plan, rank, machine, variant);
   }
@@ -106,7 +108,7 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
     return lower_direct(plan, rank, machine, variant);
   }
   if (plan.schedule == plan::Schedule::kSequential) return lower_sequential(plan, rank);
-  if (op == plan::Op::kAllGatherGemm) return lower_consume(plan, rank, machine, variant);
+  if (plan.problem.traits().gathers()) return lower_consume(plan, rank, machine, variant);
   if (plan.collective == plan::Collective::kRing) return lower_ring(plan, rank, machine, variant);
   return lower_produce(plan, rank, machine, variant);
 }

@@ -49,7 +49,7 @@ bool hears_all(const plan::Plan& plan) {
     if (lands(plan, one)) pairs.insert({one.source.rank, one.destination.rank});
   }
   const int32_t ranks = plan.problem.world_size;
-  return plan.problem.op != plan::Op::kGemmAllToAll &&
+  return !plan.problem.traits().rows_by_rank &&
          static_cast<int32_t>(pairs.size()) == ranks * (ranks - 1);
 }
 
@@ -274,10 +274,9 @@ void ProgramBuilder::finish() {
   const int64_t rows = plan_.problem.m / plan::op_row_parts(plan_.problem);
   const Where output = {Buffer::kOutput};
   const Where result =
-      copied
-          ? Where{places_.product, (plan_.problem.op == plan::Op::kGemmReduceScatter ? rank_ : 0) *
-                                       rows * places_.row_bytes}
-          : output;
+      copied ? Where{places_.product,
+                     (plan_.problem.traits().scatters() ? rank_ : 0) * rows * places_.row_bytes}
+             : output;
   if (variant_.bias) {
     list_.add(Lane::kCaller, AddBias{result, output, rows, plan_.resources.finish_ctas});
   } else if (copied) {

@@ -23,7 +23,7 @@ std::vector<int64_t> offsets(const std::vector<int64_t>& rows) {
 }
 
 Buffer product_buffer(const plan::Plan& plan) {
-  const bool in_output = plan.problem.op == plan::Op::kGemmAllReduce && !writes_output(plan);
+  const bool in_output = plan.problem.traits().all_reduces() && !writes_output(plan);
   return in_output ? Buffer::kOutput : Buffer::kProduct;
 }
 
@@ -38,11 +38,11 @@ ProgramPlaces::ProgramPlaces(const plan::Plan& plan_, int32_t rank_, const Varia
       transfers(plan_.program.transfers),
       rank(rank_),
       ranks(plan_.problem.world_size),
-      gathers(plan_.problem.op == plan::Op::kAllGatherGemm),
-      to_all(plan_.problem.op == plan::Op::kGemmAllToAll),
+      gathers(plan_.problem.traits().gathers()),
+      to_all(plan_.problem.traits().rows_by_rank),
       part_rows(plan::part_rows(plan_)),
       element_bytes(plan::moved_bytes(plan_.problem)),
-      row_bytes((gathers ? plan_.problem.k : plan_.problem.n) * element_bytes),
+      row_bytes(plan::moved_columns(plan_.problem) * element_bytes),
       product(product_buffer(plan_)) {
   if (to_all) {
     send_begin = offsets(variant.send_rows);

@@ -15,7 +15,7 @@ class Ring {
         machine_(machine),
         variant_(variant),
         ranks_(plan.problem.world_size),
-        sends_on_(plan.problem.op == plan::Op::kGemmAllReduce),
+        sends_on_(plan.problem.traits().all_reduces()),
         part_rows_(plan::part_rows(plan)),
         row_bytes_(plan.problem.n * plan::moved_bytes(plan.problem)),
         part_bytes_(part_rows_ * row_bytes_),

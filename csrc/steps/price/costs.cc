@@ -163,7 +163,7 @@ double exchange_us(const Machine& machine, double sent_bytes, double received_by
 }
 
 int32_t parts_sent(const Plan& plan) {
-  return (plan.problem.world_size - 1) * (plan.problem.op == Op::kGemmAllReduce ? 2 : 1);
+  return (plan.problem.world_size - 1) * (plan.problem.traits().all_reduces() ? 2 : 1);
 }
 
 double last_round_us(const Plan& plan, const Machine& machine, int64_t tiles, int32_t sms) {

@@ -9,7 +9,7 @@ namespace {
 
 // A collective that has the machine to itself.
 double alone_us(const Walk& w, double bytes) {
-  const bool pair = w.problem.op == plan::Op::kGemmAllReduce && w.ranks == 2 && !w.cpu;
+  const bool pair = w.problem.traits().all_reduces() && w.ranks == 2 && !w.cpu;
   const double slow_rate =
       pair ? w.profile.link.slow_pair_rate : w.profile.calls.slow_link.link_rate;
   const double rate =

@@ -53,8 +53,8 @@ struct Walk {
   const double fast_share = fast_link_share(machine);
   const bool program = plan::has_program(plan);
   const bool peers = plan::over_peers(plan) && !program;
-  const bool gathers = problem.op == plan::Op::kAllGatherGemm;
-  const bool all_to_all = problem.op == plan::Op::kGemmAllToAll;
+  const bool gathers = problem.traits().gathers();
+  const bool all_to_all = problem.traits().rows_by_rank;
   const double tile_us = steps::tile_us(plan, machine);
   const double wait_us = cpu ? profile.cpu.wait_us : profile.sync.wait_us;
   const double fork_join_us = cpu ? profile.cpu.fork_join_us : profile.sync.fork_join_us;

@@ -91,7 +91,7 @@ std::optional<Fault> find_fault(const Ranks& ranks) {
 std::optional<Fault> find_fault(const Ranks& ranks, const std::vector<StepList>& plain,
                                 const std::vector<StepList>& captured) {
   const plan::Problem& problem = ranks.plan.problem;
-  const bool alltoall = problem.op == plan::Op::kGemmAllToAll;
+  const bool alltoall = problem.traits().rows_by_rank;
   if ((problem.m == 0 && !alltoall) || problem.n == 0 || problem.k == 0) return std::nullopt;
   if (auto fault = find_fault_in_a_row(ranks, plain)) return fault;
   if (captured[0].takes_slot) {
@@ -127,7 +127,7 @@ std::optional<Fault> find_fault(const plan::Plan& plan, const plan::Machine& mac
   if (world > plan::kMaxPeerRanks) return std::nullopt;
   const bool kernel = takes_by_default(plan);
   Ranks ranks = {plan, machine, std::vector<Variant>(at(world))};
-  if (plan.problem.op == plan::Op::kGemmAllToAll) {
+  if (plan.problem.traits().rows_by_rank) {
     // Rows of different numbers, none among them.
     for (int32_t from = 0; from < world; ++from) {
       for (int32_t to = 0; to < world; ++to) {
@@ -149,8 +149,7 @@ std::optional<Fault> find_fault(const plan::Plan& plan, const plan::Machine& mac
        kernel ? std::vector<int32_t>{0, 1, world} : std::vector<int32_t>{world}) {
     for (int32_t rank = 0; rank < world; ++rank) {
       ranks.variants[at(rank)].kernel_takes = rank >= without;
-      ranks.variants[at(rank)].bias = without == 0 && plan.problem.op != plan::Op::kAllGatherGemm &&
-                                      plan.problem.op != plan::Op::kGemmAllToAll;
+      ranks.variants[at(rank)].bias = without == 0 && plan.problem.traits().sums();
     }
     if (auto fault = find_fault(ranks)) return fault;
   }

@@ -61,8 +61,8 @@ int64_t sum_of(const std::vector<int64_t>& counts) {
 // Bytes of a buffer.
 int64_t Simulation::room(const Here& here, const Where& where) const {
   const plan::Problem& problem = here.plan->problem;
-  const bool gathers = problem.op == plan::Op::kAllGatherGemm;
-  const bool alltoall = problem.op == plan::Op::kGemmAllToAll;
+  const bool gathers = problem.traits().gathers();
+  const bool alltoall = problem.traits().rows_by_rank;
   switch (where.buffer) {
     case Buffer::kInput: {
       const int64_t rows = gathers    ? problem.m / ranks_
@@ -71,9 +71,9 @@ int64_t Simulation::room(const Here& here, const Where& where) const {
       return rows * input_row_bytes(here);
     }
     case Buffer::kOutput: {
-      const int64_t rows = alltoall ? sum_of(here.variant->receive_rows)
-                           : problem.op == plan::Op::kGemmReduceScatter ? problem.m / ranks_
-                                                                        : problem.m;
+      const int64_t rows = alltoall                      ? sum_of(here.variant->receive_rows)
+                           : problem.traits().scatters() ? problem.m / ranks_
+                                                         : problem.m;
       return rows * row_bytes(here, where.index);
     }
     case Buffer::kGathered:
@@ -255,7 +255,7 @@ void Simulation::expand_rank(Here& here) {
   follow(tail(here, Lane::kCaller), begin);
   here.begin = begin;
   const plan::Problem& problem = here.plan->problem;
-  const bool gathers = problem.op == plan::Op::kAllGatherGemm;
+  const bool gathers = problem.traits().gathers();
   const Key input = key(here, {Buffer::kInput});
   const int64_t bytes = room(here, {Buffer::kInput});
   std::vector<Key> cleared;
@@ -365,7 +365,7 @@ void Simulation::consume_results(Here& here) {
   for (const Scratch& scratch : here.list->scratch) {
     if (scratch.buffer != Buffer::kWindow) writes(end, end, here, {scratch.buffer}, scratch.bytes);
   }
-  const bool gathers = here.plan->problem.op == plan::Op::kAllGatherGemm;
+  const bool gathers = here.plan->problem.traits().gathers();
   if (gathers) writes(end, end, here, {Buffer::kGathered}, room(here, {Buffer::kGathered}));
   const auto outputs = static_cast<int32_t>(std::max<size_t>(1, here.variant->weights.size()));
   for (int32_t i = 0; i < outputs; ++i) {

@@ -405,7 +405,7 @@ void Simulation::expect(const Here& here, Node by) {
   const auto runs = [&](Where where, int64_t bytes) {
     return contents_[key(here, where)].read(where.offset, bytes);
   };
-  if (problem.op == plan::Op::kGemmAllToAll) {
+  if (problem.traits().rows_by_rank) {
     int64_t begin = 0;
     for (int32_t peer = 0; peer < ranks_; ++peer) {
       const std::vector<int64_t>& sent = (*here.call->variants)[at(peer)].send_rows;
@@ -419,7 +419,7 @@ void Simulation::expect(const Here& here, Node by) {
     }
     return;
   }
-  if (problem.op == plan::Op::kAllGatherGemm) {
+  if (problem.traits().gathers()) {
     const int64_t part = problem.m / ranks_;
     const auto weights = static_cast<int32_t>(std::max<size_t>(1, here.variant->weights.size()));
     for (int32_t rank = 0; rank < ranks_; ++rank) {
@@ -438,7 +438,7 @@ void Simulation::expect(const Here& here, Node by) {
   }
   std::set<int32_t> all;
   for (int32_t rank = 0; rank < ranks_; ++rank) all.insert(all.end(), rank);
-  const bool scatters = problem.op == plan::Op::kGemmReduceScatter;
+  const bool scatters = problem.traits().scatters();
   // By the framework's GEMM and one collective the product becomes the result, and a bias comes after the call.
   const bool one_after_the_other = here.plan->schedule == plan::Schedule::kSequential;
   const bool in_product = one_after_the_other && !scatters;
