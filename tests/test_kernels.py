@@ -814,6 +814,17 @@ def test_kernels_lists_of_exchanges_are_right_in_any_order(world):
             assert torch.equal(result, kernel_lists.expected(chosen, rank, rows)), (seed, rank)
 
 
+@pytest.mark.parametrize("rows, tiles", [(384, 6), (129, 4)])
+def test_kernels_lists_of_programs_await_the_tiles_of_the_matrix(rows, tiles):
+    """Plans of this package's kernels round rows of tiles up to clusters, and a caller's kernel counts none beyond the matrix."""
+    problem = Problem(rows, 256, 64, torch.bfloat16, 2, Op.GEMM_ALLREDUCE)
+    chosen = plan.one_shot(problem, 1, kernel="sm90_pingpong", transport="peer")
+    text, _, _ = _plan.kernel_steps_json(chosen, 0, kernel_lists.H200)
+    halves = [half for step in json.loads(text)["steps"] for half in step.get("halves", [])]
+    waits = [half["waits"] for half in halves if "waits" in half]
+    assert waits == [[{"counter": 0, "count": tiles}]]
+
+
 def test_kernels_lists_refuse_what_needs_kernels_of_ours():
     ring = plan.templates.row_panels(Problem(64, 16, 1, torch.float32, 2), 1, transport="peer")
     with pytest.raises(ValueError, match="cannot run by the plan's collective ring over peers"):

@@ -124,9 +124,9 @@ std::vector<Plan> kernel_candidates(const Problem& problem, const Machine& machi
 
 steps::Price price_kernel(const Plan& plan, const Machine& machine, double kernel_us) {
   // An all-gather's kernel begins at once where it leaves SMs to what it waits for.
-  steps::KernelJob job;
-  job.awaits = plan.problem.traits().gathers() && plan.resources.comm_sms > 0;
-  return steps::price(steps::lower_for_kernel(plan, 0, machine, job), plan, 0, machine, kernel_us);
+  const bool awaits = plan.problem.traits().gathers() && plan.resources.comm_sms > 0;
+  const steps::Variant variant = {.compute = steps::Compute::kCallers, .awaits = awaits};
+  return steps::price(steps::lower(plan, 0, machine, variant), plan, 0, machine, kernel_us);
 }
 
 Plan make_kernel_plan(const Problem& problem, const Machine& machine,

@@ -52,10 +52,11 @@ steps::Ranks ranks_of(const Plan& plan, const Machine& machine,
   steps::Ranks ranks{plan, machine, {}};
   for (size_t rank = 0; rank < kernel_takes.size(); ++rank) {
     steps::Variant variant;
-    variant.kernel_takes = kernel_takes[rank] && has_kernel;
+    const bool kernel = kernel_takes[rank] && has_kernel;
+    variant.compute = steps::kernel_if(kernel);
     variant.bias = bias;
     for (const auto& [columns, takes] : weights) {
-      variant.weights.push_back({columns, takes && variant.kernel_takes && columns > 0});
+      variant.weights.push_back({columns, takes && kernel && columns > 0});
     }
     for (size_t peer = 0; peer < rows.size(); ++peer) {
       variant.send_rows.push_back(rows[rank][peer]);

@@ -292,7 +292,7 @@ class Session {
   steps::StepList lower(const Call& call) const {
     const plan::Plan& plan = call.plan;
     const Operands& operands = call.operands;
-    steps::Variant variant = {.kernel_takes = takes(call),
+    steps::Variant variant = {.compute = steps::kernel_if(takes(call)),
                               .bias = operands.bias,
                               .captured = call.mode.captured,
                               .send_rows = operands.send_rows,
@@ -307,7 +307,7 @@ class Session {
     if (plan.problem.op == plan::Op::kGemmAllToAll) {
       const bool some = std::any_of(operands.send_rows.begin(), operands.send_rows.end(),
                                     [](int64_t rows) { return rows > 0; });
-      variant.kernel_takes = takes(call) && !operands.bias && some;
+      variant.compute = steps::kernel_if(takes(call) && !operands.bias && some);
       if (plan::over_peers(plan) && group_->world_size() > 2) {
         variant.longest_message = group_->longest_message(
             steps::longest_message(plan, group_->rank(), operands.send_rows, operands.receive_rows),

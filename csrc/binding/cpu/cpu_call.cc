@@ -28,7 +28,7 @@ class CpuCall {
   at::Tensor reduce() const {
     const plan::Problem& problem = plan().problem;
     // Packed tiles are computed one by one, whole rows chunk by chunk.
-    cpu::Call made = with_list({.kernel_takes = plan().layout == plan::Layout::kPacked,
+    cpu::Call made = with_list({.compute = steps::kernel_if(plan().layout == plan::Layout::kPacked),
                                 .bias = overlapped() && call_.bias().has_value()});
     made.input = parts_of_blocks(call_, call_.input);
     made.outputs = {empty(problem.m / plan::op_row_parts(problem), problem.n)};
@@ -44,7 +44,7 @@ class CpuCall {
     AllGatherGemmResult result;
     result.gathered = at::empty({plan().problem.m, plan().problem.k}, call_.input.options());
     if (call_.scales) result.scales = gathered_scales(call_);
-    steps::Variant variant = {.kernel_takes = false};
+    steps::Variant variant = {.compute = steps::Compute::kLibrary};
     for (const at::Tensor& weight : call_.weights) {
       result.outputs.push_back(empty(plan().problem.m, weight.size(0)));
       variant.weights.push_back({weight.size(0), false});
@@ -61,8 +61,9 @@ class CpuCall {
   }
 
   at::Tensor exchange() const {
-    cpu::Call made = with_list(
-        {.kernel_takes = false, .send_rows = call_.send_rows, .receive_rows = call_.recv_rows});
+    cpu::Call made = with_list({.compute = steps::Compute::kLibrary,
+                                .send_rows = call_.send_rows,
+                                .receive_rows = call_.recv_rows});
     made.biases = call_.biases;
     made.outputs = {empty(c10::sum_integers(call_.recv_rows), plan().problem.n)};
     run(made, call_.scales ? call_.scales->input : at::Tensor());

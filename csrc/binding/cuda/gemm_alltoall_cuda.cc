@@ -17,8 +17,8 @@ class AllToAll : public CudaOperands {
     gemms_.push_back(operands_of(0));
     steps::Variant variant = {.send_rows = call_.send_rows, .receive_rows = call_.recv_rows};
     // The kernels add no bias, the framework's GEMM does.
-    variant.kernel_takes = !call_.bias().has_value() && input_.size(0) > 0 &&
-                           kernel_takes(gemms_[0], call_.weight(), plan_);
+    variant.compute = steps::kernel_if(!call_.bias().has_value() && input_.size(0) > 0 &&
+                                       kernel_takes(gemms_[0], call_.weight(), plan_));
     runtime::Group& group = *cuda_.group;
     if (plan::over_peers(plan_) && group.world_size() > 2) {
       const int64_t own =

@@ -26,14 +26,14 @@ class Reduction : public CudaOperands {
     if (call_.bias().has_value() && adds_bias) {
       bias = direct_ ? aligned(*call_.bias()) : call_.bias()->contiguous();
     }
-    steps::Variant variant = {.kernel_takes = false,
+    steps::Variant variant = {.compute = steps::Compute::kLibrary,
                               .bias = bias.defined(),
                               .captured = plan_.resources.window && captured()};
     if (overlapped(plan_)) {
       make_output();
       gemms_.push_back(operands_of(0));
-      variant.kernel_takes = kernel_takes(probe(), call_.weight(), plan_);
-      if (direct_ && !variant.kernel_takes)
+      variant.compute = steps::kernel_if(kernel_takes(probe(), call_.weight(), plan_));
+      if (direct_ && variant.compute == steps::Compute::kLibrary)
         order_parts();  // the framework's product is of all rows
     } else if (direct_ && !all_reduces_) {
       make_output();

@@ -26,8 +26,11 @@ KernelJob::KernelJob(const std::vector<int64_t>& code, at::Device device, const 
     : plan_(plan::decode(code)),
       device_(device),
       group_(find_group(group)),
-      job_{awaits, false, std::move(send_rows), std::move(receive_rows),
-           static_cast<int32_t>(pieces)} {
+      job_{.compute = steps::Compute::kCallers,
+           .send_rows = std::move(send_rows),
+           .receive_rows = std::move(receive_rows),
+           .awaits = awaits,
+           .pieces = static_cast<int32_t>(pieces)} {
   plan::validate(plan_);
   TORCH_CHECK_VALUE(plan_.problem.world_size == group_->world_size(),
                     "overlap_torch: the plan is for ", plan_.problem.world_size,
@@ -50,13 +53,13 @@ KernelJob::KernelJob(const std::vector<int64_t>& code, at::Device device, const 
   (void)from_plan_dtype(plan_.problem.dtype);
   if (group_->world_size() > 1) machine_ = kernel_machine(group_, device_);
   plan::check_serial(plan_, machine_);
-  list_ = std::make_shared<const steps::StepList>(
-      steps::lower_for_kernel(plan_, group_->rank(), machine_, job_));
+  list_ =
+      std::make_shared<const steps::StepList>(steps::lower(plan_, group_->rank(), machine_, job_));
   if (plan_.resources.window) {
-    steps::KernelJob captured = job_;
+    steps::Variant captured = job_;
     captured.captured = true;
     captured_ = std::make_shared<const steps::StepList>(
-        steps::lower_for_kernel(plan_, group_->rank(), machine_, captured));
+        steps::lower(plan_, group_->rank(), machine_, captured));
   }
 }
 

@@ -43,7 +43,7 @@ class KernelJob : public torch::CustomClassHolder {
   const plan::Plan& plan() const { return plan_; }
   const std::shared_ptr<GroupEntry>& group() const { return group_; }
   at::Device device() const { return device_; }
-  const steps::KernelJob& job() const { return job_; }
+  const steps::Variant& job() const { return job_; }
   std::shared_ptr<const steps::StepList> list(bool captured) const;
   // The text of a call that ranks compare.
   std::string text() const;
@@ -52,7 +52,7 @@ class KernelJob : public torch::CustomClassHolder {
   plan::Plan plan_;
   at::Device device_;
   std::shared_ptr<GroupEntry> group_;
-  steps::KernelJob job_;
+  steps::Variant job_;
   plan::Machine machine_;
   std::shared_ptr<const steps::StepList> list_;
   std::shared_ptr<const steps::StepList> captured_;  // where it differs

@@ -61,7 +61,7 @@ steps::StepList lowered(const Plan& plan, int32_t rank, const Machine& machine, 
   check_weights(plan, weights);
   const bool has_kernel = steps::takes_by_default(plan);
   steps::Variant variant;
-  variant.kernel_takes = kernel_takes && has_kernel;
+  variant.compute = steps::kernel_if(kernel_takes && has_kernel);
   variant.bias = bias;
   variant.captured = captured;
   for (const auto& [columns, takes] : weights) {
@@ -86,11 +86,12 @@ void bind_steps(py::module_& m) {
          const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
          int32_t pieces) {
         plan::validate(plan);
-        const steps::StepList list = steps::lower_for_kernel(plan, rank, machine,
-                                                             {.awaits = awaits,
-                                                              .send_rows = send_rows,
-                                                              .receive_rows = receive_rows,
-                                                              .pieces = pieces});
+        const steps::StepList list = steps::lower(plan, rank, machine,
+                                                  {.compute = steps::Compute::kCallers,
+                                                   .send_rows = send_rows,
+                                                   .receive_rows = receive_rows,
+                                                   .awaits = awaits,
+                                                   .pieces = pieces});
         return std::make_tuple(steps::to_json(list), list.tiles.chunks, list.tiles.columns);
       },
       py::arg("plan"), py::arg("rank"), py::arg("machine"), py::arg("awaits") = false,

@@ -67,15 +67,22 @@ class List {
   StepId last_ = 0;
 };
 
-// Where each chunk lies; rows only where it has whole ones.
+// Where each chunk lies; rows only where it has whole ones. `matrix`: these are all that travels, and nothing that tiles
+// have beyond them.
 struct ChunkPlaces {
-  explicit ChunkPlaces(const plan::Plan& plan) {
+  explicit ChunkPlaces(const plan::Plan& plan, bool matrix = false) {
+    const int64_t columns = plan::moved_columns(plan.problem);
     rows.reserve(plan.chunks.size());
     extents.reserve(plan.chunks.size());
     for (int32_t chunk = 0; chunk < static_cast<int32_t>(plan.chunks.size()); ++chunk) {
       const bool whole = plan.layout == plan::Layout::kRowMajor;
       rows.push_back(whole ? plan::chunk_rows(plan, chunk) : plan::Rows{});
-      extents.push_back(plan::chunk_extent(plan, chunk));
+      if (whole && matrix) {
+        extents.push_back({plan::row_parts(plan) * rows.back().begin * columns,
+                           (rows.back().end - rows.back().begin) * columns});
+      } else {
+        extents.push_back(plan::chunk_extent(plan, chunk));
+      }
     }
   }
 

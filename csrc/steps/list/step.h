@@ -407,11 +407,21 @@ struct Weight {
   friend bool operator==(const Weight&, const Weight&) = default;
 };
 
+// The one who computes a call's product, or whatever else stands in its place.
+enum class Compute : uint8_t {
+  kKernel,   // the plan's kernel
+  kLibrary,  // the framework's GEMM
+  kCallers,  // a kernel that the caller launches itself
+};
+constexpr Compute kernel_if(bool takes) {
+  return takes ? Compute::kKernel : Compute::kLibrary;
+}
+
 // The part of a rank's call that is its own: it changes only this rank's steps, and no
-// communication.
+// communication. A caller's kernel has no weights and no bias, and all ranks have it.
 struct Variant {
-  bool kernel_takes =
-      true;  // the plan's kernel takes the operands; else the framework's GEMM computes
+  Compute compute =
+      Compute::kKernel;  // the framework's GEMM, where the kernel cannot take the operands
   bool bias = false;
   bool captured = false;  // into a CUDA graph, which owns its memory: nothing is staged in a window
   // For an overlapped all-gather.
@@ -421,30 +431,18 @@ struct Variant {
   std::vector<int64_t> send_rows = {};
   std::vector<int64_t> receive_rows = {};
   int64_t longest_message = 0;
+  // For a caller's kernel: true if it begins before an all-gather's chunks have arrived, and awaits them itself; and the
+  // number of pieces of each pair's rows of an all-to-all.
+  bool awaits = false;
+  int32_t pieces = 1;
 
   friend bool operator==(const Variant&, const Variant&) = default;
 };
 
-// The steps of a plan on a rank of this machine; of an all-to-all those of one call's rows. The plan must be valid.
+// The steps of a plan on a rank of this machine; of an all-to-all those of one call's rows. The plan must be valid. Throws
+// std::invalid_argument, with what to do, where a kernel of the caller's would have to do what this package's do.
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant);
-
-// The part of a call with a kernel of the caller's that is no part of its plan.
-struct KernelJob {
-  bool awaits = false;    // the kernel begins before chunks have arrived, and awaits them itself
-  bool captured = false;  // as in Variant
-  // For an all-to-all: rows for and from each rank, and in how many pieces each pair's go.
-  std::vector<int64_t> send_rows = {};
-  std::vector<int64_t> receive_rows = {};
-  int32_t pieces = 1;
-
-  friend bool operator==(const KernelJob&, const KernelJob&) = default;
-};
-
-// The steps of a plan whose GEMM is a kernel of the caller's. Throws std::invalid_argument, with what to do, for plans
-// that need a kernel of this package's.
-StepList lower_for_kernel(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-                          const KernelJob& job);
 
 // True if the plan's kernel computes unless something keeps it from the operands. On CPU the
 // framework's GEMM takes its part for packed tiles; it computes whole rows chunk by chunk.

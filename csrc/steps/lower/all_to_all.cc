@@ -12,6 +12,8 @@
 // next rank's first.
 #include "steps/lower/all_to_all.h"
 
+#include "steps/lower/callers.h"
+
 namespace overlap::steps {
 namespace {
 
@@ -23,6 +25,7 @@ class AllToAll : AllToAllSteps {
            const Variant& variant)
       : AllToAllSteps(plan, rank, machine, variant),
         on_cpu_(on_cpu(machine)),
+        callers_(variant.compute == Compute::kCallers),
         message_bytes_(on_cpu_ ? machine.profile->cpu.message_bytes
                                : machine.profile->all_to_all.message_bytes),
         cuts_(plan.schedule == plan::Schedule::kOverlapped && (ranks_ > 2 || on_cpu_)),
@@ -37,7 +40,9 @@ class AllToAll : AllToAllSteps {
     list_.made.chunks = rounds;
     list_.add_communicators(plan_);
     add_product();
-    if (on_cpu_) {
+    if (callers_) {
+      communicate_beside_callers(rounds);
+    } else if (on_cpu_) {
       lower_on_cpu();
     } else if (rounds > 1 || computes_apart()) {
       compute_beside(rounds);
@@ -76,13 +81,40 @@ class AllToAll : AllToAllSteps {
       }
     }
     list_.made.chunks = std::max(1, sent);
-    if (!at_once) {
-      compute_own();
-    } else if (send_rows(rank_) > 0) {
-      list_.add(Lane::kCaller, Copy{product_row(rows_for(rank_).begin), output_of(rank_),
-                                    send_rows(rank_) * row_bytes_});
-    }
+    at_once ? copy_own() : compute_own();
     list_.add(Lane::kCaller, Join{});
+  }
+
+  // The own rows go where they belong when everything is computed.
+  void communicate_beside_callers(int32_t rounds) {
+    CallersTiles tiles(plan_, list_);
+    list_.made.counters = rounds + 1;
+    list_.made.tiles.stores = Buffer::kProduct;
+    std::vector<Claim> claims;
+    for (int32_t peer = 0; peer < ranks_; ++peer) {
+      const int64_t first = rows_for(peer).begin;
+      for (int32_t round = 0; round < rounds; ++round) {
+        const plan::Rows rows = piece(send_rows(peer), round);
+        claims.push_back({{first + rows.begin, first + rows.end}, peer == rank_ ? rounds : round});
+      }
+    }
+    tiles.assign(send_begin_.back(), claims, true);
+    list_.add(Lane::kCaller, Fork{plan_.resources.lanes, false});
+    list_.add(Lane::kCaller, CallersKernel{true, false});
+    for (int32_t round = 0; round < rounds; ++round) {
+      tiles.wait(Lane::kSide0, round);
+      list_.communicates = round;
+      list_.add(Lane::kSide0, send_receive(round, round + 1 == rounds, false));
+      list_.communicates = -1;
+    }
+    copy_own();
+    list_.add(Lane::kCaller, Join{});
+  }
+
+  void copy_own() {
+    const int64_t bytes = send_rows(rank_) * row_bytes_;
+    if (bytes == 0) return;
+    list_.add(Lane::kCaller, Copy{product_row(rows_for(rank_).begin), output_of(rank_), bytes});
   }
 
   void compute_beside(int32_t rounds) {
@@ -91,18 +123,20 @@ class AllToAll : AllToAllSteps {
       for (int32_t peer = 0; peer < ranks_; ++peer) {
         if (peer != rank_ && takes_part(send_rows(peer), round, false)) compute_piece(peer, round);
       }
-      send_beside(round, send_receive(round, false, false), variant_.kernel_takes);
+      send_beside(round, send_receive(round, false, false), variant_.compute == Compute::kKernel);
     }
     for (int32_t peer = 0; peer < ranks_; ++peer) {
       if (peer != rank_) compute_piece(peer, pieces(send_rows(peer)) - 1);
     }
-    send_beside(rounds - 1, send_receive(rounds - 1, true, false), variant_.kernel_takes);
+    send_beside(rounds - 1, send_receive(rounds - 1, true, false),
+                variant_.compute == Compute::kKernel);
     compute_own();
     list_.add(Lane::kCaller, Join{});
   }
 
   // Both ranks of a pair come to the same number, whatever operands they have.
   int32_t pieces(int64_t rows) const {
+    if (callers_) return variant_.pieces;
     if (!cuts_) return 1;
     return static_cast<int32_t>(
         std::clamp<int64_t>(rows * row_bytes_ / message_bytes_, 1, kMaxPieces));
@@ -110,6 +144,7 @@ class AllToAll : AllToAllSteps {
 
   plan::Rows piece(int64_t rows, int32_t number) const {
     const int32_t count = pieces(rows);
+    if (callers_) return {rows * number / count, rows * (number + 1) / count};
     // Whole clusters of tiles, except for the last piece.
     const int64_t grain = on_cpu_ ? 1 : int64_t{plan_.tile_m} * plan_.cluster_m;
     const int64_t each = std::max<int64_t>(1, (rows / count + grain / 2) / grain) * grain;
@@ -125,7 +160,8 @@ class AllToAll : AllToAllSteps {
   // For two ranks: true if the peer's rows are computed before this rank's own ones.
   bool computes_apart() const {
     if (ranks_ != 2) return false;
-    if (!variant_.kernel_takes) {  // whether they are worth a GEMM of the framework's of their own
+    if (variant_.compute ==
+        Compute::kLibrary) {  // whether they are worth a GEMM of the framework's of their own
       return send_rows(1 - rank_) * row_bytes_ >= 2 * message_bytes_;
     }
     return steps::computes_apart(plan_, machine_, rank_, variant_.send_rows, variant_.receive_rows,
@@ -141,7 +177,7 @@ class AllToAll : AllToAllSteps {
 
   void compute(plan::Rows rows, Where destination, int32_t ctas) {
     if (rows.begin == rows.end) return;
-    if (variant_.kernel_takes) {
+    if (variant_.compute == Compute::kKernel) {
       launch(rows, destination, ctas);
     } else {
       list_.add(Lane::kCaller, library_gemm(rows, destination));
@@ -185,7 +221,7 @@ class AllToAll : AllToAllSteps {
   void compute_own() {
     const plan::Rows rows = rows_for(rank_);
     int64_t beside = rows.end - rows.begin;
-    if (ranks_ == 2 && variant_.kernel_takes) {
+    if (ranks_ == 2 && variant_.compute == Compute::kKernel) {
       beside = rows_beside_exchange(plan_, machine_, rank_, variant_.send_rows,
                                     variant_.receive_rows, ctas_beside_);
     }
@@ -196,6 +232,7 @@ class AllToAll : AllToAllSteps {
   }
 
   const bool on_cpu_;
+  const bool callers_;           // whose kernel computes
   const int64_t message_bytes_;  // of the shortest that are worth a call of their own
   const bool cuts_;              // a pair's rows into pieces
   const int32_t ctas_beside_;

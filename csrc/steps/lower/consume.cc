@@ -6,99 +6,35 @@
 //
 // On CPU messages bring the rows into the gathered input, and the framework's GEMM reads them there.
 #include "plan/gather_rounds.h"
+#include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
 namespace overlap::steps {
 namespace {
 
-class Consume {
- public:
-  Consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
-          const Variant& variant)
+// The places of an all-gather's rows.
+class GatherPlaces {
+ protected:
+  GatherPlaces(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+               const Variant& variant)
       : plan_(plan),
         rank_(rank),
-        machine_(machine),
         peers_(plan::over_peers(plan)),
-        on_cpu_(on_cpu(machine)),
+        callers_(variant.compute == Compute::kCallers),
+        on_cpu_(!callers_ && on_cpu(machine)),
         chunks_(static_cast<int32_t>(plan.chunks.size())),
         parts_(plan::row_parts(plan)),
         part_rows_(plan::part_rows(plan)),
         element_bytes_(plan::moved_bytes(plan.problem)),
         row_bytes_(plan.problem.k * element_bytes_),
-        weights_(variant.weights.empty()
-                     ? std::vector<Weight>{{plan.problem.n, variant.kernel_takes}}
-                     : variant.weights),
-        chunk_places_(plan),
+        chunk_places_(plan, callers_),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
         buffer_{peers_ ? Buffer::kSlot : staging_of(plan, variant, extents_), 0,
-                peers_ ? rank : 0} {
-    awaits_ = plan::gathers_in_one_launch(plan) &&
-              std::all_of(weights_.begin(), weights_.end(),
-                          [](const Weight& weight) { return weight.kernel_takes; });
-    prepare_launches();
-  }
+                peers_ ? rank : 0} {}
 
-  StepList lower() {
-    if (on_cpu_) return lower_on_cpu();
-    list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
-    list_.made.chunks = chunks_;
-    if (peers_) {
-      list_.add_slot(plan::peer_slot_bytes(plan_));
-    } else {
-      list_.add_communicators(plan_);
-      list_.add_scratch(buffer_.buffer, staging_bytes(plan_));
-      stage();
-    }
-    // Over peers one lane sends, and one waits for what arrives, unless the GEMM does.
-    const int32_t lanes = !peers_ ? plan_.resources.lanes : awaits_ ? 1 : 2;
-    const bool carried = awaits_ || carrier_ >= 0;
-    list_.add(Lane::kCaller, Fork{lanes, !carried});
-    // The own rows' GEMM starts while the host enqueues the rest.
-    if (awaits_) {
-      launch_at_once();
-    } else {
-      compute(0);
-    }
-    if (peers_) list_.add(Lane::kSide0, WaitForSlots{});
-    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      list_.communicates = chunk;
-      communicated_.push_back(peers_ ? push(chunk) : gather(chunk));
-    }
-    list_.communicates = -1;
-    for (int32_t chunk = 0; chunk < chunks_ && !awaits_; ++chunk) compute(chunk + 1);
-    if (!carried) copy_gathered();
-    list_.add(Lane::kCaller, Join{});
-    if (peers_ && !awaits_) list_.add(Lane::kCaller, EndCall{});
-    return std::move(list_.made);
-  }
-
- private:
   static size_t index(int32_t chunk) { return static_cast<size_t>(chunk); }
-
-  // All messages are on their way before anything is computed.
-  StepList lower_on_cpu() {
-    list_.made.chunks = chunks_;
-    list_.add_communicators(plan_);
-    list_.add(Lane::kCaller, Fork{1, false});
-    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
-      for (int32_t distance = 1; distance < parts_; ++distance) {
-        const int32_t to = (rank_ + distance) % parts_;
-        const int32_t from = (rank_ + parts_ - distance) % parts_;
-        messages.sends.push_back({to, own_rows(chunk), chunk_bytes(chunk)});
-        messages.receives.push_back({from, arrived(chunk, from), chunk_bytes(chunk)});
-      }
-      list_.communicates = chunk;
-      communicated_.push_back(list_.add_held(Lane::kSide0, std::move(messages)));
-    }
-    list_.communicates = -1;
-    const Move own = moves(0)[0];
-    list_.add(Lane::kCaller, Copy{own.from, own.to, own.bytes});
-    for (int32_t arrival = 0; arrival <= chunks_; ++arrival) compute(arrival);
-    list_.add(Lane::kCaller, Join{});
-    return std::move(list_.made);
-  }
+  Lane side(int32_t chunk) const { return side_lane(chunk % plan_.resources.lanes); }
 
   int64_t chunk_bytes(int32_t chunk) const {
     const plan::Rows rows = rows_[index(chunk)];
@@ -125,21 +61,128 @@ class Consume {
     return {Buffer::kInput, rows_[index(chunk)].begin * row_bytes_};
   }
 
-  // Own rows into the staging buffer, before anything else: copies within a device are kernels, which take all SMs for
-  // a moment, but beside a GEMM those that it leaves, and keep the next launch waiting.
-  void stage() {
-    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      list_.add(Lane::kCaller, Copy{own_rows(chunk), place(chunk, rank_), chunk_bytes(chunk)});
+  // The rows to copy into the gathered input when the own rows are there (0), and after chunk
+  // `arrival` - 1: whole rows of each part.
+  std::vector<Move> moves(int32_t arrival) const {
+    if (arrival == 0) {
+      return {{{Buffer::kInput}, gathered(rank_, 0), part_rows_ * row_bytes_, 0}};
     }
+    std::vector<Move> moves;
+    const int32_t chunk = arrival - 1;
+    for (int32_t part = 0; part < parts_; ++part) {
+      if (part == rank_) continue;
+      moves.push_back({place(chunk, part), gathered(part, rows_[index(chunk)].begin),
+                       chunk_bytes(chunk), arrival});
+    }
+    return moves;
+  }
+
+  const plan::Plan& plan_;
+  const int32_t rank_;
+  const bool peers_;
+  const bool callers_;  // whose kernel computes
+  const bool on_cpu_;   // where this package computes
+  const int32_t chunks_;
+  const int32_t parts_;
+  const int64_t part_rows_;
+  const int64_t element_bytes_;
+  const int64_t row_bytes_;
+  const ChunkPlaces chunk_places_;
+  const std::vector<plan::Rows>& rows_;
+  const std::vector<plan::Extent>& extents_;
+  const Where buffer_;
+};
+
+class Consume : GatherPlaces {
+ public:
+  Consume(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
+          const Variant& variant)
+      : GatherPlaces(plan, rank, machine, variant),
+        machine_(machine),
+        variant_(variant),
+        weights_(callers_ ? std::vector<Weight>{}
+                 : variant.weights.empty()
+                     ? std::vector<Weight>{{plan.problem.n, variant.compute == Compute::kKernel}}
+                     : variant.weights) {
+    awaits_ = !callers_ && plan::gathers_in_one_launch(plan) &&
+              std::all_of(weights_.begin(), weights_.end(),
+                          [](const Weight& weight) { return weight.kernel_takes; });
+    computes_ = !callers_ && !awaits_;
+    prepare_launches();
+  }
+
+  StepList lower() {
+    if (on_cpu_) return lower_on_cpu();
+    list_.made.steps.reserve(index(8 + chunks_ * (3 + parts_)));
+    list_.made.chunks = chunks_;
+    if (peers_) {
+      list_.add_slot(plan::peer_slot_bytes(plan_));
+    } else {
+      list_.add_communicators(plan_);
+      list_.add_scratch(buffer_.buffer, staging_bytes(plan_));
+      // Copies within a device are kernels, which take all SMs for a moment, but beside a GEMM those that it leaves, and
+      // keep the next launch waiting.
+      for (int32_t chunk = 0; chunk < chunks_ && !callers_; ++chunk) stage(chunk, Lane::kCaller);
+    }
+    if (callers_) bring_own();
+    // Over peers one lane sends, and one waits for what arrives, unless the GEMM does.
+    const int32_t lanes = !peers_ ? plan_.resources.lanes : awaits_ ? 1 : 2;
+    const bool carried = callers_ || awaits_ || carrier_ >= 0;
+    list_.add(Lane::kCaller, Fork{lanes, !carried});
+    // The own rows' GEMM starts while the host enqueues the rest.
+    if (awaits_) launch_at_once();
+    if (computes_) compute(0);
+    if (peers_) list_.add(Lane::kSide0, WaitForSlots{});
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      if (callers_ && !peers_) stage(chunk, side(chunk));
+      list_.communicates = chunk;
+      communicated_.push_back(peers_ ? push(chunk) : gather(chunk));
+      list_.communicates = -1;
+      if (callers_) bring(chunk);
+    }
+    for (int32_t chunk = 0; chunk < chunks_ && computes_; ++chunk) compute(chunk + 1);
+    if (callers_) launch_callers();
+    if (!carried) copy_gathered();
+    list_.add(Lane::kCaller, Join{});
+    if (peers_ && !awaits_) list_.add(Lane::kCaller, EndCall{});
+    return std::move(list_.made);
+  }
+
+ private:
+  // All messages are on their way before anything is computed.
+  StepList lower_on_cpu() {
+    list_.made.chunks = chunks_;
+    list_.add_communicators(plan_);
+    list_.add(Lane::kCaller, Fork{1, false});
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
+      for (int32_t distance = 1; distance < parts_; ++distance) {
+        const int32_t to = (rank_ + distance) % parts_;
+        const int32_t from = (rank_ + parts_ - distance) % parts_;
+        messages.sends.push_back({to, own_rows(chunk), chunk_bytes(chunk)});
+        messages.receives.push_back({from, arrived(chunk, from), chunk_bytes(chunk)});
+      }
+      list_.communicates = chunk;
+      communicated_.push_back(list_.add_held(Lane::kSide0, std::move(messages)));
+    }
+    list_.communicates = -1;
+    copy(Lane::kCaller, 0);
+    for (int32_t arrival = 0; arrival <= chunks_; ++arrival) compute(arrival);
+    list_.add(Lane::kCaller, Join{});
+    return std::move(list_.made);
+  }
+
+  // Own rows of the chunk into the staging buffer.
+  void stage(int32_t chunk, Lane lane) {
+    list_.add(lane, Copy{own_rows(chunk), place(chunk, rank_), chunk_bytes(chunk)});
   }
 
   // Everybody's rows of the chunk into the staging buffer.
   StepId gather(int32_t chunk) {
-    const int32_t lane = chunk % plan_.resources.lanes;
     return list_.add_held(
-        side_lane(lane),
-        Collective{plan_.collective, plan_.chunks[index(chunk)].max_ctas, lane, place(chunk, rank_),
-                   place(chunk, 0), extents_[index(chunk)].count});
+        side(chunk), Collective{plan_.collective, plan_.chunks[index(chunk)].max_ctas,
+                                chunk % plan_.resources.lanes, place(chunk, rank_), place(chunk, 0),
+                                extents_[index(chunk)].count});
   }
 
   // Own rows of the chunk into every peer's memory, by the copy engine; the step after which the peers' are here.
@@ -159,31 +202,51 @@ class Consume {
     return awaits_ ? sent : list_.add(Lane::kSide1, WaitForPeers{chunk});
   }
 
-  // The rows to copy into the gathered input when this rank's own rows are there (0), and after chunk
-  // `arrival` - 1: whole rows of each part.
-  std::vector<Move> moves(int32_t arrival) const {
-    if (arrival == 0) {
-      return {{{Buffer::kInput}, gathered(rank_, 0), part_rows_ * row_bytes_, 0}};
+  // These moves as steps, of which the first comes after others.
+  void copy(Lane lane, int32_t arrival, std::vector<StepId> after = {}) {
+    for (const Move& move : moves(arrival)) {
+      list_.add(lane, Copy{move.from, move.to, move.bytes}, std::exchange(after, {}));
     }
-    std::vector<Move> moves;
-    const int32_t chunk = arrival - 1;
-    for (int32_t part = 0; part < parts_; ++part) {
-      if (part == rank_) continue;
-      moves.push_back({place(chunk, part), gathered(part, rows_[index(chunk)].begin),
-                       chunk_bytes(chunk), arrival});
-    }
-    return moves;
   }
 
   void copy_gathered() {
-    for (int32_t arrival = 0; arrival <= chunks_; ++arrival) {
-      std::vector<StepId> after;
-      if (arrival > 0) after.push_back(communicated_[index(arrival - 1)]);
-      for (const Move& move : moves(arrival)) {
-        list_.add(Lane::kCopy, Copy{move.from, move.to, move.bytes}, std::move(after));
-        after.clear();
+    copy(Lane::kCopy, 0);
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      copy(Lane::kCopy, chunk + 1, {communicated_[index(chunk)]});
+    }
+  }
+
+  // A caller's kernel reads all rows in the gathered input, and is told of arrivals: of the own rows, counter 0, and of
+  // each chunk. They come in their order, so that a kernel which has seen one has all those before.
+  void bring_own() {
+    copy(Lane::kCaller, 0);
+    list_.add(Lane::kCaller, Arrive{0});
+  }
+
+  void bring(int32_t chunk) {
+    const Lane lane = peers_ ? Lane::kSide1 : side(chunk);
+    copy(lane, chunk + 1);
+    std::vector<StepId> after;
+    if (chunk > 0 && list_.made.steps[index(after_.back())].lane != lane) {
+      after.push_back(after_.back());
+    }
+    after_.push_back(list_.add(lane, Arrive{chunk + 1}, std::move(after)));
+  }
+
+  // A kernel that does not await what arrives comes after all of it.
+  void launch_callers() {
+    std::vector<Claim> claims;
+    for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      const plan::Rows rows = rows_[index(chunk)];
+      for (int32_t part = 0; part < parts_; ++part) {
+        claims.push_back({{part * part_rows_ + rows.begin, part * part_rows_ + rows.end},
+                          part == rank_ ? 0 : chunk + 1});
       }
     }
+    list_.made.counters = chunks_ + 1;
+    CallersTiles(plan_, list_).assign(plan_.problem.m, claims, false);
+    if (variant_.awaits) after_.clear();
+    list_.add(Lane::kCaller, CallersKernel{false, variant_.awaits}, std::move(after_));
   }
 
   // The launches when this rank's own rows are there (0), and after chunk `arrival` - 1.
@@ -288,22 +351,11 @@ class Consume {
     }
   }
 
-  const plan::Plan& plan_;
-  const int32_t rank_;
   const plan::Machine& machine_;
-  const bool peers_;
-  const bool on_cpu_;
-  const int32_t chunks_;
-  const int32_t parts_;
-  const int64_t part_rows_;
-  const int64_t element_bytes_;
-  const int64_t row_bytes_;
+  const Variant& variant_;
   const std::vector<Weight> weights_;
-  const ChunkPlaces chunk_places_;
-  const std::vector<plan::Rows>& rows_;
-  const std::vector<plan::Extent>& extents_;
-  const Where buffer_;
-  bool awaits_ = false;   // the GEMMs wait for what arrives, one launch each
+  bool computes_ = false;  // what has arrived
+  bool awaits_ = false;    // the GEMMs wait for what arrives, one launch each
   int32_t carrier_ = -1;  // else the weight whose GEMM copies rows into the gathered input, or none
   std::vector<Gemm> gemms_;
   // The launches of each weight, unless one launch waits: own rows, then chunk by chunk.

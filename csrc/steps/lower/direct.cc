@@ -1,5 +1,6 @@
 // Reductions over peers in one step, for few rows: partial sums go straight to the ranks that add them up, from the
 // GEMM's stores or, where the framework computes, from the kernel that adds.
+#include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
 namespace overlap::steps {
@@ -19,7 +20,7 @@ class Direct {
         ranks_(plan.problem.world_size),
         all_reduces_(plan.problem.traits().all_reduces()),
         sequential_(plan.schedule == plan::Schedule::kSequential),
-        by_kernel_(!sequential_ && variant.kernel_takes),
+        by_kernel_(!sequential_ && variant.compute == Compute::kKernel),
         pieces_(plan::direct_in_pieces(plan)),
         bytes_(plan.problem.m * plan.problem.n * plan::moved_bytes(plan.problem)),
         piece_bytes_(plan::direct_piece_bytes(plan)) {}
@@ -31,13 +32,7 @@ class Direct {
         sequential_ && all_reduces_ && low_latency_sent(in_pieces) <= kLowLatencyBytes;
     list_.add_slot(plan::peer_slot_bytes(plan_));
     list_.made.takes_slot = !low_latency;
-    // The framework's GEMM waits for no peer.
-    if (!by_kernel_) {
-      list_.add_scratch(Buffer::kProduct, bytes_);
-      list_.add_unchained(
-          Lane::kCaller,
-          LibraryGemm{0, {0, plan_.problem.m}, {Buffer::kInput}, {{Buffer::kProduct}}});
-    }
+    if (!by_kernel_) compute_product();
     if (!sequential_) {
       list_.add(Lane::kCaller, WaitForSlots{});
       if (by_kernel_) {
@@ -83,6 +78,20 @@ class Direct {
     const int64_t begin = std::min(piece_offset(rank), bytes_);
     const int64_t bytes = std::min(begin + piece_bytes_, bytes_) - begin;
     return bytes / kPeerAccessBytes * kPeerAccessBytes;
+  }
+
+  void compute_product() {
+    list_.add_scratch(Buffer::kProduct, bytes_);
+    const int64_t rows = plan_.problem.m;
+    if (variant_.compute == Compute::kCallers) {
+      add_callers_kernel(plan_, rows, list_);
+      list_.made.tiles.stores = Buffer::kProduct;
+      list_.made.tiles.result = output().buffer;
+      return;
+    }
+    // The framework's GEMM waits for no peer.
+    list_.add_unchained(Lane::kCaller,
+                        LibraryGemm{0, {0, rows}, {Buffer::kInput}, {{Buffer::kProduct}}});
   }
 
   void compute_and_send() {

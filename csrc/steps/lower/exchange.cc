@@ -32,7 +32,8 @@ class Exchange : AllToAllSteps {
       : AllToAllSteps(plan, rank, machine, variant),
         message_bytes_(message_room(plan, rank, variant)),
         calls_nccl_(any_too_long()),
-        stores_(variant.kernel_takes && stores_messages(plan, machine, rank, variant.send_rows)),
+        stores_(variant.compute == Compute::kKernel &&
+                stores_messages(plan, machine, rank, variant.send_rows)),
         one_launch_(stores_ && plan.resources.one_launch && !calls_nccl_ &&
                     send_begin_.back() > 0) {}
 

@@ -24,7 +24,7 @@ StepList lower_all_to_all(const plan::Plan& plan, int32_t rank, const plan::Mach
                           const Variant& variant);
 StepList lower_all_to_all_over_peers(const plan::Plan& plan, int32_t rank,
                                      const plan::Machine& machine, const Variant& variant);
-StepList lower_sequential(const plan::Plan& plan, int32_t rank);
+StepList lower_sequential(const plan::Plan& plan, int32_t rank, const Variant& variant);
 StepList lower_program(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                        const Variant& variant);
 

@@ -1,5 +1,9 @@
 // The family of each plan, and plans that do one thing after the other.
+#include <stdexcept>
+#include <string>
+
 #include "steps/list/step.h"
+#include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
 namespace overlap::steps {
@@ -38,7 +42,7 @@ StepList lower_one_collective(const plan::Plan& plan) {
 }
 
 // An all-gather over peers in one kernel, then the GEMM.
-StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank) {
+StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank, bool callers) {
   const plan::Problem& problem = plan.problem;
   const int64_t bytes = plan::part_rows(plan) * problem.k * plan::moved_bytes(problem);
   PeerCollective gather;
@@ -61,16 +65,24 @@ StepList lower_gather_in_one_kernel(const plan::Plan& plan, int32_t rank) {
   list.communicates = 0;
   list.add(Lane::kCaller, gather);
   list.communicates = -1;
-  list.add(Lane::kCaller,
-           LibraryGemm{
-               LibraryGemm::kAllWeights, {0, problem.m}, {Buffer::kGathered}, {{Buffer::kOutput}}});
+  if (callers) {
+    list.add(Lane::kCaller, Arrive{0});
+    add_callers_kernel(plan, problem.m, list);
+  } else {
+    list.add(
+        Lane::kCaller,
+        LibraryGemm{
+            LibraryGemm::kAllWeights, {0, problem.m}, {Buffer::kGathered}, {{Buffer::kOutput}}});
+  }
   return std::move(list.made);
 }
 
 }  // namespace
 
-StepList lower_sequential(const plan::Plan& plan, int32_t rank) {
-  if (plan::over_peers(plan)) return lower_gather_in_one_kernel(plan, rank);
+StepList lower_sequential(const plan::Plan& plan, int32_t rank, const Variant& variant) {
+  if (plan::over_peers(plan)) {
+    return lower_gather_in_one_kernel(plan, rank, variant.compute == Compute::kCallers);
+  }
   return lower_one_collective(plan);
 }
 
@@ -97,8 +109,37 @@ bool takes_by_default(const plan::Plan& plan) {
 
 namespace {
 
+// On one rank the kernel is all that there is.
+StepList lower_alone(const plan::Plan& plan, const Variant& variant) {
+  List list;
+  add_callers_kernel(plan, callers_rows(plan, variant), list);
+  return std::move(list.made);
+}
+
+// Refuses plans that need a GEMM of this package: one that communicates as it stores, or awaits a program's transfers.
+void check_callers(const plan::Plan& plan) {
+  const plan::OpTraits op = plan.problem.traits();
+  if (plan::has_program(plan)) {
+    if (op.sums()) return;
+    throw std::invalid_argument(
+        std::string("a kernel of your own runs by programs of gemm_allreduce and "
+                    "gemm_reducescatter, not of ") +
+        plan::name(plan.problem.op) + ": take a plan whose chunks travel by its collective");
+  }
+  if (!plan::over_peers(plan) || op.gathers() || plan.collective == plan::Collective::kDirect)
+    return;
+  throw std::invalid_argument(
+      std::string("a kernel of your own cannot run by the plan's collective ") +
+      plan::name(plan.collective) +
+      " over peers, which this package's GEMMs do as they store; take the collective direct, a "
+      "program, or the transport nccl");
+}
+
 StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                       const Variant& variant) {
+  const bool callers = variant.compute == Compute::kCallers;
+  if (callers && plan.problem.world_size == 1) return lower_alone(plan, variant);
+  if (callers) check_callers(plan);
   if (plan::has_program(plan)) return lower_program(plan, rank, machine, variant);
   if (plan.problem.traits().rows_by_rank) {
     return plan::over_peers(plan) ? lower_all_to_all_over_peers(plan, rank, machine, variant)
@@ -107,7 +148,10 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
   if (plan.collective == plan::Collective::kDirect) {
     return lower_direct(plan, rank, machine, variant);
   }
-  if (plan.schedule == plan::Schedule::kSequential) return lower_sequential(plan, rank);
+  // A caller's kernel and one of NCCL's collectives are one chunk.
+  if (plan.schedule == plan::Schedule::kSequential && (!callers || plan::over_peers(plan))) {
+    return lower_sequential(plan, rank, variant);
+  }
   if (plan.problem.traits().gathers()) return lower_consume(plan, rank, machine, variant);
   if (plan.collective == plan::Collective::kRing) return lower_ring(plan, rank, machine, variant);
   return lower_produce(plan, rank, machine, variant);

@@ -1,6 +1,7 @@
 // Computation before communication, chunk by chunk, over NCCL.
 #include <limits>
 
+#include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
 namespace overlap::steps {
@@ -20,44 +21,40 @@ class Produce {
         finish_ctas_(plan.resources.finish_ctas > 0 ? plan.resources.finish_ctas
                                                     : kDefaultFinishCtas),
         variant_(variant),
+        compute_(variant.compute),
         chunks_(static_cast<int32_t>(plan.chunks.size())),
         row_parts_(plan::row_parts(plan)),
         packed_(plan.layout == plan::Layout::kPacked),
         exchanges_(plan.collective == plan::Collective::kExchange),
+        makes_product_(packed_ ? compute_ != Compute::kKernel
+                               : compute_ == Compute::kCallers && row_parts_ > 1),
         element_bytes_(plan::moved_bytes(plan.problem)),
         row_bytes_(plan.problem.n * element_bytes_),
         operand_bytes_(plan::element_bytes(plan.problem.dtype)),
-        chunk_places_(plan),
+        chunk_places_(plan, compute_ == Compute::kCallers),
         rows_(chunk_places_.rows),
         extents_(chunk_places_.extents),
-        buffer_(communicates_in_place(plan) ? Buffer::kOutput
-                                            : staging_of(plan, variant, extents_)) {}
+        buffer_(staging()) {}
 
   StepList lower() {
-    list_.made.steps.reserve(index(chunks_ * (variant_.kernel_takes ? 3 : 2 + row_parts_) + 3));
+    list_.made.steps.reserve(
+        index(chunks_ * (compute_ == Compute::kKernel ? 3 : 2 + row_parts_) + 3));
     list_.made.counters = chunks_;
     list_.made.chunks = chunks_;
-    if (buffer_ != Buffer::kOutput) list_.add_scratch(buffer_, staging_bytes(plan_));
-    if (packed_ && !variant_.kernel_takes) {
-      list_.add_scratch(Buffer::kProduct, plan_.problem.m * row_bytes_);
+    const int64_t product_bytes = plan_.problem.m * row_bytes_;
+    const bool matrix = compute_ == Compute::kCallers && !packed_;
+    if (buffer_ != Buffer::kOutput) {
+      list_.add_scratch(buffer_, matrix ? product_bytes : staging_bytes(plan_));
     }
+    if (makes_product_) list_.add_scratch(Buffer::kProduct, product_bytes);
     list_.add_communicators(plan_);
     bool copies = false;
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) copies = copies || finishes(chunk);
     list_.add(Lane::kCaller, Fork{plan_.resources.lanes, copies});
     // The producer goes first: what waits for it must never be able to keep it out.
-    if (variant_.kernel_takes || packed_) list_.add_order(plan::tile_order(plan_));
-    if (variant_.kernel_takes) {
-      launch();
-    } else if (packed_) {
-      list_.add(Lane::kCaller, library_gemm({0, plan_.problem.m}, {Buffer::kProduct}));
-    }
+    begin();
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
-      if (variant_.kernel_takes) {
-        list_.add_held(side(chunk), WaitForTiles{chunk, plan_.chunks[index(chunk)].tiles});
-      } else {
-        list_.add_held(side(chunk), Mark{chunk}, {compute(chunk)});
-      }
+      complete(chunk);
       const StepId communicated = communicate(chunk);
       if (finishes(chunk)) finish(chunk, communicated);
     }
@@ -68,6 +65,30 @@ class Produce {
  private:
   static size_t index(int32_t chunk) { return static_cast<size_t>(chunk); }
   Lane side(int32_t chunk) const { return side_lane(chunk % plan_.resources.lanes); }
+
+  // Where chunks are communicated. A caller's kernel stores where sums are added up: in the output, or a window.
+  Buffer staging() const {
+    const Buffer staging = staging_of(plan_, variant_, extents_);
+    const bool in_output =
+        compute_ == Compute::kCallers && !packed_ && row_parts_ == 1 && staging != Buffer::kWindow;
+    return in_output || communicates_in_place(plan_) ? Buffer::kOutput : staging;
+  }
+
+  // What is computed before any chunk is complete.
+  void begin() {
+    if (packed_ || compute_ == Compute::kKernel) list_.add_order(plan::tile_order(plan_));
+    switch (compute_) {
+      case Compute::kKernel:
+        return launch();
+      case Compute::kLibrary:
+        if (packed_) {
+          list_.add(Lane::kCaller, library_gemm({0, plan_.problem.m}, {Buffer::kProduct}));
+        }
+        return;
+      case Compute::kCallers:
+        return launch_callers();
+    }
+  }
 
   void launch() {
     Gemm gemm;
@@ -86,30 +107,73 @@ class Produce {
     list_.add(Lane::kCaller, gemm);
   }
 
+  void launch_callers() {
+    list_.made.tiles.stores = makes_product_ ? Buffer::kProduct : buffer_;
+    if (packed_) {
+      callers_.assign(list_.made.orders[0]);
+    } else {
+      std::vector<Claim> claims;
+      for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
+        for (int32_t part = 0; part < row_parts_; ++part) {
+          claims.push_back({rows_of(chunk, part), chunk});
+        }
+      }
+      callers_.assign(plan_.problem.m, claims, true);
+    }
+    list_.add(Lane::kCaller, CallersKernel{true, false});
+  }
+
   LibraryGemm library_gemm(plan::Rows rows, Where output) const {
     return {0, rows, {Buffer::kInput, rows.begin * plan_.problem.k * operand_bytes_}, {output}};
   }
 
+  // Until the chunk lies where it is communicated.
+  void complete(int32_t chunk) {
+    switch (compute_) {
+      case Compute::kKernel:
+        list_.add_held(side(chunk), WaitForTiles{chunk, plan_.chunks[index(chunk)].tiles});
+        return;
+      case Compute::kLibrary:
+        list_.add_held(side(chunk), Mark{chunk}, {compute(chunk)});
+        return;
+      case Compute::kCallers:
+        callers_.wait(side(chunk), chunk);
+        if (makes_product_) gather(chunk);
+        return;
+    }
+  }
+
   // The framework's GEMM of the chunk's rows of each part; or its tiles, once all are computed.
   StepId compute(int32_t chunk) {
-    if (packed_) {
-      Pack pack;
-      pack.chunk = chunk;
-      pack.source = {Buffer::kProduct};
-      pack.destination = {buffer_};
-      pack.term = exchanges_ ? rank_ : 0;
-      pack.terms = exchanges_ ? plan::buffer_parts(plan_) : 1;
-      pack.ctas = finish_ctas_;
-      return list_.add(Lane::kCaller, pack);
-    }
-    const plan::Rows rows = rows_[index(chunk)];
-    const int64_t part_rows = plan::part_rows(plan_);
+    if (packed_) return pack(Lane::kCaller, chunk);
     for (int32_t part = 0; part < row_parts_; ++part) {
-      list_.add(Lane::kCaller,
-                library_gemm({part * part_rows + rows.begin, part * part_rows + rows.end},
-                             place(chunk, part)));
+      list_.add(Lane::kCaller, library_gemm(rows_of(chunk, part), place(chunk, part)));
     }
     return list_.last();
+  }
+
+  // The chunk's tiles of the product, or its rows of each part, into one run.
+  void gather(int32_t chunk) {
+    if (packed_) {
+      pack(side(chunk), chunk);
+      return;
+    }
+    for (int32_t part = 0; part < row_parts_; ++part) {
+      const Where rows = {Buffer::kProduct, rows_of(chunk, part).begin * row_bytes_};
+      list_.add(side(chunk),
+                Copy{rows, place(chunk, part), extents_[index(chunk)].count * element_bytes_});
+    }
+  }
+
+  StepId pack(Lane lane, int32_t chunk) {
+    Pack pack;
+    pack.chunk = chunk;
+    pack.source = {Buffer::kProduct};
+    pack.destination = {buffer_};
+    pack.term = exchanges_ ? rank_ : 0;
+    pack.terms = exchanges_ ? plan::buffer_parts(plan_) : 1;
+    pack.ctas = finish_ctas_;
+    return list_.add(lane, pack);
   }
 
   StepId communicate(int32_t chunk) {
@@ -152,6 +216,12 @@ class Produce {
     }
   }
 
+  // A chunk's rows of a part, in the product.
+  plan::Rows rows_of(int32_t chunk, int32_t part) const {
+    const int64_t first = part * plan::part_rows(plan_);
+    return {first + rows_[index(chunk)].begin, first + rows_[index(chunk)].end};
+  }
+
   // Where a chunk, or one part of it, lies in what is communicated.
   Where place(int32_t chunk, int32_t part) const {
     const plan::Extent& extent = extents_[index(chunk)];
@@ -175,11 +245,13 @@ class Produce {
   const int32_t rank_;
   const int32_t ctas_;
   const int32_t finish_ctas_;
-  const Variant variant_;
+  const Variant& variant_;
+  const Compute compute_;
   const int32_t chunks_;
   const int32_t row_parts_;
   const bool packed_;
   const bool exchanges_;
+  const bool makes_product_;  // a matrix, of which chunks are then gathered
   const int64_t element_bytes_;
   const int64_t row_bytes_;
   const int64_t operand_bytes_;
@@ -188,6 +260,7 @@ class Produce {
   const std::vector<plan::Extent>& extents_;
   const Buffer buffer_;
   List list_;
+  CallersTiles callers_ = {plan_, list_};
 };
 
 }  // namespace

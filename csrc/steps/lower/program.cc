@@ -15,6 +15,7 @@
 //
 // An all-gather computes its own rows first, and others once all transfers that write them have arrived.
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "steps/lower/program_builder.h"
@@ -88,6 +89,11 @@ StepList ProgramBuilder::lower() {
   if (peers_) list_.add_slot(places_.slot_bytes, hears_all(plan_));
   compute_before();
   in_one_kernel_ ? communicate_in_one_kernel() : communicate_in_lanes();
+  if (variant_.compute == Compute::kCallers && list_.made.counters > plan::kMaxChunks) {
+    throw std::invalid_argument("a kernel of your own cannot run by this program, which counts " +
+                                std::to_string(list_.made.counters) + " things, allowed are " +
+                                std::to_string(plan::kMaxChunks) + ": take it over nccl");
+  }
   if (places_.gathers) compute_arrived();
   list_.add(Lane::kCaller, Join{});
   if (peers_ && !ends_in_kernel_) list_.add(Lane::kCaller, EndCall{});
@@ -142,7 +148,13 @@ void ProgramBuilder::compute_before() {
 void ProgramBuilder::compute_product() {
   const auto chunks = static_cast<int32_t>(plan_.chunks.size());
   list_.made.counters = chunks;
-  if (variant_.kernel_takes) {
+  if (variant_.compute == Compute::kCallers) {
+    callers_.assign(plan::tile_order(plan_));
+    list_.made.tiles.stores = places_.product;
+    list_.add(Lane::kCaller, CallersKernel{true, false});
+    return;
+  }
+  if (variant_.compute == Compute::kKernel) {
     Gemm gemm;
     gemm.rows = {0, plan_.problem.m};
     gemm.input = {Buffer::kInput};
@@ -462,10 +474,10 @@ void ProgramBuilder::await_tiles(const Rectangle& area, Lane lane, std::vector<S
   std::set<int32_t>& seen =
       waited_[at(static_cast<int32_t>(lane) - static_cast<int32_t>(Lane::kSide0))];
   for (const int32_t chunk : plan::chunks_in(plan_, area)) {
-    if (!variant_.kernel_takes) {
+    if (variant_.compute == Compute::kLibrary) {
       await_step(computed_[at(chunk)], lane, after);
     } else if (seen.insert(chunk).second) {
-      list_.add_held(lane, WaitForTiles{chunk, plan_.chunks[at(chunk)].tiles});
+      list_.add_held(lane, WaitForTiles{chunk, tiles_of(chunk)});
     }
   }
 }

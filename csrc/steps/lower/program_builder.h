@@ -5,6 +5,7 @@
 #include <set>
 #include <vector>
 
+#include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
 namespace overlap::steps {
@@ -117,6 +118,12 @@ class ProgramBuilder {
   std::vector<CounterWait> waits(size_t number, bool reads, bool writes);
   bool disturbs(const Made& a, const Made& b) const;
 
+  // How many tiles count for a chunk.
+  int32_t tiles_of(int32_t chunk) const {
+    return variant_.compute == Compute::kCallers ? callers_.counted(chunk)
+                                                 : plan_.chunks[at(chunk)].tiles;
+  }
+
   // Numbers of a round's transfers that land in slots and have rows: those that this rank sends, and then those that it
   // receives.
   template <typename Send, typename Receive>
@@ -157,6 +164,7 @@ class ProgramBuilder {
   std::vector<int32_t> counter_of_;  // of each transfer's halves: that reads here, that writes here
   std::vector<std::set<int32_t>> seen_;  // counters that a stream has waited for
   List list_;
+  CallersTiles callers_ = {plan_, list_};
 };
 
 }  // namespace overlap::steps

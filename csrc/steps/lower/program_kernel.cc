@@ -128,7 +128,7 @@ std::vector<CounterWait> ProgramBuilder::waits(size_t number, bool reads, bool w
       return;
     }
     for (const int32_t chunk : plan::chunks_in(plan_, area)) {
-      add(chunk, plan_.chunks[at(chunk)].tiles);
+      add(chunk, tiles_of(chunk));
     }
   };
   if (reads) {

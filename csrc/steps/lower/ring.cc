@@ -27,7 +27,7 @@ class Ring {
     list_.add_slot(plan::peer_slot_bytes(plan_), sends_on_ || ranks_ == 2);
     list_.add(Lane::kCaller, WaitForSlots{});
     list_.communicates = 0;
-    if (variant_.kernel_takes) {
+    if (variant_.compute == Compute::kKernel) {
       launch();
     } else {
       list_.add_scratch(Buffer::kPartial, part_bytes_);

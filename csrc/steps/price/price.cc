@@ -156,7 +156,7 @@ Prediction predict(const plan::Plan& plan, const plan::Machine& machine) {
     return {.total_us = kNever};
   }
   Variant variant;
-  variant.kernel_takes = takes_by_default(plan);
+  variant.compute = kernel_if(takes_by_default(plan));
   return price(lower(plan, 0, machine, variant), plan, 0, machine).expected;
 }
 

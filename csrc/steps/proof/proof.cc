@@ -35,7 +35,7 @@ struct Gather {
     problem.n = kRow;
     problem.k = (slot_bytes / kRow + 1) * kRow;
     made = {plan::make_at_once(problem, plan::Kernel::kLibrary), ranks.machine,
-            std::vector<Variant>(ranks.variants.size(), Variant{false})};
+            std::vector<Variant>(ranks.variants.size(), Variant{.compute = Compute::kLibrary})};
     lists = lower_all(made, false);
     // Places that a rank does not write to itself come last: the first place is the next rank's.
     for (int32_t rank = 0; rank < world; ++rank) {
@@ -148,7 +148,7 @@ std::optional<Fault> find_fault(const plan::Plan& plan, const plan::Machine& mac
   for (const int32_t without :
        kernel ? std::vector<int32_t>{0, 1, world} : std::vector<int32_t>{world}) {
     for (int32_t rank = 0; rank < world; ++rank) {
-      ranks.variants[at(rank)].kernel_takes = rank >= without;
+      ranks.variants[at(rank)].compute = kernel_if(rank >= without);
       ranks.variants[at(rank)].bias = without == 0 && plan.problem.traits().sums();
     }
     if (auto fault = find_fault(ranks)) return fault;
