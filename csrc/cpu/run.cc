@@ -4,18 +4,15 @@
 #include <ATen/record_function.h>
 #include <c10/util/StringUtil.h>
 
-#include <algorithm>
-#include <array>
 #include <deque>
 #include <future>
 #include <thread>
 #include <variant>
 
+#include "cpu/memory.h"
+
 namespace overlap::cpu {
 namespace {
-
-using steps::Buffer;
-using steps::Where;
 
 // A step's communication, which has begun.
 struct Begun {
@@ -39,52 +36,66 @@ struct Begun {
 // gloo writes messages to the socket in the thread that sends: from so many bytes on another one than the GEMMs'.
 constexpr int64_t kLongMessage = int64_t{512} << 10;
 
+// Messages so far, with a rank.
+struct Messages {
+  int sent = 0;
+  int received = 0;
+};
+
+template <typename Work>
+auto async(Work work) {
+  return std::async(std::launch::async, [work = std::move(work), state = at::ThreadLocalState()] {
+    const at::ThreadLocalStateGuard guard(state);
+    return work();
+  });
+}
+
 bool computes(const steps::Step& step) {
   return std::holds_alternative<steps::LibraryGemm>(step.what) ||
          std::holds_alternative<steps::WaitForTiles>(step.what);
 }
 
-class Run {
+class Run : Memory {
  public:
   explicit Run(const Call& call)
-      : call_(call),
+      : Memory(call),
+        call_(call),
         plan_(call.plan),
         program_(plan::has_program(plan_)),
+        in_order_(program_ || call.counters.defined()),
         messages_(static_cast<size_t>(plan_.problem.world_size)) {
-    for (const steps::Scratch& one : call.list->scratch) {
-      if (one.buffer == Buffer::kProduct && call.product.defined()) continue;
-      // Packed tiles reach beyond the matrix, and that part travels too: it must hold numbers.
-      const bool packed = plan_.layout == plan::Layout::kPacked;
-      const auto make =
-          packed ? [](int64_t n, const at::TensorOptions& o) { return at::zeros({n}, o); }
-                 : [](int64_t n, const at::TensorOptions& o) { return at::empty({n}, o); };
-      const at::Tensor& like = call.gathered.defined() ? call.input : call.outputs[0];
-      scratch_[static_cast<size_t>(one.buffer)] =
-          make(one.bytes / like.element_size(), like.options());
-    }
-  }
-
-  Timeline operator()() {
-    const std::vector<steps::Step>& all = call_.list->steps;
-    for (const steps::Step& step : all) {
+    for (const steps::Step& step : steps()) {
       const auto* const messages = std::get_if<steps::SendReceive>(&step.what);
       if (messages == nullptr) continue;
       for (const steps::Message& one : messages->sends) sends_apart_ |= one.bytes >= kLongMessage;
     }
-    for (size_t id = 0; id < all.size(); ++id) {
-      if (all[id].lane == steps::Lane::kCopy) {
-        put_off_.push_back(static_cast<steps::StepId>(id));
-      } else if (program_ && all[id].after.empty() &&
-                 std::holds_alternative<steps::LibraryGemm>(all[id].what)) {
-        to_compute_.push_back(static_cast<steps::StepId>(id));
-      } else {
-        perform(static_cast<steps::StepId>(id));
-      }
-    }
+  }
+
+  // Does the steps before the caller's kernel, and the rest.
+  void begin() {
+    while (!std::holds_alternative<steps::CallersKernel>(steps()[next_].what)) take_next();
+  }
+  Timeline finish() {
+    while (next_ < steps().size()) take_next();
     return {start_, call_.traced ? rows() : std::vector<double>()};
   }
 
  private:
+  const std::vector<steps::Step>& steps() const { return call_.list->steps; }
+
+  void take_next() {
+    const steps::Step& step = steps()[next_];
+    const auto id = static_cast<steps::StepId>(next_++);
+    if (step.lane == steps::Lane::kCopy) {
+      put_off_.push_back(id);
+    } else if (program_ && step.after.empty() &&
+               std::holds_alternative<steps::LibraryGemm>(step.what)) {
+      to_compute_.push_back(id);
+    } else {
+      perform(id);
+    }
+  }
+
   void perform(steps::StepId id) {
     const steps::Step& step = call_.list->steps[static_cast<size_t>(id)];
     for (const steps::StepId before : step.after) {
@@ -93,7 +104,7 @@ class Run {
         if (one.step == before) wait(one);
       }
     }
-    if (program_ && step.lane != steps::Lane::kCaller) {
+    if (in_order_ && step.lane != steps::Lane::kCaller) {
       for (Begun& one : begun_) {
         if (lane(one.step) == step.lane) wait(one);
       }
@@ -115,43 +126,6 @@ class Run {
     for (const steps::StepId id : put_off_) perform(id);
     for (Begun& one : begun_) wait(one);
     call_.group.agree();  // where there was nothing to send and receive
-  }
-
-  // --- where things are ---
-
-  const at::Tensor& tensor(const Where& where) const {
-    switch (where.buffer) {
-      case Buffer::kInput:
-        return call_.input;
-      case Buffer::kOutput:
-        return call_.outputs[static_cast<size_t>(where.index)];
-      case Buffer::kGathered:
-        return call_.gathered;
-      case Buffer::kProduct:
-        if (call_.product.defined()) return call_.product;
-        [[fallthrough]];
-      default:
-        return scratch_[static_cast<size_t>(where.buffer)];
-    }
-  }
-  at::Tensor flat(const Where& where, int64_t elements) const {
-    const at::Tensor& all = tensor(where);
-    return all.view(-1).narrow(0, where.offset / all.element_size(), elements);
-  }
-  at::Tensor bytes(const Where& where, int64_t count) const {
-    return flat(where, count / tensor(where).element_size());
-  }
-  at::Tensor matrix(const Where& where, int64_t rows, int64_t columns) const {
-    if (where.buffer != Buffer::kInput) return flat(where, rows * columns).view({rows, columns});
-    const int64_t row_bytes = std::max<int64_t>(1, columns * call_.input.element_size());
-    return call_.input.narrow(0, where.offset / row_bytes, rows);
-  }
-  // Rows that are so many bytes apart.
-  at::Tensor spaced(const Where& where, int64_t rows, int64_t row_bytes, int64_t stride) const {
-    const at::Tensor& all = tensor(where);
-    const int64_t element = all.element_size();
-    return all.as_strided({rows, row_bytes / element}, {stride / element, 1},
-                          all.storage_offset() + where.offset / element);
   }
 
   // --- what computes ---
@@ -179,7 +153,7 @@ class Run {
     for (size_t i = 0; i < call_.weights.size(); ++i) {
       const auto weight = static_cast<int32_t>(i);
       if (!all && weight != step.weight) continue;
-      Where where = step.output.where;
+      steps::Where where = step.output.where;
       if (all) where.index = weight;
       at::Tensor output = matrix(where, rows, call_.weights[i].size(0));
       const at::Tensor input = matrix(step.input, rows, plan_.problem.k);
@@ -192,14 +166,24 @@ class Run {
     }
   }
 
-  // The chunks' tiles are computed when they are asked for.
+  // The chunks' tiles are computed when they are asked for; those of a caller's kernel have been.
   void perform(const steps::Gemm& step, steps::StepId) { gemm_ = &step; }
+  void perform(const steps::CallersKernel&, steps::StepId) {}
   void perform(const steps::WaitForTiles& step, steps::StepId) {
+    if (call_.counters.defined()) return;
     for_tiles(step.chunk, gemm_->order, [&](int32_t tile, const Block& block) {
       multiply(
           packed(gemm_->outputs[0].where, gemm_->order, tile, gemm_->terms, gemm_->term, block),
           call_.input.narrow(0, block.row, block.rows),
           call_.weights[0].narrow(0, block.column, block.columns));
+    });
+  }
+
+  void perform(const steps::Pack& step, steps::StepId) {
+    const at::Tensor product = matrix(step.source, plan_.problem.m, plan_.problem.n);
+    for_tiles(step.chunk, step.order, [&](int32_t tile, const Block& block) {
+      packed(step.destination, step.order, tile, step.terms, step.term, block)
+          .copy_(block.of(product));
     });
   }
 
@@ -233,40 +217,6 @@ class Run {
     }
   }
 
-  // The part of a tile that lies in the matrix.
-  struct Block {
-    int64_t row = 0;
-    int64_t column = 0;
-    int64_t rows = 0;
-    int64_t columns = 0;
-
-    at::Tensor of(const at::Tensor& matrix) const {
-      return matrix.narrow(0, row, rows).narrow(1, column, columns);
-    }
-  };
-
-  template <typename Do>
-  void for_tiles(int32_t chunk, int32_t number, const Do& act) const {
-    const plan::TileOrder& order = call_.list->orders[static_cast<size_t>(number)];
-    for (int32_t tile = order.chunk_begin[chunk]; tile < order.chunk_begin[chunk + 1]; ++tile) {
-      const plan::TileCoord coord = plan::tile_coord(order, tile);
-      Block block = {int64_t{coord.row} * plan_.tile_m, int64_t{coord.column} * plan_.tile_n};
-      block.rows = std::min<int64_t>(plan_.tile_m, plan_.problem.m - block.row);
-      block.columns = std::min<int64_t>(plan_.tile_n, plan_.problem.n - block.column);
-      if (block.rows > 0) act(tile, block);
-    }
-  }
-
-  // A tile among the packed ones.
-  at::Tensor packed(Where where, int32_t number, int32_t tile, int32_t terms, int32_t term,
-                    const Block& block) const {
-    const plan::TileOrder& order = call_.list->orders[static_cast<size_t>(number)];
-    const int32_t slot = plan::packed_slot(order, tile, terms, term);
-    where.offset +=
-        plan::packed_offset(slot, plan_.tile_m, plan_.tile_n) * tensor(where).element_size();
-    return Block{0, 0, block.rows, block.columns}.of(matrix(where, plan_.tile_m, plan_.tile_n));
-  }
-
   // --- what communicates ---
 
   void perform(const steps::Collective& step, steps::StepId id) {
@@ -286,6 +236,11 @@ class Run {
                                            flat(step.source, step.count), begun.chunk));
       }
     });
+  }
+
+  // For the caller's kernel.
+  void perform(const steps::Arrive& step, steps::StepId) {
+    call_.counters.narrow(0, step.chunk, 1).fill_(1);
   }
 
   void perform(const steps::SendReceive& step, steps::StepId id) {
@@ -340,14 +295,6 @@ class Run {
     if (step.lane == steps::Lane::kCaller) wait(begun);
   }
 
-  template <typename Work>
-  static auto async(Work work) {
-    return std::async(std::launch::async, [work = std::move(work), state = at::ThreadLocalState()] {
-      const at::ThreadLocalStateGuard guard(state);
-      return work();
-    });
-  }
-
   void wait(Begun& begun) {
     if (begun.ended) return;
     begun.ended = true;
@@ -384,23 +331,19 @@ class Run {
     return rows;
   }
 
-  struct Messages {
-    int sent = 0;
-    int received = 0;
-  };
-
   const Call& call_;
   const plan::Plan& plan_;
   const bool program_;
+  const bool in_order_;       // the steps of each lane
   bool sends_apart_ = false;  // some message is long
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   double gemm_us_ = 0.0;
-  std::array<at::Tensor, static_cast<size_t>(Buffer::kSlot) + 1> scratch_;
   const steps::Gemm* gemm_ = nullptr;
+  size_t next_ = 0;
   std::vector<steps::StepId> put_off_;  // until the join
   std::deque<steps::StepId>
       to_compute_;  // a program's GEMMs, until one is needed, or something is waited for
-  std::vector<Messages> messages_;  // so far, with each rank
+  std::vector<Messages> messages_;  // with each rank
   std::shared_future<void> last_started_;
   std::deque<Begun> begun_;
 };
@@ -408,7 +351,21 @@ class Run {
 }  // namespace
 
 Timeline run(const Call& call) {
-  return Run(call)();
+  return Run(call).finish();
+}
+
+class OpenCall::State : public Run {
+ public:
+  using Run::Run;
+};
+
+OpenCall::OpenCall(const Call& call) : state_(std::make_unique<State>(call)) {}
+OpenCall::~OpenCall() = default;
+void OpenCall::begin() {
+  state_->begin();
+}
+Timeline OpenCall::finish() {
+  return state_->finish();
 }
 
 }  // namespace overlap::cpu

@@ -7,7 +7,7 @@
 // to it, and is waited for by steps that come after it, and by the join. Steps of the copy lane are put off until then.
 //
 // A program's lanes are kept in order, as a transfer may pass on what another brought: its steps wait for what the lane has
-// under way. GEMMs that wait for nothing are put off until somebody waits for them, and fill the time of such waits.
+// under way; so do those beside a caller's kernel. GEMMs that wait for nothing are put off until somebody waits for them, and fill the time of such waits.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -40,7 +40,8 @@ struct Call {
   // what is added.
   std::function<void(at::Tensor&, size_t, const at::Tensor&, const std::optional<at::Tensor>&)>
       scaled_product = {};
-  int64_t delay_us = 0;  // tests: before each chunk's communication
+  at::Tensor counters = {};  // int32, zeros, of a kernel of the caller's
+  int64_t delay_us = 0;      // tests: before each chunk's communication
   bool traced = false;
 };
 
@@ -53,5 +54,22 @@ struct Timeline {
 
 // Returns when the call is done. Steps that communicate fail at the group's deadline.
 Timeline run(const Call& call);
+
+// A call whose kernel the caller runs: begin() does what comes before it, and finish() the rest.
+class OpenCall {
+ public:
+  // The call, and all that it refers to, has to live as long as this object.
+  explicit OpenCall(const Call& call);
+  ~OpenCall();
+  OpenCall(const OpenCall&) = delete;
+  OpenCall& operator=(const OpenCall&) = delete;
+
+  void begin();
+  Timeline finish();
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace overlap::cpu

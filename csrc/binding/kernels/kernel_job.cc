@@ -138,13 +138,12 @@ void KernelCall::make_memory(const std::optional<at::Tensor>& input) {
       memory(Buffer::kOutput) = at::empty({alone ? product : result, problem.n}, options);
     }
   }
+  if (job_->device().is_cpu()) return;  // the executor makes the rest
   const int64_t element = plan::moved_bytes(problem);
   for (const steps::Scratch& one : list_->scratch) {
     at::Tensor& place = memory(one.buffer);
     if (one.buffer == Buffer::kWindow || place.defined()) continue;
-    // The bytes of packed tiles beyond the matrix travel, too: on CPU they must be numbers.
-    place = job_->device().is_cpu() ? at::zeros({one.bytes / element}, options)
-                                    : at::empty({one.bytes / element}, options);
+    place = at::empty({one.bytes / element}, options);
   }
 }
 

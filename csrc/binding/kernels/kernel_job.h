@@ -86,7 +86,7 @@ class KernelCall : public torch::CustomClassHolder {
   // Memory of the call, for runners.
   at::Tensor& memory(steps::Buffer buffer) { return memory_[static_cast<size_t>(buffer)]; }
   const KernelJob& job() const { return *job_; }
-  const steps::StepList& list() const { return *list_; }
+  const std::shared_ptr<const steps::StepList>& list() const { return list_; }
   void make_counters(const at::Tensor& counters) { counters_ = counters; }
 
  private:

@@ -55,7 +55,7 @@ class CudaRunner : public KernelCall::Runner, public runtime::Operands {
     counters.copy_(first);
     call_.make_counters(counters);
     open_.emplace(*group_, runtime::Call{.plan = &plan_,
-                                         .list = &call_.list(),
+                                         .list = call_.list().get(),
                                          .operands = this,
                                          .stream = stream_.stream(),
                                          .counters = counters.data_ptr<int32_t>(),

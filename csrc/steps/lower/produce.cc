@@ -74,7 +74,7 @@ class Produce {
     return in_output || communicates_in_place(plan_) ? Buffer::kOutput : staging;
   }
 
-  // What is computed before any chunk is complete.
+  // Computes, or launches, before any chunk is complete.
   void begin() {
     if (packed_ || compute_ == Compute::kKernel) list_.add_order(plan::tile_order(plan_));
     switch (compute_) {
