@@ -19,7 +19,7 @@ html_theme_options = {"page_width": "72rem", "description": "GEMMs that communic
 html_static_path: list[str] = []
 
 myst_heading_anchors = 3
-# Links out of this folder are right on the forge; tests/test_docs.py follows all of them.
+# Links out of this folder are right on the forge; tests/tools/test_docs.py follows all of them.
 suppress_warnings = ["myst.xref_missing", "myst.header"]
 
 autodoc_member_order = "bysource"

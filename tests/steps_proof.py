@@ -33,7 +33,7 @@ from overlap_torch._plan import (
     Transport,
 )
 from tests import _plan_test
-from tests.planner_problems import MACHINES, families, problems
+from tests.lib.planner_problems import MACHINES, families, problems
 
 WORLDS = range(2, 9)
 PEERS = MACHINES["hopper"]
@@ -338,7 +338,7 @@ def main() -> int:
         print(fault)
     print(
         f"{len(each)} candidates, {cases} cases of ranks and operands: {len(faults)} faults, "
-        f"{len(missing)} structures that tests/test_steps_proof.py does not have "
+        f"{len(missing)} structures that tests/plan/test_steps_proof.py does not have "
         f"({time.monotonic() - begin:.0f} s)"
     )
     return 1 if faults or missing else 0

@@ -15,7 +15,7 @@ import overlap_torch
 from checks import Failures, message_of
 from operands import difference, integers, rank_device, world_name
 from overlap_torch._moe import ops
-from test_moe import ROUTINGS, Case, ids_of
+from tests.ops.test_moe import ROUTINGS, Case, ids_of
 
 
 def whole_order(case: Case, rank: int, world: int, align: int) -> tuple[list, list[int], list[int]]:

@@ -38,8 +38,8 @@ from programs import (
     template_plans,
     templates,
 )
-from test_peers_graphs import Captured, Found
 from tests import _plan_test
+from tests.peers.test_peers_graphs import Captured, Found
 
 PEERS = steps_proof.PEERS
 PINGPONG = Kernel.SM90_PINGPONG

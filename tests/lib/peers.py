@@ -25,7 +25,7 @@ ONE_LAUNCH = "one launch"  # of an all-to-all
 RING = 1
 
 # Ranks with this have all-to-alls in one launch where the plan has that, whatever their rows.
-ALWAYS_ONE_LAUNCH = {"OVERLAP_PROFILE": str(Path(__file__).parent / "profiles/one_launch.json")}
+ALWAYS_ONE_LAUNCH = {"OVERLAP_PROFILE": str(Path(__file__).parents[1] / "profiles/one_launch.json")}
 
 Way = (
     int | str

@@ -18,7 +18,7 @@ from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch._plan import DType, Kernel, Machine, Op, Plan, Problem, Transport
 from tests import _plan_test, steps_proof
-from tests.planner_problems import MACHINES
+from tests.lib.planner_problems import MACHINES
 from tests.steps_proof import PEERS, Case
 
 FEW_RANKS = range(2, 5)

@@ -34,7 +34,7 @@ from modes import SeesDispatches
 from operands import difference
 from overlap_torch._tools import doctor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = os.environ.get("OVERLAP_TEST_SOURCES", "")
 N, K, ROWS = 6, 8, 5
 

@@ -13,7 +13,7 @@ from overlap_torch import plan
 from overlap_torch._plan import Machine, make_plan
 from planner_problems import MACHINES, SCALED_MACHINES, families, problems
 
-RECORDING = Path(__file__).parents[1] / "benchmarks/data/h100x2.jsonl"
+RECORDING = Path(__file__).parents[2] / "benchmarks/data/h100x2.jsonl"
 
 
 @pytest.fixture(scope="module")

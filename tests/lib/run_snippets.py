@@ -15,7 +15,7 @@ import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(
     r"^(?:```python(?P<marks>[^\n]*)\n(?P<shown>.*?)^```|<!-- setup\n(?P<hidden>.*?)^-->|<!-- setup (?P<file>\S+) -->)",
     re.MULTILINE | re.DOTALL,

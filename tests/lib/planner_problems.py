@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from overlap_torch._plan import DType, Machine, Op, Problem, Recipe
-from tests.machines import cpu, hopper
+from tests.lib.machines import cpu, hopper
 
 
 def _hopper(**changes: object) -> Machine:

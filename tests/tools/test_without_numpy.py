@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from overlap_torch._ops.group import broadcast_integers
-from test_examples import run
+from tests.tools.test_examples import run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS = """
 import sys
 import torch

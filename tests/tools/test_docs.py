@@ -16,7 +16,7 @@ import overlap_torch
 import rank_pool
 from run_snippets import BLOCK, program
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_SNIPPETS = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
@@ -45,7 +45,7 @@ def run_pages(folder: Path, pages: list[Path], **more: str) -> str:
         **more,
     }
     for rank in range(2):
-        script = str(ROOT / "tests/run_snippets.py")
+        script = str(ROOT / "tests/lib/run_snippets.py")
         command = [sys.executable, script, str(folder), str(rank), "2", *map(str, pages)]
         with logs[rank].open("wb") as sink:
             ranks.append(

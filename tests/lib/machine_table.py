@@ -1,4 +1,4 @@
-"""`python -m tests.machine_table`: what the planner takes on GPUs that were not measured, and what it expects to gain.
+"""`python -m tests.lib.machine_table`: what the planner takes on GPUs that were not measured, and what it expects to gain.
 
 Rates of links and copies are assumptions (GB/s, and microseconds of a small all-reduce); SMs' rates follow from the GPU's
 SMs, its clock and its tensor cores' operations, as the runtime takes them. Nothing here was measured on such a GPU.

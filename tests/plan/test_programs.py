@@ -33,7 +33,7 @@ from programs import (
     template_plans,
     templates,
 )
-from test_autograd import output_gradients, right_gradients
+from tests.ops.test_autograd import output_gradients, right_gradients
 
 CPU = Machine(arch=0, sm_count=2, sm_gflops=10.0, link_latency_us=50.0, link_gbps=2.0)
 every_op = pytest.mark.parametrize("op", list(OPS))

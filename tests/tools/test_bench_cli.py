@@ -11,7 +11,7 @@ from bench_runs import SEQUENCES, bench
 from overlap_torch.plan import Problem
 from overlap_torch.plan.files import save
 from overlap_torch.plan.templates import row_panels
-from test_examples import run
+from tests.tools.test_examples import run
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 import overlap_torch
 from frameworks import needs_transformers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_PARENT = Path(overlap_torch.__file__).resolve().parent.parent
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
@@ -142,7 +142,7 @@ def test_examples_triton_kernels_equal_their_own_sequences(tmp_path):
 
 
 def test_examples_demo_checks_and_draws(tmp_path):
-    """The demo of another op and size than the default, which tests/test_without_numpy.py runs."""
+    """The demo of another op and size than the default, which tests/tools/test_without_numpy.py runs."""
     arguments = "--op allgather_gemm --m 1023 --n 512 --k 64".split()
     command = [*"-m overlap_torch demo --device cpu --out out".split(), *arguments]
     output = run(*command, folder=tmp_path)

@@ -21,7 +21,7 @@ from overlap_torch.__main__ import COMMANDS
 from overlap_torch._tools import doctor as _doctor
 from overlap_torch._tools.doctor import Findings, Gpu
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(overlap_torch.__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))
 

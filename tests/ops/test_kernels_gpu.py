@@ -18,7 +18,7 @@ from overlap_torch.plan import Problem
 from overlap_torch.plan.types import Kernel, Op
 from peer_races import come_late
 from plans import peers_work
-from test_kernels import (
+from tests.ops.test_kernels import (
     TILE,
     check_experts,
     check_gathers,

@@ -724,7 +724,7 @@ def test_kernels_padding_knows_the_kernels_bytes():
 
     from overlap_torch._kernels import occupancy
 
-    header = Path(__file__).resolve().parents[1] / "csrc/kernels/gemm/gemm_sm80.h"
+    header = Path(__file__).resolve().parents[2] / "csrc/kernels/gemm/gemm_sm80.h"
     text = re.search(r"kGemmSm80SharedBytes = (\d+) << 10;", header.read_text())[1]
     assert int(text) << 10 == occupancy.MMA_SYNC_BYTES
 
@@ -733,7 +733,7 @@ def test_kernels_headers_are_installed_and_agree_with_the_library():
     from pathlib import Path
 
     header = Path(overlap_torch.include_path(), "overlap", "signal.cuh").read_text()
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     counters = (root / "csrc/binding/kernels/kernel_job.h").read_text()
     python = (root / "overlap_torch/triton.py").read_text()
     most = int(re.search(r"kMaxChunks = (\d+)", (root / "csrc/plan/tile_order.h").read_text())[1])

@@ -11,7 +11,7 @@ import torch
 from bench_runs import bench
 from frameworks import needs_transformers
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs/compile.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/compile.md"
 
 
 def cells(line: str) -> list[str]:

@@ -20,7 +20,7 @@ from checks import Failures
 from graphs import OPS, Graphs
 from operands import integers, rank_device
 from overlap_torch import inductor
-from test_inductor import Eager, Functional, compare
+from tests.compile.test_inductor import Eager, Functional, compare
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16 = torch.float32, torch.bfloat16

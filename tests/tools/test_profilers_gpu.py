@@ -112,7 +112,7 @@ def test_nvtx_names_calls_and_chunks(ranks, tmp_path):
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None or CUDA_HOME is None:
         pytest.skip("needs a C++ compiler and CUDA's headers")
-    source = Path(__file__).with_name("cuda") / "nvtx_names.cc"
+    source = Path(__file__).parents[1] / "cuda" / "nvtx_names.cc"
     library = tmp_path / "nvtx_names.so"
     command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{CUDA_HOME}/include"]
     subprocess.run([*command, str(source), "-o", str(library)], check=True)

@@ -30,7 +30,7 @@ from operands import Case, difference, rank_device
 from ops import OPS, tensors_of
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
-from test_autograd import output_gradients, right_gradients
+from tests.ops.test_autograd import output_gradients, right_gradients
 
 CASES = [Case((6,), 5, 7, bias=True), Case((2, 3), 4, 5), Case((130,), 66, 40, bias=True)]
 

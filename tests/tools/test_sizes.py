@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MOST = 80
 MOST_OF_CLASS = 300
 MOST_OF_FILE = 500

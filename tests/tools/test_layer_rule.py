@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".cuh", ".cc", ".cu"})
 
 STANDARD = r"[a-z0-9_]+"  # <vector>: no folder, no suffix

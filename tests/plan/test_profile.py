@@ -21,7 +21,7 @@ from overlap_torch._tools import doctor as _doctor
 from overlap_torch.plan import Machine, Profile
 from overlap_torch.plan.types import Op
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "overlap_torch/profiles/h200.json"
 HEAD = {"schema": 1, "kind": "overlap_torch.profile", "name": "own"}
 ABOUT = {"schema", "kind", "name", "made", "machine"}
