@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--no-cache", action="store_true", help="measure everything, save nothing")
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU")
     parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,
