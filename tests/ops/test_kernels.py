@@ -818,7 +818,7 @@ def test_kernels_lists_of_exchanges_are_right_in_any_order(world):
 def test_kernels_lists_of_programs_await_the_tiles_of_the_matrix(rows, tiles):
     """Plans of this package's kernels round rows of tiles up to clusters, and a caller's kernel counts none beyond the matrix."""
     problem = Problem(rows, 256, 64, torch.bfloat16, 2, Op.GEMM_ALLREDUCE)
-    chosen = plan.one_shot(problem, 1, kernel="sm90_pingpong", transport="peer")
+    chosen = plan.programs.one_shot(problem, 1, kernel="sm90_pingpong", transport="peer")
     text, _, _ = _plan.kernel_steps_json(chosen, 0, kernel_lists.H200)
     halves = [half for step in json.loads(text)["steps"] for half in step.get("halves", [])]
     waits = [half["waits"] for half in halves if "waits" in half]

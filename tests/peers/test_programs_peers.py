@@ -23,7 +23,7 @@ from ops import OPS
 from overlap_torch import _plan
 from overlap_torch import plan as plan_module
 from overlap_torch._kernels import request
-from overlap_torch.plan import Plan, Problem, use_plan, validate
+from overlap_torch.plan import Plan, Problem, _library, use_plan, validate
 from overlap_torch.plan.programs import Editor, from_msccl, from_mscclpp
 from overlap_torch.plan.types import Kernel, Way
 from peer_races import Runner, race
@@ -91,7 +91,7 @@ def test_program_is_refused_where_its_kernel_leaves_the_gemm_no_cluster(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     heard = []
     monkeypatch.setattr(torch.ops.overlap, "set_plan", lambda *arguments: heard.append(arguments))
-    monkeypatch.setattr(plan_module, "_group_name", lambda group: "0")
+    monkeypatch.setattr(_library, "_group_name", lambda group: "0")
     plan = ring(2, 1, "sms")
     tile, where = (plan.tile_m, plan.tile_n), torch.device("cuda:0")
     looks = [

@@ -270,7 +270,7 @@ READS, PUTS = read_allreduce(4), put_allgather(4)
             "buffer 99 is not one of its thread block's 9",
         ),
         ((*OPS_OF_BLOCK, 0, "channel_ids"), [9], "channel 9 is not one of its thread block's 6"),
-        (("gpus",), None, "lacks something"),
+        (("gpus",), None, "not in the form of an execution plan"),
     ],
 )
 def test_execution_plans_are_refused_with_the_place(tmp_path, keys, value, expected):

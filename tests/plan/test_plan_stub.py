@@ -66,7 +66,7 @@ def test_plan_names_that_moved_are_found_and_deprecated(place):
 def test_plan_names_are_deprecated_where_they_are_imported():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        from overlap_torch.plan.templates import row_panels
+        from overlap_torch.plan import row_panels
     assert row_panels is plan.templates.row_panels
     assert {one.filename for one in found} == {__file__} and not {*dir(plan)} & {"row_panels", "Op"}
     with pytest.raises(AttributeError, match="'overlap_torch.plan' has no attribute 'row_panel'"):
