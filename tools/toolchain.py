@@ -74,11 +74,6 @@ class Cuda:
         return ["-DOVERLAP_WITH_CUDA", "-DOVERLAP_WITH_SM80", *hopper]
 
 
-def _short(arch: str) -> str:
-    """sm_90a -> sm90, as files and macros are named."""
-    return arch.replace("_", "").rstrip("a")
-
-
 def parse_archs(text: str) -> tuple[str, ...]:
     """`80;90a` or `sm_80,sm_90a` -> ("sm_80", "sm_90a"), in the order of ARCHS."""
     names = {f"sm_{word.removeprefix('sm_')}" for word in re.split(r"[;,\s]+", text) if word}

@@ -75,15 +75,15 @@ class Run {
   // Everything that can fail or has to be made comes before the first step.
   void prepare() {
     run_.group.check();
+    std::vector<CommunicatorKey> keys;
     for (const steps::Communicator& one : run_.list.communicators) {
-      run_.keys.push_back({one.max_ctas, one.lane});
-      run_.communicators.push_back(
-          &run_.group.communicator(run_.keys.back(), run_.capture.has_value()));
+      keys.push_back({one.max_ctas, one.lane});
+      run_.communicators.push_back(&run_.group.communicator(keys.back(), run_.capture.has_value()));
     }
     for (const steps::Scratch& one : run_.list.scratch) {
       if (one.buffer != steps::Buffer::kWindow) continue;
       run_.window =
-          static_cast<char*>(run_.group.staging(one.bytes, run_.keys, run_.capture.has_value()));
+          static_cast<char*>(run_.group.staging(one.bytes, keys, run_.capture.has_value()));
     }
     if (run_.list.over_peers) {
       run_.peers = &run_.group.peers(run_.list.slot_bytes, run_.capture.has_value());

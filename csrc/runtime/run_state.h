@@ -118,8 +118,7 @@ struct RunState {
   const cudaStream_t caller;
   const int64_t element_bytes;
   const std::optional<unsigned long long> capture;
-  std::vector<CommunicatorKey> keys;  // the list's, and the communicators that they stand for
-  std::vector<Communicator*> communicators;
+  std::vector<Communicator*> communicators;  // the list's, in its order
   Peers* peers = nullptr;
   Peers::Call peer_call;
   int32_t* counters = nullptr;

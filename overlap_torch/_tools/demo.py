@@ -17,7 +17,7 @@ from overlap_torch import _plan
 from overlap_torch._ops import check, group_name
 from overlap_torch._tools import bench
 from overlap_torch._tools.launch import Ranks, current_device, launch
-from overlap_torch._watch import timeline as _timeline
+from overlap_torch._watch import timeline
 from overlap_torch._watch.drawing import GEMM, Bar
 from overlap_torch._watch.trace import trace
 from overlap_torch.plan import Plan, Problem, plan_for, set_plan
@@ -213,7 +213,7 @@ def _report(demo: _Demo, device: torch.device, times: _Times) -> None:
     )
 
 
-def _trace(call: Callable[[], None]) -> dict[int, list[_timeline.Call]]:
+def _trace(call: Callable[[], None]) -> dict[int, list[timeline.Call]]:
     """Every rank's calls."""
     dist.barrier()
     with trace() as traced:
@@ -242,17 +242,17 @@ def _sequence_bars(demo: _Demo, times: _Times) -> list[Bar]:
     collective, rest = _COLLECTIVES[demo.op], times.sequence - min(times.gemm, times.sequence)
     if demo.op == "allgather_gemm":
         return [
-            Bar(0.0, rest, _timeline.CHUNKS[0], collective),
+            Bar(0.0, rest, timeline.CHUNKS[0], collective),
             Bar(rest, times.sequence, GEMM, "GEMM"),
         ]
     computed = times.sequence - rest
     return [
         Bar(0.0, computed, GEMM, "GEMM"),
-        Bar(computed, times.sequence, _timeline.CHUNKS[0], collective),
+        Bar(computed, times.sequence, timeline.CHUNKS[0], collective),
     ]
 
 
-def _draw(demo: _Demo, traced: dict[int, list[_timeline.Call]], times: _Times) -> None:
+def _draw(demo: _Demo, traced: dict[int, list[timeline.Call]], times: _Times) -> None:
     last_calls = {f"rank {rank}": calls[-1:] for rank, calls in traced.items() if calls}
     for rank, (call,) in last_calls.items():
         print(
@@ -264,12 +264,12 @@ def _draw(demo: _Demo, traced: dict[int, list[_timeline.Call]], times: _Times) -
             "no timeline: the op recorded no call, as in a group of one, which has nothing to communicate"
         )
         return
-    _timeline.write_chrome_trace(traced, trace_path)
+    timeline.write_chrome_trace(traced, trace_path)
     print(f"wrote     {trace_path} (open it in ui.perfetto.dev)")
     title = f"{demo.op} {demo.m} x {demo.n} x {demo.k}, {len(traced)} ranks, {dist.get_backend()}"
     try:
         sequence = {"one after the other": _sequence_bars(demo, times)}
-        _timeline.write_picture(last_calls, picture_path, title, before=sequence)
+        timeline.write_picture(last_calls, picture_path, title, before=sequence)
         print(f"wrote     {picture_path} (above one after the other, below the op)")
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)

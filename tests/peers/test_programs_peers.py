@@ -199,9 +199,6 @@ def test_files_over_peers_are_proved(tmp_path, kind, name):
         validate(by_engines(file_plan(tmp_path, kind, name, problem_of(op, 2), PINGPONG), engines))
 
 
-# --- price ----------------------------------------------------------------------------------------------------------
-
-
 # --- results, on GPUs -----------------------------------------------------------------------------------------------
 
 # Rows in all, n, k: whole tiles, parts that are not, rows that are no whole accesses, few.

@@ -222,6 +222,3 @@ def test_plan_of_an_all_to_all_travels_by_peer(n: int, dtype: DType, world: int)
     assert plans.files.from_json(plans.files.to_json(plan)) == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert "peer" in repr(plan)
-
-
-# --- templates --------------------------------------------------------------------------------------

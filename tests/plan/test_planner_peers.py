@@ -549,6 +549,3 @@ def test_predict_in_one_step_is_finite_and_falls_with_the_rate(
         setattr(more, field, 2 * getattr(problem, field))
         larger = plans.templates.at_once(more, kernel=kernel)
         assert total(larger, slower_link) >= prediction.total_us * (1 - 1e-9)
-
-
-# --- machines ---------------------------------------------------------------------------------------
