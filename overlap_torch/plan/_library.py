@@ -142,7 +142,7 @@ def device_of(device: Device, plan: Plan | None = None) -> torch.device:
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.currentdevice_of())
+        device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 
