@@ -20,7 +20,8 @@ from overlap_torch._kernels.calls import consume, produce
 from overlap_torch._kernels.include import include_path
 from overlap_torch._kernels.job import Job
 from overlap_torch._kernels.resources import resources
-from overlap_torch._moe.functions import Gate, Route, moe, moe_combine, moe_dispatch
+from overlap_torch._moe.activation import Gate
+from overlap_torch._moe.functions import Route, moe, moe_combine, moe_dispatch
 from overlap_torch._ops import (
     allgather_gemm,
     check,

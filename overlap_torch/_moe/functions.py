@@ -3,71 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from overlap_torch._moe import ops
+from overlap_torch._moe.activation import BIAS_ONLY, Gate, gate_unrounded
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 from overlap_torch._ops.nested import refuse_nested
 
 _ops = torch.ops.overlap
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ACTIVATIONS = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
-    "relu": functional.relu,
-}
-
 Weights = torch.Tensor | Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Gate:
-    """An expert's activation: ``act(alpha * gate) / alpha * (up + offset)``, in float32 (float64 of float64), rounded once.
-
-    Args:
-        name: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
-        alpha: a factor of the gate within the activation; 1.702 with ``"silu"`` is gpt-oss's ``gate * sigmoid(1.702 * gate)``.
-        limit: the gate is clamped to at most this, up to its range from ``-limit`` to ``limit``; None: neither is.
-        offset: what is added to up.
-        gated: False for experts without a gate: ``act(alpha * up) / alpha``, and ``gate_up`` is [e, I, H].
-
-    Raises:
-        ValueError: another name, or an alpha of 0.
-    """
-
-    name: str = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    offset: float = 0.0
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        if self.name not in _ACTIVATIONS or self.alpha == 0:
-            raise ValueError(
-                f"an activation is one of {', '.join(_ACTIVATIONS)}, with an alpha other than 0, but got {self.name!r} with "
-                f"alpha={self.alpha}"
-            )
-
-    def __call__(self, hidden: torch.Tensor, interleaved: bool) -> torch.Tensor:
-        """[R, 2I], or [R, I] without a gate, to [R, I]."""
-        if not self.gated:
-            return self._activated(hidden)
-        if interleaved:
-            gate, up = hidden[:, 0::2], hidden[:, 1::2]
-        else:
-            gate, up = hidden.chunk(2, 1)
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self._activated(gate) * (up + self.offset if self.offset else up)
-
-    def _activated(self, gate: torch.Tensor) -> torch.Tensor:
-        activation = _ACTIVATIONS[self.name]
-        return activation(gate) if self.alpha == 1 else activation(self.alpha * gate) / self.alpha
 
 
 class Route(NamedTuple):
@@ -343,20 +290,19 @@ def moe(
     _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
 
     rows, route = _dispatched(x, topk_ids, experts, 1, name)
-    wide, offs = ops.accumulated(x.dtype), route.offs
-    shares = None if shares_on == "output" else _row_shares(topk_weights.to(wide), route)
+    offs, wide = route.offs, topk_weights.to(ops.accumulated(x.dtype))
+    shares = None if shares_on == "output" else _row_shares(wide, route)
     if shares_on == "input":
         rows = (rows * shares).to(x.dtype)
     parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
-    hidden = torch.cat(parts, 1).to(wide) if len(parts) == 2 else parts[0].to(wide)
-    if gate_up_bias is not None:
-        hidden = hidden + _row_biases(gate_up_bias.to(wide), rows, offs)
-    hidden = gate(hidden, interleaved)
+    operands = (*parts, *(None,) * (2 - len(parts)), gate_up_bias, offs, *gate.form(interleaved))
     if shares_on == "hidden":
-        hidden = hidden * shares
-    results = _ops._moe_linear(hidden.to(x.dtype), down, offs)
+        hidden = (gate_unrounded(*operands) * shares).to(x.dtype)
+    else:
+        hidden = _ops._moe_gate(*operands)
+    results = _ops._moe_linear(hidden, down, offs)
     if down_bias is not None:
-        results = (results.to(wide) + _row_biases(down_bias.to(wide), rows, offs)).to(x.dtype)
+        results = _ops._moe_gate(results, None, down_bias, offs, *BIAS_ONLY)
     return moe_combine(results, route, topk_weights if shares_on == "output" else None)
 
 
@@ -365,9 +311,3 @@ def _row_shares(weights: torch.Tensor, route: Route) -> torch.Tensor:
     routes, place, _, source, splits = route.routes
     rows = source.shape[0]
     return _ops._moe_away(weights.reshape(-1, 1), routes, place, splits, rows, route.group)
-
-
-def _row_biases(bias: torch.Tensor, rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """[e, N] to [R, N]: the bias of each row's expert."""
-    numbers = torch.arange(rows.shape[0], device=rows.device)
-    return bias.index_select(0, torch.searchsorted(offs, numbers, right=True, out_int32=True))

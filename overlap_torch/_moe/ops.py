@@ -19,19 +19,19 @@ from torch.utils.flop_counter import register_flop_formula
 from overlap_torch._ops.collectives import all_to_all
 from overlap_torch._ops.group import group_rank
 
-_library = torch.library.Library("overlap", "FRAGMENT")
+library = torch.library.Library("overlap", "FRAGMENT")
 _ops = torch.ops.overlap
 
 Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _ROUTES = "Tensor routes, Tensor place, Tensor sent, Tensor source, Tensor splits"
 
 
-def _define(schema: str):
+def define(schema: str):
     """Registers a function as an operator's kernel for every device."""
 
     def registered(kernel):
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        _library.impl(schema.partition("(")[0], kernel, "CompositeExplicitAutograd")
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        library.impl(schema.partition("(")[0], kernel, "CompositeExplicitAutograd")
         return kernel
 
     return registered
@@ -42,28 +42,19 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _sum_choices(parts: torch.Tensor, shares: torch.Tensor | None) -> torch.Tensor:
-    """[T, K, H] to [T, H]: in the choices' order, rounded once, so that a token's result depends on no other token."""
-    wide = accumulated(parts.dtype)
-    total = parts.new_zeros((parts.shape[0], parts.shape[2]), dtype=wide)
-    for choice in range(parts.shape[1]):
-        part = parts[:, choice].to(wide)
-        total = total + (part if shares is None else part * shares[:, choice, None].to(wide))
-    return total.to(parts.dtype)
-
-
 def _starts(lengths: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return lengths.cumsum(dim) - lengths
 
 
-def _find_routes(
-    ids: torch.Tensor, experts: Sequence[int], align: int, group: str
-) -> tuple[torch.Tensor, torch.Tensor, Routes]:
-    """The ends of the experts' rows, int32 [e], their numbers without padding [e], and the routes.
+@define("_moe_count(Tensor ids, int[] experts) -> (Tensor, Tensor, Tensor, Tensor)")
+def _count(ids, experts):
+    """This rank's message to each rank [W, 1 + the most experts of a rank], the routes in order, the place of each route's token
+    among those that go to its rank, and the tokens that go to each rank, in order.
 
-    The host waits once: for the numbers of rows to send and to receive.
+    A message has the routes to each expert; its last entry is the number of tokens. Of a CUDA kernel's routes, places and tokens,
+    entries after the last are undefined.
     """
-    ranks, rank, total, device = len(experts), group_rank(group), sum(experts), ids.device
+    ranks, total, device = len(experts), sum(experts), ids.device
     tokens, choices = ids.shape
     ids = ids.to(torch.int64).flatten()
     ids = torch.where((ids >= 0) & (ids < total), ids, total)  # the last: no route
@@ -78,48 +69,101 @@ def _find_routes(
     visit = owner[ids] * tokens + torch.arange(tokens, device=device).repeat_interleave(choices)
     visits = ids.new_zeros((ranks + 1) * tokens).index_fill_(0, visit, 1)[: ranks * tokens]
     visits = visits.view(ranks, tokens)
-
-    widest = max(experts) + 1
-    message = ids.new_zeros((ranks, widest))  # an expert's routes in each column, then the tokens
+    message = ids.new_zeros((ranks, max(experts) + 1))
     column = torch.arange(total, device=device) - _starts(sizes)[owner[:total]]
     message[owner[:total], column] = counts
     message[:, -1] = visits.sum(1)
-    met = all_to_all(message, [1] * ranks, [1] * ranks, group)
-    came, came_tokens = met[:, : experts[rank]], met[:, -1]
+    routes = ids.argsort(stable=True)[: counts.sum()]
+    sent = (1 - visits.flatten()).argsort(stable=True)[: visits.sum()] % max(tokens, 1)
+    slots = (visits.cumsum(1) - 1).flatten()[visit[routes]].to(torch.int32)
+    return message, routes, slots, sent
 
+
+@define("_moe_meet(Tensor message, Tensor met, int experts, int align) -> (Tensor, Tensor, Tensor)")
+def _meet(message, met, experts, align):
+    """Of what was sent and what came: numbers [4 * W + 1] (`splits`, and the rows), `offs` and `counts` of this rank's experts."""
+    came = met[:, :experts]
     own = came.sum(0)
     padded = (own + align - 1) // align * align
-    numbers = [message[:, :-1].sum(1), came.sum(1), message[:, -1], came_tokens]
-    known = torch.cat([*numbers, padded.sum().view(1)]).cpu()
-    splits, rows = known[:-1].view(4, ranks).clone(), int(known[-1])
-    sent_routes, came_routes, sent_tokens, _ = splits.sum(1).tolist()
+    numbers = [message[:, :-1].sum(1), came.sum(1), message[:, -1], met[:, -1]]
+    return torch.cat([*numbers, padded.sum().view(1)]), padded.cumsum(0).to(torch.int32), own
 
-    routes = ids.argsort(stable=True)[:sent_routes]
-    sent = (1 - visits.flatten()).argsort(stable=True)[:sent_tokens] % max(tokens, 1)
-    # Each route says which of the sender's tokens it is.
-    slots = (visits.cumsum(1) - 1).flatten()[visit[routes]].to(torch.int32)
-    slots = all_to_all(slots, *splits[:2].tolist(), group)
-    # Rows lie in order of (expert, source rank, token): blocks of the messages move as they are.
+
+@define("_moe_arrive(Tensor met, Tensor offs, Tensor slots, int rows) -> (Tensor, Tensor)")
+def _arrive(met, offs, slots, rows):
+    """`place` and `source`. Rows lie in order of (expert, source rank, token): blocks of the messages move as they are."""
+    came, routes = met[:, : offs.shape[0]], slots.shape[0]
     lengths = came.flatten()
-    moved = (_starts(padded) + _starts(came)).flatten() - _starts(lengths)
-    place = torch.arange(came_routes, device=device)
-    place = place + moved.repeat_interleave(lengths, output_size=came_routes)
-    begin = _starts(came_tokens).repeat_interleave(came.sum(1), output_size=came_routes)
-    source = ids.new_full((rows,), -1).index_copy_(0, place, slots + begin)
-    return padded.cumsum(0).to(torch.int32), own, (routes, place, sent, source, splits)
+    begins = offs - offs.diff(prepend=offs.new_zeros(1))
+    moved = (begins + _starts(came)).flatten() - _starts(lengths)
+    place = torch.arange(routes, device=met.device)
+    place = place + moved.repeat_interleave(lengths, output_size=routes)
+    begin = _starts(met[:, -1]).repeat_interleave(came.sum(1), output_size=routes)
+    return place, met.new_full((rows,), -1).index_copy_(0, place, slots + begin)
+
+
+def _find_routes(
+    ids: torch.Tensor, experts: Sequence[int], align: int, group: str
+) -> tuple[torch.Tensor, torch.Tensor, Routes]:
+    """The ends of the experts' rows, int32 [e], their numbers without padding [e], and the routes.
+
+    The host waits once: for the numbers of rows to send and to receive.
+    """
+    ranks, own = len(experts), experts[group_rank(group)]
+    message, routes, slots, sent = _ops._moe_count(ids, experts)
+    met = all_to_all(message, [1] * ranks, [1] * ranks, group)
+    known, offs, counts = _ops._moe_meet(message, met, own, align)
+    known = known.cpu()
+    splits, rows = known[:-1].view(4, ranks).clone(), int(known[-1])
+    sent_routes, _, sent_tokens, _ = splits.sum(1).tolist()
+    slots = all_to_all(slots[:sent_routes], *splits[:2].tolist(), group)
+    place, source = _ops._moe_arrive(met, offs, slots, rows)
+    return offs, counts, (routes[:sent_routes], place, sent[:sent_tokens], source, splits)
+
+
+@define("_moe_rows(Tensor source, Tensor index) -> Tensor")
+def _rows(source, index):
+    """The source's rows by index; zeros for -1."""
+    return source.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+
+
+@define(
+    "_moe_sum(Tensor rows, Tensor routes, Tensor? shares, SymInt tokens, int choices) -> Tensor"
+)
+def _sum(rows, routes, shares, tokens, choices):
+    """[P, D] to [T, D]: each token's results times its shares, summed in the choices' order, rounded once. So a token's result
+    depends on no other token; shares of no route do not count, whatever they are."""
+    wide = accumulated(rows.dtype)
+    parts = rows.new_zeros((tokens * choices, rows.shape[1])).index_copy_(0, routes, rows)
+    parts = parts.view(tokens, choices, rows.shape[1])
+    if shares is not None:
+        flat = shares.reshape(-1).to(wide)
+        known = torch.zeros_like(flat).index_copy_(0, routes, flat.index_select(0, routes))
+        shares = known.view(tokens, choices)
+    total = rows.new_zeros((tokens, rows.shape[1]), dtype=wide)
+    for choice in range(choices):
+        part = parts[:, choice].to(wide)
+        total = total + (part if shares is None else part * shares[:, choice, None])
+    return total.to(rows.dtype)
+
+
+@define("_moe_weigh(Tensor grad, Tensor results, Tensor shares) -> (Tensor, Tensor)")
+def _weigh(grad, results, shares):
+    """Rows times their shares [R, 1], rounded; and their dots with the results [R, 1], not rounded."""
+    wide = accumulated(results.dtype)
+    grad = grad.to(wide)
+    dots = (grad * results.to(wide)).sum(1, keepdim=True)
+    return (grad * shares.to(wide)).to(results.dtype), dots
 
 
 def _spread(
     x: torch.Tensor, sent: torch.Tensor, source: torch.Tensor, splits: torch.Tensor, group: str
 ) -> torch.Tensor:
-    came = all_to_all(x.index_select(0, sent), *splits[2:].tolist(), group)
-    if source.shape[0] == int(splits[1].sum()):
-        return came.index_select(0, source)
-    rows = came.index_select(0, source.clamp(min=0))
-    return rows.masked_fill_((source < 0)[:, None], 0)
+    came = all_to_all(_ops._moe_rows(x, sent), *splits[2:].tolist(), group)
+    return _ops._moe_rows(came, source)
 
 
-@_define(
+@define(
     "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, str group) -> (Tensor rows, Tensor offs, Tensor counts, "
     f"{_ROUTES})"
 )
@@ -128,23 +172,23 @@ def _dispatch(x, topk_ids, experts, align, group):
     return (_spread(x, *routes[2:], group), offs, counts, *routes)
 
 
-@_define(f"_moe_spread(Tensor x, int choices, {_ROUTES}, str group) -> Tensor")
+@define(f"_moe_spread(Tensor x, int choices, {_ROUTES}, str group) -> Tensor")
 def _spread_kernel(x, choices, routes, place, sent, source, splits, group):
     """[T, H] to [R, H]: each token to its rows, once to a rank."""
     return _spread(x, sent, source, splits, group)
 
 
-@_define(
+@define(
     "_moe_home(Tensor rows, Tensor routes, Tensor place, Tensor splits, SymInt total, str group) -> Tensor"
 )
 def _home(rows, routes, place, splits, total, group):
     """[R, D] to [T * K, D]: each row to its token and choice; zeros where there is no route."""
     out, came = splits[:2].tolist()
-    back = all_to_all(rows.index_select(0, place), came, out, group)
+    back = all_to_all(_ops._moe_rows(rows, place), came, out, group)
     return rows.new_zeros((total, rows.shape[1])).index_copy_(0, routes, back)
 
 
-@_define(
+@define(
     "_moe_away(Tensor parts, Tensor routes, Tensor place, Tensor splits, SymInt rows, str group) -> Tensor"
 )
 def _away(parts, routes, place, splits, rows, group):
@@ -153,18 +197,15 @@ def _away(parts, routes, place, splits, rows, group):
     return parts.new_zeros((rows, parts.shape[1])).index_copy_(0, place, came)
 
 
-@_define(
+@define(
     f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {_ROUTES}, str group) -> Tensor"
 )
 def _combine(
     results, topk_weights, tokens, choices, routes, place, sent, source, splits, group
 ) -> torch.Tensor:
-    home = _home(results, routes, place, splits, tokens * choices, group)
-    if topk_weights is not None:  # those of no route do not count, whatever they are
-        flat = topk_weights.reshape(-1)
-        known = torch.zeros_like(flat).index_copy_(0, routes, flat.index_select(0, routes))
-        topk_weights = known.view(tokens, choices)
-    return _sum_choices(home.view(tokens, choices, results.shape[1]), topk_weights)
+    out, came = splits[:2].tolist()
+    back = all_to_all(_ops._moe_rows(results, place), came, out, group)
+    return _ops._moe_sum(back, routes, topk_weights, tokens, choices)
 
 
 def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
@@ -192,7 +233,7 @@ def _aligned(tensor: torch.Tensor) -> bool:
     return aligned and len(wide) == 1 and tensor.data_ptr() % 16 == 0
 
 
-@_define("_moe_linear(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
+@define("_moe_linear(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
 def _linear(rows, weight, offs):
     """[R, K] and [e, N, K] to [R, N]: each expert's rows with its own weight."""
     turned = weight.transpose(1, 2)
@@ -205,7 +246,7 @@ def _linear(rows, weight, offs):
     return output
 
 
-@_define("_moe_weight_gradient(Tensor grad, Tensor rows, Tensor offs) -> Tensor")
+@define("_moe_weight_gradient(Tensor grad, Tensor rows, Tensor offs) -> Tensor")
 def _weight_gradient(grad, rows, offs):
     """[R, N] and [R, K] to [e, N, K]; zeros for an expert without rows."""
     if _groups_fit(grad.t(), rows, offs):
@@ -239,6 +280,10 @@ _FAKES = {
     "_moe_home": lambda rows, r, p, s, total, g: rows.new_empty((total, rows.shape[1])),
     "_moe_away": lambda parts, r, p, s, rows, g: parts.new_empty((rows, parts.shape[1])),
     "moe_combine": lambda results, w, tokens, *_: results.new_empty((tokens, results.shape[1])),
+    "_moe_weigh": lambda grad, results, shares: (
+        grad.new_empty(grad.shape),
+        shares.new_empty(shares.shape),
+    ),
     "_moe_linear": lambda rows, weight, _: rows.new_empty((rows.shape[0], weight.shape[1])),
     "_moe_weight_gradient": lambda grad, rows, offs: grad.new_empty(
         (offs.shape[0], grad.shape[1], rows.shape[1])
@@ -281,16 +326,15 @@ def _combine_backward(ctx, grad):
     results, weights, *all_routes = ctx.saved_tensors
     routes, place, _, source, splits = all_routes
     rows = _ops._moe_spread(grad, ctx.choices, *all_routes, ctx.group)
-    for_results = for_weights = None
+    for_weights = None
     if weights is None:
         return rows, *(None,) * 9
-    wide = accumulated(results.dtype)
-    if ctx.needs_input_grad[0]:
-        flat = weights.reshape(-1, 1).to(wide)
-        shares = _ops._moe_away(flat, routes, place, splits, source.shape[0], ctx.group)
-        for_results = (rows.to(wide) * shares).to(results.dtype)
+    flat = weights.reshape(-1, 1).to(accumulated(results.dtype))
+    shares = _ops._moe_away(flat, routes, place, splits, source.shape[0], ctx.group)
+    # A second derivative follows the composition; the operator has none of its own.
+    compute = _weigh if torch.is_grad_enabled() else _ops._moe_weigh
+    for_results, dots = compute(rows, results, shares)
     if ctx.needs_input_grad[1]:
-        dots = (rows.to(wide) * results.to(wide)).sum(1, keepdim=True)
         home = _ops._moe_home(dots, routes, place, splits, weights.numel(), ctx.group)
         for_weights = home.view(weights.shape).to(weights.dtype)
     return for_results, for_weights, *(None,) * 8
@@ -346,10 +390,10 @@ _GRADIENTS = {
 }
 
 for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"overlap::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"overlap::{_name}", _fake, lib=library)
 for _name, (_backward, _keep) in _GRADIENTS.items():
     torch.library.register_autograd(
-        f"overlap::{_name}", _backward, setup_context=_keep, lib=_library
+        f"overlap::{_name}", _backward, setup_context=_keep, lib=library
     )
 
 

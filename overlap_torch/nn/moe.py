@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from overlap_torch._layers.dtensor import local_parts, wrap
 from overlap_torch._layers.meshes import group_mesh, note_mesh
 from overlap_torch._layers.sharding import place_in, shard_range
-from overlap_torch._moe.functions import Gate, moe
+from overlap_torch._moe.activation import Gate
+from overlap_torch._moe.functions import moe
 from overlap_torch._ops import Group, group_name
 from overlap_torch._ops.group import broadcast_integers
 

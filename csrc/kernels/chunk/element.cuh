@@ -1,4 +1,4 @@
-// Elements as kernels add them: in fp32, several to an access.
+// Elements as kernels add them: in fp32 (doubles as they are), several to an access.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,6 +20,9 @@ __device__ __forceinline__ float to_float(__half value) {
 __device__ __forceinline__ float to_float(float value) {
   return value;
 }
+__device__ __forceinline__ double to_float(double value) {
+  return value;
+}
 __device__ __forceinline__ void round_to(float value, __nv_bfloat16& result) {
   result = __float2bfloat16_rn(value);
 }
@@ -27,6 +30,9 @@ __device__ __forceinline__ void round_to(float value, __half& result) {
   result = __float2half_rn(value);
 }
 __device__ __forceinline__ void round_to(float value, float& result) {
+  result = value;
+}
+__device__ __forceinline__ void round_to(double value, double& result) {
   result = value;
 }
 

@@ -1,0 +1,292 @@
+// The parts of a mixture of experts that have kernels of their own on CUDA; overlap_torch/_moe has the same as compositions.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "kernels/moe/moe.h"
+
+namespace overlap::binding {
+namespace {
+
+using at::Tensor;
+using kernels::Element;
+
+Element element_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kBFloat16:
+      return Element::kBFloat16;
+    case at::kHalf:
+      return Element::kFloat16;
+    case at::kDouble:
+      return Element::kFloat64;
+    default:
+      TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat,
+                       "a mixture of experts takes bfloat16, float16, float32 or float64, not ",
+                       tensor.scalar_type());
+      return Element::kFloat32;
+  }
+}
+
+at::ScalarType wide_of(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+cudaStream_t stream() {
+  return at::cuda::getCurrentCUDAStream();
+}
+
+Tensor longs(const Tensor& like, at::IntArrayRef sizes) {
+  return at::empty(sizes, like.options().dtype(at::kLong));
+}
+
+Tensor ints(const Tensor& like, at::IntArrayRef sizes) {
+  return at::empty(sizes, like.options().dtype(at::kInt));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> count_routes(const Tensor& ids,
+                                                        at::IntArrayRef experts) {
+  const c10::cuda::CUDAGuard guard(ids.device());
+  const auto ranks = static_cast<int64_t>(experts.size());
+  TORCH_CHECK_VALUE(
+      ranks >= 1 && ranks <= kernels::kMaxExpertRanks && ids.size(1) <= kernels::kMaxChoices,
+      "a mixture of experts takes up to ", kernels::kMaxExpertRanks, " ranks and ",
+      kernels::kMaxChoices, " experts of a token on CUDA, but got ", ranks, " and ", ids.size(1));
+  const Tensor given = ids.contiguous();
+  kernels::RoutesParams params;
+  params.experts.ranks = static_cast<int32_t>(ranks);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    params.experts.first[rank + 1] =
+        params.experts.first[rank] + static_cast<int32_t>(experts[rank]);
+    params.message_width = std::max(params.message_width, static_cast<int32_t>(experts[rank]) + 1);
+  }
+  params.ids = given.const_data_ptr();
+  params.wide_ids = given.scalar_type() == at::kLong;
+  params.tokens = given.size(0);
+  params.choices = static_cast<int32_t>(given.size(1));
+  const Tensor scratch = ints(ids, {kernels::routes_scratch(params)});
+  Tensor message = longs(ids, {ranks, params.message_width});
+  Tensor routes = longs(ids, {given.numel()});
+  Tensor slots = ints(ids, {given.numel()});
+  Tensor sent = longs(ids, {ranks * params.tokens});
+  params.scratch = scratch.data_ptr<int32_t>();
+  params.message = message.data_ptr<int64_t>();
+  params.routes = routes.data_ptr<int64_t>();
+  params.slots = slots.data_ptr<int32_t>();
+  params.sent = sent.data_ptr<int64_t>();
+  const cudaError_t error = kernels::find_routes(params, stream());
+  TORCH_CHECK_VALUE(error != cudaErrorInvalidValue, "a mixture of ", params.experts.first[ranks],
+                    " experts on ", ranks, " ranks and ", params.choices,
+                    " experts of a token is too large for CUDA: their sum is to be at most 10000");
+  C10_CUDA_CHECK(error);
+  return {message, routes, slots, sent};
+}
+
+std::tuple<Tensor, Tensor, Tensor> count_arrivals(const Tensor& message, const Tensor& met,
+                                                  int64_t experts, int64_t align) {
+  const c10::cuda::CUDAGuard guard(message.device());
+  kernels::ArrivalsParams params;
+  params.ranks = static_cast<int32_t>(met.size(0));
+  params.experts = static_cast<int32_t>(experts);
+  params.message_width = static_cast<int32_t>(met.size(1));
+  params.align = align;
+  Tensor known = longs(met, {4 * met.size(0) + 1});
+  Tensor offs = ints(met, {experts});
+  Tensor counts = longs(met, {experts});
+  params.message = message.const_data_ptr<int64_t>();
+  params.met = met.const_data_ptr<int64_t>();
+  params.known = known.data_ptr<int64_t>();
+  params.offs = offs.data_ptr<int32_t>();
+  params.counts = counts.data_ptr<int64_t>();
+  C10_CUDA_CHECK(kernels::count_arrivals(params, stream()));
+  return {known, offs, counts};
+}
+
+std::tuple<Tensor, Tensor> place_arrivals(const Tensor& met, const Tensor& offs,
+                                          const Tensor& slots, int64_t rows) {
+  const c10::cuda::CUDAGuard guard(met.device());
+  kernels::ArrivalsParams params;
+  params.ranks = static_cast<int32_t>(met.size(0));
+  params.experts = static_cast<int32_t>(offs.size(0));
+  params.message_width = static_cast<int32_t>(met.size(1));
+  Tensor place = longs(met, {slots.numel()});
+  Tensor source = longs(met, {rows});
+  params.met = met.const_data_ptr<int64_t>();
+  params.offs = offs.data_ptr<int32_t>();
+  params.slots = slots.const_data_ptr<int32_t>();
+  params.place = place.data_ptr<int64_t>();
+  params.source = source.data_ptr<int64_t>();
+  C10_CUDA_CHECK(kernels::place_arrivals(params, stream()));
+  return {place, source};
+}
+
+Tensor gather_rows(const Tensor& source, const Tensor& index) {
+  const c10::cuda::CUDAGuard guard(source.device());
+  const Tensor from = source.contiguous();
+  Tensor output = at::empty({index.numel(), source.size(1)}, source.options());
+  kernels::RowsParams params;
+  params.element = element_of(source);
+  params.rows = index.numel();
+  params.width = source.size(1);
+  params.source = from.const_data_ptr();
+  params.index = index.const_data_ptr<int64_t>();
+  params.output = output.data_ptr();
+  C10_CUDA_CHECK(kernels::gather_rows(params, stream()));
+  return output;
+}
+
+Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional<Tensor>& shares,
+                   int64_t tokens, int64_t choices) {
+  const c10::cuda::CUDAGuard guard(rows.device());
+  const Tensor from = rows.contiguous();
+  const Tensor wide = shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
+  const Tensor where = ints(rows, {tokens * choices});
+  Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
+  kernels::SumParams params;
+  params.element = element_of(rows);
+  params.tokens = tokens;
+  params.width = rows.size(1);
+  params.choices = static_cast<int32_t>(choices);
+  params.routes = routes.numel();
+  params.route = routes.const_data_ptr<int64_t>();
+  params.rows = from.const_data_ptr();
+  params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
+  params.where = where.data_ptr<int32_t>();
+  params.output = output.data_ptr();
+  if (choices == 0) output.zero_();
+  C10_CUDA_CHECK(kernels::sum_choices(params, stream()));
+  return output;
+}
+
+std::tuple<Tensor, Tensor> weigh_rows(const Tensor& grad, const Tensor& results,
+                                      const Tensor& shares) {
+  const c10::cuda::CUDAGuard guard(grad.device());
+  const Tensor given = grad.contiguous();
+  const Tensor other = results.contiguous();
+  const Tensor wide = shares.to(wide_of(grad)).contiguous();
+  Tensor scaled = at::empty_like(given);
+  Tensor dots = at::zeros({grad.size(0), 1}, wide.options());
+  kernels::WeighParams params;
+  params.element = element_of(grad);
+  params.rows = grad.size(0);
+  params.width = grad.size(1);
+  params.grad = given.const_data_ptr();
+  params.results = other.const_data_ptr();
+  params.shares = wide.const_data_ptr();
+  params.scaled = scaled.data_ptr();
+  params.dots = dots.data_ptr();
+  C10_CUDA_CHECK(kernels::weigh_rows(params, stream()));
+  return {scaled, dots};
+}
+
+kernels::Activation activation_of(c10::string_view name) {
+  using kernels::Activation;
+  for (const auto& [known, activation] :
+       {std::pair<c10::string_view, Activation>{"", Activation::kNone},
+        {"silu", Activation::kSilu},
+        {"gelu", Activation::kGelu},
+        {"gelu_tanh", Activation::kGeluTanh},
+        {"relu", Activation::kRelu}}) {
+    if (name == known) return activation;
+  }
+  TORCH_CHECK_VALUE(false, "unknown activation ", name);
+}
+
+// Everything but the outputs. `hidden` and `up` are contiguous.
+kernels::GateParams gate_params(const Tensor& hidden, const std::optional<Tensor>& up,
+                                const Tensor& bias, const Tensor& offs, c10::string_view name,
+                                double alpha, double limit, double offset, bool gated,
+                                bool interleaved) {
+  kernels::GateParams params;
+  params.element = element_of(hidden);
+  params.activation = activation_of(name);
+  params.alpha = alpha;
+  params.limit = limit;
+  params.offset = offset;
+  params.rows = hidden.size(0);
+  params.row_stride = hidden.size(1);
+  params.width = gated && !up.has_value() ? hidden.size(1) / 2 : hidden.size(1);
+  params.interleaved = gated && interleaved;
+  const int64_t to_up = params.width * hidden.element_size();
+  params.gate = hidden.const_data_ptr();
+  if (gated && !interleaved) {
+    params.up = up.has_value() ? up->const_data_ptr()
+                               : static_cast<const char*>(hidden.const_data_ptr()) + to_up;
+  }
+  if (bias.defined()) {
+    params.gate_bias = bias.const_data_ptr();
+    params.up_bias =
+        gated && !interleaved ? static_cast<const char*>(bias.const_data_ptr()) + to_up : nullptr;
+    params.bias_stride = bias.size(1);
+    params.offs = const_cast<int32_t*>(offs.const_data_ptr<int32_t>());
+    params.experts = static_cast<int32_t>(offs.size(0));
+  }
+  return params;
+}
+
+Tensor contiguous(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->contiguous() : Tensor();
+}
+
+std::optional<Tensor> optional(const Tensor& tensor) {
+  return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
+}
+
+Tensor gate(const Tensor& hidden, const std::optional<Tensor>& up,
+            const std::optional<Tensor>& bias, const Tensor& offs, c10::string_view name,
+            double alpha, double limit, double offset, bool gated, bool interleaved) {
+  const c10::cuda::CUDAGuard guard(hidden.device());
+  const Tensor left = hidden.contiguous();
+  const Tensor right = contiguous(up);
+  const Tensor added = contiguous(bias);
+  kernels::GateParams params = gate_params(left, optional(right), added, offs, name, alpha, limit,
+                                           offset, gated, interleaved);
+  Tensor output = at::empty({params.rows, params.width}, hidden.options());
+  params.output = output.data_ptr();
+  C10_CUDA_CHECK(kernels::apply_gate(params, stream()));
+  return output;
+}
+
+std::tuple<Tensor, Tensor> gate_backward(const Tensor& grad, const Tensor& hidden,
+                                         const std::optional<Tensor>& up,
+                                         const std::optional<Tensor>& bias, const Tensor& offs,
+                                         c10::string_view name, double alpha, double limit,
+                                         double offset, bool gated, bool interleaved) {
+  const c10::cuda::CUDAGuard guard(hidden.device());
+  const Tensor given = grad.contiguous();
+  const Tensor left = hidden.contiguous();
+  const Tensor right = contiguous(up);
+  const Tensor added = contiguous(bias);
+  kernels::GateParams params = gate_params(left, optional(right), added, offs, name, alpha, limit,
+                                           offset, gated, interleaved);
+  Tensor hidden_grad = at::empty_like(left);
+  Tensor up_grad = right.defined() ? at::empty_like(right) : at::empty({0}, hidden.options());
+  params.grad = given.const_data_ptr();
+  params.gate_grad = hidden_grad.data_ptr();
+  params.up_grad = right.defined() ? up_grad.data_ptr()
+                                   : static_cast<char*>(hidden_grad.data_ptr()) +
+                                         params.width * hidden.element_size();
+  params.grad_stride = params.row_stride;
+  C10_CUDA_CHECK(kernels::apply_gate_backward(params, stream()));
+  return {hidden_grad, up_grad};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
+  m.impl("_moe_count", &count_routes);
+  m.impl("_moe_meet", &count_arrivals);
+  m.impl("_moe_arrive", &place_arrivals);
+  m.impl("_moe_rows", &gather_rows);
+  m.impl("_moe_sum", &sum_choices);
+  m.impl("_moe_weigh", &weigh_rows);
+  m.impl("_moe_gate", &gate);
+  m.impl("_moe_gate_backward", &gate_backward);
+}
+
+}  // namespace overlap::binding

@@ -1,0 +1,303 @@
+// Where routes and tokens go: a stable sort of the routes by expert and of the tokens by rank. A block takes some tokens and
+// keeps their routes in shared memory; a thread follows one expert or rank through them, so that no atomics decide an order.
+#include <algorithm>
+
+#include "kernels/moe/moe.h"
+
+namespace overlap::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kSharedIntegers = 12000;  // of a block: 48 KB at most without asking
+constexpr int kMostTokens = 64;         // of a block
+
+__host__ __device__ int all_experts(const ExpertRanks& experts) {
+  return experts.first[experts.ranks];
+}
+
+struct Shape {
+  int32_t columns;       // one for each expert, then one for each rank
+  int32_t block_tokens;  // 0: the call is too large for shared memory
+  int64_t blocks;
+};
+
+Shape shape_of(const RoutesParams& params) {
+  Shape shape{};
+  shape.columns = all_experts(params.experts) + params.experts.ranks;
+  const int32_t token = params.choices + params.experts.ranks;  // integers of a token
+  const int32_t room = kSharedIntegers - shape.columns;
+  shape.block_tokens = std::clamp(room / std::max(1, token), 0, kMostTokens);
+  shape.blocks =
+      shape.block_tokens == 0
+          ? 0
+          : std::max<int64_t>(1, (params.tokens + shape.block_tokens - 1) / shape.block_tokens);
+  return shape;
+}
+
+// The block's routes as experts; -1: no route. Returns how many tokens it has.
+__device__ int load_experts(const RoutesParams& params, int block_tokens, int32_t* experts) {
+  const int64_t first = int64_t{blockIdx.x} * block_tokens;
+  const int tokens =
+      static_cast<int>(max(int64_t{0}, min(int64_t{block_tokens}, params.tokens - first)));
+  const int64_t begin = first * params.choices;
+  const int all = all_experts(params.experts);
+  for (int i = threadIdx.x; i < tokens * params.choices; i += kThreads) {
+    const int64_t id = params.wide_ids ? static_cast<const int64_t*>(params.ids)[begin + i]
+                                       : static_cast<const int32_t*>(params.ids)[begin + i];
+    experts[i] = id >= 0 && id < all ? static_cast<int32_t>(id) : -1;
+  }
+  __syncthreads();
+  return tokens;
+}
+
+__device__ bool visits(const int32_t* chosen, int choices, int first, int end) {
+  bool found = false;
+  for (int k = 0; k < choices; ++k) {
+    found |= chosen[k] >= first && chosen[k] < end;
+  }
+  return found;
+}
+
+// counts[block][column]: the block's routes to each expert and tokens to each rank.
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const __grid_constant__ RoutesParams params, Shape shape) {
+  extern __shared__ int32_t experts[];
+  const int tokens = load_experts(params, shape.block_tokens, experts);
+  const int all = all_experts(params.experts);
+  int32_t* counts = params.scratch + int64_t{blockIdx.x} * shape.columns;
+  for (int column = threadIdx.x; column < shape.columns; column += kThreads) {
+    int found = 0;
+    if (column < all) {
+      for (int i = 0; i < tokens * params.choices; ++i) {
+        found += experts[i] == column;
+      }
+    } else {
+      const int32_t* first = params.experts.first + (column - all);
+      for (int t = 0; t < tokens; ++t) {
+        found += visits(experts + t * params.choices, params.choices, first[0], first[1]);
+      }
+    }
+    counts[column] = found;
+  }
+}
+
+__device__ int inclusive_in_warp(int value, int lane) {
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    value += lane >= step ? other : 0;
+  }
+  return value;
+}
+
+// counts[block][column] becomes the sum over the blocks before; the sums over all follow the last block's. A warp takes a column.
+__global__ void __launch_bounds__(kThreads) scan_kernel(int32_t* counts, Shape shape) {
+  const int column = (blockIdx.x * kThreads + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32;
+  if (column >= shape.columns) {
+    return;
+  }
+  int before = 0;
+  for (int64_t block = lane; block - lane < shape.blocks; block += 32) {
+    int32_t* own = counts + block * shape.columns + column;
+    const int value = block < shape.blocks ? *own : 0;
+    const int sum = inclusive_in_warp(value, lane);
+    if (block < shape.blocks) {
+      *own = before + sum - value;
+    }
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) {
+    counts[shape.blocks * shape.columns + column] = before;
+  }
+}
+
+// sums[i] = the sum of values[0..i), by one warp.
+__device__ void scan_by_warp(const int32_t* values, int32_t* sums, int count) {
+  const int lane = threadIdx.x % 32;
+  const int each = (count + 31) / 32;
+  const int begin = min(lane * each, count);
+  const int end = min(begin + each, count);
+  int own = 0;
+  for (int i = begin; i < end; ++i) {
+    own += values[i];
+  }
+  int sum = inclusive_in_warp(own, lane) - own;
+  for (int i = begin; i < end; ++i) {
+    const int value = values[i];  // values may be sums
+    sums[i] = sum;
+    sum += value;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    place_kernel(const __grid_constant__ RoutesParams params, Shape shape) {
+  extern __shared__ int32_t shared[];
+  const int all = all_experts(params.experts);
+  const int ranks = params.experts.ranks;
+  int32_t* experts = shared;                                       // [block_tokens][choices]
+  int32_t* slots = experts + shape.block_tokens * params.choices;  // [ranks][block_tokens]
+  int32_t* starts = slots + shape.block_tokens * ranks;            // [columns]
+  const int32_t* before = params.scratch + int64_t{blockIdx.x} * shape.columns;
+  const int32_t* totals = params.scratch + shape.blocks * shape.columns;
+  if (threadIdx.x < 32) {
+    scan_by_warp(totals, starts, all);
+  } else if (threadIdx.x < 64) {
+    scan_by_warp(totals + all, starts + all, ranks);
+  }
+  const int tokens = load_experts(params, shape.block_tokens, experts);
+  const int64_t first_token = int64_t{blockIdx.x} * shape.block_tokens;
+
+  for (int rank = threadIdx.x; rank < ranks; rank += kThreads) {
+    const int32_t* first = params.experts.first + rank;
+    int slot = before[all + rank];
+    for (int t = 0; t < tokens; ++t) {
+      if (visits(experts + t * params.choices, params.choices, first[0], first[1])) {
+        slots[rank * shape.block_tokens + t] = slot;
+        params.sent[starts[all + rank] + slot] = first_token + t;
+        ++slot;
+      }
+    }
+  }
+  __syncthreads();
+
+  for (int expert = threadIdx.x; expert < all; expert += kThreads) {
+    int rank = 0;
+    while (params.experts.first[rank + 1] <= expert) {
+      ++rank;
+    }
+    const int32_t* own = slots + rank * shape.block_tokens;
+    int64_t at = starts[expert] + before[expert];
+    for (int i = 0; i < tokens * params.choices; ++i) {
+      if (experts[i] == expert) {
+        params.routes[at] = first_token * params.choices + i;
+        params.slots[at] = own[i / params.choices];
+        ++at;
+      }
+    }
+  }
+
+  if (blockIdx.x == 0) {
+    const int width = params.message_width;
+    for (int i = threadIdx.x; i < ranks * width; i += kThreads) {
+      const int rank = i / width;
+      const int expert = i % width;
+      const int first = params.experts.first[rank];
+      const bool own = expert < params.experts.first[rank + 1] - first;
+      params.message[i] = expert == width - 1 ? totals[all + rank]
+                          : own               ? totals[first + expert]
+                                              : 0;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_arrivals_kernel(const __grid_constant__ ArrivalsParams params) {
+  const int last = params.message_width - 1;
+  const int ranks = params.ranks;
+  for (int rank = threadIdx.x; rank < ranks; rank += kThreads) {
+    const int64_t* message = params.message + int64_t{rank} * params.message_width;
+    const int64_t* met = params.met + int64_t{rank} * params.message_width;
+    int64_t out = 0;
+    int64_t in = 0;
+    for (int x = 0; x < last; ++x) {
+      out += message[x];
+      in += x < params.experts ? met[x] : 0;
+    }
+    params.known[rank] = out;
+    params.known[ranks + rank] = in;
+    params.known[2 * ranks + rank] = message[last];
+    params.known[3 * ranks + rank] = met[last];
+  }
+  for (int x = threadIdx.x; x < params.experts; x += kThreads) {
+    int64_t count = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      count += params.met[int64_t{rank} * params.message_width + x];
+    }
+    params.counts[x] = count;
+    params.offs[x] = static_cast<int32_t>((count + params.align - 1) / params.align * params.align);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int32_t end = 0;
+    for (int x = 0; x < params.experts; ++x) {
+      end += params.offs[x];
+      params.offs[x] = end;
+    }
+    params.known[4 * ranks] = end;
+  }
+}
+
+// A block takes the routes from one rank to one expert.
+__global__ void __launch_bounds__(kThreads)
+    place_arrivals_kernel(const __grid_constant__ ArrivalsParams params) {
+  __shared__ int64_t parts[kThreads];
+  const int rank = blockIdx.x / params.experts;
+  const int expert = blockIdx.x % params.experts;
+  const int width = params.message_width;
+  int64_t earlier = 0;  // routes of earlier messages, and of earlier experts in this one
+  for (int i = threadIdx.x; i < rank * params.experts + expert; i += kThreads) {
+    earlier += params.met[int64_t{i / params.experts} * width + i % params.experts];
+  }
+  parts[threadIdx.x] = earlier;
+  __syncthreads();
+  for (int step = kThreads / 2; step > 0; step /= 2) {
+    if (threadIdx.x < step) {
+      parts[threadIdx.x] += parts[threadIdx.x + step];
+    }
+    __syncthreads();
+  }
+  const int64_t from = parts[0];
+  int64_t row = expert == 0 ? 0 : params.offs[expert - 1];
+  int64_t tokens = 0;
+  for (int r = 0; r < rank; ++r) {
+    row += params.met[int64_t{r} * width + expert];
+    tokens += params.met[int64_t{r} * width + width - 1];
+  }
+  const int64_t count = params.met[int64_t{rank} * width + expert];
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+    params.place[from + i] = row + i;
+    params.source[row + i] = tokens + params.slots[from + i];
+  }
+  if (rank == params.ranks - 1) {
+    for (int64_t i = row + count + threadIdx.x; i < params.offs[expert]; i += kThreads) {
+      params.source[i] = -1;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t routes_scratch(const RoutesParams& params) {
+  const Shape shape = shape_of(params);
+  return (shape.blocks + 1) * shape.columns;
+}
+
+cudaError_t find_routes(const RoutesParams& params, cudaStream_t stream) {
+  const Shape shape = shape_of(params);
+  if (shape.block_tokens == 0 || params.experts.ranks < 1) {
+    return cudaErrorInvalidValue;
+  }
+  const auto grid = static_cast<unsigned>(shape.blocks);
+  const size_t chosen = shape.block_tokens * params.choices * sizeof(int32_t);
+  count_kernel<<<grid, kThreads, chosen, stream>>>(params, shape);
+  scan_kernel<<<(shape.columns * 32 + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
+      params.scratch, shape);
+  const size_t more = (shape.block_tokens * params.experts.ranks + shape.columns) * sizeof(int32_t);
+  place_kernel<<<grid, kThreads, chosen + more, stream>>>(params, shape);
+  return cudaGetLastError();
+}
+
+cudaError_t count_arrivals(const ArrivalsParams& params, cudaStream_t stream) {
+  count_arrivals_kernel<<<1, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t place_arrivals(const ArrivalsParams& params, cudaStream_t stream) {
+  if (params.experts == 0) {
+    return cudaSuccess;
+  }
+  place_arrivals_kernel<<<params.ranks * params.experts, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace overlap::kernels

@@ -1,0 +1,165 @@
+"""An expert's activation: ``Gate``, and its operator with fake and gradients; on CUDA it is one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from overlap_torch._moe.ops import accumulated, define, library
+
+_ops = torch.ops.overlap
+_aten = torch.ops.aten
+
+
+def _silu_slope(x: torch.Tensor) -> torch.Tensor:
+    """As aten's ``silu_backward``, which has no derivative."""
+    sigmoid = x.sigmoid()
+    return sigmoid * (1 + x * (1 - sigmoid))
+
+
+# Each activation, and the gradient of its operand. The empty name is for a bias only.
+_ACTIVATIONS = {
+    "": (lambda x: x, lambda grad, x: grad),
+    "silu": (functional.silu, lambda grad, x: grad * _silu_slope(x)),
+    "gelu": (functional.gelu, _aten.gelu_backward),
+    "gelu_tanh": (
+        lambda x: functional.gelu(x, approximate="tanh"),
+        lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
+    ),
+    "relu": (functional.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
+}
+_FORM = "str activation, float alpha, float limit, float offset, bool gated, bool interleaved"
+_OPERANDS = "Tensor hidden, Tensor? up, Tensor? bias, Tensor offs"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An expert's activation: ``act(alpha * gate) / alpha * (up + offset)``, in float32 (float64 of float64), rounded once.
+
+    Args:
+        name: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        alpha: a factor of the gate within the activation; 1.702 with ``"silu"`` is gpt-oss's ``gate * sigmoid(1.702 * gate)``.
+        limit: the gate is clamped to at most this, up to its range from ``-limit`` to ``limit``; None: neither is.
+        offset: what is added to up.
+        gated: False for experts without a gate: ``act(alpha * up) / alpha``, and ``gate_up`` is [e, I, H].
+
+    Raises:
+        ValueError: another name, an alpha of 0, or a limit that is not above 0.
+    """
+
+    name: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name not in _ACTIVATIONS or self.alpha == 0:
+            raise ValueError(
+                f"an activation is one of {', '.join(filter(None, _ACTIVATIONS))}, with an alpha other than 0, but got "
+                f"{self.name!r} with alpha={self.alpha}"
+            )
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"limit is a number above 0, or None, but is {self.limit}")
+
+    def form(self, interleaved: bool) -> tuple[str, float, float, float, bool, bool]:
+        """The operator's arguments; a limit of 0 is none."""
+        return self.name, self.alpha, self.limit or 0.0, self.offset, self.gated, interleaved
+
+
+BIAS_ONLY = ("", 1.0, 0.0, 0.0, False, False)
+
+
+def _operands(hidden, up, bias, offs, gated: bool, interleaved: bool):
+    """Gate and up (None without a gate) with their biases, not rounded."""
+    wide = accumulated(hidden.dtype)
+    both = (hidden if up is None else torch.cat((hidden, up), 1)).to(wide)
+    if bias is not None:
+        both = both + bias.to(wide).index_select(0, _expert_of_rows(offs, hidden.shape[0]))
+    if not gated:
+        return both, None
+    return (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, 1)
+
+
+def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    numbers = torch.arange(rows, device=offs.device)
+    return torch.searchsorted(offs, numbers, right=True, out_int32=True)
+
+
+def gate_unrounded(
+    hidden, up, bias, offs, activation, alpha, limit, offset, gated, interleaved
+) -> torch.Tensor:
+    """[R, 2I], a pair of [R, I], or [R, I] without a gate, to [R, I]; ``bias`` is of each expert, whose rows end at ``offs``."""
+    gate, other = _operands(hidden, up, bias, offs, gated, interleaved)
+    if gated and limit:
+        gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+    act = _ACTIVATIONS[activation][0]
+    value = act(gate) if alpha == 1 else act(alpha * gate) / alpha
+    return value * (other + offset if offset else other) if gated else value
+
+
+def _gradients(grad, operands, form) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Those of the gate and of up, not rounded."""
+    activation, alpha, limit, offset, gated, interleaved = form
+    gate, other = _operands(*operands, gated, interleaved)
+    act, slope = _ACTIVATIONS[activation]
+    grad = grad.to(gate.dtype)
+    if not gated:
+        return slope(grad, alpha * gate), None
+    cut, kept = (gate.clamp(max=limit), other.clamp(-limit, limit)) if limit else (gate, other)
+    of_gate = slope(grad * (kept + offset), alpha * cut)
+    of_other = grad * (act(alpha * cut) / alpha)
+    if limit:
+        of_gate, of_other = of_gate * (gate <= limit), of_other * (other.abs() <= limit)
+    return of_gate, of_other
+
+
+@define(f"_moe_gate({_OPERANDS}, {_FORM}) -> Tensor")
+def _gate(hidden, *operands_and_form):
+    return gate_unrounded(hidden, *operands_and_form).to(hidden.dtype)
+
+
+@define(f"_moe_gate_backward(Tensor grad, {_OPERANDS}, {_FORM}) -> (Tensor, Tensor)")
+def _gate_backward(grad, hidden, up, bias, offs, *form):
+    """The gradients of hidden and up; without up the second is empty."""
+    of_gate, of_other = _gradients(grad, (hidden, up, bias, offs), form)
+    if of_other is None:
+        return of_gate.to(hidden.dtype).contiguous(), hidden.new_empty(0)
+    if up is not None:
+        return tuple(part.to(hidden.dtype).contiguous() for part in (of_gate, of_other))
+    both = torch.stack((of_gate, of_other), 2 if form[-1] else 1)
+    return both.reshape(hidden.shape).to(hidden.dtype), hidden.new_empty(0)
+
+
+def _keep(ctx, inputs, output) -> None:
+    operands, ctx.form = inputs[:4], inputs[4:]
+    ctx.save_for_backward(*operands)
+
+
+def _backward(ctx, grad):
+    hidden, up, bias, offs = operands = ctx.saved_tensors
+    # A second derivative follows the composition; the operator has none of its own.
+    compute = _gate_backward if torch.is_grad_enabled() else _ops._moe_gate_backward
+    of_hidden, of_up = compute(grad, *operands, *ctx.form)
+    of_bias = None
+    if bias is not None and ctx.needs_input_grad[2]:
+        rows = of_hidden if up is None else torch.cat((of_hidden, of_up), 1)
+        # Eight columns, as a grouped GEMM's rows begin at multiples of 16 bytes.
+        of_bias = _ops._moe_weight_gradient(rows, rows.new_ones(rows.shape[0], 8), offs)[:, :, 0]
+    return of_hidden, None if up is None else of_up, of_bias, *(None,) * 7
+
+
+def _fake_gate(hidden, up, bias, offs, activation, alpha, limit, offset, gated, interleaved):
+    width = hidden.shape[1]
+    return hidden.new_empty((hidden.shape[0], width // 2 if gated and up is None else width))
+
+
+def _fake_gate_backward(grad, hidden, up, *rest):
+    return torch.empty_like(hidden), hidden.new_empty(0) if up is None else torch.empty_like(up)
+
+
+torch.library.register_fake("overlap::_moe_gate", _fake_gate, lib=library)
+torch.library.register_fake("overlap::_moe_gate_backward", _fake_gate_backward, lib=library)
+torch.library.register_autograd("overlap::_moe_gate", _backward, setup_context=_keep, lib=library)
