@@ -2,8 +2,6 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/addmm_cuda_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/baddbmm_cuda_dispatch.h>
-#include <ATen/ops/bmm_cuda_dispatch.h>
 #include <ATen/ops/mm_cuda_dispatch.h>
 #include <c10/cuda/CUDAGuard.h>
 
@@ -116,30 +114,6 @@ void library_gemm(const at::Tensor& input, const at::Tensor& weight,
     at::cuda::addmm_out(place, *bias, input, transposed(weight));
   } else {
     at::cuda::mm_out(place, input, transposed(weight));
-  }
-}
-
-void library_gemm_of_blocks(const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, at::Tensor output) {
-  // Blocks of so many rows fill the GPU one by one, and the bias costs nothing then.
-  constexpr int64_t kFullRows = 512;
-  if (input.size(0) == 1 || input.size(1) >= kFullRows) {
-    for (int64_t block = 0; block < input.size(0); ++block) {
-      at::Tensor place = output.select(0, block);
-      if (bias.has_value()) {
-        at::cuda::addmm_out(place, *bias, input.select(0, block), transposed(weight));
-      } else {
-        at::cuda::mm_out(place, input.select(0, block), transposed(weight));
-      }
-    }
-    return;
-  }
-  const at::Tensor weights =
-      transposed(weight).expand({input.size(0), weight.size(1), weight.size(0)});
-  if (bias.has_value()) {
-    at::cuda::baddbmm_out(output, *bias, input, weights);
-  } else {
-    at::cuda::bmm_out(output, input, weights);
   }
 }
 
