@@ -101,7 +101,7 @@ def gate_unrounded(
 
 
 def _gradients(grad, operands, form) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Those of the gate and of up, not rounded."""
+    """The gate's and up's, not rounded."""
     activation, alpha, limit, offset, gated, interleaved = form
     gate, other = _operands(*operands, gated, interleaved)
     act, slope = _ACTIVATIONS[activation]

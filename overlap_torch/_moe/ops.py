@@ -51,8 +51,8 @@ def _count(ids, experts):
     """This rank's message to each rank [W, 1 + the most experts of a rank], the routes in order, the place of each route's token
     among those that go to its rank, and the tokens that go to each rank, in order.
 
-    A message has the routes to each expert; its last entry is the number of tokens. Of a CUDA kernel's routes, places and tokens,
-    entries after the last are undefined.
+    A message has the routes to each expert; its last entry is the number of tokens. A CUDA kernel
+    leaves entries after the last route, place and token undefined.
     """
     ranks, total, device = len(experts), sum(experts), ids.device
     tokens, choices = ids.shape
@@ -81,7 +81,7 @@ def _count(ids, experts):
 
 @define("_moe_meet(Tensor message, Tensor met, int experts, int align) -> (Tensor, Tensor, Tensor)")
 def _meet(message, met, experts, align):
-    """Of what was sent and what came: numbers [4 * W + 1] (`splits`, and the rows), `offs` and `counts` of this rank's experts."""
+    """Numbers [4 * W + 1] of what was sent and what came (`splits`, then the rows); `offs` and `counts` of this rank's experts."""
     came = met[:, :experts]
     own = came.sum(0)
     padded = (own + align - 1) // align * align

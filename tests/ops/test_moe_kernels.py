@@ -27,7 +27,7 @@ ROUTES = [
 
 
 def check_routes() -> tuple[int, list[str]]:
-    """What is counted, met and placed; each rank's message is taken as what it gets from all."""
+    """Routes counted, met and placed; a rank is taken to get its own message from all."""
     failures = Failures()
     for (experts, tokens, choices), kind in itertools.product(ROUTES, (torch.int32, torch.int64)):
         device, total = torch.device("cuda"), sum(experts)

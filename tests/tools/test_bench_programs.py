@@ -64,13 +64,14 @@ def test_programs_says_the_best_of_each_name():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--op", "gemm"], "--op has 'gemm', allowed are gemm_allreduce"),
-        (["--modes", "graph"], "allowed are sequences of call, row"),
-        (["--shapes", "12"], "shape '12' is neither MxNxK"),
+        (["experts", "--models", "gpt-5"], "--models: gpt-5: choose from qwen3-235b"),
+        (["programs", "--op", "gemm"], "--op has 'gemm', allowed are gemm_allreduce"),
+        (["programs", "--modes", "graph"], "allowed are sequences of call, row"),
+        (["programs", "--shapes", "12"], "shape '12' is neither MxNxK"),
     ],
     ids=str,
 )
-def test_programs_says_what_is_allowed(argv, message, capsys):
+def test_studies_say_what_is_allowed(argv, message, capsys):
     with pytest.raises(SystemExit):
-        bench("study").main(["programs", *argv, "--device", "cpu"])
+        bench("study").main([*argv, "--device", "cpu"])
     assert message in capsys.readouterr().err

@@ -179,7 +179,7 @@ double used_part(int64_t tiles) {
   return static_cast<double>(tiles) / (std::ceil(static_cast<double>(tiles) / sms) * sms);
 }
 
-// Whether blocks [rows, ...] x [n, ...] fill the GPU as well one by one as in a batch.
+// True if blocks [rows, ...] x [n, ...] fill the GPU as well one by one as in a batch.
 bool fill_alone(int64_t blocks, int64_t rows, int64_t n) {
   constexpr int64_t kTileRows = 128;
   constexpr int64_t kTileColumns = 256;

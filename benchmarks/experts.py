@@ -1,0 +1,159 @@
+"""A mixture of experts: ``overlap_torch.moe`` beside PyTorch's ops one after the other, as frameworks call them.
+
+The sequence sends a row for each token and expert, and puts rows in order by indexing. Both find the routes in each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn import functional
+
+import overlap_torch
+from overlap_torch._tools.launch import current_device
+
+from .measure import Stopwatch, Times
+from .study import Study
+from .tables import table
+
+
+@dataclass(frozen=True)
+class Model:
+    """Hidden and intermediate sizes, the experts of a rank on four ranks, and the experts of a token."""
+
+    hidden: int
+    inner: int
+    experts: int
+    choices: int
+
+
+MODELS = {
+    "qwen3-235b": Model(4096, 1536, 32, 8),
+    "deepseek-v3": Model(7168, 2048, 64, 8),
+    "gpt-oss-120b": Model(2880, 2880, 32, 4),
+    "llama-4-scout": Model(5120, 8192, 4, 1),
+    "tiny": Model(64, 32, 2, 2),
+}
+
+
+def _places(order: torch.Tensor) -> torch.Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(
+        0, order, torch.arange(order.shape[0], device=order.device)
+    )
+
+
+def _experts(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return functional.grouped_mm(rows, weight.transpose(1, 2), offs=offs)
+
+
+def sequence(x, ids, shares, gate_up, down) -> torch.Tensor:
+    """All rows to their experts, grouped GEMMs and SwiGLU, all results home, a weighted sum."""
+    (tokens, choices), ranks, own = ids.shape, dist.get_world_size(), gate_up.shape[0]
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(own * ranks).scatter_add_(0, flat, torch.ones_like(flat))
+    met = torch.empty_like(counts)
+    dist.all_to_all_single(met, counts)
+    sent, came = (each.view(ranks, own).sum(1).tolist() for each in (counts, met))
+    group = dist.group.WORLD
+    rows = all_to_all_single_autograd(x[order // choices], came, sent, group)
+    numbers = torch.arange(own, device=x.device).repeat(ranks)
+    by_expert = numbers.repeat_interleave(met, output_size=sum(came)).argsort(stable=True)
+    offs = met.view(ranks, own).sum(0).cumsum(0).to(torch.int32)
+    gate, up = _experts(rows[by_expert], gate_up, offs).chunk(2, 1)
+    results = _experts(functional.silu(gate) * up, down, offs)
+    home = all_to_all_single_autograd(results[_places(by_expert)], sent, came, group)
+    parts = home[_places(order)].view(tokens, choices, -1)
+    return (parts * shares[:, :, None].to(x.dtype)).sum(1)
+
+
+def _variants(
+    model: Model, tokens: int, device: torch.device, backward: bool
+) -> dict[str, Callable]:
+    def draw(*shape: int) -> torch.Tensor:
+        made = torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
+        return made.requires_grad_(backward)
+
+    torch.manual_seed(dist.get_rank())
+    experts = model.experts * dist.get_world_size()
+    x, grad = draw(tokens, model.hidden), torch.ones(tokens, model.hidden, device=device)
+    gate_up = draw(model.experts, 2 * model.inner, model.hidden)
+    down = draw(model.experts, model.hidden, model.inner)
+    ids = torch.rand(tokens, experts, device=device).topk(model.choices).indices
+    shares = torch.rand(tokens, model.choices, device=device)
+
+    def variant(compute: Callable) -> Callable[[int], torch.Tensor]:
+        def run(_: int) -> torch.Tensor:
+            y = compute(x, ids, shares, gate_up, down)
+            if backward:
+                torch.autograd.grad(y, (x, gate_up, down), grad.to(y.dtype))
+            return y
+
+        return run
+
+    return {"sequence": variant(sequence), "moe": variant(overlap_torch.moe)}
+
+
+def _rows(args: argparse.Namespace) -> Iterator[dict]:
+    device = current_device()
+    watch = Stopwatch(device)
+    for name, tokens, backward in (
+        (name, tokens, backward)
+        for name in args.models
+        for tokens in args.tokens
+        for backward in (False, True)
+    ):
+        variants = _variants(MODELS[name], tokens, device, backward)
+        first, mine = (run(0).detach().float() for run in variants.values())
+        error = ((first - mine).norm() / first.norm()).item()
+        if not error < 0.02:  # a few roundings of bfloat16; NaN fails, too
+            raise RuntimeError(f"{name}, {tokens} tokens: moe is off by {error} of the sequence")
+        times = watch.compare("call", list(variants.values()), args.repeats)
+        yield {
+            "model": name,
+            "tokens": tokens,
+            "backward": backward,
+            **{key: time.as_dict() for key, time in zip(variants, times, strict=True)},
+        }
+
+
+def _cells(row: dict) -> list[str]:
+    times = [Times(**row[name]) for name in ("sequence", "moe")]
+    spread = [f"{time.median:.0f} ({time.p10:.0f} to {time.p90:.0f})" for time in times]
+    both = "forward and backward" if row["backward"] else "forward"
+    return [
+        row["model"],
+        str(row["tokens"]),
+        both,
+        *spread,
+        f"{times[0].median / times[1].median:.2f}",
+    ]
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    known = [name for name in MODELS if name != "tiny"]
+    parser.add_argument("--models", default=",".join(known), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--tokens", default="8192,1024", help="of a rank")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", help="a file for the rows")
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    args.models = args.models.split(",")
+    args.tokens = [int(tokens) for tokens in args.tokens.split(",")]
+    if unknown := set(args.models) - set(MODELS):
+        raise ValueError(f"--models: {', '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
+
+
+def _summary(found: list[dict], args: argparse.Namespace) -> str:
+    head = ["model", "tokens", "pass", "sequence, us (10 to 90 %)", "moe, us", "speed-up"]
+    return table(head, [_cells(row) for row in found])
+
+
+STUDY = Study(_options, _rows, lambda row: "", _summary, _prepare)
