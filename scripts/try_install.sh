@@ -51,6 +51,7 @@ environment "$folder/wheel"
 "$folder/wheel/bin/python" -m pip --quiet install "$folder"/overlap_torch-*.whl
 smoke "$folder/wheel"
 echo "== editable checkout"
+[ ! -d "$root/build/plan" ] || (cd "$root" && cp -a --parents build/plan "$folder/source")  # the objects without torch, if they are there
 environment "$folder/editable"
 "$folder/editable/bin/python" -m pip --quiet install --editable "$folder/source"
 smoke "$folder/editable"
