@@ -28,6 +28,7 @@ class Route(NamedTuple):
     counts: torch.Tensor
     shape: tuple[int, ...]
     routes: ops.Routes
+    ranks_first: bool
     group: str
 
 
@@ -94,6 +95,7 @@ def moe_dispatch(
     *,
     num_experts: int | Sequence[int],
     align: int = 1,
+    sum_order: str = "choices",
     group: Group = None,
 ) -> tuple[torch.Tensor, Route]:
     """Each token to the experts that it chose; a token travels once to each rank that holds some of them.
@@ -108,6 +110,11 @@ def moe_dispatch(
         num_experts: the number E of all ranks' experts, cut as ``torch.chunk`` cuts: rank r has those that follow rank r - 1's. A list
             gives each rank's number, which may be 0.
         align: the rows of an expert are padded with zeros to a multiple of this.
+        sum_order: the order in which :func:`moe_combine` sums a token's results, and backward its rows' gradients. ``"choices"``: every
+            row travels, and the token's rank sums in the choices' order, so that the sum has the same bits in any batch and on any
+            number of ranks. ``"ranks"``: each rank sums its own experts' rows of a token first, in the choices' order, rounds the
+            sum, and sends one row, which the token's rank adds in the ranks' order. Fewer rows travel where a token has several
+            experts on a rank.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
 
     Returns:
@@ -126,16 +133,27 @@ def moe_dispatch(
     if align < 1:
         raise ValueError(f"align is a number of rows, at least 1, but is {align}")
     experts = _experts_of_ranks(num_experts, _place(name)[0])
-    return _dispatched(x, topk_ids, experts, align, name)
+    return _dispatched(x, topk_ids, experts, align, _ranks_first(sum_order), name)
+
+
+def _ranks_first(sum_order: str) -> bool:
+    if sum_order not in ("choices", "ranks"):
+        raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
+    return sum_order == "ranks"
 
 
 def _dispatched(
-    x: torch.Tensor, topk_ids: torch.Tensor, experts: list[int], align: int, group: str
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    experts: list[int],
+    align: int,
+    ranks_first: bool,
+    group: str,
 ) -> tuple[torch.Tensor, Route]:
     tokens = x.reshape(topk_ids.shape[:-1].numel(), x.shape[-1])
     ids = topk_ids.reshape(tokens.shape[0], topk_ids.shape[-1])
-    rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, group)
-    return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), group)
+    rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, ranks_first, group)
+    return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), ranks_first, group)
 
 
 def moe_combine(
@@ -143,9 +161,9 @@ def moe_combine(
 ) -> torch.Tensor:
     """The experts' results to the tokens that they are for, weighted and summed.
 
-    A result travels home as it is; the token's rank multiplies by the shares and sums in the choices' order in float32 (float64 of
-    float64), rounded once. So the sum has the same bits whatever else is in the batch, and for any number of ranks. Every rank of
-    the dispatch's group calls it.
+    Products with shares and sums are in float32 (float64 of float64). A result travels home as it is, and a sum is rounded once, in
+    the choices' order: it has the same bits whatever else is in the batch, and for any number of ranks. With the dispatch's
+    ``sum_order="ranks"`` a rank sends its sum of a token's results. Every rank of the dispatch's group calls it.
 
     Args:
         results: [R, D], a row for each row of :func:`moe_dispatch`; bfloat16, float16, float32 or float64. Padding is not read.
@@ -176,7 +194,7 @@ def moe_combine(
     if topk_weights is not None:
         _check_shares("moe_combine", topk_weights, route.shape, results)
         topk_weights = topk_weights.reshape(tokens, choices)
-    output = _ops.moe_combine(results, topk_weights, tokens, choices, *route.routes, route.group)
+    output = _ops.moe_combine(results, topk_weights, tokens, choices, *route.routes, *route[4:])
     return output.view(*leading, results.shape[1])
 
 
@@ -237,6 +255,7 @@ def moe(
     activation: str | Gate = "silu",
     interleaved: bool = False,
     shares_on: str = "output",
+    sum_order: str = "choices",
     group: Group = None,
 ) -> torch.Tensor:
     """A mixture of experts over ranks: tokens to their experts' ranks, gate and up, activation, down, results home, weighted sum.
@@ -264,6 +283,7 @@ def moe(
         activation: a name or a :class:`Gate`.
         interleaved: whether gate and up take turns in the rows of ``gate_up``, which is then one tensor or a list.
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
+        sum_order: as :func:`moe_dispatch`.
 
     Returns:
         [..., H], fresh, of x's dtype; zeros for a token without routes. Under autocast operands and result are of its dtype.
@@ -276,6 +296,7 @@ def moe(
     """
     name = group_name(group)
     gate = Gate(activation) if isinstance(activation, str) else activation
+    ranks_first = _ranks_first(sum_order)
     if shares_on not in ("output", "hidden", "input"):
         raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
     gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
@@ -289,7 +310,7 @@ def moe(
     experts = _experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
     _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
 
-    rows, route = _dispatched(x, topk_ids, experts, 1, name)
+    rows, route = _dispatched(x, topk_ids, experts, 1, ranks_first, name)
     offs, wide = route.offs, topk_weights.to(ops.accumulated(x.dtype))
     shares = None if shares_on == "output" else _row_shares(wide, route)
     if shares_on == "input":

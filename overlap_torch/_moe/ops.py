@@ -4,8 +4,8 @@ A *route* is a token and one of its experts. The routes of a call are tensors, w
 
 ``routes`` [P]: the numbers ``token * K + choice`` of this rank's routes, in order of (expert, token, choice).
 ``place`` [P']: the row of each route that came here, in order of (source rank, expert, token, choice).
-``sent`` [S]: the tokens that this rank sends, in order of (rank, token); each goes to a rank once.
-``source`` [R]: the received token that each row is a copy of; -1 for a row of padding.
+``sent`` [S]: ``token * W + rank`` of the tokens that this rank sends, in order of (rank, token); each goes to a rank once.
+``source`` [R]: ``received token * K + choice`` of each row, by the sender's choices; -1 for a row of padding.
 ``splits`` [4, W], on the CPU: routes sent to each rank and received from it, tokens sent and received.
 """
 
@@ -48,11 +48,11 @@ def _starts(lengths: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 @define("_moe_count(Tensor ids, int[] experts) -> (Tensor, Tensor, Tensor, Tensor)")
 def _count(ids, experts):
-    """This rank's message to each rank [W, 1 + the most experts of a rank], the routes in order, the place of each route's token
-    among those that go to its rank, and the tokens that go to each rank, in order.
+    """This rank's message to each rank [W, 1 + the most experts of a rank], the routes in order, for each ``place * K + choice``
+    of its token among those that go to its rank, and `sent`.
 
     A message has the routes to each expert; its last entry is the number of tokens. A CUDA kernel
-    leaves entries after the last route, place and token undefined.
+    leaves entries after the last route and token undefined.
     """
     ranks, total, device = len(experts), sum(experts), ids.device
     tokens, choices = ids.shape
@@ -74,9 +74,10 @@ def _count(ids, experts):
     message[owner[:total], column] = counts
     message[:, -1] = visits.sum(1)
     routes = ids.argsort(stable=True)[: counts.sum()]
-    sent = (1 - visits.flatten()).argsort(stable=True)[: visits.sum()] % max(tokens, 1)
-    slots = (visits.cumsum(1) - 1).flatten()[visit[routes]].to(torch.int32)
-    return message, routes, slots, sent
+    sent = (1 - visits.flatten()).argsort(stable=True)[: visits.sum()]
+    sent = sent % max(tokens, 1) * ranks + sent // max(tokens, 1)
+    slots = (visits.cumsum(1) - 1).flatten()[visit[routes]] * choices + routes % choices
+    return message, routes, slots.to(torch.int32), sent
 
 
 @define("_moe_meet(Tensor message, Tensor met, int experts, int align) -> (Tensor, Tensor, Tensor)")
@@ -89,8 +90,10 @@ def _meet(message, met, experts, align):
     return torch.cat([*numbers, padded.sum().view(1)]), padded.cumsum(0).to(torch.int32), own
 
 
-@define("_moe_arrive(Tensor met, Tensor offs, Tensor slots, int rows) -> (Tensor, Tensor)")
-def _arrive(met, offs, slots, rows):
+@define(
+    "_moe_arrive(Tensor met, Tensor offs, Tensor slots, int rows, int choices) -> (Tensor, Tensor)"
+)
+def _arrive(met, offs, slots, rows, choices):
     """`place` and `source`. Rows lie in order of (expert, source rank, token): blocks of the messages move as they are."""
     came, routes = met[:, : offs.shape[0]], slots.shape[0]
     lengths = came.flatten()
@@ -99,7 +102,7 @@ def _arrive(met, offs, slots, rows):
     place = torch.arange(routes, device=met.device)
     place = place + moved.repeat_interleave(lengths, output_size=routes)
     begin = _starts(met[:, -1]).repeat_interleave(came.sum(1), output_size=routes)
-    return place, met.new_full((rows,), -1).index_copy_(0, place, slots + begin)
+    return place, met.new_full((rows,), -1).index_copy_(0, place, slots + begin * choices)
 
 
 def _find_routes(
@@ -117,29 +120,38 @@ def _find_routes(
     splits, rows = known[:-1].view(4, ranks).clone(), int(known[-1])
     sent_routes, _, sent_tokens, _ = splits.sum(1).tolist()
     slots = all_to_all(slots[:sent_routes], *splits[:2].tolist(), group)
-    place, source = _ops._moe_arrive(met, offs, slots, rows)
+    place, source = _ops._moe_arrive(met, offs, slots, rows, ids.shape[1])
     return offs, counts, (routes[:sent_routes], place, sent[:sent_tokens], source, splits)
 
 
-@define("_moe_rows(Tensor source, Tensor index) -> Tensor")
-def _rows(source, index):
-    """The source's rows by index; zeros for -1."""
-    return source.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+@define("_moe_rows(Tensor source, Tensor index, int divisor) -> Tensor")
+def _rows(source, index, divisor):
+    """The source's rows by ``index // divisor``; zeros for -1."""
+    rows = source.index_select(0, index.clamp(min=0) // divisor)
+    return rows.masked_fill_((index < 0)[:, None], 0)
 
 
 @define(
-    "_moe_sum(Tensor rows, Tensor routes, Tensor? shares, SymInt tokens, int choices) -> Tensor"
+    "_moe_sum(Tensor rows, Tensor routes, Tensor? shares, SymInt tokens, int choices, bool row_shares) -> Tensor"
 )
-def _sum(rows, routes, shares, tokens, choices):
-    """[P, D] to [T, D]: each token's results times its shares, summed in the choices' order, rounded once. So a token's result
-    depends on no other token; shares of no route do not count, whatever they are."""
+def _sum(rows, routes, shares, tokens, choices, row_shares):
+    """[P, D] to [T, D]: each token's results times their shares, summed in the choices' order, rounded once.
+
+    So a token's result depends on no other token. A route of -1 is none. Shares are [T, K], or [P] with `row_shares`; those of no route
+    do not count, whatever they are.
+    """
     wide = accumulated(rows.dtype)
+    known = routes >= 0
+    if row_shares and shares is not None:
+        shares = shares.reshape(-1)[known]
+    rows, routes = rows[known], routes[known]
     parts = rows.new_zeros((tokens * choices, rows.shape[1])).index_copy_(0, routes, rows)
     parts = parts.view(tokens, choices, rows.shape[1])
     if shares is not None:
         flat = shares.reshape(-1).to(wide)
-        known = torch.zeros_like(flat).index_copy_(0, routes, flat.index_select(0, routes))
-        shares = known.view(tokens, choices)
+        flat = flat if row_shares else flat.index_select(0, routes)
+        shares = flat.new_zeros(tokens * choices).index_copy_(0, routes, flat)
+        shares = shares.view(tokens, choices)
     total = rows.new_zeros((tokens, rows.shape[1]), dtype=wide)
     for choice in range(choices):
         part = parts[:, choice].to(wide)
@@ -156,26 +168,25 @@ def _weigh(grad, results, shares):
     return (grad * shares.to(wide)).to(results.dtype), dots
 
 
-def _spread(
-    x: torch.Tensor, sent: torch.Tensor, source: torch.Tensor, splits: torch.Tensor, group: str
-) -> torch.Tensor:
-    came = all_to_all(_ops._moe_rows(x, sent), *splits[2:].tolist(), group)
-    return _ops._moe_rows(came, source)
+def _spread(x, choices, sent, source, splits, group) -> torch.Tensor:
+    ranks = splits.shape[1]
+    came = all_to_all(_ops._moe_rows(x, sent, ranks), *splits[2:].tolist(), group)
+    return _ops._moe_rows(came, source, choices)
 
 
 @define(
-    "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, str group) -> (Tensor rows, Tensor offs, Tensor counts, "
-    f"{_ROUTES})"
+    "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, bool ranks_first, str group) -> (Tensor rows, Tensor offs, "
+    f"Tensor counts, {_ROUTES})"
 )
-def _dispatch(x, topk_ids, experts, align, group):
+def _dispatch(x, topk_ids, experts, align, ranks_first, group):
     offs, counts, routes = _find_routes(topk_ids, experts, align, group)
-    return (_spread(x, *routes[2:], group), offs, counts, *routes)
+    return (_spread(x, topk_ids.shape[1], *routes[2:], group), offs, counts, *routes)
 
 
-@define(f"_moe_spread(Tensor x, int choices, {_ROUTES}, str group) -> Tensor")
-def _spread_kernel(x, choices, routes, place, sent, source, splits, group):
+@define(f"_moe_spread(Tensor x, int choices, {_ROUTES}, bool ranks_first, str group) -> Tensor")
+def _spread_kernel(x, choices, routes, place, sent, source, splits, ranks_first, group):
     """[T, H] to [R, H]: each token to its rows, once to a rank."""
-    return _spread(x, sent, source, splits, group)
+    return _spread(x, choices, sent, source, splits, group)
 
 
 @define(
@@ -184,7 +195,7 @@ def _spread_kernel(x, choices, routes, place, sent, source, splits, group):
 def _home(rows, routes, place, splits, total, group):
     """[R, D] to [T * K, D]: each row to its token and choice; zeros where there is no route."""
     out, came = splits[:2].tolist()
-    back = all_to_all(_ops._moe_rows(rows, place), came, out, group)
+    back = all_to_all(_ops._moe_rows(rows, place, 1), came, out, group)
     return rows.new_zeros((total, rows.shape[1])).index_copy_(0, routes, back)
 
 
@@ -198,14 +209,23 @@ def _away(parts, routes, place, splits, rows, group):
 
 
 @define(
-    f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {_ROUTES}, str group) -> Tensor"
+    f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {_ROUTES}, bool ranks_first, str group) -> Tensor"
 )
-def _combine(
-    results, topk_weights, tokens, choices, routes, place, sent, source, splits, group
-) -> torch.Tensor:
-    out, came = splits[:2].tolist()
-    back = all_to_all(_ops._moe_rows(results, place), came, out, group)
-    return _ops._moe_sum(back, routes, topk_weights, tokens, choices)
+def _combine(results, topk_weights, tokens, choices, *how):
+    """Every result home; or, `ranks_first`, each rank's sum of a token's results, which are added in the ranks' order."""
+    routes, place, sent, source, splits, ranks_first, group = how
+    if not ranks_first:
+        out, came = splits[:2].tolist()
+        back = all_to_all(_ops._moe_rows(results, place, 1), came, out, group)
+        return _ops._moe_sum(back, routes, topk_weights, tokens, choices, False)
+    out, came = splits[2:].tolist()
+    shares = None
+    if topk_weights is not None:
+        flat = topk_weights.reshape(-1, 1)
+        shares = _ops._moe_away(flat, routes, place, splits, source.shape[0], group)
+    sums = _ops._moe_sum(results, source, shares, sum(came), choices, True)
+    home = all_to_all(sums, came, out, group)
+    return _ops._moe_sum(home, sent, None, tokens, splits.shape[1], False)
 
 
 def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
@@ -258,7 +278,7 @@ def _weight_gradient(grad, rows, offs):
     return output
 
 
-def _fake_dispatch(x, topk_ids, experts, align, group):
+def _fake_dispatch(x, topk_ids, experts, align, ranks_first, group):
     dynamic = torch.library.get_ctx().new_dynamic_size
     rows, own = dynamic(), experts[group_rank(group)]
     ids = topk_ids.new_empty(0, dtype=torch.int64)
@@ -292,7 +312,7 @@ _FAKES = {
 
 
 def _keep_dispatch(ctx, inputs, output) -> None:
-    x, ids, *_, ctx.group = inputs
+    x, ids, *_, ctx.ranks_first, ctx.group = inputs
     ctx.tokens, ctx.choices = x.shape[0], ids.shape[1]
     ctx.save_for_backward(*output[3:])
     ctx.set_materialize_grads(False)
@@ -300,24 +320,24 @@ def _keep_dispatch(ctx, inputs, output) -> None:
 
 def _dispatch_backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 5
-    x = _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *ctx.saved_tensors, ctx.group)
-    return x, None, None, None, None
+        return (None,) * 6
+    how = (*ctx.saved_tensors, ctx.ranks_first, ctx.group)
+    return _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how), *(None,) * 5
 
 
 def _keep_spread(ctx, inputs, output) -> None:
-    x, ctx.choices, *routes, ctx.group = inputs
+    x, ctx.choices, *routes, ctx.ranks_first, ctx.group = inputs
     ctx.tokens = x.shape[0]
     ctx.save_for_backward(*routes)
 
 
 def _spread_backward(ctx, grad):
-    x = _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *ctx.saved_tensors, ctx.group)
-    return x, *(None,) * 7
+    how = (*ctx.saved_tensors, ctx.ranks_first, ctx.group)
+    return _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how), *(None,) * 8
 
 
 def _keep_combine(ctx, inputs, output) -> None:
-    results, weights, _, ctx.choices, *routes, ctx.group = inputs
+    results, weights, _, ctx.choices, *routes, ctx.ranks_first, ctx.group = inputs
     ctx.save_for_backward(results, weights, *routes)
 
 
@@ -325,10 +345,10 @@ def _combine_backward(ctx, grad):
     """A token's gradient goes once to a rank; the results are there, so that the shares' gradients are dots of rows."""
     results, weights, *all_routes = ctx.saved_tensors
     routes, place, _, source, splits = all_routes
-    rows = _ops._moe_spread(grad, ctx.choices, *all_routes, ctx.group)
+    rows = _ops._moe_spread(grad, ctx.choices, *all_routes, ctx.ranks_first, ctx.group)
     for_weights = None
     if weights is None:
-        return rows, *(None,) * 9
+        return rows, *(None,) * 10
     flat = weights.reshape(-1, 1).to(accumulated(results.dtype))
     shares = _ops._moe_away(flat, routes, place, splits, source.shape[0], ctx.group)
     # A second derivative follows the composition; the operator has none of its own.
@@ -337,7 +357,7 @@ def _combine_backward(ctx, grad):
     if ctx.needs_input_grad[1]:
         home = _ops._moe_home(dots, routes, place, splits, weights.numel(), ctx.group)
         for_weights = home.view(weights.shape).to(weights.dtype)
-    return for_results, for_weights, *(None,) * 8
+    return for_results, for_weights, *(None,) * 9
 
 
 def _keep_home(ctx, inputs, output) -> None:

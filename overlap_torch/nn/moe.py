@@ -32,7 +32,7 @@ class MoE(torch.nn.Module):
     Args:
         hidden_size, intermediate_size, num_experts: H, I and the number E of all ranks' experts.
         bias: whether the experts have biases.
-        activation, interleaved, shares_on: as :func:`overlap_torch.moe`.
+        activation, interleaved, shares_on, sum_order: as :func:`overlap_torch.moe`.
         router: a module or function of x [..., H] that returns (topk_ids, topk_weights), both [..., K]. None: ``forward`` is given them.
         shared: a module or function whose result for x is added, such as experts that every token takes.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
@@ -52,6 +52,7 @@ class MoE(torch.nn.Module):
         activation: str | Gate = "silu",
         interleaved: bool = False,
         shares_on: str = "output",
+        sum_order: str = "choices",
         router: Router | None = None,
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         group: Group = None,
@@ -68,6 +69,7 @@ class MoE(torch.nn.Module):
         self.num_experts = num_experts
         self.activation = Gate(activation) if isinstance(activation, str) else activation
         self.interleaved, self.shares_on = interleaved, shares_on
+        self.sum_order = sum_order
         self.router, self.shared = router, shared
         self.group = group_name(group)
         self.world_size, self.rank = place_in(self.group)
@@ -167,6 +169,7 @@ class MoE(torch.nn.Module):
             activation=self.activation,
             interleaved=self.interleaved,
             shares_on=self.shares_on,
+            sum_order=self.sum_order,
             group=self.group,
         )
         return output if self.shared is None else output + self.shared(x)

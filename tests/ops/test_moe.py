@@ -30,6 +30,7 @@ class Case:
     form: str = "one"  # of gate_up: one, pair, list, interleaved, strided, no gate
     bias: bool = False
     leading: bool = False  # x is [1, T, H]
+    sum_order: str = "choices"
 
     def experts_of(self, world: int) -> list[int]:
         if isinstance(self.experts, int):
@@ -57,7 +58,9 @@ OPTIONS = [
     Case(form="list", bias=True, shares_on="input"),
     Case(form="interleaved", bias=True, ids="dropped"),
     Case(form="strided", experts=(1, 3, 0, 2)),
-    Case(form="no gate", bias=True, shares_on="hidden", ids="dropped"),
+    Case(form="no gate", bias=True, shares_on="hidden", ids="dropped", sum_order="ranks"),
+    Case(experts=(3, 0, 4, 2), choices=4, ids="dropped", sum_order="ranks"),
+    Case(experts=1, choices=4, ids="every expert", sum_order="ranks"),
 ]
 
 
@@ -183,6 +186,7 @@ def call(case: Case, own: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.T
         down_bias=own.get("down_bias"),
         activation=Gate("relu", gated=case.form != "no gate"),
         shares_on=case.shares_on,
+        sum_order=case.sum_order,
         **keywords,
     )
     return output[0] if case.leading else output

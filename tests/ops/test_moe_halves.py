@@ -37,8 +37,8 @@ def whole_order(case: Case, rank: int, world: int, align: int) -> tuple[list, li
     return order, ends, counts
 
 
-def check_dispatch(align: int) -> tuple[int, list[str]]:
-    """Rows bit for bit; what is sent: a token once to each rank that it visits, and a row home for each route."""
+def check_dispatch(align: int, order_of_sums: str) -> tuple[int, list[str]]:
+    """Rows and sums bit for bit; what is sent: a token once to each rank that it visits; home a row for each route, or each visit."""
     rank, world, failures = dist.get_rank(), dist.get_world_size(), Failures()
     sent: list[tuple[int, ...]] = []
     all_to_all = ops.all_to_all
@@ -56,7 +56,11 @@ def check_dispatch(align: int) -> tuple[int, list[str]]:
         ops.all_to_all = recorded
         try:
             rows, route = overlap_torch.moe_dispatch(
-                x[rank], ids, num_experts=case.experts_of(world), align=align
+                x[rank],
+                ids,
+                num_experts=case.experts_of(world),
+                align=align,
+                sum_order=order_of_sums,
             )
             # Shares that no other order of the sum gives the bits of.
             shares = torch.rand(ids.shape, generator=torch.Generator().manual_seed(rank)).to(
@@ -76,23 +80,31 @@ def check_dispatch(align: int) -> tuple[int, list[str]]:
         chosen = [[i for i in row if 0 <= i < sum(experts)] for row in ids.tolist()]
         visits = sum(len({owner[i] for i in row}) for row in chosen)
         came = sum(counts)
+        if order_of_sums == "ranks":
+            came = len({who for who in order if who is not None})
         expected = [(visits, 3), (came, 3)]
         found = [shape for shape in sent if shape[-1] == 3 and len(shape) == 2][-2:]
         if max(experts) != 2:  # counts are of that shape, too
             failures.expect(None if found == expected else f"sent {sent}", expected, case)
 
+        owners = torch.tensor([*owner, world], device=ids.device)
+        kept = (ids >= 0) & (ids < sum(experts))
+        at = owners[torch.where(kept, ids, len(owner)).long()]
         total = torch.zeros_like(x[rank])
-        for choice in range(case.choices):
-            kept = (ids[:, choice] >= 0) & (ids[:, choice] < sum(experts))
-            part = (x[rank] + 0.1) * shares[:, choice, None]
-            total = torch.where(kept[:, None], total + part, total)
+        for ranks in [range(world)] if order_of_sums == "choices" else [[r] for r in range(world)]:
+            own = torch.zeros_like(total)
+            for choice in range(case.choices):
+                here = torch.isin(at[:, choice], torch.tensor([*ranks], device=ids.device))
+                part = (x[rank] + 0.1) * shares[:, choice, None]
+                own = torch.where(here[:, None], own + part, own)
+            total = total + own
         failures.expect(difference(output, total), "sum", case)
     return failures.result()
 
 
-@pytest.mark.parametrize("align", [1, 4])
-def test_moe_dispatch_rows_and_traffic(ranks, align):
-    ranks.expect_no_failures(check_dispatch, align)
+@pytest.mark.parametrize(("align", "sums"), [(1, "choices"), (4, "choices"), (4, "ranks")])
+def test_moe_dispatch_rows_and_traffic(ranks, align, sums):
+    ranks.expect_no_failures(check_dispatch, align, sums)
 
 
 def operands(requires_grad: bool) -> list[torch.Tensor]:
@@ -200,6 +212,7 @@ WRONG = [
     (ValueError, "takes gate_up of shape (9", {"num_experts": [9]}),
     (ValueError, "an activation is one of", {"activation": "swish"}),
     (ValueError, "shares_on is", {"shares_on": "results"}),
+    (ValueError, "sum_order is", {"sum_order": "any"}),
     (ValueError, "a list of e tensors", {"gate_up": lambda weight: []}),
     (ValueError, "for one gate_up", {"gate_up": lambda w: w.chunk(2, 1), "interleaved": True}),
 ]

@@ -47,8 +47,8 @@ def check_routes() -> tuple[int, list[str]]:
             known, offs, _ = expected
             count = int(met[:, :own].sum())
             slots = integers((count,), device, "slots", low=0, high=99).to(torch.int32)
-            found += _ops._moe_arrive(met.cuda(), offs.cuda(), slots, int(known[-1]))
-            expected += ops._arrive(met, offs, slots.cpu(), int(known[-1]))
+            found += _ops._moe_arrive(met.cuda(), offs.cuda(), slots, int(known[-1]), choices)
+            expected += ops._arrive(met, offs, slots.cpu(), int(known[-1]), choices)
             for mine, whole in zip(found, expected, strict=True):
                 failures.expect(difference(mine.cpu(), whole), "arrivals", experts, rank, align)
     return failures.result()
@@ -62,18 +62,22 @@ def check_rows() -> tuple[int, list[str]]:
         tokens = 37
         rows = integers((200, width), device, "rows").to(dtype)
         index = integers((90,), device, "index", low=-1, high=199).long()
-        failures.expect(
-            difference(_ops._moe_rows(rows, index), ops._rows(rows, index)), "rows", *place
-        )
+        for divisor in (1, 3):
+            mine, right = (rule(rows, index, divisor) for rule in (_ops._moe_rows, ops._rows))
+            failures.expect(difference(mine, right), "rows", divisor, *place)
         count = tokens * choices * 3 // 4
         routes = torch.randperm(tokens * choices, device=device)[:count]
+        routes[::7] = -1
         results = torch.randn(count, width, device=device).to(dtype)
         shares = torch.rand(tokens, choices, device=device)
-        for given in (None, shares, shares.to(dtype)):
+        for given in (None, shares, shares.to(dtype), torch.rand(count, 1, device=device)):
+            of_rows = given is not None and given.shape[0] == count
             poison(device, 4096, 1 << 16)
-            mine = _ops._moe_sum(results, routes, given, tokens, choices)
-            right = ops._sum(results, routes, given, tokens, choices)
-            failures.expect(difference(mine, right), "sum", *place, given is None)
+            mine, right = (
+                rule(results, routes, given, tokens, choices, of_rows)
+                for rule in (_ops._moe_sum, ops._sum)
+            )
+            failures.expect(difference(mine, right), "sum", *place, given is None, of_rows)
         share = integers((200, 1), device, "share", low=-2, high=2).float()
         others = integers((200, width), device, "others", low=-1, high=1).to(dtype)
         for mine, right in zip(

@@ -108,12 +108,13 @@ std::tuple<Tensor, Tensor, Tensor> count_arrivals(const Tensor& message, const T
 }
 
 std::tuple<Tensor, Tensor> place_arrivals(const Tensor& met, const Tensor& offs,
-                                          const Tensor& slots, int64_t rows) {
+                                          const Tensor& slots, int64_t rows, int64_t choices) {
   const c10::cuda::CUDAGuard guard(met.device());
   kernels::ArrivalsParams params;
   params.ranks = static_cast<int32_t>(met.size(0));
   params.experts = static_cast<int32_t>(offs.size(0));
   params.message_width = static_cast<int32_t>(met.size(1));
+  params.choices = static_cast<int32_t>(choices);
   Tensor place = longs(met, {slots.numel()});
   Tensor source = longs(met, {rows});
   params.met = met.const_data_ptr<int64_t>();
@@ -125,7 +126,7 @@ std::tuple<Tensor, Tensor> place_arrivals(const Tensor& met, const Tensor& offs,
   return {place, source};
 }
 
-Tensor gather_rows(const Tensor& source, const Tensor& index) {
+Tensor gather_rows(const Tensor& source, const Tensor& index, int64_t divisor) {
   const c10::cuda::CUDAGuard guard(source.device());
   const Tensor from = source.contiguous();
   Tensor output = at::empty({index.numel(), source.size(1)}, source.options());
@@ -135,13 +136,14 @@ Tensor gather_rows(const Tensor& source, const Tensor& index) {
   params.width = source.size(1);
   params.source = from.const_data_ptr();
   params.index = index.const_data_ptr<int64_t>();
+  params.divisor = divisor;
   params.output = output.data_ptr();
   C10_CUDA_CHECK(kernels::gather_rows(params, stream()));
   return output;
 }
 
 Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional<Tensor>& shares,
-                   int64_t tokens, int64_t choices) {
+                   int64_t tokens, int64_t choices, bool row_shares) {
   const c10::cuda::CUDAGuard guard(rows.device());
   const Tensor from = rows.contiguous();
   const Tensor wide = shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
@@ -156,6 +158,7 @@ Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional
   params.route = routes.const_data_ptr<int64_t>();
   params.rows = from.const_data_ptr();
   params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
+  params.row_shares = row_shares;
   params.where = where.data_ptr<int32_t>();
   params.output = output.data_ptr();
   if (choices == 0) output.zero_();

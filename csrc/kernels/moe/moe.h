@@ -28,13 +28,14 @@ struct RoutesParams {
   int32_t message_width = 0;  // the most experts of a rank, and one
   // Scratch: routes_scratch() integers.
   int32_t* scratch = nullptr;
-  int64_t* message =
-      nullptr;  // [ranks, message_width]: routes to each expert; last the tokens to the rank
-  int64_t* routes =
-      nullptr;  // [tokens * choices]: token * choices + choice, by (expert, token, choice)
-  int32_t* slots =
-      nullptr;  // [tokens * choices]: the place of each route's token among those sent to its rank
-  int64_t* sent = nullptr;  // [ranks * tokens]: the tokens sent, by (rank, token)
+  // [ranks, message_width]: routes to each expert; last the tokens to the rank.
+  int64_t* message = nullptr;
+  // [tokens * choices]: token * choices + choice, by (expert, token, choice).
+  int64_t* routes = nullptr;
+  // [tokens * choices], of each route: its token's place among those sent to its rank, * choices + choice.
+  int32_t* slots = nullptr;
+  // [ranks * tokens]: token * ranks + rank, by (rank, token).
+  int64_t* sent = nullptr;
 };
 
 int64_t routes_scratch(const RoutesParams& params);
@@ -49,13 +50,14 @@ struct ArrivalsParams {
   int64_t align = 1;                 // an expert's rows are padded to a multiple
   const int64_t* message = nullptr;  // what this rank sent: RoutesParams
   const int64_t* met = nullptr;      // [ranks, message_width]: what came from each rank
-  int64_t* known =
-      nullptr;  // [4 * ranks + 1]: routes sent to each rank, routes received, tokens sent, received; rows
-  int32_t* offs = nullptr;         // [experts]: where each expert's rows end
-  int64_t* counts = nullptr;       // [experts]: its rows without padding
+  // [4 * ranks + 1]: routes sent to each rank, routes received, tokens sent, received; rows.
+  int64_t* known = nullptr;
+  int32_t* offs = nullptr;    // [experts]: where each expert's rows end
+  int64_t* counts = nullptr;  // [experts]: its rows without padding
+  int32_t choices = 0;
   const int32_t* slots = nullptr;  // of the routes that came, by (rank, expert, token, choice)
   int64_t* place = nullptr;        // the row of each
-  int64_t* source = nullptr;       // [rows]: the received token of each row, or -1
+  int64_t* source = nullptr;       // [rows]: received token * choices + choice, or -1
 };
 
 cudaError_t count_arrivals(const ArrivalsParams& params,
@@ -67,8 +69,9 @@ struct RowsParams {
   int64_t rows = 0;                // of the output
   int64_t width = 0;               // elements of a row
   const void* source = nullptr;    // [..., width], contiguous
-  const int64_t* index = nullptr;  // [rows]: a row of the source, or -1: zeros
-  void* output = nullptr;          // [rows, width]
+  const int64_t* index = nullptr;  // [rows]: a row of the source is index / divisor; -1: zeros
+  int64_t divisor = 1;
+  void* output = nullptr;  // [rows, width]
 };
 
 cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream);
@@ -79,9 +82,10 @@ struct SumParams {
   int64_t width = 0;
   int32_t choices = 0;
   int64_t routes = 0;
-  const int64_t* route = nullptr;  // [routes]: token * choices + choice
+  const int64_t* route = nullptr;  // [routes]: token * choices + choice; -1: none
   const void* rows = nullptr;      // [routes, width]: the result of each
   const void* shares = nullptr;    // [tokens, choices], float (double of double), or null: ones
+  bool row_shares = false;         // shares are [routes]
   int32_t* where = nullptr;        // scratch [tokens * choices]
   void* output = nullptr;          // [tokens, width]: summed in the choices' order, rounded once
 };

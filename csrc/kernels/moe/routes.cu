@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int t = 0; t < tokens; ++t) {
       if (visits(experts + t * params.choices, params.choices, first[0], first[1])) {
         slots[rank * shape.block_tokens + t] = slot;
-        params.sent[starts[all + rank] + slot] = first_token + t;
+        params.sent[starts[all + rank] + slot] = (first_token + t) * ranks + rank;
         ++slot;
       }
     }
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < tokens * params.choices; ++i) {
       if (experts[i] == expert) {
         params.routes[at] = first_token * params.choices + i;
-        params.slots[at] = own[i / params.choices];
+        params.slots[at] = own[i / params.choices] * params.choices + i % params.choices;
         ++at;
       }
     }
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t count = params.met[int64_t{rank} * width + expert];
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
     params.place[from + i] = row + i;
-    params.source[row + i] = tokens + params.slots[from + i];
+    params.source[row + i] = tokens * params.choices + params.slots[from + i];
   }
   if (rank == params.ranks - 1) {
     for (int64_t i = row + count + threadIdx.x; i < params.offs[expert]; i += kThreads) {

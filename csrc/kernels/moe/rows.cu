@@ -46,7 +46,8 @@ template <class T, int kVector>
 __global__ void __launch_bounds__(kMostThreads)
     gather_kernel(const __grid_constant__ RowsParams params) {
   const int64_t row = blockIdx.x;
-  const int64_t from = params.index[row];
+  const int64_t index = params.index[row];
+  const int64_t from = index < 0 ? -1 : index / params.divisor;
   const int64_t step = int64_t{blockDim.x} * kVector;
   for (int64_t column = threadIdx.x * kVector; column < params.width; column += step * kBatch) {
     Access<T, kVector> values[kBatch] = {};
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kMostThreads)
 
 __global__ void invert_kernel(const int64_t* route, int64_t routes, int32_t* where) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i < routes) {
+  if (i < routes && route[i] >= 0) {
     where[route[i]] = static_cast<int32_t>(i);
   }
 }
@@ -91,7 +92,9 @@ __global__ void __launch_bounds__(kMostThreads)
         const int32_t row = choice < params.choices ? where[choice] : -1;
         if (row >= 0) {
           parts[i] = load<T, kVector>(params.rows, row * params.width + column);
-          share[i] = shares == nullptr ? A{1} : shares[token * params.choices + choice];
+          share[i] = shares == nullptr   ? A{1}
+                     : params.row_shares ? shares[row]
+                                         : shares[token * params.choices + choice];
         }
       }
 #pragma unroll
