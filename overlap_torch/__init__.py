@@ -3,7 +3,8 @@
     output = overlap_torch.gemm_allreduce(input, weight, bias, group=group)
 
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
-are its siblings; :func:`moe` is a mixture of experts over ranks. The same operators are
+are its siblings; :func:`gemm_allreduce_rmsnorm` and :func:`allreduce_rmsnorm` add a residual and an RMSNorm;
+:func:`moe` is a mixture of experts over ranks. The same operators are
 ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
 and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
 :func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
@@ -20,6 +21,7 @@ from overlap_torch._kernels.calls import consume, produce
 from overlap_torch._kernels.include import include_path
 from overlap_torch._kernels.job import Job
 from overlap_torch._kernels.resources import resources
+from overlap_torch._layers.rmsnorm import allreduce_rmsnorm, gemm_allreduce_rmsnorm
 from overlap_torch._moe.activation import Gate
 from overlap_torch._moe.functions import Route, moe, moe_combine, moe_dispatch
 from overlap_torch._ops import (
@@ -45,9 +47,11 @@ __all__ = [
     "Route",
     "__version__",
     "allgather_gemm",
+    "allreduce_rmsnorm",
     "check",
     "consume",
     "gemm_allreduce",
+    "gemm_allreduce_rmsnorm",
     "gemm_alltoall",
     "gemm_reducescatter",
     "include_path",

@@ -30,6 +30,7 @@ from overlap_torch._plan import (
     Problem,
     Profile,
     Resources,
+    Schedule,
     Transport,
 )
 from tests import _plan_test
@@ -102,6 +103,7 @@ class Case:
     weights: tuple[tuple[int, bool], ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
     longest_message: int = 0
+    finish: bool = False
 
     @functools.cached_property
     def arguments(self) -> dict:
@@ -118,7 +120,8 @@ class Case:
 
     def __str__(self) -> str:
         ranks = "".join("k" if takes else "-" for takes in self.kernel_takes)
-        return f"{self.plan}, kernel {ranks}, bias {self.bias}, {self.weights} {self.rows}"
+        finish = ", finished" if self.finish else ""
+        return f"{self.plan}, kernel {ranks}, bias {self.bias}, {self.weights} {self.rows}{finish}"
 
 
 def takers(plan: Plan) -> Iterator[tuple[bool, ...]]:
@@ -131,11 +134,13 @@ def takers(plan: Plan) -> Iterator[tuple[bool, ...]]:
 
 
 def variants(plan: Plan, machine: Machine) -> Iterator[Case]:
-    """A plan's cases: rank-local operands, and a bias where steps add it."""
+    """A plan's cases: rank-local operands, a bias where steps add it, and an all-reduce whose rows are finished."""
     biased = plan.problem.op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER)
     for takes in takers(plan):
         for bias in [False, True] if biased else [False]:
             yield Case(plan, machine, takes, bias)
+        if plan.problem.op == Op.GEMM_ALLREDUCE and plan.schedule == Schedule.SEQUENTIAL:
+            yield Case(plan, machine, takes, finish=True)
 
 
 def of_candidates(problems: Iterable[tuple[Machine, Problem]]) -> Iterator[Case]:

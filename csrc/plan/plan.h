@@ -52,6 +52,8 @@ struct Problem {
   bool fast_accum = false;  // of scaled operands: whether sums may be the tensor cores' own
 
   OpTraits traits() const { return plan::traits(op); }
+  // True of an all-reduce without a GEMM: the caller gives what is added up.
+  bool given() const { return k == 0 && traits().all_reduces(); }
   friend bool operator==(const Problem&, const Problem&) = default;
   std::string to_string() const;
 };

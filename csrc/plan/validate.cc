@@ -327,7 +327,8 @@ void check_schedule(const Plan& plan) {
       fail("sequential plan has ", plan.chunks.size(),
            " chunks, allowed is one of all tiles: join them, or take the schedule overlapped");
     }
-    if (over_peers(plan) && (problem.m == 0 || problem.n == 0 || problem.k == 0)) {
+    const bool nothing = problem.k == 0 && !problem.given();
+    if (over_peers(plan) && (problem.m == 0 || problem.n == 0 || nothing)) {
       fail("plan travels by peer for an empty problem (", problem.to_string(),
            "): there is nothing to send, take the transport nccl");
     }

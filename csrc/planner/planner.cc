@@ -340,7 +340,7 @@ void add_direct(Candidates& plans, const Problem& problem, const Machine& machin
   };
   add(Kernel::kLibrary);
   const bool owned = !problem.traits().all_reduces() || problem.world_size > 2;
-  if (!gathers && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
+  if (!gathers && !problem.given() && best_kernel(problem, machine) == Kernel::kSm90Pingpong &&
       (!owned || problem.m % problem.world_size == 0)) {
     add(Kernel::kSm90Pingpong);
   }
@@ -495,7 +495,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   plans.only = only;
   const bool all_to_all = problem.traits().rows_by_rank;
   const bool nothing_to_overlap = problem.world_size == 1 || (problem.m == 0 && !all_to_all) ||
-                                  problem.n == 0 || problem.k == 0;
+                                  problem.n == 0 || (problem.k == 0 && !problem.given());
   const bool unmeasured =
       machine.sm_count <= 0 || machine.sm_gflops <= 0.0 || machine.link_gbps <= 0.0;
   // On CPU scaled operands have one GEMM and one collective: see check_schedule.
@@ -507,6 +507,10 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   }
   if (all_to_all) {
     add_all_to_all(plans, problem, machine);
+    return plans;
+  }
+  if (problem.given()) {  // nothing is computed that could be overlapped
+    if (machine.arch != 0) add_direct(plans, problem, machine);
     return plans;
   }
   if (machine.arch == 0) {

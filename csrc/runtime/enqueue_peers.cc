@@ -132,8 +132,16 @@ void enqueue(RunState& run, const steps::PeerCollective& step, cudaStream_t on) 
 
 void enqueue(RunState& run, const steps::LowLatency& step, cudaStream_t on) {
   constexpr int64_t kWord = 4;
-  kernels::PeerLowLatencyParams params =
+  const kernels::UnitPeers peers =
       run.with_deadline(run.peers->low_latency(run.list.communication));
+  if (step.finish) {
+    kernels::PeerFinishParams params{peers, step.in_pieces, *run.call.finish};
+    params.finish.terms = run.at(step.own);
+    params.finish.sum = run.at(step.output);
+    check_cuda(kernels::peer_finish(params, on), "launching an all-reduce with its norm");
+    return;
+  }
+  kernels::PeerLowLatencyParams params{peers};
   params.dtype = plan::moved_dtype(run.plan.problem);
   params.in_pieces = step.in_pieces;
   params.words = step.bytes / kWord;

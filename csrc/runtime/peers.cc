@@ -227,8 +227,8 @@ kernels::PeerMeeting Peers::meeting(const Call& call) const {
   return params;
 }
 
-kernels::PeerLowLatencyParams Peers::low_latency(uint64_t hash) const {
-  kernels::PeerLowLatencyParams params;
+kernels::UnitPeers Peers::low_latency(uint64_t hash) const {
+  kernels::UnitPeers params;
   params.rank = rank_;
   params.ranks = world_size_;
   params.buffer_bytes = low_latency_buffer(world_size_);

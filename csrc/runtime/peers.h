@@ -85,7 +85,7 @@ class Peers {
   std::vector<uint64_t*> failures_of_peers() const;
 
   // Buffers and count of an all-reduce that sends at most kLowLatencyBytes, which takes no slot.
-  kernels::PeerLowLatencyParams low_latency(uint64_t hash) const;
+  kernels::UnitPeers low_latency(uint64_t hash) const;
   static constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
 
   uint32_t everyone_else() const { return ((1u << world_size_) - 1) & ~(1u << rank_); }

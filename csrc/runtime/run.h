@@ -16,6 +16,7 @@
 #include <memory>
 
 #include "kernels/gemm/gemm.h"
+#include "kernels/peer/peer_finish.h"
 #include "plan/plan.h"
 #include "runtime/group.h"
 #include "runtime/trace.h"
@@ -55,6 +56,8 @@ struct Call {
   const steps::StepList* list = nullptr;  // of the plan on this rank
   Operands* operands = nullptr;
   const void* bias = nullptr;  // [n] or null, what steps with a bias add
+  const kernels::FinishParams* finish =
+      nullptr;  // of a list that finishes rows, except for terms and sum
   // A reduce-scatter's input and an all-gather's results lie in memory as [blocks, ranks, rows of each, ...], where the
   // list has [ranks, blocks, ...]. More than one: of sequences over NCCL; of GEMMs whose tiles lie in one block each.
   int32_t blocks = 1;

@@ -129,10 +129,10 @@ class SumGradient(TransformedFunction):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Sum.apply_in_backward(grad, ctx.group), None
+        return Sum.apply_in_backward(grad, ctx.group), None
 
 
-class _Sum(TransformedFunction):
+class Sum(TransformedFunction):
     """The replicated sum of the ranks' tensors: the reverse of `SumGradient`."""
 
     @staticmethod

@@ -61,6 +61,52 @@ def allgather_gemm_weights(
     return outputs, gathered
 
 
+def finish(
+    total: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    gain_offset: float = 0.0,
+    round_before_gain: bool = False,
+    quantize: str | None = None,
+    scale: torch.Tensor | None = None,
+    return_norm: bool = False,
+) -> list[torch.Tensor]:
+    """Rows [..., N] of a sum as results: norm or its cast, sum with residual, scales, the norm that was cast."""
+    dtype = total.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for term in (bias, residual):
+        total = total if term is None else total + term
+    if gain_offset == 0.0 and not round_before_gain:  # one kernel of PyTorch's
+        norm = functional.rms_norm(total, total.shape[-1:], norm_weight, eps)
+    else:
+        rows = total.to(wide)
+        norm = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+        if round_before_gain:
+            norm = norm.to(dtype).to(wide)
+        norm = (norm * (norm_weight.to(wide) + gain_offset)).to(dtype)
+    if quantize is None:
+        return [norm, total]
+    numbers, kept = norm.float(), [norm] if return_norm else []
+    if quantize == "tensorwise":
+        return [_to_fp8(numbers / scale), total, *kept]
+    columns = numbers.shape[-1]
+    width = columns if quantize == "rowwise" else 128
+    blocks = functional.pad(numbers, (0, -columns % width)).unflatten(-1, (-1, width))
+    scales = blocks.abs().amax(-1).clamp(min=1e-12) / 448
+    values = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., :columns]
+    scales = (
+        scales.movedim(-1, 0).contiguous().movedim(0, -1)
+    )  # one block's of all rows, then the next one's
+    return [_to_fp8(values), total, scales, *kept]
+
+
+def _to_fp8(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
 def gemm_alltoall(
     input: torch.Tensor,
     weight: torch.Tensor,

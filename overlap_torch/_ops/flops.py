@@ -14,9 +14,13 @@ from overlap_torch._ops import library  # noqa: F401  (the library holds the ops
 _ops = torch.ops.overlap
 
 
-@register_flop_formula([_ops.gemm_allreduce, _ops.gemm_reducescatter, _ops.gemm_alltoall])
-def _produced(input_shape: torch.Size, weight_shape: torch.Size, *args: Any, **kwargs: Any) -> int:
-    return 2 * math.prod(input_shape) * weight_shape[0]
+@register_flop_formula(
+    [_ops.gemm_allreduce, _ops.gemm_reducescatter, _ops.gemm_alltoall, _ops.allreduce_rmsnorm]
+)
+def _produced(
+    input_shape: torch.Size, weight_shape: torch.Size | None, *args: Any, **kwargs: Any
+) -> int:
+    return 0 if weight_shape is None else 2 * math.prod(input_shape) * weight_shape[0]
 
 
 @register_flop_formula(_ops.allgather_gemm)

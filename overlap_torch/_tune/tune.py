@@ -120,8 +120,8 @@ def called(group: str, device_type: str) -> list[tuple[Problem, int]]:
     """The problems that this process has called in the group on such devices, and how often."""
     found: dict[str, tuple[Problem, int]] = {}
     for row in torch.ops.overlap.plan_table():
-        if row["group"] != group or row["device"] != device_type:
-            continue
+        if row["group"] != group or row["device"] != device_type or row["k"] == "0":
+            continue  # where K is 0 no GEMM is beside the collective
         problem = Problem(
             *(int(row[size]) for size in ("m", "n", "k")),
             row["input_dtype"],

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "checking.h"
+#include "finish_case.h"
 #include "gemm_case.h"
 #include "interpreter_case.h"
 #include "kernels/chunk/reorder.h"
@@ -402,6 +403,7 @@ std::vector<Target> targets(bool small, int rounds) {
   std::vector<Target> all = {
       {"signal", {}, check_signal},
       {"peers", {}, check_peers},
+      {"finish", {}, check_finish},
       {"interpreter", {}, check_interpreter},
       {"reorder", {}, [=] { check_reorder_all(small); }},
       {"ring", {Kernel::kSm90Pingpong}, [=] { check_ring(Kernel::kSm90Pingpong, small); }},

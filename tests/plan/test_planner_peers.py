@@ -50,6 +50,14 @@ def in_phases(plan: Plan) -> bool:
     return over_peers(plan) and not in_one_step(plan)
 
 
+@pytest.mark.parametrize(("world", "m"), [(2, 1), (2, 138), (4, 16), (8, 16384)])
+def test_planner_overlaps_nothing_where_the_product_is_given(world: int, m: int) -> None:
+    plan = plans.templates.make_plan(big(m=m, k=0, world_size=world), fast())
+    plan.validate()
+    assert (plan.schedule, plan.kernel) == (Schedule.SEQUENTIAL, Kernel.LIBRARY)
+    assert in_one_step(plan) == (m < 1024)
+
+
 @pytest.mark.parametrize(("op", "world", "m", "nk"), TRAIN, ids=str)
 def test_planner_takes_peers_at_training_sizes(op: Op, world: int, m: int, nk) -> None:
     problem = big(m=m, n=nk[0], k=nk[1], world_size=world, op=op)

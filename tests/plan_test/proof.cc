@@ -45,7 +45,7 @@ void check_sizes(const Plan& plan, const std::vector<bool>& kernel_takes, const 
 
 steps::Ranks ranks_of(const Plan& plan, const Machine& machine,
                       const std::vector<bool>& kernel_takes, bool bias, const Weights& weights,
-                      const Rows& rows, int64_t longest_message) {
+                      const Rows& rows, int64_t longest_message, bool finish) {
   plan::validate(plan);
   check_sizes(plan, kernel_takes, rows);
   const bool has_kernel = steps::takes_by_default(plan);
@@ -55,6 +55,7 @@ steps::Ranks ranks_of(const Plan& plan, const Machine& machine,
     const bool kernel = kernel_takes[rank] && has_kernel;
     variant.compute = steps::kernel_if(kernel);
     variant.bias = bias;
+    variant.finish = finish;
     for (const auto& [columns, takes] : weights) {
       variant.weights.push_back({columns, takes && kernel && columns > 0});
     }
@@ -78,13 +79,14 @@ void def_of_ranks(py::module_& m, const char* name, Function function, const cha
   m.def(
       name,
       [function](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
-                 bool bias, const Weights& weights, const Rows& rows, int64_t longest_message) {
+                 bool bias, const Weights& weights, const Rows& rows, int64_t longest_message,
+                 bool finish) {
         return function(
-            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message));
+            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message, finish));
       },
       py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("bias") = false,
       py::arg("weights") = Weights{}, py::arg("rows") = Rows{}, py::arg("longest_message") = 0,
-      doc);
+      py::arg("finish") = false, doc);
 }
 
 }  // namespace
@@ -109,7 +111,7 @@ the plan.)");
 
 `kernel_takes`: for each rank whether the plan's kernel takes its operands. `weights`: of an all-gather, (columns, takes).
 `rows[a][b]`: of gemm_alltoall, what rank a sends to rank b; `longest_message`: bytes of the longest one, as far as the
-ranks have told each other.)");
+ranks have told each other. `finish`: the rows of an all-reduce get a residual and a norm.)");
   def_of_ranks(
       m, "structures",
       [](const steps::Ranks& ranks) {
@@ -136,9 +138,9 @@ ranks have told each other.)");
       "unnoticed",
       [](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
          int32_t rank, bool work, bool bias, const Weights& weights, const Rows& rows,
-         int64_t longest_message) {
+         int64_t longest_message, bool finish) {
         const steps::Ranks ranks =
-            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message);
+            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message, finish);
         if (rank < 0 || rank >= plan.problem.world_size) {
           refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
                  std::to_string(plan.problem.world_size) + " ranks");
@@ -153,7 +155,7 @@ ranks have told each other.)");
       },
       py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("rank"),
       py::arg("work") = false, py::arg("bias") = false, py::arg("weights") = Weights{},
-      py::arg("rows") = Rows{}, py::arg("longest_message") = 0,
+      py::arg("rows") = Rows{}, py::arg("longest_message") = 0, py::arg("finish") = false,
       R"(Which single waits, dependencies, signals and joins can be taken out of a rank's steps without a fault.
 
 `work`: instead, which steps' work can be left out, and which places shifted. Returns how many were tried, and of each
@@ -165,7 +167,7 @@ that was not found: step, what was changed, and whether in the steps of captured
         if (plans.empty()) refuse("no plans: give one for each call");
         std::vector<steps::Ranks> calls;
         for (const Plan& plan : plans) {
-          calls.push_back(ranks_of(plan, machine, kernel_takes, false, {}, {}, 0));
+          calls.push_back(ranks_of(plan, machine, kernel_takes, false, {}, {}, 0, false));
         }
         return text(steps::find_fault(calls));
       },

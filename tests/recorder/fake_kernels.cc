@@ -6,6 +6,7 @@
 #include "kernels/peer/interpreter.h"
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_exchange.h"
+#include "kernels/peer/peer_finish.h"
 #include "kernels/peer/peer_low_latency.h"
 #include "kernels/peer/peer_signal.h"
 #include "kernels/signal/signal.h"
@@ -336,6 +337,19 @@ cudaError_t peer_exchange(const PeerExchangeParams& params, cudaStream_t stream)
               " ", at(params.received[rank], received), " to ", at(params.output[rank], received));
     }
     return text + cat(", ", meeting_of(params));
+  });
+}
+
+cudaError_t peer_finish(const PeerFinishParams& params, cudaStream_t stream) {
+  return launch(stream, [&] {
+    const FinishParams& finish = params.finish;
+    const int64_t bytes = 2 * finish.rows * finish.columns;
+    return cat("all_reduce with a norm", params.in_two_steps ? " in two steps" : "", " rank ",
+               params.rank, " of ", params.ranks, ", ", finish.rows, " x ", finish.columns, " ",
+               plan::name(finish.dtype), " ", at(finish.terms, bytes), " -> ",
+               at(finish.sum, bytes), " and ", at(finish.normed, bytes), ", bias ", at(finish.bias),
+               ", residual ", at(finish.residual)) +
+           tag_of(params.tag) + deadline(params.deadline_ns, params.report);
   });
 }
 

@@ -276,10 +276,26 @@ std::vector<Example> examples(int world, int rank) {
   return all;
 }
 
+// All-reduces whose rows are finished: in the sum's kernel, in one step and, of more than two ranks, in two; and after the
+// call, whose product the caller gives.
+std::vector<Example> finished_examples(int world) {
+  Operands operands = taken(false, false);
+  operands.finish = true;
+  const Problem few = problem_of(Op::kGemmAllReduce, 16, world);
+  const Problem many = problem_of(Op::kGemmAllReduce, 200, world);
+  Problem given = many;
+  given.k = 0;
+  return {{"few rows finished", {plan::make_at_once(few, Kernel::kLibrary), operands, {}}},
+          {"more rows finished", {plan::make_at_once(many, Kernel::kLibrary), operands, {}}},
+          {"sequence finished", {plan::make_sequential(given, {.arch = 90}), operands, {}}}};
+}
+
 // Each executor in each mode.
 void visit_examples(const Visit& visit) {
   for (const auto& [world, rank] : kPlaces) {
-    for (const Example& example : examples(world, rank)) {
+    std::vector<Example> all = examples(world, rank);
+    std::ranges::move(finished_examples(world), std::back_inserter(all));
+    for (const Example& example : all) {
       for (const NamedMode& mode : modes()) {
         Case one = {.family = family(example.name, world), .world = world, .rank = rank};
         one.name = cat("rank ", rank, ", ", mode.name);

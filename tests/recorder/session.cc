@@ -295,6 +295,7 @@ class Session {
     steps::Variant variant = {.compute = steps::kernel_if(takes(call)),
                               .bias = operands.bias,
                               .captured = call.mode.captured,
+                              .finish = operands.finish,
                               .send_rows = operands.send_rows,
                               .receive_rows = operands.receive_rows};
     // The kernels add no bias, the framework's GEMM does.
@@ -327,10 +328,19 @@ class Session {
             ? static_cast<const char*>(record().allocate(
                   "bias", call.plan.problem.n * plan::element_bytes(call.plan.problem.dtype)))
             : nullptr;
+    const plan::Problem& problem = call.plan.problem;
+    kernels::FinishParams finish{
+        .dtype = problem.dtype, .rows = problem.m, .columns = problem.n, .bias = bias};
+    if (call.operands.finish && record().on) {
+      const int64_t bytes = problem.m * problem.n * plan::element_bytes(problem.dtype);
+      finish.residual = record().allocate("residual", bytes);
+      finish.normed = record().allocate("normed", bytes);
+    }
     runtime::run(*group_, {.plan = &call.plan,
                            .list = &list,
                            .operands = &operands,
                            .bias = bias,
+                           .finish = &finish,
                            .stream = stream,
                            .trace = call.mode.traced ? &trace_ : nullptr,
                            .delay_us = call.mode.delay_us});

@@ -35,6 +35,7 @@ struct Operands {
   // For an all-to-all: one for each rank.
   std::vector<int64_t> send_rows = {};
   std::vector<int64_t> receive_rows = {};
+  bool finish = false;  // the rows get a residual and a norm
 };
 
 struct Call {

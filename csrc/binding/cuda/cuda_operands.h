@@ -34,8 +34,9 @@ class CudaOperands : public runtime::Operands {
   int32_t* counters(int32_t count) override;
 
  protected:
-  // Makes what the list names as scratch, except for a product that library() makes, and runs it.
-  void run(const steps::Variant& variant, const at::Tensor& bias = {});
+  // Makes what the list names as scratch, except for a product that library() makes, and runs it. Returns true if the
+  // list finishes the sum's rows.
+  bool run(const steps::Variant& variant, const at::Tensor& bias = {});
 
   static bool overlapped(const plan::Plan& plan) {
     return plan.schedule == plan::Schedule::kOverlapped;

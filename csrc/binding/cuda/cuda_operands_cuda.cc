@@ -100,7 +100,7 @@ int32_t* CudaOperands::counters(int32_t count) {
   return counters_.data_ptr<int32_t>();
 }
 
-void CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
+bool CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
   runtime::Group& group = *cuda_.group;
   const auto list = cuda_.entry->lists.of(plan_, group.rank(), group.machine(), variant);
   for (const steps::Scratch& one : list->scratch) {
@@ -113,10 +113,12 @@ void CudaOperands::run(const steps::Variant& variant, const at::Tensor& bias) {
                        .list = list.get(),
                        .operands = this,
                        .bias = bias.defined() ? bias.const_data_ptr() : nullptr,
+                       .finish = call_.finish,
                        .blocks = static_cast<int32_t>(blocks_),
                        .stream = cuda_.stream,
                        .trace = cuda_.trace(),
                        .delay_us = side_delay_us()});
+  return list->finishes;
 }
 
 }  // namespace overlap::binding

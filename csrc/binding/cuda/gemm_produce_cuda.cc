@@ -9,7 +9,10 @@ namespace {
 class Reduction : public CudaOperands {
  public:
   Reduction(const OpCall& call, const CudaCall& cuda)
-      : CudaOperands(call, cuda, overlapped(cuda.plan()) ? k_contiguous(call.input) : call.input),
+      : CudaOperands(call, cuda,
+                     call.weights.empty()      ? aligned(call.input)
+                     : overlapped(cuda.plan()) ? k_contiguous(call.input)
+                                               : call.input),
         all_reduces_(plan_.problem.traits().all_reduces()),
         direct_(plan_.collective == plan::Collective::kDirect) {
     makes_product_ = direct_ || !overlapped(plan_);
@@ -28,7 +31,8 @@ class Reduction : public CudaOperands {
     }
     steps::Variant variant = {.compute = steps::Compute::kLibrary,
                               .bias = bias.defined(),
-                              .captured = plan_.resources.window && captured()};
+                              .captured = plan_.resources.window && captured(),
+                              .finish = call_.finish != nullptr};
     if (overlapped(plan_)) {
       make_output();
       gemms_.push_back(operands_of(0));
@@ -38,9 +42,10 @@ class Reduction : public CudaOperands {
     } else if (direct_ && !all_reduces_) {
       make_output();
     }
-    CudaOperands::run(variant, bias);
+    const bool finished = CudaOperands::run(variant, bias);
     // The product of an all-reduce by the framework's GEMM becomes the output.
     const at::Tensor output = outputs_.empty() ? made_ : outputs_[0];
+    if (finished) call_.finish->sum = output.data_ptr();
     if (call_.bias().has_value() && !adds_bias) output.add_(*call_.bias());
     return output;
   }
@@ -54,7 +59,8 @@ class Reduction : public CudaOperands {
   void* library(const steps::LibraryGemm& step, const void*, const void* adds,
                 void* output) override {
     if (makes_product_) {
-      made_ = product(input_, scales_of({0, input_.size(0)}), 0, false);
+      made_ = call_.weights.empty() ? input_
+                                    : product(input_, scales_of({0, input_.size(0)}), 0, false);
       return made_.data_ptr();
     }
     const int64_t count = step.rows.end - step.rows.begin;

@@ -12,6 +12,10 @@
 #include "binding/ops/scales.h"
 #include "binding/ops/trace_switch.h"
 
+namespace overlap::kernels {
+struct FinishParams;
+}
+
 namespace overlap::binding {
 
 // Operands of one dtype on one device. Functions that take it may rely on more than one rank and
@@ -32,6 +36,9 @@ struct OpCall {
   // The dims before the one that is cut between the ranks have so many elements. Rows of the whole are blocks
   // [blocks, ranks, rows of a rank, columns], which are the plan's parts [ranks, blocks, ...] in another order.
   int64_t blocks = 1;
+  // An all-reduce on CUDA has it whose rows get a residual and a norm. The rows of a sum that is named there have them; else
+  // that is left to the caller. Without weights the input is what is added up.
+  kernels::FinishParams* finish = nullptr;
 
   std::string description() const { return problem.to_string() + dims; }
   const at::Tensor& weight() const { return weights.front(); }
@@ -53,6 +60,11 @@ struct AllGatherGemmResult {
 // rows themselves where both orders are one, else a copy.
 at::Tensor parts_of_blocks(const OpCall& call, const at::Tensor& rows);
 at::Tensor blocks_of_parts(const OpCall& call, const at::Tensor& rows);
+
+// Under OVERLAP_DEBUG=1: finds ranks that disagree about what they call, before the call begins.
+void compare_calls(const OpCall& call);
+// This rank's part of a call that needs no communication, if all ranks call the same.
+void compare_local_call(const OpCall& call);
 
 // The unfused compositions: one GEMM, then one of the process group's own collectives, or the other
 // way round. Any device.
@@ -98,7 +110,7 @@ std::vector<int64_t> cuda_memory(
 at::Tensor local_gemm(const OpCall& call, const at::Tensor& rows, const at::Tensor& scales,
                       size_t weight, bool with_bias);
 
-// The same of this rank's first `count` rows, and of all.
+// The same of this rank's first `count` rows, and of all; without weights a copy of the input.
 at::Tensor local_gemm(const OpCall& call, int64_t count, bool with_bias);
 at::Tensor local_gemm(const OpCall& call, bool with_bias);
 

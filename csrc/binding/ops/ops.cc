@@ -20,9 +20,6 @@
 #endif
 
 namespace overlap::binding {
-namespace {
-
-std::atomic<int64_t> side_delay{0};
 
 // Ranks that disagree about what they call are found on CPU, over peers and, some time later, over NCCL; under
 // OVERLAP_DEBUG=1 in each call, before it begins.
@@ -31,7 +28,6 @@ void compare_calls(const OpCall& call) {
   call.group->compare("problem", call.description(), call.input.device().type());
 }
 
-// This rank's part of a call that needs no communication, if all ranks call the same.
 void compare_local_call(const OpCall& call) {
   call.group->count_unplanned(call.problem, call.input.device().type(),
                               call.problem.world_size == 1
@@ -41,6 +37,10 @@ void compare_local_call(const OpCall& call) {
   call.group->announce(call.description(), 0);
   call.group->agree();
 }
+
+namespace {
+
+std::atomic<int64_t> side_delay{0};
 
 // A collective that Python begins, of a gradient or a layer: the ranks compare it as they compare calls, before it begins.
 void compare_collective(const std::string& what, at::Device device, const std::string& group_name) {
@@ -502,6 +502,14 @@ TORCH_LIBRARY(overlap, m) {
   m.def(
       "gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
       "bias=None, *, str group) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  // On CUDA alone. Without a weight the input is what is added up. Results: the norm or its cast, the sum, the cast's
+  // scales, and the norm that was cast.
+  m.def(
+      "allreduce_rmsnorm(Tensor input, Tensor? weight, Tensor? residual, Tensor norm_weight, "
+      "Tensor? bias=None, Tensor? scale=None, *, float eps=1e-6, float gain_offset=0.0, bool "
+      "round_before_gain=False, str? quantize=None, bool return_norm=False, str group) -> "
+      "Tensor[]",
       {at::Tag::pt2_compliant_tag});
   // Scaled operands: recipes as torch.nn.functional.ScalingType numbers them.
   m.def(

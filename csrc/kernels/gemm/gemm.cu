@@ -4,6 +4,7 @@
 #include "kernels/chunk/reorder.h"
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_exchange.h"
+#include "kernels/peer/peer_finish.h"
 #include "kernels/peer/peer_low_latency.h"
 #include "kernels/peer/peer_signal.h"
 #include "kernels/signal/signal.h"
@@ -195,6 +196,7 @@ cudaError_t load_kernels() {
   if (error == cudaSuccess) error = load_peer_signal_kernels();
   if (error == cudaSuccess) error = load_peer_collective_kernels();
   if (error == cudaSuccess) error = load_peer_low_latency_kernels();
+  if (error == cudaSuccess) error = load_peer_finish_kernels();
   if (error == cudaSuccess) error = load_peer_exchange_kernel();
 #if defined(OVERLAP_WITH_SM80)
   if (error == cudaSuccess) error = load_gemm_sm80();

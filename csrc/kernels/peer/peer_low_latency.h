@@ -27,22 +27,15 @@ constexpr int64_t low_latency_piece(int64_t bytes, int32_t ranks) {
   return (low_latency_units(bytes) + ranks - 1) / ranks;
 }
 
-// An all-reduce whose data are their own signal: 12 bytes at a time travel with the call's number,
-// so that nothing is fenced or announced. In one step, all to all, or in pieces: each rank adds up one
-// of them and sends the sums to all.
-struct PeerLowLatencyParams {
-  plan::DType dtype = plan::DType::kBFloat16;
+// Where the ranks' units travel, and how a call on them is told from others. Two buffers are used in turns, without any
+// word on when one is free: whoever begins a call has the data of the call before, so that its peers have ended the one
+// before that.
+struct UnitPeers {
   int32_t rank = 0;
   int32_t ranks = 1;
-  bool in_pieces = false;
-  int64_t words = 0;          // of 4 bytes
-  const void* own = nullptr;  // this rank's term
-  void* output = nullptr;     // may be `own`
-  const void* bias = nullptr;
-  int64_t row_words = 0;
   void* destination[kMaxPeers] = {};     // this rank's place in the peers' memory
   const void* received[kMaxPeers] = {};  // the peers' places in own memory
-  int64_t buffer_bytes = 0;  // of a place's two buffers, used in turns: each holds a peer's message
+  int64_t buffer_bytes = 0;              // of a place's two buffers: each holds a peer's message
   uint64_t* calls = nullptr;  // own memory: these calls, each counted kMaxPeerBlocks times
   // Flags for two calls by turns, of this rank in the peers' memory, and of each rank in this rank's own: the data do
   // not say which call they are of.
@@ -54,8 +47,19 @@ struct PeerLowLatencyParams {
   WaitReport* report = nullptr;
 };
 
-// Enqueues it. Two buffers are enough without any word on when one is free: whoever begins a call
-// has the data of the call before, so that its peers have ended the one before that.
+// An all-reduce whose data are their own signal: 12 bytes at a time travel with the call's number,
+// so that nothing is fenced or announced. In one step, all to all, or in pieces: each rank adds up one
+// of them and sends the sums to all.
+struct PeerLowLatencyParams : UnitPeers {
+  plan::DType dtype = plan::DType::kBFloat16;
+  bool in_pieces = false;
+  int64_t words = 0;          // of 4 bytes
+  const void* own = nullptr;  // this rank's term
+  void* output = nullptr;     // may be `own`
+  const void* bias = nullptr;
+  int64_t row_words = 0;
+};
+
 cudaError_t peer_all_reduce_low_latency(const PeerLowLatencyParams& params, cudaStream_t stream);
 
 // Loads these kernels on the current device.

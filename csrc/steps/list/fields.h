@@ -415,6 +415,7 @@ void fields(const LowLatency& step, Visit& visit) {
   visit("bytes", step.bytes);
   visit("own", step.own);
   visit("output", step.output);
+  if (step.finish) visit("finish", step.finish);
 }
 
 inline const char* name(const PeerExchange&) {

@@ -318,6 +318,7 @@ struct LowLatency {
   int64_t bytes = 0;
   Where own;
   Where output;
+  bool finish = false;  // with the call's residual and norm; pieces are every n-th row then
 };
 
 // The messages between a rank and this one. The rank's own message goes from send to output.
@@ -397,6 +398,7 @@ struct StepList {
   int64_t slot_bytes = 0;  // of each rank's slot over peers
   bool takes_slot = false;
   bool hears_all = false;  // before it ends, a signal of every peer is waited for
+  bool finishes = false;   // the rows of a sum, where they are to be finished
 };
 
 // A weight of an all-gather.
@@ -424,6 +426,9 @@ struct Variant {
       Compute::kKernel;  // the framework's GEMM, where the kernel cannot take the operands
   bool bias = false;
   bool captured = false;  // into a CUDA graph, which owns its memory: nothing is staged in a window
+  // An all-reduce's rows get a bias, a residual and a norm, by the kernel that adds them up or after the call. All ranks
+  // have it, or none. The product stays as it is: it may be the caller's.
+  bool finish = false;
   // For an overlapped all-gather.
   std::vector<Weight> weights = {};
   // For an all-to-all: one for each rank; and over peers, for more than two ranks, the most that

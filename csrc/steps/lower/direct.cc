@@ -9,6 +9,7 @@ namespace {
 // The most that a rank sends to all its peers in an all-reduce whose data are their own signal.
 constexpr int64_t kLowLatencyBytes = int64_t{1} << 22;
 constexpr int64_t kUnitBytes = 12;  // of the 16 that travel at a time: the data
+constexpr int64_t kLanes = 32;      // whole warps' units make a row that is finished
 
 class Direct {
  public:
@@ -43,8 +44,11 @@ class Direct {
     }
     list_.communicates = 0;
     if (low_latency) {
-      list_.add_held(Lane::kCaller,
-                     LowLatency{in_pieces, variant_.bias, bytes_, {Buffer::kProduct}, output()});
+      list_.add_held(
+          Lane::kCaller,
+          LowLatency{
+              in_pieces, variant_.bias, bytes_, {Buffer::kProduct}, output(), variant_.finish});
+      list_.made.finishes = variant_.finish;
     } else {
       reduce();
     }
@@ -65,7 +69,8 @@ class Direct {
 
   // The product of an all-reduce by the framework's GEMM and one kernel becomes the output.
   Where output() const {
-    return {sequential_ && all_reduces_ ? Buffer::kProduct : Buffer::kOutput};
+    const bool in_place = sequential_ && all_reduces_ && !variant_.finish;
+    return {in_place ? Buffer::kProduct : Buffer::kOutput};
   }
   Where own_output() const {
     Where where = output();
@@ -154,6 +159,12 @@ class Direct {
 
   // Bytes of data that a rank sends, or its terms of the peers' pieces and the sums of its own.
   int64_t low_latency_sent(bool in_pieces) const {
+    if (variant_.finish) {
+      const int64_t rows = plan_.problem.m;
+      const int64_t run = kLanes * kUnitBytes;
+      const int64_t row = (bytes_ / rows + run - 1) / run * run;
+      return (ranks_ - 1) * (in_pieces ? 2 * ((rows + ranks_ - 1) / ranks_) : rows) * row;
+    }
     const int64_t units = (bytes_ + kUnitBytes - 1) / kUnitBytes;
     const int64_t piece = (units + ranks_ - 1) / ranks_ * kUnitBytes;
     return (ranks_ - 1) * (in_pieces ? 2 * piece : bytes_);

@@ -10,7 +10,7 @@ namespace overlap::steps {
 namespace {
 
 // One GEMM and one of NCCL's collectives over whole tensors.
-StepList lower_one_collective(const plan::Plan& plan) {
+StepList lower_one_collective(const plan::Plan& plan, bool finish) {
   const plan::Problem& problem = plan.problem;
   const bool gathers = problem.traits().gathers();
   const Where product = {Buffer::kProduct};
@@ -22,7 +22,7 @@ StepList lower_one_collective(const plan::Plan& plan) {
                            plan::part_rows(plan) * plan::moved_columns(problem)};
   if (gathers) collective.source = {Buffer::kInput};
   if (gathers) collective.destination = {Buffer::kGathered};
-  if (problem.traits().scatters()) collective.destination = {Buffer::kOutput};
+  if (problem.traits().scatters() || finish) collective.destination = {Buffer::kOutput};
   LibraryGemm gemm = {0, {0, problem.m}, {Buffer::kInput}, {product}};
   if (gathers) {
     gemm = {LibraryGemm::kAllWeights, {0, problem.m}, {Buffer::kGathered}, {{Buffer::kOutput}}};
@@ -83,7 +83,7 @@ StepList lower_sequential(const plan::Plan& plan, int32_t rank, const Variant& v
   if (plan::over_peers(plan)) {
     return lower_gather_in_one_kernel(plan, rank, variant.compute == Compute::kCallers);
   }
-  return lower_one_collective(plan);
+  return lower_one_collective(plan, variant.finish);
 }
 
 bool windows_take(const plan::Plan& plan) {
@@ -170,9 +170,11 @@ void number_events(StepList& list) {
 
 StepList lower(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                const Variant& variant) {
+  // Calls whose rows are finished are not taken for those whose rows are not.
+  constexpr uint64_t kFinishes = 0x9e3779b97f4a7c15;
   StepList list = lower_family(plan, rank, machine, variant);
   number_events(list);
-  list.communication = plan::communication_hash(plan);
+  list.communication = plan::communication_hash(plan) ^ (variant.finish ? kFinishes : 0);
   return list;
 }
 

@@ -441,7 +441,7 @@ void Simulation::expect(const Here& here, Node by) {
   const bool scatters = problem.traits().scatters();
   // By the framework's GEMM and one collective the product becomes the result, and a bias comes after the call.
   const bool one_after_the_other = here.plan->schedule == plan::Schedule::kSequential;
-  const bool in_product = one_after_the_other && !scatters;
+  const bool in_product = one_after_the_other && !scatters && !here.variant->finish;
   const bool biased = here.variant->bias && (!one_after_the_other || plan::over_peers(*here.plan));
   const int64_t bytes = (scatters ? problem.m / ranks_ : problem.m) * row_bytes(here, 0);
   const std::vector<Run> found = runs({in_product ? Buffer::kProduct : Buffer::kOutput}, bytes);

@@ -1,0 +1,328 @@
+#include "kernels/peer/peer_finish.h"
+
+#include <cuda_fp8.h>
+
+#include <algorithm>
+
+#include "kernels/peer/peer_row.cuh"
+
+namespace overlap::kernels {
+namespace {
+
+constexpr int kMostWarps = 24;                            // of a block
+constexpr int kMostGroups = kMostWarps * 4 * kUnitWords;  // runs of 32 words
+constexpr float kLargest = 448.0f;                        // of float8_e4m3fn
+constexpr float kSmallest = 1e-12f;                       // that a scale stands for
+
+// A maximum that a NaN wins.
+__device__ __forceinline__ float larger(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+
+template <class Combine>
+__device__ __forceinline__ float over_warp(float value, Combine combine) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    value = combine(value, __shfl_xor_sync(~0u, value, distance));
+  }
+  return value;
+}
+
+// The value of all warps, combined in their order. The barrier is in it.
+template <class Combine>
+__device__ __forceinline__ float over_block(float value, float* place, int warps, Combine combine) {
+  value = over_warp(value, combine);
+  if (threadIdx.x % kLanes == 0) place[threadIdx.x / kLanes] = value;
+  __syncthreads();
+  float all = place[0];
+  for (int warp = 1; warp < warps; ++warp) all = combine(all, place[warp]);
+  return all;
+}
+
+__device__ __forceinline__ float scale_of(float largest) {
+  return __fdiv_rn(larger(largest, kSmallest), kLargest);
+}
+
+__device__ __forceinline__ uint16_t to_fp8(const float (&value)[kVector], float scale) {
+  const auto scaled = [&](int e) {
+    const float quotient = __fdiv_rn(value[e], scale);
+    return quotient != quotient ? quotient : fminf(fmaxf(quotient, -kLargest), kLargest);
+  };
+  return __nv_cvt_float2_to_fp8x2(make_float2(scaled(0), scaled(1)), __NV_SATFINITE, __NV_E4M3);
+}
+
+// One block's way through its rows, in the order in which its threads share arrays: by turns, so that one barrier for each
+// array and row is enough.
+template <class T, int kUnits>
+class Finisher {
+ public:
+  __device__ __forceinline__ explicit Finisher(const FinishParams& params)
+      : params_(params), part_(params.columns), gain_(load_words(part_, params.gain, 0)) {}
+
+  __device__ __forceinline__ const RowPart<kUnits>& part() const { return part_; }
+  template <class Body>
+  __device__ __forceinline__ void each_row(Body body) const {
+    for (int64_t row = blockIdx.x; row < params_.rows; row += gridDim.x) body(row);
+  }
+  // A row of the residual, or zeros. Loaded before a row is awaited, it takes no time of its own.
+  __device__ __forceinline__ Words<kUnits> residual(int64_t row) const {
+    if (params_.residual == nullptr) return {};
+    return load_words(part_, params_.residual, row);
+  }
+
+  // From the rounded sum of a row to its results. All threads of the block come here.
+  __device__ __forceinline__ void finish(int64_t row, Words<kUnits> sum,
+                                         const Words<kUnits>& residual) {
+    if (params_.bias != nullptr) sum = plus<T>(sum, load_words(part_, params_.bias, 0));
+    if (params_.residual != nullptr) sum = plus<T>(sum, residual);
+    store_words(part_, params_.sum, row, sum);
+    turn_ ^= 1;
+    const Words<kUnits> normed = rounded<T>(norm_of(to_floats(sum)));
+    if (params_.normed != nullptr) store_words(part_, params_.normed, row, normed);
+    if (params_.values != nullptr) cast(row, to_floats(normed));
+  }
+
+ private:
+  struct Shared {
+    float squares[2][kMostWarps];
+    float largest[2][kMostGroups];
+  };
+  __device__ __forceinline__ static Shared& shared() {
+    __shared__ Shared memory;
+    return memory;
+  }
+
+  __device__ __forceinline__ static Floats<kUnits> to_floats(const Words<kUnits>& words) {
+    Floats<kUnits> values = {};
+    add_words<T>(values, words);
+    return values;
+  }
+
+  __device__ __forceinline__ Floats<kUnits> norm_of(Floats<kUnits> value) const {
+    float squares = 0.0f;
+    each_word<kUnits>([&](int u, int w) {
+#pragma unroll
+      for (const float one : value.value[u][w]) squares = fmaf(one, one, squares);
+    });
+    squares = over_block(squares, shared().squares[turn_], part_.warps,
+                         [](float a, float b) { return a + b; });
+    const float factor = rsqrtf(squares / static_cast<float>(params_.columns) + params_.eps);
+    each_word<kUnits>([&](int u, int w) {
+      const auto gains = bits_as<Pair<T>>(gain_.word[u][w]);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        float one = value.value[u][w][e] * factor;
+        if (params_.round_before_gain) {
+          T short_of_gain;
+          round_to(one, short_of_gain);
+          one = to_float(short_of_gain);
+        }
+        value.value[u][w][e] = one * (to_float(gains.element[e]) + params_.gain_offset);
+      }
+    });
+    return value;
+  }
+
+  __device__ __forceinline__ void cast(int64_t row, const Floats<kUnits>& normed) const {
+    float scale[kUnits][kUnitWords];
+    const auto set_all = [&](float value) {
+      each_word<kUnits>([&](int u, int w) { scale[u][w] = value; });
+    };
+    const auto of_word = [&](int u, int w) {
+      return larger(fabsf(normed.value[u][w][0]), fabsf(normed.value[u][w][1]));
+    };
+    float* const largests = shared().largest[turn_];
+    if (params_.given_scale != nullptr) {
+      set_all(*params_.given_scale);
+    } else if (!params_.by_blocks) {
+      float largest = 0.0f;
+      each_word<kUnits>([&](int u, int w) { largest = larger(largest, of_word(u, w)); });
+      set_all(scale_of(over_block(largest, largests, part_.warps, larger)));
+      if (threadIdx.x == 0) params_.scales[row] = scale[0][0];
+    } else {
+      // A block of 128 elements is two groups of 32 words, which may be two warps'.
+      const auto group = [&](int u, int w) { return part_.run(u) * kUnitWords + w; };
+      each_word<kUnits>([&](int u, int w) {
+        const float largest = over_warp(of_word(u, w), larger);
+        if (part_.has(u) && part_.lane == 0) largests[group(u, w)] = largest;
+      });
+      __syncthreads();
+      each_word<kUnits>([&](int u, int w) {
+        if (!part_.has(u)) return;
+        const int own = group(u, w);
+        const int other = own ^ 1;
+        const bool both = other < part_.runs * kUnitWords;
+        scale[u][w] = scale_of(both ? larger(largests[own], largests[other]) : largests[own]);
+        if (part_.lane == 0 && own % 2 == 0 && part_.has(u, w)) {
+          params_.scales[own / 2 * params_.rows + row] = scale[u][w];
+        }
+      });
+    }
+    uint16_t* const values = static_cast<uint16_t*>(params_.values) + row * part_.words;
+    each_word<kUnits>([&](int u, int w) {
+      if (part_.has(u, w)) values[part_.word(u, w)] = to_fp8(normed.value[u][w], scale[u][w]);
+    });
+  }
+
+  const FinishParams& params_;
+  const RowPart<kUnits> part_;
+  const Words<kUnits> gain_;
+  int turn_ = 0;
+};
+
+// A block sends all its rows before it waits for any.
+template <class T, int kUnits, bool kTwoSteps>
+__device__ __forceinline__ void take_rows(const PeerFinishParams& params, const UnitCall& call) {
+  const FinishParams& rows = params.finish;
+  Finisher<T, kUnits> finisher(rows);
+  const RowPart<kUnits>& part = finisher.part();
+  const auto send = [&](int peer, int64_t place, const Words<kUnits>& words) {
+    send_words(part, call.to(peer), place, call.number(), words);
+  };
+  const auto send_to_all = [&](int64_t place, const Words<kUnits>& words) {
+    for (int distance = 1; distance < params.ranks; ++distance) {
+      send((params.rank + distance) % params.ranks, place, words);
+    }
+  };
+  if constexpr (!kTwoSteps) {
+    finisher.each_row([&](int64_t row) { send_to_all(row, load_words(part, rows.terms, row)); });
+    finisher.each_row([&](int64_t row) {
+      const Words<kUnits> residual = finisher.residual(row);
+      const Words<kUnits> sum = sum_row<T>(part, call, params, rows.terms, row, row);
+      if (row + gridDim.x >= rows.rows) let_next_kernel_in();
+      finisher.finish(row, sum, residual);
+    });
+  } else {
+    // A buffer holds the writer's terms of the owner's rows, and after them the sums of the writer's rows.
+    const auto owner = [&](int64_t row) { return static_cast<int>(row % params.ranks); };
+    const auto place = [&](int64_t row) { return row / params.ranks; };
+    const int64_t sums = (rows.rows + params.ranks - 1) / params.ranks;
+    finisher.each_row([&](int64_t row) {
+      if (owner(row) == params.rank) return;
+      send(owner(row), place(row), load_words(part, rows.terms, row));
+    });
+    finisher.each_row([&](int64_t row) {
+      if (owner(row) != params.rank) return;
+      const Words<kUnits> residual = finisher.residual(row);
+      const Words<kUnits> sum = sum_row<T>(part, call, params, rows.terms, row, place(row));
+      send_to_all(sums + place(row), sum);
+      finisher.finish(row, sum, residual);
+    });
+    finisher.each_row([&](int64_t row) {
+      if (owner(row) == params.rank) return;
+      const Words<kUnits> residual = finisher.residual(row);
+      Arriving<kUnits, 1> sum;
+      sum.wait(part, call, params, sums + place(row), owner(row), [](int) { return true; });
+      finisher.finish(row, sum.words(0), residual);
+    });
+    let_next_kernel_in();
+  }
+}
+
+template <class T, int kUnits, bool kTwoSteps>
+__global__ void __launch_bounds__(kMostWarps* kLanes, 1)
+    peer_finish_kernel(const __grid_constant__ PeerFinishParams params) {
+  wait_for_previous_kernel();
+  const UnitCall call(params);
+  take_rows<T, kUnits, kTwoSteps>(params, call);
+  call.compare();
+  call.count();
+}
+
+template <class T, int kUnits>
+__global__ void __launch_bounds__(kMostWarps* kLanes, 1)
+    finish_rows_kernel(const __grid_constant__ FinishParams params) {
+  wait_for_previous_kernel();
+  let_next_kernel_in();
+  Finisher<T, kUnits> finisher(params);
+  finisher.each_row([&](int64_t row) {
+    finisher.finish(row, load_words(finisher.part(), params.terms, row), finisher.residual(row));
+  });
+}
+
+struct Shape {
+  int units;  // of a thread
+  int threads;
+};
+
+// By the number of columns and by nothing else: a row's sums keep their order.
+Shape shape_of(int64_t columns) {
+  const auto runs = static_cast<int>(finish_row_units(columns * 2) / kLanes);
+  int units = 1;
+  while (units * kMostWarps < runs) units *= 2;
+  return {units, (runs + units - 1) / units * kLanes};
+}
+
+int sm_count() {
+  int device = 0;
+  int sms = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    return 1;
+  }
+  return sms;
+}
+
+// Calls `with` for the kernels of a type and of so many units of a thread.
+template <class With>
+cudaError_t for_instance(plan::DType dtype, int64_t columns, const With& with) {
+  if (!finish_takes(dtype, columns)) return cudaErrorInvalidValue;
+  const auto of_type = [&]<class T>(T) {
+    switch (shape_of(columns).units) {
+      case 1:
+        return with.template operator()<T, 1>();
+      case 2:
+        return with.template operator()<T, 2>();
+      default:
+        return with.template operator()<T, 4>();
+    }
+  };
+  return dtype == plan::DType::kBFloat16 ? of_type(__nv_bfloat16()) : of_type(__half());
+}
+
+}  // namespace
+
+cudaError_t peer_finish(const PeerFinishParams& params, cudaStream_t stream) {
+  const FinishParams& finish = params.finish;
+  // One block for each row, as many as are there at once, as each SM has room for one: a power of two, so that they can
+  // count a call in equal shares.
+  const int most = std::min(sm_count(), params.most_blocks);
+  int blocks = 1;
+  while (2 * blocks <= most && blocks < finish.rows) blocks *= 2;
+  return for_instance(finish.dtype, finish.columns, [&]<class T, int kUnits>() {
+    const auto kernel = params.in_two_steps ? peer_finish_kernel<T, kUnits, true>
+                                            : peer_finish_kernel<T, kUnits, false>;
+    return launch_early(kernel, blocks, shape_of(finish.columns).threads, stream, params);
+  });
+}
+
+cudaError_t finish_rows(const FinishParams& params, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  const int64_t blocks = std::min(int64_t{2} * sm_count(), params.rows);
+  return for_instance(params.dtype, params.columns, [&]<class T, int kUnits>() {
+    return launch_early(finish_rows_kernel<T, kUnits>, static_cast<int>(blocks),
+                        shape_of(params.columns).threads, stream, params);
+  });
+}
+
+cudaError_t load_peer_finish_kernels() {
+  for (const plan::DType dtype : {plan::DType::kBFloat16, plan::DType::kFloat16}) {
+    for (const int64_t columns : {int64_t{8}, kMostFinishColumns / 2, kMostFinishColumns}) {
+      const cudaError_t error = for_instance(dtype, columns, [&]<class T, int kUnits>() {
+        cudaFuncAttributes attributes;  // asking for them loads the kernel
+        cudaError_t loaded = cudaFuncGetAttributes(&attributes, finish_rows_kernel<T, kUnits>);
+        for (const auto kernel :
+             {peer_finish_kernel<T, kUnits, false>, peer_finish_kernel<T, kUnits, true>}) {
+          if (loaded == cudaSuccess) loaded = cudaFuncGetAttributes(&attributes, kernel);
+        }
+        return loaded;
+      });
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace overlap::kernels

@@ -1,0 +1,256 @@
+"""An all-reduce, or a GEMM and its all-reduce, with residual, RMSNorm and a cast to fp8 after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from overlap_torch._layers.sharding import Sum
+from overlap_torch._ops import Group, composition, fakes, gemm_allreduce, group_name
+from overlap_torch._ops.gradients import needs_recording, transforms_are_active
+
+_QUANTIZE = (None, "tensorwise", "rowwise", "blockwise")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_GRAIN, _MOST_COLUMNS = 8, 16384  # of rows that the kernels take
+
+# The norm or its cast, the sum, and the norm that was cast.
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Results = tuple[Result, torch.Tensor] | tuple[Result, torch.Tensor, torch.Tensor]
+Operand = torch.Tensor | None
+
+
+def _check_how(op: str, scale: Operand, quantize: str | None, return_norm: bool) -> None:
+    if quantize not in _QUANTIZE:
+        allowed = ", ".join(map(repr, _QUANTIZE))
+        raise ValueError(f"{op}: quantize is {quantize!r}; allowed are {allowed}")
+    if (quantize == "tensorwise") != (scale is not None):
+        given = "None" if scale is None else "given"
+        raise ValueError(
+            f"{op}: quantize is {quantize!r} and scale is {given}; give a scale with quantize='tensorwise', and "
+            "with nothing else"
+        )
+    if quantize is None and return_norm:
+        raise ValueError(
+            f"{op}: return_norm is True and quantize is None, where the first result is the norm already; "
+            "leave return_norm out, or name how it is quantized"
+        )
+
+
+def _check_operands(op: str, terms: torch.Tensor, weight: Operand, *others: Operand) -> None:
+    """``others``: residual, gain, bias and the cast's scale."""
+    if weight is not None and not is_dynamo_compiling():  # a compiler's fakes check these
+        fakes.check_operands(op, terms, weight, None)
+    if terms.dim() < 1:
+        raise ValueError(f"{op}: partial must be [..., N], but is a number")
+    if terms.dtype not in _DTYPES:
+        raise TypeError(
+            f"{op}: the operands are {terms.dtype}, but supported are {_DTYPES}; convert them"
+        )
+    columns = terms.shape[-1] if weight is None else weight.shape[0]
+    names = ("residual", "norm_weight", "bias", "scale")
+    shapes = ((*terms.shape[:-1], columns), (columns,), (columns,), ())
+    for name, operand, shape in zip(names, others, shapes, strict=True):
+        if operand is None:
+            continue
+        dtype = torch.float32 if name == "scale" else terms.dtype
+        if tuple(operand.shape) != shape and (name != "scale" or operand.numel() != 1):
+            raise ValueError(
+                f"{op}: {name} must have the shape {shape}, but has {tuple(operand.shape)}"
+            )
+        if operand.dtype != dtype:
+            raise TypeError(f"{op}: {name} is {operand.dtype}, but must be {dtype}; convert it")
+        if operand.device != terms.device:
+            raise ValueError(
+                f"{op}: {name} is on {operand.device}, but the terms on {terms.device}; move them to one device"
+            )
+
+
+@torch.library.register_fake("overlap::allreduce_rmsnorm")
+def _fake(
+    input, weight, residual, norm_weight, bias=None, scale=None, *, quantize=None, return_norm=False, **how
+):  # fmt: skip
+    _check_operands("allreduce_rmsnorm", input, weight, residual, norm_weight, bias, scale)
+    shape = (*input.shape[:-1], input.shape[-1] if weight is None else weight.shape[0])
+    norm, total = input.new_empty(shape), input.new_empty(shape)
+    if quantize is None:
+        return [norm, total]
+    results = [input.new_empty(shape, dtype=torch.float8_e4m3fn), total]
+    if quantize == "rowwise":
+        results.append(input.new_empty((*shape[:-1], 1), dtype=torch.float32))
+    if quantize == "blockwise":  # one block's scales of all rows after the other's
+        blocks = (shape[-1] + 127) // 128
+        scales = input.new_empty((blocks, *shape[:-1]), dtype=torch.float32)
+        results.append(scales.movedim(0, -1))
+    return [*results, norm] if return_norm else results
+
+
+def _kernels_take(terms: torch.Tensor, weight: Operand) -> bool:
+    columns = terms.shape[-1] if weight is None else weight.shape[0]
+    half = terms.dtype in (torch.bfloat16, torch.float16)
+    return terms.is_cuda and half and columns % _GRAIN == 0 and 0 < columns <= _MOST_COLUMNS
+
+
+def _call(
+    op: str,
+    group: Group,
+    terms: torch.Tensor,
+    weight: Operand,
+    others: tuple[Operand, ...],
+    fused: bool,
+    **how: Any,
+) -> Results:
+    name = group_name(group)
+    *rest, scale = others
+    quantize = how["quantize"]
+    _check_how(op, scale, quantize, how["return_norm"])
+    operands = (terms, weight, *others)
+    if is_dynamo_compiling():
+        wanted = any(each is not None and each.requires_grad for each in operands)
+        records = torch.is_grad_enabled() and wanted
+    else:
+        records = needs_recording(op, *operands)
+    if records and quantize is not None:
+        raise NotImplementedError(
+            f"{op}: an operand requires grad, but a cast to fp8 has no gradient here (quantize={quantize!r}); leave "
+            "quantize out and cast the norm, or detach the operands"
+        )
+    composes = records or (not is_dynamo_compiling() and transforms_are_active())
+    if fused and not composes and _kernels_take(terms, weight):
+        results = torch.ops.overlap.allreduce_rmsnorm.default(*operands, **how, group=name)
+    else:
+        _check_operands(op, *operands)
+        if weight is not None:
+            total = gemm_allreduce(terms, weight, group=name)
+        else:
+            total = Sum.apply(terms, name) if terms.numel() > 0 else terms.clone()
+        results = composition.finish(total, *rest, scale=scale, **how)
+    first, total, *rest = results
+    if quantize in ("rowwise", "blockwise"):
+        scales, *rest = rest
+        first = (first, scales)
+    return (first, total, *rest)
+
+
+def allreduce_rmsnorm(
+    partial: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = None,
+    eps: float = 1e-6,
+    gain_offset: float = 0.0,
+    round_before_gain: bool = False,
+    quantize: str | None = None,
+    scale: torch.Tensor | None = None,
+    return_norm: bool = False,
+    fused: bool = False,
+) -> Results:
+    """``all_reduce(partial)``, plus bias and residual, and the RMSNorm of the sum.
+
+    The results are those of the unfused composition::
+
+        total = all_reduce(partial, group=group)
+        total = total if bias is None else total + bias
+        total = total if residual is None else total + residual
+        rows = total.float()
+        norm = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+        if round_before_gain:
+            norm = norm.to(total.dtype).float()
+        norm = (norm * (norm_weight.float() + gain_offset)).to(total.dtype)
+        return norm, total
+
+    Every rank of the group calls it with the same shapes and dtype, in the same order of calls. The operands
+    other than ``partial`` are the same on every rank, and so are the results.
+
+    Args:
+        partial: [..., N], this rank's term; bfloat16 or float16 for speed.
+        residual: [..., N] or None, the same on every rank.
+        norm_weight: [N], the gain of the norm.
+        bias: [N] or None; added once, to the rounded sum.
+        group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+        eps: added to the mean of the squares.
+        gain_offset: added to ``norm_weight``: 1.0 for Gemma's norms.
+        round_before_gain: rounds the norm to the dtype before the gain, as transformers' Llama does; else once, after
+            the gain, as ``torch.nn.functional.rms_norm`` does.
+        quantize: None; or the norm is cast to ``float8_e4m3fn``: ``"tensorwise"`` by the given ``scale``,
+            ``"rowwise"`` with a scale for each row, or ``"blockwise"`` with one for each 128 columns of a row. A row's
+            scale is its largest absolute value divided by 448.
+        scale: float32, one number, with ``quantize="tensorwise"``: values are ``norm / scale``.
+        return_norm: returns the norm in ``partial``'s dtype as well, beside its cast.
+        fused: False: the all-reduce's plan runs, then PyTorch's addition and norm. True: kernels of this package finish
+            the rows on CUDA, those of few rows in the all-reduce's own kernel. The same on all ranks.
+
+    Returns:
+        The norm and the sum, both [..., N], fresh, and equal on all ranks. With ``quantize`` the first one is the values
+        in ``float8_e4m3fn``, or with scales of rows or blocks the pair of values and scales: float32 [..., 1], or [...,
+        ceil(N / 128)] in which the rows of one block are next to each other, as ``torch._scaled_mm`` takes them. With
+        ``return_norm`` the norm comes third.
+
+    Gradients are those of the composition, in reverse mode and of any order. The gradient of ``partial`` is the sum's: it
+    is the same on every rank, and backward does not communicate. Casts have none. docs/serving.md says what runs when.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, an unknown ``quantize``, a ``scale`` without it, or an unknown
+            group.
+        TypeError: operands of several dtypes, or of none that the ops take.
+        NotImplementedError: an operand has a tangent (forward mode), or requires grad and ``quantize`` is not None.
+        RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
+            :func:`overlap_torch.check`).
+    """
+    return _call(
+        "allreduce_rmsnorm",
+        group,
+        partial,
+        None,
+        (residual, norm_weight, bias, scale),
+        fused,
+        eps=eps,
+        gain_offset=gain_offset,
+        round_before_gain=round_before_gain,
+        quantize=quantize,
+        return_norm=return_norm,
+    )
+
+
+def gemm_allreduce_rmsnorm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = None,
+    eps: float = 1e-6,
+    gain_offset: float = 0.0,
+    round_before_gain: bool = False,
+    quantize: str | None = None,
+    scale: torch.Tensor | None = None,
+    return_norm: bool = False,
+    fused: bool = False,
+) -> Results:
+    """:func:`allreduce_rmsnorm` of ``input @ weight.T``: the end of a decoder's half layer.
+
+    Args:
+        input: [..., K], this rank's part of the features.
+        weight: [N, K], this rank's part, as in ``torch.nn.Linear``.
+        residual: [..., N] or None, the same on every rank.
+
+    The other arguments, the results, gradients and errors are those of :func:`allreduce_rmsnorm`. The product is rounded to
+    the operands' dtype before it is summed, as in :func:`gemm_allreduce`.
+    """
+    return _call(
+        "gemm_allreduce_rmsnorm",
+        group,
+        input,
+        weight,
+        (residual, norm_weight, bias, scale),
+        fused,
+        eps=eps,
+        gain_offset=gain_offset,
+        round_before_gain=round_before_gain,
+        quantize=quantize,
+        return_norm=return_norm,
+    )
