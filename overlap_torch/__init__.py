@@ -3,7 +3,7 @@
     output = overlap_torch.gemm_allreduce(input, weight, bias, group=group)
 
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
-are its siblings; :func:`moe` is a mixture of experts over ranks. The same operators are
+are its siblings; :func:`moe` is a mixture of experts over ranks, :func:`context_parallel_attention` attention whose tokens are cut over them. The same operators are
 ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
 and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
 :func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
@@ -16,6 +16,10 @@ import importlib
 from types import ModuleType
 
 from overlap_torch import _built, plan  # noqa: F401  (_built comes first: it says what is missing)
+from overlap_torch._attention.cuts import Documents, cut_tokens, token_positions
+from overlap_torch._attention.functions import context_parallel_attention
+from overlap_torch._attention.kernels import AttentionKernel
+from overlap_torch._attention.work import AttentionWork
 from overlap_torch._kernels.calls import consume, produce
 from overlap_torch._kernels.include import include_path
 from overlap_torch._kernels.job import Job
@@ -39,6 +43,9 @@ from overlap_torch.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionKernel",
+    "AttentionWork",
+    "Documents",
     "Gate",
     "Job",
     "Plan",
@@ -47,6 +54,8 @@ __all__ = [
     "allgather_gemm",
     "check",
     "consume",
+    "context_parallel_attention",
+    "cut_tokens",
     "gemm_allreduce",
     "gemm_alltoall",
     "gemm_reducescatter",
@@ -62,6 +71,7 @@ __all__ = [
     "replace_symm_mem",
     "report",
     "resources",
+    "token_positions",
     "trace",
     "triton",
     "tune",

@@ -1,0 +1,130 @@
+"""Forward and backward of one attention: exchange, kernel's calls, exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from overlap_torch._attention.exchange import Exchange
+from overlap_torch._attention.kernels import AttentionKernel, Form, calls_of
+from overlap_torch._attention.work import Problem, Share, share_of
+from overlap_torch._ops import collectives
+from overlap_torch._ops.group import group_rank
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Attention:
+    """A call on this rank.
+
+    Args:
+        problem: what all ranks compute.
+        kernels: the first that takes a call computes it.
+        scale: the factor of the products of queries and keys.
+        group: the group's name.
+        per_head: this rank's slices of the tensors that go with the heads.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        kernels: Sequence[AttentionKernel],
+        scale: float,
+        group: str,
+        per_head: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        self.problem, self.kernels, self.scale, self.group = problem, kernels, scale, group
+        self.share: Share = share_of(problem, group_rank(group))
+        heads = self.share.heads
+        self.per_head = tuple(tensor[heads.start : heads.stop] for tensor in per_head)
+
+    def _compare(self, what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises on every rank if the ranks' calls differ, before anything is sent."""
+        if self.problem.ranks > 1:
+            problem = self.problem
+            mask = f"band {problem.left}, {problem.right} documents {problem.documents}"
+            cut = f"tokens {problem.numbers}{' zigzag' if problem.zigzag else ''} parts {problem.parts}"
+            text = f"{what} by {self.kernels[0].name}, {mask}, {cut}, scale {self.scale}, heads and sizes"
+            sizes = [q.shape[0], problem.heads, problem.kv_heads, q.shape[3], v.shape[3]]
+            collectives.compare(text, q, sizes, self.group)
+
+    def _exchange(self, q: torch.Tensor, v: torch.Tensor) -> Exchange:
+        return Exchange(self.share, q.shape[0], q.shape[3], v.shape[3], self.group)
+
+    def calls(self, q: torch.Tensor, v: torch.Tensor):
+        """See `calls_of`."""
+        return calls_of(self.share, self.kernels, Form.of(q, v), self.scale, self.per_head)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        """This rank's output [B, T, H, Dv], what came and the head layout's output where backward wants them, and what kernels saved."""
+        self._compare("an attention", q, k, v)
+        exchange = self._exchange(q, v)
+        came = exchange.start_in(q, k, v)()
+        q, k, v = exchange.heads(came, q, k, v)
+        outputs, saved = [], []
+        for kernel, work, rows, keys in self.calls(q, v):
+            o, kept = kernel.forward(q[:, rows], k[:, keys], v[:, keys], work)
+            outputs.append(o)
+            saved.append(kept)
+        if not outputs:
+            outputs.append(q.new_empty((q.shape[0], 0, q.shape[2], v.shape[3])))
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        result = exchange.results_home(o)
+        if not exchange.moves_queries:
+            return result, [], saved
+        # All heads' keys and values, cut by heads, are as many bytes as this rank's own. Others come again in backward.
+        return result, [*(came if self._keeps_keys else came[:1]), o], saved
+
+    @property
+    def _keeps_keys(self) -> bool:
+        return self.problem.parts == self.problem.ranks
+
+    @property
+    def kept(self) -> int:
+        """The number of tensors that forward keeps beside what kernels saved."""
+        if self.problem.parts == 1:
+            return 0
+        return 2 if not self._keeps_keys or not self.problem.zigzag else 3
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        saved: Sequence[Any],
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of this rank's q, k and v, and of its slices of per_head."""
+        self._compare("the gradients of an attention", q, k, v)
+        exchange = self._exchange(q, v)
+        *came, o = kept or [o]
+        again = None if self._keeps_keys else exchange.start_in(None, k, v)
+        grad = exchange.start_grad(grad)()
+        q, k, v = exchange.heads(came if again is None else [*came, *again()], q, k, v)
+        for_q, terms, more = [], [], [torch.zeros_like(one) for one in self.per_head]
+        for (kernel, work, rows, keys), own in zip(self.calls(q, v), saved, strict=True):
+            operands = (grad[:, rows], q[:, rows], k[:, keys], v[:, keys], o[:, rows])
+            dq, dk, dv, *others = kernel.backward(*operands, own, work)
+            for_q.append((rows, dq))
+            terms.append((keys, dk, dv))
+            for total, other in zip(more, others, strict=True):
+                total += other
+        dk, dv = (
+            _total(one, [(term[0], term[i]) for term in terms]) for i, one in ((1, k), (2, v))
+        )
+        return *exchange.gradients_home(_total(q, for_q), dk, dv), *more
+
+
+def _total(like: torch.Tensor, terms: Sequence[tuple[slice, torch.Tensor]]) -> torch.Tensor:
+    """The sum of the terms of some of the rows [B, S, h, D], rounded once."""
+    if len(terms) == 1 and terms[0][1].shape == like.shape:
+        return terms[0][1]
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    total = like.new_zeros(like.shape, dtype=wide if len(terms) > 1 else like.dtype)
+    for rows, term in terms:
+        total[:, rows] += term
+    return total.to(like.dtype)
