@@ -40,13 +40,14 @@ class Attention:
         heads = self.share.heads
         self.per_head = tuple(tensor[heads.start : heads.stop] for tensor in per_head)
 
-    def _compare(self, what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _compare(self, what: str, q: torch.Tensor, v: torch.Tensor) -> None:
         """Raises on every rank if the ranks' calls differ, before anything is sent."""
-        if self.problem.ranks > 1:
-            problem = self.problem
-            mask = f"band {problem.left}, {problem.right} documents {problem.documents}"
-            cut = f"tokens {problem.numbers}{' zigzag' if problem.zigzag else ''} parts {problem.parts}"
-            text = f"{what} by {self.kernels[0].name}, {mask}, {cut}, scale {self.scale}, heads and sizes"
+        if self.problem.ranks > 1 and collectives.compares(q):
+            problem, documents = self.problem, self.problem.documents
+            said = [*documents] if len(documents) <= 8 else f"{len(documents)} ({hash(documents)})"
+            mask = f"band {problem.left}, {problem.right}, documents {said}"
+            cut = f"tokens {[*problem.numbers]}{' in a zigzag' if problem.zigzag else ''}, head parts {problem.parts}"
+            text = f"{what} by {self.kernels[0].name}, {mask}, {cut}, scale {self.scale}, batch, heads and sizes"
             sizes = [q.shape[0], problem.heads, problem.kv_heads, q.shape[3], v.shape[3]]
             collectives.compare(text, q, sizes, self.group)
 
@@ -59,7 +60,7 @@ class Attention:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         """This rank's output [B, T, H, Dv], what came and the head layout's output where backward wants them, and what kernels saved."""
-        self._compare("an attention", q, k, v)
+        self._compare("an attention", q, v)
         exchange = self._exchange(q, v)
         came = exchange.start_in(q, k, v)()
         q, k, v = exchange.heads(came, q, k, v)
@@ -99,7 +100,7 @@ class Attention:
         saved: Sequence[Any],
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of this rank's q, k and v, and of its slices of per_head."""
-        self._compare("the gradients of an attention", q, k, v)
+        self._compare("the gradients of an attention", q, v)
         exchange = self._exchange(q, v)
         *came, o = kept or [o]
         again = None if self._keeps_keys else exchange.start_in(None, k, v)

@@ -7,12 +7,11 @@ strided views of it. Rows are put in order by a copy only where ranks do not hol
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from overlap_torch._attention.work import Rows, Share, part_of, share_of
+from overlap_torch._attention.work import Rows, Share, part_of
 from overlap_torch._ops import collectives
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v of this rank's part, [B, T, h, D]

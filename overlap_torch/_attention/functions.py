@@ -109,11 +109,10 @@ def _documents(documents: Documents | None, total: int, batch: int) -> tuple[int
     return documents.lengths if len(documents.lengths) > 1 else ()
 
 
-def _kernels(kernel: Kernel, device: torch.device) -> tuple[str, tuple[AttentionKernel, ...]]:
-    """The built-in kernels' name, "" for a caller's, and the kernels."""
+def _kernel(kernel: Kernel, device: torch.device) -> str | AttentionKernel:
+    """A key of BUILT_IN, or a caller's kernel."""
     if kernel is None:
-        name = _default(device)
-        return name, BUILT_IN[name]
+        return _default(device)
     if isinstance(kernel, str):
         names = ("flash", "cudnn", "cpu", "masked")
         if kernel not in names:
@@ -122,66 +121,66 @@ def _kernels(kernel: Kernel, device: torch.device) -> tuple[str, tuple[Attention
             )
         if (kernel == "cpu") != (device.type == "cpu") and kernel != "masked":
             raise ValueError(f"kernel={kernel!r} does not run on {device}; leave it out")
-        return kernel, BUILT_IN[kernel]
+        return kernel
     if isinstance(kernel, AttentionKernel):
-        return "", (kernel,)
+        return kernel
     if not callable(kernel):
         raise TypeError(
             f"kernel is None, a name, an AttentionKernel or a function (q, k, v, work) -> o, but got {type(kernel).__name__}"
         )
-    return "", (FunctionKernel(kernel),)
+    return FunctionKernel(kernel)
+
+
+def _kernels(kernel: str | AttentionKernel) -> tuple[AttentionKernel, ...]:
+    return BUILT_IN[kernel] if isinstance(kernel, str) else (kernel,)
+
+
+@functools.lru_cache(maxsize=256)
+def check_calls(problem: Problem, kernel: str | AttentionKernel, form: Form) -> None:
+    """Raises NotImplementedError, on every rank alike, if a call of some rank is one that no kernel takes."""
+    for rank in range(problem.ranks):
+        for _ in calls_of(share_of(problem, rank), _kernels(kernel), form, 1.0):
+            pass
 
 
 @functools.lru_cache(maxsize=256)
 def choose_parts(
-    problem: Problem, kernels: tuple[AttentionKernel, ...], form: Form, backward: bool
+    problem: Problem, kernel: str | AttentionKernel, form: Form, backward: bool
 ) -> int:
     """The head parts of the least expected time, among those that heads and kernels allow; see `seconds`.
 
     Raises:
-        NotImplementedError: the kernels take none.
+        NotImplementedError: the kernel takes none.
     """
-    allowed = parts_allowed(problem.ranks, problem.heads, problem.kv_heads)
-    found, why = [], None
-    for parts in reversed(allowed):
+    fastest, found, why = _kernels(kernel)[0], [], []
+    for parts in reversed(parts_allowed(problem.ranks, problem.heads, problem.kv_heads)):
         candidate = problem._replace(parts=parts)
         try:
-            check_calls(candidate, kernels, form)
+            check_calls(candidate, kernel, form)
         except NotImplementedError as error:
-            why = why or error
+            why.append(error)
             continue
-        taken = seconds(
-            candidate,
-            form.width,
-            form.value_width,
-            form.dtype.itemsize,
-            backward,
-            lambda work: bool(kernels[0].refused(work, form.dtype)),
-        )
+        sizes = (form.width, form.value_width, form.dtype.itemsize, backward)
+        taken = seconds(candidate, *sizes, lambda work: fastest.refused(work, form.dtype) != "")
         found.append((taken, parts))
     if not found:
-        raise why
+        raise why[0]
     return min(found, key=lambda pair: pair[0])[1]
 
 
-@functools.lru_cache(maxsize=256)
-def check_calls(problem: Problem, kernels: tuple[AttentionKernel, ...], form: Form) -> None:
-    """Raises NotImplementedError, on every rank alike, if a call of some rank is one that no kernel takes."""
-    for rank in range(problem.ranks):
-        for _ in calls_of(share_of(problem, rank), kernels, form, 1.0):
-            pass
-
-
-def _parts(head_parts: int | None, problem: Problem, kernels, form: Form, backward: bool) -> int:
+@torch.compiler.assume_constant_result
+def _parts(head_parts: int | None, backward: bool, kernel, problem: tuple, form: tuple) -> int:
+    """The head parts of a call; a compiler takes them as they are."""
+    problem, form = Problem(*problem), Form(*form)
     if head_parts is None:
-        return choose_parts(problem, kernels, form, backward)
+        return choose_parts(problem, kernel, form, backward)
     allowed = parts_allowed(problem.ranks, problem.heads, problem.kv_heads)
     if head_parts not in allowed:
         raise ValueError(
             f"head_parts={head_parts}: {problem.heads} query heads and {problem.kv_heads} key/value heads on {problem.ranks} ranks allow "
             f"{', '.join(map(str, allowed))} (1: keys and values are gathered; the number of ranks: all is cut by heads)"
         )
-    check_calls(problem._replace(parts=head_parts), kernels, form)
+    check_calls(problem._replace(parts=head_parts), kernel, form)
     return head_parts
 
 
@@ -269,20 +268,22 @@ def context_parallel_attention(
     numbers, zigzag = numbers_of(_WHAT, tokens, q.shape[1], ranks, rank)
     band = _band(causal, window)
     lengths = _documents(documents, sum(numbers), q.shape[0])
-    built_in, kernels = _kernels(kernel, q.device)
-    _check_per_head(per_head, q, bool(built_in))
-    problem = Problem(numbers, zigzag, q.shape[2], k.shape[2], *band, lengths, 1)
+    chosen = _kernel(kernel, q.device)
+    _check_per_head(per_head, q, isinstance(chosen, str))
+    problem = (numbers, zigzag, q.shape[2], k.shape[2], *band, lengths, 1)
     backward = torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v, *per_head))
-    form = Form(q.shape[0], q.dtype, q.shape[3], v.shape[3])
-    problem = problem._replace(parts=_parts(head_parts, problem, kernels, form, backward))
+    form = (q.shape[0], q.dtype, q.shape[3], v.shape[3])
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if built_in:
-        how = ops.arguments(problem, built_in, scale, name)
-        return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
-    return _by_callers_kernel(problem, kernels, scale, name, q, k, v, per_head)
+    if not isinstance(chosen, str):
+        call = (head_parts, backward, chosen, problem, form)
+        return _by_callers_kernel(call, scale, name, q, k, v, tuple(per_head))
+    parts = _parts(head_parts, backward, chosen, problem, form)
+    how = ops.arguments(Problem(*problem[:-1], parts), chosen, scale, name)
+    return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
 
 
 @torch.compiler.disable(reason=_COMPILED)
-def _by_callers_kernel(problem, kernels, scale, name, q, k, v, per_head) -> torch.Tensor:
-    attention = Attention(problem, kernels, scale, name, tuple(per_head))
+def _by_callers_kernel(call, scale, name, q, k, v, per_head) -> torch.Tensor:
+    problem = Problem(*call[3][:-1], _parts(*call))
+    attention = Attention(problem, (call[2],), scale, name, per_head)
     return ops.CallersAttention.apply(attention, q, k, v, *per_head)

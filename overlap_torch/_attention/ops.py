@@ -16,7 +16,7 @@ _HOW = (
 )
 _SECOND = (
     "context_parallel_attention has gradients of first order only, as attention kernels do, but its gradients were "
-    "differentiated: leave create_graph out, or give kernel= a function on one rank"
+    "differentiated: leave create_graph out"
 )
 
 

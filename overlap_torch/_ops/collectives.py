@@ -24,11 +24,16 @@ def _compares_all() -> bool:
     return torch.ops.overlap.environment()["OVERLAP_DEBUG"] == "1"
 
 
-def compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -> None:
-    """Raises on every rank if the ranks differ; fakes and other subclasses communicate nothing, or by rules of their own."""
+def compares(tensor: torch.Tensor) -> bool:
+    """True if ranks compare a call on it; fakes and other subclasses communicate nothing, or by rules of their own."""
     if is_dynamo_compiling() or type(tensor) is not torch.Tensor:
-        return
-    if tensor.device.type == "cpu" or _compares_all():
+        return False
+    return tensor.device.type == "cpu" or _compares_all()
+
+
+def compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -> None:
+    """Raises on every rank if the ranks differ."""
+    if compares(tensor):
         text = f"{what} of {list(sizes)} {str(tensor.dtype)[6:]}"
         torch.ops.overlap._compare_collective(text, tensor.device, group)
 
