@@ -7,7 +7,7 @@ are its siblings; :func:`moe` is a mixture of experts over ranks, :func:`context
 ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
 and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
 :func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
-:func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones.
+:func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones, :func:`replace_context_parallel` a gather in the place of its ring.
 :func:`produce` and :func:`consume` do for kernels of your own what the ops do for theirs.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
@@ -19,6 +19,7 @@ from overlap_torch import _built, plan  # noqa: F401  (_built comes first: it sa
 from overlap_torch._attention.cuts import Documents, cut_tokens, token_positions
 from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._attention.kernels import AttentionKernel
+from overlap_torch._attention.replace import replace_context_parallel
 from overlap_torch._attention.work import AttentionWork
 from overlap_torch._kernels.calls import consume, produce
 from overlap_torch._kernels.include import include_path
@@ -68,6 +69,7 @@ __all__ = [
     "parallel",
     "plan",
     "produce",
+    "replace_context_parallel",
     "replace_symm_mem",
     "report",
     "resources",

@@ -115,12 +115,12 @@ class Attention:
             for total, other in zip(more, others, strict=True):
                 total += other
         dk, dv = (
-            _total(one, [(term[0], term[i]) for term in terms]) for i, one in ((1, k), (2, v))
+            total_of(one, [(term[0], term[i]) for term in terms]) for i, one in ((1, k), (2, v))
         )
-        return *exchange.gradients_home(_total(q, for_q), dk, dv), *more
+        return *exchange.gradients_home(total_of(q, for_q), dk, dv), *more
 
 
-def _total(like: torch.Tensor, terms: Sequence[tuple[slice, torch.Tensor]]) -> torch.Tensor:
+def total_of(like: torch.Tensor, terms: Sequence[tuple[slice, torch.Tensor]]) -> torch.Tensor:
     """The sum of the terms of some of the rows [B, S, h, D], rounded once."""
     if len(terms) == 1 and terms[0][1].shape == like.shape:
         return terms[0][1]

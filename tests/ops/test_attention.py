@@ -258,7 +258,7 @@ def shifted(what: str):
 
 
 SHIFTS = {
-    "left wider": lambda case: case.window is not None and case.window[0] is not None,
+    "left wider": lambda case: bool(case.window and case.window[0]) and not case.documents,
     "left narrower": lambda case: case.window is not None and case.window[0] is not None,
     "right wider": lambda case: case.causal,
     "first key missing": lambda case: case.window is None,
