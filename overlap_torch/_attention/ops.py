@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._attention.call import Attention
 from overlap_torch._attention.kernels import BUILT_IN
@@ -96,6 +101,24 @@ _register(
     _refuse_second,
     _keep_nothing,
 )
+
+
+def _flops(q: Sequence[int], v: Sequence[int], how: Sequence[Any]) -> int:
+    """This rank's products forward, counted as PyTorch counts attention's: of each call's whole rectangle."""
+    share = _attention(*how).share
+    pieces = [piece for run in share.runs for piece in run]
+    pairs = sum(math.prod(end - begin for begin, end in piece[:2]) for piece in pieces)
+    return 2 * q[0] * len(share.heads) * pairs * (q[3] + v[3])
+
+
+@register_flop_formula(_ops.context_parallel_attention)
+def _forward_flops(q, k, v, *how, out_shape=None, **_) -> int:
+    return _flops(q, v, how)
+
+
+@register_flop_formula(_ops._context_parallel_attention_backward)
+def _backward_flops(grad, q, k, v, o, kept, *how, out_shape=None, **_) -> int:
+    return _flops(q, v, how) * 5 // 2
 
 
 class CallersAttention(torch.autograd.Function):

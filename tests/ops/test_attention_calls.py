@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 import overlap_torch
 from checks import Failures, message_of
@@ -52,9 +53,13 @@ def check_traffic() -> tuple[int, list[str]]:
         for parts in parts_allowed(world, heads, kv):
             q, k, v = operands((heads, width), (kv, width), (kv, value_width), tokens=tokens)
             sent.clear()
-            output = attend(q, k, v, head_parts=parts)
+            with FlopCounterMode(display=False) as counter:
+                output = attend(q, k, v, head_parts=parts)
+            flops = 2 * heads * tokens * tokens * world * (width + value_width)
+            counted = counter.get_total_flops()
+            failures.expect(None if counted == flops else f"{counted} FLOP, not {flops}", parts)
             both = width + value_width
-            # float arithmetic, as in the formula: queries and outputs within the parts, keys and values to all
+            # Queries and outputs move within the parts, keys and values to all.
             queries = tokens * heads * (parts - 1) // parts
             keys = tokens * max(kv, parts) * (world - 1) // parts * both
             forward = [keys] if parts == 1 else [queries * width + keys, queries * value_width]
@@ -102,9 +107,9 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("heads, ranks, total, cut, causal, backward, kernel, parts", CHOICES)
-def test_attention_chooses_head_parts(heads, ranks, total, cut, causal, backward, kernel, parts):
-    numbers = (total // ranks,) * ranks
+@pytest.mark.parametrize("heads, world, total, cut, causal, backward, kernel, parts", CHOICES)
+def test_attention_chooses_head_parts(heads, world, total, cut, causal, backward, kernel, parts):
+    numbers = (total // world,) * world
     problem = Problem(numbers, cut == "zigzag", *heads, None, 0 if causal else None, (), 1)
     form = Form(1, torch.bfloat16, 128, 128)
     assert choose_parts(problem, kernel, form, backward) == parts
