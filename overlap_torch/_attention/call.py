@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from overlap_torch._attention.exchange import Exchange
-from overlap_torch._attention.kernels import AttentionKernel, Form, calls_of
+from overlap_torch._attention.kernels import AttentionKernel, Call, Form, calls_of
 from overlap_torch._attention.work import Problem, Share, share_of
 from overlap_torch._ops import collectives
 from overlap_torch._ops.group import group_rank
@@ -37,6 +37,7 @@ class Attention:
     ) -> None:
         self.problem, self.kernels, self.scale, self.group = problem, kernels, scale, group
         self.share: Share = share_of(problem, group_rank(group))
+        self._known: dict[Form, tuple[Call, ...]] = {}
         heads = self.share.heads
         self.per_head = tuple(tensor[heads.start : heads.stop] for tensor in per_head)
 
@@ -54,9 +55,13 @@ class Attention:
     def _exchange(self, q: torch.Tensor, v: torch.Tensor) -> Exchange:
         return Exchange(self.share, q.shape[0], q.shape[3], v.shape[3], self.group)
 
-    def calls(self, q: torch.Tensor, v: torch.Tensor):
+    def calls(self, q: torch.Tensor, v: torch.Tensor) -> tuple[Call, ...]:
         """See `calls_of`."""
-        return calls_of(self.share, self.kernels, Form.of(q, v), self.scale, self.per_head)
+        form = Form.of(q, v)
+        if form not in self._known:
+            found = calls_of(self.share, self.kernels, form, self.scale, self.per_head)
+            self._known[form] = tuple(found)
+        return self._known[form]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         """This rank's output [B, T, H, Dv], what came and the head layout's output where backward wants them, and what kernels saved."""

@@ -272,10 +272,12 @@ def default_kernels(device: torch.device) -> str:
     """The name in BUILT_IN of what a device's calls take."""
     if device.type != "cuda":
         return "cpu or masked"
-    fits = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return (
-        "cudnn or flash" if fits and torch.backends.cuda.cudnn_sdp_enabled() else "flash or masked"
+    takes_cudnn = (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)
     )
+    return "cudnn or flash" if takes_cudnn else "flash or masked"
 
 
 class Form(NamedTuple):
@@ -289,6 +291,10 @@ class Form(NamedTuple):
     @staticmethod
     def of(q: torch.Tensor, v: torch.Tensor) -> Form:
         return Form(q.shape[0], q.dtype, q.shape[3], v.shape[3])
+
+
+# A kernel, its work, and its rows among the queries that are there and among the keys.
+Call = tuple[AttentionKernel, AttentionWork, slice, slice]
 
 
 def _taker(
@@ -313,8 +319,8 @@ def calls_of(
     form: Form,
     scale: float,
     per_head: tuple[torch.Tensor, ...] = (),
-) -> Iterator[tuple[AttentionKernel, AttentionWork, slice, slice]]:
-    """A rank's calls: the kernel, its work, and its rows among the queries that are there and among the keys.
+) -> Iterator[Call]:
+    """A rank's calls, in order of queries.
 
     Several documents are one call where a kernel takes them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from overlap_torch._attention.call import Attention
 from overlap_torch._attention.kernels import BUILT_IN
 from overlap_torch._attention.work import Problem
+from overlap_torch._ops.group import group_rank
 
 _library = torch.library.Library("overlap", "FRAGMENT")
 _ops = torch.ops.overlap
@@ -35,6 +37,12 @@ def arguments(problem: Problem, kernel: str, scale: float, group: str) -> tuple:
 def _attention(numbers, zigzag, heads, kv_heads, band, documents, parts, kernel, scale, group):
     sides = [None if side < 0 else side for side in band]
     problem = Problem(tuple(numbers), zigzag, heads, kv_heads, *sides, tuple(documents), parts)
+    return _known(problem, kernel, scale, group, group_rank(group))
+
+
+@functools.lru_cache(maxsize=64)
+def _known(problem: Problem, kernel: str, scale: float, group: str, rank: int) -> Attention:
+    """Layers share it; a name may come to mean another group, in which this rank is another."""
     return Attention(problem, BUILT_IN[kernel], scale, group)
 
 

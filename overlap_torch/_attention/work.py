@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """What one call of a kernel computes, beside its tensors.
+    """The part of an attention that one call of a kernel computes, beside its tensors.
 
     Attributes:
         heads, kv_heads: the query heads and key/value heads, numbered over the whole model.
