@@ -13,8 +13,6 @@ from overlap_torch._attention.work import Problem, Share, share_of
 from overlap_torch._ops import collectives
 from overlap_torch._ops.group import group_rank
 
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 class Attention:
     """A call on this rank.
@@ -41,23 +39,19 @@ class Attention:
         heads = self.share.heads
         self.per_head = tuple(tensor[heads.start : heads.stop] for tensor in per_head)
 
-    def _compare(self, what: str, q: torch.Tensor, v: torch.Tensor) -> None:
+    def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
         """Raises on every rank if the ranks' calls differ, before anything is sent."""
-        if self.problem.ranks > 1 and collectives.compares(q):
+        if self.problem.ranks > 1 and collectives.compares(tensor):
             problem, documents = self.problem, self.problem.documents
             said = [*documents] if len(documents) <= 8 else f"{len(documents)} ({hash(documents)})"
-            mask = f"band {problem.left}, {problem.right}, documents {said}"
+            mask = f"left {problem.left}, right {problem.right}, documents {said}"
             cut = f"tokens {[*problem.numbers]}{' in a zigzag' if problem.zigzag else ''}, head parts {problem.parts}"
             text = f"{what} by {self.kernels[0].name}, {mask}, {cut}, scale {self.scale}, batch, heads and sizes"
-            sizes = [q.shape[0], problem.heads, problem.kv_heads, q.shape[3], v.shape[3]]
-            collectives.compare(text, q, sizes, self.group)
+            sizes = [form.batch, problem.heads, problem.kv_heads, form.width, form.value_width]
+            collectives.compare(text, tensor, sizes, self.group)
 
-    def _exchange(self, q: torch.Tensor, v: torch.Tensor) -> Exchange:
-        return Exchange(self.share, q.shape[0], q.shape[3], v.shape[3], self.group)
-
-    def calls(self, q: torch.Tensor, v: torch.Tensor) -> tuple[Call, ...]:
+    def calls(self, form: Form) -> tuple[Call, ...]:
         """See `calls_of`."""
-        form = Form.of(q, v)
         if form not in self._known:
             found = calls_of(self.share, self.kernels, form, self.scale, self.per_head)
             self._known[form] = tuple(found)
@@ -65,12 +59,13 @@ class Attention:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         """This rank's output [B, T, H, Dv], what came and the head layout's output where backward wants them, and what kernels saved."""
-        self._compare("an attention", q, v)
-        exchange = self._exchange(q, v)
+        form = Form(q.shape[0], q.dtype, q.shape[3], v.shape[3])
+        self._compare("an attention", q, form)
+        exchange = Exchange(self.share, form.batch, form.width, form.value_width, self.group)
         came = exchange.start_in(q, k, v)()
         q, k, v = exchange.heads(came, q, k, v)
         outputs, saved = [], []
-        for kernel, work, rows, keys in self.calls(q, v):
+        for kernel, work, rows, keys in self.calls(form):
             o, kept = kernel.forward(q[:, rows], k[:, keys], v[:, keys], work)
             outputs.append(o)
             saved.append(kept)
@@ -94,25 +89,35 @@ class Attention:
             return 0
         return 2 if not self._keeps_keys or not self.problem.zigzag else 3
 
+    def wanted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> list:
+        """Those that backward reads, None for others: of these, the head layout's are kept."""
+        own, gathers = self.problem.parts == 1, not self._keeps_keys
+        return [
+            tensor if takes else None
+            for tensor, takes in ((q, own), (k, own or gathers), (v, own or gathers), (o, own))
+        ]
+
     def backward(
         self,
         grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        o: torch.Tensor | None,
+        width: int,
         kept: Sequence[torch.Tensor],
         saved: Sequence[Any],
     ) -> tuple[torch.Tensor, ...]:
-        """The gradients of this rank's q, k and v, and of its slices of per_head."""
-        self._compare("the gradients of an attention", q, v)
-        exchange = self._exchange(q, v)
+        """The gradients of this rank's q, k and v, and of its slices of per_head. q, k, v and o are as `wanted` leaves them."""
+        form = Form(grad.shape[0], grad.dtype, width, grad.shape[3])
+        self._compare("the gradients of an attention", grad, form)
+        exchange = Exchange(self.share, form.batch, width, form.value_width, self.group)
         *came, o = kept or [o]
         again = None if self._keeps_keys else exchange.start_in(None, k, v)
         grad = exchange.start_grad(grad)()
         q, k, v = exchange.heads(came if again is None else [*came, *again()], q, k, v)
         for_q, terms, more = [], [], [torch.zeros_like(one) for one in self.per_head]
-        for (kernel, work, rows, keys), own in zip(self.calls(q, v), saved, strict=True):
+        for (kernel, work, rows, keys), own in zip(self.calls(form), saved, strict=True):
             operands = (grad[:, rows], q[:, rows], k[:, keys], v[:, keys], o[:, rows])
             dq, dk, dv, *others = kernel.backward(*operands, own, work)
             for_q.append((rows, dq))

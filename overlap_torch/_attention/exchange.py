@@ -41,6 +41,11 @@ def _heads_of(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.unflatten(-1, (heads, -1)).transpose(0, 1)
 
 
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """With a last dim that lies together, as kernels want it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _in_order(blocks: dict[int, torch.Tensor], order: Sequence[Rows]) -> torch.Tensor:
     """The ranks' rows in order of positions, one copy."""
     parts = [blocks[rows.rank][rows.begin : rows.end] for rows in order]
@@ -133,13 +138,15 @@ class Exchange:
     def heads(self, came: Came, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Heads:
         """This part's heads as views of what came, or this rank's own operands."""
         if not came:
-            return q, k, v
+            return _dense(q), _dense(k), _dense(v)
         keys = came[-1]
         if keys.shape[-1] > self.k_columns + self.v_columns:
             q = _heads_of(keys[..., : self.q_columns], len(self.share.heads))
             keys = keys[..., self.q_columns :]
         elif len(came) == 2:
             q = _heads_of(came[0], len(self.share.heads))
+        else:
+            q = _dense(q)
         heads = len(self.share.kv_heads)
         k, v = keys[..., : self.k_columns], keys[..., self.k_columns :]
         return q, _heads_of(k, heads), _heads_of(v, heads)
@@ -176,7 +183,7 @@ class Exchange:
     def start_grad(self, grad: torch.Tensor) -> Later:
         """Begins to send the output's gradient the way of the queries; the result waits: [B, T, h, Dv] of the queries here."""
         if not self.moves_queries:
-            return lambda: grad
+            return lambda: grad.contiguous()
         share, ranks = self.share, self.problem.ranks
         columns = len(share.heads) * self.value_width
         rows = grad.new_empty((len(share.sharing), self.own, self.batch, columns))

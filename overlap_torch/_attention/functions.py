@@ -109,6 +109,11 @@ def _documents(documents: Documents | None, total: int, batch: int) -> tuple[int
     return documents.lengths if len(documents.lengths) > 1 else ()
 
 
+@functools.lru_cache(maxsize=64)
+def _kernel_of(function: Callable[..., torch.Tensor]) -> FunctionKernel:
+    return FunctionKernel(function)
+
+
 def _kernel(kernel: Kernel, device: torch.device) -> str | AttentionKernel:
     """A key of BUILT_IN, or a caller's kernel."""
     if kernel is None:
@@ -128,7 +133,7 @@ def _kernel(kernel: Kernel, device: torch.device) -> str | AttentionKernel:
         raise TypeError(
             f"kernel is None, a name, an AttentionKernel or a function (q, k, v, work) -> o, but got {type(kernel).__name__}"
         )
-    return FunctionKernel(kernel)
+    return _kernel_of(kernel)
 
 
 def _kernels(kernel: str | AttentionKernel) -> tuple[AttentionKernel, ...]:
@@ -239,7 +244,7 @@ def context_parallel_attention(
         head_parts: 1, the number of ranks, or a divisor of it that heads allow. None: chosen.
         kernel: None: PyTorch's fastest that takes the call (cuDNN, flash, CPU flash), and products with a mask where none does. ``"flash"``,
             ``"cudnn"``, ``"cpu"`` or ``"masked"``: that one or an error. An :class:`AttentionKernel`; or a function
-            ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward.
+            ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward. A function gets no ``window``.
         per_head: tensors [H, ...], the same on all ranks, of which the caller's kernel gets its heads' in ``work.per_head``: sinks, slopes.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
 

@@ -13,7 +13,6 @@ from overlap_torch._moe.ops import accumulated
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _ALL = (*_HALF, torch.float32, torch.float64)
-Tensors = Sequence[torch.Tensor]
 
 
 class AttentionKernel:
@@ -75,9 +74,6 @@ class AttentionKernel:
 
 class FunctionKernel(AttentionKernel):
     """A function ``(q, k, v, work) -> o``, which autograd differentiates. Backward calls it again, so that nothing gathered is kept."""
-
-    windows = True
-    documents = True
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self.function = function
@@ -287,10 +283,6 @@ class Form(NamedTuple):
     dtype: torch.dtype
     width: int
     value_width: int
-
-    @staticmethod
-    def of(q: torch.Tensor, v: torch.Tensor) -> Form:
-        return Form(q.shape[0], q.dtype, q.shape[3], v.shape[3])
 
 
 # A kernel, its work, and its rows among the queries that are there and among the keys.

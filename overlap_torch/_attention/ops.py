@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._attention.call import Attention
-from overlap_torch._attention.kernels import BUILT_IN
+from overlap_torch._attention.kernels import BUILT_IN, Form
 from overlap_torch._attention.work import Problem
 from overlap_torch._ops.group import group_rank
 
@@ -51,19 +51,20 @@ def _forward(q, k, v, *how):
     return o, [*kept, *(tensor for each in saved for tensor in each)]
 
 
-def _backward(grad, q, k, v, o, kept, *how):
+def _backward(grad, q, k, v, o, kept, width, *how):
     attention = _attention(*how)
     tensors, saved = [*kept[attention.kept :]], []
-    for kernel, *_ in attention.calls(q, v):
+    for kernel, *_ in attention.calls(Form(grad.shape[0], grad.dtype, width, grad.shape[3])):
         saved.append(tensors[: kernel.keeps])
         del tensors[: kernel.keeps]
-    return attention.backward(grad, q, k, v, o, kept[: attention.kept], saved)
+    return attention.backward(grad, q, k, v, o, width, kept[: attention.kept], saved)
 
 
 def _keep(ctx, inputs, output) -> None:
     q, k, v, *ctx.how = inputs
     o, kept = output
-    ctx.save_for_backward(q, k, v, o, *kept)
+    ctx.width = q.shape[3]
+    ctx.save_for_backward(*_attention(*ctx.how).wanted(q, k, v, o), *kept)
     ctx.set_materialize_grads(False)
 
 
@@ -73,8 +74,8 @@ def _gradients(ctx, grad, _):
     if grad is None:
         return None, None, None, *nothing
     q, k, v, o, *kept = ctx.saved_tensors
-    found = _ops._context_parallel_attention_backward(grad, q, k, v, o, kept, *ctx.how)
-    return *found, *nothing
+    given = (grad, q, k, v, o, kept, ctx.width, *ctx.how)
+    return *_ops._context_parallel_attention_backward(*given), *nothing
 
 
 def _keep_nothing(ctx, inputs, output) -> None:
@@ -104,29 +105,29 @@ _register(
 )
 _register(
     "_context_parallel_attention_backward",
-    f"Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor[] kept, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor grad, Tensor? q, Tensor? k, Tensor? v, Tensor? o, Tensor[] kept, int width, {_HOW}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _refuse_second,
     _keep_nothing,
 )
 
 
-def _flops(q: Sequence[int], v: Sequence[int], how: Sequence[Any]) -> int:
+def _flops(batch: int, widths: int, how: Sequence[Any]) -> int:
     """This rank's products forward, counted as PyTorch counts attention's: of each call's whole rectangle."""
     share = _attention(*how).share
     pieces = [piece for run in share.runs for piece in run]
     pairs = sum(math.prod(end - begin for begin, end in piece[:2]) for piece in pieces)
-    return 2 * q[0] * len(share.heads) * pairs * (q[3] + v[3])
+    return 2 * batch * len(share.heads) * pairs * widths
 
 
 @register_flop_formula(_ops.context_parallel_attention)
 def _forward_flops(q, k, v, *how, out_shape=None, **_) -> int:
-    return _flops(q, v, how)
+    return _flops(q[0], q[3] + v[3], how)
 
 
 @register_flop_formula(_ops._context_parallel_attention_backward)
-def _backward_flops(grad, q, k, v, o, kept, *how, out_shape=None, **_) -> int:
-    return _flops(q, v, how) * 5 // 2
+def _backward_flops(grad, q, k, v, o, kept, width, *how, out_shape=None, **_) -> int:
+    return _flops(grad[0], width + grad[3], how) * 5 // 2
 
 
 class CallersAttention(torch.autograd.Function):
@@ -135,15 +136,15 @@ class CallersAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, attention: Attention, q, k, v, *per_head):
         o, kept, ctx.saved = attention.forward(q, k, v)
-        ctx.attention, ctx.kept = attention, kept
-        ctx.save_for_backward(q, k, v, o, *per_head)
+        ctx.attention, ctx.kept, ctx.width = attention, kept, q.shape[3]
+        ctx.save_for_backward(*attention.wanted(q, k, v, o), *per_head)
         return o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         q, k, v, o, *per_head = ctx.saved_tensors
-        found = ctx.attention.backward(grad, q, k, v, o, ctx.kept, ctx.saved)
+        found = ctx.attention.backward(grad, q, k, v, o, ctx.width, ctx.kept, ctx.saved)
         heads = ctx.attention.share.heads
         more = []
         for tensor, own in zip(per_head, found[3:], strict=True):

@@ -275,8 +275,7 @@ def seconds(
     areas = []
     for rank in range(0, ranks, parts):
         share = share_of(problem, rank)
-        pieces = [piece for run in share.runs for piece in run]
-        works = [(piece.area, work_of(share, (piece,), 1.0)) for piece in pieces]
+        works = [(sum(piece.area for piece in run), work_of(share, run, 1.0)) for run in share.runs]
         areas.append(sum(area * (2 if is_slow(work) else 1) for area, work in works))
     products = 2 * max(areas) * problem.heads / parts * (width + value_width)
     return moved / 300e9 + products * (3.5 if backward else 1) / 500e12

@@ -310,6 +310,7 @@ def check_errors() -> tuple[int, list[str]]:
         ("cpu does not take a causal mask of 4 queries with 8 keys", None,
             {"kernel": "cpu", "causal": True, "head_parts": 1}),
         ("slopes does not take a window, (1, -1)", None, {"kernel": Slopes(), "window": (1, None)}),
+        ("with_slopes does not take a window, (1, -1)", None, {"kernel": with_slopes, "window": (1, None)}),
         ("kernel is None, a name", None, {"kernel": 3}),
         ("the kernels that are built in read none", None, {"per_head": [nothing]}),
         ("per_head takes tensors [4, ...]", None, {"kernel": with_slopes, "per_head": [three[0, 0]]}),
@@ -343,7 +344,7 @@ def test_attention_says_what_does_not_fit(ranks):
 def check_disagreement() -> tuple[int, list[str]]:
     failures, rank = Failures(), dist.get_rank()
     cases = [
-        ("band None, 0, ", "band 3, 0, ", {"causal": True}, {"causal": True, "window": (3, 0)}),
+        ("left None, right 0", "left 3, right 0", {"causal": True}, {"causal": True, "window": (3, 0)}),
         ("documents [3, 5]", "documents [4, 4]", *({"documents": Documents([n, 8 - n])} for n in (3, 4))),
         ("tokens [4, 4]", "in a zigzag", {}, {"tokens": "zigzag"}),
         ("head parts 1", "head parts 2", {"head_parts": 1}, {"head_parts": 2}),
