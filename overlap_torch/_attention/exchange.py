@@ -79,6 +79,13 @@ class Exchange:
         """The columns that a query's row adds to a message between this rank and ``rank``."""
         return self.q_columns if self.moves_queries and rank in self.share.sharing else 0
 
+    def _query_sizes(self, columns: int) -> tuple[list[int], list[int]]:
+        """Numbers in messages of queries' rows: for each rank those of this rank's, and those of the rank's own."""
+        ranks = range(self.problem.ranks)
+        shares = [columns if rank in self.share.sharing else 0 for rank in ranks]
+        numbers = self.problem.numbers
+        return self._sizes([self.own] * len(ranks), shares), self._sizes(numbers, shares)
+
     def _sizes(self, tokens: Sequence[int], columns: Sequence[int]) -> list[int]:
         return [n * self.batch * width for n, width in zip(tokens, columns, strict=True)]
 
@@ -164,16 +171,10 @@ class Exchange:
         """``o`` [B, T, h, Dv] of the queries here to their ranks: this rank's [B, T, H, Dv], fresh."""
         if not self.moves_queries:
             return o.contiguous()
-        share, ranks = self.share, self.problem.ranks
-        rows = o.transpose(0, 1)
+        share, rows = self.share, o.transpose(0, 1)
         if not _is_straight(share.query_order):
             rows = torch.cat([part for parts in self._own_rows(rows).values() for part in parts])
-        columns = len(share.heads) * self.value_width
-        shares = [columns if rank in share.sharing else 0 for rank in range(ranks)]
-        sent, come = (
-            self._sizes(self.problem.numbers, shares),
-            self._sizes([self.own] * ranks, shares),
-        )
+        come, sent = self._query_sizes(len(share.heads) * self.value_width)
         home = _send(rows.reshape(-1), sent, come, self.group)()
         home = home.view(
             len(share.sharing), self.own, self.batch, len(share.heads), self.value_width
@@ -184,16 +185,10 @@ class Exchange:
         """Begins to send the output's gradient the way of the queries; the result waits: [B, T, h, Dv] of the queries here."""
         if not self.moves_queries:
             return lambda: grad.contiguous()
-        share, ranks = self.share, self.problem.ranks
-        columns = len(share.heads) * self.value_width
+        share, columns = self.share, len(self.share.heads) * self.value_width
         rows = grad.new_empty((len(share.sharing), self.own, self.batch, columns))
         _fill(rows, grad)
-        shares = [columns if rank in share.sharing else 0 for rank in range(ranks)]
-        sent, come = (
-            self._sizes([self.own] * ranks, shares),
-            self._sizes(self.problem.numbers, shares),
-        )
-        later = _send(rows.view(-1), sent, come, self.group)
+        later = _send(rows.view(-1), *self._query_sizes(columns), self.group)
 
         def arrived() -> torch.Tensor:
             came = later().view(share.rows, self.batch, columns)

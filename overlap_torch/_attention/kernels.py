@@ -113,16 +113,14 @@ class _Flash(_BuiltIn):
     @staticmethod
     def _options(q: torch.Tensor, k: torch.Tensor, work: AttentionWork):
         """The arguments that forward and backward share."""
-        left, right = work.window or (-1, 0 if work.causal else -1)
-        limits = {"window_size_left": left, "window_size_right": right, "scale": work.scale}
+        limits: dict[str, Any] = {"scale": work.scale}
+        if work.window is not None:  # FA4 takes a window that is -1 for a bound
+            left, right = (None if side < 0 else side for side in work.window)
+            limits |= {"window_size_left": left, "window_size_right": right}
         causal = work.causal and work.window is None
-        if not work.query_ends:
-            return (
-                (None, None, q.shape[1], k.shape[1]),
-                causal,
-                limits if not causal else {"scale": work.scale},
-            )
-        return work.cu_seqlens(q.device), causal, limits
+        if work.query_ends:
+            return work.cu_seqlens(q.device), causal, limits
+        return (None, None, q.shape[1], k.shape[1]), causal, limits
 
     def forward(self, q, k, v, work):
         lengths, causal, options = self._options(q, k, work)
@@ -265,11 +263,12 @@ BUILT_IN: dict[str, tuple[_BuiltIn, ...]] = {
 
 
 def default_kernels(device: torch.device) -> str:
-    """The name in BUILT_IN of what a device's calls take."""
+    """The name in BUILT_IN of what a device's calls take; flash attention that was put in PyTorch's place comes first."""
     if device.type != "cuda":
         return "cpu or masked"
     takes_cudnn = (
-        torch.backends.cuda.cudnn_sdp_enabled()
+        torch.nn.attention.current_flash_attention_impl() is None
+        and torch.backends.cuda.cudnn_sdp_enabled()
         and not torch.are_deterministic_algorithms_enabled()
         and torch.cuda.get_device_capability(device)[0] in (9, 10)
     )
