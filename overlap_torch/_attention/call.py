@@ -90,7 +90,7 @@ class Attention:
         return 2 if not self._keeps_keys or not self.problem.zigzag else 3
 
     def wanted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> list:
-        """Those that backward reads, None for others: of these, the head layout's are kept."""
+        """The tensors that backward reads, None in the place of others, of which the head layout is kept."""
         own, gathers = self.problem.parts == 1, not self._keeps_keys
         return [
             tensor if takes else None
