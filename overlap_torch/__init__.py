@@ -4,11 +4,11 @@
 
 is ``all_reduce(input @ weight.T) + bias``; :func:`gemm_reducescatter`, :func:`allgather_gemm` and :func:`gemm_alltoall`
 are its siblings; :func:`gemm_allreduce_rmsnorm` and :func:`allreduce_rmsnorm` add a residual and an RMSNorm;
-:func:`moe` is a mixture of experts over ranks. The same operators are
+:func:`moe` is a mixture of experts over ranks, :func:`context_parallel_attention` attention whose tokens are cut over them. The same operators are
 ``torch.ops.overlap.gemm_allreduce`` and so on; :mod:`overlap_torch.nn` has layers built on them, :mod:`overlap_torch.parallel` styles for ``parallelize_module``; :mod:`overlap_torch.plan` shows
 and sets the plans they run by; :mod:`overlap_torch.inductor` puts them into models that ``torch.compile`` compiles.
 :func:`report` says what overlapped in a step, :func:`trace` when it ran; :func:`tune` takes plans by measuring.
-:func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones.
+:func:`replace_symm_mem` puts the ops in the place of PyTorch's own fused ones, :func:`replace_context_parallel` a gather in the place of its ring.
 :func:`produce` and :func:`consume` do for kernels of your own what the ops do for theirs.
 ``python -m overlap_torch doctor`` says what was found on this machine.
 """
@@ -17,6 +17,11 @@ import importlib
 from types import ModuleType
 
 from overlap_torch import _built, plan  # noqa: F401  (_built comes first: it says what is missing)
+from overlap_torch._attention.cuts import Documents, cut_tokens, token_positions
+from overlap_torch._attention.functions import context_parallel_attention
+from overlap_torch._attention.kernels import AttentionKernel
+from overlap_torch._attention.replace import replace_context_parallel
+from overlap_torch._attention.work import AttentionWork
 from overlap_torch._kernels.calls import consume, produce
 from overlap_torch._kernels.include import include_path
 from overlap_torch._kernels.job import Job
@@ -41,6 +46,9 @@ from overlap_torch.plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionKernel",
+    "AttentionWork",
+    "Documents",
     "Gate",
     "Job",
     "Plan",
@@ -50,6 +58,8 @@ __all__ = [
     "allreduce_rmsnorm",
     "check",
     "consume",
+    "context_parallel_attention",
+    "cut_tokens",
     "gemm_allreduce",
     "gemm_allreduce_rmsnorm",
     "gemm_alltoall",
@@ -63,9 +73,11 @@ __all__ = [
     "parallel",
     "plan",
     "produce",
+    "replace_context_parallel",
     "replace_symm_mem",
     "report",
     "resources",
+    "token_positions",
     "trace",
     "triton",
     "tune",

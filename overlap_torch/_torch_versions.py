@@ -6,11 +6,37 @@ own `apply`, in 2.15 the same C++ function serves both and goes by the base of t
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
+import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 __all__ = [
     "SingleLevelFunction",
+    "context_parallel_module",
     "enable_single_level_autograd_function",
     "unwrap_dead_wrappers",
 ]
+
+
+def context_parallel_module() -> ModuleType:
+    """The module of PyTorch's ring attention; both releases have its functions, which are private.
+
+    Raises:
+        ImportError: a PyTorch that has not.
+    """
+    name = "torch.distributed.tensor.experimental._context_parallel._attention"
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"torch {torch.__version__} has no {name}: replace_context_parallel knows 2.11 to 2.15"
+        ) from error
+    wanted = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
+    if not all(hasattr(module, one) for one in wanted):
+        raise ImportError(
+            f"torch {torch.__version__} has another context_parallel than 2.11 to 2.15, which replace_context_parallel knows"
+        )
+    return module

@@ -24,11 +24,16 @@ def _compares_all() -> bool:
     return torch.ops.overlap.environment()["OVERLAP_DEBUG"] == "1"
 
 
-def _compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -> None:
-    """Raises on every rank if the ranks differ; fakes and other subclasses communicate nothing, or by rules of their own."""
+def compares(tensor: torch.Tensor) -> bool:
+    """True if ranks compare a call on it; fakes and other subclasses communicate nothing, or by rules of their own."""
     if is_dynamo_compiling() or type(tensor) is not torch.Tensor:
-        return
-    if tensor.device.type == "cpu" or _compares_all():
+        return False
+    return tensor.device.type == "cpu" or _compares_all()
+
+
+def compare(what: str, tensor: torch.Tensor, sizes: Sequence[int], group: str) -> None:
+    """Raises on every rank if the ranks differ."""
+    if compares(tensor):
         text = f"{what} of {list(sizes)} {str(tensor.dtype)[6:]}"
         torch.ops.overlap._compare_collective(text, tensor.device, group)
 
@@ -44,7 +49,7 @@ def _has_gloo_for(shard: torch.Tensor, group: str) -> bool:
 
 def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
     """Begins to gather the group's ``ranks`` shards along dim 0; the result may be used after :func:`wait`."""
-    _compare("an all-gather", shard, shard.shape, group)
+    compare("an all-gather", shard, shard.shape, group)
     if _has_gloo_for(shard, group):
         # Gloo's two worker threads write the name of what they have just done into one string of the group, without a
         # lock (ProcessGroupGloo::runLoop, PyTorch 2.11). The names of the other collectives here fit into the string
@@ -58,7 +63,7 @@ def start_all_gather(shard: torch.Tensor, group: str, ranks: int) -> torch.Tenso
 def start_reduce_scatter(whole: torch.Tensor, group: str, dim: int = 0) -> torch.Tensor:
     """Begins to sum ``whole`` and cut it along ``dim``; the result may be used after :func:`wait`."""
     ranks = world_size(group)
-    _compare("a reduce-scatter", whole, whole.shape, group)
+    compare("a reduce-scatter", whole, whole.shape, group)
     if dim != 0:
         whole = torch.cat(whole.chunk(ranks, dim))
     return _collectives.reduce_scatter_tensor(whole.contiguous(), "sum", ranks, group)
@@ -66,16 +71,23 @@ def start_reduce_scatter(whole: torch.Tensor, group: str, dim: int = 0) -> torch
 
 def start_all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
     """Begins to sum the ranks' tensors; the result may be used after :func:`wait`."""
-    _compare("an all-reduce", part, part.shape, group)
+    compare("an all-reduce", part, part.shape, group)
     return _collectives.all_reduce(part.contiguous(), "sum", group)
+
+
+def start_all_to_all(
+    whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
+) -> torch.Tensor:
+    """Begins to send the first send_rows[0] rows of ``whole`` to rank 0, and so on; :func:`wait` gives what comes, in rank order."""
+    compare("an all-to-all of rows", whole, whole.shape[1:], group)
+    return _collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group)
 
 
 def all_to_all(
     whole: torch.Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], group: str
 ) -> torch.Tensor:
-    """The first send_rows[0] rows of ``whole`` to rank 0, and so on; what is received, in rank order."""
-    _compare("an all-to-all of rows", whole, whole.shape[1:], group)
-    return wait(_collectives.all_to_all_single(whole.contiguous(), recv_rows, send_rows, group))
+    """As :func:`start_all_to_all`, and waits."""
+    return wait(start_all_to_all(whole, send_rows, recv_rows, group))
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

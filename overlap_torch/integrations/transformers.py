@@ -1,4 +1,6 @@
-"""Hugging Face transformers' tensor parallelism, ``tp_plan="auto"`` and plans by hand, by the ops of this package."""
+"""Hugging Face transformers by the ops of this package: tensor parallelism, ``tp_plan="auto"`` and plans by hand; attention of a cut
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,17 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from overlap_torch._attention.cuts import Documents, Tokens
+from overlap_torch._ops.group import Group
 from overlap_torch.integrations._release import require
 
-__all__ = ["Registration", "register", "sequence_plan"]
+__all__ = [
+    "AttentionRegistration",
+    "Registration",
+    "register",
+    "register_attention",
+    "sequence_plan",
+]
 
 RELEASES = ("5.21", "5.22", "5.23", "5.24")
 
@@ -131,6 +141,86 @@ def sequence_plan(model: Any) -> dict[str, str]:
     from overlap_torch.integrations import _transformers_styles as styles
 
     return styles.sequence_plan(model)
+
+
+class AttentionRegistration:
+    """The result of :func:`register_attention`. :meth:`undo`, or the end of a ``with``, takes the attention out, once.
+
+    Attributes:
+        documents: an :class:`overlap_torch.Documents` of the whole sequence, or None; set before each batch that has others.
+    """
+
+    def __init__(self, name: str, attention: Any) -> None:
+        self._name, self._attention = name, attention
+
+    @property
+    def documents(self) -> Documents | None:
+        return self._attention.documents
+
+    @documents.setter
+    def documents(self, documents: Documents | None) -> None:
+        self._attention.documents = documents
+
+    def undo(self) -> None:
+        """transformers does not know the name any more. A second call does nothing."""
+        from overlap_torch.integrations import _transformers_attention as attentions
+
+        name, self._name = self._name, ""
+        for registry in (
+            attentions.ALL_ATTENTION_FUNCTIONS,
+            attentions.ALL_MASK_ATTENTION_FUNCTIONS,
+        ):
+            registry._global_mapping.pop(name, None)
+
+    def __enter__(self) -> AttentionRegistration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def register_attention(
+    group: Group = None,
+    *,
+    tokens: Tokens = "contiguous",
+    documents: Documents | None = None,
+    head_parts: int | None = None,
+    name: str = "overlap",
+) -> AttentionRegistration:
+    """Models whose ``attn_implementation`` is ``name`` attend over the ranks of ``group``, each of which has some of the tokens::
+
+        overlap_torch.integrations.transformers.register_attention(tokens="zigzag")
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="overlap")
+        logits = model(
+            input_ids=overlap_torch.cut_tokens(ids, 1, "zigzag"),
+            position_ids=overlap_torch.token_positions(ids.shape[1], "zigzag")[None],
+            use_cache=False,
+        ).logits                                   # those of this rank's tokens
+
+    The caller cuts ids, positions and labels; a loss of next tokens needs labels that are shifted before the cut. Gradients of weights
+    are this rank's terms, as with data parallelism: their sum over the group is the whole.
+
+    Causal and full masks are taken, and documents that are told here or by the result's ``documents``. Everything else is refused by name:
+    padding, mask tensors, sliding windows, packed documents that only ``position_ids`` show, dropout, sinks, soft caps, caches.
+
+    Args:
+        tokens, documents, head_parts, group: as :func:`overlap_torch.context_parallel_attention`.
+        name: what ``attn_implementation`` says.
+
+    Raises:
+        ValueError: transformers has an attention of this name.
+        ImportError: as :func:`register`.
+    """
+    require("transformers", RELEASES, "transformers")
+    from overlap_torch.integrations import _transformers_attention as attentions
+
+    if name in attentions.ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise ValueError(
+            f"transformers has an attention {name!r}: give another name=, or undo() the one that has it"
+        )
+    attention = attentions.CutAttention(group, tokens, documents, head_parts)
+    attention.register(name)
+    return AttentionRegistration(name, attention)
 
 
 def _restore(name: str) -> None:

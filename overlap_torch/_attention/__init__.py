@@ -1,0 +1,1 @@
+"""Attention whose tokens are cut over the ranks of a group."""

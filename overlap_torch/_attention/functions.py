@@ -1,0 +1,294 @@
+"""``context_parallel_attention``: its checks, and the choice of head parts."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+
+from overlap_torch._attention import ops
+from overlap_torch._attention.call import Attention
+from overlap_torch._attention.cuts import Documents, Tokens, numbers_of
+from overlap_torch._attention.kernels import (
+    BUILT_IN,
+    AttentionKernel,
+    Form,
+    FunctionKernel,
+    calls_of,
+    default_kernels,
+)
+from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
+from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch._ops.nested import refuse_nested
+
+_WHAT = "context_parallel_attention"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_COMPILED = "overlap_torch.context_parallel_attention runs a kernel of the caller's, which torch.compile cannot trace: it breaks the graph"
+
+Kernel = AttentionKernel | Callable[..., torch.Tensor] | str | None
+
+
+@torch.compiler.assume_constant_result
+def _place(group: str) -> tuple[int, int]:
+    """The group's number of ranks, and this rank's."""
+    return world_size(group), group_rank(group)
+
+
+@torch.compiler.assume_constant_result
+def _default(device: torch.device) -> str:
+    return default_kernels(device)
+
+
+def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.is_nested:
+            refuse_nested(_WHAT, name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{_WHAT} takes q, k and v [B, T, H, D], but {name} is {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in _DTYPES or tensor.dtype != q.dtype:
+            raise TypeError(
+                f"{_WHAT} takes q, k and v of one dtype, bfloat16, float16, float32 or float64, but they are {q.dtype}, {k.dtype} "
+                f"and {v.dtype}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(
+                f"{_WHAT} takes q, k and v on one device, but {name} is on {tensor.device}, q on {q.device}"
+            )
+    fits = q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2]
+    if not fits or q.shape[3] != k.shape[3] or 0 in (*q.shape[2:], *v.shape[2:]):
+        raise ValueError(
+            f"{_WHAT} takes q [B, T, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, Dv], this rank's tokens in each, but they are "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"{_WHAT}: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads; repeat k and v so that they are"
+        )
+
+
+def _band(causal: bool, window) -> tuple[int | None, int | None]:
+    """How far before and after itself a token sees; None: without bound."""
+    if window is None:
+        return None, 0 if causal else None
+    if isinstance(window, int) or len(window) != 2:
+        raise ValueError(
+            f"window is (left, right), how many tokens before and after its own a query sees, None for no bound, but got {window!r}; a "
+            "window of W tokens that ends at the query's own is (W - 1, 0)"
+        )
+    left, right = (None if side is None else operator.index(side) for side in window)
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise ValueError(
+            f"window={tuple(window)} has a negative side; give None for no bound, or 0 for none of the tokens on that side"
+        )
+    if causal and right not in (0, None):
+        raise ValueError(
+            f"causal=True sees no later token, but window={tuple(window)} asks for {right} of them; give (left, 0)"
+        )
+    return left, 0 if causal else right
+
+
+def _documents(documents: Documents | None, total: int, batch: int) -> tuple[int, ...]:
+    if documents is None:
+        return ()
+    if not isinstance(documents, Documents):
+        raise TypeError(
+            f"documents is an overlap_torch.Documents(lengths), made once a batch, but got {type(documents).__name__}"
+        )
+    if sum(documents.lengths) != total:
+        raise ValueError(
+            f"documents have {sum(documents.lengths)} tokens, but the whole sequence, over all ranks, has {total}"
+        )
+    if batch != 1 and len(documents.lengths) > 1:
+        raise ValueError(
+            f"documents lie in one sequence, B = 1, but B is {batch}; put the sequences of the batch one after the other"
+        )
+    return documents.lengths if len(documents.lengths) > 1 else ()
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel_of(function: Callable[..., torch.Tensor]) -> FunctionKernel:
+    return FunctionKernel(function)
+
+
+def _kernel(kernel: Kernel, device: torch.device) -> str | AttentionKernel:
+    """A key of BUILT_IN, or a caller's kernel."""
+    if kernel is None:
+        return _default(device)
+    if isinstance(kernel, str):
+        names = ("flash", "cudnn", "cpu", "masked")
+        if kernel not in names:
+            raise ValueError(
+                f"the kernels that are built in are {', '.join(names)}, but got kernel={kernel!r}"
+            )
+        if (kernel == "cpu") != (device.type == "cpu") and kernel != "masked":
+            raise ValueError(f"kernel={kernel!r} does not run on {device}; leave it out")
+        return kernel
+    if isinstance(kernel, AttentionKernel):
+        return kernel
+    if not callable(kernel):
+        raise TypeError(
+            f"kernel is None, a name, an AttentionKernel or a function (q, k, v, work) -> o, but got {type(kernel).__name__}"
+        )
+    return _kernel_of(kernel)
+
+
+def _kernels(kernel: str | AttentionKernel) -> tuple[AttentionKernel, ...]:
+    return BUILT_IN[kernel] if isinstance(kernel, str) else (kernel,)
+
+
+@functools.lru_cache(maxsize=256)
+def check_calls(problem: Problem, kernel: str | AttentionKernel, form: Form) -> None:
+    """Raises NotImplementedError, on every rank alike, if a call of some rank is one that no kernel takes."""
+    for rank in range(problem.ranks):
+        for _ in calls_of(share_of(problem, rank), _kernels(kernel), form, 1.0):
+            pass
+
+
+@functools.lru_cache(maxsize=256)
+def choose_parts(
+    problem: Problem, kernel: str | AttentionKernel, form: Form, backward: bool
+) -> int:
+    """The head parts of the least expected time, among those that heads and kernels allow; see `seconds`.
+
+    Raises:
+        NotImplementedError: the kernel takes none.
+    """
+    fastest, found, why = _kernels(kernel)[0], [], []
+    for parts in reversed(parts_allowed(problem.ranks, problem.heads, problem.kv_heads)):
+        candidate = problem._replace(parts=parts)
+        try:
+            check_calls(candidate, kernel, form)
+        except NotImplementedError as error:
+            why.append(error)
+            continue
+        sizes = (form.width, form.value_width, form.dtype.itemsize, backward)
+        taken = seconds(candidate, *sizes, lambda work: fastest.refused(work, form.dtype) != "")
+        found.append((taken, parts))
+    if not found:
+        raise why[0]
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+@torch.compiler.assume_constant_result
+def _parts(head_parts: int | None, backward: bool, kernel, problem: tuple, form: tuple) -> int:
+    """The head parts of a call; a compiler takes them as they are."""
+    problem, form = Problem(*problem), Form(*form)
+    if head_parts is None:
+        return choose_parts(problem, kernel, form, backward)
+    allowed = parts_allowed(problem.ranks, problem.heads, problem.kv_heads)
+    if head_parts not in allowed:
+        raise ValueError(
+            f"head_parts={head_parts}: {problem.heads} query heads and {problem.kv_heads} key/value heads on {problem.ranks} ranks allow "
+            f"{', '.join(map(str, allowed))} (1: keys and values are gathered; the number of ranks: all is cut by heads)"
+        )
+    check_calls(problem._replace(parts=head_parts), kernel, form)
+    return head_parts
+
+
+def _check_per_head(per_head: Sequence[torch.Tensor], q: torch.Tensor, built_in: bool) -> None:
+    if per_head and built_in:
+        raise ValueError(
+            "per_head goes to the caller's kernel as work.per_head, and the kernels that are built in read none; give kernel="
+        )
+    for tensor in per_head:
+        if tensor.dim() == 0 or tensor.shape[0] != q.shape[2] or tensor.device != q.device:
+            raise ValueError(
+                f"per_head takes tensors [{q.shape[2]}, ...], an entry for each query head, on {q.device}, but got {tuple(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    tokens: Tokens = "contiguous",
+    documents: Documents | None = None,
+    head_parts: int | None = None,
+    kernel: Kernel = None,
+    per_head: Sequence[torch.Tensor] = (),
+    group: Group = None,
+) -> torch.Tensor:
+    """Attention of a sequence whose tokens are cut over the ranks: each rank gives its tokens, and gets their results.
+
+    The meaning is that of the composition::
+
+        K, V = in_order(all_gather(k, dim=1)), in_order(all_gather(v, dim=1))
+        softmax(scale * q @ K.T + mask) @ V        # the mask of the tokens' positions
+
+    The ranks share the work by heads, by queries, or by both. With ``head_parts`` the number of ranks each one computes all queries of some heads
+    (Ulysses); with 1 all heads of its queries, with gathered keys and values. Divisors between do both. None chooses by the bytes that move,
+    forward only or both passes, by the slowest rank's work, and by the kernels. The exchange is one collective before the attention and one
+    after it, over gloo or NCCL; nothing overlaps over peers yet.
+
+    Every rank of the group calls it with the same B, H, Hkv, D, Dv, dtype, mask and cut, in the same order of calls.
+
+    Args:
+        q: [B, T, H, D], this rank's tokens; bfloat16, float16, float32 or float64, any strides with a dense last dim for speed.
+        k, v: [B, T, Hkv, D] and [B, T, Hkv, Dv]; Hkv divides H.
+        causal: a token sees none after it.
+        window: (left, right), how many tokens before and after its own a query sees; None on either side: no bound.
+        scale: the factor of the products; None: ``D ** -0.5``.
+        tokens: the cut: ``"contiguous"``, equal parts in order; ``"zigzag"``, chunks r and 2P - 1 - r of 2P equal ones for rank r of P, which
+            balances a causal mask; or a list with each rank's number, in order, zeros allowed. :func:`cut_tokens` and
+            :func:`token_positions` cut alike.
+        documents: a :class:`Documents`, B = 1; a token sees its own document's only.
+        head_parts: 1, the number of ranks, or a divisor of it that heads allow. None: chosen.
+        kernel: None: PyTorch's fastest that takes the call (cuDNN, flash, CPU flash), and products with a mask where none does. ``"flash"``,
+            ``"cudnn"``, ``"cpu"`` or ``"masked"``: that one or an error. An :class:`AttentionKernel`; or a function
+            ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward. A function gets no ``window``.
+        per_head: tensors [H, ...], the same on all ranks, of which the caller's kernel gets its heads' in ``work.per_head``: sinks, slopes.
+        group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
+
+    Returns:
+        [B, T, H, Dv], fresh, this rank's tokens. Under autocast operands and result are of its dtype.
+
+    Gradients are in reverse mode, of first order; every rank takes part in backward. k's and v's are sums over the ranks, in float32 (float64
+    of float64) and rank order, of terms in the operands' dtype. Gathered keys and values are not kept but gathered again. A gradient of
+    ``per_head`` is this rank's term; the sum over the group is the whole.
+
+    A call of kernels that are built in is one operator for ``torch.compile``; a caller's kernel breaks the graph. A CUDA graph takes it after one
+    call outside.
+
+    Raises:
+        ValueError: shapes, devices, a mask, a cut, documents or head parts that do not fit, or an unknown group.
+        TypeError: dtypes that do not fit, nested tensors, or a ``group`` or ``kernel`` that is none of the above.
+        NotImplementedError: a kernel that was asked for does not take a call; the message says which.
+        RuntimeError: on CPU, ranks whose calls differ (on CUDA under ``OVERLAP_DEBUG=1``); a second derivative.
+    """
+    name = group_name(group)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+        q, k, v = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (q, k, v))
+    _check_operands(q, k, v)
+    ranks, rank = _place(name)
+    numbers, zigzag = numbers_of(_WHAT, tokens, q.shape[1], ranks, rank)
+    band = _band(causal, window)
+    lengths = _documents(documents, sum(numbers), q.shape[0])
+    chosen = _kernel(kernel, q.device)
+    _check_per_head(per_head, q, isinstance(chosen, str))
+    problem = (numbers, zigzag, q.shape[2], k.shape[2], *band, lengths, 1)
+    backward = torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v, *per_head))
+    form = (q.shape[0], q.dtype, q.shape[3], v.shape[3])
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if not isinstance(chosen, str):
+        call = (head_parts, backward, chosen, problem, form)
+        return _by_callers_kernel(call, scale, name, q, k, v, tuple(per_head))
+    parts = _parts(head_parts, backward, chosen, problem, form)
+    how = ops.arguments(Problem(*problem[:-1], parts), chosen, scale, name)
+    return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
+
+
+@torch.compiler.disable(reason=_COMPILED)
+def _by_callers_kernel(call, scale, name, q, k, v, per_head) -> torch.Tensor:
+    problem = Problem(*call[3][:-1], _parts(*call))
+    attention = Attention(problem, (call[2],), scale, name, per_head)
+    return ops.CallersAttention.apply(attention, q, k, v, *per_head)

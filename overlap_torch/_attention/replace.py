@@ -1,0 +1,201 @@
+"""``overlap_torch.replace_context_parallel()``: callers of PyTorch's ``context_parallel`` get one gather in place of its ring.
+
+PyTorch calls its attention kernel once for each rank's keys, and adds the results by elementwise kernels. Here keys and values are
+gathered once, and each run of this rank's queries has one call with all keys that it sees. The kernel is the one that PyTorch
+chose, and so are the tensors that it returns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap_torch._attention.call import total_of
+from overlap_torch._attention.exchange import Exchange
+from overlap_torch._attention.work import Problem, Share, share_of
+from overlap_torch._torch_versions import context_parallel_module
+
+_NAMES = ("_templated_ring_attention", "_templated_ring_attention_backward")
+_lock = threading.Lock()
+_held = 0  # handles that have not been undone
+_before: dict[str, Callable[..., Any]] = {}
+_calls: Counter[tuple[str, str]] = Counter()
+
+
+class ContextParallelReplacement:
+    """The result of :func:`replace_context_parallel`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+
+    def __init__(self) -> None:
+        self._undone = False
+
+    @property
+    def calls(self) -> dict[tuple[str, str], int]:
+        """How often attention ran here, by ("forward" or "backward", why PyTorch's ring ran; "" where it did not)."""
+        return dict(_calls)
+
+    def undo(self) -> None:
+        """PyTorch's ring is back, unless another handle holds the replacement. A second call does nothing."""
+        global _held
+        with _lock:
+            if self._undone:
+                return
+            self._undone = True
+            _held -= 1
+            if _held == 0:
+                for name, function in _before.items():
+                    setattr(context_parallel_module(), name, function)
+                _before.clear()
+                _calls.clear()
+
+    def __enter__(self) -> ContextParallelReplacement:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def replace_context_parallel() -> ContextParallelReplacement:
+    """Attention under ``torch.distributed.tensor.experimental.context_parallel`` gathers keys and values once, in place of a ring::
+
+        with overlap_torch.replace_context_parallel():
+            with context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
+                loss = model(tokens, labels)        # its scaled_dot_product_attention
+                loss.backward()
+
+    Every rank of the mesh must have replaced it, or none. Flash attention's calls take it, causal with PyTorch's load balance (a
+    zigzag) or without, and cuDNN's without a mask. PyTorch's own ring runs for others, and ``handle.calls`` counts them with the reason:
+    cuDNN's and the efficient kernel's causal masks are aligned at the upper left. Gradients of keys and values are sums in float32,
+    in rank order, of terms in their dtype.
+
+    Returns:
+        A handle: ``undo()``, or the end of a ``with`` block, puts PyTorch's ring back. A second call of this function returns another
+        handle; the last of them to be undone ends the replacement.
+
+    Raises:
+        ImportError: a PyTorch whose context_parallel is another.
+    """
+    global _held
+    module = context_parallel_module()
+    with _lock:
+        if _held == 0:
+            for name in _NAMES:
+                _before[name] = getattr(module, name)
+            setattr(module, _NAMES[0], _forward)
+            setattr(module, _NAMES[1], _backward)
+        _held += 1
+        return ContextParallelReplacement()
+
+
+def _refused(op: Any, is_causal: bool, module: ModuleType) -> str:
+    """The reason for PyTorch's own ring, "" if there is none."""
+    name = getattr(op, "_qualified_op_name", None) or op.name()
+    if "efficient" in name:
+        return "the efficient kernel's sums of exponentials are padded"
+    if "cudnn" in name and is_causal:
+        return "cuDNN's causal mask is aligned at the upper left"
+    if not is_causal and module._cp_options.enable_load_balance:
+        return "PyTorch refuses load balance without a causal mask"
+    return ""
+
+
+def _exchange(
+    group: dist.ProcessGroup,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+):
+    zigzag = causal and context_parallel_module()._cp_options.enable_load_balance
+    numbers = (query.shape[2],) * group.size()
+    problem = Problem(
+        numbers, zigzag, query.shape[1], key.shape[1], None, 0 if causal else None, (), 1
+    )
+    share = share_of(problem, group.rank())
+    return Exchange(share, query.shape[0], query.shape[3], value.shape[3], group.group_name)
+
+
+def _gathered(exchange: Exchange, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """All keys and values, [B, h, S, D]."""
+    own = [tensor.transpose(1, 2) for tensor in (key, value)]
+    came = exchange.start_in(own[0], *own)()
+    return [tensor.transpose(1, 2) for tensor in exchange.heads(came, own[0], *own)[1:]]
+
+
+def _runs(share: Share) -> list[tuple[slice, slice]]:
+    """The rows of each run's queries, and of the keys that it sees."""
+    found, at = [], 0
+    for (piece,) in share.runs:
+        rows = piece.queries[1] - piece.queries[0]
+        found.append((slice(at, at + rows), slice(*piece.keys)))
+        at += rows
+    return found
+
+
+def _forward(group, seq_dim, op, query, key, value, is_causal=False, **options):
+    why = _refused(op, is_causal, context_parallel_module())
+    _calls["forward", why] += 1
+    if why:
+        return _before[_NAMES[0]](group, seq_dim, op, query, key, value, is_causal, **options)
+    exchange = _exchange(group, query, value, key, is_causal)
+    keys, values = _gathered(exchange, key, value)
+    outputs, sums, rest = [], [], []
+    for rows, seen in _runs(exchange.share):
+        o, lse, *rest = op(
+            query[:, :, rows], keys[:, :, seen], values[:, :, seen], is_causal=is_causal, **options
+        )
+        outputs.append(o)
+        sums.append(lse)
+    if len(outputs) > 1:
+        outputs, sums = [torch.cat(outputs, 2)], [torch.cat(sums, 2)]
+    return outputs[0], sums[0], *rest
+
+
+def _backward(
+    group,
+    seq_dim,
+    op,
+    grad_out,
+    grad_out_name,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    is_causal,
+    **options,
+):
+    why = _refused(op, is_causal, context_parallel_module())
+    _calls["backward", why] += 1
+    if why:
+        given = (grad_out, grad_out_name, query, key, value, out, logsumexp, is_causal)
+        return _before[_NAMES[1]](group, seq_dim, op, *given, **options)
+    exchange = _exchange(group, query, value, key, is_causal)
+    keys, values = _gathered(exchange, key, value)
+    for_q, for_k, for_v, rest = [], [], [], []
+    for rows, seen in _runs(exchange.share):
+        options[grad_out_name] = grad_out[:, :, rows]
+        if "max_q" in options:
+            options |= {"max_q": rows.stop - rows.start, "max_k": seen.stop}
+        dq, dk, dv, *rest = op(
+            query=query[:, :, rows],
+            key=keys[:, :, seen],
+            value=values[:, :, seen],
+            out=out[:, :, rows],
+            logsumexp=logsumexp[:, :, rows].contiguous(),
+            is_causal=is_causal,
+            **options,
+        )
+        for_q.append((rows, dq.transpose(1, 2)))
+        for_k.append((seen, dk.transpose(1, 2)))
+        for_v.append((seen, dv.transpose(1, 2)))
+    pairs = ((query, for_q), (keys, for_k), (values, for_v))
+    grads = exchange.gradients_home(
+        *(total_of(like.transpose(1, 2), terms) for like, terms in pairs)
+    )
+    return *(grad.transpose(1, 2) for grad in grads), *rest

@@ -1,0 +1,115 @@
+"""transformers with the attention over ranks: what a model makes of the whole sequence, and every mask that is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from checks import Failures, message_of
+from frameworks import needs_transformers
+from operands import rank_device
+from overlap_torch import Documents
+from overlap_torch.integrations import transformers as integration
+
+pytestmark = needs_transformers
+TOKENS = 16
+
+
+def model_of(attention: str, **more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        **more,
+    )
+    config._attn_implementation = attention
+    return LlamaForCausalLM(config).to(rank_device(), torch.float64)
+
+
+def positions_of(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None].to(rank_device())
+
+
+def check_llama(tokens, lengths: tuple[int, ...]) -> tuple[int, list[str]]:
+    """Logits of this rank's tokens, and gradients that add up to the whole sequence's."""
+    failures = Failures()
+    ids = torch.arange(TOKENS, device=rank_device())[None] * 7 % 60
+    positions = positions_of(lengths)
+    whole = model_of("sdpa")
+    logits = whole(ids, position_ids=positions, use_cache=False).logits
+    logits.square().sum().backward()
+    documents = Documents(lengths) if len(lengths) > 1 else None
+    with integration.register_attention(tokens=tokens, documents=documents) as handle:
+        assert handle.documents is documents
+        own = model_of("overlap")
+        mine = own(
+            overlap_torch.cut_tokens(ids, 1, tokens),
+            position_ids=overlap_torch.cut_tokens(positions, 1, tokens),
+            use_cache=False,
+        ).logits
+        mine.square().sum().backward()
+    pairs = [("logits", mine, overlap_torch.cut_tokens(logits, 1, tokens))]
+    for (name, parameter), right in zip(own.named_parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        pairs.append((name, parameter.grad, right.grad))
+    for name, found, right in pairs:
+        error = (found - right).abs().max().item() / right.abs().max().item()
+        failures.expect(None if error < 1e-12 else f"off by {error}", name)
+    return failures.result()
+
+
+@pytest.mark.parametrize("lengths", [(TOKENS,), (3, 9, 4)], ids=["one", "documents"])
+@pytest.mark.parametrize("tokens", ["contiguous", "zigzag"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_transformers_attention_is_the_whole_sequences(ranks, tokens, lengths):
+    ranks.expect_no_failures(check_llama, tokens, lengths)
+
+
+def check_refusals() -> tuple[int, list[str]]:
+    failures = Failures()
+    ids = torch.zeros(1, 8, dtype=torch.int64, device=rank_device())
+    padded = torch.ones_like(ids)
+    padded[0, 0] = 0
+    cases = [
+        ("padding", {}, {"attention_mask": padded}),
+        ("a mask tensor", {}, {"attention_mask": ids.new_zeros(1, 1, 8, 8).double()}),
+        ("begin at this rank's tokens [3]", {}, {"position_ids": positions_of((3, 5))}),
+        ("a dropout of 0.5", {"attention_dropout": 0.5}, {}),
+    ]
+    with integration.register_attention() as handle:
+        for expected, config, keywords in cases:
+            model = model_of("overlap", **config).train()
+            said = message_of(model, ids, use_cache=False, **keywords)
+            failures.expect(None if expected in said else f"said {said!r}", expected)
+        attention = handle._attention
+        operands = [torch.zeros(1, 2, 8, 4, dtype=torch.float64, device=rank_device())] * 3
+        for name in ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q"):
+            said = message_of(attention.attention, None, *operands, None, **{name: 4})
+            failures.expect(None if f"but not {name}" in said else f"said {said!r}", name)
+        from transformers import masking_utils
+
+        window = masking_utils.sliding_window_causal_mask_function(4)
+        said = message_of(attention.mask, 1, 8, 8, mask_function=window)
+        failures.expect(None if "the mask of and_masks" in said else f"said {said!r}", "window")
+        said = message_of(attention.mask, 1, 1, 8)
+        failures.expect(None if "a cache (1 queries with 8 keys)" in said else f"said {said!r}")
+        said = message_of(integration.register_attention)
+        failures.expect(None if "has an attention 'overlap'" in said else f"said {said!r}")
+    said = message_of(model_of, "overlap")
+    failures.expect(None if "overlap" in said else "was not undone", "undo")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_transformers_attention_refuses_by_name(ranks):
+    ranks.expect_no_failures(check_refusals)

@@ -1,0 +1,368 @@
+"""Calls of an attention over ranks: what is sent and kept, head parts, callers' kernels, positions, compilers, errors."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+import overlap_torch
+from checks import Failures, message_of
+from operands import difference, integers, rank_device
+from overlap_torch import AttentionKernel, Documents
+from overlap_torch._attention.functions import choose_parts
+from overlap_torch._attention.kernels import BUILT_IN, Form
+from overlap_torch._attention.work import Problem, parts_allowed, share_of
+from overlap_torch._ops import collectives
+
+attend = overlap_torch.context_parallel_attention
+
+
+def operands(*sizes: tuple[int, int], tokens: int = 4, dtype=torch.float64, batch: int = 1):
+    """Tensors [B, T, heads, width], others on every rank, that require grad."""
+    made = []
+    for at, (heads, width) in enumerate(sizes):
+        generator = torch.Generator().manual_seed(10 * dist.get_rank() + at)
+        one = torch.randn(batch, tokens, heads, width, generator=generator, dtype=torch.float64)
+        made.append(one.to(rank_device(), dtype).requires_grad_())
+    return made
+
+
+def check_traffic() -> tuple[int, list[str]]:
+    """Collectives and numbers that leave this rank, forward and backward, as the design's formula has them."""
+    failures, world = Failures(), dist.get_world_size()
+    heads, kv, width, value_width, tokens = 8, 2, 8, 4, 4
+    sent: list[int] = []
+    begin, gather = collectives.start_all_to_all, collectives.start_all_gather
+
+    def counted(flat, send, come, group):
+        sent.append(flat.numel() - send[dist.get_rank()])
+        return begin(flat, send, come, group)
+
+    def counted_gather(shard, group, ranks):
+        sent.append(shard.numel() * (ranks - 1))
+        return gather(shard, group, ranks)
+
+    with (
+        mock.patch.object(collectives, "start_all_to_all", counted),
+        mock.patch.object(collectives, "start_all_gather", counted_gather),
+    ):
+        for parts in parts_allowed(world, heads, kv):
+            q, k, v = operands((heads, width), (kv, width), (kv, value_width), tokens=tokens)
+            sent.clear()
+            with FlopCounterMode(display=False) as counter:
+                output = attend(q, k, v, head_parts=parts)
+            flops = 2 * heads * tokens * tokens * world * (width + value_width)
+            counted = counter.get_total_flops()
+            failures.expect(None if counted == flops else f"{counted} FLOP, not {flops}", parts)
+            both = width + value_width
+            # Queries and outputs move within the parts, keys and values to all.
+            queries = tokens * heads * (parts - 1) // parts
+            keys = tokens * max(kv, parts) * (world - 1) // parts * both
+            forward = [keys] if parts == 1 else [queries * width + keys, queries * value_width]
+            failures.expect(None if sent == forward else f"sent {sent}, not {forward}", parts)
+            sent.clear()
+            output.sum().backward()
+            again = [] if parts == world else [keys]
+            grads = [] if parts == 1 else [queries * value_width]
+            backward = again + grads + [(0 if parts == 1 else queries * width) + keys]
+            failures.expect(None if sent == backward else f"sent {sent}, not {backward}", parts)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_attention_sends_what_the_formula_says(ranks):
+    ranks.expect_no_failures(check_traffic)
+
+
+LLAMA_8B, LLAMA_70B, WAN, QWEN = (32, 8), (64, 8), (40, 40), (14, 2)
+CHOICES = [
+    # heads, ranks, tokens in all, cut, causal, backward, kernels, head parts
+    (LLAMA_8B, 2, 8192, "zigzag", True, False, "flash", 1),  # 4 + 1 > 2: less moves
+    (LLAMA_8B, 4, 8192, "zigzag", True, False, "flash", 1),
+    (LLAMA_8B, 8, 8192, "zigzag", True, False, "flash", 8),
+    (LLAMA_8B, 4, 8192, "zigzag", True, True, "flash", 4),  # 2 * 5 < 3 * 4
+    (LLAMA_8B, 2, 8192, "zigzag", True, True, "flash", 1),
+    (LLAMA_70B, 4, 8192, "zigzag", True, True, "flash", 1),
+    (WAN, 2, 8192, "contiguous", False, False, "flash", 2),
+    (WAN, 8, 8192, "contiguous", False, False, "flash", 8),
+    (
+        LLAMA_8B,
+        2,
+        8192,
+        "contiguous",
+        True,
+        False,
+        "flash",
+        2,
+    ),  # the last rank would compute nearly all
+    (LLAMA_8B, 2, 32768, "zigzag", True, False, "cudnn or flash", 2),  # cuDNN takes no lower right
+    (LLAMA_8B, 2, 8192, "contiguous", False, False, "cudnn or flash", 1),
+    (QWEN, 4, 8192, "contiguous", True, True, "flash", 2),  # 14 heads on 4 ranks
+    ((7, 7), 4, 8192, "zigzag", True, True, "flash", 1),
+    (LLAMA_8B, 4, 8192, "zigzag", True, False, "cudnn", 4),  # the only one that it takes
+]
+
+
+@pytest.mark.parametrize("heads, world, total, cut, causal, backward, kernel, parts", CHOICES)
+def test_attention_chooses_head_parts(heads, world, total, cut, causal, backward, kernel, parts):
+    numbers = (total // world,) * world
+    problem = Problem(numbers, cut == "zigzag", *heads, None, 0 if causal else None, (), 1)
+    form = Form(1, torch.bfloat16, 128, 128)
+    assert choose_parts(problem, kernel, form, backward) == parts
+
+
+def test_attention_calls_several_documents_at_once_where_a_kernel_takes_them():
+    """Flash attention on a zigzag's two runs: the ends of each document's queries and keys."""
+    from overlap_torch._attention.kernels import calls_of
+
+    problem = Problem((8, 8), True, 4, 4, None, 0, (3, 6, 7), 1)
+    form = Form(1, torch.bfloat16, 64, 64)
+    calls = list(calls_of(share_of(problem, 0), BUILT_IN["cudnn or flash"], form, 1.0))
+    # Positions 0 to 4 and 12 to 16: of documents that begin at 0, 3 and 9.
+    assert [kernel.name for kernel, *_ in calls] == ["flash", "flash"]
+    first, second = (work for _, work, *_ in calls)
+    assert (first.queries, first.keys) == ((0, 4), (0, 4))
+    assert (first.query_ends, first.key_ends) == ((3, 4), (3, 4))
+    assert (second.queries, second.keys, second.query_ends) == ((12, 16), (9, 16), ())
+    starts, ends, longest, longest_keys = first.cu_seqlens(torch.device("cpu"))
+    assert starts.tolist() == ends.tolist() == [0, 3, 4] and longest == longest_keys == 3
+
+
+def with_slopes(q, k, v, work):
+    """A caller's kernel: a slope for each head times the distance, beside the causal mask."""
+    own = q.shape[2] // k.shape[2]
+    query = torch.arange(*work.queries, device=q.device)[:, None]
+    key = torch.arange(*work.keys, device=q.device)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(own, 2)) * work.scale
+    scores = scores + work.per_head[0][:, None, None] * (key - query)
+    if work.causal:
+        scores = scores.masked_fill(key > query, -torch.inf)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.repeat_interleave(own, 2))
+
+
+class Slopes(AttentionKernel):
+    """The same as a kernel of two functions."""
+
+    name = "slopes"
+
+    def forward(self, q, k, v, work):
+        with torch.no_grad():
+            return with_slopes(q, k, v, work), (work.heads,)
+
+    def backward(self, grad, q, k, v, o, saved, work):
+        assert saved == (work.heads,) and torch.equal(o, self.forward(q, k, v, work)[0])
+        pulled = torch.func.vjp(
+            lambda *all: with_slopes(*all[:3], mock.Mock(wraps=work, per_head=all[3:], scale=work.scale,
+                causal=work.causal, queries=work.queries, keys=work.keys)), q, k, v, *work.per_head)[1]  # fmt: skip
+        return pulled(grad)
+
+
+def check_callers_kernels() -> tuple[int, list[str]]:
+    """Against the whole sequence, in float64; slopes' gradients are terms of a sum over the ranks."""
+    failures, world, rank = Failures(), dist.get_world_size(), dist.get_rank()
+    for kernel in (with_slopes, Slopes()):
+        for parts in parts_allowed(world, 4, 2):
+            own = operands((4, 8), (2, 8), (2, 6))
+            slopes = torch.linspace(
+                0.1, 0.4, 4, dtype=torch.float64, device=rank_device()
+            ).requires_grad_()
+            output = attend(*own, causal=True, kernel=kernel, per_head=[slopes], head_parts=parts)
+            output.square().sum().backward()
+            dist.all_reduce(slopes.grad)
+            whole = []
+            for tensor in own:
+                shares = [torch.empty_like(tensor) for _ in range(world)]
+                dist.all_gather(shares, tensor.detach().contiguous())
+                whole.append(torch.cat(shares, 1).requires_grad_())
+            again = slopes.detach().clone().requires_grad_()
+            work = mock.Mock(
+                queries=(0, 4 * world),
+                keys=(0, 4 * world),
+                causal=True,
+                scale=8**-0.5,
+                per_head=(again,),
+            )
+            right = with_slopes(*whole, work)
+            right.square().sum().backward()
+            pairs = [(output, right.split(4, 1)[rank]), (slopes.grad, again.grad)]
+            pairs += [(a.grad, b.grad.split(4, 1)[rank]) for a, b in zip(own, whole, strict=True)]
+            for at, (mine, value) in enumerate(pairs):
+                error = (mine - value).abs().max().item()
+                failures.expect(None if error < 1e-12 else f"off by {error}", kernel, parts, at)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_attention_by_callers_kernels_is_the_whole_sequences(ranks):
+    ranks.expect_no_failures(check_callers_kernels)
+
+
+def check_positions() -> tuple[int, list[str]]:
+    failures, world, rank = Failures(), dist.get_world_size(), dist.get_rank()
+    total = 4 * world
+    numbers = [0] * (world - 1) + [total]
+    expected = {
+        "contiguous": list(range(4 * rank, 4 * rank + 4)),
+        "zigzag": [*range(2 * rank, 2 * rank + 2), *range(total - 2 * rank - 2, total - 2 * rank)],
+        tuple(numbers): list(range(total)) if rank == world - 1 else [],
+    }
+    whole = integers((2, total, 3), torch.device("cpu"), "whole")
+    for tokens, right in expected.items():
+        found = overlap_torch.token_positions(total, tokens).tolist()
+        failures.expect(None if found == right else f"{found}, not {right}", tokens)
+        cut = overlap_torch.cut_tokens(whole, 1, tokens)
+        failures.expect(difference(cut, whole[:, right]), tokens)
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"))
+def test_attention_cuts_tokens_and_positions_alike(ranks):
+    ranks.expect_no_failures(check_positions)
+
+
+def check_compiled() -> tuple[int, list[str]]:
+    """One graph with a built-in kernel; a caller's breaks it, and says why."""
+    failures, on_gpu = Failures(), rank_device().type == "cuda"
+    cases = [
+        {"causal": True},
+        {"causal": True, "tokens": "zigzag", "head_parts": 1},
+        {"window": (1, None), "documents": Documents([3, 4 * dist.get_world_size() - 3])},
+    ]
+    for keywords in cases:
+        own = operands((4, 8), (2, 8), (2, 8), dtype=torch.bfloat16 if on_gpu else torch.float32)
+
+        def function(q, k, v):
+            return attend(2 * q, k, v, **keywords).sin()  # noqa: B023
+
+        right = function(*own)
+        expected = [right, *torch.autograd.grad(right.sum(), own)]
+        output = torch.compile(function, backend="aot_eager", fullgraph=True)(*own)
+        found = [output, *torch.autograd.grad(output.sum(), own)]
+        if on_gpu:  # flash attention adds gradients in any order
+            found, expected = found[:1], expected[:1]
+        failures.expect_equal(found, expected, keywords)
+    slopes = torch.ones(4, device=rank_device())
+    compiled = torch.compile(
+        lambda q: attend(q, q, q, kernel=with_slopes, per_head=[slopes]),
+        fullgraph=True,
+        backend="eager",
+    )
+    try:
+        compiled(own[0])
+        said = ""
+    except Exception as error:
+        said = str(error)
+    failures.expect(None if "a kernel of the caller's" in said else f"said {said!r}", "break")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_attention_compiles_to_one_operator(ranks):
+    ranks.expect_no_failures(check_compiled)
+
+
+def check_gradcheck() -> tuple[int, list[str]]:
+    failures = Failures()
+    for keywords in ({"kernel": "masked", "window": (1, 1)}, {"causal": True}, {"kernel": "cpu"}):
+        own = operands((2, 3), (2, 3), (2, 3), tokens=3)
+        right = torch.autograd.gradcheck(lambda *all: attend(*all, **keywords), own)  # noqa: B023
+        failures.expect(None if right else "wrong", keywords)
+    q = operands((2, 4))[0]
+    (grad,) = torch.autograd.grad(attend(q, q, q).square().sum(), q, create_graph=True)
+    said = message_of(grad.sum().backward)
+    failures.expect(None if "gradients of first order only" in said else f"said {said!r}", "second")
+    return failures.result()
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_attention_passes_gradcheck_and_refuses_second_derivatives(ranks):
+    ranks.expect_no_failures(check_gradcheck)
+
+
+def check_errors() -> tuple[int, list[str]]:
+    """On every rank, before anything is sent."""
+    failures, nothing = Failures(), torch.zeros(1, 4, 4, 8, device=rank_device())
+    three = torch.zeros(1, 4, 3, 8, device=rank_device())
+    cases = [
+        ("[B, T, H, D], but q is (4, 4, 8)", (nothing[0], nothing, nothing), {}),
+        ("no multiple of 3 key/value heads", (nothing, three, three), {}),
+        ("this rank's tokens in each", (nothing, nothing[:, :3], nothing), {}),
+        ("of one dtype", (nothing, nothing.double(), nothing), {}),
+        ("asks for 2 of them", None, {"causal": True, "window": (1, 2)}),
+        ("has a negative side", None, {"window": (-1, 0)}),
+        ("window is (left, right)", None, {"window": 4}),
+        ('takes tokens="contiguous"', None, {"tokens": "round"}),
+        ("a zigzag is of 4 equal chunks", (three[:, :3], three[:, :3], three[:, :3]), {"tokens": "zigzag"}),
+        ("one number for each rank", None, {"tokens": [4]}),
+        ("has 5 tokens, but it has 4", None, {"tokens": [5, 5]}),
+        ("documents have 7 tokens", None, {"documents": Documents([3, 4])}),
+        ("documents is an overlap_torch.Documents", None, {"documents": [8]}),
+        ("B = 1, but B is 2", (nothing.expand(2, -1, -1, -1),) * 3, {"documents": Documents([3, 5])}),
+        ("heads on 2 ranks allow 1", (three, three, three), {"head_parts": 2}),
+        ("heads on 2 ranks allow 1, 2", None, {"head_parts": 3}),
+        ("the kernels that are built in are", None, {"kernel": "fast"}),
+        ("does not run on cpu", None, {"kernel": "flash"}),
+        ("cpu does not take a window", None, {"kernel": "cpu", "window": (1, 0)}),
+        ("cpu does not take a causal mask of 4 queries with 8 keys", None,
+            {"kernel": "cpu", "causal": True, "head_parts": 1}),
+        ("slopes does not take a window, (1, -1)", None, {"kernel": Slopes(), "window": (1, None)}),
+        ("with_slopes does not take a window, (1, -1)", None, {"kernel": with_slopes, "window": (1, None)}),
+        ("kernel is None, a name", None, {"kernel": 3}),
+        ("the kernels that are built in read none", None, {"per_head": [nothing]}),
+        ("per_head takes tensors [4, ...]", None, {"kernel": with_slopes, "per_head": [three[0, 0]]}),
+        ("no process group is named", None, {"group": "nobody"}),
+    ]  # fmt: skip
+    for expected, given, keywords in cases:
+        with mock.patch.object(collectives, "start_all_to_all", side_effect=AssertionError):
+            said = message_of(attend, *(given or (nothing,) * 3), **keywords)
+        failures.expect(None if expected in said else f"said {said!r}", expected)
+    makers = [
+        ("at least 0 tokens", Documents, ([3, -1],)),
+        ("a list of integers", Documents, ([3.5],)),
+        ("do not divide into 4 equal chunks", overlap_torch.token_positions, (6, "zigzag")),
+        (
+            "add up to 7, but the sequence has 8",
+            overlap_torch.cut_tokens,
+            (nothing[0, 0].t(), 0, [3, 4]),
+        ),
+    ]
+    for expected, maker, given in makers:
+        said = message_of(maker, *given)
+        failures.expect(None if expected in said else f"said {said!r}", expected)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_says_what_does_not_fit(ranks):
+    ranks.expect_no_failures(check_errors)
+
+
+def check_disagreement() -> tuple[int, list[str]]:
+    failures, rank = Failures(), dist.get_rank()
+    cases = [
+        ("left None, right 0", "left 3, right 0", {"causal": True}, {"causal": True, "window": (3, 0)}),
+        ("documents [3, 5]", "documents [4, 4]", *({"documents": Documents([n, 8 - n])} for n in (3, 4))),
+        ("tokens [4, 4]", "in a zigzag", {}, {"tokens": "zigzag"}),
+        ("head parts 1", "head parts 2", {"head_parts": 1}, {"head_parts": 2}),
+        ("scale 1.0", "scale 2.0", {"scale": 1.0}, {"scale": 2}),
+        ("by cpu", "by masked", {}, {"kernel": "masked"}),
+        ("float64", "float32", {}, {"dtype": torch.float32}),
+        ("[1, 4, 4, 8, 8]", "[1, 4, 2, 8, 8]", {}, {"kv": 2, "kernel": "masked"}),
+    ]  # fmt: skip
+    for own, other, *keywords in cases:
+        mine = dict(keywords[rank])
+        kv = mine.pop("kv", 4)
+        given = operands((4, 8), (kv, 8), (kv, 8), dtype=mine.pop("dtype", torch.float64))
+        said = message_of(attend, *given, **mine)
+        right = "disagree" in said and own in said and other in said
+        failures.expect(None if right else f"said {said!r}", own, other)
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_names_what_ranks_disagree_about(ranks):
+    ranks.expect_no_failures(check_disagreement)
