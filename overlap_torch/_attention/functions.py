@@ -114,8 +114,8 @@ def _kernel_of(function: Callable[..., torch.Tensor]) -> FunctionKernel:
     return FunctionKernel(function)
 
 
-def _kernel(kernel: Kernel, device: torch.device) -> str | AttentionKernel:
-    """A key of BUILT_IN, or a caller's kernel."""
+def _kernel(kernel: Kernel, device: torch.device) -> Kernel:
+    """A key of BUILT_IN, or a caller's kernel or function."""
     if kernel is None:
         return _default(device)
     if isinstance(kernel, str):
@@ -133,7 +133,7 @@ def _kernel(kernel: Kernel, device: torch.device) -> str | AttentionKernel:
         raise TypeError(
             f"kernel is None, a name, an AttentionKernel or a function (q, k, v, work) -> o, but got {type(kernel).__name__}"
         )
-    return _kernel_of(kernel)
+    return kernel
 
 
 def _kernels(kernel: str | AttentionKernel) -> tuple[AttentionKernel, ...]:
@@ -280,15 +280,17 @@ def context_parallel_attention(
     form = (q.shape[0], q.dtype, q.shape[3], v.shape[3])
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not isinstance(chosen, str):
-        call = (head_parts, backward, chosen, problem, form)
-        return _by_callers_kernel(call, scale, name, q, k, v, tuple(per_head))
+        call = (head_parts, backward, problem, form)
+        return _by_callers_kernel(chosen, call, scale, name, q, k, v, tuple(per_head))
     parts = _parts(head_parts, backward, chosen, problem, form)
     how = ops.arguments(Problem(*problem[:-1], parts), chosen, scale, name)
     return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
 
 
 @torch.compiler.disable(reason=_COMPILED)
-def _by_callers_kernel(call, scale, name, q, k, v, per_head) -> torch.Tensor:
-    problem = Problem(*call[3][:-1], _parts(*call))
-    attention = Attention(problem, (call[2],), scale, name, per_head)
+def _by_callers_kernel(kernel, call, scale, name, q, k, v, per_head) -> torch.Tensor:
+    kernel = kernel if isinstance(kernel, AttentionKernel) else _kernel_of(kernel)
+    head_parts, backward, problem, form = call
+    parts = _parts(head_parts, backward, kernel, problem, form)
+    attention = Attention(Problem(*problem[:-1], parts), (kernel,), scale, name, per_head)
     return ops.CallersAttention.apply(attention, q, k, v, *per_head)
