@@ -85,9 +85,7 @@ class Attention:
     @property
     def kept(self) -> int:
         """The number of tensors that forward keeps beside what kernels saved."""
-        if self.problem.parts == 1:
-            return 0
-        return 2 if not self._keeps_keys or not self.problem.zigzag else 3
+        return 0 if self.problem.parts == 1 else 2
 
     def wanted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> list:
         """The tensors that backward reads, None in the place of others, of which the head layout is kept."""

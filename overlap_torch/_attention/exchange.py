@@ -26,12 +26,43 @@ def _send(flat: torch.Tensor, sent: Sequence[int], come: Sequence[int], group: s
     return lambda: collectives.wait(begun)
 
 
+def _words(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor as numbers of 16 bytes, a view; None where it does not lie so."""
+    each = 16 // tensor.element_size()
+    whole = [tensor.storage_offset(), tensor.shape[-1], *tensor.stride()[:-1]]
+    if tensor.stride(-1) != 1 or any(number % each for number in whole):
+        return None
+    if type(tensor) is torch.Tensor and tensor.data_ptr() % 16 != 0:
+        return None
+    return tensor.view(torch.complex128)
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies heads by 16 bytes: PyTorch copies strided tensors number by number, and finds each one's place."""
+    wide = _words(to), _words(source)
+    if None in wide:
+        to.copy_(source)
+    else:
+        wide[0].copy_(wide[1])
+
+
+def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Blocks [T, B, h, D] of all heads, fresh [B, T, H, D]."""
+    heads = sum(block.shape[2] for block in blocks)
+    rows, batch, _, width = blocks[0].shape
+    out, at = blocks[0].new_empty((batch, rows, heads, width)), 0
+    for block in blocks:
+        _copy(out[:, :, at : at + block.shape[2]], block.transpose(0, 1))
+        at += block.shape[2]
+    return out
+
+
 def _fill(rows: torch.Tensor, heads: torch.Tensor) -> None:
     """Copies ``heads`` [B, T, H, D] into the columns of each part: ``rows`` [parts, T, B, h * D], one head for several parts too."""
     parts, own = rows.shape[0], heads.shape[2]
     rows = rows.unflatten(-1, (-1, heads.shape[-1]))
     if own % parts == 0:
-        rows.copy_(heads.unflatten(2, (parts, own // parts)).permute(2, 1, 0, 3, 4))
+        _copy(rows, heads.unflatten(2, (parts, own // parts)).permute(2, 1, 0, 3, 4))
     else:
         rows.unflatten(0, (own, parts // own)).copy_(heads.permute(2, 1, 0, 3)[:, None, :, :, None])
 
@@ -135,6 +166,8 @@ class Exchange:
         blocks = {
             rank: one.view(n, self.batch, width) for rank, (one, n, width) in enumerate(pairs)
         }
+        if len({*columns}) == 1:  # whole rows, in which queries are as the keys are
+            return [_in_order(blocks, share.key_order)]
         keys = {rank: one[..., -kv:] for rank, one in blocks.items()}
         came = [_in_order(keys, share.key_order)]
         if columns[share.rank] > kv:
@@ -176,10 +209,8 @@ class Exchange:
             rows = torch.cat([part for parts in self._own_rows(rows).values() for part in parts])
         come, sent = self._query_sizes(len(share.heads) * self.value_width)
         home = _send(rows.reshape(-1), sent, come, self.group)()
-        home = home.view(
-            len(share.sharing), self.own, self.batch, len(share.heads), self.value_width
-        )
-        return home.permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous()
+        shape = (len(share.sharing), self.own, self.batch, len(share.heads), self.value_width)
+        return _joined(home.view(shape).unbind(0))
 
     def start_grad(self, grad: torch.Tensor) -> Later:
         """Begins to send the output's gradient the way of the queries; the result waits: [B, T, h, Dv] of the queries here."""
@@ -221,14 +252,17 @@ class Exchange:
         pieces = [
             piece for rank in range(ranks) for one in (found, keys, values) for piece in one[rank]
         ]
-        flat = torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else dk.new_empty(0)
+        flat = dk.new_empty(sum(piece.numel() for piece in pieces))
+        places = flat.split([piece.numel() for piece in pieces]) if pieces else ()
+        for place, piece in zip(places, pieces, strict=True):
+            _copy(place.view(piece.shape), piece)
         come = self._sizes([self.own] * ranks, columns)
         arrived = _send(flat, self._sizes(numbers, columns), come, self.group)().split(come)
         if self.moves_queries:
             size = self.own * self.batch * self.q_columns
             shape = (self.own, self.batch, len(share.heads), self.width)
             blocks = [arrived[rank][:size].view(shape) for rank in share.sharing]
-            dq = torch.cat(blocks, 2).transpose(0, 1).contiguous()
+            dq = _joined(blocks)
         return dq, *self._summed(arrived)
 
     def _summed(self, arrived: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,15 +276,13 @@ class Exchange:
             shape = (self.own, self.batch, len(self.share.kv_heads), width)
             terms = [one.view(shape) for one in terms]
             if alone:  # each head has one term
-                total = torch.cat(terms, 2)
-            else:
-                wide = torch.float64 if terms[0].dtype == torch.float64 else torch.float32
-                total = terms[0].new_zeros(
-                    (self.own, self.batch, problem.kv_heads, width), dtype=wide
-                )
-                for rank, term in enumerate(terms):
-                    heads = part_of(problem.kv_heads, problem.parts, rank % problem.parts)
-                    total[:, :, heads.start : heads.stop] += term
-                total = total.to(terms[0].dtype)
+                results.append(_joined(terms))
+                continue
+            wide = torch.float64 if terms[0].dtype == torch.float64 else torch.float32
+            total = terms[0].new_zeros((self.own, self.batch, problem.kv_heads, width), dtype=wide)
+            for rank, term in enumerate(terms):
+                heads = part_of(problem.kv_heads, problem.parts, rank % problem.parts)
+                total[:, :, heads.start : heads.stop] += term
+            total = total.to(terms[0].dtype)
             results.append(total.transpose(0, 1).contiguous())
         return results[0], results[1]

@@ -95,7 +95,8 @@ def finish(
     columns = numbers.shape[-1]
     width = columns if quantize == "rowwise" else 128
     blocks = functional.pad(numbers, (0, -columns % width)).unflatten(-1, (-1, width))
-    scales = blocks.abs().amax(-1).clamp(min=1e-12) / 448
+    largest = blocks.abs().amax(-1).clamp(min=1e-12)
+    scales = largest / largest.new_full((), 448.0)  # CUDA multiplies by a number's reciprocal
     values = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., :columns]
     scales = (
         scales.movedim(-1, 0).contiguous().movedim(0, -1)

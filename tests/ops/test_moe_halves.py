@@ -137,13 +137,15 @@ def check_compiled() -> tuple[int, list[str]]:
 
     x, ids, shares, gate_up, down = operands(True)
     experts = [gate_up.shape[0]] * dist.get_world_size()
-    rows, offs, counts, *route = torch.ops.overlap.moe_dispatch(x, ids, experts, 1, world_name())
+    rows, offs, counts, *route = torch.ops.overlap.moe_dispatch(
+        x, ids, experts, 1, False, world_name()
+    )
     rows = rows.detach().requires_grad_()
     flat, size = shares.detach().reshape(-1, 1), rows.shape[0]
     calls = [
-        ("moe_dispatch", (x, ids, experts, 1, world_name())),
-        ("moe_combine", (rows, shares, x.shape[0], 2, *route, world_name())),
-        ("_moe_spread", (x, 2, *route, world_name())),
+        ("moe_dispatch", (x, ids, experts, 1, True, world_name())),
+        ("moe_combine", (rows, shares, x.shape[0], 2, *route, True, world_name())),
+        ("_moe_spread", (x, 2, *route, False, world_name())),
         ("_moe_home", (rows, *route[:2], route[4], ids.numel(), world_name())),
         ("_moe_away", (flat, *route[:2], route[4], size, world_name())),
         ("_moe_linear", (rows, gate_up, offs)),

@@ -85,7 +85,8 @@ class Call:
         """Values and scales of a norm, block by block."""
         quantize, values, scales = self.how["quantize"], [], []
         for block in norm.float().split(128 if quantize == "blockwise" else self.case.n, -1):
-            scale = block.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+            largest = block.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+            scale = (largest.cpu() / 448).to(largest.device)  # CUDA multiplies by the reciprocal
             scale = self.how.get("scale", scale)
             values.append((block / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
             scales.append(scale)
