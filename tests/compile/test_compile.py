@@ -53,7 +53,7 @@ def run_opcheck(op: str) -> tuple[int, list[str]]:
 
 
 @every_op
-@pytest.mark.ranks((1, "nccl"), (2, "nccl"), long=[(1, "gloo"), (2, "gloo")])
+@pytest.mark.ranks((1, "nccl"), (2, "nccl"), long=[(2, "gloo")], whole=[(1, "gloo")])
 def test_compile_passes_opcheck(ranks, op):
     ranks.expect_no_failures(run_opcheck, op, timeout_s=300)
 

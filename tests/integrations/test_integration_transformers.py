@@ -248,7 +248,7 @@ def check_compiled(family: str, folder: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.whole)])
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_inductor_fuses_all_of_transformers_own_styles(ranks, family, tmp_path):
     ranks.expect_no_failures(check_compiled, family, str(tmp_path), timeout_s=300)

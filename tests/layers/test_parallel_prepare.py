@@ -195,7 +195,7 @@ def test_parallel_prepared_input_is_gathered_once(ranks, how):
     ranks.expect_no_failures(check_layouts, how, timeout_s=240)
 
 
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(1, "gloo"), (3, "gloo")])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")], whole=[(1, "gloo")])
 def test_parallel_prepared_input_is_gathered_once_by_compiled_code(ranks):
     ranks.expect_no_failures(check_layouts, "compiled", timeout_s=240)
 

@@ -55,6 +55,11 @@ def shares_gpus() -> bool:
     return os.environ.get("OVERLAP_TEST_SHARED_GPUS") == "1"
 
 
+def whole_grids() -> bool:
+    """True for whole grids of parameters, not only a part in which each two values meet."""
+    return os.environ.get("OVERLAP_TEST_WHOLE_GRIDS") == "1"
+
+
 def under_load(seconds: float) -> float:
     """A deadline of `seconds` on a machine of its own, longer where many test processes share the machine."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
