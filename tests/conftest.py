@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 
 import pytest
 
 import rank_pool
+from grids import where_each_pair_meets
 
 _MARKERS = {
     "gpu": "needs a CUDA device",
@@ -66,22 +66,17 @@ def _beyond_each_pair(items: list[pytest.Item]) -> list[pytest.Item]:
             grids[item.function].append(item)
     beyond = []
     for grid in grids.values():
-        pairs = {item: set(itertools.combinations(_values(item), 2)) for item in grid}
-        missing = set().union(*pairs.values())
-        while missing:
-            best = max(pairs, key=lambda item: len(pairs[item] & missing))
-            missing -= pairs.pop(best)
-        beyond += pairs if len(pairs) < len(grid) else []
+        kept = where_each_pair_meets([_values(item) for item in grid])
+        beyond += [item for place, item in enumerate(grid) if place not in kept]
     return beyond
 
 
-def _values(item: pytest.Item) -> list[tuple[str, str]]:
-    """The value that each `parametrize` of the test's gives, and its ranks."""
+def _values(item: pytest.Item) -> list[str]:
+    """The ranks, and what each `parametrize` of the test gives."""
     given = item.callspec.params
-    groups = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    groups = [names.split(",") if isinstance(names, str) else names for names in groups]
-    values = [[(name.strip(), repr(given[name.strip()])) for name in names] for names in groups]
-    return [("ranks", repr(given["ranks"])), *((str(value), "") for value in values)]
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [one.replace(",", " ").split() if isinstance(one, str) else one for one in names]
+    return [repr(given["ranks"]), *(repr([given[name] for name in group]) for group in names)]
 
 
 @pytest.fixture(scope="session", autouse=True)
