@@ -152,15 +152,14 @@ def test_programs_drawn_at_random_are_refused_or_right(ranks, op, kind, count, f
 
 @pytest.mark.long
 @pytest.mark.ranks((3, "gloo"), (4, "gloo"), (8, "gloo"))
-@pytest.mark.parametrize(
-    ("kind", "count", "fewest", "most"),
-    [("right", 20, 0, 0), ("disturbed", 100, 21, 100), ("strange", 200, 1, 195)],
-)
+@pytest.mark.parametrize(("kind", "count"), [("right", 6), ("disturbed", 30), ("strange", 60)])
 @every_op
-def test_programs_drawn_at_random_on_many_ranks(ranks, op, kind, count, fewest, most):
+def test_programs_drawn_at_random_on_many_ranks(ranks, op, kind, count):
     if op == "gemm_alltoall" and kind != "strange":
         pytest.skip("its rows take no way round")
-    assert fewest <= draw(ranks, kind, op, range(count)) <= most
+    count *= 4 if rank_pool.whole_grids() else 1
+    refused = draw(ranks, kind, op, range(count))
+    assert refused == 0 if kind == "right" else 5 < refused < count
 
 
 @pytest.mark.parametrize("name", ["ring", "double_ring", "one_shot", "two_shot", "hierarchical"])
