@@ -281,10 +281,8 @@ DYNAMIC = [
     "heads apart",
     "slice, all-reduce",
     "reduce-scatter of dim 1, bias",
-    "reduce-scatter of columns",
     "all-gather of dim 1",
     "all-gather, slices",
-    "all-gather, cast",
 ]
 
 
