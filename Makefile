@@ -29,7 +29,7 @@ CUTLASS = $(if $(NVCC),$(if $(filter 0,$(OVERLAP_CUDA))$(CUTLASS_PATH),,$(VENV)/
 # Tests wait for their ranks, for deadlines and compilers much of the time: several files at a time, with ranks of their own.
 PARALLEL = -n $(if $(GPU),4,2) --dist loadfile
 
-.PHONY: demo test test-gpu test-install test-integrations integrations test-long test-races test-plans pin pictures docs sanitize bench doctor build plan lint format clean distclean help
+.PHONY: demo test test-gpu test-install test-integrations integrations test-long test-races test-plans test-grids pin pictures docs sanitize bench doctor build plan lint format clean distclean help
 
 demo: build  ## the op on all GPUs, or on 2 CPU ranks: check, times, timeline
 	$(PY) -m overlap_torch demo $(ARGS)
@@ -57,6 +57,9 @@ test-install: $(VENV)/.torch  ## wheel, source distribution and editable checkou
 
 test-races: build  ## thousands of calls with random delays; minutes long
 	$(PY) -m pytest -m races --timeout=1800 $(ARGS)
+
+test-grids: build  ## all tests on whole grids of parameters, of which the other targets take parts; an hour long
+	OVERLAP_TEST_WHOLE_GRIDS=1 $(PY) -m pytest $(PARALLEL) -m "not races or long" --timeout=1800 $(ARGS)
 
 test-plans: build  ## the steps of all the planner's candidates, on all ranks, are proved; minutes long
 	$(PY) -m tests.steps_proof

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs as a user does, on CPU: a wheel out of the source distribution, and an editable checkout, each into an
-# environment of its own that has the torch of the Python given, and nothing of this checkout.
+# environment of its own that has the torch of the Python given, and nothing of this checkout. Both have the same path, so
+# that the second build takes over objects of the first: ninja compares commands and times.
 #   scripts/try_install.sh .venv/bin/python
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -45,13 +46,22 @@ mkdir "$folder/source"
 
 echo "== source distribution"
 (cd "$folder/source" && PYTHONPATH=tools "$python" -c "import build_backend; build_backend.build_sdist('$folder')" >/dev/null)
-echo "== wheel out of it"
-environment "$folder/wheel"
-"$folder/wheel/bin/python" -m pip --quiet wheel --no-deps --wheel-dir "$folder" "$folder"/overlap_torch-*.tar.gz
-"$folder/wheel/bin/python" -m pip --quiet install "$folder"/overlap_torch-*.whl
-smoke "$folder/wheel"
+# Objects that know neither torch nor Python's environment are this checkout's, where they are newer than their sources.
+if [ -d "$root/build/plan" ]; then
+    mkdir "$folder/source/build" && cp -a "$root/build/plan" "$folder/source/build/"
+fi
+
 echo "== editable checkout"
-[ ! -d "$root/build/plan" ] || (cd "$root" && cp -a --parents build/plan "$folder/source")  # the objects without torch, if they are there
-environment "$folder/editable"
-"$folder/editable/bin/python" -m pip --quiet install --editable "$folder/source"
-smoke "$folder/editable"
+environment "$folder/environment"
+"$folder/environment/bin/python" -m pip --quiet install --editable "$folder/source"
+smoke "$folder/environment"
+
+echo "== wheel out of it"
+rm -rf "$folder/environment"
+environment "$folder/environment"
+mkdir "$folder/unpacked"
+tar xzf "$folder"/overlap_torch-*.tar.gz -C "$folder/unpacked" --strip-components=1
+mv "$folder/source/build" "$folder/unpacked/"
+"$folder/environment/bin/python" -m pip --quiet wheel --no-deps --wheel-dir "$folder" "$folder/unpacked"
+"$folder/environment/bin/python" -m pip --quiet install "$folder"/overlap_torch-*.whl
+smoke "$folder/environment"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 import rank_pool
+from grids import where_each_pair_meets
 
 _MARKERS = {
     "gpu": "needs a CUDA device",
     "gpu2": "needs two CUDA devices",
     "long": "takes minutes; left out unless chosen with -m long or -m races",
     "races": "the long race tests",
-    "ranks": "ranks((world, backend), ..., long=[...]): the pools that a test with the fixture ranks runs on, and those of its long "
-    "version",
+    "whole": "a point of a grid of which other points are enough; left out unless OVERLAP_TEST_WHOLE_GRIDS=1",
+    "ranks": "ranks((world, backend), ..., long=[...], whole=[...]): the pools that a test with the fixture ranks runs on, those of "
+    "its long version, and those of whole grids only",
 }
 
 
@@ -46,6 +50,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if found < needed:
                 reason = f"needs {needed} CUDA device{'s' if needed > 1 else ''}, this machine has {found}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if not rank_pool.whole_grids():
+        whole = [item for item in items if item.get_closest_marker("whole")]
+        others = [item for item in items if not item.get_closest_marker("whole")]
+        for item in whole + _beyond_each_pair(others):
+            item.add_marker(pytest.mark.skip(reason="OVERLAP_TEST_WHOLE_GRIDS is not 1"))
+
+
+def _beyond_each_pair(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests on CPU ranks without which any two values of a test's parameters still meet in another one of its tests."""
+    grids = defaultdict(list)
+    for item in items:
+        ranks = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
+        if ranks and ranks[1] == "gloo":
+            grids[item.function].append(item)
+    beyond = []
+    for grid in grids.values():
+        kept = where_each_pair_meets([_values(item) for item in grid])
+        beyond += [item for place, item in enumerate(grid) if place not in kept]
+    return beyond
+
+
+def _values(item: pytest.Item) -> list[str]:
+    """The ranks, and what each `parametrize` of the test gives."""
+    given = item.callspec.params
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [one.replace(",", " ").split() if isinstance(one, str) else one for one in names]
+    return [repr(given["ranks"]), *(repr([given[name] for name in group]) for group in names)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -105,10 +136,9 @@ class RankRunner:
         assert not lines, f"{len(lines)} failures in {job.__name__}:\n" + "\n".join(lines[:40])
 
 
-def _ranks_param(world: int, backend: str, long: bool = False):
-    marks = [pytest.mark.long] if long else []
+def _ranks_param(world: int, backend: str, *marks: pytest.MarkDecorator):
     if backend != "gloo":
-        marks += [pytest.mark.gpu, *([pytest.mark.gpu2] if world > 1 else [])]
+        marks += (pytest.mark.gpu, *([pytest.mark.gpu2] if world > 1 else []))
     return pytest.param((world, backend), id=f"{world}-{backend}", marks=marks)
 
 
@@ -122,7 +152,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         params = _RANKS
         if marker:
             params = [_ranks_param(*pair) for pair in marker.args]
-            params += [_ranks_param(*pair, long=True) for pair in marker.kwargs.get("long", ())]
+            for mark in (pytest.mark.long, pytest.mark.whole):
+                params += [_ranks_param(*pair, mark) for pair in marker.kwargs.get(mark.name, ())]
         metafunc.parametrize("ranks", params, indirect=True)
 
 

@@ -9,11 +9,12 @@ import gc
 import itertools
 import weakref
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+
+from overlap_torch._torch_versions import constant_in_graphs
 
 # The mesh of each group's layers, by the group's name and the kind of device, for as long as something lies on it.
 _meshes: weakref.WeakValueDictionary[tuple[str, str], DeviceMesh] = weakref.WeakValueDictionary()
@@ -68,7 +69,7 @@ def same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     return mesh is other or mesh == other or _same_line(mesh, other)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _same_line(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     return mesh.ndim == other.ndim == 1 and mesh.mesh.tolist() == other.mesh.tolist()
 

@@ -11,6 +11,7 @@ from overlap_torch._moe import ops
 from overlap_torch._moe.activation import BIAS_ONLY, Gate, gate_unrounded
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 from overlap_torch._ops.nested import refuse_nested
+from overlap_torch._torch_versions import constant_in_graphs
 
 _ops = torch.ops.overlap
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -32,7 +33,7 @@ class Route(NamedTuple):
     group: str
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _place(group: str) -> tuple[int, int]:
     """The group's number of ranks, and this rank's."""
     return world_size(group), group_rank(group)

@@ -213,46 +213,50 @@ def _check(
     return _recipe(op, input, weights, scale_input, scale_weights, recipe_input, recipe_weight)
 
 
-@torch.library.register_fake("overlap::gemm_allreduce.scaled")
-def _fake_allreduce(
-    input,
-    weight,
-    scale_input,
-    scale_weight,
-    bias=None,
+def _checked(
+    op: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    scale_input: torch.Tensor,
+    scale_weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
-    recipe_input=None,
-    recipe_weight=None,
-    output_dtype=torch.bfloat16,
-    use_fast_accum=False,
-    group,
-):
+    recipe_input: int | None = None,
+    recipe_weight: int | None = None,
+    output_dtype: torch.dtype = torch.bfloat16,
+    **others: Any,
+) -> Callable[..., torch.Tensor]:
+    """The maker of the result, by its leading dims, of checked operands of one weight."""
     scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
-    _check("gemm_allreduce", input, [weight], *scales)
-    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=output_dtype)
+    _check(op, input, [weight], *scales)
+    return lambda *leading: input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
+
+
+@torch.library.register_fake("overlap::gemm_allreduce.scaled")
+def _fake_allreduce(input, *operands, **keywords):
+    return _checked("gemm_allreduce", input, *operands, **keywords)(*input.shape[:-1])
 
 
 @torch.library.register_fake("overlap::gemm_reducescatter.scaled")
-def _fake_reducescatter(
-    input,
-    weight,
-    scale_input,
-    scale_weight,
-    bias=None,
-    *,
-    recipe_input=None,
-    recipe_weight=None,
-    output_dtype=torch.bfloat16,
-    use_fast_accum=False,
-    group,
-):
+def _fake_reducescatter(input, *operands, group, **keywords):
     world = world_size(group)
     fakes.row_dim("gemm_reducescatter", input)
-    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
-    _check("gemm_reducescatter", input, [weight], *scales)
+    make = _checked("gemm_reducescatter", input, *operands, **keywords)
     fakes.check_divisible("gemm_reducescatter", input, 0, world)
-    rows = input.shape[0] // world
-    return input.new_empty((rows, *input.shape[1:-1], weight.shape[0]), dtype=output_dtype)
+    return make(input.shape[0] // world, *input.shape[1:-1])
+
+
+@torch.library.register_fake("overlap::gemm_alltoall.scaled")
+def _fake_alltoall(input, weight, send_rows, recv_rows, *operands, group, **keywords):
+    fakes.row_dim("gemm_alltoall", input)
+    make = _checked("gemm_alltoall", input, weight, *operands, **keywords)
+    fakes.check_counts(input, send_rows, recv_rows, group)
+    return make(sum(recv_rows), *input.shape[1:-1])
+
+
+@torch.library.register_fake("overlap::scaled_linear")
+def _fake_linear(input, *operands, **keywords):
+    return _checked("scaled_linear", input, *operands, **keywords)(*input.shape[:-1])
 
 
 @torch.library.register_fake("overlap::allgather_gemm.scaled_weights")
@@ -295,45 +299,3 @@ def _fake_allgather(input, weight, scale_input, scale_weight, bias=None, **keywo
         input, [weight], scale_input, [scale_weight], [bias], **keywords
     )
     return output, gathered, scales
-
-
-@torch.library.register_fake("overlap::gemm_alltoall.scaled")
-def _fake_alltoall(
-    input,
-    weight,
-    send_rows,
-    recv_rows,
-    scale_input,
-    scale_weight,
-    bias=None,
-    *,
-    recipe_input=None,
-    recipe_weight=None,
-    output_dtype=torch.bfloat16,
-    use_fast_accum=False,
-    group,
-):
-    fakes.row_dim("gemm_alltoall", input)
-    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
-    _check("gemm_alltoall", input, [weight], *scales)
-    fakes.check_counts(input, send_rows, recv_rows, group)
-    leading = (sum(recv_rows), *input.shape[1:-1])
-    return input.new_empty((*leading, weight.shape[0]), dtype=output_dtype)
-
-
-@torch.library.register_fake("overlap::scaled_linear")
-def _fake_linear(
-    input,
-    weight,
-    scale_input,
-    scale_weight,
-    bias=None,
-    *,
-    recipe_input=None,
-    recipe_weight=None,
-    output_dtype=torch.bfloat16,
-    use_fast_accum=False,
-):
-    scales = (scale_input, [scale_weight], [bias], recipe_input, recipe_weight, output_dtype)
-    _check("scaled_linear", input, [weight], *scales)
-    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=output_dtype)

@@ -286,8 +286,8 @@ def check_transformers(family: str, sequence: bool) -> tuple[int, list[str]]:
     [
         pytest.param("Llama", True, id="llama-sequence"),
         pytest.param("Qwen3", False, id="qwen3-all", marks=pytest.mark.long),
-        pytest.param("Llama", False, id="llama-all", marks=pytest.mark.long),
-        pytest.param("Qwen3", True, id="qwen3-sequence", marks=pytest.mark.long),
+        pytest.param("Llama", False, id="llama-all", marks=pytest.mark.whole),
+        pytest.param("Qwen3", True, id="qwen3-sequence", marks=pytest.mark.whole),
     ],
 )
 @needs_transformers

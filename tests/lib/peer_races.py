@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,12 @@ from overlap_torch.plan import Plan
 
 DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
 KEPT = 5  # calls whose results are looked at again: more than there are slots
+
+
+def so_many_calls(short: int) -> pytest.MarkDecorator:
+    """The parameter `calls`: a short race, and a long one, which `make test-races` runs."""
+    long = pytest.param(1000, marks=[pytest.mark.long, pytest.mark.races])
+    return pytest.mark.parametrize("calls", [short, long])
 
 
 @dataclass

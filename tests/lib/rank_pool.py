@@ -33,12 +33,17 @@ POOL_GROUP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 
 # Multicast is not needed by any test, and some hosts do not offer it. Everything here runs on one host.
+_COMPILES_ALONE = {
+    "TORCHINDUCTOR_COMPILE_THREADS": "1"
+}  # ranks are daemons, and start no processes
 _ENVIRONMENT = {
+    **_COMPILES_ALONE,
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # ranks are daemons, and start no processes
 }
+# The server that ranks are forked from imports these once for all of them. All of them together start no thread.
+_IMPORTED = ("pytest", "overlap_torch", "torch.distributed.tensor", "torch._inductor.compile_fx")
 # Every rank a host of its own, as NCCL sees it: it goes through its network transport, over sockets. (Ranks of one host
 # must have a GPU each.)
 _HOSTS = {"NCCL_HOSTID": "overlap_torch-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
@@ -48,6 +53,11 @@ _NETWORK = {**_HOSTS, "OVERLAP_PEERS": "0"}
 def shares_gpus() -> bool:
     """True if several ranks may use a GPU: each gets a turn of it, as processes do."""
     return os.environ.get("OVERLAP_TEST_SHARED_GPUS") == "1"
+
+
+def whole_grids() -> bool:
+    """True for whole grids of parameters, not only a part in which each two values meet."""
+    return os.environ.get("OVERLAP_TEST_WHOLE_GRIDS") == "1"
 
 
 def under_load(seconds: float) -> float:
@@ -60,6 +70,15 @@ def _network() -> dict[str, str]:
     if os.environ.get("OVERLAP_TEST_NETWORK") == "1":
         return _NETWORK
     return _HOSTS if shares_gpus() else {}
+
+
+def _start_method(environment: dict[str, str]) -> str:
+    """Fork from a server that has imported the package, unless the environment holds what Triton reads at its import."""
+    if "TRITON_INTERPRET" in environment:
+        return "spawn"
+    os.environ.update(_COMPILES_ALONE)
+    multiprocessing.set_forkserver_preload(list(_IMPORTED))
+    return "forkserver"
 
 
 @dataclass(frozen=True)
@@ -81,11 +100,9 @@ class Ranks:
     def __init__(
         self, world: int, backend: str, group_timeout_s: float, environment: dict[str, str]
     ) -> None:
-        # Imported late: collecting tests should not need torch, and the ranks come from a server that has it loaded.
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # late: collecting tests should not need torch
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context = multiprocessing.get_context(_start_method(environment))
         self.name = f"{world} {backend} rank{'s' if world > 1 else ''}"
         self._folder = tempfile.mkdtemp(prefix="overlap_ranks_")
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -151,6 +151,6 @@ def check_numerical_gradients(
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("name", "leading", "dim"), CALLS, ids=str)
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"), whole=[(3, "gloo")])
 def test_gradcheck_global_function(ranks, name, leading, dim, with_bias):
     assert all(ranks.run(check_numerical_gradients, name, leading, dim, with_bias))

@@ -16,7 +16,7 @@ import rank_pool
 from overlap_torch import plan
 from overlap_torch.plan import Problem
 from overlap_torch.plan.types import Kernel, Op
-from peer_races import come_late
+from peer_races import come_late, so_many_calls
 from plans import peers_work
 from tests.ops.test_kernels import (
     TILE,
@@ -500,13 +500,7 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
     return rounds, failures
 
 
+@so_many_calls(60)
 @TWO
-def test_kernels_on_gpus_races_short(ranks):
-    ranks.expect_no_failures(check_races, 60)
-
-
-@pytest.mark.races
-@pytest.mark.long
-@TWO
-def test_kernels_on_gpus_races(ranks):
-    ranks.expect_no_failures(check_races, 1000, timeout_s=500)
+def test_kernels_on_gpus_races(ranks, calls):
+    ranks.expect_no_failures(check_races, calls, timeout_s=500)

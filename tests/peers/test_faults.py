@@ -198,7 +198,7 @@ def test_faults_rank_that_never_calls_is_reported(backend, plan):
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "gemm_allreduce"])
 @pytest.mark.parametrize(
-    "backend", [pytest.param("gloo", id="gloo", marks=pytest.mark.long), BACKENDS[1]]
+    "backend", [pytest.param("gloo", id="gloo", marks=pytest.mark.whole), BACKENDS[1]]
 )
 def test_faults_rank_that_never_calls_is_reported_by_every_op(backend, op):
     outcomes = rank_pool.run_fresh(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from checks import Failures, check_plan
 from operands import Case
 from overlap_torch.plan.types import Kernel
-from peer_races import Runner, race
+from peer_races import Runner, race, so_many_calls
 from peers import (
     ALL_TO_ALL,
     KERNELS,
@@ -156,21 +156,10 @@ RACES = pytest.mark.parametrize(
 )
 
 
-def race_peers(ranks, ops: list[str], kernel: Kernel, calls: int) -> None:
+@so_many_calls(100)
+@RACES
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_peers_back_to_back(ranks, ops, kernel, calls):
     skip_unless_it_runs(ranks, kernel)
     for chunks in (1, 3):
         ranks.expect_no_failures(race_of_ops, ops, calls, kernel, chunks, timeout_s=300)
-
-
-@RACES
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_back_to_back(ranks, ops, kernel):
-    race_peers(ranks, ops, kernel, 100)
-
-
-@pytest.mark.long
-@pytest.mark.races
-@RACES
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_back_to_back_long(ranks, ops, kernel):
-    race_peers(ranks, ops, kernel, 1000)

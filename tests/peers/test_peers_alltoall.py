@@ -14,7 +14,7 @@ from operands import INPUT_LAYOUTS, WEIGHT_LAYOUTS, Case, rank_device
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
-from peer_races import Runner, race
+from peer_races import Runner, race, so_many_calls
 from peers import (
     ALL_TO_ALL,
     ALWAYS_ONE_LAUNCH,
@@ -315,17 +315,9 @@ def race_of_all_to_alls(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
     return race(all_to_alls(kernel), larger, calls, calls)
 
 
+@so_many_calls(100)
 @every_kernel
 @of_some_ranks
-def test_peers_alltoall_back_to_back(ranks, kernel):
+def test_peers_alltoall_back_to_back(ranks, kernel, calls):
     skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_all_to_alls, kernel, 100, timeout_s=300)
-
-
-@pytest.mark.long
-@pytest.mark.races
-@every_kernel
-@of_some_ranks
-def test_peers_alltoall_back_to_back_long(ranks, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_all_to_alls, kernel, 1000, timeout_s=600)
+    ranks.expect_no_failures(race_of_all_to_alls, kernel, calls, timeout_s=600)

@@ -12,7 +12,7 @@ from operands import Case, rank_device
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
-from peer_races import Runner, race
+from peer_races import Runner, race, so_many_calls
 from peers import (
     ALL_TO_ALL,
     DIRECT,
@@ -302,35 +302,18 @@ def race_of_direct(op: str, kernel: Kernel, calls: int) -> tuple[int, list[str]]
     return checks, lines
 
 
+@so_many_calls(150)
 @every_kernel
 @of_some_ranks
-def test_direct_beside_other_plans_back_to_back(ranks, kernel):
+def test_direct_beside_other_plans_back_to_back(ranks, kernel, calls):
     skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_ways, kernel, 150, timeout_s=300)
+    ranks.expect_no_failures(race_of_ways, kernel, calls, timeout_s=600)
 
 
-@pytest.mark.long
-@pytest.mark.races
-@every_kernel
-@of_some_ranks
-def test_direct_beside_other_plans_back_to_back_long(ranks, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_ways, kernel, 1000, timeout_s=600)
-
-
+@so_many_calls(100)
 @every_kernel
 @every_op
 @of_some_ranks
-def test_direct_back_to_back(ranks, op, kernel):
+def test_direct_back_to_back(ranks, op, kernel, calls):
     skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_direct, op, kernel, 100, timeout_s=300)
-
-
-@pytest.mark.long
-@pytest.mark.races
-@every_kernel
-@every_op
-@of_some_ranks
-def test_direct_back_to_back_long(ranks, op, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_direct, op, kernel, 1000, timeout_s=600)
+    ranks.expect_no_failures(race_of_direct, op, kernel, calls, timeout_s=600)

@@ -134,7 +134,11 @@ def test_hosts_over_peers_talk_by_copy_engine_within_and_by_nccl_across(op):
 
 @pytest.mark.parametrize(
     ("world", "chunks"),
-    [(2, 2), *(pytest.param(world, 3, marks=pytest.mark.long) for world in (3, 4, 8))],
+    [
+        (2, 2),
+        *(pytest.param(world, 3, marks=pytest.mark.long) for world in (3, 8)),
+        pytest.param(4, 3, marks=pytest.mark.whole),
+    ],
 )
 @every_engine
 @every_op

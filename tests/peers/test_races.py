@@ -18,7 +18,7 @@ from operands import Case, poison, rank_device, world_name
 from ops import OPS, Arguments, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
-from peer_races import come_late
+from peer_races import come_late, so_many_calls
 from plans import GPU_KERNELS, chunked_plan
 
 # (label, layout, chunks, resources)
@@ -147,28 +147,16 @@ def test_races_back_to_back_on_cpu_long(ranks, op):
     race_every_plan_on_cpu(ranks, op, 1000)
 
 
-def race_every_plan(ranks, op: str, kernel: Kernel, calls: int) -> None:
+@so_many_calls(100)
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@every_op
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_races_back_to_back_on_gpu(ranks, op, kernel, calls):
     ranks.skip_without_kernel(kernel)
     for _, layout, chunks, resources in plans_of(op, GPU_PLANS):
         ranks.expect_no_failures(
             race_on_gpu, op, calls, layout, chunks, kernel, resources, timeout_s=300
         )
-
-
-@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
-@every_op
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_races_back_to_back_on_gpu(ranks, op, kernel):
-    race_every_plan(ranks, op, kernel, 100)
-
-
-@pytest.mark.long
-@pytest.mark.races
-@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
-@every_op
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_races_back_to_back_on_gpu_long(ranks, op, kernel):
-    race_every_plan(ranks, op, kernel, 1000)
 
 
 @every_op

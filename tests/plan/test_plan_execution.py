@@ -65,17 +65,13 @@ def check_plans(
 
 
 @every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"))
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), long=[(4, "gloo")])
 def test_plan_execution_is_exact_under_every_plan_on_cpu(ranks, op):
-    cases = [case.with_(dtype=torch.bfloat16) for case in CPU_CASES]
-    ranks.expect_no_failures(check_plans, op, cases, Kernel.LIBRARY, CPU_TILE, {})
-
-
-@pytest.mark.long
-@every_op
-@pytest.mark.ranks((4, "gloo"))
-def test_plan_execution_is_exact_under_every_plan_of_four_ranks_on_cpu(ranks, op):
-    cases = [case.with_(dtype=torch.bfloat16) for case in CPU_CASES]
+    """Each number of ranks has a data type of its own."""
+    dtype = (torch.float64, torch.float32, torch.bfloat16, torch.float16)[ranks.world - 1]
+    cases = [case.with_(dtype=dtype) for case in CPU_CASES]
+    if ranks.world == 1:
+        cases = cases[:4]
     ranks.expect_no_failures(check_plans, op, cases, Kernel.LIBRARY, CPU_TILE, {})
 
 
@@ -84,22 +80,6 @@ def test_plan_execution_is_exact_under_every_plan_of_four_ranks_on_cpu(ranks, op
 @pytest.mark.ranks((8, "gloo"))
 def test_plan_execution_is_exact_between_eight_ranks_on_cpu(ranks, op):
     cases = [Case((49,), 31, 5, torch.bfloat16, bias=True), Case((40,), 8, 12, torch.float32)]
-    ranks.expect_no_failures(check_plans, op, cases, Kernel.LIBRARY, CPU_TILE, {})
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        pytest.param(torch.float16, marks=pytest.mark.long),
-        pytest.param(torch.float64, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-@every_op
-@pytest.mark.ranks((2, "gloo"))
-def test_plan_execution_is_exact_in_every_dtype_on_cpu(ranks, op, dtype):
-    cases = [case.with_(dtype=dtype) for case in CPU_CASES]
     ranks.expect_no_failures(check_plans, op, cases, Kernel.LIBRARY, CPU_TILE, {})
 
 

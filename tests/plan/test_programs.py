@@ -58,10 +58,11 @@ def test_programs_of_templates_are_exact(ranks):
 
 
 @pytest.mark.long
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (8, "gloo"))
+@pytest.mark.ranks((3, "gloo"), (8, "gloo"), whole=[(2, "gloo"), (4, "gloo")])
 @every_op
 def test_programs_of_templates_are_exact_in_chunks_of_any_number(ranks, op):
-    ranks.expect_no_failures(check_templates, [op], [RAGGED, EVEN, FEW], [1, 3])
+    ranks.expect_no_failures(check_templates, [op], [RAGGED, FEW], [3])
+    ranks.expect_no_failures(check_templates, [op], [EVEN], [1])
 
 
 def check_gradients_under_programs() -> tuple[int, list[str]]:
@@ -151,15 +152,14 @@ def test_programs_drawn_at_random_are_refused_or_right(ranks, op, kind, count, f
 
 @pytest.mark.long
 @pytest.mark.ranks((3, "gloo"), (4, "gloo"), (8, "gloo"))
-@pytest.mark.parametrize(
-    ("kind", "count", "fewest", "most"),
-    [("right", 20, 0, 0), ("disturbed", 100, 21, 100), ("strange", 200, 1, 195)],
-)
+@pytest.mark.parametrize(("kind", "count"), [("right", 6), ("disturbed", 30), ("strange", 60)])
 @every_op
-def test_programs_drawn_at_random_on_many_ranks(ranks, op, kind, count, fewest, most):
+def test_programs_drawn_at_random_on_many_ranks(ranks, op, kind, count):
     if op == "gemm_alltoall" and kind != "strange":
         pytest.skip("its rows take no way round")
-    assert fewest <= draw(ranks, kind, op, range(count)) <= most
+    count *= 4 if rank_pool.whole_grids() else 1
+    refused = draw(ranks, kind, op, range(count))
+    assert refused == 0 if kind == "right" else 5 < refused < count
 
 
 @pytest.mark.parametrize("name", ["ring", "double_ring", "one_shot", "two_shot", "hierarchical"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import overlap_torch
 from frameworks import needs_transformers
@@ -97,19 +97,11 @@ def test_examples_llama_is_the_one_on_one_device(tmp_path, tokens):
     assert "generated 16 tokens: the same as on one device" in output
 
 
-def test_examples_llama_names_what_is_missing(tmp_path):
-    (tmp_path / "transformers.py").write_text("raise ImportError\n")
-    command = [sys.executable, example("03_transformers_llama.py")]
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE_PARENT)])
-    result = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 1 and "pip install transformers" in result.stderr, result.stderr
+def test_examples_llama_names_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    with pytest.raises(SystemExit, match="pip install transformers"):
+        runpy.run_path(example("03_transformers_llama.py"), run_name="__main__")
 
 
 @pytest.mark.long
@@ -162,14 +154,3 @@ def test_examples_demo_checks_and_draws(tmp_path):
     for rank in (0, 1):
         chunks = {event["name"] for event in events if event["pid"] == rank}
         assert len(chunks) >= 3, chunks
-
-
-def test_examples_doctor_says_what_was_found(tmp_path):
-    output = run("-m", "overlap_torch", "doctor", folder=tmp_path)
-    assert torch.__version__ in output
-    for found in ("NCCL", "nvcc", "GPUs", "Links", "Fast paths", "Environment"):
-        assert found in output, f"{found} is not in\n{output}"
-    # Nothing is visible, so every fast path but the CPU's is off, and says why.
-    assert re.search(r"^\s*on\s+CPU", output, re.MULTILINE), output
-    off = re.findall(r"^\s*off\s+(.*)$", output, re.MULTILINE)
-    assert len(off) >= 2 and all(": " in reason for reason in off), output

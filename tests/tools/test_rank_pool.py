@@ -1,10 +1,13 @@
-"""The tests' own pools of ranks."""
+"""The tests' own pools of ranks, and parts of their grids."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
 import rank_pool
+from grids import where_each_pair_meets
 
 OWN = {"OVERLAP_TEST_POOL": "interrupted"}  # no other test's pool
 
@@ -25,3 +28,16 @@ def test_rank_pool_of_an_interrupted_job_does_not_answer_the_next_one(monkeypatc
         with pytest.raises(KeyboardInterrupt):
             rank_pool.run(1, "gloo", answer, 2, environment=OWN)
     assert rank_pool.run(1, "gloo", answer, 3, environment=OWN) == [3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [((4, 5, 4), 22), ((2, 2, 2, 3), 7), ((3, 4), 12), ((5,), 5)]
+)
+def test_each_two_values_meet_in_a_part_of_a_grid(sizes, most):
+    points = list(itertools.product(*map(range, sizes)))
+    kept = [points[place] for place in where_each_pair_meets(points)]
+    assert len(kept) == len({*kept}) <= most
+    for (one, first), (other, second) in itertools.combinations(enumerate(sizes), 2):
+        met = {(point[one], point[other]) for point in kept}
+        assert met == {*itertools.product(range(first), range(second))}
+    assert {value for point in kept for value in point} == {*range(max(sizes))}

@@ -1,4 +1,4 @@
-"""No function is longer than 80 lines, but tables; in the package no class is longer than 300, and no file than 500."""
+"""No function is longer than 80 lines, but tables; no class of the package is longer than 300, no file of it or of csrc than 500."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ TABLES = {
     ("csrc/binding/python/plan_module.cc", "bind_plan"),
     ("benchmarks/cli.py", "_parser"),
 }
+# A list of fields is one, too.
+LISTS = {"csrc/plan/plan_fields.h"}
 
 # Comments, strings, characters and preprocessor's lines, in which braces stand for nothing.
 _NO_CODE = re.compile(
@@ -127,8 +129,10 @@ def test_sizes_of_files_and_classes_of_the_package():
     files = [name for name in tracked("overlap_torch/", ".py")]
     texts = {name: (ROOT / name).read_text() for name in files}
     assert len(texts) > 80
-    lines = {name: text.count("\n") for name, text in texts.items()}
-    assert {name: count for name, count in lines.items() if count > MOST_OF_FILE} == {}
+    sources = tracked("csrc/", ".cc", ".h", ".cu", ".cuh")
+    assert len(sources) > 150
+    lines = {name: (ROOT / name).read_text().count("\n") for name in (*files, *sources)}
+    assert {name for name, count in lines.items() if count > MOST_OF_FILE} == LISTS
     classes = {
         (name, each): count for name, text in texts.items() for each, count in python_classes(text)
     }

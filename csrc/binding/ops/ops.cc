@@ -4,20 +4,10 @@
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <mutex>
-
-#include "binding/ops/environment.h"
 #include "binding/ops/op_call.h"
 #include "binding/ops/operands.h"
-#include "binding/ops/plan_table.h"
 #include "binding/ops/profiled.h"
-#include "plan/agreement.h"
-#include "planner/planner.h"
-
-#ifndef OVERLAP_BUILD_INFO
-#define OVERLAP_BUILD_INFO "cuda=none"
-#endif
+#include "binding/ops/trace_switch.h"
 
 namespace overlap::binding {
 
@@ -39,8 +29,6 @@ void compare_local_call(const OpCall& call) {
 }
 
 namespace {
-
-std::atomic<int64_t> side_delay{0};
 
 // A collective that Python begins, of a gradient or a layer: the ranks compare it as they compare calls, before it begins.
 void compare_collective(const std::string& what, at::Device device, const std::string& group_name) {
@@ -363,126 +351,7 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.callBoxed(stack);
 }
 
-plan::Op to_op(const std::string& name) {
-  std::string names;
-  for (size_t row = 0; row < plan::kOps.size(); ++row) {
-    const auto op = static_cast<plan::Op>(row);
-    if (name == plan::name(op)) return op;
-    names += (names.empty() ? "" : ", ") + std::string(plan::name(op));
-  }
-  TORCH_CHECK_VALUE(false, "overlap_torch: no op is named '", name, "'; there are ", names);
-}
-
-plan::Recipe to_recipe(const std::string& name) {
-  std::string names;
-  for (const plan::Recipe recipe :
-       {plan::Recipe::kNone, plan::Recipe::kTensor, plan::Recipe::kRow, plan::Recipe::kBlock}) {
-    if (name == plan::name(recipe)) return recipe;
-    names += (names.empty() ? "" : ", ") + std::string(plan::name(recipe));
-  }
-  TORCH_CHECK_VALUE(false, "overlap_torch: no recipe is named '", name, "'; there are ", names);
-}
-
-plan::Machine machine_of(const std::shared_ptr<GroupEntry>& group, at::Device device) {
-  return device.is_cpu() ? cpu_machine() : cuda_machine(group, device);
-}
-
-std::vector<int64_t> plan_for(const std::string& op, int64_t m, int64_t n, int64_t k,
-                              at::ScalarType dtype, at::Device device,
-                              const std::string& group_name, const std::string& recipe,
-                              std::optional<at::ScalarType> output_dtype, bool fast_accum) {
-  TORCH_CHECK_VALUE(m >= 0 && n >= 0 && k >= 0,
-                    "plan_for: M, N and K must not be negative, but are ", m, ", ", n, ", ", k);
-  const std::shared_ptr<GroupEntry> group = find_group(group_name);
-  plan::Problem problem;
-  problem.op = to_op(op);
-  problem.m = m;
-  problem.n = n;
-  problem.k = k;
-  problem.dtype = to_plan_dtype(dtype);
-  problem.world_size = group->world_size();
-  problem.recipe = to_recipe(recipe);
-  const bool scaled = problem.recipe != plan::Recipe::kNone;
-  problem.output_dtype = to_plan_dtype(output_dtype.value_or(scaled ? at::kBFloat16 : dtype));
-  problem.fast_accum = fast_accum;
-  plan::check_problem(problem);
-  return plan::encode(group->plan(problem, device.type(), machine_of(group, device))->plan);
-}
-
-void set_plan(at::IntArrayRef code, at::Device device, const std::string& group_name) {
-  const std::shared_ptr<GroupEntry> group = find_group(group_name);
-  const plan::Plan plan = plan::decode(code.vec());
-  plan::validate(plan);
-  const plan::Machine machine = machine_of(group, device);
-  const bool sm80 = plan.kernel != plan::Kernel::kSm80 || machine.has_sm80_kernels;
-  const bool sm90 = !plan::is_sm90(plan.kernel) || machine.has_sm90_kernels;
-  TORCH_CHECK_VALUE(sm80 && sm90, "set_plan: the plan's kernel is ", plan::name(plan.kernel),
-                    ", which this build or device does not have: ", machine.to_string());
-  plan::check_serial(plan, machine);
-  TORCH_CHECK_VALUE(
-      !plan::over_peers(plan) || machine.peer_gbps > 0.0,
-      "set_plan: the plan's transport is peer, but the ranks of this group do not map "
-      "each other's memory; use nccl");
-  // Setting the planner's own plan again, as use_plan does, is not a choice of the user's.
-  group->set_plan(plan, device.type(), plan == group->planned(plan.problem, device.type(), machine),
-                  machine);
-}
-
-void clear_plans(const std::string& group_name) {
-  find_group(group_name)->clear_plans();
-}
-
-std::string machine(at::Device device, const std::string& group_name) {
-  return machine_of(find_group(group_name), device).to_string();
-}
-
-// The machine's profile: JSON text, and its origin.
-std::vector<std::string> machine_profile(at::Device device, const std::string& group_name) {
-  const plan::SharedProfile profile = machine_of(find_group(group_name), device).profile;
-  return {profile->to_json(), profile->source};
-}
-
-// Problems of the group that a plan is held for.
-int64_t plan_count(const std::string& group_name) {
-  return find_group(group_name)->plan_count();
-}
-
-std::vector<int64_t> memory(const std::string& group_name) {
-  return cuda_memory(find_group(group_name));
-}
-
-std::string build_info() {
-  return OVERLAP_BUILD_INFO;
-}
-
-// The environment's values now, by variable; `why_no_peers` is the setting that turns peers off, or
-// ""; `profile` is the JSON text that OVERLAP_PROFILE names.
-c10::Dict<std::string, std::string> environment_now() {
-  const Environment now = read_environment();
-  c10::Dict<std::string, std::string> values;
-  values.insert("OVERLAP_DEBUG", now.debug ? "1" : "0");
-  values.insert("OVERLAP_TIMEOUT_S",
-                now.timeout ? c10::str(static_cast<double>(now.timeout->count()) / 1000.0) : "");
-  values.insert("OVERLAP_PEERS", now.peers ? "1" : "0");
-  values.insert("OVERLAP_ON_FAILURE", now.abort_on_failure ? "abort" : "raise");
-  values.insert("OVERLAP_LOG", now.log_plans ? "plans" : "none");
-  values.insert("OVERLAP_PROFILE", now.profile->source);
-  values.insert("profile", now.profile->to_json());
-  values.insert("why_no_peers", now.why_no_peers);
-  return values;
-}
-
-void delay_side_stream(int64_t microseconds) {
-  TORCH_CHECK_VALUE(microseconds >= 0,
-                    "delay_side_stream: microseconds must not be negative, but is ", microseconds);
-  side_delay = microseconds;
-}
-
 }  // namespace
-
-int64_t side_delay_us() {
-  return side_delay;
-}
 
 TORCH_LIBRARY(overlap, m) {
   m.def("gemm_allreduce(Tensor input, Tensor weight, Tensor? bias=None, *, str group) -> Tensor",
@@ -545,30 +414,16 @@ TORCH_LIBRARY(overlap, m) {
       "bias=None, *, int? recipe_input=None, int? recipe_weight=None, ScalarType "
       "output_dtype=bfloat16, bool use_fast_accum=False) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  m.def(
-      "plan_for(str op, int m, int n, int k, ScalarType dtype, Device device, str group, str "
-      "recipe='none', ScalarType? output_dtype=None, bool fast_accum=False) -> int[]",
-      &plan_for);
-  m.def("set_plan(int[] plan, Device device, str group) -> ()", &set_plan);
-  m.def("clear_plans(str group) -> ()", &clear_plans);
-  m.def("plan_count(str group) -> int", &plan_count);
   m.def("check() -> ()", &check_cuda_groups);
   m.def("_compare_collective(str what, Device device, str group) -> ()", &compare_collective);
-  m.def("plan_table() -> Dict(str, str)[]", &plan_table);
   m.def("_trace_start() -> ()", &TraceSwitch::start);
   m.def("_trace_stop() -> (Tensor, Dict(str, str)[])", &TraceSwitch::stop);
-  m.def("machine(Device device, str group) -> str", &machine);
-  m.def("machine_profile(Device device, str group) -> str[]", &machine_profile);
-  m.def("memory(str group) -> int[]", &memory);
-  m.def("build_info() -> str", &build_info);
-  m.def("environment() -> Dict(str, str)", &environment_now);
 #if defined(OVERLAP_WITH_CUDA)
   m.def(
       "gemm_alone(Tensor input, Tensor weight, int[] plan, Tensor? scale_input=None, Tensor? "
       "scale_weight=None) -> Tensor",
       &gemm_alone);
 #endif
-  m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);
 }
 
 template <c10::DispatchKey kAutocast, at::DeviceType kDevice>
