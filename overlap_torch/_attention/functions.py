@@ -22,6 +22,7 @@ from overlap_torch._attention.kernels import (
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
 from overlap_torch._ops.nested import refuse_nested
+from overlap_torch._torch_versions import constant_in_graphs, outside_graphs
 
 _WHAT = "context_parallel_attention"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -30,13 +31,13 @@ _COMPILED = "overlap_torch.context_parallel_attention runs a kernel of the calle
 Kernel = AttentionKernel | Callable[..., torch.Tensor] | str | None
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _place(group: str) -> tuple[int, int]:
     """The group's number of ranks, and this rank's."""
     return world_size(group), group_rank(group)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _default(device: torch.device) -> str:
     return default_kernels(device)
 
@@ -173,7 +174,7 @@ def choose_parts(
     return min(found, key=lambda pair: pair[0])[1]
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _parts(head_parts: int | None, backward: bool, kernel, problem: tuple, form: tuple) -> int:
     """The head parts of a call; a compiler takes them as they are."""
     problem, form = Problem(*problem), Form(*form)
@@ -287,7 +288,7 @@ def context_parallel_attention(
     return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
 
 
-@torch.compiler.disable(reason=_COMPILED)
+@outside_graphs(_COMPILED)
 def _by_callers_kernel(kernel, call, scale, name, q, k, v, per_head) -> torch.Tensor:
     kernel = kernel if isinstance(kernel, AttentionKernel) else _kernel_of(kernel)
     head_parts, backward, problem, form = call

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from overlap_torch._kernels import resources as _resources
 from overlap_torch._kernels import tile_orders
-from overlap_torch._kernels.job import Job, outside_graphs
+from overlap_torch._kernels.job import Job, untraced
 from overlap_torch._kernels.request import Prepared, Request
 from overlap_torch._kernels.resources import KernelResources
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
@@ -33,7 +33,7 @@ def _found(key: tuple) -> Prepared | None:
     return found if found is not None and found.job.current() else None
 
 
-@outside_graphs
+@untraced
 def produce(
     collective: str,
     shape: Sequence[int],
@@ -177,7 +177,7 @@ def _produce_request(
     )
 
 
-@outside_graphs
+@untraced
 def consume(
     collective: str,
     input: torch.Tensor,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
 
 import torch
 
@@ -14,27 +11,10 @@ from overlap_torch._kernels import occupancy
 from overlap_torch._kernels import resources as _resources
 from overlap_torch._kernels.request import Prepared
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
+from overlap_torch._torch_versions import outside_graphs
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _COMPILED = "a kernel between overlap_torch.produce or consume and its result is no op that torch.compile could trace"
-
-
-def outside_graphs(function: _Function) -> _Function:
-    """A function that torch.compile does not trace, and says why. Its compiler takes a second to
-    load: not before it is there.
-    """
-
-    @functools.cache
-    def disabled() -> _Function:
-        return torch.compiler.disable(function, reason=_COMPILED)
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        chosen = disabled() if "torch._dynamo" in sys.modules else function
-        return chosen(*arguments, **keywords)
-
-    call._torchdynamo_disable, call._torchdynamo_disable_msg = True, _COMPILED
-    return call
+untraced = outside_graphs(_COMPILED)  # a decorator
 
 
 class Job:
@@ -76,7 +56,7 @@ class Job:
         self.columns = prepared.columns
         self.programs = prepared.programs
 
-    @outside_graphs
+    @untraced
     def __enter__(self) -> Job:
         prepared = self._prepared
         if self._entered:
@@ -107,7 +87,7 @@ class Job:
             self._context = context
         return self
 
-    @outside_graphs
+    @untraced
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -129,7 +109,7 @@ class Job:
         self._result = call.finish()
         self._failed = False
 
-    @outside_graphs
+    @untraced
     def result(self) -> torch.Tensor:
         """The communicated product (``produce``), or the gathered rows (``consume``); the same tensor each time.
 

@@ -77,7 +77,8 @@ def _start_method(environment: dict[str, str]) -> str:
     if "TRITON_INTERPRET" in environment:
         return "spawn"
     os.environ.update(_COMPILES_ALONE)
-    multiprocessing.set_forkserver_preload(list(_IMPORTED))
+    gpus = os.path.exists("/dev/nvidiactl")  # no import may touch a GPU before the fork
+    multiprocessing.set_forkserver_preload(list(_IMPORTED[: 1 if gpus else None]))
     return "forkserver"
 
 
