@@ -1,0 +1,100 @@
+"""An all-reduce with residual and RMSNorm, fused and not, beside NCCL and a compiled norm; few rows, in CUDA graphs.
+
+``input`` is a GEMM's, or without ``--gemm`` the product that is added up.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from overlap_torch._tools.launch import current_device
+
+from .measure import Stopwatch, Times
+from .study import Study
+from .tables import table
+
+VARIANTS = ("fused", "not fused", "NCCL, compiled norm", "GEMM")
+_EPS = 1e-6
+
+
+@torch.compile
+def _add_and_norm(total, residual, gain):
+    residual = residual + total
+    return torch.nn.functional.rms_norm(residual, gain.shape, gain, _EPS), residual
+
+
+def _variants(m: int, n: int, k: int, device: torch.device) -> dict[str, Callable]:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
+
+    torch.manual_seed(dist.get_rank())
+    operands = [draw(m, k), draw(n, k)] if k else [draw(m, n)]
+    torch.manual_seed(0)
+    residual, gain = draw(m, n), torch.ones(n, device=device, dtype=torch.bfloat16)
+    op = overlap_torch.gemm_allreduce_rmsnorm if k else overlap_torch.allreduce_rmsnorm
+
+    def product() -> torch.Tensor:
+        return torch.mm(operands[0], operands[1].t()) if k else operands[0].clone()
+
+    def sequence() -> tuple[torch.Tensor, torch.Tensor]:
+        total = product()
+        dist.all_reduce(total)
+        return _add_and_norm(total, residual, gain)
+
+    return {
+        "fused": lambda: op(*operands, residual, gain, eps=_EPS, fused=True),
+        "not fused": lambda: op(*operands, residual, gain, eps=_EPS),
+        "NCCL, compiled norm": sequence,
+        "GEMM": product,
+    }
+
+
+def _rows(args: argparse.Namespace) -> Iterator[dict]:
+    device = current_device()
+    watch, ranks = Stopwatch(device), dist.get_world_size()
+    for m in args.rows:
+        for n in args.columns:
+            calls = _variants(m, n, args.k // ranks if args.gemm else 0, device)
+            with torch.no_grad():
+                sums = [calls[name]()[1].float() for name in VARIANTS[:3]]
+                worst = max((one - sums[0]).abs().max().item() for one in sums)
+                if not worst < 0.1:  # roundings of bfloat16; NaN fails, too
+                    raise RuntimeError(f"{m} x {n}: the sums differ by {worst}")
+                variants = [lambda _, call=call: call() for call in calls.values()]
+                times = watch.compare(args.mode, variants, args.repeats)
+            yield {"m": m, "n": n} | {
+                name: time.as_dict() for name, time in zip(VARIANTS, times, strict=True)
+            }
+
+
+def _cells(row: dict) -> list[str]:
+    times = [Times(**row[name]) for name in VARIANTS]
+    spread = [f"{time.median:.1f} ({time.p10:.1f} to {time.p90:.1f})" for time in times]
+    return [str(row["m"]), str(row["n"]), *spread, f"{times[2].median / times[0].median:.2f}"]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=_numbers, default=[1, 6, 16, 64, 128, 512])
+    parser.add_argument("--columns", type=_numbers, default=[4096, 6144, 8192])
+    parser.add_argument("--gemm", action="store_true", help="begin with a GEMM, of K / ranks")
+    parser.add_argument("--k", type=int, default=8192, help="of all ranks")
+    parser.add_argument("--mode", choices=["graph", "call", "row"], default="graph")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", help="a file for the rows")
+
+
+def _summary(found: list[dict], args: argparse.Namespace) -> str:
+    head = ["rows", "N", *(f"{name}, us (10 to 90 %)" for name in VARIANTS), "over NCCL"]
+    return table(head, [_cells(row) for row in found])
+
+
+STUDY = Study(_options, _rows, lambda row: "", _summary)
