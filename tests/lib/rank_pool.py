@@ -43,6 +43,7 @@ _ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 # The server that ranks are forked from imports these once for all of them. All of them together start no thread.
+_IMPORTED_BESIDE_GPUS = ("torch", "torch.distributed")
 _IMPORTED = ("pytest", "overlap_torch", "torch.distributed.tensor", "torch._inductor.compile_fx")
 # Every rank a host of its own, as NCCL sees it: it goes through its network transport, over sockets. (Ranks of one host
 # must have a GPU each.)
@@ -78,7 +79,7 @@ def _start_method(environment: dict[str, str]) -> str:
         return "spawn"
     os.environ.update(_COMPILES_ALONE)
     gpus = os.path.exists("/dev/nvidiactl")  # no import may touch a GPU before the fork
-    multiprocessing.set_forkserver_preload(list(_IMPORTED[: 1 if gpus else None]))
+    multiprocessing.set_forkserver_preload([*(_IMPORTED_BESIDE_GPUS if gpus else _IMPORTED)])
     return "forkserver"
 
 
