@@ -91,7 +91,7 @@ def _all_gather(
     return {"fused_all_gather_matmul": fused}
 
 
-# There is none for an all-to-all behind a GEMM, nor for a block.
+# There is none for an all-to-all after a GEMM, nor for a block.
 _MAKERS = {
     "gemm_allreduce": _all_reduce,
     "gemm_reducescatter": _reduce_scatter,

@@ -19,7 +19,7 @@ class Parser {
   Json parse() {
     Json value = read_value(0);
     skip_space();
-    if (at_ != text_.size()) fail("there is more behind the value");
+    if (at_ != text_.size()) fail("there is more after the value");
     return value;
   }
 

@@ -119,7 +119,7 @@ class Reader {
         fail(name + " is " + value.quoted(), "a string that is not empty");
       }
       if (name == "made.at" && !is_date(value.text)) {
-        fail(name + " is " + value.quoted(), "a date, YYYY-MM-DD, and if known the time behind it");
+        fail(name + " is " + value.quoted(), "a date, YYYY-MM-DD, and if known the time after it");
       }
       *all.at(name) = value.text;
       return;

@@ -157,16 +157,16 @@ class Check {
 
   void check_behind(int32_t before) const {
     if (before < 0 || static_cast<size_t>(before) >= number_) {
-      fail("it is behind transfer ", before, ", allowed are those in front of it, 0 to ",
+      fail("it waits for transfer ", before, ", allowed are those before it, 0 to ",
            static_cast<int64_t>(number_) - 1,
-           ", so that none waits in a circle: put that one in front");
+           ", so that none waits in a circle: put that one first");
     }
     const Transfer& other = plan_.program.transfers[static_cast<size_t>(before)];
     const auto shared = [&](int32_t rank) {
       return rank == one_.source.rank || rank == one_.destination.rank;
     };
     if (!shared(other.source.rank) && !shared(other.destination.rank)) {
-      fail("it is behind transfer ", before, ", which goes from rank ", other.source.rank, " to ",
+      fail("it waits for transfer ", before, ", which goes from rank ", other.source.rank, " to ",
            other.destination.rank,
            ": neither of its own ranks knows when that has come; name one that ends at rank ",
            one_.source.rank, " or ", one_.destination.rank);

@@ -135,7 +135,7 @@ struct RowMap {
     kScatter = 1,  // the input's rows are parts, one after the other; the output holds whole tiles,
                    // in tile order
     kGather = 2,   // the output's rows are parts, one after the other. The tile rows of chunk 0 are
-                   // the own part's; those of each chunk behind it are the other parts', as many of
+                   // the own part's; those of each chunk after it are the other parts', as many of
                    // each, in order. The own rows are an input of their own; the others' lie in the
                    // input chunk by chunk, which has room for all parts in each
     kSplit =

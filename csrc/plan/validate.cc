@@ -60,7 +60,7 @@ void check_kernel(const Plan& plan) {
     fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype), " ",
          name(problem.recipe), " to ", name(output_dtype(problem)), ", but of fp8 ",
          name(Kernel::kSm90Pingpong), " and ", name(Kernel::kSm90PingpongWide),
-         " compute tensor_wise and row_wise to bfloat16 alone: take the kernel 'library'");
+         " compute tensor_wise and row_wise to bfloat16 only: take the kernel 'library'");
   }
   if (is_fp8(problem.dtype) && !problem.fast_accum) {
     fail("kernel ", name(plan.kernel), " was given ", name(problem.dtype),
@@ -376,7 +376,7 @@ void check_problem(const Problem& problem) {
   }
   if (problem.recipe == Recipe::kNone && problem.fast_accum) {
     fail("problem with operands of ", name(problem.dtype),
-         " has fast_accum, allowed is that of scaled operands alone: clear it");
+         " has fast_accum, only scaled operands have it: clear it");
   }
   check_range("m", problem.m, 0, kMaxSize, remedy);
   check_range("n", problem.n, 0, kMaxSize, remedy);

@@ -69,7 +69,7 @@ class Run {
     throw Error(
         "overlap_torch: an op was called inside `with overlap_torch.produce(...)` or "
         "`consume(...)` on the same device; launch the job's kernel there, and call ops before or "
-        "behind it");
+        "after it");
   }
 
   // Everything that can fail or has to be made comes before the first step.

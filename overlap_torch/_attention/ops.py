@@ -28,7 +28,7 @@ _SECOND = (
 
 
 def arguments(problem: Problem, kernel: str, scale: float, group: str) -> tuple:
-    """The operators' arguments behind the tensors."""
+    """The operators' arguments after the tensors."""
     numbers, zigzag, heads, kv_heads, left, right, documents, parts = problem
     band = [-1 if side is None else side for side in (left, right)]
     return [*numbers], zigzag, heads, kv_heads, band, [*documents], parts, kernel, scale, group

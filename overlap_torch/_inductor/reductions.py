@@ -303,7 +303,7 @@ def _part_of(node: Node, layout: Layout, reader: Node) -> _Sum:
     found = _producers(source, layout_of(value(source).shape), node)
     product = found.products[0]
     if source not in (product.gemm.node, *product.cuts[:1]):
-        raise NotFused("aten.slice cuts its GEMM's product behind a change of shape or a sum")
+        raise NotFused("aten.slice cuts its GEMM's product after a change of shape or a sum")
     if product.gemm.bias is not None:
         raise NotFused("aten.slice cuts its GEMM's product with a bias")
     _check_users(node, reader)

@@ -378,7 +378,7 @@ def _scaled_matmul(
     result_scale: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """``aten._scaled_mm`` of [..., K] in float32; a result scale means something for an fp8 result alone, as there."""
+    """``aten._scaled_mm`` of [..., K] in float32; a result scale means something for an fp8 result only, as there."""
     if B_scale.numel() != 1 and (*B_scale.shape,) != (1, B.shape[1]):
         raise ValueError(
             f"B_scale must be one number or {(1, B.shape[1])}, one for each column of B, but its shape is "

@@ -144,7 +144,7 @@ class GemmCase {
     mirror_ = nullptr;
   }
 
-  // The same in parts of the rows, each with an output of its own, here one behind the other.
+  // The same in parts of the rows, each with an output of its own, here one after the other.
   void check_split(int32_t ctas, int32_t parts) {
     if (params_.m % parts != 0) return;
     const kernels::GemmParams whole = params_;
@@ -196,7 +196,7 @@ class GemmCase {
   }
 
   // The same of rows that arrive in chunks, beside this rank's own: the launches of an all-gather's
-  // GEMM, behind each of which the rows of the next chunk come. Until then they are poison, and so is
+  // GEMM, after each of which the rows of the next chunk come. Until then they are poison, and so is
   // the room for the own rows, as over peers. Kernels that copy collect all rows meanwhile. Or one launch,
   // which `awaits` the rows itself, and ends the call.
   void check_gather(int32_t ctas, int32_t parts, int32_t own, const std::vector<int32_t>& heights,
@@ -388,7 +388,7 @@ class GemmCase {
     }
   }
 
-  // Each chunk is checked on a second stream right behind its signal, while the GEMM goes on.
+  // Each chunk is checked on a second stream right after its signal, while the GEMM goes on.
   void race(int rounds) {
     cudaStream_t main_stream, side_stream;
     cudaEvent_t fork, join;

@@ -346,7 +346,7 @@ void check_signal() {
   CUDA_CHECK(kernels::wait_peers_acquire_sys(peers, stream));
   CUDA_CHECK(cudaStreamSynchronize(stream));
   const kernels::WaitFailure failure = kernels::unpack(report->failure);
-  // The third step behind seven calls of 256 steps each.
+  // The third step after seven calls of 256 steps each.
   if (failure.chunk != 3 || failure.peer != 6 || failure.expected != 7 * 256 + 3 ||
       failure.seen != 0) {
     fail(
@@ -354,7 +354,7 @@ void check_signal() {
         "1795, 0",
         failure.chunk, failure.peer, failure.expected, failure.seen);
   }
-  // Whoever synchronizes behind a wait that failed sees its report at once.
+  // Whoever synchronizes after a wait that failed sees its report at once.
   constexpr int kFailures = 200;
   peers.deadline_ns = 1'000'000;
   for (int repeat = 0; repeat < kFailures; ++repeat) {

@@ -143,8 +143,8 @@ def expect_same(failures: Failures, found, right, *where) -> None:
         failures.expect(far, *where, name)
 
 
-# The whole step's calls. Without sequence parallelism forward reduces behind o_proj and down_proj, and backward behind q, k,
-# v, gate, up and the head. With it the tokens are gathered before attention, MLP and head, and scattered behind
+# The whole step's calls. Without sequence parallelism forward reduces after o_proj and down_proj, and backward after q, k,
+# v, gate, up and the head. With it the tokens are gathered before attention, MLP and head, and scattered after
 # attention and MLP; backward does the reverse of each.
 AUTO_CALLS = {"gemm_allreduce": (2 + 5) * LAYERS + 1}
 SEQUENCE_CALLS = {

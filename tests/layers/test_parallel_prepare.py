@@ -276,7 +276,7 @@ def check_other_readers() -> tuple[int, list[str]]:
     for how, local in (("replicated", False), ("replicated", True), ("partial", False)):
         module = Routed(how)
         model = parallel(module, Shard(1), local)
-        # A replicated reader's features are cut behind it: each rank's gradient is a part, summed here.
+        # A replicated reader's features are cut after it: each rank's gradient is a part, summed here.
         input = integers(2, 6, 6, seed=3)
         mine = cut(input, Shard(1)).to_local().requires_grad_()
         input.requires_grad_()

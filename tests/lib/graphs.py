@@ -30,7 +30,7 @@ class Graphs:
 
     def __init__(self, runs: bool = True, settings: Settings | None = None) -> None:
         self.rows: list[FusionRow] = []
-        self.ops: Counter[str] = Counter()  # of the graphs, behind the pass
+        self.ops: Counter[str] = Counter()  # of the graphs, after the pass
         self.graphs: list[GraphModule] = []
         self._runs = runs
         self._settings = settings or Settings()

@@ -39,7 +39,7 @@ class Rank:
     memory: dict[tuple[str, int], torch.Tensor]
     counters: list[int]
     done: set[int] = field(default_factory=set)
-    waits: dict[int, list[int]] = field(default_factory=dict)  # of each step, those in front of it
+    waits: dict[int, list[int]] = field(default_factory=dict)  # of each step, those before it
     taken: int = 0  # tiles
     signals: set[int] = field(default_factory=set)
 

@@ -116,7 +116,7 @@ def changed(output: torch.Tensor) -> torch.Tensor:
     return output.relu_()
 
 
-# Sums in front of relu_ are not near zero with them.
+# Sums before relu_ are not near zero with them.
 def powers_of_two(*shape: int, seed: int) -> torch.Tensor:
     return integers(*shape, seed=seed).sign() * 2
 

@@ -513,7 +513,7 @@ def test_kernels_plans_are_those_of_the_smallest_price(op, machine, comm_sms):
         prices = [price_us(one, machine, kernel_us) for one in weighed]
         assert len(weighed[0].chunks) == 1
         price = price_us(chosen, machine, kernel_us)
-        # By the profile: no less than the kernel, and never more than one behind the other.
+        # By the profile: no less than the kernel, and never more than one after the other.
         assert kernel_us <= price <= prices[0]
         share = 0.95 if comm_sms else 0.75
         clearly = [us for us in prices if us + 12.0 < share * prices[0]]
@@ -650,7 +650,7 @@ def test_kernels_padding_leaves_room_for_just_so_many_blocks(sm_bytes, own, ctas
         return
     found = plan.templates.smem_pad_bytes(own, ctas, sm_bytes=sm_bytes)
     assert blocks(found) == ctas
-    # The fewest bytes, but for what the hardware rounds up.
+    # The fewest bytes, except what the hardware rounds up.
     assert found == 0 or blocks(found - 128) > ctas or found < 128
 
 

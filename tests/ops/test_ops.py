@@ -38,7 +38,7 @@ GPU_SHAPES = [
     (1, 4096, 1024), (16, 4096, 1024), (2048, 1024, 256),
 ]  # fmt: skip
 LEADING = [(), (5,), (1,), (3, 4), (0, 4), (2, 3, 4), (2, 0, 3), (1, 1, 1)]
-# With the dim that is cut; dims before it of one element, several and none, and more rows behind those than tiles have.
+# With the dim that is cut; dims before it of one element, several and none, and more rows after those than tiles have.
 DIMS = [((3, 4), 1), ((3, 4), -2), ((1, 5), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((2, 3, 4), -3),
         ((0, 4), 1), ((4, 0), 1), ((2, 256), 1), ((5, 300), 1), ((3, 2, 128), -2)]  # fmt: skip
 
@@ -299,7 +299,7 @@ def check_streams(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
                 operand.copy_(value)
             outputs = tensors_of(OPS[op].operator(*arguments, group=world_name()))
             for operand in tensors_of(arguments):
-                operand.fill_(float("nan"))  # behind the op on its stream: must not reach it
+                operand.fill_(float("nan"))  # after the op on its stream: must not reach it
             copies = [output.clone() for output in outputs]
             for output in outputs:
                 output.fill_(float("nan"))

@@ -32,7 +32,7 @@ MARGIN_S = rank_pool.under_load(7.0)
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
 PLANS = ["default", "sequential", "row panels", "packed"]
 GPU_PLANS = [*PLANS, "exchange", "window"]
-# Over peers: in phases, and in one step, behind the framework's GEMM and in the kernel's stores.
+# Over peers: in phases, and in one step, after the framework's GEMM and in the kernel's stores.
 PEER_PLANS = ["peers", "direct", "direct stores"]
 SOON_S = rank_pool.under_load(2.0)
 LATER_S = rank_pool.under_load(3.0)

@@ -44,7 +44,7 @@ SHAPES = [
     (1, 8, 8), (17, 264, 72), (131, 264, 72), (257, 1000, 136), (384, 384, 64), (3, 4096, 2048),
     (1100, 1032, 264),
 ]  # fmt: skip
-# (rows of all ranks, n, k) of an all-reduce behind the framework's GEMM: messages that are no whole numbers of
+# (rows of all ranks, n, k) of an all-reduce after the framework's GEMM: messages that are no whole numbers of
 # low-latency accesses, pieces that begin and end inside rows, pieces of different sizes.
 UNEVEN = [(1, 8, 8), (1, 4096, 72), (3, 8, 8), (17, 264, 136), (131, 1000, 72), (2101, 1000, 64),
           (2102, 1000, 64), (5003, 1048, 64)]  # fmt: skip

@@ -74,7 +74,7 @@ def test_gather_launches_leave_tiles_only_to_save_a_round(case) -> None:
     there = 0
     for i, (_, end, _) in enumerate(launches[:-1]):
         there += arriving[i]
-        if end < there:  # taking them now, and all behind as before, is a round more
+        if end < there:  # taking them now, and all after as before, is a round more
             taken, *behind = [there - end + arriving[i + 1], *arriving[i + 2 :]]
             rest = _plan_test.gather_launches([taken, *behind], *case[1:])
             without = _plan_test.gather_launches(arriving[i + 1 :], *case[1:])

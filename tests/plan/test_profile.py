@@ -132,7 +132,7 @@ def test_profile_that_is_wrong_names_file_field_and_what_is_allowed(tmp_path, gi
         ('{"schema": 01}', "is not JSON: a value is missing"),
         ('{"schema": NaN}', "is not JSON: a value is missing"),
         ('{"schema": 1e999}', "is not JSON: the number is beyond what 64 bits hold"),
-        ('{"schema": 1} 2', "is not JSON: there is more behind the value"),
+        ('{"schema": 1} 2', "is not JSON: there is more after the value"),
         ('{"name": "a', "is not JSON: the string has no end"),
         ("[" * 100, "is not JSON: it is nested too deep"),
         ("[1]", r"the file is \[1\]; allowed is an object"),

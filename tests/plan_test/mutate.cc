@@ -15,7 +15,7 @@ std::string name_of(const Step& step) {
   return std::visit([](const auto& what) { return name(what); }, step.what);
 }
 
-// The places that a step reads and writes, but for those of nothing.
+// The places that a step reads and writes, except those of nothing.
 std::vector<Where*> places(Step& step) {
   std::vector<Where*> all;
   const auto add = [&](auto& where) {

@@ -1,4 +1,4 @@
-// The host functions of csrc/kernels: each launch with all its parameters, but for those that are as usual.
+// The host functions of csrc/kernels: each launch with all its parameters, except those that are as usual.
 #include <limits>
 
 #include "kernels/chunk/reorder.h"

@@ -44,7 +44,7 @@ struct Stream {
   int32_t before_call = 0;         // of them, before the call in progress
   int32_t ended = 0;               // of them, those that the host has waited for
   unsigned long long capture = 0;  // that the stream is part of; 0: none
-  // All that the stream's next operation comes behind: outside of captures, and in the last capture, which
+  // All that the stream's next operation comes after: outside of captures, and in the last capture, which
   // knows nothing of what was enqueued before it.
   std::array<Clock, 2> before = {};
 };
@@ -94,7 +94,7 @@ class Record {
   void operation(cudaStream_t stream, const std::string& text);
   // Something that the host does meanwhile, and that no captured call may.
   void host(const std::string& text);
-  // The host waits for all that has been enqueued on a stream, so that all that follows comes behind it.
+  // The host waits for all that has been enqueued on a stream, so that all that follows comes after it.
   void synchronize(cudaStream_t stream);
   void wait(cudaStream_t stream, cudaEvent_t event);
   void mark(cudaEvent_t event, cudaStream_t stream);

@@ -32,7 +32,7 @@ void order(cudaStream_t before, cudaStream_t after) {
   record().wait(after, event);
 }
 
-// A, then B on the other stream, and the call ends behind both.
+// A, then B on the other stream, and the call ends after both.
 void forked(const Streams& streams) {
   record().operation(streams.caller, "A");
   order(streams.caller, streams.side);

@@ -30,7 +30,7 @@ struct Mode {
 // A rank brings these to a call, beside the plan.
 struct Operands {
   bool bias = false;
-  // For each weight, whether the plan's kernel takes it; one but for all-gathers.
+  // For each weight, whether the plan's kernel takes it; one weight for all ops except all-gathers.
   std::vector<bool> takes = {true};
   // For an all-to-all: one for each rank.
   std::vector<int64_t> send_rows = {};
@@ -60,8 +60,7 @@ struct Case {
   Failed failed = Failed::kNo;  // before the first call; no watchdog has looked
   int unrecorded = 0;           // calls of which no text is kept, the first ones
   int refused = 0;              // calls that must throw before anything is enqueued, the first ones
-  int library_gemms =
-      -1;  // of the first call; the one behind them throws, as where memory is short
+  int library_gemms = -1;  // of the first call; the one after them throws, as where memory is short
 };
 
 std::string full_name(const Case& one);

@@ -80,7 +80,7 @@ class CpuRunner : public KernelCall::Runner {
     for (int32_t chunk = 0; chunk < call_.list()->counters; ++chunk) {
       TORCH_CHECK(seen[chunk] == 1, "overlap_torch: group '", group_.name(), "', rank ",
                   group_.rank(), ": ", job_.text(), ": the flag of chunk ", chunk, " is ",
-                  seen[chunk], " behind the kernel and not 1; the kernel has written to it");
+                  seen[chunk], " after the kernel and not 1; the kernel has written to it");
     }
   }
 
