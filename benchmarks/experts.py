@@ -131,13 +131,12 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
 
 def _cells(row: dict) -> list[str]:
     times = [Times(**row[name]) for name in VARIANTS]
-    spread = [f"{time.median:.0f} ({time.p10:.0f} to {time.p90:.0f})" for time in times]
     both = "forward and backward" if row["backward"] else "forward"
     return [
         row["model"],
         str(row["tokens"]),
         both,
-        *spread,
+        *(time.spread() for time in times),
         *(f"{times[0].median / mine.median:.2f}" for mine in times[1:]),
     ]
 

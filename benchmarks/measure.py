@@ -39,6 +39,10 @@ class Times:
     p90: float
     host: float  # median time until the call returned to Python
 
+    def spread(self, digits: int = 0) -> str:
+        """The median, and where four of five repetitions lie."""
+        return f"{self.median:.{digits}f} ({self.p10:.{digits}f} to {self.p90:.{digits}f})"
+
     def as_dict(self) -> dict[str, float]:
         return {key: round(value, 2) for key, value in asdict(self).items()}
 

@@ -74,7 +74,7 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
 
 def _cells(row: dict) -> list[str]:
     times = [Times(**row[name]) for name in VARIANTS]
-    spread = [f"{time.median:.1f} ({time.p10:.1f} to {time.p90:.1f})" for time in times]
+    spread = [time.spread(1) for time in times]
     return [str(row["m"]), str(row["n"]), *spread, f"{times[2].median / times[0].median:.2f}"]
 
 

@@ -144,8 +144,7 @@ def lines(rows: Iterable[tuple[str, str, Times]]) -> Iterator[list[str]]:
     for what, name, times in rows:
         if name == "transformers":
             base = times.median
-        spread = f"{times.median:.0f} ({times.p10:.0f} to {times.p90:.0f})"
-        yield [what, name, spread, f"{times.host:.0f}", f"{base / times.median:.2f}"]
+        yield [what, name, times.spread(), f"{times.host:.0f}", f"{base / times.median:.2f}"]
 
 
 def rows(job: argparse.Namespace) -> Iterator[list[str]]:

@@ -6,25 +6,17 @@ own `apply`, in 2.15 the same C++ function serves both and goes by the base of t
 
 from __future__ import annotations
 
-import functools
 import importlib
-import sys
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
-_Function = TypeVar("_Function", bound=Callable)
-
 __all__ = [
     "SingleLevelFunction",
-    "constant_in_graphs",
     "context_parallel_module",
     "enable_single_level_autograd_function",
-    "outside_graphs",
     "unwrap_dead_wrappers",
 ]
 
@@ -48,28 +40,3 @@ def context_parallel_module() -> ModuleType:
             f"torch {torch.__version__} has another context_parallel than 2.11 to 2.15, which replace_context_parallel knows"
         )
     return module
-
-
-def constant_in_graphs(function: _Function) -> _Function:
-    """The mark that torch.compiler.assume_constant_result sets, without its import of torch._dynamo, which takes a second."""
-    function._dynamo_marked_constant = True
-    return function
-
-
-def outside_graphs(reason: str) -> Callable[[_Function], _Function]:
-    """A decorator of a function that torch.compile does not trace, and says why, as torch.compiler.disable does; without its import."""
-
-    def decorated(function: _Function) -> _Function:
-        @functools.cache
-        def disabled() -> _Function:
-            return torch.compiler.disable(function, reason=reason)
-
-        @functools.wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            chosen = disabled() if "torch._dynamo" in sys.modules else function
-            return chosen(*arguments, **keywords)
-
-        call._torchdynamo_disable, call._torchdynamo_disable_msg = True, reason
-        return call
-
-    return decorated

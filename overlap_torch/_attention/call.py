@@ -11,6 +11,7 @@ from overlap_torch._attention.exchange import Exchange
 from overlap_torch._attention.kernels import AttentionKernel, Call, Form, calls_of
 from overlap_torch._attention.work import Problem, Share, share_of
 from overlap_torch._ops import collectives
+from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.group import group_rank
 
 
@@ -132,7 +133,7 @@ def total_of(like: torch.Tensor, terms: Sequence[tuple[slice, torch.Tensor]]) ->
     """The sum of the terms of some of the rows [B, S, h, D], rounded once."""
     if len(terms) == 1 and terms[0][1].shape == like.shape:
         return terms[0][1]
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    wide = accumulated(like.dtype)
     total = like.new_zeros(like.shape, dtype=wide if len(terms) > 1 else like.dtype)
     for rows, term in terms:
         total[:, rows] += term

@@ -13,6 +13,7 @@ import torch
 
 from overlap_torch._attention.work import Rows, Share, part_of
 from overlap_torch._ops import collectives
+from overlap_torch._ops.composition import accumulated
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v of this rank's part, [B, T, h, D]
 Later = Callable[[], torch.Tensor]
@@ -278,7 +279,7 @@ class Exchange:
             if alone:  # each head has one term
                 results.append(_joined(terms))
                 continue
-            wide = torch.float64 if terms[0].dtype == torch.float64 else torch.float32
+            wide = accumulated(terms[0].dtype)
             total = terms[0].new_zeros((self.own, self.batch, problem.kv_heads, width), dtype=wide)
             for rank, term in enumerate(terms):
                 heads = part_of(problem.kv_heads, problem.parts, rank % problem.parts)

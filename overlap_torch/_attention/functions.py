@@ -20,21 +20,16 @@ from overlap_torch._attention.kernels import (
     default_kernels,
 )
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
-from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch._layers.linear import as_under_autocast
+from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
+from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import refuse_nested
-from overlap_torch._torch_versions import constant_in_graphs, outside_graphs
 
 _WHAT = "context_parallel_attention"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _COMPILED = "overlap_torch.context_parallel_attention runs a kernel of the caller's, which torch.compile cannot trace: it breaks the graph"
 
 Kernel = AttentionKernel | Callable[..., torch.Tensor] | str | None
-
-
-@constant_in_graphs
-def _place(group: str) -> tuple[int, int]:
-    """The group's number of ranks, and this rank's."""
-    return world_size(group), group_rank(group)
 
 
 @constant_in_graphs
@@ -266,11 +261,9 @@ def context_parallel_attention(
         RuntimeError: on CPU, ranks whose calls differ (on CUDA under ``OVERLAP_DEBUG=1``); a second derivative.
     """
     name = group_name(group)
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
-        q, k, v = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (q, k, v))
+    q, k, v = as_under_autocast(q, k, v)
     _check_operands(q, k, v)
-    ranks, rank = _place(name)
+    ranks, rank = place_of(name)
     numbers, zigzag = numbers_of(_WHAT, tokens, q.shape[1], ranks, rank)
     band = _band(causal, window)
     lengths = _documents(documents, sum(numbers), q.shape[0])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overlap_torch._attention.work import AttentionWork, Share, one_band, work_of
-from overlap_torch._moe.ops import accumulated
+from overlap_torch._ops.composition import accumulated
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)

@@ -7,7 +7,6 @@ chose, and so are the tensors that it returns.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
@@ -19,45 +18,38 @@ import torch.distributed as dist
 from overlap_torch._attention.call import total_of
 from overlap_torch._attention.exchange import Exchange
 from overlap_torch._attention.work import Problem, Share, share_of
+from overlap_torch._ops.handles import Handle, Held
 from overlap_torch._torch_versions import context_parallel_module
 
 _NAMES = ("_templated_ring_attention", "_templated_ring_attention_backward")
-_lock = threading.Lock()
-_held = 0  # handles that have not been undone
 _before: dict[str, Callable[..., Any]] = {}
 _calls: Counter[tuple[str, str]] = Counter()
 
 
-class ContextParallelReplacement:
+class ContextParallelReplacement(Handle):
     """The result of :func:`replace_context_parallel`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
-
-    def __init__(self) -> None:
-        self._undone = False
 
     @property
     def calls(self) -> dict[tuple[str, str], int]:
         """How often attention ran here, by ("forward" or "backward", why PyTorch's ring ran; "" where it did not)."""
         return dict(_calls)
 
-    def undo(self) -> None:
-        """PyTorch's ring is back, unless another handle holds the replacement. A second call does nothing."""
-        global _held
-        with _lock:
-            if self._undone:
-                return
-            self._undone = True
-            _held -= 1
-            if _held == 0:
-                for name, function in _before.items():
-                    setattr(context_parallel_module(), name, function)
-                _before.clear()
-                _calls.clear()
 
-    def __enter__(self) -> ContextParallelReplacement:
-        return self
+def _put() -> None:
+    module = context_parallel_module()
+    for name, function in zip(_NAMES, (_forward, _backward), strict=True):
+        _before[name] = getattr(module, name)
+        setattr(module, name, function)
 
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
+
+def _take() -> None:
+    for name, function in _before.items():
+        setattr(context_parallel_module(), name, function)
+    _before.clear()
+    _calls.clear()
+
+
+_held = Held(_put, _take)
 
 
 def replace_context_parallel() -> ContextParallelReplacement:
@@ -80,16 +72,8 @@ def replace_context_parallel() -> ContextParallelReplacement:
     Raises:
         ImportError: a PyTorch whose context_parallel is another.
     """
-    global _held
-    module = context_parallel_module()
-    with _lock:
-        if _held == 0:
-            for name in _NAMES:
-                _before[name] = getattr(module, name)
-            setattr(module, _NAMES[0], _forward)
-            setattr(module, _NAMES[1], _backward)
-        _held += 1
-        return ContextParallelReplacement()
+    _held.hold()
+    return ContextParallelReplacement(_held.release)
 
 
 def _refused(op: Any, is_causal: bool, module: ModuleType) -> str:

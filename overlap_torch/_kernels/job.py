@@ -11,7 +11,7 @@ from overlap_torch._kernels import occupancy
 from overlap_torch._kernels import resources as _resources
 from overlap_torch._kernels.request import Prepared
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
-from overlap_torch._torch_versions import outside_graphs
+from overlap_torch._ops.graphs import outside_graphs
 
 _COMPILED = "a kernel between overlap_torch.produce or consume and its result is no op that torch.compile could trace"
 untraced = outside_graphs(_COMPILED)  # a decorator

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
-from overlap_torch._torch_versions import constant_in_graphs
+from overlap_torch._ops.graphs import constant_in_graphs
 
 # The mesh of each group's layers, by the group's name and the kind of device, for as long as something lies on it.
 _meshes: weakref.WeakValueDictionary[tuple[str, str], DeviceMesh] = weakref.WeakValueDictionary()

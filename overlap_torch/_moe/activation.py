@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from overlap_torch._moe.ops import accumulated, define, library
+from overlap_torch._moe.ops import define, library
+from overlap_torch._ops.composition import accumulated
 
 _ops = torch.ops.overlap
 _aten = torch.ops.aten
@@ -88,15 +89,25 @@ def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.searchsorted(offs, numbers, right=True, out_int32=True)
 
 
+def _clamped(gate, other, limit: float):
+    """Both within the limit; without one, or without a gate, as they are."""
+    if other is None or not limit:
+        return gate, other
+    return gate.clamp(max=limit), other.clamp(-limit, limit)
+
+
+def _activated(activation: str, alpha: float, gate: torch.Tensor) -> torch.Tensor:
+    act = _ACTIVATIONS[activation][0]
+    return act(gate) if alpha == 1 else act(alpha * gate) / alpha
+
+
 def gate_unrounded(
     hidden, up, bias, offs, activation, alpha, limit, offset, gated, interleaved
 ) -> torch.Tensor:
     """[R, 2I], a pair of [R, I], or [R, I] without a gate, to [R, I]; ``bias`` is of each expert, whose rows end at ``offs``."""
     gate, other = _operands(hidden, up, bias, offs, gated, interleaved)
-    if gated and limit:
-        gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
-    act = _ACTIVATIONS[activation][0]
-    value = act(gate) if alpha == 1 else act(alpha * gate) / alpha
+    gate, other = _clamped(gate, other, limit)
+    value = _activated(activation, alpha, gate)
     return value * (other + offset if offset else other) if gated else value
 
 
@@ -104,13 +115,13 @@ def _gradients(grad, operands, form) -> tuple[torch.Tensor, torch.Tensor | None]
     """The gate's and up's, not rounded."""
     activation, alpha, limit, offset, gated, interleaved = form
     gate, other = _operands(*operands, gated, interleaved)
-    act, slope = _ACTIVATIONS[activation]
+    slope = _ACTIVATIONS[activation][1]
     grad = grad.to(gate.dtype)
     if not gated:
         return slope(grad, alpha * gate), None
-    cut, kept = (gate.clamp(max=limit), other.clamp(-limit, limit)) if limit else (gate, other)
+    cut, kept = _clamped(gate, other, limit)
     of_gate = slope(grad * (kept + offset), alpha * cut)
-    of_other = grad * (act(alpha * cut) / alpha)
+    of_other = grad * _activated(activation, alpha, cut)
     if limit:
         of_gate, of_other = of_gate * (gate <= limit), of_other * (other.abs() <= limit)
     return of_gate, of_other

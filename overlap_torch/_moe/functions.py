@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._moe import ops
 from overlap_torch._moe.activation import BIAS_ONLY, Gate, gate_unrounded
-from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch._ops.composition import accumulated
+from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import refuse_nested
-from overlap_torch._torch_versions import constant_in_graphs
 
 _ops = torch.ops.overlap
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -31,12 +32,6 @@ class Route(NamedTuple):
     routes: ops.Routes
     ranks_first: bool
     group: str
-
-
-@constant_in_graphs
-def _place(group: str) -> tuple[int, int]:
-    """The group's number of ranks, and this rank's."""
-    return world_size(group), group_rank(group)
 
 
 def _experts_of_ranks(num_experts: int | Sequence[int], ranks: int) -> list[int]:
@@ -133,7 +128,7 @@ def moe_dispatch(
     _check_tokens("moe_dispatch", x, topk_ids)
     if align < 1:
         raise ValueError(f"align is a number of rows, at least 1, but is {align}")
-    experts = _experts_of_ranks(num_experts, _place(name)[0])
+    experts = _experts_of_ranks(num_experts, place_of(name)[0])
     return _dispatched(x, topk_ids, experts, align, _ranks_first(sum_order), name)
 
 
@@ -235,14 +230,6 @@ def _check_experts(x, gate_up, down, gate_up_bias, down_bias, activation: Gate, 
             raise TypeError(f"moe takes {name} in x's dtype {x.dtype}, but it is {tensor.dtype}")
 
 
-def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As torch's autocast casts a GEMM's operands."""
-    if tensor is None or tensor.dtype == torch.float64 or not tensor.is_floating_point():
-        return tensor
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
-
-
 def moe(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -303,16 +290,16 @@ def moe(
     gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
     if interleaved and len(gate_up) == 2:
         raise ValueError("interleaved= is for one gate_up, but got a pair (gate, up)")
-    x, down, gate_up_bias, down_bias = map(_autocast, (x, down, gate_up_bias, down_bias))
-    gate_up = tuple(map(_autocast, gate_up))
+    operands = (x, down, gate_up_bias, down_bias, *gate_up)
+    x, down, gate_up_bias, down_bias, *gate_up = as_under_autocast(*operands)
     _check_tokens("moe", x, topk_ids)
     _check_shares("moe", topk_weights, topk_ids.shape, x)
-    (ranks, rank), own = _place(name), down.shape[0]
+    (ranks, rank), own = place_of(name), down.shape[0]
     experts = _experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
     _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
 
     rows, route = _dispatched(x, topk_ids, experts, 1, ranks_first, name)
-    offs, wide = route.offs, topk_weights.to(ops.accumulated(x.dtype))
+    offs, wide = route.offs, topk_weights.to(accumulated(x.dtype))
     shares = None if shares_on == "output" else _row_shares(wide, route)
     if shares_on == "input":
         rows = (rows * shares).to(x.dtype)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._ops.collectives import all_to_all
+from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.group import group_rank
 
 library = torch.library.Library("overlap", "FRAGMENT")
@@ -35,11 +36,6 @@ def define(schema: str):
         return kernel
 
     return registered
-
-
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, products with shares and activations."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _starts(lengths: torch.Tensor, dim: int = 0) -> torch.Tensor:

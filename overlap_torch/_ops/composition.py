@@ -13,6 +13,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
 
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, products with shares, norms and activations of operands in ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def gemm_allreduce(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str
 ) -> torch.Tensor:
@@ -76,7 +81,7 @@ def finish(
 ) -> list[torch.Tensor]:
     """Rows [..., N] of a sum as results: norm or its cast, sum with residual, scales, the norm that was cast."""
     dtype = total.dtype
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = accumulated(dtype)
     for term in (bias, residual):
         total = total if term is None else total + term
     if gain_offset == 0.0 and not round_before_gain:  # one kernel of PyTorch's

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _device_capability, _resolve_process_group
 
+from overlap_torch._ops.graphs import constant_in_graphs
+
 _MEMBERS_ONLY = "call ops and make layers on the group's ranks only"
 
 # The default group, a group's name, a group, or a one-dimensional mesh.
@@ -87,6 +89,12 @@ def sizes() -> tuple[tuple[str, int], ...]:
 def group_rank(name: str) -> int:
     """This rank's number in the group that has this name."""
     return process_group(name).rank()
+
+
+@constant_in_graphs
+def place_of(name: str) -> tuple[int, int]:
+    """The group's number of ranks, and this rank's."""
+    return world_size(name), group_rank(name)
 
 
 def broadcast_integers(values: Sequence[int], group: dist.ProcessGroup | str) -> list[int]:

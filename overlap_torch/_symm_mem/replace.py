@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.library import Library, get_kernel
 
+from overlap_torch._ops.handles import Handle, Held
 from overlap_torch._symm_mem.stand_ins import STAND_INS, symmetric_memory
 
 _DEVICES = ("CUDA", "CPU")
@@ -35,43 +36,36 @@ class SymmMemCalls(NamedTuple):
     calls: int
 
 
-_lock = threading.Lock()
-_held = 0  # handles that have not been undone
+_lock = threading.Lock()  # of the counts
 _library: Library | None = None
 _calls: Counter[tuple[str, str, str]] = Counter()
 
 
-class SymmMemReplacement:
+class SymmMemReplacement(Handle):
     """The result of :func:`overlap_torch.replace_symm_mem`: undoes it, once, by :meth:`undo` or at
     the end of a ``with``.
     """
-
-    def __init__(self) -> None:
-        self._undone = False
 
     @property
     def calls(self) -> list[SymmMemCalls]:
         """Calls in this process since the operators were replaced, whichever handle they were replaced by."""
         return calls()
 
-    def undo(self) -> None:
-        """PyTorch's own kernels are back, unless another handle holds the replacement. A second call does nothing."""
-        global _held, _library
-        with _lock:
-            if self._undone:
-                return
-            self._undone = True
-            _held -= 1
-            if _held == 0:
-                _library._destroy()
-                _library = None
-                _calls.clear()
 
-    def __enter__(self) -> SymmMemReplacement:
-        return self
+def _put() -> None:
+    global _library
+    _library = _registered()
 
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
+
+def _take() -> None:
+    global _library
+    _library._destroy()
+    _library = None
+    with _lock:
+        _calls.clear()
+
+
+_held = Held(_put, _take)
 
 
 def replace_symm_mem() -> SymmMemReplacement:
@@ -99,12 +93,8 @@ def replace_symm_mem() -> SymmMemReplacement:
     Raises:
         ImportError: a PyTorch without symmetric memory.
     """
-    global _held, _library
-    with _lock:
-        if _library is None:
-            _library = _registered()
-        _held += 1
-        return SymmMemReplacement()
+    _held.hold()
+    return SymmMemReplacement(_held.release)
 
 
 def is_replaced() -> bool:

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import sys
-import threading
 from types import ModuleType
 
+from overlap_torch._ops.handles import Handle, Held
 from overlap_torch.integrations._release import require
 
 __all__ = ["Swap", "enable"]
 
-_lock = threading.Lock()
-_held = 0  # handles that have not been undone
 
-
-class Swap:
+class Swap(Handle):
     """The result of :func:`enable`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
-
-    def __init__(self) -> None:
-        self._undone = False
-
-    def undo(self) -> None:
-        """torchtitan's own Functions are back, unless another handle holds the swap. A second call does nothing."""
-        global _held
-        with _lock:
-            if self._undone:
-                return
-            self._undone = True
-            _held -= 1
-            if _held == 0:
-                _swap({ours: theirs for theirs, ours in _pairs().items()})
-
-    def __enter__(self) -> Swap:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
 
 
 def enable() -> Swap:
@@ -60,13 +37,9 @@ def enable() -> Swap:
     Raises:
         ImportError: torchtitan is not installed, or of another release than 0.3.
     """
-    global _held
     require("torchtitan", ("0.3",), "torchtitan")
-    with _lock:
-        if _held == 0:
-            _swap(_pairs())
-        _held += 1
-        return Swap()
+    _held.hold()
+    return Swap(_held.release)
 
 
 def _pairs() -> dict[type, type]:
@@ -87,3 +60,8 @@ def _swap(pairs: dict[type, type]) -> None:
         for old, new in pairs.items():
             if names.get(old.__name__) is old:
                 names[old.__name__] = new
+
+
+_held = Held(
+    lambda: _swap(_pairs()), lambda: _swap({ours: theirs for theirs, ours in _pairs().items()})
+)

@@ -4,6 +4,7 @@ sequence.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 from overlap_torch._attention.cuts import Documents, Tokens
 from overlap_torch._ops.group import Group
+from overlap_torch._ops.handles import Handle
 from overlap_torch.integrations._release import require
 
 __all__ = [
@@ -30,29 +32,20 @@ _held: dict[str, int] = {}  # handles that have not been undone, by the style's 
 _before: dict[str, Any] = {}  # transformers' own styles
 
 
-class Registration:
-    """The result of :func:`register`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+class Registration(Handle):
+    """The result of :func:`register`: undoes it, once, by :meth:`undo` or at the end of a ``with``. Models keep the styles they have."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = tuple(names)
 
-    def undo(self) -> None:
-        """transformers' styles are as before, except for those that another handle holds. Models keep the styles they have."""
-        with _lock:
-            names, self._names = self._names, ()
-            for name in names:
-                _held[name] -= 1
-                if _held[name] == 0:
-                    _restore(name)
-            experts = None if any(_held.values()) else _experts()
-            if experts is not None:
-                experts.REGISTRY._global_mapping.pop(experts.NAME, None)
-
-    def __enter__(self) -> Registration:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
+def _release(names: Iterable[str]) -> None:
+    """transformers' styles are as before, except for those that another handle holds."""
+    with _lock:
+        for name in names:
+            _held[name] -= 1
+            if _held[name] == 0:
+                _restore(name)
+        experts = None if any(_held.values()) else _experts()
+        if experts is not None:
+            experts.REGISTRY._global_mapping.pop(experts.NAME, None)
 
 
 def register(*, auto: bool = True) -> Registration:
@@ -100,7 +93,7 @@ def register(*, auto: bool = True) -> Registration:
         experts = _experts()
         if experts is not None:
             experts.REGISTRY.register(experts.NAME, experts.OverlapEP)
-    return Registration(found)
+    return Registration(functools.partial(_release, tuple(found)))
 
 
 def _experts() -> ModuleType | None:
@@ -143,7 +136,7 @@ def sequence_plan(model: Any) -> dict[str, str]:
     return styles.sequence_plan(model)
 
 
-class AttentionRegistration:
+class AttentionRegistration(Handle):
     """The result of :func:`register_attention`. :meth:`undo`, or the end of a ``with``, takes the attention out, once.
 
     Attributes:
@@ -151,7 +144,8 @@ class AttentionRegistration:
     """
 
     def __init__(self, name: str, attention: Any) -> None:
-        self._name, self._attention = name, attention
+        super().__init__(functools.partial(_forget, name))
+        self._attention = attention
 
     @property
     def documents(self) -> Documents | None:
@@ -161,22 +155,16 @@ class AttentionRegistration:
     def documents(self, documents: Documents | None) -> None:
         self._attention.documents = documents
 
-    def undo(self) -> None:
-        """transformers does not know the name any more. A second call does nothing."""
-        from overlap_torch.integrations import _transformers_attention as attentions
 
-        name, self._name = self._name, ""
-        for registry in (
-            attentions.ALL_ATTENTION_FUNCTIONS,
-            attentions.ALL_MASK_ATTENTION_FUNCTIONS,
-        ):
-            registry._global_mapping.pop(name, None)
+def _forget(name: str) -> None:
+    """transformers does not know the attention any more."""
+    from overlap_torch.integrations import _transformers_attention as attentions
 
-    def __enter__(self) -> AttentionRegistration:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
+    for registry in (
+        attentions.ALL_ATTENTION_FUNCTIONS,
+        attentions.ALL_MASK_ATTENTION_FUNCTIONS,
+    ):
+        registry._global_mapping.pop(name, None)
 
 
 def register_attention(

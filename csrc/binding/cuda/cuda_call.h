@@ -39,6 +39,7 @@ bool takes_composition(const OpCall& call);
 // Uninitialised memory on the current device. This and the GEMMs below pass no dispatcher, as a call's operands
 // have done so, and the GPU waits meanwhile.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+at::Tensor transposed(const at::Tensor& matrix);  // a view, past the dispatcher
 
 // Rows must be contiguous along K for the kernels; transposed or expanded inputs are copied once.
 at::Tensor k_contiguous(const at::Tensor& input);

@@ -14,13 +14,13 @@ namespace {
 
 constexpr int64_t kAllRows = std::numeric_limits<int32_t>::max();
 
+}  // namespace
+
 at::Tensor transposed(const at::Tensor& matrix) {
   return at::native::as_strided_tensorimpl(matrix, {matrix.size(1), matrix.size(0)},
                                            {matrix.stride(1), matrix.stride(0)},
                                            matrix.storage_offset());
 }
-
-}  // namespace
 
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::detail::empty_cuda(sizes, options);

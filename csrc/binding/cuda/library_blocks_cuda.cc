@@ -200,14 +200,14 @@ void library_gemm_of_blocks(const at::Tensor& input, const at::Tensor& weight,
     for (int64_t block = 0; block < blocks; ++block) {
       at::Tensor place = output.select(0, block);
       if (bias.has_value()) {
-        at::cuda::addmm_out(place, *bias, input.select(0, block), weight.t());
+        at::cuda::addmm_out(place, *bias, input.select(0, block), transposed(weight));
       } else {
-        at::cuda::mm_out(place, input.select(0, block), weight.t());
+        at::cuda::mm_out(place, input.select(0, block), transposed(weight));
       }
     }
     return;
   }
-  const at::Tensor weights = weight.t().expand({blocks, weight.size(1), weight.size(0)});
+  const at::Tensor weights = transposed(weight).expand({blocks, weight.size(1), weight.size(0)});
   if (!bias.has_value()) {
     at::cuda::bmm_out(output, input, weights);
   } else if (!batch_with_bias(input, weight, *bias, output)) {
