@@ -20,7 +20,8 @@ struct Flags {
     uint64_t calls;        // that have ended on the owner
     uint32_t blocks_sent;  // of a collective in one kernel that is running
     uint32_t blocks_done;
-    uint32_t tiles_taken[2];  // of a GEMM that is running
+    uint32_t tiles_taken[2];                // of a GEMM that is running
+    uint64_t numbers[kernels::kPeerSteps];  // of the steps that copies announce
   };
   Slot slots[2];
   uint64_t low_latency_calls;
@@ -156,6 +157,19 @@ void Peers::signal(const Call& call, Flag flag, uint32_t ranks, int step,
                    cudaStream_t stream) const {
   check_cuda(kernels::signal_peers_release_sys(signal_params(call, flag, ranks, step), stream),
              "launching a signal");
+}
+
+void Peers::write_numbers(const Call& call, int steps, cudaStream_t stream) const {
+  uint64_t* const numbers = reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot].numbers;
+  check_cuda(kernels::write_step_numbers(numbers, steps, calls_ended(call.slot), call.tag, stream),
+             "launching the numbers of steps");
+}
+
+void Peers::signal_by_copy(const Call& call, int peer, int step, cudaStream_t stream) const {
+  const Flags::Slot& own = reinterpret_cast<Flags*>(flags_->of(rank_))->slots[call.slot];
+  check_cuda(cudaMemcpyAsync(flag(call.slot, Flag::kArrived, peer, rank_), &own.numbers[step],
+                             sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream),
+             "copying a flag");
 }
 
 kernels::PeerTiles Peers::tiles(const Call& call, int64_t part_tiles) const {

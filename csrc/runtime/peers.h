@@ -66,6 +66,11 @@ class Peers {
   // The same for a kernel that does it.
   kernels::PeerSignalParams ending(const Call& call) const;
 
+  // The same by copy engines: the numbers of the call's first `steps` steps, in this rank's memory; and a copy of one of
+  // them to a peer, after what the stream copied there before.
+  void write_numbers(const Call& call, int steps, cudaStream_t stream) const;
+  void signal_by_copy(const Call& call, int peer, int step, cudaStream_t stream) const;
+
   // The wait for these ranks' step, or for their slots; the caller adds deadline and report.
   kernels::PeerWaitParams wait_for(const Call& call, Flag flag, uint32_t ranks, int step) const;
   kernels::PeerWaitParams wait_for_slots(const Call& call, uint32_t ranks) const;

@@ -1,4 +1,4 @@
-"""``context_parallel_attention``: its checks, and the choice of head parts."""
+"""``context_parallel_attention``: its checks, and the choice of head parts and of what carries them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from overlap_torch._attention import ops
 from overlap_torch._attention.call import Attention
@@ -19,6 +20,7 @@ from overlap_torch._attention.kernels import (
     calls_of,
     default_kernels,
 )
+from overlap_torch._attention.peers import Kind, Route, cut_heads, reaches, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
@@ -27,6 +29,8 @@ from overlap_torch._ops.nested import refuse_nested
 
 _WHAT = "context_parallel_attention"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_MOST_CHUNKS = 4
+_LEAST_S = 120e-6  # of a chunk's attention, beside which a wait and a launch are little
 _COMPILED = "overlap_torch.context_parallel_attention runs a kernel of the caller's, which torch.compile cannot trace: it breaks the graph"
 
 Kernel = AttentionKernel | Callable[..., torch.Tensor] | str | None
@@ -90,10 +94,6 @@ def _band(causal: bool, window) -> tuple[int | None, int | None]:
 def _documents(documents: Documents | None, total: int, batch: int) -> tuple[int, ...]:
     if documents is None:
         return ()
-    if not isinstance(documents, Documents):
-        raise TypeError(
-            f"documents is an overlap_torch.Documents(lengths), made once a batch, but got {type(documents).__name__}"
-        )
     if sum(documents.lengths) != total:
         raise ValueError(
             f"documents have {sum(documents.lengths)} tokens, but the whole sequence, over all ranks, has {total}"
@@ -185,6 +185,77 @@ def _parts(head_parts: int | None, backward: bool, kernel, problem: tuple, form:
     return head_parts
 
 
+def _most_chunks(problem: Problem, backward: bool) -> int:
+    """The most runs of heads that a rank's part allows."""
+    share = share_of(problem, 0)
+    heads = len(share.kv_heads)
+    return heads if heads > 1 or backward else len(share.heads)
+
+
+@functools.lru_cache(maxsize=256)
+def choose_chunks(problem: Problem, form: Form, backward: bool) -> int:
+    """The chunks of a call over peers: as many as leave each kernel's call some hundred microseconds, at most four."""
+    sizes = (form.width, form.value_width, 0, False)
+    computes = seconds(problem, *sizes, lambda work: False)
+    return max(1, min(_MOST_CHUNKS, _most_chunks(problem, backward), int(computes / _LEAST_S)))
+
+
+def _refused_by_peers(wanted: tuple, backward: bool, problem: Problem, form: Form) -> str:
+    """The reason why copies between peers do not carry a call, on every rank alike; "" if they do."""
+    _, chunks, per_head = wanted
+    if problem.ranks == 1:
+        return "one rank"
+    if per_head:
+        return "per_head"
+    count = 1 if chunks is None else chunks
+    most = _most_chunks(problem, backward)
+    if not 1 <= count <= most:
+        return f"chunks={chunks}: its parts of {problem.parts} allow 1 to {most}"
+    share = share_of(problem, 0)
+    cut = cut_heads(len(share.heads), len(share.kv_heads), count)
+    keys = (Kind(False, form.width), Kind(False, form.value_width))
+    moves = (keys, ())
+    if problem.parts > 1:
+        moves = ((Kind(True, form.width), *keys), (Kind(True, form.value_width),))
+    return takes(Route(problem, cut, form.batch, form.dtype.itemsize, *moves))
+
+
+@constant_in_graphs
+def _reached(device: torch.device, group: str) -> bool:
+    return reaches(device, group)
+
+
+@constant_in_graphs
+def _chunks(
+    wanted: tuple, backward: bool, device: torch.device, reached: bool, problem: tuple, form: tuple
+) -> int:
+    """The chunks over peers, 0 for the group's collectives; a compiler takes the number as it is."""
+    problem, form = Problem(*problem), Form(*form)
+    transport, chunks, _ = wanted
+    if transport not in (None, "peer", "nccl"):
+        raise ValueError(f"transport is None, 'peer' or 'nccl', but got {transport!r}")
+    if transport == "nccl" or (transport is None and device.type != "cuda"):
+        if chunks is not None:
+            raise ValueError(
+                f"chunks={chunks} travel over peers, but the group's collectives carry this call; give transport='peer', or leave chunks out"
+            )
+        return 0
+    why = _refused_by_peers(wanted, backward, problem, form)
+    if not why and not reached:
+        why = f"calls on {device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
+    if why and (transport == "peer" or chunks is not None):
+        raise ValueError(f"copies between peers do not carry {why}; leave transport and chunks out")
+    if why:
+        return 0
+    return choose_chunks(problem, form, backward) if chunks is None else chunks
+
+
+def chunks_over_peers(problem: Problem, form: Form, device: torch.device, group: str) -> int:
+    """The chunks that peers carry of a call without options, 0 where the group's collectives do."""
+    reached = device.type == "cuda" and _reached(device, group)
+    return _chunks((None, None, False), False, device, reached, problem, form)
+
+
 def _check_per_head(per_head: Sequence[torch.Tensor], q: torch.Tensor, built_in: bool) -> None:
     if per_head and built_in:
         raise ValueError(
@@ -211,6 +282,8 @@ def context_parallel_attention(
     head_parts: int | None = None,
     kernel: Kernel = None,
     per_head: Sequence[torch.Tensor] = (),
+    transport: str | None = None,
+    chunks: int | None = None,
     group: Group = None,
 ) -> torch.Tensor:
     """Attention of a sequence whose tokens are cut over the ranks: each rank gives its tokens, and gets their results.
@@ -222,8 +295,10 @@ def context_parallel_attention(
 
     The ranks share the work by heads, by queries, or by both. With ``head_parts`` the number of ranks each one computes all queries of some heads
     (Ulysses); with 1 all heads of its queries, with gathered keys and values. Divisors between do both. None chooses by the bytes that move,
-    forward only or both passes, by the slowest rank's work, and by the kernels. The exchange is one collective before the attention and one
-    after it, over gloo or NCCL; nothing overlaps over peers yet.
+    forward only or both passes, by the slowest rank's work, and by the kernels.
+
+    Over peers copy engines bring heads in ``chunks``, each straight into its place, while the kernel computes those that came before, and bring
+    results home in the same way; no SM is given up. Else one collective of the group goes before the attention, and one after it.
 
     Every rank of the group calls it with the same B, H, Hkv, D, Dv, dtype, mask and cut, in the same order of calls.
 
@@ -242,6 +317,10 @@ def context_parallel_attention(
             ``"cudnn"``, ``"cpu"`` or ``"masked"``: that one or an error. An :class:`AttentionKernel`; or a function
             ``(q, k, v, work) -> o``, which autograd differentiates, by a second call in backward. A function gets no ``window``.
         per_head: tensors [H, ...], the same on all ranks, of which the caller's kernel gets its heads' in ``work.per_head``: sinks, slopes.
+        transport: ``"peer"`` (ranks of one host that map each other's memory, ``head_parts`` of 1 or all, no ``per_head``) or ``"nccl"``
+            (the group's collectives, gloo's too). None: peers where they carry the call.
+        chunks: over peers, how many runs of heads travel one after the other: at most the key/value heads of a part, or, of one such head
+            without gradients, its query heads. None: chosen.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
 
     Returns:
@@ -263,28 +342,67 @@ def context_parallel_attention(
     name = group_name(group)
     q, k, v = as_under_autocast(q, k, v)
     _check_operands(q, k, v)
-    ranks, rank = place_of(name)
-    numbers, zigzag = numbers_of(_WHAT, tokens, q.shape[1], ranks, rank)
-    band = _band(causal, window)
-    lengths = _documents(documents, sum(numbers), q.shape[0])
     chosen = _kernel(kernel, q.device)
     _check_per_head(per_head, q, isinstance(chosen, str))
-    problem = (numbers, zigzag, q.shape[2], k.shape[2], *band, lengths, 1)
     backward = torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v, *per_head))
-    form = (q.shape[0], q.dtype, q.shape[3], v.shape[3])
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    # A compiler takes sizes and numbers as they are, and compiles again where they change.
+    batch, own, heads, width = map(operator.index, q.shape)
+    kv_heads, value_width = map(operator.index, v.shape[2:])
+    head_parts, chunks = (
+        each if each is None else operator.index(each) for each in (head_parts, chunks)
+    )
+    form = (batch, q.dtype, width, value_width)
+    scale = width**-0.5 if scale is None else float(scale)
+    if window is not None and not isinstance(window, int):
+        window = tuple(side if side is None else operator.index(side) for side in window)
+    tokens = tokens if isinstance(tokens, str) else tuple(map(operator.index, tokens))
+    if not isinstance(documents, Documents | None):
+        raise TypeError(
+            f"documents is an overlap_torch.Documents(lengths), made once a batch, but got {type(documents).__name__}"
+        )
+    cut = (tokens, own, heads, kv_heads, causal, window, documents)
+    asked = (head_parts, transport, chunks, len(per_head) > 0)
+    asks_peers = transport == "peer" or (transport is None and q.is_cuda)
+    place = (*place_of(name), asks_peers and _reached(q.device, name))
+    call = (cut, asked, place, chosen, backward, q.device, form)
     if not isinstance(chosen, str):
-        call = (head_parts, backward, problem, form)
-        return _by_callers_kernel(chosen, call, scale, name, q, k, v, tuple(per_head))
-    parts = _parts(head_parts, backward, chosen, problem, form)
-    how = ops.arguments(Problem(*problem[:-1], parts), chosen, scale, name)
+        return _by_callers_kernel(call, scale, name, q, k, v, per_head)
+    problem, by = (_problem if is_dynamo_compiling() else _known_problem)(*call)
+    how = ops.arguments(problem, chosen, scale, name, by, backward)
+    if ops.may_call_past_dispatcher(q, backward):
+        return ops.forward(q, k, v, *how)[0]
     return torch.ops.overlap.context_parallel_attention(q, k, v, *how)[0]
 
 
+def _problem(
+    cut: tuple,
+    asked: tuple,
+    place: tuple[int, int, bool],
+    kernel: str | AttentionKernel,
+    backward: bool,
+    device: torch.device,
+    form: tuple,
+) -> tuple[Problem, int]:
+    """The problem that all ranks know, and the chunks over peers, 0 for the group's collectives. Arguments that do not fit raise."""
+    tokens, own, heads, kv_heads, causal, window, documents = cut
+    head_parts, *by = asked
+    ranks, rank, reached = place
+    numbers, zigzag = numbers_of(_WHAT, tokens, own, ranks, rank)
+    band = _band(causal, window)
+    lengths = _documents(documents, sum(numbers), form[0])
+    problem = (numbers, zigzag, heads, kv_heads, *band, lengths, 1)
+    problem = (*problem[:-1], _parts(head_parts, backward, kernel, problem, form))
+    return Problem(*problem), _chunks(tuple(by), backward, device, reached, problem, form)
+
+
+_known_problem = functools.lru_cache(maxsize=256)(_problem)
+
+
 @outside_graphs(_COMPILED)
-def _by_callers_kernel(kernel, call, scale, name, q, k, v, per_head) -> torch.Tensor:
+def _by_callers_kernel(call, scale, name, q, k, v, per_head) -> torch.Tensor:
+    *before, kernel, backward, device, form = call
     kernel = kernel if isinstance(kernel, AttentionKernel) else _kernel_of(kernel)
-    head_parts, backward, problem, form = call
-    parts = _parts(head_parts, backward, kernel, problem, form)
-    attention = Attention(Problem(*problem[:-1], parts), (kernel,), scale, name, per_head)
+    problem, chunks = _known_problem(*before, kernel, backward, device, form)
+    per_head = tuple(per_head)
+    attention = Attention(problem, (kernel,), scale, name, per_head, chunks, backward)
     return ops.CallersAttention.apply(attention, q, k, v, *per_head)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._attention.call import Attention
@@ -19,7 +20,7 @@ _library = torch.library.Library("overlap", "FRAGMENT")
 _ops = torch.ops.overlap
 _HOW = (
     "int[] numbers, bool zigzag, int heads, int kv_heads, int[] band, int[] documents, int head_parts, str kernel, "
-    "float scale, str group"
+    "float scale, str group, int chunks, bool keeps"
 )
 _SECOND = (
     "context_parallel_attention has gradients of first order only, as attention kernels do, but its gradients were "
@@ -27,26 +28,43 @@ _SECOND = (
 )
 
 
-def arguments(problem: Problem, kernel: str, scale: float, group: str) -> tuple:
+def arguments(
+    problem: Problem, kernel: str, scale: float, group: str, chunks: int, keeps: bool
+) -> tuple:
     """The operators' arguments after the tensors."""
     numbers, zigzag, heads, kv_heads, left, right, documents, parts = problem
     band = [-1 if side is None else side for side in (left, right)]
-    return [*numbers], zigzag, heads, kv_heads, band, [*documents], parts, kernel, scale, group
+    cut = ([*numbers], zigzag, heads, kv_heads, band, [*documents], parts)
+    return *cut, kernel, scale, group, chunks, keeps
 
 
-def _attention(numbers, zigzag, heads, kv_heads, band, documents, parts, kernel, scale, group):
+def _attention(numbers, zigzag, heads, kv_heads, band, documents, parts, kernel, scale, group, *by):
     sides = [None if side < 0 else side for side in band]
     problem = Problem(tuple(numbers), zigzag, heads, kv_heads, *sides, tuple(documents), parts)
-    return _known(problem, kernel, scale, group, group_rank(group))
+    return _known(problem, kernel, scale, group, group_rank(group), *by)
 
 
 @functools.lru_cache(maxsize=64)
-def _known(problem: Problem, kernel: str, scale: float, group: str, rank: int) -> Attention:
+def _known(
+    problem: Problem, kernel: str, scale: float, group: str, rank: int, chunks: int, keeps: bool
+) -> Attention:
     """Layers share it; a name may come to mean another group, in which this rank is another."""
-    return Attention(problem, BUILT_IN[kernel], scale, group)
+    return Attention(problem, BUILT_IN[kernel], scale, group, (), chunks, keeps)
 
 
-def _forward(q, k, v, *how):
+def may_call_past_dispatcher(q: torch.Tensor, backward: bool) -> bool:
+    """True of a call that no gradient, mode, subclass or compiler has to see: the dispatcher's way through Python takes 60 us."""
+    return not (
+        backward
+        or type(q) is not torch.Tensor
+        or is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def forward(q, k, v, *how):
     o, kept, saved = _attention(*how).forward(q, k, v)
     return o, [*kept, *(tensor for each in saved for tensor in each)]
 
@@ -54,9 +72,10 @@ def _forward(q, k, v, *how):
 def _backward(grad, q, k, v, o, kept, width, *how):
     attention = _attention(*how)
     tensors, saved = [*kept[attention.kept :]], []
-    for kernel, *_ in attention.calls(Form(grad.shape[0], grad.dtype, width, grad.shape[3])):
-        saved.append(tensors[: kernel.keeps])
-        del tensors[: kernel.keeps]
+    for _, calls in attention.calls(Form(grad.shape[0], grad.dtype, width, grad.shape[3])):
+        for kernel, *_ in calls:
+            saved.append(tensors[: kernel.keeps])
+            del tensors[: kernel.keeps]
     return attention.backward(grad, q, k, v, o, width, kept[: attention.kept], saved)
 
 
@@ -99,7 +118,7 @@ def _register(name: str, schema: str, kernel, backward, keep) -> None:
 _register(
     "context_parallel_attention",
     f"Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor[])",
-    _forward,
+    forward,
     _gradients,
     _keep,
 )

@@ -7,8 +7,10 @@ chose, and so are the tensors that it returns.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +19,14 @@ import torch.distributed as dist
 
 from overlap_torch._attention.call import total_of
 from overlap_torch._attention.exchange import Exchange
+from overlap_torch._attention.functions import chunks_over_peers
+from overlap_torch._attention.kernels import Form
+from overlap_torch._attention.peers import Chunk, Kind, PeerExchange, Route, cut_heads
 from overlap_torch._attention.work import Problem, Share, share_of
 from overlap_torch._ops.handles import Handle, Held
 from overlap_torch._torch_versions import context_parallel_module
 
+_MOST_CHUNKS = 4
 _NAMES = ("_templated_ring_attention", "_templated_ring_attention_backward")
 _before: dict[str, Callable[..., Any]] = {}
 _calls: Counter[tuple[str, str]] = Counter()
@@ -88,27 +94,48 @@ def _refused(op: Any, is_causal: bool, module: ModuleType) -> str:
     return ""
 
 
-def _exchange(
-    group: dist.ProcessGroup,
-    query: torch.Tensor,
-    value: torch.Tensor,
-    key: torch.Tensor,
-    causal: bool,
-):
+def _share(group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, causal: bool) -> Share:
     zigzag = causal and context_parallel_module()._cp_options.enable_load_balance
     numbers = (query.shape[2],) * group.size()
-    problem = Problem(
-        numbers, zigzag, query.shape[1], key.shape[1], None, 0 if causal else None, (), 1
-    )
-    share = share_of(problem, group.rank())
-    return Exchange(share, query.shape[0], query.shape[3], value.shape[3], group.group_name)
+    right = 0 if causal else None
+    problem = Problem(numbers, zigzag, query.shape[1], key.shape[1], None, right, (), 1)
+    return share_of(problem, group.rank())
 
 
-def _gathered(exchange: Exchange, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    """All keys and values, [B, h, S, D]."""
+def _exchange(share: Share, query: torch.Tensor, value: torch.Tensor, group: str) -> Exchange:
+    return Exchange(share, query.shape[0], query.shape[3], value.shape[3], group)
+
+
+@functools.lru_cache(maxsize=64)
+def _route(problem: Problem, form: Form, count: int) -> Route:
+    chunks = cut_heads(problem.heads, problem.kv_heads, count)
+    keys = (Kind(False, form.width), Kind(False, form.value_width))
+    return Route(problem, chunks, form.batch, form.dtype.itemsize, keys, ())
+
+
+@contextlib.contextmanager
+def _gathered(
+    share: Share, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str, most: int
+) -> Iterator[Iterator[tuple[Chunk, torch.Tensor, torch.Tensor]]]:
+    """All keys and values, [B, h, S, D], in at most so many chunks of heads, and inside the ``with``, where peers carry them."""
+    form = Form(query.shape[0], query.dtype, query.shape[3], value.shape[3])
     own = [tensor.transpose(1, 2) for tensor in (key, value)]
-    came = exchange.start_in(own[0], *own)()
-    return [tensor.transpose(1, 2) for tensor in exchange.heads(came, own[0], *own)[1:]]
+    count = min(most, chunks_over_peers(share.problem, form, query.device, group))
+    if count == 0:
+        exchange = _exchange(share, query, value, group)
+        came = exchange.start_in(own[0], *own)()
+        keys, values = exchange.heads(came, own[0], *own)[1:]
+        (whole,) = cut_heads(query.shape[1], key.shape[1], 1)
+        yield iter([(whole, keys.transpose(1, 2), values.transpose(1, 2))])
+        return
+    route = _route(share.problem, form, count)
+    text = f"a gather of context_parallel, {share.problem}, {form}"
+    with PeerExchange(route, share.rank, query, group, text) as exchange:
+        exchange.send(*own)
+        yield (
+            (chunk, *(one.transpose(1, 2) for one in exchange.came(c)))
+            for c, chunk in enumerate(route.chunks)
+        )
 
 
 def _runs(share: Share) -> list[tuple[slice, slice]]:
@@ -126,18 +153,29 @@ def _forward(group, seq_dim, op, query, key, value, is_causal=False, **options):
     _calls["forward", why] += 1
     if why:
         return _before[_NAMES[0]](group, seq_dim, op, query, key, value, is_causal, **options)
-    exchange = _exchange(group, query, value, key, is_causal)
-    keys, values = _gathered(exchange, key, value)
+    share, name = _share(group, query, key, is_causal), group.group_name
     outputs, sums, rest = [], [], []
-    for rows, seen in _runs(exchange.share):
-        o, lse, *rest = op(
-            query[:, :, rows], keys[:, :, seen], values[:, :, seen], is_causal=is_causal, **options
-        )
-        outputs.append(o)
-        sums.append(lse)
-    if len(outputs) > 1:
-        outputs, sums = [torch.cat(outputs, 2)], [torch.cat(sums, 2)]
-    return outputs[0], sums[0], *rest
+    with _gathered(share, query, key, value, name, _MOST_CHUNKS) as came:
+        for chunk, keys, values in came:
+            own = query[:, chunk.heads.start : chunk.heads.stop]
+            parts = [
+                op(
+                    own[:, :, rows],
+                    keys[:, :, seen],
+                    values[:, :, seen],
+                    is_causal=is_causal,
+                    **options,
+                )
+                for rows, seen in _runs(share)
+            ]
+            outputs.append(_joined([part[0] for part in parts], 2))
+            sums.append(_joined([part[1] for part in parts], 2))
+            rest = parts[-1][2:]
+    return _joined(outputs, 1), _joined(sums, 1), *rest
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _backward(
@@ -159,27 +197,28 @@ def _backward(
     if why:
         given = (grad_out, grad_out_name, query, key, value, out, logsumexp, is_causal)
         return _before[_NAMES[1]](group, seq_dim, op, *given, **options)
-    exchange = _exchange(group, query, value, key, is_causal)
-    keys, values = _gathered(exchange, key, value)
+    share, name = _share(group, query, key, is_causal), group.group_name
     for_q, for_k, for_v, rest = [], [], [], []
-    for rows, seen in _runs(exchange.share):
-        options[grad_out_name] = grad_out[:, :, rows]
-        if "max_q" in options:
-            options |= {"max_q": rows.stop - rows.start, "max_k": seen.stop}
-        dq, dk, dv, *rest = op(
-            query=query[:, :, rows],
-            key=keys[:, :, seen],
-            value=values[:, :, seen],
-            out=out[:, :, rows],
-            logsumexp=logsumexp[:, :, rows].contiguous(),
-            is_causal=is_causal,
-            **options,
-        )
-        for_q.append((rows, dq.transpose(1, 2)))
-        for_k.append((seen, dk.transpose(1, 2)))
-        for_v.append((seen, dv.transpose(1, 2)))
+    with _gathered(share, query, key, value, name, 1) as came:
+        ((_, keys, values),) = came
+        for rows, seen in _runs(share):
+            options[grad_out_name] = grad_out[:, :, rows]
+            if "max_q" in options:
+                options |= {"max_q": rows.stop - rows.start, "max_k": seen.stop}
+            dq, dk, dv, *rest = op(
+                query=query[:, :, rows],
+                key=keys[:, :, seen],
+                value=values[:, :, seen],
+                out=out[:, :, rows],
+                logsumexp=logsumexp[:, :, rows].contiguous(),
+                is_causal=is_causal,
+                **options,
+            )
+            for_q.append((rows, dq.transpose(1, 2)))
+            for_k.append((seen, dk.transpose(1, 2)))
+            for_v.append((seen, dv.transpose(1, 2)))
     pairs = ((query, for_q), (keys, for_k), (values, for_v))
-    grads = exchange.gradients_home(
+    grads = _exchange(share, query, value, name).gradients_home(
         *(total_of(like.transpose(1, 2), terms) for like, terms in pairs)
     )
     return *(grad.transpose(1, 2) for grad in grads), *rest

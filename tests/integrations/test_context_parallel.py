@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 import overlap_torch
 from checks import Failures, message_of
 from operands import rank_device
+from overlap_torch._attention import replace
 from overlap_torch._torch_versions import context_parallel_module
+from peer_copies import over_peers
 
 aten = torch.ops.aten
 
@@ -67,7 +70,12 @@ def attention(causal: bool) -> list[torch.Tensor]:
     return [one.to_local().detach() for one in (o, lse, q.grad, k.grad, v.grad)]
 
 
-def check_replaced() -> tuple[int, list[str]]:
+def check_replaced(chunks: int = 0) -> tuple[int, list[str]]:
+    """``chunks``: over peers, on CPU."""
+    if chunks:
+        number = mock.patch.object(replace, "chunks_over_peers", lambda *call: chunks)
+        with number, over_peers():
+            return check_replaced()
     failures, module = Failures(), context_parallel_module()
     if rank_device().type == "cpu":
         cpu_flash()
@@ -111,3 +119,8 @@ def check_replaced() -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_context_parallel_is_pytorchs(ranks):
     ranks.expect_no_failures(check_replaced)
+
+
+@pytest.mark.ranks((3, "gloo"))
+def test_context_parallel_over_peers_is_pytorchs(ranks):
+    ranks.expect_no_failures(check_replaced, 2)

@@ -15,6 +15,7 @@ from checks import Failures
 from operands import difference, integers, poison, rank_device
 from overlap_torch import Documents
 from overlap_torch._attention import ops, work
+from peer_copies import over_peers
 
 FAR = 2.0**13  # exp(-FAR) is 0 in float64
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -161,7 +162,12 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    case: Case, operands: list[torch.Tensor], dtype: torch.dtype, parts: int | None, scale: float
+    case: Case,
+    operands: list[torch.Tensor],
+    dtype: torch.dtype,
+    parts: int | None,
+    scale: float,
+    **by,
 ):
     """This rank's output and gradients."""
     own = [case.mine(one).to(dtype) for one in operands]
@@ -170,7 +176,8 @@ def run(
         for one in own[:3]
     ]
     poison(rank_device(), 64, 512, 4096)
-    output = overlap_torch.context_parallel_attention(*leaves, scale=scale, **case.keywords(parts))
+    keywords = case.keywords(parts) | by
+    output = overlap_torch.context_parallel_attention(*leaves, scale=scale, **keywords)
     output.backward(own[3])
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -182,9 +189,15 @@ def right_of(case: Case, operands, hidden, scale: float) -> list[torch.Tensor]:
     return [case.mine(one) for one in (output.detach(), *(leaf.grad for leaf in whole))]
 
 
-def check_exact(cases: list[Case]) -> tuple[int, list[str]]:
-    """Results and gradients bit for bit; dtypes take turns."""
+def chunks_allowed(case: Case, parts: int) -> int:
+    """The most chunks of a call with gradients: a rank's whole key/value heads."""
+    return max(1, case.heads[1] // parts)
+
+
+def check_exact(cases: list[Case], peers: bool = False) -> tuple[int, list[str]]:
+    """Results and gradients bit for bit; dtypes take turns, and over peers so do numbers of chunks."""
     failures, world = Failures(), dist.get_world_size()
+    numbers = itertools.count(1)
     dtypes = itertools.cycle(DTYPES)
     for case in cases:
         hidden = case.hidden(world)
@@ -193,8 +206,13 @@ def check_exact(cases: list[Case]) -> tuple[int, list[str]]:
         operands = exact_operands(case, hidden, repr(case))
         right = right_of(case, operands, hidden, 1.0)
         for parts in [*allowed(case.heads, world), None]:
-            dtype = next(dtypes)
-            found = run(case, operands, dtype, parts, 1.0)
+            dtype, by = next(dtypes), {}
+            if peers and parts not in (1, world):
+                continue
+            if peers:
+                by = {"chunks": 1 + next(numbers) % chunks_allowed(case, parts)}
+                by["transport"] = "peer"
+            found = run(case, operands, dtype, parts, 1.0, **by)
             for name, mine, value in zip(("o", "dq", "dk", "dv"), found, right, strict=True):
                 assert value.numel() == 0 or value.abs().max() <= 256
                 failures.expect(difference(mine, value.to(dtype)), name, parts, dtype, case)
@@ -206,6 +224,18 @@ def check_exact(cases: list[Case]) -> tuple[int, list[str]]:
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
 def test_attention_is_the_whole_sequences_bit_for_bit(ranks):
     ranks.expect_no_failures(check_exact, CASES)
+
+
+def check_over_peers() -> tuple[int, list[str]]:
+    if rank_device().type == "cuda":
+        return check_exact(CASES, peers=True)
+    with over_peers():
+        return check_exact(CASES, peers=True)
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_attention_over_peers_is_the_whole_sequences_bit_for_bit(ranks):
+    ranks.expect_no_failures(check_over_peers)
 
 
 def check_random(cases: list[Case]) -> tuple[int, list[str]]:

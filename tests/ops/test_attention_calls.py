@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from unittest import mock
 
 import pytest
@@ -17,6 +19,7 @@ from overlap_torch._attention.functions import choose_parts
 from overlap_torch._attention.kernels import BUILT_IN, Form
 from overlap_torch._attention.work import Problem, parts_allowed, share_of
 from overlap_torch._ops import collectives
+from peer_copies import over_peers
 
 attend = overlap_torch.context_parallel_attention
 
@@ -231,6 +234,8 @@ def check_compiled() -> tuple[int, list[str]]:
         {"causal": True},
         {"causal": True, "tokens": "zigzag", "head_parts": 1},
         {"window": (1, None), "documents": Documents([3, 4 * dist.get_world_size() - 3])},
+        {"causal": True, "head_parts": 2, "transport": "peer", "chunks": 1},
+        {"window": (1, 1), "head_parts": 1, "transport": "peer", "chunks": 2},
     ]
     for keywords in cases:
         own = operands((4, 8), (2, 8), (2, 8), dtype=torch.bfloat16 if on_gpu else torch.float32)
@@ -238,13 +243,18 @@ def check_compiled() -> tuple[int, list[str]]:
         def function(q, k, v):
             return attend(2 * q, k, v, **keywords).sin()  # noqa: B023
 
-        right = function(*own)
-        expected = [right, *torch.autograd.grad(right.sum(), own)]
-        output = torch.compile(function, backend="aot_eager", fullgraph=True)(*own)
-        found = [output, *torch.autograd.grad(output.sum(), own)]
+        with contextlib.nullcontext() if on_gpu else over_peers():
+            right = function(*own)
+            expected = [right, *torch.autograd.grad(right.sum(), own)]
+            output = torch.compile(function, backend="aot_eager", fullgraph=True)(*own)
+            found = [output, *torch.autograd.grad(output.sum(), own)]
         if on_gpu:  # flash attention adds gradients in any order
             found, expected = found[:1], expected[:1]
         failures.expect_equal(found, expected, keywords)
+    longer = torch.compile(lambda q: attend(q, q, q), backend="aot_eager", fullgraph=True)
+    for tokens in (4, 6, 7):  # a second length makes sizes symbols
+        (q,) = operands((4, 8), tokens=tokens, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        failures.expect_equal([longer(q.detach())], [attend(*[q.detach()] * 3)], tokens)
     slopes = torch.ones(4, device=rank_device())
     compiled = torch.compile(
         lambda q: attend(q, q, q, kernel=with_slopes, per_head=[slopes]),
@@ -315,6 +325,12 @@ def check_errors() -> tuple[int, list[str]]:
         ("the kernels that are built in read none", None, {"per_head": [nothing]}),
         ("per_head takes tensors [4, ...]", None, {"kernel": with_slopes, "per_head": [three[0, 0]]}),
         ("no process group is named", None, {"group": "nobody"}),
+        ("transport is None, 'peer' or 'nccl'", None, {"transport": "ring"}),
+        ("do not carry calls on cpu", None, {"transport": "peer"}),
+        ("chunks=2 travel over peers", None, {"chunks": 2}),
+        ("chunks=3: its parts of 2 allow 1 to 2", None, {"transport": "peer", "head_parts": 2, "chunks": 3}),
+        ("do not carry per_head", None, {"transport": "peer", "kernel": with_slopes, "per_head": [nothing[0, 0]]}),
+        ("no multiple of 16 bytes", (nothing[..., :3],) * 3, {"transport": "peer"}),
     ]  # fmt: skip
     for expected, given, keywords in cases:
         with mock.patch.object(collectives, "start_all_to_all", side_effect=AssertionError):
@@ -366,3 +382,71 @@ def check_disagreement() -> tuple[int, list[str]]:
 @pytest.mark.ranks((2, "gloo"))
 def test_attention_names_what_ranks_disagree_about(ranks):
     ranks.expect_no_failures(check_disagreement)
+
+
+def problems_over_peers() -> list[tuple[list[torch.Tensor], dict]]:
+    """Operands with 16-bit numbers, and keywords, of both ends of head parts."""
+    world = dist.get_world_size()
+    cases = [
+        ((16, 8, 256), {"head_parts": world, "chunks": 4, "causal": True}),
+        ((8, 8, 96), {"head_parts": world, "chunks": 2}),
+        ((8, 4, 128), {"head_parts": 1, "chunks": 2, "causal": True, "tokens": "zigzag"}),
+    ]
+    return [
+        (
+            operands((heads, 64), (kv, 64), (kv, 64), tokens=tokens, dtype=torch.bfloat16),
+            keywords,
+        )
+        for (heads, kv, tokens), keywords in cases
+    ]
+
+
+def check_many_calls(count: int) -> tuple[int, list[str]]:
+    """Calls of several problems by turns, forward and backward, on ranks that are late at random, and the replay of a graph between them.
+
+    Outputs and the gradients of keys and values are those of the collectives, bit for bit; cuDNN adds those of queries in any order.
+    """
+    failures, late, turns = Failures(), random.Random(dist.get_rank()), random.Random(0)
+
+    def both(own, **keywords):
+        output = attend(*own, **keywords)
+        _, dk, dv = torch.autograd.grad(output.float().square().sum(), own)
+        return [output.detach(), dk, dv]
+
+    def wait():
+        if late.random() < 0.4:
+            torch.cuda._sleep(int(late.random() * 2e6))
+
+    problems = problems_over_peers()
+    right = []
+    for own, keywords in problems:
+        chunks = keywords["chunks"]
+        right.append(both(own, **{**keywords, "chunks": None, "transport": "nccl"}))
+        failures.expect_equal(both(own, **keywords), right[-1], f"first call, {chunks} chunks")
+    own, keywords = [one.detach() for one in problems[0][0]], problems[0][1]
+    attend(*own, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(*own, **keywords)
+    for call in range(count):
+        which = turns.randrange(len(problems))
+        wait()
+        failures.expect_equal(both(problems[which][0], **problems[which][1]), right[which], call)
+        if turns.random() < 0.3:
+            wait()
+            captured.zero_()
+            graph.replay()
+            failures.expect_equal([captured], right[0][:1], f"replay after {call}")
+    return failures.result()
+
+
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_attention_over_peers_does_not_race(ranks):
+    ranks.expect_no_failures(check_many_calls, 100)
+
+
+@pytest.mark.long
+@pytest.mark.races
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_attention_over_peers_does_not_race_for_long(ranks):
+    ranks.expect_no_failures(check_many_calls, 1000)

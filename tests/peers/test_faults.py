@@ -207,6 +207,48 @@ def test_faults_rank_that_never_calls_is_reported_by_every_op(backend, op):
     expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
 
 
+class Raises(overlap_torch.AttentionKernel):
+    name = "raises"
+
+    def forward(self, q, k, v, work):
+        raise ArithmeticError("no numbers today")
+
+
+def attend_without(kind: str) -> tuple[float, str] | None:
+    """An attention over peers that the last rank does not call, or leaves half-way because its kernel raises."""
+    q = torch.zeros(1, 256, 8, 64, dtype=torch.bfloat16, device=rank_device())
+    keywords = {"head_parts": dist.get_world_size(), "transport": "peer"}
+    overlap_torch.context_parallel_attention(q, q, q, **keywords)
+    synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if kind == "raises":
+            with pytest.raises(ArithmeticError, match="no numbers today"):
+                overlap_torch.context_parallel_attention(q, q, q, kernel=Raises(), **keywords)
+        end = time.monotonic() + GROUP_TIMEOUT_S + MARGIN_S + 10.0
+        while time.monotonic() < end and not store.check(["reported"]):
+            time.sleep(0.1)
+        return None
+    start = time.monotonic()
+    overlap_torch.context_parallel_attention(q, q, q, **keywords)
+    message = until_error(overlap_torch.check, GROUP_TIMEOUT_S + MARGIN_S + 5.0)[1]
+    seconds = time.monotonic() - start
+    store.set("reported", "")
+    return seconds, message
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu2
+@pytest.mark.parametrize("kind", ["never calls", "raises"])
+def test_faults_rank_that_leaves_an_attention_is_named(kind):
+    outcomes = rank_pool.run_fresh(2, "nccl", attend_without, kind, group_timeout_s=GROUP_TIMEOUT_S)
+    assert outcomes[0].kind == "returned", outcomes[0]
+    seconds, message = outcomes[0].value
+    assert seconds <= GROUP_TIMEOUT_S + MARGIN_S and "rank 1" in message, (seconds, message)
+    assert kind != "raises" or "no numbers today" in message, message
+
+
 def skip_unless_it_runs(ranks, plan: str) -> None:
     ranks.skip_without_peers()
     if plan == "direct stores":

@@ -1,6 +1,7 @@
 // The host functions of csrc/kernels: each launch with all its parameters, except those that are as usual.
 #include <limits>
 
+#include "kernels/chunk/rectangles.h"
 #include "kernels/chunk/reorder.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/peer/interpreter.h"
@@ -247,6 +248,17 @@ cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_
 
 cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream) {
   return launch(stream, [&] { return cat("wait for peers ", wait_of(params)); });
+}
+
+cudaError_t write_step_numbers(uint64_t* numbers, int32_t count, const uint64_t* calls, uint64_t,
+                               cudaStream_t stream) {
+  return launch(stream, [&] {
+    return cat("numbers of ", count, " steps after ", at(calls), " to ", at(numbers));
+  });
+}
+
+cudaError_t copy_rectangles(const std::vector<CopyRectangle>& rectangles, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("copy ", rectangles.size(), " rectangles"); });
 }
 
 cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,

@@ -65,6 +65,7 @@ def test_programs_says_the_best_of_each_name():
     ("argv", "message"),
     [
         (["experts", "--models", "gpt-5"], "--models: gpt-5: choose from qwen3-235b"),
+        (["attention", "--models", "gpt-5"], "--models: gpt-5: choose from llama-3-8b"),
         (["programs", "--op", "gemm"], "--op has 'gemm', allowed are gemm_allreduce"),
         (["programs", "--modes", "graph"], "allowed are sequences of call, row"),
         (["programs", "--shapes", "12"], "shape '12' is neither MxNxK"),

@@ -110,6 +110,14 @@ std::string build_info() {
   return OVERLAP_BUILD_INFO;
 }
 
+// True if the group's ranks map each other's memory on such a device, and their kernels may run beside each other.
+// Collective at the group's first call.
+bool copies_reach_peers(at::Device device, const std::string& group_name) {
+  if (!device.is_cuda()) return false;
+  const plan::Machine machine = cuda_machine(find_group(group_name), device);
+  return machine.peer_gbps > 0 && !machine.serial;
+}
+
 // The environment's values now, by variable; `why_no_peers` is the setting that turns peers off, or
 // ""; `profile` is the JSON text that OVERLAP_PROFILE names.
 c10::Dict<std::string, std::string> environment_now() {
@@ -152,6 +160,7 @@ TORCH_LIBRARY_FRAGMENT(overlap, m) {
   m.def("machine_profile(Device device, str group) -> str[]", &machine_profile);
   m.def("memory(str group) -> int[]", &memory);
   m.def("build_info() -> str", &build_info);
+  m.def("_copies_reach_peers(Device device, str group) -> bool", &copies_reach_peers);
   m.def("environment() -> Dict(str, str)", &environment_now);
   m.def("delay_side_stream(int microseconds) -> ()", &delay_side_stream);
 }

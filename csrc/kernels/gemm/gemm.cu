@@ -1,6 +1,7 @@
 // The choice of a GEMM for given operands, and the loading of all kernels before anything waits.
 #include "kernels/gemm/gemm.h"
 
+#include "kernels/chunk/rectangles.h"
 #include "kernels/chunk/reorder.h"
 #include "kernels/peer/peer_collective.h"
 #include "kernels/peer/peer_exchange.h"
@@ -193,6 +194,7 @@ cudaError_t launch_gemm(plan::Kernel kernel, const GemmParams& params, cudaStrea
 cudaError_t load_kernels() {
   cudaError_t error = load_signal_kernels();
   if (error == cudaSuccess) error = load_reorder_kernels();
+  if (error == cudaSuccess) error = load_rectangle_kernels();
   if (error == cudaSuccess) error = load_peer_signal_kernels();
   if (error == cudaSuccess) error = load_peer_collective_kernels();
   if (error == cudaSuccess) error = load_peer_low_latency_kernels();

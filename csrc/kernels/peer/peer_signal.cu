@@ -39,6 +39,12 @@ __global__ void wait_peers_kernel(const __grid_constant__ PeerWaitParams params)
   if (threadIdx.x == 0) wait_peers(params, *params.calls);
 }
 
+__global__ void step_numbers_kernel(uint64_t* numbers, int32_t count, const uint64_t* calls,
+                                    uint64_t tag) {
+  const int step = static_cast<int>(threadIdx.x);
+  if (step < count) numbers[step] = tag + peer_step_number(*calls, step);
+}
+
 __global__ void meet_tiles_kernel(const __grid_constant__ PeerTiles tiles, int64_t first_announced,
                                   int64_t announced, int64_t first_awaited, int64_t awaited,
                                   int32_t distance) {
@@ -61,6 +67,12 @@ cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_
   return cudaLaunchKernel(signal_peers_kernel, dim3(1), dim3(32), arguments, 0, stream);
 }
 
+cudaError_t write_step_numbers(uint64_t* numbers, int32_t count, const uint64_t* calls,
+                               uint64_t tag, cudaStream_t stream) {
+  void* arguments[] = {&numbers, &count, &calls, &tag};
+  return cudaLaunchKernel(step_numbers_kernel, dim3(1), dim3(kPeerSteps), arguments, 0, stream);
+}
+
 cudaError_t wait_peers_acquire_sys(const PeerWaitParams& params, cudaStream_t stream) {
   PeerWaitParams kernel_params = params;
   void* arguments[] = {&kernel_params};
@@ -79,6 +91,7 @@ cudaError_t load_peer_signal_kernels() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
   for (const cudaError_t error : {cudaFuncGetAttributes(&attributes, signal_peers_kernel),
                                   cudaFuncGetAttributes(&attributes, wait_peers_kernel),
+                                  cudaFuncGetAttributes(&attributes, step_numbers_kernel),
                                   cudaFuncGetAttributes(&attributes, meet_tiles_kernel)}) {
     if (error != cudaSuccess) return error;
   }

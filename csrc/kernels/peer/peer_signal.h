@@ -51,6 +51,10 @@ struct PeerSignalParams {
 // before, copies to their memory included, is visible to whoever acquires it. [B]
 cudaError_t signal_peers_release_sys(const PeerSignalParams& params, cudaStream_t stream);
 
+// Enqueues a kernel that writes the numbers of the first `count` steps, at most kPeerSteps, of the call in progress.
+cudaError_t write_step_numbers(uint64_t* numbers, int32_t count, const uint64_t* calls,
+                               uint64_t tag, cudaStream_t stream);
+
 struct PeerWaitParams {
   const uint64_t* flags = nullptr;  // own memory, one for each rank
   uint32_t ranks = 0;               // bit mask of those to wait for
