@@ -44,7 +44,7 @@ class CopyCall {
   // Enqueues copies within this rank's memory.
   void copy(const std::vector<kernels::CopyRectangle>& rectangles, cudaStream_t on);
 
-  // What this stream has done so far comes before what is pushed from here on.
+  // The work of this stream so far comes before what is pushed from here on.
   void fork(cudaStream_t from);
 
   // Enqueues the pushes of a step, and after them its announcement to all peers. Steps grow.

@@ -128,15 +128,13 @@ class Attention:
         with PeerExchange(route, self.share.rank, q, self.group, self._text) as exchange:
             exchange.send(*((k, v) if gathers else (q, k, v)))
             for c, (chunk, calls) in enumerate(self.calls(form)):
-                with exchange.beside(c):
-                    came = exchange.came(c)
-                    heads = (_cut(q, chunk.heads), *came) if gathers else came
-                    o, states = _attend(calls, *heads)
-                    outputs.append(o)
-                    saved += states
-                    if not gathers:
-                        exchange.send_home(c, o)
-            exchange.join()
+                came = exchange.came(c)
+                heads = (_cut(q, chunk.heads), *came) if gathers else came
+                o, states = _attend(calls, *heads)
+                outputs.append(o)
+                saved += states
+                if not gathers:
+                    exchange.send_home(c, o)
             if gathers:
                 return torch.cat(outputs, 2) if len(outputs) > 1 else o.contiguous(), [], saved
             if self.keeps:
@@ -239,10 +237,9 @@ class Attention:
             exchange.send(grad)
             for c, (_, calls) in enumerate(self.calls(form)):
                 operands = operands_of(forward, self.share.rank, c, came)
-                with exchange.beside(c):
-                    (arrived,) = exchange.came(c)
-                    grads, _ = _differentiate(calls, arrived, *operands, outputs[c], states)
-                    exchange.send_home(c, *grads)
+                (arrived,) = exchange.came(c)
+                grads, _ = _differentiate(calls, arrived, *operands, outputs[c], states)
+                exchange.send_home(c, *grads)
             return tuple(exchange.results())
 
 

@@ -30,7 +30,8 @@ from overlap_torch._ops.nested import refuse_nested
 _WHAT = "context_parallel_attention"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MOST_CHUNKS = 4
-_LEAST_S = 120e-6  # of a chunk's attention, beside which a wait and a launch are little
+_CHUNK_S = 60e-6  # of a chunk's wait, launch and copies
+_SLOWED = 0.05  # the part that several chunks add to an attention
 _COMPILED = "overlap_torch.context_parallel_attention runs a kernel of the caller's, which torch.compile cannot trace: it breaks the graph"
 
 Kernel = AttentionKernel | Callable[..., torch.Tensor] | str | None
@@ -194,10 +195,18 @@ def _most_chunks(problem: Problem, backward: bool) -> int:
 
 @functools.lru_cache(maxsize=256)
 def choose_chunks(problem: Problem, form: Form, backward: bool) -> int:
-    """The chunks of a call over peers: as many as leave each kernel's call some hundred microseconds, at most four."""
-    sizes = (form.width, form.value_width, 0, False)
-    computes = seconds(problem, *sizes, lambda work: False)
-    return max(1, min(_MOST_CHUNKS, _most_chunks(problem, backward), int(computes / _LEAST_S)))
+    """The chunks of a call over peers, of the least expected time.
+
+    With n of them 1 / n of the exchange is not hidden. More than one slow the kernels down, which end more often and share memory
+    with copies, and each takes a wait, a launch and its copies.
+    """
+    sizes = (form.width, form.value_width)
+    attends = seconds(problem, *sizes, 0, False, lambda work: False)
+    travels = seconds(problem, *sizes, form.dtype.itemsize, False, lambda work: False) - attends
+    return min(
+        range(1, min(_MOST_CHUNKS, _most_chunks(problem, backward)) + 1),
+        key=lambda n: (_SLOWED * attends if n > 1 else 0.0) + _CHUNK_S * n + travels / n,
+    )
 
 
 def _refused_by_peers(wanted: tuple, backward: bool, problem: Problem, form: Form) -> str:

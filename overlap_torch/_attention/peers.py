@@ -10,7 +10,6 @@ what it computes travels home beside the kernel of chunk i + 1::
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ _ALIGN = 256  # bytes between regions of a slot
 _MOST_BYTES = 1 << 30  # of a slot
 _MOST_RECTANGLES = 512  # of a direction: each is a copy that the host enqueues
 _GRAIN = 16  # bytes of an access
-_STREAMS = 2  # that kernels take by turns
 
 
 class Kind(NamedTuple):
@@ -177,7 +175,7 @@ _PUSHED, _COPIED = 10, 8  # columns
 def sending(
     route: Route, rank: int, strides: tuple[Strides, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank sends to the kernels: its pushes, in order of chunks, and its own rows' copies into its slot."""
+    """The rows that a rank sends to the kernels: its pushes, in order of chunks, and its own rows' copies into its slot."""
     pushes, own = [], []
     world = route.problem.ranks
     for c, chunk in enumerate(route.chunks):
@@ -302,12 +300,6 @@ def reaches(device: torch.device, group: str) -> bool:
     return torch.ops.overlap._copies_reach_peers(device, group)
 
 
-@functools.cache
-def _other_stream(device: torch.device) -> torch.cuda.Stream:
-    """Memory that a kernel takes there is used again only there, after the call that comes next has begun."""
-    return torch.cuda.Stream(device)
-
-
 @functools.lru_cache(maxsize=256)
 def hash_of(text: str) -> int:
     """63 bits of a text, the same on all ranks."""
@@ -334,7 +326,6 @@ class PeerExchange:
         self.route, self.rank, self.like = route, rank, like
         self.copies = _begin(like, group, slot_bytes(route), len(route.chunks) * 2, text)
         self.slot = self.copies.slot(like.dtype)
-        self.other: torch.cuda.Stream | None = None
         self.read: list[torch.Tensor] = []  # by copies until the call ends
         self.done: list[list[tuple[torch.Tensor, Strides]]] = []  # each chunk's results
 
@@ -347,26 +338,10 @@ class PeerExchange:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.join()
         if kind is None:
             self.copies.end()
         else:
             self.copies.abandon(f"an attention half-way: {kind.__name__}: {error}")
-
-    def beside(self, c: int) -> contextlib.AbstractContextManager:
-        """The stream of a chunk's kernel: two take turns, so that a kernel's last blocks run beside the next one's first."""
-        if c % _STREAMS == 0 or self.like.device.type == "cpu":
-            return contextlib.nullcontext()
-        if self.other is None:
-            self.other = _other_stream(self.like.device)
-            self.other.wait_stream(torch.cuda.current_stream(self.like.device))
-        return torch.cuda.stream(self.other)
-
-    def join(self) -> None:
-        """The caller's stream waits for all kernels."""
-        if self.other is not None:
-            torch.cuda.current_stream(self.like.device).wait_stream(self.other)
-            self.other = None
 
     def send(self, *tensors: torch.Tensor) -> None:
         """Begins to send this rank's rows, a tensor [B, T, H, D] for each kind that is sent."""
@@ -392,7 +367,6 @@ class PeerExchange:
 
     def results(self) -> list[torch.Tensor]:
         """This rank's results of all heads, [B, T, H, D] for each kind that returns, fresh."""
-        self.join()
         route = self.route
         rows = (route.batch, route.problem.numbers[self.rank])
         made = [
