@@ -37,6 +37,17 @@ void copy_now(void* destination, const void* source, size_t bytes, cudaMemcpyKin
 
 }  // namespace
 
+#define OVERLAP_SUCCEEDS(function, ...) \
+  cudaError_t function(__VA_ARGS__) {   \
+    return cudaSuccess;                 \
+  }
+OVERLAP_SUCCEEDS(cudaEventDestroy, cudaEvent_t)
+OVERLAP_SUCCEEDS(cudaStreamDestroy, cudaStream_t)
+OVERLAP_SUCCEEDS(cudaThreadExchangeStreamCaptureMode, cudaStreamCaptureMode*)
+OVERLAP_SUCCEEDS(cudaIpcCloseMemHandle, void*)
+OVERLAP_SUCCEEDS(cudaGetLastError)
+#undef OVERLAP_SUCCEEDS
+
 cudaError_t cudaGetDevice(int* device) {
   *device = record().device;
   return cudaSuccess;
@@ -63,10 +74,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int flags) {
   *event = record().new_event((flags & cudaEventDisableTiming) == 0);
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventDestroy(cudaEvent_t) {
   return cudaSuccess;
 }
 
@@ -116,10 +123,6 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamDestroy(cudaStream_t) {
-  return cudaSuccess;
-}
-
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   record().synchronize(stream);
   return cudaSuccess;
@@ -148,10 +151,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
                                              unsigned long long, cudaDriverEntryPointQueryResult*) {
   *function = nullptr;
   return cudaErrorNotSupported;
-}
-
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
-  return cudaSuccess;
 }
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* all) {
@@ -254,14 +253,6 @@ cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsi
   const std::string name = record().at(own);
   constexpr int64_t kRoom = int64_t{1} << 38;
   *pointer = record().allocate(cat(name.substr(0, name.find('@')), "@", peer++), kRoom);
-  return cudaSuccess;
-}
-
-cudaError_t cudaIpcCloseMemHandle(void*) {
-  return cudaSuccess;
-}
-
-cudaError_t cudaGetLastError() {
   return cudaSuccess;
 }
 

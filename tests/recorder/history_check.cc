@@ -14,7 +14,6 @@ namespace {
 
 using overlap::runtime::Bootstrap;
 using overlap::runtime::CallHistory;
-using overlap::runtime::CallLog;
 namespace plan = overlap::plan;
 
 struct Store {
@@ -92,30 +91,6 @@ class Ranks {
   std::vector<std::unique_ptr<CallHistory>> histories_;
 };
 
-void check_log(const auto& expect) {
-  CallLog log;
-  CallLog other;
-  for (int call = 1; call <= 3 * CallLog::kRecent; ++call) {
-    log.add(problem_of(call % 7));
-    other.add(problem_of(call == 2 ? 77 : call % 7));
-  }
-  expect(log.hash_after(1) == std::nullopt, "a call of long ago is not known by itself");
-  expect(log.hash_after(CallLog::kCheckpoint).has_value(), "a checkpoint is known longer");
-  expect(log.hash_after(log.calls() + 1) == std::nullopt, "a call to come is not known");
-  expect(log.hash_after(log.calls()).has_value() &&
-             log.hash_after(log.calls()) != other.hash_after(log.calls()),
-         "one other call changes all hashes behind it");
-  const auto range = log.range(log.calls() - 1, log.calls() + 5);
-  expect(range.size() == 2 && range[1].number == log.calls() &&
-             range[1].problem == problem_of(log.calls() % 7),
-         "the last calls are known one by one");
-  CallLog turned;
-  CallLog straight;
-  for (const int64_t m : {1, 2}) straight.add(problem_of(m));
-  for (const int64_t m : {2, 1}) turned.add(problem_of(m));
-  expect(turned.hash_after(2) != straight.hash_after(2), "the order of calls counts");
-}
-
 }  // namespace
 
 std::vector<std::string> history_check() {
@@ -123,7 +98,6 @@ std::vector<std::string> history_check() {
   const auto expect = [&](bool holds, const std::string& what) {
     if (!holds) failures.push_back(what);
   };
-  check_log(expect);
   for (const std::string& text : Ranks(500, 0).look(std::chrono::milliseconds(1500))) {
     expect(text.empty(), "ranks that call the same find nothing, but: " + text);
   }

@@ -1,8 +1,7 @@
-// recorder grid     the text of each case: a line "NAME<tab>bytes", and that many bytes
-// recorder list     the names of all cases, family and name in it
+// recorder run      reads cases, as grid.py writes them; a line "NAME<tab>bytes" and that many bytes of text for each
 // recorder check    what does not hold of the record itself, of call histories, of groups that fail
-// recorder bench    host time of an executor's call, with fakes that do nothing
 #include <cstdio>
+#include <iostream>
 
 #include "checks.h"
 #include "record.h"
@@ -13,21 +12,49 @@ namespace {
 using recorder::Case;
 using recorder::cat;
 
-void write(const std::string& text) {
-  std::fwrite(text.data(), 1, text.size(), stdout);
+template <typename Value = int64_t>
+Value read() {
+  int64_t value = 0;
+  if (!(std::cin >> value)) throw std::runtime_error("a case's line is short");
+  return static_cast<Value>(value);
 }
 
-int grid() {
+// A number of values, and the values.
+template <typename Value = int64_t>
+std::vector<Value> read_all() {
+  std::vector<Value> all(read<size_t>());
+  for (size_t i = 0; i < all.size(); ++i) all[i] = read<Value>();
+  return all;
+}
+
+recorder::Call read_call() {
+  recorder::Call call;
+  call.plan = overlap::plan::decode(read_all());
+  call.operands = {read<bool>(), read_all<bool>(), read_all(), read_all(), read<bool>()};
+  call.mode = {read<bool>(), read<bool>(), read(), read<bool>()};
+  return call;
+}
+
+Case read_case(const std::string& name) {
+  Case one = {name,         read<int>(),  read<int>(),
+              read<bool>(), read<bool>(), read<recorder::Failed>(),
+              read<int>(),  read<int>(),  read<int>()};
+  one.calls.resize(read<size_t>());
+  for (recorder::Call& call : one.calls) call = read_call();
+  std::cin >> std::ws;
+  return one;
+}
+
+int run() {
   bool sound = true;
-  recorder::visit_grid([&](const Case& one) {
-    const recorder::Recording made = recorder::run(one);
-    const std::string name = recorder::full_name(one);
+  for (std::string name; std::getline(std::cin, name);) {
+    const recorder::Recording made = recorder::run(read_case(name));
     for (const std::string& violation : made.violations) {
       sound = false;
       std::fprintf(stderr, "%s: %s\n", name.c_str(), violation.c_str());
     }
-    write(cat(name, "\t", made.text.size(), "\n", made.text));
-  });
+    std::cout << name << '\t' << made.text.size() << '\n' << made.text;
+  }
   return sound ? 0 : 1;
 }
 
@@ -36,7 +63,7 @@ int check() {
   for (const auto each : {recorder::self_check, recorder::history_check, recorder::group_check}) {
     for (const std::string& failure : each()) {
       holds = false;
-      write(cat("does not hold: ", failure, "\n"));
+      std::cout << "does not hold: " << failure << '\n';
     }
   }
   return holds ? 0 : 1;
@@ -45,21 +72,9 @@ int check() {
 }  // namespace
 
 int main(int count, char** words) {
-  constexpr int kCalls = 2000;
-  constexpr int kRepeats = 5;
   const std::string command = count == 2 ? words[1] : "";
-  if (command == "grid") return grid();
+  if (command == "run") return run();
   if (command == "check") return check();
-  if (command == "list") {
-    recorder::visit_grid([](const Case& one) { write(recorder::full_name(one) + "\n"); });
-  } else if (command == "bench") {
-    recorder::visit_timed([](const Case& one) {
-      const double us = recorder::host_us(one, kCalls, kRepeats);
-      std::printf("%8.2f us  %s\n", us, one.name.c_str());
-    });
-  } else {
-    std::fprintf(stderr, "recorder grid | list | check | bench\n");
-    return 2;
-  }
-  return 0;
+  std::fprintf(stderr, "recorder run | check\n");
+  return 2;
 }

@@ -25,14 +25,6 @@ using steps::Buffer;
 
 const kernels::WaitReport* group_report = nullptr;
 
-void set_link(Link link) {
-  Record& to = record();
-  to.link_latency_us = link == Link::kSlow ? 60.0 : 9.0;
-  to.link_gbps = link == Link::kSlow ? 18.0 : 260.0;
-  to.peer_gbps = link == Link::kNoPeers ? 0.0 : link == Link::kSlow ? 12.0 : 365.0;
-  to.windows = link != Link::kNoWindows && link != Link::kSlow;
-}
-
 // The shipped one, but that all-to-alls in one launch are so whatever their rows.
 const plan::SharedProfile& profile() {
   static const plan::SharedProfile made = [] {
@@ -105,30 +97,18 @@ class CallOperands : public runtime::Operands {
                 void* output) override {
     const plan::Problem& problem = plan_.problem;
     if (step.weight == steps::LibraryGemm::kAllWeights) {
-      expect(step.input == steps::Where{Buffer::kGathered}, "input");
       for (size_t weight = 0; weight < gemms_.size(); ++weight) {
         enqueue(cat(" of weight", weight), step.rows, input, nullptr);
       }
       return nullptr;
     }
-    const int64_t element = plan::element_bytes(problem.dtype);
     if (gathers()) {
-      const int64_t row_bytes = gemms_.at(static_cast<size_t>(step.weight)).n * element;
-      const steps::Where place = {Buffer::kOutput, step.rows.begin * row_bytes, step.weight};
-      expect(step.output.where == place, "output");
       enqueue(cat(" of weight", step.weight), step.rows, input, nullptr);
       return nullptr;
     }
-    const steps::Where rows = {Buffer::kInput, step.rows.begin * problem.k * element};
-    expect(step.input == rows, "input");
-    if (!makes_product()) {
-      enqueue(adds == nullptr ? "" : " plus", step.rows, adds, output);
-      return nullptr;
-    }
-    expect(step.rows.begin == 0 && step.rows.end == problem.m, "number of rows");
-    void* const product = tensor("product", problem.m, problem.n);
-    enqueue("", step.rows, nullptr, product);
-    return product;
+    if (makes_product()) output = tensor("product", problem.m, problem.n);
+    enqueue(adds == nullptr ? "" : " plus", step.rows, adds, output);
+    return makes_product() ? output : nullptr;
   }
 
   void add(const steps::CopyRows& step, const void* source, void* destination,
@@ -168,10 +148,6 @@ class CallOperands : public runtime::Operands {
                             plan_.collective == plan::Collective::kDirect);
   }
 
-  static void expect(bool holds, const char* what) {
-    if (!holds) record().violation(cat("a step of the framework's GEMM has another ", what));
-  }
-
   static int64_t sum(const std::vector<int64_t>& rows) {
     return std::accumulate(rows.begin(), rows.end(), int64_t{0});
   }
@@ -182,23 +158,14 @@ class CallOperands : public runtime::Operands {
     return static_cast<char*>(record().allocate(name, bytes));
   }
 
-  // Memory that a list names among what the call makes, of as many bytes.
-  char* scratch(Buffer buffer, const std::string& name, int64_t rows, int64_t columns) const {
-    const int64_t bytes = rows * columns * plan::element_bytes(plan_.problem.dtype);
-    const bool named = std::any_of(
-        list_.scratch.begin(), list_.scratch.end(),
-        [&](const steps::Scratch& one) { return one.buffer == buffer && one.bytes == bytes; });
-    if (!named) record().violation(cat("the list does not hold a ", name, " of ", bytes, " bytes"));
-    return tensor(name, rows, columns);
-  }
-
-  // The size that a program's list gives.
-  int64_t staging_elements() const {
-    const auto found =
-        std::find_if(list_.scratch.begin(), list_.scratch.end(),
-                     [](const steps::Scratch& one) { return one.buffer == Buffer::kStaging; });
-    if (found == list_.scratch.end()) return 0;
-    return found->bytes / plan::element_bytes(plan_.problem.dtype);
+  // Memory that the list names among what the call makes, of as many bytes.
+  char* scratch(Buffer buffer, const std::string& name) const {
+    const auto found = std::ranges::find(list_.scratch, buffer, &steps::Scratch::buffer);
+    if (found != list_.scratch.end()) {
+      return static_cast<char*>(record().allocate(name, found->bytes));
+    }
+    record().violation(cat("the list holds no ", name));
+    return nullptr;
   }
 
   char* make(Buffer buffer, int32_t index) const {
@@ -226,14 +193,12 @@ class CallOperands : public runtime::Operands {
       case Buffer::kGathered:
         return tensor("gathered", problem.m, problem.k);
       case Buffer::kStaging:
-        if (plan::has_program(plan_)) return tensor("staging", 1, staging_elements());
-        return scratch(buffer, "staging", 1, plan::buffer_elements(plan_));
+        return scratch(buffer, "staging");
       case Buffer::kProduct:
         if (makes_product()) return nullptr;
-        if (exchanges()) return scratch(buffer, "product", sum(operands.send_rows), problem.n);
-        return scratch(buffer, "rows", problem.m, problem.n);
+        return scratch(buffer, exchanges() ? "product" : "rows");
       case Buffer::kPartial:
-        return scratch(buffer, "rows", plan::part_rows(plan_), problem.n);
+        return scratch(buffer, "rows");
       default:
         record().violation(cat("a step names the ", steps::name(buffer), ", which no call has"));
         return nullptr;
@@ -266,7 +231,9 @@ class Session {
  public:
   explicit Session(const Case& one) {
     record().begin_case(one.world, one.rank);
-    set_link(one.link);
+    record().link_latency_us = 9.0;
+    record().link_gbps = 260.0;
+    record().peer_gbps = one.peers ? 365.0 : 0.0;
     group_ = make_group(one);
     group_report = group_->report();
     caller_ = record().new_stream("caller");
@@ -318,9 +285,8 @@ class Session {
     return steps::lower(plan, group_->rank(), group_->machine(), variant);
   }
 
-  void run(const Call& call) { run(call, lower(call)); }
-
-  void run(const Call& call, const steps::StepList& list) {
+  void run(const Call& call) {
+    const steps::StepList list = lower(call);
     const cudaStream_t stream = stream_of(call);
     CallOperands operands(call, list, stream);
     const char* const bias =
@@ -390,10 +356,6 @@ const kernels::WaitReport* expected_report() {
   return group_report;
 }
 
-std::string full_name(const Case& one) {
-  return cat(one.family, ": ", one.name);
-}
-
 Recording run(const Case& one) {
   Recording result;
   {
@@ -423,34 +385,9 @@ Recording run(const Case& one) {
       to.end_call(stream);
     }
   }
-  result.text = cat("== ", full_name(one), "\n", record().text());
+  result.text = cat("== ", one.name, "\n", record().text());
   result.violations = record().violations;
   return result;
-}
-
-double host_us(const Case& one, int calls, int repeats) {
-  using Clock = std::chrono::steady_clock;
-  Session session(one);
-  const Call& call = one.calls.at(0);
-  session.run(call);  // makes what calls use
-  const steps::StepList list = session.lower(call);
-  const bool kept = call.plan.problem.op != plan::Op::kGemmAllToAll;  // whose rows change
-  record().on = false;
-  double best = 0.0;
-  for (int repeat = 0; repeat <= repeats; ++repeat) {  // the first one warms up
-    const Clock::time_point begin = Clock::now();
-    for (int i = 0; i < calls; ++i) {
-      if (kept) {
-        session.run(call, list);
-      } else {
-        session.run(call);
-      }
-    }
-    const double us =
-        std::chrono::duration<double, std::micro>(Clock::now() - begin).count() / calls;
-    if (repeat == 1 || (repeat > 1 && us < best)) best = us;
-  }
-  return best;
 }
 
 }  // namespace recorder

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -19,14 +18,6 @@ const overlap::kernels::WaitReport* expected_report();
 // A store to which all ranks have come, whatever is asked for. Communicators are named as their keys in it end.
 overlap::runtime::Bootstrap bootstrap();
 
-// How a call goes.
-struct Mode {
-  bool captured = false;
-  bool traced = false;
-  int64_t delay_us = 0;
-  bool other_stream = false;  // not the stream of most calls
-};
-
 // A rank brings these to a call, beside the plan.
 struct Operands {
   bool bias = false;
@@ -38,6 +29,14 @@ struct Operands {
   bool finish = false;  // the rows get a residual and a norm
 };
 
+// How a call goes.
+struct Mode {
+  bool captured = false;
+  bool traced = false;
+  int64_t delay_us = 0;
+  bool other_stream = false;  // not the stream of most calls
+};
+
 struct Call {
   overlap::plan::Plan plan;
   Operands operands;
@@ -47,38 +46,24 @@ struct Call {
 // The failure on the device: a wait whose deadline passed, or what NCCL met asynchronously.
 enum class Failed { kNo, kWait, kNccl };
 
-enum class Link { kFast, kSlow, kNoWindows, kNoPeers };
-
+// grid.py makes them; a case's line has the fields in this order.
 struct Case {
-  std::string family = {};  // cases that are pinned together
-  std::string name = {};    // of this one in it
+  std::string name = {};
   int world = 2;
   int rank = 0;
-  std::vector<Call> calls = {};
-  Link link = Link::kFast;
+  bool peers = true;            // the ranks map each other's memory
   bool prepared = false;        // all plans, before the first call
   Failed failed = Failed::kNo;  // before the first call; no watchdog has looked
   int unrecorded = 0;           // calls of which no text is kept, the first ones
   int refused = 0;              // calls that must throw before anything is enqueued, the first ones
   int library_gemms = -1;  // of the first call; the one after them throws, as where memory is short
+  std::vector<Call> calls = {};
 };
-
-std::string full_name(const Case& one);
 
 struct Recording {
   std::string text;
   std::vector<std::string> violations;
 };
 Recording run(const Case& one);
-
-// Microseconds that the host takes for the case's first call, with fakes that do nothing: the best of `repeats` times
-// the mean of `calls`.
-double host_us(const Case& one, int calls, int repeats);
-
-// Visits every case, the cases of a family one after the other. A plan that is not valid makes no case.
-void visit_grid(const std::function<void(const Case&)>& visit);
-
-// Calls whose host time is measured.
-void visit_timed(const std::function<void(const Case&)>& visit);
 
 }  // namespace recorder
