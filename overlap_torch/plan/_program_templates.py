@@ -55,20 +55,16 @@ def one_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
 def two_shot(problem: Problem, chunks: int = 1, **how: Any) -> Plan:
     """Two steps: each rank adds up its part of all ranks' rows, and then sends the sums to all. Ops that need only
     one of the two take one step, as :func:`one_shot`."""
+    if problem.op != Op.GEMM_ALLREDUCE:
+        return one_shot(problem, chunks, **how)
     p = Editor(problem, **how)
     for share in p.chunks(chunks):
-        if problem.op == Op.GEMM_ALLREDUCE:
-            parts = [p.part(rank, share) for rank in range(p.world)]
-            results = [p.output.part(rank, p.world).chunk(share) for rank in range(p.world)]
-            _sum_of_all(p, parts, p.output.part(p.rank, p.world).chunk(share))
-            for distance in range(1, p.world):
-                for rank in range(p.world):
-                    p.push(results[rank], to=(rank + distance) % p.world, rank=rank)
-        elif problem.op == Op.GEMM_REDUCESCATTER:
-            parts = [p.part(rank, share) for rank in range(p.world)]
-            _sum_of_all(p, parts, p.output.chunk(share))
-        else:
-            _to_all(p, share)
+        parts = [p.part(rank, share) for rank in range(p.world)]
+        results = [p.output.part(rank, p.world).chunk(share) for rank in range(p.world)]
+        _sum_of_all(p, parts, p.output.part(p.rank, p.world).chunk(share))
+        for distance in range(1, p.world):
+            for rank in range(p.world):
+                p.push(results[rank], to=(rank + distance) % p.world, rank=rank)
     return p.plan()
 
 
