@@ -18,7 +18,6 @@ from machines import ada, big, cpu, hopper, slow, total
 from overlap_torch import _plan
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
-from overlap_torch.plan._library import parse_machine
 from overlap_torch.plan.types import Collective, DType, Kernel, Op
 
 KINDS = ["plain", "window", "exchange", "scatter", "window scatter"]
@@ -143,23 +142,6 @@ def test_predict_sequence_is_gemm_then_one_call(op: Op, machine: Machine) -> Non
     assert 0.85 < bytes_us < 1.05 if op == Op.GEMM_ALLREDUCE else 0.6 < bytes_us < 0.75
 
 
-@pytest.mark.parametrize("machine", SEQUENTIAL, ids=str)
-def test_predict_sequence_of_slower_types_takes_longer(machine: Machine) -> None:
-    def gemm_us(dtype: DType) -> float:
-        plan = plans.templates.make_sequential(big(k=28672, dtype=dtype), machine)
-        return plans.predict(plan, machine).gemm_us
-
-    half, brain, single, double = (
-        gemm_us(t) for t in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
-    )
-    assert half == brain
-    if machine.arch == 0:
-        assert single == half
-        assert double == pytest.approx(2 * half, rel=1e-3)
-    else:  # tensor cores are for 16 bits
-        assert single == double > 10 * half
-
-
 @pytest.mark.parametrize("machine", [hopper(), hopper(peer_gbps=350.0), cpu()], ids=str)
 def test_predict_all_to_all_knows_no_rows(machine: Machine) -> None:
     problem = big(m=0, op=Op.GEMM_ALLTOALL)
@@ -167,27 +149,6 @@ def test_predict_all_to_all_knows_no_rows(machine: Machine) -> None:
 
 
 # --- chunks beside a GEMM ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("heights", [[64], [16, 48], [48, 16], [8] * 8, [16, 8, 40]], ids=str)
-@pytest.mark.parametrize("k", [2048, 28672])
-def test_price_computes_chunks_in_proportion_to_their_tiles(kind, heights, k) -> None:
-    timeline = Timeline(make(kind, heights, problem=big(k=k)), hopper(windows=True))
-    ((begin, end),) = timeline.spans("gemm")
-    assert begin == 0.0
-    assert timeline.expected.gemm_us == end == pytest.approx(timeline.computed[-1])
-    rows = list(itertools.accumulate(heights))
-    each = [
-        (b - a) / (y - x)
-        for (x, y), (a, b) in zip(
-            itertools.pairwise(rows), itertools.pairwise(timeline.computed), strict=True
-        )
-    ]
-    assert each == pytest.approx([each[0]] * len(each) if each else [])
-    if each:
-        start = timeline.computed[0] - each[0] * rows[0]
-        assert 0.0 < start < 10.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,20 +181,6 @@ def test_price_chunks_follow_their_last_tile_and_the_call_before(kind, ctas, hei
         assert busy == pytest.approx([start + each * height for height in heights])
 
 
-@pytest.mark.parametrize("kind", ["window", "exchange", "window scatter"])
-def test_price_puts_the_last_chunk_in_place_behind_its_call(kind: str) -> None:
-    def last_us(heights: list[int]) -> float:
-        timeline = Timeline(make(kind, heights, problem=big(k=28672)), hopper(windows=True))
-        *before, last = timeline.spans("copy", "unpack")
-        end = timeline.of("collective")[-1]["ends"]
-        assert last[0] == end
-        assert all(each[1] <= end for each in before)  # they hide beside it
-        return last[1] - last[0]
-
-    small, large = last_us([56, 8]), last_us([48, 16])
-    assert small < large < 2 * small  # a start, and bytes
-
-
 @pytest.mark.parametrize(
     ("machine", "comm_sms", "max_ctas", "waits"),
     [
@@ -252,20 +199,6 @@ def test_price_chunk_without_room_waits_for_the_gemm(machine, comm_sms, max_ctas
     first, _ = timeline.spans("collective")
     assert (first[0] >= gemm_end) == waits
     assert (first[0] < gemm_end / 2) == (not waits)
-
-
-def test_price_library_computes_a_chunk_a_call_and_waits_for_no_sms() -> None:
-    machine = hopper()
-    timeline = Timeline(make("plain", [16, 48], kernel=Kernel.LIBRARY, comm_sms=4), machine)
-    first, second = timeline.spans("library_gemm")
-    assert first[1] == second[0]
-    # Rounds of 128 tiles, of 8 and 24, and two starts.
-    rounds_us = 2 * 128 * 128 * 7168 / (machine.sm_gflops * 1e3)
-    assert lengths([second])[0] - lengths([first])[0] == pytest.approx(16 * rounds_us)
-    assert timeline.expected.gemm_us == pytest.approx(second[1])
-    calls = timeline.spans("collective")
-    assert first[1] < calls[0][0] < first[1] + 10
-    assert calls[1][0] == max(calls[0][1], timeline.of("mark")[1]["ends"])
 
 
 # --- lanes ------------------------------------------------------------------------------------------
@@ -346,16 +279,6 @@ def test_price_gather_computes_own_rows_then_what_arrives(kind, ctas, heights, k
     assert launches[-1]["ctas"] == machine.sm_count
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_price_gather_leaves_out_this_ranks_rows(world: int) -> None:
-    timeline = Timeline(
-        make("window gather", 1, problem=big(world_size=world)), hopper(windows=True)
-    )
-    own, others = timeline.of("gemm")
-    assert own["end_tile"] <= 64 * 64 // world < others["end_tile"] == 64 * 64
-    assert own["begins"] <= timeline.of("collective")[0]["begins"] < others["begins"]
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("n", [8192, 1024])  # the GEMM outlasts the link, or the link the GEMM
@@ -410,18 +333,6 @@ def test_price_on_cpu_calls_one_by_one_and_computes_by_the_tile(op: Op) -> None:
     gemm_us = 2 * 2048 * 2048 * 512 / (machine.sm_gflops * 1e3 * machine.sm_count)
     assert timeline.expected.gemm_us == pytest.approx(gemm_us, abs=5)
     assert timeline.expected.communication_us == pytest.approx(sum(lengths(calls)))
-
-
-@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
-def test_predict_on_cpu_counts_what_of_a_tile_is_in_the_matrix(op: Op) -> None:
-    machine = cpu()
-    problem = big(m=1500, n=64, k=64, dtype=DType.FLOAT32, op=op)
-    gemm_us = 2 * 1500 * 64 * 64 / (machine.sm_gflops * 1e3 * machine.sm_count)
-    for plan in (
-        plans.templates.make_sequential(problem, machine),
-        plans.templates.row_panels(problem, 2, transport="gloo"),
-    ):
-        assert plans.predict(plan, machine).gemm_us == pytest.approx(gemm_us, abs=5)
 
 
 # --- all-to-alls ------------------------------------------------------------------------------------
@@ -503,14 +414,6 @@ def test_predict_refuses_an_invalid_plan() -> None:
     for ask in (plans.predict, lambda plan, machine: _plan.price_steps(plan, 0, machine)):
         with pytest.raises(ValueError, match="leaves tiles out"):
             ask(plan, hopper())
-
-
-def test_machine_text_reads_back_exactly() -> None:
-    machine = hopper(sm_gflops=1 / 3, link_gbps=1e-7, windows=True)
-    read = parse_machine(repr(machine))
-    assert repr(read) == repr(machine)
-    assert read.sm_gflops == 1 / 3
-    assert (read.arch, read.windows, read.has_sm80_kernels) == (90, True, True)
 
 
 @pytest.mark.parametrize("field", ["sm_count", "sm_gflops", "link_gbps"])

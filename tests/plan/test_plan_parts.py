@@ -7,12 +7,11 @@ import re
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan.types import Chunk, Collective, DType, Op, Schedule, Transport
-from plan_grids import PARTED, Grid, parted_plans_and_grids, plans_and_grids
+from plan_grids import Grid, parted_plans_and_grids
 
 settings.register_profile("plan", deadline=None)
 settings.load_profile("plan")
@@ -34,13 +33,6 @@ def test_plan_gathered_clusters_lie_in_one_part(case: tuple[Plan, Grid]) -> None
     plan, grid = case
     for row in range(0, grid.rows, plan.cluster_m):
         assert len({plan.part_row(row + i)[0] for i in range(plan.cluster_m)}) == 1
-
-
-@given(plans_and_grids())
-def test_plan_of_one_part_has_all_rows_in_it(case: tuple[Plan, Grid]) -> None:
-    plan, grid = case
-    assert plan.problem.row_parts == 1
-    assert [plan.part_row(r) for r in range(grid.rows)] == [(0, r) for r in range(grid.rows)]
 
 
 @given(parted_plans_and_grids())
@@ -82,72 +74,6 @@ def test_plan_gathered_chunks_are_input_rows_part_after_part(case: tuple[Plan, G
     for chunk in range(len(grid.chunks)):
         begin, end = plan.chunk_rows(chunk)
         assert plan.chunk_extent(chunk) == (grid.parts * begin * k, (end - begin) * k)
-
-
-@given(parted_plans_and_grids(), st.data())
-def test_plan_validate_wants_equal_parts_of_the_rows(
-    case: tuple[Plan, Grid], data: st.DataObject
-) -> None:
-    plan, grid = case
-    if grid.parts == 1:
-        plan.problem.world_size = 2
-        plan.problem.m = 2 * grid.m - 1
-    else:
-        plan.problem.m += data.draw(st.integers(1, grid.parts - 1))
-    expected = f"has m = {plan.problem.m} rows on {plan.problem.world_size} ranks, allowed are mult"
-    with pytest.raises(ValueError, match=expected):
-        plan.validate()
-
-
-@given(parted_plans_and_grids(), st.data())
-def test_plan_validate_wants_chunks_of_equal_tile_rows_of_each_part(
-    case: tuple[Plan, Grid], data: st.DataObject
-) -> None:
-    plan, grid = case
-    if grid.parts == 1:
-        return  # one part is like none: chunks may end where bands do
-    cluster = plan.cluster_m
-    gathers = plan.problem.op == Op.ALLGATHER_GEMM
-    grain = cluster if gathers else next(g for g in range(1, 4) if g * grid.parts % cluster == 0)
-    unit = grid.parts * grain * grid.columns
-    victim = data.draw(st.integers(0, len(grid.chunks) - 1))
-
-    def resize(tiles: int) -> None:
-        chunks = list(plan.chunks)
-        chunks[victim] = Chunk(tiles, chunks[victim].transport)
-        plan.chunks = chunks
-
-    tiles = grid.chunks[victim] + data.draw(st.integers(1 - unit, unit - 1).filter(bool))
-    resize(tiles)
-    expected = (
-        f"chunk {victim} has {tiles} tiles, allowed are multiples of {grid.parts} x {grain} x"
-    )
-    with pytest.raises(ValueError, match=f"{expected} {grid.columns} = {unit}: a chunk of"):
-        plan.validate()
-    resize(grid.chunks[victim] + unit)
-    with pytest.raises(ValueError, match="covers a tile twice"):
-        plan.validate()
-
-
-@given(parted_plans_and_grids(), st.sampled_from([*Collective.__members__.values()]))
-def test_plan_validate_takes_the_ops_own_collective(
-    case: tuple[Plan, Grid], collective: Collective
-) -> None:
-    plan, _ = case
-    own = PARTED[plan.problem.op]
-    plan.collective = collective
-    if collective == own:
-        plan.validate()
-        return
-    op = plan.problem.op.name.lower()
-    reduces = plan.problem.op == Op.GEMM_REDUCESCATTER
-    others = ", ring or direct" if reduces else ""
-    name = collective.name.lower()
-    expected = f"collective of {op} is {name}, allowed is {own.name.lower()}{others}: "
-    if reduces and collective in (Collective.RING, Collective.DIRECT):
-        expected = f"collective is {name} with the transport .*, allowed is peer"
-    with pytest.raises(ValueError, match=expected):
-        plan.validate()
 
 
 # --- all-to-all: rows differ by rank, so a plan has none ----------------------------------------------
