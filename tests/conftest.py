@@ -17,6 +17,8 @@ _MARKERS = {
     "whole": "a point of a grid of which other points are enough; left out unless OVERLAP_TEST_WHOLE_GRIDS=1",
     "ranks": "ranks((world, backend), ..., long=[...], whole=[...]): the pools that a test with the fixture ranks runs on, those of "
     "its long version, and those of whole grids only",
+    "peers": "a test with `failures` that needs ranks which map each other's memory",
+    "seconds": "seconds(number): the most that the ranks of a test with `failures` may take; 300 unless given",
 }
 
 
@@ -121,7 +123,7 @@ class RankRunner:
         if not all(self.run(peers_work)):
             pytest.skip("the ranks do not map each other's memory")
 
-    def expect_no_failures(self, job, *args, timeout_s: float = 120.0) -> None:
+    def expect_no_failures(self, job, *args, timeout_s: float = 300.0) -> None:
         """For jobs that return a list of what went wrong: it must be empty on every rank, and something must have run.
 
         The job returns (number of checks made, failures).
@@ -164,3 +166,26 @@ def ranks(request: pytest.FixtureRequest) -> RankRunner:
     if backend == "nccl" and gpu_count() < world and not rank_pool.shares_gpus():
         pytest.skip(f"{world} NCCL ranks need {world} CUDA devices, this machine has {gpu_count()}")
     return RankRunner(world, backend)
+
+
+@pytest.fixture
+def failures(ranks: RankRunner) -> RankRunner:
+    """A test that takes this runs on every rank, with a `Failures` of its own in its place. There must be none on any."""
+    return ranks
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    names = pyfuncitem._fixtureinfo.argnames
+    if "failures" not in names:
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in names if name != "failures"}
+    limit = pyfuncitem.get_closest_marker("seconds")
+    seconds = limit.args[0] if limit else 300.0
+    runner = pyfuncitem.funcargs["failures"]
+    if pyfuncitem.get_closest_marker("peers"):
+        runner.skip_without_peers()
+    if "kernel" in given:
+        runner.skip_without_kernel(given["kernel"])
+    runner.expect_no_failures(rank_pool.findings, pyfuncitem.obj, given, timeout_s=seconds)
+    return True

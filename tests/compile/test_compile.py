@@ -30,9 +30,10 @@ CASES = [
 every_op = pytest.mark.parametrize("op", list(OPS))
 
 
-def run_opcheck(op: str) -> tuple[int, list[str]]:
+@every_op
+@pytest.mark.ranks((1, "nccl"), (2, "nccl"), long=[(2, "gloo")], whole=[(1, "gloo")])
+def test_compile_passes_opcheck(failures: Failures, op: str) -> None:
     """All of opcheck's tests, on every rank in step: each of them calls the op."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     for seed, case in enumerate(OPS[op].of(CASES)):
         dtype = (torch.float32, torch.bfloat16)[seed % 2]
@@ -52,18 +53,12 @@ def run_opcheck(op: str) -> tuple[int, list[str]]:
             for test, result in found.items():
                 problem = None if result == "SUCCESS" else str(result)
                 failures.expect(problem, test, op, case, "gradient", needs_gradient)
-    return failures.result()
 
 
 @every_op
-@pytest.mark.ranks((1, "nccl"), (2, "nccl"), long=[(2, "gloo")], whole=[(1, "gloo")])
-def test_compile_passes_opcheck(ranks, op):
-    ranks.expect_no_failures(run_opcheck, op, timeout_s=300)
-
-
-def check_fake_results(op: str) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_fake_kernel_says_what_the_op_returns(failures: Failures, op: str) -> None:
     """The fake kernel's metadata against the real result's; nothing is communicated for a fake tensor."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     for (seed, case), dtype in itertools.product(enumerate(OPS[op].of(CASES)), dtypes):
@@ -86,13 +81,6 @@ def check_fake_results(op: str) -> tuple[int, list[str]]:
         found = tensors_of(OPS[op].operator(*meta, **keywords))
         for shape, output in zip([result.shape for result in found], outputs, strict=True):
             failures.expect(None if shape == output.shape else f"{shape}", "meta", op, case)
-    return failures.result()
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_fake_kernel_says_what_the_op_returns(ranks, op):
-    ranks.expect_no_failures(check_fake_results, op)
 
 
 def fake_errors() -> list[tuple[str, str]]:
@@ -199,9 +187,10 @@ def test_compile_takes_the_op_in_one_graph(ranks, op, backend):
     ranks.expect_no_failures(check_compiled, op, backend, cases, timeout_s=300)
 
 
-def check_dynamic_shapes(op: str) -> tuple[int, list[str]]:
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_takes_dynamic_shapes(failures: Failures, op: str) -> None:
     """One graph for every number of rows, and its result against the right one."""
-    failures = Failures()
     torch._dynamo.reset()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     counter = CompileCounterWithBackend("aot_eager")
@@ -221,18 +210,11 @@ def check_dynamic_shapes(op: str) -> tuple[int, list[str]]:
     most = 4 if op == "gemm_alltoall" else 1
     frames = counter.frame_count
     failures.expect(None if frames <= most else f"compiled {frames} times", op, "dynamic rows")
-    return failures.result()
 
 
-@every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_takes_dynamic_shapes(ranks, op):
-    ranks.expect_no_failures(check_dynamic_shapes, op)
-
-
-def check_counts_from_data() -> tuple[int, list[str]]:
+def test_compile_takes_counts_from_data(failures: Failures) -> None:
     """Numbers of rows that are read from a tensor inside the graph, as a router's are."""
-    failures = Failures()
     torch._dynamo.reset()
     op, device, rank, world = (
         OPS["gemm_alltoall"],
@@ -253,12 +235,6 @@ def check_counts_from_data() -> tuple[int, list[str]]:
         input, weight, send, recv, _ = op.arguments(case, rank, world, device, seed)
         output = run(input, weight, torch.tensor(send), torch.tensor(recv))
         failures.expect(difference(output, op.expected(case, rank, world, device, seed)[0]), case)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_takes_counts_from_data(ranks):
-    ranks.expect_no_failures(check_counts_from_data)
 
 
 class Call(torch.nn.Module):
@@ -289,9 +265,10 @@ def test_compile_keeps_the_op_whole(ranks, op):
     assert ranks.run(traced_targets, op) == [[str(OPS[op].operator)]]
 
 
-def check_exported(op: str) -> tuple[int, list[str]]:
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_exports_the_op(failures: Failures, op: str) -> None:
     """Exported with any number of rows (an all-to-all's are no tensor's), saved, loaded and called with others."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((6,), 11, 7, bias=True)
     arguments = OPS[op].arguments(case, rank, world, device)
@@ -313,17 +290,11 @@ def check_exported(op: str) -> tuple[int, list[str]]:
         outputs = tensors_of(module(*tensors_of(OPS[op].arguments(other, rank, world, device))))
         expected = OPS[op].expected(other, rank, world, device)
         failures.expect_equal(outputs, expected, op, other)
-    return failures.result()
 
 
 @every_op
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_exports_the_op(ranks, op):
-    ranks.expect_no_failures(check_exported, op)
-
-
-def check_autocast_compiled(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+def test_compile_takes_autocast(failures: Failures, op: str) -> None:
     torch._dynamo.reset()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
 
@@ -336,10 +307,3 @@ def check_autocast_compiled(op: str) -> tuple[int, list[str]]:
     outputs = tensors_of(torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments))
     expected = OPS[op].expected(case, rank, world, device)
     failures.expect_equal(outputs, expected, op, case)
-    return failures.result()
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_takes_autocast(ranks, op):
-    ranks.expect_no_failures(check_autocast_compiled, op)

@@ -542,8 +542,8 @@ class EagerKinds(Eager):
         return y
 
 
-def check_waited() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_says_what_is_waited_for_in_between(failures: Failures) -> None:
     for name, (run, shapes, right) in WAITED.items():
         graphs = Graphs()
         compiled = graphs.compile(lambda *tensors, run=run: run(Functional(), *tensors))
@@ -563,12 +563,6 @@ def check_waited() -> tuple[int, list[str]]:
             for row, part in zip(rows, right, strict=False)
         )
         failures.expect(None if same else f"{rows}, not {right}", name)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_inductor_says_what_is_waited_for_in_between(ranks):
-    ranks.expect_no_failures(check_waited, timeout_s=300)
 
 
 def left_alone() -> list[tuple[str, str, bool]]:

@@ -119,8 +119,9 @@ def bare_step(failures: Failures, compiled: Any) -> None:
         failures.expect(difference(parts[i].grad, right), "gradient", i)
 
 
-def check_in_inductor() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@pytest.mark.seconds(400)
+def test_inductor_compiles_and_reports_out_of_its_cache(failures: Failures) -> None:
     rows = ROWS.copy()
     del rows["backward", "reduce_scatter", "gemm_reducescatter", 2]
     rows["backward", "reduce_scatter", "gemm_reducescatter", 1] = 1
@@ -140,16 +141,12 @@ def check_in_inductor() -> tuple[int, list[str]]:
             said = "4 of 4 collectives fused, 0 missed" in str(found)
             failures.expect(None if said else str(found), again)
     failures.expect(None if not inductor.report() else "is not cleared", "report")
-    return failures.result()
 
 
+@pytest.mark.long  # Inductor compiles C++ or Triton
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_inductor_compiles_and_reports_out_of_its_cache(ranks):
-    ranks.expect_no_failures(check_in_inductor, timeout_s=400)
-
-
-def check_dynamic_rows() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.seconds(400)
+def test_inductor_compiles_dynamic_rows_once(failures: Failures) -> None:
     torch._dynamo.reset()
     inductor.report(clear=True)
     with inductor.enable(strict=True):
@@ -158,13 +155,6 @@ def check_dynamic_rows() -> tuple[int, list[str]]:
             step(failures, compiled, rows)
     found = inductor.report(clear=True)
     failures.expect(None if rows_of(found) == ROWS else f"{rows_of(found)}", "rows")
-    return failures.result()
-
-
-@pytest.mark.long  # Inductor compiles C++ or Triton
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_inductor_compiles_dynamic_rows_once(ranks):
-    ranks.expect_no_failures(check_dynamic_rows, timeout_s=400)
 
 
 def strict_messages() -> list[str]:

@@ -262,8 +262,21 @@ TRANSFORMERS = {
 }
 
 
-def check_transformers(family: str, sequence: bool) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize(
+    "family, sequence",
+    [
+        pytest.param("Llama", True, id="llama-sequence"),
+        pytest.param("Qwen3", False, id="qwen3-all", marks=pytest.mark.long),
+        pytest.param("Llama", False, id="llama-all", marks=pytest.mark.whole),
+        pytest.param("Qwen3", True, id="qwen3-sequence", marks=pytest.mark.whole),
+    ],
+)
+@needs_transformers
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.seconds(400)
+def test_inductor_fuses_all_of_hugging_faces_models(
+    failures: Failures, family: str, sequence: bool
+) -> None:
     right = transformer(family)
     model = parallelize_module(transformer(family), mesh(), transformer_plan(sequence))
     tokens, targets = tokens_of()
@@ -278,19 +291,3 @@ def check_transformers(family: str, sequence: bool) -> tuple[int, list[str]]:
             dist.all_reduce(own.grad)
     near_in_all(failures, found, expected, model, right)
     expect_counts(failures, graphs, *TRANSFORMERS[sequence])
-    return failures.result()
-
-
-@pytest.mark.parametrize(
-    "family, sequence",
-    [
-        pytest.param("Llama", True, id="llama-sequence"),
-        pytest.param("Qwen3", False, id="qwen3-all", marks=pytest.mark.long),
-        pytest.param("Llama", False, id="llama-all", marks=pytest.mark.whole),
-        pytest.param("Qwen3", True, id="qwen3-sequence", marks=pytest.mark.whole),
-    ],
-)
-@needs_transformers
-@pytest.mark.ranks((2, "gloo"))
-def test_inductor_fuses_all_of_hugging_faces_models(ranks, family, sequence):
-    ranks.expect_no_failures(check_transformers, family, sequence, timeout_s=400)

@@ -277,8 +277,10 @@ def test_inductor_fuses_gemms_with_scales_of_dynamic_shapes(ranks):
     ranks.expect_no_failures(check_patterns, names, True, timeout_s=600)
 
 
-def check_in_inductor() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.long  # Inductor compiles C++ or Triton
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@pytest.mark.seconds(600)
+def test_inductor_compiles_gemms_with_scales(failures: Failures) -> None:
     for name in ("rows, all-gather of dim 1", "all-gather, reduce-scatter"):
         pattern = PATTERNS[name]
         torch._dynamo.reset()
@@ -291,13 +293,6 @@ def check_in_inductor() -> tuple[int, list[str]]:
         compare(failures, found, pattern.run(Right(), *tensors), name)
         rows = tuple(row["op"] for row in inductor.report(clear=True))
         failures.expect(None if rows == pattern.rows else f"{rows}", name, "rows")
-    return failures.result()
-
-
-@pytest.mark.long  # Inductor compiles C++ or Triton
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_inductor_compiles_gemms_with_scales(ranks):
-    ranks.expect_no_failures(check_in_inductor, timeout_s=600)
 
 
 # --- what is not fused ----------------------------------------------------------------------------------------

@@ -122,9 +122,8 @@ def compare(failures: Failures, name: str, own: torch.nn.Module, ours: torch.nn.
             failures.expect(difference(value.detach(), right[key].detach()), key, name, *where)
 
 
-def check_layers() -> tuple[int, list[str]]:
+def test_megatron_layers_are_megatrons(failures: Failures) -> None:
     """Outputs and gradients beside Megatron's own layers, bit for bit."""
-    failures = Failures()
     for name, sequence, bias, skip, frozen in itertools.product(
         ("column", "row"), (False, True), (False, True), (False, True), (False, True)
     ):
@@ -151,16 +150,10 @@ def check_layers() -> tuple[int, list[str]]:
         compare(failures, "row", *pair("row", config(False), input_is_parallel=False), "whole")
         own, ours = pair("column", config(False), disable_grad_reduce=True)
         compare(failures, "column", own, ours, "not reduced")
-    return failures.result()
 
 
-def test_megatron_layers_are_megatrons(ranks):
-    ranks.expect_no_failures(check_layers)
-
-
-def check_ops() -> tuple[int, list[str]]:
+def test_megatron_layers_run_the_ops(failures: Failures) -> None:
     """The ops that run, and what the report says of the layers."""
-    failures = Failures()
     for name, sequence, forward, backward in (
         ("column", False, set(), {"gemm_allreduce"}),
         ("column", True, {"allgather_gemm"}, {"gemm_reducescatter"}),
@@ -181,18 +174,11 @@ def check_ops() -> tuple[int, list[str]]:
             said[row["direction"]].add(row["op"])
         right = said["forward"] >= forward and said["backward"] >= backward
         failures.expect(None if right else f"report says {said}", name, sequence)
-    return failures.result()
 
 
-def test_megatron_layers_run_the_ops(ranks):
-    ranks.expect_no_failures(check_ops)
-
-
-def check_accumulation() -> tuple[int, list[str]]:
+def test_megatron_layers_accumulate_into_main_grad(failures: Failures) -> None:
     """Gradients that are added to main_grad: the same sums in it, and what Megatron's hooks look at."""
     from megatron.core.tensor_parallel import layers
-
-    failures = Failures()
 
     def add(input: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad += grad.t() @ input
@@ -236,16 +222,10 @@ def check_accumulation() -> tuple[int, list[str]]:
         message = message_of(run, "row", layer)
         said = "but the weight had none in forward" in message
         failures.expect(None if said else f"said {message!r}", "no main_grad")
-    return failures.result()
 
 
-def test_megatron_layers_accumulate_into_main_grad(ranks):
-    ranks.expect_no_failures(check_accumulation)
-
-
-def check_state() -> tuple[int, list[str]]:
+def test_megatron_layers_have_megatrons_state(failures: Failures) -> None:
     """Sharded state dicts are Megatron's, and either layer loads the other's."""
-    failures = Failures()
     for name in ("column", "row"):
         with megatron_groups():
             own, ours = pair(name, config(True))
@@ -272,16 +252,10 @@ def check_state() -> tuple[int, list[str]]:
             for tag in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
                 one, other = getattr(ours.weight, tag), getattr(own.weight, tag)
                 failures.expect(None if one == other else f"{one}, not {other}", name, tag)
-    return failures.result()
 
 
-def test_megatron_layers_have_megatrons_state(ranks):
-    ranks.expect_no_failures(check_state)
-
-
-def check_left() -> tuple[int, list[str]]:
+def test_megatron_layers_leave_experts_alone(failures: Failures) -> None:
     """The calls that Megatron's own layer runs: experts in silence, the rest with a reason in the report."""
-    failures = Failures()
     with megatron_groups():
         for name in ("column", "row"):
             own, ours = pair(name, config(False), is_expert=True, skip_bias_add=True, bias=False)
@@ -294,11 +268,6 @@ def check_left() -> tuple[int, list[str]]:
             whys = [row["why"] for row in overlap_torch.report(layer) if not row["op"]]
             right = "Megatron's own layer: the weight is gathered before its GEMM (GTP)"
             failures.expect(None if right in whys else f"report says {whys}", name)
-    return failures.result()
-
-
-def test_megatron_layers_leave_experts_alone(ranks):
-    ranks.expect_no_failures(check_left)
 
 
 def gpt(spec, settings) -> torch.nn.Module:
@@ -315,13 +284,13 @@ def gpt(spec, settings) -> torch.nn.Module:
     return model.to(rank_device())
 
 
-def check_gpt(sequence: bool) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+def test_megatron_gpt_trains(failures: Failures, sequence: bool) -> None:
     """Losses, gradients and parameters of three steps beside Megatron's local spec, whose norms refuse sequence parallelism."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from overlap_torch.integrations import megatron
 
-    failures = Failures()
     with megatron_groups():
         torch.manual_seed(1)
         own = gpt(get_gpt_layer_local_spec(), config(False))
@@ -361,21 +330,14 @@ def check_gpt(sequence: bool) -> tuple[int, list[str]]:
                 optimizer.step()
             for name, parameter in own.named_parameters():
                 failures.expect(close(mine[name].detach(), parameter.detach()), name, step)
-    return failures.result()
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-def test_megatron_gpt_trains(ranks, sequence):
-    ranks.expect_no_failures(check_gpt, sequence)
-
-
-def check_specs() -> tuple[int, list[str]]:
+def test_megatron_specs_hold_our_linears_outside_experts(failures: Failures) -> None:
     """The classes that a layer is built of: ours outside the experts, Megatron's in them."""
     from megatron.core.models.backends import LocalSpecProvider
 
     from overlap_torch.integrations import megatron
 
-    failures = Failures()
     column, row = (names[1] for names in classes().values())
     own_column, own_row = (names[0] for names in classes().values())
     with megatron_groups():
@@ -412,8 +374,3 @@ def check_specs() -> tuple[int, list[str]]:
     failures.expect(None if linears == [column] * 5 else f"{linears}", "latent attention")
     alike = spec.self_attention.submodules.linear_proj is row
     failures.expect(None if alike else "not ours", "latent attention's output")
-    return failures.result()
-
-
-def test_megatron_specs_hold_our_linears_outside_experts(ranks):
-    ranks.expect_no_failures(check_specs)

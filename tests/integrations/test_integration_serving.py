@@ -214,8 +214,8 @@ def check_row_parallel(failures: Failures, base, sees: str, *where) -> None:
         failures.expect(difference(output.as_subclass(torch.Tensor), right), *where, options)
 
 
-def check_vllm() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
     from overlap_torch.integrations import vllm
 
     modules = vllm_modules(VllmLinear, VllmLinear.registry, Unquantized)
@@ -245,19 +245,13 @@ def check_vllm() -> tuple[int, list[str]]:
         VllmLinear.registry.clear()
     _, called = ops_of(lambda: made_before(my_features(integers(ROWS, K, seed=3))))
     failures.expect(f"called {called}" if called else None, "a layer made before")
-    return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
-def test_vllms_row_parallel_layers_run_the_op(ranks):
-    ranks.expect_no_failures(check_vllm)
-
-
-def check_vllm_compiled() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_vllms_layers_compile_to_one_graph(failures: Failures) -> None:
     """vLLM compiles whole graphs: the op is in them."""
     from overlap_torch.integrations import vllm
 
-    failures = Failures()
     ours = vllm.layer_class(VllmLinear, Unquantized, tp_group=Group, batch_invariant=lambda: False)
     layer = ours(K, N)
     layer.weight = nn.Parameter(layer.weight.as_subclass(torch.Tensor), requires_grad=False)
@@ -274,12 +268,6 @@ def check_vllm_compiled() -> tuple[int, list[str]]:
     failures.expect(difference(output, layer(input)[0]), "output")
     calls = [graph.count("overlap.gemm_allreduce") for graph in graphs]
     failures.expect(None if calls == [1] else str(graphs), "graphs")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_vllms_layers_compile_to_one_graph(ranks):
-    ranks.expect_no_failures(check_vllm_compiled)
 
 
 # --- SGLang ---------------------------------------------------------------------------------------------------
@@ -425,8 +413,8 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
         failures.expect(None if left is right_left else str(left), *case, "bias")
 
 
-def check_sglang() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
     from overlap_torch.integrations import sglang
 
     context = SglangLinear.context = Context()
@@ -460,12 +448,6 @@ def check_sglang() -> tuple[int, list[str]]:
         return hook(SglangLinear.forward, *args, **keywords)
 
     check_sglang_layers(failures, SglangLinear, forward, context, "SGLang")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
-def test_sglangs_row_parallel_layers_run_the_ops(ranks):
-    ranks.expect_no_failures(check_sglang)
 
 
 # --- entry points, variables, versions ------------------------------------------------------------------------

@@ -68,11 +68,10 @@ def results(name: str, bias: bool, needs: tuple[bool, ...]) -> list[torch.Tensor
     return [*outputs, *(tensor.grad for tensor in inputs if tensor is not None)]
 
 
-def check_functions() -> tuple[int, list[str]]:
+def test_torchtitan_functions_are_torchtitans(failures: Failures) -> None:
     """Each Function's outputs and gradients beside torchtitan's own, bit for bit, whoever wants a gradient."""
     from overlap_torch.integrations import torchtitan
 
-    failures = Failures()
     for name, bias, needs in itertools.product(
         ("AllGatherLinear", "AllGatherLinearMulti", "LinearReduceScatter"),
         (False, True),
@@ -95,20 +94,14 @@ def check_functions() -> tuple[int, list[str]]:
                 )
             else:
                 failures.expect(difference(mine.detach(), right.detach()), i, *where)
-    return failures.result()
 
 
-def test_torchtitan_functions_are_torchtitans(ranks):
-    ranks.expect_no_failures(check_functions)
-
-
-def check_ops() -> tuple[int, list[str]]:
+def test_torchtitan_functions_run_the_ops(failures: Failures) -> None:
     """The ops that run, and how many collectives forward and backward make."""
     from torchtitan.models.common import dist_gemm
 
     from overlap_torch.integrations import torchtitan
 
-    failures = Failures()
     for name, forward, backward in (
         ("AllGatherLinear", {"allgather_gemm"}, {"gemm_reducescatter"}),
         ("AllGatherLinearMulti", {"allgather_gemm"}, {"gemm_reducescatter"}),
@@ -125,21 +118,15 @@ def check_ops() -> tuple[int, list[str]]:
         output = outputs[0] if torch.is_tensor(outputs[0]) else sum(outputs[0])
         called = ops_called(output.sum().backward)
         failures.expect(None if called == backward else f"ran {called}", name, "backward")
-    return failures.result()
 
 
-def test_torchtitan_functions_run_the_ops(ranks):
-    ranks.expect_no_failures(check_ops)
-
-
-def check_swap() -> tuple[int, list[str]]:
+def test_torchtitan_swap_is_once_and_undone(failures: Failures) -> None:
     """Twice is once, in torchtitan's module and in those that import from it; a graph keeps its own backward."""
     from torchtitan.distributed import linear
     from torchtitan.models.common import dist_gemm
 
     from overlap_torch.integrations import torchtitan
 
-    failures = Failures()
     names = ("AllGatherLinear", "AllGatherLinearMulti", "LinearReduceScatter")
 
     def classes() -> list[type]:
@@ -170,14 +157,9 @@ def check_swap() -> tuple[int, list[str]]:
     with torchtitan.enable():
         expect(classes() == ours, "again")
     expect(classes() == own, "undone again")
-    return failures.result()
 
 
-def test_torchtitan_swap_is_once_and_undone(ranks):
-    ranks.expect_no_failures(check_swap)
-
-
-def check_types() -> tuple[int, list[str]]:
+def test_torchtitan_type_checker_knows_the_functions(failures: Failures) -> None:
     """torchtitan's type checker sees the swapped Functions as it sees torchtitan's."""
     import spmd_types as spmd
     from spmd_types.checker import typecheck
@@ -186,7 +168,6 @@ def check_types() -> tuple[int, list[str]]:
 
     from overlap_torch.integrations import torchtitan
 
-    failures = Failures()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     group = mesh.get_group("tp")
     for name, given, right in (
@@ -208,20 +189,13 @@ def check_types() -> tuple[int, list[str]]:
                 except spmd.SpmdTypeError as error:
                     problem = None if wrong else str(error)
             failures.expect(problem, name)
-    return failures.result()
 
 
-def test_torchtitan_type_checker_knows_the_functions(ranks):
-    ranks.expect_no_failures(check_types)
-
-
-def check_compiled() -> tuple[int, list[str]]:
+def test_torchtitan_functions_compile(failures: Failures) -> None:
     """A pair of layers, compiled: as eager, and the ops are in its graph."""
     from torchtitan.models.common import dist_gemm
 
     from overlap_torch.integrations import torchtitan
-
-    failures = Failures()
 
     def pair(x, up, down):
         hidden = dist_gemm.AllGatherLinear.apply(x, up, None, dist.group.WORLD, name)
@@ -247,11 +221,6 @@ def check_compiled() -> tuple[int, list[str]]:
             runs.append([outputs[0].detach(), x.grad, up.grad, down.grad])
     for i, (eager, traced) in enumerate(zip(*runs, strict=True)):
         failures.expect(difference(traced, eager), "result", i)
-    return failures.result()
-
-
-def test_torchtitan_functions_compile(ranks):
-    ranks.expect_no_failures(check_compiled)
 
 
 def llama(tp_gemm_backend: str, dims) -> torch.nn.Module:
@@ -292,14 +261,13 @@ def llama(tp_gemm_backend: str, dims) -> torch.nn.Module:
     return model
 
 
-def check_model() -> tuple[int, list[str]]:
+def test_torchtitan_model_trains(failures: Failures) -> None:
     """Losses, gradients and parameters of three steps beside torchtitan's own layers, which communicate by themselves."""
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 
     from overlap_torch.integrations import torchtitan
 
-    failures = Failures()
     world = dist.get_world_size()
     set_spmd_backend("spmd_types")
     dims = ParallelDims(1, 1, 1, world, 1, 1, world)
@@ -336,11 +304,6 @@ def check_model() -> tuple[int, list[str]]:
             optimizer.step()
         for name, parameter in own.named_parameters():
             failures.expect(close(mine[name].detach(), parameter.detach()), name, step)
-    return failures.result()
-
-
-def test_torchtitan_model_trains(ranks):
-    ranks.expect_no_failures(check_model)
 
 
 def dispatched(kind: str, mesh, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -364,17 +327,11 @@ def dispatched(kind: str, mesh, dtype: torch.dtype) -> list[torch.Tensor]:
     return [rows.detach(), numbers, output.detach(), x.grad, scores.grad]
 
 
-def check_dispatcher() -> tuple[int, list[str]]:
+def test_torchtitan_token_dispatcher_is_torchtitans(failures: Failures) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    failures = Failures()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     for dtype in (torch.float32, torch.bfloat16):
         own, ours = (dispatched(kind, mesh, dtype) for kind in ("torchtitan", "ours"))
         for i, (mine, right) in enumerate(zip(ours, own, strict=True)):
             failures.expect(difference(mine, right), i, dtype)
-    return failures.result()
-
-
-def test_torchtitan_token_dispatcher_is_torchtitans(ranks):
-    ranks.expect_no_failures(check_dispatcher)

@@ -153,8 +153,12 @@ SEQUENCE_CALLS = {
 }
 
 
-def check_models(family: str, folder: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_models_train_as_with_transformers_own_styles(
+    failures: Failures, family: str, tmp_path
+) -> None:
+    folder = str(tmp_path)
     whole = saved(family, folder)
     tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
@@ -180,18 +184,12 @@ def check_models(family: str, folder: str) -> tuple[int, list[str]]:
     said = {row["layer"] for row in report if row["op"] == "gemm_allreduce"}
     name = "model.layers.1.mlp.down_proj"
     failures.expect(None if any(name in layer for layer in said) else str(report), "report")
-    return failures.result()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_models_train_as_with_transformers_own_styles(ranks, family, tmp_path):
-    ranks.expect_no_failures(check_models, family, str(tmp_path), timeout_s=300)
-
-
-def check_beside_fsdp(folder: str) -> tuple[int, list[str]]:
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_models_train_beside_fsdp(failures: Failures, tmp_path) -> None:
     """Two ranks that share a model's features, and FSDP over two such pairs, which have other tokens."""
-    failures = Failures()
+    folder = str(tmp_path)
     whole = saved("llama", folder)
     pair = dist.get_rank() // 2
     tokens = [some_tokens(2, TOKENS), (some_tokens(2, TOKENS) + 11) % 60]
@@ -209,12 +207,6 @@ def check_beside_fsdp(folder: str) -> tuple[int, list[str]]:
             model(own, labels=own, use_cache=False).loss.backward()
             found = {name: full(part.grad) for name, part in model.named_parameters()}
             expect_same(failures, found, right, kind)
-    return failures.result()
-
-
-@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
-def test_models_train_beside_fsdp(ranks, tmp_path):
-    ranks.expect_no_failures(check_beside_fsdp, str(tmp_path), timeout_s=300)
 
 
 # As AUTO_CALLS, by direction; and the collectives without a GEMM: of the embedding's output, and of the whole logits.
@@ -225,9 +217,14 @@ AUTO_FUSED = {
 AUTO_APART = {("forward", "all_reduce"): 1, ("forward", "all_gather"): 1}
 
 
-def check_compiled(family: str, folder: str) -> tuple[int, list[str]]:
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.whole)])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_inductor_fuses_all_of_transformers_own_styles(
+    failures: Failures, family: str, tmp_path
+) -> None:
     """transformers' own styles, compiled with the pass."""
-    failures = Failures()
+    folder = str(tmp_path)
     whole = saved(family, folder)
     tokens = some_tokens(2, TOKENS)
     right = trained(whole, tokens)
@@ -244,19 +241,12 @@ def check_compiled(family: str, folder: str) -> tuple[int, list[str]]:
     for row in graphs.rows:
         line = re.match(rf"\S+modeling_{family}\.py:\d+: ", row["source"])
         failures.expect(None if line else row["source"], row["module"])
-    return failures.result()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.whole)])
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_inductor_fuses_all_of_transformers_own_styles(ranks, family, tmp_path):
-    ranks.expect_no_failures(check_compiled, family, str(tmp_path), timeout_s=300)
-
-
-def check_generation(folder: str) -> tuple[int, list[str]]:
+def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
     """Greedy, with a cache; tokens of an odd number, cut over the ranks; a checkpoint that is saved is the whole model's."""
-    failures = Failures()
+    folder = str(tmp_path)
     whole = saved("llama", folder).eval()
     tokens = some_tokens(2, 5)
     with integration.register():
@@ -283,17 +273,12 @@ def check_generation(folder: str) -> tuple[int, list[str]]:
         whole.state_dict().items(), again.state_dict().values(), strict=True
     ):
         failures.expect(None if torch.equal(tensor, other) else "differs", "saved", name)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_models_generate_and_save(ranks, tmp_path):
-    ranks.expect_no_failures(check_generation, str(tmp_path), timeout_s=300)
-
-
-def check_norms_without_style(folder: str) -> tuple[int, list[str]]:
+def test_a_norm_without_a_style_is_refused(failures: Failures, tmp_path) -> None:
     """A norm whose gradient would be that of this rank's tokens is refused, as DTensors do it; without gradients it is right."""
-    failures = Failures()
+    folder = str(tmp_path)
     whole = saved("llama", folder)
     tokens = some_tokens(2, TOKENS)
     plan = integration.sequence_plan(whole)
@@ -305,12 +290,6 @@ def check_norms_without_style(folder: str) -> tuple[int, list[str]]:
     with torch.no_grad():
         found, right = ({"logits": each(tokens, use_cache=False).logits} for each in (model, whole))
     expect_same(failures, found, right, "without gradients")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_a_norm_without_a_style_is_refused(ranks, tmp_path):
-    ranks.expect_no_failures(check_norms_without_style, str(tmp_path), timeout_s=120)
 
 
 def checkpointed(name: str):
@@ -336,9 +315,10 @@ def shared(name: str):
     return change
 
 
-def check_changed_models(folder: str) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_layers_with_cut_tokens_may_be_changed(failures: Failures, tmp_path) -> None:
     """Layers whose tokens are cut get the whole model's gradients, or raise an error."""
-    failures = Failures()
+    folder = str(tmp_path)
     tokens = some_tokens(2, TOKENS)
     changes = {
         "checkpointed norm": checkpointed("post_attention_layernorm"),
@@ -357,12 +337,6 @@ def check_changed_models(folder: str) -> tuple[int, list[str]]:
     plan |= {name: "sequence_parallel" for name in plan if "layernorm" in name}
     model = loaded_with_styles(folder, plan)
     expect_same(failures, trained(model, tokens), trained(whole, tokens), "transformers' norms")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_layers_with_cut_tokens_may_be_changed(ranks, tmp_path):
-    ranks.expect_no_failures(check_changed_models, str(tmp_path), timeout_s=200)
 
 
 def expanded(model, plan: dict[str, str]) -> dict[str, str]:
@@ -376,14 +350,17 @@ def expanded(model, plan: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def check_fallback_of_cut_tokens(folder: str) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_other_layers_keep_transformers_styles_where_tokens_are_cut(
+    failures: Failures, tmp_path
+) -> None:
     """An output projection with transformers' style in a layer whose tokens are cut."""
+    folder = str(tmp_path)
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     class Adapted(torch.nn.Linear):
         pass
 
-    failures = Failures()
     whole = saved("llama", folder)
     model = type(whole).from_pretrained(folder).to(rank_device())
     for layer in model.model.layers:
@@ -398,22 +375,16 @@ def check_fallback_of_cut_tokens(folder: str) -> tuple[int, list[str]]:
         expect_same(failures, found, right, tokens.shape)
     tokens = some_tokens(2, TOKENS)
     expect_same(failures, trained(model, tokens), trained(whole, tokens), "trained")
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_other_layers_keep_transformers_styles_where_tokens_are_cut(ranks, tmp_path):
-    ranks.expect_no_failures(check_fallback_of_cut_tokens, str(tmp_path), timeout_s=120)
-
-
-def check_fallback(folder: str) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_other_layers_keep_transformers_styles(failures: Failures) -> None:
     """A layer that is no plain Linear keeps transformers' style, and the report says so."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     class Adapted(torch.nn.Linear):
         pass
 
-    failures = Failures()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     whole = torch.nn.Sequential(Adapted(8, 4), Adapted(4, 8))
@@ -428,12 +399,6 @@ def check_fallback(folder: str) -> tuple[int, list[str]]:
     expect_same(failures, {"": model(input).detach()}, {"": whole(input).detach()}, "output")
     text = str(overlap_torch.report(model))
     failures.expect(None if "PyTorch's style: it is a subclass" in text else text, "report")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_other_layers_keep_transformers_styles(ranks, tmp_path):
-    ranks.expect_no_failures(check_fallback, str(tmp_path), timeout_s=120)
 
 
 # --- the registry, plans and versions -------------------------------------------------------------------------

@@ -40,9 +40,13 @@ def positions_of(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in lengths])[None].to(rank_device())
 
 
-def check_llama(tokens, lengths: tuple[int, ...]) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("lengths", [(TOKENS,), (3, 9, 4)], ids=["one", "documents"])
+@pytest.mark.parametrize("tokens", ["contiguous", "zigzag"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_transformers_attention_is_the_whole_sequences(
+    failures: Failures, tokens, lengths: tuple[int, ...]
+) -> None:
     """Logits of this rank's tokens, and gradients that add up to the whole sequence's."""
-    failures = Failures()
     ids = torch.arange(TOKENS, device=rank_device())[None] * 7 % 60
     positions = positions_of(lengths)
     whole = model_of("sdpa")
@@ -65,18 +69,10 @@ def check_llama(tokens, lengths: tuple[int, ...]) -> tuple[int, list[str]]:
     for name, found, right in pairs:
         error = (found - right).abs().max().item() / right.abs().max().item()
         failures.expect(None if error < 1e-12 else f"off by {error}", name)
-    return failures.result()
 
 
-@pytest.mark.parametrize("lengths", [(TOKENS,), (3, 9, 4)], ids=["one", "documents"])
-@pytest.mark.parametrize("tokens", ["contiguous", "zigzag"])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_transformers_attention_is_the_whole_sequences(ranks, tokens, lengths):
-    ranks.expect_no_failures(check_llama, tokens, lengths)
-
-
-def check_refusals() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_transformers_attention_refuses_by_name(failures: Failures) -> None:
     ids = torch.zeros(1, 8, dtype=torch.int64, device=rank_device())
     padded = torch.ones_like(ids)
     padded[0, 0] = 0
@@ -107,9 +103,3 @@ def check_refusals() -> tuple[int, list[str]]:
         failures.expect(None if "has an attention 'overlap'" in said else f"said {said!r}")
     said = message_of(model_of, "overlap")
     failures.expect(None if "overlap" in said else "was not undone", "undo")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_transformers_attention_refuses_by_name(ranks):
-    ranks.expect_no_failures(check_refusals)

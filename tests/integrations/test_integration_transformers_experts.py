@@ -85,9 +85,15 @@ def results(family: str, implementation: str, shared_batch: bool) -> dict[str, t
     return found
 
 
-def check_experts(family: str, shared_batch: bool, plain: bool) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("shared_batch", [False, True], ids=["own_batch", "shared_batch"])
+@pytest.mark.parametrize(
+    ("family", "plain"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)]
+)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(4, "gloo")])
+def test_transformers_experts_are_transformers(
+    failures: Failures, family: str, shared_batch: bool, plain: bool
+) -> None:
     """Plain experts are `moe`'s, others keep the forward that they have between its halves."""
-    failures = Failures()
     own = results(family, "all_to_all", shared_batch)
     with (
         integration.register(),
@@ -103,16 +109,6 @@ def check_experts(family: str, shared_batch: bool, plain: bool) -> tuple[int, li
         bound = 1e-5 * right.abs().max().item() + 1e-9
         error = (ours[name] - right).abs().max().item()
         failures.expect(None if error <= bound else f"off by {error}, bound {bound}", name, family)
-    return failures.result()
-
-
-@pytest.mark.parametrize("shared_batch", [False, True], ids=["own_batch", "shared_batch"])
-@pytest.mark.parametrize(
-    ("family", "plain"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)]
-)
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(4, "gloo")])
-def test_transformers_experts_are_transformers(ranks, family, shared_batch, plain):
-    ranks.expect_no_failures(check_experts, family, shared_batch, plain)
 
 
 def test_transformers_experts_go_with_the_last_handle():

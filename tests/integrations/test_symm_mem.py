@@ -47,9 +47,9 @@ def expect_strides(failures: Failures, outputs, promised, *where) -> None:
         failures.expect(None if same else f"{output.stride()}, not {promise.stride()}", *where)
 
 
-def check_all_gather() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_all_gather_matmul_is_gather_and_matmul(failures: Failures) -> None:
     """Every dim, several weights in both layouts, dtypes; the last dim is composed."""
-    failures = Failures()
     rank, group = dist.get_rank(), world_name()
     cases = [
         ((4, 6), 0, torch.float32),
@@ -86,16 +86,10 @@ def check_all_gather() -> tuple[int, list[str]]:
     ]
     if rank_device().type == "cpu":
         failures.expect(None if calls == right else str(calls), "calls")
-    return failures.result()
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_all_gather_matmul_is_gather_and_matmul(ranks):
-    ranks.expect_no_failures(check_all_gather)
-
-
-def check_reduce_scatter() -> tuple[int, list[str]]:
-    failures = Failures()
+def test_matmul_reduce_scatter_is_matmul_and_scatter(failures: Failures) -> None:
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()
     cases = [
         ((6, 4), 0, "sum", torch.float32),
@@ -139,12 +133,6 @@ def check_reduce_scatter() -> tuple[int, list[str]]:
     if refused:
         right["the scattered dim does not divide by the ranks"] = 1
     failures.expect(None if calls == right else f"{calls}, not {right}", "calls")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_matmul_reduce_scatter_is_matmul_and_scatter(ranks):
-    ranks.expect_no_failures(check_reduce_scatter)
 
 
 def fp8_operand(rank: int, *shape: int) -> torch.Tensor:
@@ -270,9 +258,9 @@ def test_scaled_siblings_run(ranks):
     ranks.expect_no_failures(check_scaled)
 
 
-def check_as_a_kernel() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_stand_ins_behave_as_kernels(failures: Failures) -> None:
     """No gradient is recorded and autocast casts nothing, as in PyTorch's kernels."""
-    failures = Failures()
     rank, group = dist.get_rank(), world_name()
     A = operand(rank, 4, 6).requires_grad_()
     B = integers(6, 5, seed=1)
@@ -292,12 +280,6 @@ def check_as_a_kernel() -> tuple[int, list[str]]:
         _, (output,) = FUSED.fused_all_gather_matmul(A, [B], 0, group)
     names = str(output.grad_fn)
     failures.expect(None if "Gemm" not in names else names, "recorded")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_stand_ins_behave_as_kernels(ranks):
-    ranks.expect_no_failures(check_as_a_kernel)
 
 
 # --- putting them there, and undoing it -----------------------------------------------------------------------
@@ -347,8 +329,8 @@ def test_doctor_and_report_say_it():
     assert "symm_mem" not in str(overlap_torch.report())
 
 
-def check_said_calls() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_report_counts_calls_and_says_why_not(failures: Failures) -> None:
     A, B = integers(4, 6, seed=1), integers(6, 4, seed=2)
     with overlap_torch.replace_symm_mem() as replacement:
         for _ in range(3):
@@ -361,20 +343,13 @@ def check_said_calls() -> tuple[int, list[str]]:
     ):
         failures.expect(None if line in text.split("\n") else text, line)
     failures.expect(None if not replacement.calls else str(replacement.calls), "after undoing")
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_report_counts_calls_and_says_why_not(ranks):
-    ranks.expect_no_failures(check_said_calls)
-
-
-def check_cuda_kernel() -> tuple[int, list[str]]:
+def test_what_ours_do_not_take_goes_to_pytorchs_kernel_on_cuda(failures: Failures) -> None:
     """The kernel that stands over PyTorch's on CUDA, called with tensors on the CPU.
 
-    PyTorch's op takes what ours do not; in its test mode it is a composition that runs anywhere.
-    """
-    failures = Failures()
+    PyTorch's op takes what ours do not; in its test mode it is a composition that runs anywhere."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     A, B = operand(rank, 4, 6), integers(6, 4, seed=2)
@@ -422,12 +397,6 @@ def check_cuda_kernel() -> tuple[int, list[str]]:
         found = [(call.device, bool(call.why), call.calls) for call in replacement.calls]
     right = [("cuda", False, 1), ("cuda", True, 2)] + [("cuda", True, 1)] * 3
     failures.expect(None if found == right else str(found), "calls")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_what_ours_do_not_take_goes_to_pytorchs_kernel_on_cuda(ranks):
-    ranks.expect_no_failures(check_cuda_kernel)
 
 
 # --- Inductor's async TP --------------------------------------------------------------------------------------
@@ -452,9 +421,10 @@ def passed(gm: torch.fx.GraphModule, inputs) -> torch.fx.GraphModule:
     return gm
 
 
-def check_async_tp(how: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("how", ["pass", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_inductors_async_tp_runs_ours(failures: Failures, how: str) -> None:
     """Outputs and gradients are the eager ones, and the fused ops in the graphs are ours."""
-    failures = Failures()
     rank, group = dist.get_rank(), world_name()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -489,10 +459,3 @@ def check_async_tp(how: str) -> tuple[int, list[str]]:
     # it scatters is a sum of two products, which the pass does not fuse.
     counted = {("fused_all_gather_matmul", ""): 2, ("fused_matmul_reduce_scatter", ""): 1}
     failures.expect(None if found == counted else f"{found}, not {counted}", "calls")
-    return failures.result()
-
-
-@pytest.mark.parametrize("how", ["pass", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_inductors_async_tp_runs_ours(ranks, how):
-    ranks.expect_no_failures(check_async_tp, how, timeout_s=300)

@@ -140,8 +140,9 @@ def far(losses: list[float], right: list[float]) -> str | None:
     return None if apart <= CLOSE else f"{apart:.4f} apart: {losses} beside {right}"
 
 
-def check_layers(fp8: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_layers_train_as_one_process_does(failures: Failures, fp8: str) -> None:
     model = Model().to(rank_device())
     one = copy.deepcopy(model)
     right = train(lambda x: one.whole(x, fp8 == "rowwise"), one.parameters(), slice(None))
@@ -157,18 +158,12 @@ def check_layers(fp8: str) -> tuple[int, list[str]]:
             far(train(parallel, parallel.parameters(), part), right), fp8, f"sequence={sequence}"
         )
         failures.expect(None if f"fp8={fp8!r}" in repr(parallel) else repr(parallel), fp8)
-    return failures.result()
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_fp8_layers_train_as_one_process_does(ranks, fp8):
-    ranks.expect_no_failures(check_layers, fp8)
-
-
-def check_gradients_of_layers(fp8: str) -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_fp8_layers_have_their_gradients(failures: Failures, fp8: str) -> None:
     """Every layer and mode, of sizes that do not divide, with biases: forward and gradients beside one process."""
-    failures = Failures()
     world, rank = dist.get_world_size(), dist.get_rank()
     device = rank_device()
     generator = torch.Generator().manual_seed(3)
@@ -219,18 +214,11 @@ def check_gradients_of_layers(fp8: str) -> tuple[int, list[str]]:
                 failures.expect(None if error < limit else f"error {error}", *where, name)
                 least = 0.0 if name == "bias" else 1e-3  # more than float32's
                 failures.expect(None if error >= least else f"not in fp8: {error}", *where, name)
-    return failures.result()
 
 
-@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_fp8_layers_have_their_gradients(ranks, fp8):
-    ranks.expect_no_failures(check_gradients_of_layers, fp8)
-
-
-def check_casts_once() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_fp8_casts_an_input_once_for_several_weights(failures: Failures) -> None:
     """An input is cast once for q, k and v, forward; and one gather brings it."""
-    failures = Failures()
     casts = []
     own = _fp8.scaled
 
@@ -252,16 +240,10 @@ def check_casts_once() -> tuple[int, list[str]]:
     failures.expect(None if len(inputs) == 1 else f"casts {casts}", "casts")
     text = str(overlap_torch.report())
     failures.expect(None if "float8_e4m3fn row_wise to float32" in text else text, "report")
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_fp8_casts_an_input_once_for_several_weights(ranks):
-    ranks.expect_no_failures(check_casts_once)
-
-
-def check_names() -> tuple[int, list[str]]:
-    failures = Failures()
+def test_fp8_names_of_recipes_are_checked(failures: Failures) -> None:
     for kind in (ColumnParallelLinear, RowParallelLinear):
         said = message_of(kind, 8, 8, group=world_name(), fp8="blockwise", device="meta")
         missing = [
@@ -276,12 +258,6 @@ def check_names() -> tuple[int, list[str]]:
     failures.expect(None if same else "other weights", "state_dict")
     copied = copy.deepcopy(layer)
     failures.expect(None if copied.fp8 == "rowwise" else f"fp8={copied.fp8}", "deepcopy")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_fp8_names_of_recipes_are_checked(ranks):
-    ranks.expect_no_failures(check_names)
 
 
 # --- torchao --------------------------------------------------------------------------------------------------

@@ -80,8 +80,12 @@ def outcome(block: torch.nn.Module, input: torch.Tensor) -> list[torch.Tensor] |
         return error
 
 
-def check_inputs(prepared: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prepared", [False, True], ids=["given", "prepared"])
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_inputs_of_other_meshes_are_right_or_refused(
+    failures: Failures, prepared: bool, dtype: torch.dtype
+) -> None:
     layers = mesh(2, 2)["tp"]
     whole = Block(dtype)
     value = integers(4, 6, 8, seed=3, dtype=dtype)
@@ -125,19 +129,11 @@ def check_inputs(prepared: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
         else:
             for i, (own, other) in enumerate(zip(ours, expected, strict=True)):
                 failures.expect(difference(own, other), i, *where)
-    return failures.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("prepared", [False, True], ids=["given", "prepared"])
-@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
-def test_inputs_of_other_meshes_are_right_or_refused(ranks, prepared, dtype):
-    ranks.expect_no_failures(check_inputs, prepared, dtype)
-
-
-def check_places() -> tuple[int, list[str]]:
+@pytest.mark.ranks((4, "gloo"))
+def test_meshes_and_parameters_of_other_ranks_are_refused(failures: Failures) -> None:
     """Meshes and parameters that layers and styles refuse, by name."""
-    failures = Failures()
     layers = mesh(2, 2)["tp"]
     turned = init_reversed()
     foreign = distribute_tensor(integers(12, 8, seed=1), mesh(2, 2)["dp"], [Shard(0)])
@@ -170,16 +166,15 @@ def check_places() -> tuple[int, list[str]]:
     layer = ColumnParallelLinear(8, 12, group=layers, bias=False)
     layer.load_state_dict({"weight": foreign})
     failures.expect(difference(full_state_dict(layer)["weight"], foreign.full_tensor()), "loaded")
-    return failures.result()
 
 
-@pytest.mark.ranks((4, "gloo"))
-def test_meshes_and_parameters_of_other_ranks_are_refused(ranks):
-    ranks.expect_no_failures(check_places)
+def styled(style: type) -> torch.nn.Module:
+    return parallelize_module(integer_linear(3, 4, True), mesh(), style())
 
 
-def check_nested() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nested_tensors_are_refused_with_what_to_call(failures: Failures) -> None:
     weight = integers(4, 3, seed=1)
     world = dist.get_world_size()
     counts = [5] + [0] * (world - 1)
@@ -200,17 +195,6 @@ def check_nested() -> tuple[int, list[str]]:
             remedy = "input.values()" if layout == torch.jagged else "torch.cat(input.unbind())"
             said = message.startswith(f"{name} takes one tensor of rows") and remedy in message
             failures.expect(None if said else f"said {message!r}", name, layout, gradient)
-    return failures.result()
-
-
-def styled(style: type) -> torch.nn.Module:
-    return parallelize_module(integer_linear(3, 4, True), mesh(), style())
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nested_tensors_are_refused_with_what_to_call(ranks):
-    ranks.expect_no_failures(check_nested)
 
 
 # Who makes the first layer, and who the second: over the default group, a group or its mesh, made when it is asked for.
@@ -220,8 +204,11 @@ ORDERS = [
 ]  # fmt: skip
 
 
-def check_mixed(first: str | None, second: str | None) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize(("first", "second"), ORDERS, ids=str)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_layers_over_the_same_ranks_have_one_mesh(
+    failures: Failures, first: str | None, second: str | None
+) -> None:
     kind = rank_device().type
     gc.collect()
     made: list[DeviceMesh] = []
@@ -259,13 +246,6 @@ def check_mixed(first: str | None, second: str | None) -> tuple[int, list[str]]:
     failures.expect(None if one == other else f"{one} and {other}", first, second)
     if made:
         failures.expect(None if one == made[0] else f"{one}, not {made[0]}", first, second)
-    return failures.result()
-
-
-@pytest.mark.parametrize(("first", "second"), ORDERS, ids=str)
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_layers_over_the_same_ranks_have_one_mesh(ranks, first, second):
-    ranks.expect_no_failures(check_mixed, first, second)
 
 
 def step(layers: torch.nn.Module, input: torch.Tensor, right: float) -> str | None:

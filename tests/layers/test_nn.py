@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
-from checks import Failures
+from checks import Failures, message_of
 from layers import integer_linear, integers, my_features, my_part, my_tokens, ops_called
 from operands import difference, rank_device, subgroup, world_name
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
@@ -36,9 +36,14 @@ def check_gradients(
         failures.expect(None if alike else f"{own.shape}, {own.placements}", name, *where)
 
 
-def check_row(sequence: bool, parallel: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "replicated"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_nn_row_parallel_linear_is_linear(
+    failures: Failures, sequence: bool, parallel: bool, dtype: torch.dtype
+) -> None:
     """Output and gradients of the row layer against nn.Linear on the whole, replicated operands."""
-    failures = Failures()
     for (in_features, out_features), tokens, bias in itertools.product(
         FEATURES, TOKENS if sequence else TOKENS[:1], (True, False)
     ):
@@ -58,20 +63,16 @@ def check_row(sequence: bool, parallel: bool, dtype: torch.dtype) -> tuple[int, 
         right = my_features(whole.grad) if parallel else whole.grad
         failures.expect(difference(mine.grad, right), "input's gradient", *where)
         check_gradients(failures, layer, linear, *where)
-    return failures.result()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "replicated"])
+@pytest.mark.parametrize("gather", [False, True], ids=["parts", "gathered"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_nn_row_parallel_linear_is_linear(ranks, sequence, parallel, dtype):
-    ranks.expect_no_failures(check_row, sequence, parallel, dtype)
-
-
-def check_column(sequence: bool, gather: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
+def test_nn_column_parallel_linear_is_linear(
+    failures: Failures, sequence: bool, gather: bool, dtype: torch.dtype
+) -> None:
     """Output and gradients of the column layer against nn.Linear on the whole, replicated operands."""
-    failures = Failures()
     for (in_features, out_features), tokens, bias in itertools.product(
         FEATURES, TOKENS if sequence else TOKENS[:1], (True, False)
     ):
@@ -91,20 +92,11 @@ def check_column(sequence: bool, gather: bool, dtype: torch.dtype) -> tuple[int,
         output.backward(own(gradient))
         failures.expect(difference(mine.grad, cut(whole.grad)), "input's gradient", *where)
         check_gradients(failures, layer, linear, *where)
-    return failures.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gather", [False, True], ids=["parts", "gathered"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_nn_column_parallel_linear_is_linear(ranks, sequence, gather, dtype):
-    ranks.expect_no_failures(check_column, sequence, gather, dtype)
-
-
-def check_default_tokens() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_column_parallel_linear_takes_equal_shards_without_tokens(failures: Failures) -> None:
     """Without `tokens` every rank has as many; and token_slice is the cut of any number."""
-    failures = Failures()
     linear = integer_linear(6, 8, True)
     layer = ColumnParallelLinear.from_linear(linear, sequence_parallel=True)
     whole = integers(3 * dist.get_world_size(), 6, seed=3)
@@ -113,12 +105,6 @@ def check_default_tokens() -> tuple[int, list[str]]:
     for tokens in (0, 1, 2, 3, 7, 12):
         rows = torch.arange(tokens)
         failures.expect(difference(rows[token_slice(tokens)], my_tokens(rows)), tokens)
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_column_parallel_linear_takes_equal_shards_without_tokens(ranks):
-    ranks.expect_no_failures(check_default_tokens)
 
 
 class Mlp(torch.nn.Module):
@@ -133,9 +119,10 @@ class Mlp(torch.nn.Module):
         return self.down(functional.relu(hidden))
 
 
-def check_mlp(sequence: bool) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
+def test_nn_pair_of_layers_is_an_mlp(failures: Failures, sequence: bool) -> None:
     """The pair of layers, eager and compiled with symbolic sizes, by the same graph for several numbers of tokens."""
-    failures = Failures()
     up, down = integer_linear(6, 13, True), integer_linear(13, 7, True)
     cut = my_tokens if sequence else torch.Tensor.detach
     torch._dynamo.reset()
@@ -155,18 +142,11 @@ def check_mlp(sequence: bool) -> tuple[int, list[str]]:
         failures.expect(difference(mine.grad, cut(whole.grad)), "input's gradient", *where)
         check_gradients(failures, mlp.up, up, "up", *where)
         check_gradients(failures, mlp.down, down, "down", *where)
-    return failures.result()
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
-def test_nn_pair_of_layers_is_an_mlp(ranks, sequence):
-    ranks.expect_no_failures(check_mlp, sequence)
-
-
-def check_ops() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_run_the_ops(failures: Failures) -> None:
     """The ops that run, forward and backward: results alone would not show that nothing overlaps."""
-    failures = Failures()
     for kind, sequence, forward, backward in (
         (ColumnParallelLinear, False, set(), {"gemm_allreduce"}),
         (ColumnParallelLinear, True, {"allgather_gemm"}, {"gemm_reducescatter"}),
@@ -182,17 +162,11 @@ def check_ops() -> tuple[int, list[str]]:
         failures.expect(None if called == forward else f"ran {called}", kind, "forward", sequence)
         called = ops_called(outputs[0].backward)
         failures.expect(None if called == backward else f"ran {called}", kind, "backward", sequence)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_layers_run_the_ops(ranks):
-    ranks.expect_no_failures(check_ops)
-
-
-def check_frozen() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_nn_layers_give_gradients_to_those_that_ask(failures: Failures) -> None:
     """Gradients come out for those that ask, whoever else asks."""
-    failures = Failures()
     kinds = (ColumnParallelLinear, RowParallelLinear)
     for kind, sequence, needs in itertools.product(
         kinds, (False, True), itertools.product((False, True), repeat=3)
@@ -214,17 +188,11 @@ def check_frozen() -> tuple[int, list[str]]:
             failures.expect(
                 f"gradient of {name}: {tensor.grad}" if wrong else None, kind, sequence, needs
             )
-    return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_nn_layers_give_gradients_to_those_that_ask(ranks):
-    ranks.expect_no_failures(check_frozen)
-
-
-def check_module() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
+def test_nn_layers_are_modules(failures: Failures) -> None:
     """The behaviour of modules: dtype, eval, no bias, groups, autocast, compile."""
-    failures = Failures()
     world = dist.get_world_size()
     linear = integer_linear(12, 7, True)
     whole = integers(5, 12, seed=3)
@@ -265,20 +233,6 @@ def check_module() -> tuple[int, list[str]]:
         failures.expect(
             None if names == ["weight"] else f"parameters {names}", kind, "without a bias"
         )
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
-def test_nn_layers_are_modules(ranks):
-    ranks.expect_no_failures(check_module)
-
-
-def message_of(call, *args: object) -> str:
-    try:
-        call(*args)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def layer_errors() -> dict[str, str]:
@@ -305,31 +259,3 @@ def test_nn_layers_name_what_is_wrong(ranks):
         assert "17" in messages["tokens"] and f"holds {9 - rank}" in messages["tokens"]
         assert "sequence_parallel" in messages["needless tokens"]
         assert "tokens" in messages["no tokens"]
-
-
-def learn(steps: int) -> list[float]:
-    """Losses of a small training run, the row layer and a plain Linear side by side: (layer, linear) by turns."""
-    linear = integer_linear(8, 4, True)
-    layer = RowParallelLinear.from_linear(linear)
-    inputs, targets = integers(16, 8, seed=5), integers(16, 4, seed=6)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=2.0**-9) for module in (layer, linear)]
-    losses = []
-    for _ in range(steps):
-        for module, optimizer, given in zip(
-            (layer, linear), optimizers, (my_features(inputs), inputs), strict=True
-        ):
-            optimizer.zero_grad()
-            loss = (module(given) - targets).square().sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_row_parallel_linear_trains_as_linear(ranks):
-    results = ranks.run(learn, 20)
-    assert results[0] == results[1]
-    layer, linear = results[0][0::2], results[0][1::2]
-    assert layer == pytest.approx(linear, rel=1e-4)
-    assert layer[-1] < 0.5 * layer[0]

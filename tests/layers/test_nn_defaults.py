@@ -39,9 +39,10 @@ def defaults(device: str | None, dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def check_defaults(kind: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_take_what_they_are_given(failures: Failures, kind: str) -> None:
     """Given a device and a dtype, a layer has the bits that it has without defaults; else it takes the defaults."""
-    failures = Failures()
     own = rank_device()
     plain = {dtype: drawn(kind, device=own, dtype=dtype) for dtype in DTYPES}
     for (
@@ -65,13 +66,6 @@ def check_defaults(kind: str) -> tuple[int, list[str]]:
             else:
                 alike = (parameter.device.type, parameter.dtype) == (place.type, right.dtype)
                 failures.expect(None if alike else f"{parameter.device} {parameter.dtype}", *where)
-    return failures.result()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_layers_take_what_they_are_given(ranks, kind):
-    ranks.expect_no_failures(check_defaults, kind)
 
 
 def check_empty(kind: str) -> tuple[int, list[str]]:

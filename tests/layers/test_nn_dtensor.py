@@ -94,9 +94,10 @@ def test_nn_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path):
         assert all(checks > 0 and not lines for checks, lines in results), results
 
 
-def check_training(name: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW foreach", "AdamW fused"])
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_layers_train_clipped_as_the_unsharded_model(failures: Failures, name: str) -> None:
     """Clipped steps of an optimizer, beside those of the unsharded model."""
-    failures = Failures()
     make = {
         "SGD": lambda of: torch.optim.SGD(of, lr=2.0**-8, momentum=0.5),
         "AdamW": lambda of: torch.optim.AdamW(of, lr=2.0**-8, eps=0.01, foreach=False),
@@ -127,18 +128,11 @@ def check_training(name: str) -> tuple[int, list[str]]:
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, (float(norms[0]), model.down.bias.full_tensor().tolist()))
     failures.expect(None if every == every[:1] * len(every) else f"{every}", "ranks differ")
-    return failures.result()
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW foreach", "AdamW fused"])
-@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_layers_train_clipped_as_the_unsharded_model(ranks, name):
-    ranks.expect_no_failures(check_training, name)
-
-
-def check_scaler() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_take_a_gradient_scaler(failures: Failures) -> None:
     """A gradient that overflows on one rank makes all of them leave the step out."""
-    failures = Failures()
     layer = ColumnParallelLinear.from_linear(integer_linear(6, 5, True))
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler(rank_device().type, init_scale=4.0)
@@ -152,17 +146,15 @@ def check_scaler() -> tuple[int, list[str]]:
         same = torch.equal(layer.weight.detach().to_local(), before)
         empty = before.numel() == 0
         failures.expect(None if empty or same != applied else f"kept: {same}", factor)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_layers_take_a_gradient_scaler(ranks):
-    ranks.expect_no_failures(check_scaler)
-
-
-def check_fsdp(sequence: bool, width: int, hidden: int) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(("width", "hidden"), [(6, 8), (6, 7)])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_nn_layers_work_beside_fsdp(
+    failures: Failures, sequence: bool, width: int, hidden: int
+) -> None:
     """FSDP2 over dp, the layers over tp: a step, state dicts of the whole, and parameters drawn in place."""
-    failures = Failures()
     torch.manual_seed(0)  # the same on every rank: the parts must be drawn apart nevertheless
     grid = mesh(2, dist.get_world_size() // 2)
     whole = Whole(width, hidden)
@@ -197,19 +189,21 @@ def check_fsdp(sequence: bool, width: int, hidden: int) -> tuple[int, list[str]]
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, {name: value.tolist() for name, value in drawn.items()})
     failures.expect(None if every == every[:1] * len(every) else "ranks differ", "drawn")
-    return failures.result()
 
 
-@pytest.mark.parametrize(("width", "hidden"), [(6, 8), (6, 7)])
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
-def test_nn_layers_work_beside_fsdp(ranks, sequence, width, hidden):
-    ranks.expect_no_failures(check_fsdp, sequence, width, hidden)
+class Doubled(torch.nn.Module):
+    """A parametrization whose result lies elsewhere than the parameter."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight.redistribute(placements=[Replicate()])
 
 
-def check_copies(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_parameters_are_copied_and_converted(
+    failures: Failures, kind: type[torch.nn.Module]
+) -> None:
     """The parameters' fate when modules are copied, pickled, tied, converted, and made on no device."""
-    failures = Failures()
     linear = integer_linear(7, 5, True)
     layer = kind.from_linear(linear)
     column = kind is ColumnParallelLinear
@@ -279,25 +273,11 @@ def check_copies(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
     parts = {name: value.to_local() for name, value in layer.state_dict().items()}
     output = torch.func.functional_call(layer, {k: 2 * v for k, v in parts.items()}, (mine,))
     failures.expect(difference(output.detach(), 2 * right), "functional_call with parts")
-    return failures.result()
 
 
-class Doubled(torch.nn.Module):
-    """A parametrization whose result lies elsewhere than the parameter."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return 2 * weight.redistribute(placements=[Replicate()])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_parameters_are_copied_and_converted(ranks, kind):
-    ranks.expect_no_failures(check_copies, kind)
-
-
-def check_second_order() -> tuple[int, list[str]]:
+def test_nn_parameters_have_second_derivatives(failures: Failures) -> None:
     """A gradient of a gradient's norm, where nothing communicates; and functional transforms of what uses parameters."""
-    failures = Failures()
     linear = integer_linear(7, 5, True, torch.float64)
     layer = ColumnParallelLinear.from_linear(linear)
     input = integers(4, 7, seed=3, dtype=torch.float64)
@@ -318,12 +298,6 @@ def check_second_order() -> tuple[int, list[str]]:
 
     right = my_part(linear.weight.detach(), 0).sum(0).expand_as(input)
     failures.expect(difference(torch.func.grad(outputs)(input).detach(), right), "torch.func.grad")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_parameters_have_second_derivatives(ranks):
-    ranks.expect_no_failures(check_second_order)
 
 
 def on_a_reversed_mesh() -> str:

@@ -118,8 +118,13 @@ def run_both(
     check_gradients(failures, layer, linears, *where)
 
 
-def check_layer(sequence: bool, gather: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gather", [False, True], ids=["parts", "gathered"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_nn_several_outputs_are_linears(
+    failures: Failures, sequence: bool, gather: bool, dtype: torch.dtype
+) -> None:
     for (in_features, out_features, bias), tokens in itertools.product(
         CASES, TOKENS if sequence else TOKENS[:1]
     ):
@@ -133,15 +138,6 @@ def check_layer(sequence: bool, gather: bool, dtype: torch.dtype) -> tuple[int, 
         every = range(len(out_features))
         for used in (every, every[1:], every[:1]) if len(every) > 1 else (every,):
             run_both(failures, layer, layer, linears, tokens, used, *where, "used", used)
-    return failures.result()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gather", [False, True], ids=["parts", "gathered"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_nn_several_outputs_are_linears(ranks, sequence, gather, dtype):
-    ranks.expect_no_failures(check_layer, sequence, gather, dtype)
 
 
 def communicated(job: Callable[[], object]) -> Counter[str]:
@@ -157,8 +153,8 @@ def communicated(job: Callable[[], object]) -> Counter[str]:
     return calls
 
 
-def check_collectives() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_several_outputs_communicate_once(failures: Failures) -> None:
     gather_gemm, scatter_gemm = {"allgather_gemm.weights": 1}, {"gemm_reducescatter": 1}
     for (in_features, out_features, bias), (sequence, gather) in itertools.product(
         CASES, itertools.product((False, True), repeat=2)
@@ -192,17 +188,11 @@ def check_collectives() -> tuple[int, list[str]]:
             failures.expect(
                 None if calls == right else f"{calls}", "backward", *where, trains, needed
             )
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_several_outputs_communicate_once(ranks):
-    ranks.expect_no_failures(check_collectives)
-
-
-def check_manners() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
+def test_nn_several_outputs_in_other_manners(failures: Failures) -> None:
     """Compiled with several numbers of tokens, checkpointed, under autocast, and in float64."""
-    failures = Failures()
     for (in_features, out_features, bias), (sequence, gather) in (
         ((5, (6, 12), (True, True)), (True, False)),  # parts of one size on 2 and 3 ranks
         ((7, (5, 3, 1), (True, False, True)), (False, False)),
@@ -240,12 +230,6 @@ def check_manners() -> tuple[int, list[str]]:
         layer.double()
         doubles = copy.deepcopy(linears).double()
         run_both(failures, layer, layer, doubles, 5, every, *where, "double")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
-def test_nn_several_outputs_in_other_manners(ranks):
-    ranks.expect_no_failures(check_manners)
 
 
 def derivatives(
@@ -275,9 +259,10 @@ def asking(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
 
-def check_second_order(sequence: bool) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_several_outputs_have_second_derivatives(failures: Failures, sequence: bool) -> None:
     """Derivatives of derivatives, by this rank's parts in the parameters' places; and torch.func's transforms."""
-    failures = Failures()
     for (in_features, out_features, bias), gather in itertools.product(CASES, (False, True)):
         where = (in_features, out_features, bias, "gathered", gather)
         linears = integer_linears(in_features, out_features, bias, torch.float64)
@@ -354,18 +339,11 @@ def check_second_order(sequence: bool) -> tuple[int, list[str]]:
         right = penalty(all_outputs(linears, whole[0]), [linear.weight for linear in linears])
         for i, (value, exact) in enumerate(zip(got, right, strict=True)):
             failures.expect(difference(value.full_tensor(), exact), "penalty by", i, *where)
-    return failures.result()
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_several_outputs_have_second_derivatives(ranks, sequence):
-    ranks.expect_no_failures(check_second_order, sequence)
-
-
-def check_frozen() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_nn_several_outputs_give_gradients_to_those_that_ask(failures: Failures) -> None:
     """Gradients come out for those that ask, whoever else asks."""
-    failures = Failures()
     for sequence, needs in itertools.product((False, True), itertools.product((0, 1), repeat=5)):
         linears = integer_linears(6, (5, 3), (True, True))
         layer = ColumnParallelLinear.from_linear(linears, sequence_parallel=sequence)
@@ -378,12 +356,6 @@ def check_frozen() -> tuple[int, list[str]]:
             sum(output.sum() for output in outputs).backward()
         got = [tensor.grad is not None for tensor in (mine, *layer.parameters())]
         failures.expect(None if got == list(map(bool, needs)) else f"{got}", sequence, needs)
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_nn_several_outputs_give_gradients_to_those_that_ask(ranks):
-    ranks.expect_no_failures(check_frozen)
 
 
 def my_state(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -406,9 +378,9 @@ class Doubled(torch.nn.Module):
         return 2 * weight.redistribute(placements=[Replicate()])
 
 
-def check_parameters() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_several_weights_are_stored_as_linears(failures: Failures) -> None:
     """Names, and what loads, copies, converts and puts together."""
-    failures = Failures()
     for in_features, out_features, bias in CASES:
         where = (in_features, out_features, bias)
         linears = integer_linears(in_features, out_features, bias)
@@ -478,17 +450,11 @@ def check_parameters() -> tuple[int, list[str]]:
     text = repr(ColumnParallelLinear(6, (4, 2), bias=(True, False), device="meta"))
     fine = "out_features=(4, 2), bias=[True, False]" in text and "out_features=(4, 2)" in text
     failures.expect(None if fine else text, "repr")
-    return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_several_weights_are_stored_as_linears(ranks):
-    ranks.expect_no_failures(check_parameters)
-
-
-def check_drawn() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_several_weights_are_drawn_as_linears(failures: Failures) -> None:
     """All parameters lie in Linear's bounds, and no two are alike, nor those of two ranks."""
-    failures = Failures()
     torch.manual_seed(0)  # the same on every rank: the parts must be drawn apart nevertheless
     world = dist.get_world_size()
     layer = ColumnParallelLinear(60, (40 * world, 40 * world), device=rank_device())
@@ -505,12 +471,6 @@ def check_drawn() -> tuple[int, list[str]]:
     # Some of that many float32 may be alike by chance.
     distinct = torch.cat(every).unique().numel() / torch.cat(every).numel()
     failures.expect(None if distinct > 0.99 else f"{distinct} are distinct")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_several_weights_are_drawn_as_linears(ranks):
-    ranks.expect_no_failures(check_drawn)
 
 
 class Gated(torch.nn.Module):

@@ -24,9 +24,10 @@ CUT_DIMS = {
 }
 
 
-def check_initialisation(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_state_is_drawn_as_linears(failures: Failures, kind: type[torch.nn.Module]) -> None:
     """A new layer's parameters: what is cut differs between ranks, the rest does not, and all lie in Linear's bounds."""
-    failures = Failures()
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     layer = kind(60 * world, 40 * world, device=rank_device())
@@ -53,13 +54,6 @@ def check_initialisation(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
             alike = torch.equal(peers[peer], parameter.data)
             right = alike if dim is None or peer == rank else not alike
             failures.expect(None if right else f"alike: {alike}", name, "of rank", peer)
-    return failures.result()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_state_is_drawn_as_linears(ranks, kind):
-    ranks.expect_no_failures(check_initialisation, kind)
 
 
 def my_state(kind: type[torch.nn.Module], whole: dict[str, torch.Tensor]) -> dict:
@@ -70,8 +64,11 @@ def my_state(kind: type[torch.nn.Module], whole: dict[str, torch.Tensor]) -> dic
     }
 
 
-def check_parts(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_state_dicts_are_parts_of_linears(
+    failures: Failures, kind: type[torch.nn.Module]
+) -> None:
     for in_features, out_features in ((12, 8), (13, 7), (7, 4), (2, 1)):
         linear = integer_linear(in_features, out_features, True)
         whole = linear.state_dict()
@@ -121,13 +118,6 @@ def check_parts(kind: type[torch.nn.Module]) -> tuple[int, list[str]]:
         right = ["0.bias", "0.weight", "1.bias", "1.weight"]
         failures.expect(None if names == right else f"names {names}", *where)
         failures.expect(difference(gathered["0.weight"], whole["weight"]), *where, "in a model")
-    return failures.result()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_state_dicts_are_parts_of_linears(ranks, kind):
-    ranks.expect_no_failures(check_parts, kind)
 
 
 def pickled_state(kind: type[torch.nn.Module]) -> bytes:

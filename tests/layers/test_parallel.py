@@ -109,11 +109,14 @@ def check_layer(
             failures.expect(problem, name, *where)
 
 
-def check_strides(
-    style: type, use_local_output: bool, shape: tuple[int, ...]
-) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (12, 6, 6, 6, 12)], ids=str)
+@pytest.mark.parametrize("use_local_output", [True, False], ids=["local", "dtensor"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_layer_returns_pytorchs_strides(
+    failures: Failures, style: type, use_local_output: bool, shape: tuple[int, ...]
+) -> None:
     """All that a layer returns lies in memory as PyTorch's style returns it."""
-    failures = Failures()
     in_features, out_features, *leading = shape
     layouts = (Replicate(), Shard(-1), *(Shard(dim) for dim in range(len(leading))))
     for given, wanted, distributed in itertools.product(layouts, layouts, (False, True)):
@@ -138,15 +141,6 @@ def check_strides(
         )
         same = None if ours == pytorchs else f"strides {ours}, PyTorch's are {pytorchs}"
         failures.expect(same, style.__name__, given, wanted, distributed)
-    return failures.result()
-
-
-@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (12, 6, 6, 6, 12)], ids=str)
-@pytest.mark.parametrize("use_local_output", [True, False], ids=["local", "dtensor"])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_parallel_layer_returns_pytorchs_strides(ranks, style, use_local_output, shape):
-    ranks.expect_no_failures(check_strides, style, use_local_output, shape)
 
 
 def check_layouts(
@@ -177,8 +171,9 @@ def test_parallel_layer_is_linear_in_every_layout(ranks, style, use_local_output
     ranks.expect_no_failures(check_layouts, style, use_local_output, shape)
 
 
-def check_compiled_layouts(style: type) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "nccl"), long=[(2, "gloo")])
+def test_parallel_layer_compiles_to_one_graph(failures: Failures, style: type) -> None:
     for given, wanted, distributed in itertools.product(
         (Replicate(), Shard(1)), (Replicate(), Shard(1), Shard(-1)), (False, True)
     ):
@@ -186,18 +181,11 @@ def check_compiled_layouts(style: type) -> tuple[int, list[str]]:
         local = not distributed
         shape = (12, 6, 3, 12) if local else (7, 5, 3, 5)
         check_layer(failures, style, shape, given, wanted, local, distributed, compiled=True)
-    return failures.result()
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.ranks((2, "nccl"), long=[(2, "gloo")])
-def test_parallel_layer_compiles_to_one_graph(ranks, style):
-    ranks.expect_no_failures(check_compiled_layouts, style, timeout_s=240)
-
-
-def check_ops() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_layer_runs_the_ops(failures: Failures) -> None:
     """The ops that run, forward and backward: results alone would not show that nothing overlaps."""
-    failures = Failures()
     colwise, rowwise = STYLES
     for style, layouts, distributed, forward, backward in (
         (colwise, {}, False, set(), {"gemm_allreduce"}),
@@ -220,19 +208,12 @@ def check_ops() -> tuple[int, list[str]]:
         ):
             called = ops_called(run)
             failures.expect(None if called == right else f"ran {called}", style, layouts, right)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_parallel_layer_runs_the_ops(ranks):
-    ranks.expect_no_failures(check_ops)
-
-
-def check_modules() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_styles_replace_plain_linears_only(failures: Failures) -> None:
     """The modules that are replaced, those that the parent class handles, and the fate of frozen,
-    absent and stored parameters.
-    """
-    failures = Failures()
+    absent and stored parameters."""
 
     class Scaled(torch.nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -284,12 +265,6 @@ def check_modules() -> tuple[int, list[str]]:
     )
     right = integer_linear(12, 6, True)(integers(4, 12, seed=3))
     failures.expect(difference(layer(summed).detach(), right.detach()), "Partial input")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_parallel_styles_replace_plain_linears_only(ranks):
-    ranks.expect_no_failures(check_modules)
 
 
 def apply_to_norm(style: type) -> str:

@@ -78,9 +78,13 @@ def model_tokens(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length, device=rank_device()).view(batch, length) * 5 % 12
 
 
-def check_model(sequence: bool, how: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("how", ["eager", "checkpointed", "compiled"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_model_has_the_unsharded_models_gradients(
+    failures: Failures, sequence: bool, how: str
+) -> None:
     """Every gradient of a model of layers with biases, batch > 1, against the unsharded model."""
-    failures = Failures()
     whole = Model()
     model = parallel_model(sequence, *STYLES, mesh(), checkpointed=how == "checkpointed")
     tokens = model_tokens(3, 12)
@@ -113,19 +117,15 @@ def check_model(sequence: bool, how: str) -> tuple[int, list[str]]:
     ):
         close = torch.allclose(own.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
         failures.expect(None if close else "is not the whole's", "clipped gradient of", name)
-    return failures.result()
 
 
-@pytest.mark.parametrize("how", ["eager", "checkpointed", "compiled"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_parallel_model_has_the_unsharded_models_gradients(ranks, sequence, how):
-    ranks.expect_no_failures(check_model, sequence, how, timeout_s=240)
-
-
-def check_fsdp(sequence: bool, checkpointed: bool) -> tuple[int, list[str]]:
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_parallel_model_works_beside_fsdp(
+    failures: Failures, sequence: bool, checkpointed: bool
+) -> None:
     """FSDP2 over dp, the styles over tp: two steps against the unsharded model on the whole batch."""
-    failures = Failures()
     grid = mesh(2, dist.get_world_size() // 2)
     whole = Model()
     model = parallel_model(sequence, *STYLES, grid["tp"], checkpointed)
@@ -156,19 +156,11 @@ def check_fsdp(sequence: bool, checkpointed: bool) -> tuple[int, list[str]]:
                 failures.expect(None if close else "differs", name, "step", step)
         for optimizer in optimizers:
             optimizer.step()
-    return failures.result()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
-def test_parallel_model_works_beside_fsdp(ranks, sequence, checkpointed):
-    ranks.expect_no_failures(check_fsdp, sequence, checkpointed, timeout_s=240)
-
-
-def check_shared_input() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_layers_share_a_prepared_input(failures: Failures) -> None:
     """Several layers behind one PrepareModuleInput: their input's gradients are added up before they are reduced."""
-    failures = Failures()
 
     class Gated(torch.nn.Module):
         def __init__(self) -> None:
@@ -197,9 +189,3 @@ def check_shared_input() -> tuple[int, list[str]]:
     right = distribute_tensor(input.grad, mesh(), [Shard(1)]).to_local()
     failures.expect(difference(mine.grad, right), "input's gradient")
     check_parameter_gradients(failures, model, whole)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_parallel_layers_share_a_prepared_input(ranks):
-    ranks.expect_no_failures(check_shared_input)

@@ -204,9 +204,9 @@ def test_parallel_prepared_input_is_gathered_once_by_compiled_code(ranks):
     ranks.expect_no_failures(check_layouts, "compiled", timeout_s=240)
 
 
-def check_ways() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_serves_readers_however_they_are_called(failures: Failures) -> None:
     """Readers called in every way; each with one gather, and one reduce-scatter where the input is a DTensor."""
-    failures = Failures()
     hows = ("in order", "another order", "twice", "changed output", "another tensor", "not at all")
     for how in (*hows, "in place", "viewed", "no gradient"):
         for local in (False, True):
@@ -225,17 +225,11 @@ def check_ways() -> tuple[int, list[str]]:
                     expected = cut(module(input.clone()), Shard(1)).to_local()
                     found = model(cut(input, Shard(1)).to_local())
                     failures.expect(difference(found, expected), how, local, mode.__name__)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_parallel_prepared_input_serves_readers_however_they_are_called(ranks):
-    ranks.expect_no_failures(check_ways)
-
-
-def check_inputs() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepares_several_inputs(failures: Failures) -> None:
     """Keyword inputs, several gathered inputs, and readers by name."""
-    failures = Failures()
     keywords = {
         "input_layouts": (Shard(1),),
         "input_kwarg_layouts": {"other": Shard(1)},
@@ -253,12 +247,6 @@ def check_inputs() -> tuple[int, list[str]]:
     model = parallel(Reader(), Shard(1), False)
     message = message_of(model, integers(2, 6, 6, seed=3), None)
     failures.expect(None if "2 positional inputs" in message else f"said {message!r}")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_parallel_prepares_several_inputs(ranks):
-    ranks.expect_no_failures(check_inputs)
 
 
 class Routed(Reader):
@@ -271,8 +259,8 @@ class Routed(Reader):
         return self.q(x) + routes, self.k(x), self.v(x)
 
 
-def check_other_readers() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_has_other_readers(failures: Failures) -> None:
     for how, local in (("replicated", False), ("replicated", True), ("partial", False)):
         module = Routed(how)
         model = parallel(module, Shard(1), local)
@@ -300,12 +288,6 @@ def check_other_readers() -> tuple[int, list[str]]:
         failures.expect(difference(mine.grad, right), how, local, "gradient")
         scatters = grads.calls["reduce-scatter"]
         failures.expect(None if scatters == 1 else f"{grads.calls}", how, local)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_parallel_prepared_input_has_other_readers(ranks):
-    ranks.expect_no_failures(check_other_readers)
 
 
 class Cubed(torch.nn.Module):
@@ -319,8 +301,10 @@ class Cubed(torch.nn.Module):
         return self.q(x), x**3
 
 
-def check_second_derivative() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepared_input_has_a_second_derivative_by_other_readers(
+    failures: Failures,
+) -> None:
     plan = {
         "": OverlapPrepareModuleInput(
             input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=True
@@ -335,17 +319,11 @@ def check_second_derivative() -> tuple[int, list[str]]:
     failures.expect(difference(first.detach(), 3 * mine.detach() ** 2), "first")
     (second,) = torch.autograd.grad(first.sum(), mine)
     failures.expect(difference(second, 6 * mine.detach()), "second")
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_parallel_prepared_input_has_a_second_derivative_by_other_readers(ranks):
-    ranks.expect_no_failures(check_second_derivative)
-
-
-def check_lifetime() -> tuple[int, list[str]]:
+def test_parallel_prepared_input_does_not_outlive_its_readers(failures: Failures) -> None:
     """The gathered tensor and what was computed ahead end with the forward, also with one that raises."""
-    failures = Failures()
     seen: list[weakref.ref] = []
 
     class Watching(Reader):
@@ -375,16 +353,10 @@ def check_lifetime() -> tuple[int, list[str]]:
             right = [True] if how == "not at all" else []
             failures.expect(None if named == right else f"warned {messages}", how, grad)
             del output
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_parallel_prepared_input_does_not_outlive_its_readers(ranks):
-    ranks.expect_no_failures(check_lifetime)
-
-
-def check_autocast() -> tuple[int, list[str]]:
-    failures = Failures()
+def test_parallel_prepared_input_follows_autocast(failures: Failures) -> None:
     device_type = rank_device().type
     module = Reader()
     model = parallel(module, Shard(1), False)
@@ -409,12 +381,6 @@ def check_autocast() -> tuple[int, list[str]]:
         with torch.autocast(device_type, enabled=False):
             single = model.q(x)
     failures.expect(None if single.dtype == torch.float32 else f"{single.dtype}", "without")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_parallel_prepared_input_follows_autocast(ranks):
-    ranks.expect_no_failures(check_autocast)
 
 
 class Probe(torch.nn.Module):
@@ -424,9 +390,9 @@ class Probe(torch.nn.Module):
         return x, y
 
 
-def check_other_layouts() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_parallel_prepares_other_layouts_as_pytorch_does(failures: Failures) -> None:
     """An input without a reader is prepared as PrepareModuleInput does."""
-    failures = Failures()
     layouts = (Replicate(), Shard(0), Shard(1), Shard(-1))
     for given, desired, local in itertools.product(layouts, layouts, (False, True)):
         results = []
@@ -447,17 +413,14 @@ def check_other_layouts() -> tuple[int, list[str]]:
         failures.expect(None if kinds == other_kinds else f"{other_kinds}, not {kinds}", *where)
         failures.expect(difference(found, right), *where)
         failures.expect(difference(found_grad, grad), "gradient", *where)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_parallel_prepares_other_layouts_as_pytorch_does(ranks):
-    ranks.expect_no_failures(check_other_layouts)
-
-
-def check_fsdp(layers: tuple[str, ...]) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("layers", [("",), ("k", "")], ids=["module", "reader"])
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_parallel_prepared_input_works_beside_fsdp(
+    failures: Failures, layers: tuple[str, ...]
+) -> None:
     """FSDP2 over dp, of the module or of a reader too: the gradients are means over dp."""
-    failures = Failures()
     grid = mesh(2, dist.get_world_size() // 2)
     module = Reader()
     model = copy.deepcopy(module)
@@ -479,13 +442,6 @@ def check_fsdp(layers: tuple[str, ...]) -> tuple[int, list[str]]:
         model.named_parameters(), module.named_parameters(), strict=True
     ):
         failures.expect(difference(2 * own.grad.full_tensor(), true.grad), name, layers)
-    return failures.result()
-
-
-@pytest.mark.parametrize("layers", [("",), ("k", "")], ids=["module", "reader"])
-@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
-def test_parallel_prepared_input_works_beside_fsdp(ranks, layers):
-    ranks.expect_no_failures(check_fsdp, layers)
 
 
 def messages_of_changes_in_place() -> list[str]:

@@ -279,6 +279,15 @@ def run_fresh(
         ranks.kill()
 
 
+def findings(test: Callable[..., None], given: dict[str, Any]) -> tuple[int, list[str]]:
+    """A rank's job: a test that takes `failures`."""
+    from checks import Failures
+
+    failures = Failures()
+    test(failures, **given)
+    return failures.result()
+
+
 def close_all() -> None:
     """Ends every pool."""
     while _pools:

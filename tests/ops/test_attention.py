@@ -302,8 +302,8 @@ def forget() -> None:
     ops._known.cache_clear()
 
 
-def check_notices() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((1, "gloo"))
+def test_attention_tests_notice_a_mask_that_is_wrong_by_one_token(failures: Failures) -> None:
     for what, concerns in SHIFTS.items():
         for case in filter(concerns, CASES[:18]):
             forget()
@@ -311,9 +311,3 @@ def check_notices() -> tuple[int, list[str]]:
                 _, found = check_exact([case])
             failures.expect(None if found else "nobody noticed", what, case)
     forget()
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"))
-def test_attention_tests_notice_a_mask_that_is_wrong_by_one_token(ranks):
-    ranks.expect_no_failures(check_notices)

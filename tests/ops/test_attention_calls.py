@@ -275,8 +275,8 @@ def test_attention_compiles_to_one_operator(ranks):
     ranks.expect_no_failures(check_compiled)
 
 
-def check_gradcheck() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((1, "gloo"))
+def test_attention_passes_gradcheck_and_refuses_second_derivatives(failures: Failures) -> None:
     for keywords in ({"kernel": "masked", "window": (1, 1)}, {"causal": True}, {"kernel": "cpu"}):
         own = operands((2, 3), (2, 3), (2, 3), tokens=3)
         right = torch.autograd.gradcheck(lambda *all: attend(*all, **keywords), own)  # noqa: B023
@@ -285,12 +285,6 @@ def check_gradcheck() -> tuple[int, list[str]]:
     (grad,) = torch.autograd.grad(attend(q, q, q).square().sum(), q, create_graph=True)
     said = message_of(grad.sum().backward)
     failures.expect(None if "gradients of first order only" in said else f"said {said!r}", "second")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"))
-def test_attention_passes_gradcheck_and_refuses_second_derivatives(ranks):
-    ranks.expect_no_failures(check_gradcheck)
 
 
 def check_errors() -> tuple[int, list[str]]:

@@ -77,8 +77,12 @@ def patterns_of_needs(count: int) -> list[tuple[bool, ...]]:
     return [*alone, *(tuple(not need for need in needs) for needs in alone), (True,) * count]
 
 
-def check_gradients(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_autograd_gradients_are_the_compositions(
+    failures: Failures, op: str, dtype: torch.dtype
+) -> None:
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     for case, bias in itertools.product(OPS[op].of(CASES), (False, True)):
         case = case.with_(dtype=dtype, bias=bias)
@@ -111,14 +115,6 @@ def check_gradients(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
                     failures.expect("there is none", *where)
                 else:
                     failures.expect(difference(leaf.grad, value), *where)
-    return failures.result()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_autograd_gradients_are_the_compositions(ranks, op, dtype):
-    ranks.expect_no_failures(check_gradients, op, dtype)
 
 
 def gathers_on_cpu() -> set[str]:
@@ -144,8 +140,9 @@ def test_autograd_on_cpu_gathers_by_a_collective_whose_name_gloo_keeps_safely(ra
     assert ranks.run(gathers_on_cpu) == [expected] * 2
 
 
-def backward_on_one_rank() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_autograd_allreduce_backward_does_not_communicate(failures: Failures) -> None:
+    """A backward that one rank runs alone would hang, or shift the ranks' next collectives against each other."""
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((40,), 24, 16, torch.float32, bias=True)
     for turn in range(world):
@@ -160,13 +157,6 @@ def backward_on_one_rank() -> tuple[int, list[str]]:
         again = overlap_torch.gemm_allreduce(operands.input, operands.weight, operands.bias)
         expected = expected_output(case, world, device, turn)
         failures.expect(difference(again.detach(), expected), "after turn", turn)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_autograd_allreduce_backward_does_not_communicate(ranks):
-    """A backward that one rank runs alone would hang, or shift the ranks' next collectives against each other."""
-    ranks.expect_no_failures(backward_on_one_rank, timeout_s=60)
 
 
 def forward_mode_calls(op: str) -> list[str]:
@@ -232,8 +222,13 @@ def test_autograd_records_only_where_asked(ranks, op):
         assert seen == [[True, False, True, False]] * 2
 
 
-def check_autocast(op: str, enabled: bool, target: torch.dtype) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_autocast_casts_as_linear_does(
+    failures: Failures, op: str, enabled: bool, target: torch.dtype
+) -> None:
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     # The gradients of input, weights and biases.
     given = [
@@ -270,12 +265,3 @@ def check_autocast(op: str, enabled: bool, target: torch.dtype) -> tuple[int, li
                 if leaf.grad is not None:
                     problem = difference(leaf.grad, value.to(leaf.dtype))
                 failures.expect(problem, "gradient of operand", i, *where)
-    return failures.result()
-
-
-@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
-@every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_autocast_casts_as_linear_does(ranks, op, enabled, target):
-    ranks.expect_no_failures(check_autocast, op, enabled, target)

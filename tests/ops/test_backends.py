@@ -143,9 +143,9 @@ def test_backends_on_gpus_make_what_the_ops_mean(ranks, backend, devices):
     ranks.expect_no_failures(check_backend, backend, devices)
 
 
-def check_fake() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_backend_fake_runs_each_op_dry(failures: Failures) -> None:
     """A dry run: this rank's own part of the work, in the right shapes, and nobody is waited for."""
-    failures = Failures()
     rank, world = dist.get_rank(), dist.get_world_size()
     group = group_on("fake")
     for op in OPS:
@@ -170,12 +170,6 @@ def check_fake() -> tuple[int, list[str]]:
         (8 // world, 6),
     )
     failures.expect(None if shapes else f"{output.shape}", "layer")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_backend_fake_runs_each_op_dry(ranks):
-    ranks.expect_no_failures(check_fake)
 
 
 # --- LocalTensorMode ---

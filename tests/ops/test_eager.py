@@ -69,8 +69,9 @@ def small_case(op: str) -> Case | scaled.Case:
     return Case((4,), 3, 4, torch.float32, bias=True)
 
 
-def check_results(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@every_function
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
+def test_eager_results_are_right(failures: Failures, op: str) -> None:
     place = (dist.get_rank(), dist.get_world_size(), rank_device())
 
     def expect_same(results: Any, right: Any, *labels: Any) -> None:
@@ -88,13 +89,6 @@ def check_results(op: str) -> tuple[int, list[str]]:
             failures.expect(None if type(again) is type(outputs) else "another type", op, case)
             expect_same(outputs, again, "again", op, case)
         expect_same(outputs, FUNCTIONS[op].expected(case, *place, seed), op, case)
-    return failures.result()
-
-
-@every_function
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_eager_results_are_right(ranks, op):
-    ranks.expect_no_failures(check_results, op)
 
 
 class Subclass(torch.Tensor):
@@ -224,9 +218,10 @@ def integers_like(tensor: torch.Tensor) -> torch.Tensor:
     return numbers.to(tensor.dtype).view(tensor.shape)
 
 
-def recorded_calls(op: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("op", list(OPS))
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_eager_records_gradients(failures: Failures, op: str) -> None:
     """A call that records takes the short way, and is what torch.ops makes of it: outputs and gradients, bit for bit."""
-    failures = Failures()
     module = sys.modules[FUNCTIONS[op].wrapper.__module__]
     name = "_op_weights" if op.endswith(".weights") else "_op"
     for seed, case in enumerate(cases_of(op)):
@@ -238,20 +233,14 @@ def recorded_calls(op: str) -> tuple[int, list[str]]:
                 patch.setattr(module, name, Refuses())
                 results = differentiate(FUNCTIONS[op].wrapper, arguments, which)
             failures.expect_equal(results, right, op, case, which)
-    return failures.result()
 
 
 @pytest.mark.parametrize("op", list(OPS))
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_eager_records_gradients(ranks, op):
-    ranks.expect_no_failures(recorded_calls, op)
-
-
-def compiled_backward(op: str) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_eager_backward_may_be_compiled(failures: Failures, op: str) -> None:
     """Compiled autograd takes what calls have recorded: the gradients are those without it."""
     from torch._dynamo import compiled_autograd
 
-    failures = Failures()
     case = small_case(op).with_(bias=False)
     arguments = arguments_of(op, case)
 
@@ -266,18 +255,11 @@ def compiled_backward(op: str) -> tuple[int, list[str]]:
     torch._dynamo.reset()
     enabled = compiled_autograd._enable(torch.compile(backend="eager"))
     failures.expect_equal(gradients(enabled), gradients(contextlib.nullcontext()), op)
-    return failures.result()
 
 
-@pytest.mark.parametrize("op", list(OPS))
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_eager_backward_may_be_compiled(ranks, op):
-    ranks.expect_no_failures(compiled_backward, op)
-
-
-def changed_counts() -> tuple[int, list[str]]:
+def test_eager_keeps_counts(failures: Failures) -> None:
     """Backward goes by the counts of the call, whatever became of the lists since."""
-    failures = Failures()
     device, world = rank_device(), dist.get_world_size()
     input = torch.ones(2 * world, 4, device=device, requires_grad=True)
     weight = torch.ones(3, 4, device=device)
@@ -286,17 +268,11 @@ def changed_counts() -> tuple[int, list[str]]:
     send_rows[0] = recv_rows[0] = 1
     output.sum().backward()
     failures.expect_equal([input.grad], [torch.full_like(input, 3)])
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_eager_keeps_counts(ranks):
-    ranks.expect_no_failures(changed_counts)
-
-
-def messages_of_wrong_biases() -> tuple[int, list[str]]:
+def test_eager_wrong_number_of_biases_is_an_error(failures: Failures) -> None:
     """For two weights: the same message whether a gradient would be recorded or not, and whichever way in."""
-    failures = Failures()
     device, group = rank_device(), world_name()
     weights = [torch.ones(size, 4, device=device) for size in (3, 5)]
     bias = torch.ones(3, device=device)
@@ -309,12 +285,6 @@ def messages_of_wrong_biases() -> tuple[int, list[str]]:
                     f"biases must be empty or 2, one for each weight, but there are {len(biases)}"
                 )
                 failures.expect(None if right in message else message, len(biases), needs_grad)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_eager_wrong_number_of_biases_is_an_error(ranks):
-    ranks.expect_no_failures(messages_of_wrong_biases)
 
 
 def wrong_values() -> dict[str, list[Any]]:
@@ -375,9 +345,10 @@ def test_eager_hides_no_call(ranks, op):
         assert seen and all(seen)
 
 
-def results_without_module(op: str) -> tuple[int, list[str]]:
+@every_function
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_eager_module_may_be_missing(failures: Failures, op: str) -> None:
     """As where the module is built for another Python."""
-    failures = Failures()
     case = small_case(op)
     arguments = arguments_of(op, case)
     place = (dist.get_rank(), dist.get_world_size(), rank_device())
@@ -397,10 +368,3 @@ def results_without_module(op: str) -> tuple[int, list[str]]:
     failures.expect_equal(
         *(list(map(scaled.as_comparable, one)) for one in (outputs, expected)), op
     )
-    return failures.result()
-
-
-@every_function
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_eager_module_may_be_missing(ranks, op):
-    ranks.expect_no_failures(results_without_module, op)

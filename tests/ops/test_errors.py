@@ -178,9 +178,10 @@ def test_errors_have_the_types_that_python_has_for_them(ranks):
     assert ranks.run(types_of_errors) == [[ValueError, ValueError, TypeError]] * 2
 
 
-def check_fake_devices(op: str) -> tuple[int, list[str]]:
+@every_op
+@pytest.mark.ranks((1, "gloo"))
+def test_errors_of_fakes_name_the_devices(failures: Failures, op: str) -> None:
     """The devices that tracing runs on: fakes of tensors on any devices, these on none."""
-    failures = Failures()
     arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), "cpu")
     with FakeTensorMode():
         for number, moved in enumerate(tensors_of(arguments)):
@@ -192,13 +193,6 @@ def check_fake_devices(op: str) -> tuple[int, list[str]]:
             )
             message = message_of(OPS[op].operator, *mixed, group=world_name())
             failures.expect(missing_parts(message, ("on cpu", "on cuda", "one device")), op, number)
-    return failures.result()
-
-
-@every_op
-@pytest.mark.ranks((1, "gloo"))
-def test_errors_of_fakes_name_the_devices(ranks, op):
-    ranks.expect_no_failures(check_fake_devices, op)
 
 
 def bad_biases() -> list[tuple[object, object, tuple[str, ...]]]:
@@ -213,8 +207,8 @@ def bad_biases() -> list[tuple[object, object, tuple[str, ...]]]:
     ]
 
 
-def check_bad_biases() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((1, "gloo"), (2, "nccl"))
+def test_errors_name_the_biases_that_weights_take(failures: Failures) -> None:
     for weight, bias, parts in bad_biases():
         message = ""
         try:
@@ -222,16 +216,11 @@ def check_bad_biases() -> tuple[int, list[str]]:
         except TypeError as error:
             message = str(error)
         failures.expect(missing_parts(message, parts), parts)
-    return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (2, "nccl"))
-def test_errors_name_the_biases_that_weights_take(ranks):
-    ranks.expect_no_failures(check_bad_biases)
-
-
-def check_bad_groups(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_errors_name_the_unknown_group(failures: Failures, op: str) -> None:
     arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
     destroyed = dist.new_group()
     check_call(failures, CASE, "before the group is destroyed", group=destroyed, op=op)
@@ -245,18 +234,11 @@ def check_bad_groups(op: str) -> tuple[int, list[str]]:
         message = message_of(OPS[op].wrapper, *arguments, group=group)
         failures.expect(missing_parts(message, parts), "group", group)
     check_call(failures, CASE, "after the bad groups", op=op)
-    return failures.result()
 
 
-@every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_errors_name_the_unknown_group(ranks, op):
-    ranks.expect_no_failures(check_bad_groups, op)
-
-
-def check_foreign_groups() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_errors_refuse_a_group_of_others(failures: Failures) -> None:
     """Groups that this rank is not in: what new_group returns there, the name, a mesh."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     first, mesh = dist.new_group([0]), DeviceMesh(device.type, [0])
     names = [None] * world
@@ -284,12 +266,6 @@ def check_foreign_groups() -> tuple[int, list[str]]:
             failures.expect(missing_parts(str(error or ""), (name, "group")), what, name)
             failures.expect(None if type(error) is ValueError else f"{error!r}", what, name)
     check_call(failures, CASE, "after groups of others")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_errors_refuse_a_group_of_others(ranks):
-    ranks.expect_no_failures(check_foreign_groups)
 
 
 def bad_plans() -> dict[str, tuple[list[int], tuple[str, ...]]]:
@@ -326,23 +302,17 @@ def bad_plans() -> dict[str, tuple[list[int], tuple[str, ...]]]:
     }
 
 
-def check_bad_plans() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_errors_say_what_is_wrong_with_a_plan(failures: Failures) -> None:
     for name, (code, parts) in bad_plans().items():
         message = message_of(torch.ops.overlap.set_plan, code, rank_device(), world_name())
         failures.expect(missing_parts(message, parts), name)
         # Refused plans leave nothing behind: neither an entry nor a half-changed table.
         check_call(failures, CASE, "after a bad plan:", name)
-    return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_errors_say_what_is_wrong_with_a_plan(ranks):
-    ranks.expect_no_failures(check_bad_plans)
-
-
-def check_other_calls() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_errors_of_the_other_operators(failures: Failures) -> None:
     ops, device, name = torch.ops.overlap, rank_device(), world_name()
     calls = [
         ("unknown op", lambda: ops.plan_for("gemm_nothing", 8, 8, 8, torch.float32, device, name),
@@ -358,12 +328,6 @@ def check_other_calls() -> tuple[int, list[str]]:
     for what, call, parts in calls:
         failures.expect(missing_parts(message_of(call), parts), what)
         check_call(failures, CASE, "after:", what)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_errors_of_the_other_operators(ranks):
-    ranks.expect_no_failures(check_other_calls)
 
 
 def without_process_group() -> str:

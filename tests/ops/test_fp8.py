@@ -23,17 +23,11 @@ from scaled import E4M3, E5M2, Case
 every_op = pytest.mark.parametrize("op", scaled.OPS)
 
 
-def check_cases(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
-    for seed, case in enumerate(scaled.cases()):
-        scaled.check(failures, case, op, seed)
-    return failures.result()
-
-
 @every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_fp8_ops_are_exact(ranks, op):
-    ranks.expect_no_failures(check_cases, op)
+def test_fp8_ops_are_exact(failures: Failures, op: str) -> None:
+    for seed, case in enumerate(scaled.cases()):
+        scaled.check(failures, case, op, seed)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
@@ -99,8 +93,16 @@ def bad_calls() -> dict[str, tuple[dict, tuple[str, ...]]]:
     }
 
 
-def check_errors(fake: bool) -> tuple[int, list[str]]:
-    failures = Failures()
+def _fake_call(call, keywords) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        call(**pytree.tree_map_only(torch.Tensor, mode.from_tensor, keywords))
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_errors_say_what_is_allowed(failures: Failures, fake: bool) -> None:
     device = rank_device()
     only_gather = ("a list of scales", "scales of other recipes", "shared row scales")
     for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "gemm_alltoall"):
@@ -133,27 +135,15 @@ def check_errors(fake: bool) -> tuple[int, list[str]]:
             failures.expect(
                 f"lacks {missing}: {said!r}" if missing or op not in said else None, op, name
             )
-    return failures.result()
-
-
-def _fake_call(call, keywords) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        call(**pytree.tree_map_only(torch.Tensor, mode.from_tensor, keywords))
-
-
-@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_fp8_errors_say_what_is_allowed(ranks, fake):
-    ranks.expect_no_failures(check_errors, fake)
 
 
 # --- gradients ------------------------------------------------------------------------------------------------
 
 
-def check_gradients() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_operands_that_require_grad_are_an_error_that_names_the_layers(
+    failures: Failures,
+) -> None:
     x = torch.ones(4, 16).to(E4M3).to(rank_device())
     w = torch.ones(8, 16).to(E4M3).to(rank_device())
     one = torch.ones(1, device=rank_device())
@@ -173,20 +163,14 @@ def check_gradients() -> tuple[int, list[str]]:
                 result = getattr(overlap_torch, op)(**rows, **changed)
             first = result if isinstance(result, torch.Tensor) else result[0]
             failures.expect("requires grad" if first.requires_grad else None, op, name, "no_grad")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_fp8_operands_that_require_grad_are_an_error_that_names_the_layers(ranks):
-    ranks.expect_no_failures(check_gradients)
 
 
 # --- what travels ---------------------------------------------------------------------------------------------
 
 
-def check_travels() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_fp8_gathers_carry_fp8_and_reductions_the_outputs_type(failures: Failures) -> None:
     """Types and sizes of what the process group is handed, from the profiler."""
-    failures = Failures()
     world, rank = dist.get_world_size(), dist.get_rank()
     bytes_, bf16, floats = "unsigned char", "c10::BFloat16", "float"
     expected = {
@@ -237,12 +221,6 @@ def check_travels() -> tuple[int, list[str]]:
             failures.expect(None if fits else f"{name} of {sent}", op, recipe, shared)
             wrong = [of for of, _ in sent if of != dtype]
             failures.expect(f"{name} of {sent}" if wrong else None, op, recipe, shared)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_fp8_gathers_carry_fp8_and_reductions_the_outputs_type(ranks):
-    ranks.expect_no_failures(check_travels)
 
 
 # --- compilers ------------------------------------------------------------------------------------------------
@@ -257,8 +235,9 @@ def arguments_of(op: str) -> tuple[torch._ops.OpOverload, tuple, dict]:
     return overload.operator, tuple(arguments[:positional]), {"group": world_name()}
 
 
-def check_compilers(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_ops_pass_opcheck_compile_and_export(failures: Failures, op: str) -> None:
     operator, arguments, keywords = arguments_of(op)
     right = operator(*arguments, **keywords)
 
@@ -289,18 +268,11 @@ def check_compilers(op: str) -> tuple[int, list[str]]:
     file.seek(0)
     loaded = torch.export.load(file).module()
     failures.expect_equal(flat(loaded(*arguments)), flat(right), op, "exported")
-    return failures.result()
 
 
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_fp8_ops_pass_opcheck_compile_and_export(ranks, op):
-    ranks.expect_no_failures(check_compilers, op, timeout_s=300)
-
-
-def check_functions_compile() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_fp8_functions_compile_with_named_recipes(failures: Failures) -> None:
     """The Python functions with recipes named, in one graph."""
-    failures = Failures()
     case = Case((4,), 6, 16, "row")
     call = scaled.make(case, "weights", dist.get_rank(), dist.get_world_size(), 1)
     device = rank_device()
@@ -319,19 +291,13 @@ def check_functions_compile() -> tuple[int, list[str]]:
     results, right = compiled(*arguments), function(*arguments)
     failures.expect_equal(results[0], right[0], "outputs")
     failures.expect_equal([results[2]], [right[2]], "scales")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_fp8_functions_compile_with_named_recipes(ranks):
-    ranks.expect_no_failures(check_functions_compile)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
-def check_plans() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_fp8_plans_reports_and_traces_name_types_and_recipe(failures: Failures) -> None:
     plan = plan_api.plan_for(64, 32, 16, E4M3, device="cpu", recipe="row_wise")
     problem = plan.problem
     said = (problem.dtype.name, problem.recipe.name, problem.output_dtype.name, plan.schedule.name)
@@ -357,17 +323,12 @@ def check_plans() -> tuple[int, list[str]]:
         failures.expect(None if part in text else f"lacks {part}: {text}", "report")
     dtypes = [one.dtype for one in trace.calls]
     failures.expect(None if dtypes == right else str(dtypes), "trace")
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"))
-def test_fp8_plans_reports_and_traces_name_types_and_recipe(ranks):
-    ranks.expect_no_failures(check_plans)
-
-
-def check_accumulation(op: str) -> tuple[int, list[str]]:
+@every_op
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_fp8_ranks_that_accumulate_otherwise_raise(failures: Failures, op: str) -> None:
     """One rank lets sums be less exact: what it calls is another problem."""
-    failures = Failures()
     rank, world = dist.get_rank(), dist.get_world_size()
     case, fast = (Case((8,), 6, 16, "row", fast=value) for value in (False, True))
     call = scaled.make(case, op, rank, world, 3)
@@ -378,10 +339,3 @@ def check_accumulation(op: str) -> tuple[int, list[str]]:
         failures.expect(None if part in message else f"lacks {part}: {message}", op)
     for seed, both in enumerate((case, fast)):
         scaled.check(failures, both, op, seed)
-    return failures.result()
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_fp8_ranks_that_accumulate_otherwise_raise(ranks, op):
-    ranks.expect_no_failures(check_accumulation, op)

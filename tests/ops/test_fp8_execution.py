@@ -156,9 +156,10 @@ WEIGHED = [
 ]
 
 
-def check_weighed(op: str) -> tuple[int, list[str]]:
+@every_op
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_fp8_plans_that_the_planner_weighs_are_exact(failures: Failures, op: str) -> None:
     """A plan of each kind that the planner weighs as between H200s, and what it takes here."""
-    failures = Failures()
     world = dist.get_world_size()
     machine = plan_api.machine(rank_device())
     machine.link_gbps, machine.link_latency_us = H200.link_gbps, H200.link_latency_us
@@ -181,13 +182,6 @@ def check_weighed(op: str) -> tuple[int, list[str]]:
     failures.expect(None if own and Kernel.LIBRARY in kernels else f"only {kinds}", op)
     over = {transport for _, transport in kinds}
     failures.expect(None if (Transport.PEER in over) == (machine.peer_gbps > 0) else str(over), op)
-    return failures.result()
-
-
-@every_op
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_fp8_plans_that_the_planner_weighs_are_exact(ranks, op):
-    ranks.expect_no_failures(check_weighed, op)
 
 
 def check_race(rounds: int) -> tuple[int, list[str]]:

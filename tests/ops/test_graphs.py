@@ -62,8 +62,8 @@ def warm(operands: Operands, group: dist.ProcessGroup | None = None) -> None:
     torch.cuda.synchronize()
 
 
-def check_replays(kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+def test_graphs_replay_with_changed_inputs(failures: Failures, kernel: Kernel) -> None:
     for name in PLANS:
         set_plan_named(name, kernel)
         operands = operands_of(0)
@@ -81,18 +81,11 @@ def check_replays(kernel: Kernel) -> tuple[int, list[str]]:
             failures.expect(difference(call(operands), right_of(seed)), name, "plain call", seed)
         torch.ops.overlap.clear_plans(world_name())
     overlap_torch.check()
-    return failures.result()
 
 
-@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
-def test_graphs_replay_with_changed_inputs(ranks, kernel):
-    ranks.skip_without_kernel(kernel)
-    ranks.expect_no_failures(check_replays, kernel)
-
-
-def check_chain(name: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("name", PLANS)
+def test_graphs_hold_many_calls(failures: Failures, name: str) -> None:
     """Ten calls in one graph, each on the result of the one before: replays back to back, without a wait in between."""
-    failures = Failures()
     world = dist.get_world_size()
     set_plan_named(name, Kernel.LIBRARY)
     operands = [operands_of(seed) for seed in range(10)]
@@ -111,20 +104,13 @@ def check_chain(name: str) -> tuple[int, list[str]]:
         failures.expect(difference(output, right), name, "call", seed, "of", world)
     failures.expect(difference(total, torch.stack([r.float() for r in rights]).sum(0)), name, "sum")
     torch.ops.overlap.clear_plans(world_name())
-    return failures.result()
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_graphs_hold_many_calls(ranks, name):
-    ranks.expect_no_failures(check_chain, name)
-
-
-def check_two_graphs(name: str) -> tuple[int, list[str]]:
+def test_graphs_do_not_share_memory(failures: Failures, name: str) -> None:
     """Graphs own their staging memory and counters: two of them and plain calls, on three streams, by turns.
 
-    Over peers a group's calls share memory, so that the streams have to wait for each other.
-    """
-    failures = Failures()
+    Over peers a group's calls share memory, so that the streams have to wait for each other."""
     set_plan_named(name, Kernel.LIBRARY)
     operands = [operands_of(seed) for seed in range(3)]
     warm(operands[0])
@@ -157,17 +143,10 @@ def check_two_graphs(name: str) -> tuple[int, list[str]]:
         for index, output in enumerate(outputs):
             failures.expect(difference(output, right_of(index)), name, "graph", index, turn)
     torch.ops.overlap.clear_plans(world_name())
-    return failures.result()
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_graphs_do_not_share_memory(ranks, name):
-    ranks.expect_no_failures(check_two_graphs, name)
-
-
-def check_plans_later() -> tuple[int, list[str]]:
+def test_graphs_keep_what_they_were_captured_with(failures: Failures) -> None:
     """A graph keeps the plan and the staging it was captured with, whatever the table and the group do later."""
-    failures = Failures()
     operands = operands_of(0)
     set_plan_named("packed", Kernel.LIBRARY)
     warm(operands)
@@ -194,11 +173,6 @@ def check_plans_later() -> tuple[int, list[str]]:
         torch.cuda.synchronize()
         failures.expect(difference(output, right_of(5)), "replay after", name)
     torch.ops.overlap.clear_plans(world_name())
-    return failures.result()
-
-
-def test_graphs_keep_what_they_were_captured_with(ranks):
-    ranks.expect_no_failures(check_plans_later)
 
 
 def first_call_in_capture() -> tuple[str, int, list[str]]:
@@ -234,9 +208,8 @@ def test_graphs_refuse_a_first_call_and_name_the_warm_up(ranks):
         assert checks > 0 and not failures, failures
 
 
-def outlive_the_group() -> tuple[int, list[str]]:
+def test_graphs_and_groups_end_in_any_order(failures: Failures) -> None:
     """Groups that end before the graphs that hold their communicators: neither end may wait for the other."""
-    failures = Failures()
     for turn in range(2):
         group = dist.new_group()
         operands = operands_of(turn)
@@ -256,16 +229,10 @@ def outlive_the_group() -> tuple[int, list[str]]:
         gc.collect()
         torch.cuda.synchronize()
         check_call(failures, CASE, "after the graph", turn, seed=turn)
-    return failures.result()
 
 
-def test_graphs_and_groups_end_in_any_order(ranks):
-    ranks.expect_no_failures(outlive_the_group, timeout_s=60)
-
-
-def check_training_step() -> tuple[int, list[str]]:
+def test_graphs_hold_forward_and_backward(failures: Failures) -> None:
     """Forward and backward in one graph."""
-    failures = Failures()
     operands = operands_of(0)
     operands.input.requires_grad_()
     operands.weight.requires_grad_()
@@ -295,8 +262,3 @@ def check_training_step() -> tuple[int, list[str]]:
     failures.expect(difference(of_input, right), "gradient of input")
     right = operands.input.detach()[:1].expand(CASE.n, CASE.k)
     failures.expect(difference(of_weight, right), "gradient of weight")
-    return failures.result()
-
-
-def test_graphs_hold_forward_and_backward(ranks):
-    ranks.expect_no_failures(check_training_step)

@@ -120,9 +120,9 @@ def operands(requires_grad: bool) -> list[torch.Tensor]:
     return [x, ids.to(device), shares, *weights]
 
 
-def check_compiled() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     """One graph, outputs and gradients as eager; opcheck of the operators; autocast."""
-    failures = Failures()
     found = []
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(overlap_torch.moe, fullgraph=True, backend=counter)
@@ -173,12 +173,6 @@ def check_compiled() -> tuple[int, list[str]]:
     with torch.autocast(rank_device().type, torch.bfloat16):
         output = overlap_torch.moe(*given)
     failures.expect(difference(output, overlap_torch.moe(*low)), "autocast")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_moe_under_the_compiler_and_autocast(ranks):
-    ranks.expect_no_failures(check_compiled, timeout_s=300)
 
 
 def check_second_order() -> bool:

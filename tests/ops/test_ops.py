@@ -111,9 +111,13 @@ def test_ops_take_any_layout(ranks, op, dtype):
     ranks.expect_no_failures(check_cases, op, cases)
 
 
-def check_layouts_that_differ(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
+@every_op
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_ops_take_layouts_that_differ_between_ranks(
+    failures: Failures, op: str, dtype: torch.dtype
+) -> None:
     """Rank r takes layouts r steps further down the list than rank 0."""
-    failures = Failures()
     # "expanded" changes the operands' values, not only their places; all ranks would have to take it.
     inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
     for i, weight in itertools.product(range(len(inputs)), range(len(WEIGHT_LAYOUTS))):
@@ -123,14 +127,6 @@ def check_layouts_that_differ(op: str, dtype: torch.dtype) -> tuple[int, list[st
             weight_layout=WEIGHT_LAYOUTS[(weight + 2 * dist.get_rank()) % len(WEIGHT_LAYOUTS)],
         )  # fmt: skip
         check_call(failures, case, seed=i, op=op)
-    return failures.result()
-
-
-@every_op
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_ops_take_layouts_that_differ_between_ranks(ranks, op, dtype):
-    ranks.expect_no_failures(check_layouts_that_differ, op, dtype)
 
 
 def check_composition(op: str, cases: Sequence[Case]) -> tuple[int, list[str]]:
@@ -211,9 +207,10 @@ def test_ops_allreduce_result_is_the_same_on_every_rank(ranks, dtype):
     assert all(result == results[0] for result in results)
 
 
-def check_fresh_outputs(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@every_op
+def test_ops_outputs_are_fresh(failures: Failures, op: str, dtype: torch.dtype) -> None:
     """Results stay what they are while later calls run, and belong to nobody else."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((130,), 70, 48, dtype, bias=True)
     results = [
@@ -231,18 +228,13 @@ def check_fresh_outputs(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
     for output in outputs:
         output.fill_(float("nan"))
     check_call(failures, case, "after the results were overwritten", seed=7, op=op)
-    return failures.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @every_op
-def test_ops_outputs_are_fresh(ranks, op, dtype):
-    ranks.expect_no_failures(check_fresh_outputs, op, dtype)
-
-
-def check_groups(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_ops_take_any_group(failures: Failures, op: str, dtype: torch.dtype) -> None:
     """Subgroups, groups of one and several groups by turns, among all ranks."""
-    failures = Failures()
     world = dist.get_world_size()
     everybody = tuple(range(world))
     groups = [subgroup(everybody[:2]), subgroup(everybody[1:]), subgroup(everybody, "second")]
@@ -253,18 +245,11 @@ def check_groups(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
             member = group is not None or index == len(groups) - 1
             if member:
                 check_call(failures, case, "group", index, seed=seed, group=group, op=op)
-    return failures.result()
 
 
 @every_op
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_ops_take_any_group(ranks, op, dtype):
-    ranks.expect_no_failures(check_groups, op, dtype)
-
-
-def check_ways_to_name_a_group(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_ops_wrappers_take_a_group_in_every_form(failures: Failures, op: str) -> None:
     case = Case((6, 5), 12, 10, torch.float32, bias=True)
     mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     for group in (None, world_name(), dist.group.WORLD, mesh):
@@ -273,18 +258,13 @@ def check_ways_to_name_a_group(op: str) -> tuple[int, list[str]]:
             return OPS[op].wrapper(*arguments, group=given)
 
         check_call(failures, case, "group given as", type(group).__name__, op=op, call=call)
-    return failures.result()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_ops_wrappers_take_a_group_in_every_form(ranks, op):
-    ranks.expect_no_failures(check_ways_to_name_a_group, op)
-
-
-def check_streams(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
+def test_ops_follow_the_current_stream(failures: Failures, op: str, dtype: torch.dtype) -> None:
     """Operands made late on another current stream, results read on it, without any synchronisation in between."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1), torch.cuda.default_stream()]
     for seed, case in enumerate(shape_cases([(512, 384, 128), (300, 200, 100)] * 3, dtype)):
@@ -305,30 +285,16 @@ def check_streams(op: str, dtype: torch.dtype) -> tuple[int, list[str]]:
                 output.fill_(float("nan"))
         torch.cuda.synchronize()
         failures.expect_equal(copies, expected, "stream", seed % len(streams), op, case)
-    return failures.result()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@every_op
-@pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))
-def test_ops_follow_the_current_stream(ranks, op, dtype):
-    ranks.expect_no_failures(check_streams, op, dtype)
-
-
-def check_gloo_group_on_gpu(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
-    group = dist.new_group(backend="gloo")
-    for dtype in (torch.float32, torch.bfloat16):
-        check_call(failures, Case((33,), 20, 12, dtype, bias=True), group=group, op=op)
-    dist.destroy_process_group(group)
-    return failures.result()
 
 
 @every_op
 @pytest.mark.ranks((2, "nccl"))
-def test_ops_take_cuda_tensors_in_a_gloo_group(ranks, op):
+def test_ops_take_cuda_tensors_in_a_gloo_group(failures: Failures, op: str) -> None:
     """The composition runs what the fast path cannot take."""
-    ranks.expect_no_failures(check_gloo_group_on_gpu, op)
+    group = dist.new_group(backend="gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        check_call(failures, Case((33,), 20, 12, dtype, bias=True), group=group, op=op)
+    dist.destroy_process_group(group)
 
 
 def planned_with_threads() -> list[str]:

@@ -126,8 +126,12 @@ def check_case(failures: Failures, *given: object) -> None:
 COLUMNS = [8, 96, 200, 264, 1000, 4096, 5120, 8192, 16384]
 
 
-def check_shapes(gemm: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, torch.float32, torch.float64], ids=str)
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (5, "gloo"), (1, "nccl"), (2, "nccl"), (4, "nccl"))
+def test_rmsnorm_is_exact_in_the_sum_and_rounds_the_norm_once(
+    failures: Failures, gemm: bool, dtype: torch.dtype
+) -> None:
     on_gpu = rank_device().type == "cuda"
     rows = (1, 2, 7, 64, 131, 300) if on_gpu else (1, 2, 7)
     shapes = [(m, n) for m in rows for n in COLUMNS[: None if on_gpu else 6]]
@@ -140,19 +144,15 @@ def check_shapes(gemm: bool, dtype: torch.dtype) -> tuple[int, list[str]]:
             check_case(failures, case_of(leading, 264, dtype), gemm, how)
     for n in (0, 12, 16392):  # no kernel takes these
         check_case(failures, case_of((3,), n, dtype), gemm, FUSED[0])
-    return failures.result()
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, torch.float32, torch.float64], ids=str)
-@every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (5, "gloo"), (1, "nccl"), (2, "nccl"), (4, "nccl"))
-def test_rmsnorm_is_exact_in_the_sum_and_rounds_the_norm_once(ranks, gemm, dtype):
-    ranks.expect_no_failures(check_shapes, gemm, dtype, timeout_s=300)
-
-
-def check_rows_alone(n: int, quantize: str | None) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("quantize", [None, "rowwise", "blockwise"])
+@pytest.mark.parametrize("n", [264, 8192])
+@on_peers
+def test_rmsnorm_of_a_row_does_not_depend_on_the_batch(
+    failures: Failures, n: int, quantize: str | None
+) -> None:
     """A row's bits beside other rows and other numbers of rows, at other places; NaN among the others."""
-    failures = Failures()
     device = rank_device()
     own, shared = (torch.Generator(device).manual_seed(s) for s in (dist.get_rank(), 77))
     row = torch.randn(n, generator=own, device=device).bfloat16()
@@ -171,19 +171,12 @@ def check_rows_alone(n: int, quantize: str | None) -> tuple[int, list[str]]:
     everybody = [torch.empty_like(first[1]) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, first[1])
     failures.expect_equal(everybody, [first[1]] * len(everybody), "ranks")
-    return failures.result()
 
 
-@pytest.mark.parametrize("quantize", [None, "rowwise", "blockwise"])
-@pytest.mark.parametrize("n", [264, 8192])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @on_peers
-def test_rmsnorm_of_a_row_does_not_depend_on_the_batch(ranks, n, quantize):
-    ranks.expect_no_failures(check_rows_alone, n, quantize)
-
-
-def check_numbers(dtype: torch.dtype) -> tuple[int, list[str]]:
+def test_rmsnorm_lets_nan_and_infinities_through(failures: Failures, dtype: torch.dtype) -> None:
     """NaN, infinities, zeros of both signs and denormals, as in the composition."""
-    failures = Failures()
     special = [torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-40, 3e38, -1e-38]
     terms = torch.zeros(len(special) + 1, 264)
     for i, number in enumerate(special if dist.get_rank() == 0 else []):
@@ -196,22 +189,16 @@ def check_numbers(dtype: torch.dtype) -> tuple[int, list[str]]:
         for part, expected in zip(flat(call(fused=True)), flat(call()), strict=True):
             same = torch.allclose(part.float(), expected.float(), 2e-2, 0, equal_nan=True)
             failures.expect(None if same else "differs", quantize, part.dtype)
-    return failures.result()
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-@on_peers
-def test_rmsnorm_lets_nan_and_infinities_through(ranks, dtype):
-    ranks.expect_no_failures(check_numbers, dtype)
 
 
 # The weight's scales for each cast of 4 x 264 values, and each cast's own.
 CASTS = {"tensorwise": ((), ()), "rowwise": ((4, 1), (16, 1)), "blockwise": ((4, 3), (1, 3))}
 
 
-def check_next_gemm(quantize: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("quantize", CASTS)
+@pytest.mark.ranks((2, "gloo"))
+def test_rmsnorm_casts_as_the_fp8_ops_take_them(failures: Failures, quantize: str) -> None:
     """The fp8 ops take values and scales as they are: scales of 1 in the weight leave what the cast stands for."""
-    failures = Failures()
     call = Call(case_of((4,), 264), False, {"quantize": quantize})
     values, scales, *_ = [*flat([call()[0]]), call.how.get("scale")]
     shape, of_weight = CASTS[quantize]
@@ -229,18 +216,15 @@ def check_next_gemm(quantize: str) -> tuple[int, list[str]]:
     width = 128 if quantize == "blockwise" else 264
     right = (values.float() * every.repeat_interleave(width, 1)[:, :264])[:, 0:256:16]
     failures.expect(difference(output, right * dist.get_world_size()), quantize)
-    return failures.result()
 
 
-@pytest.mark.parametrize("quantize", CASTS)
-@pytest.mark.ranks((2, "gloo"))
-def test_rmsnorm_casts_as_the_fp8_ops_take_them(ranks, quantize):
-    ranks.expect_no_failures(check_next_gemm, quantize)
-
-
-def check_gradients(gemm: bool, how: dict) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("how", [*HOW[:4], FUSED[0]], ids=str)
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_rmsnorm_has_the_gradients_of_its_composition(
+    failures: Failures, gemm: bool, how: dict
+) -> None:
     """Against float64's of all ranks' operands, differentiated as one function."""
-    failures = Failures()
     call = Call(case_of((6,), 24, torch.float64), gemm, how)
     leaves = [None if each is None else each.clone().requires_grad_() for each in call.arguments]
     first, total = call(*leaves)
@@ -267,14 +251,6 @@ def check_gradients(gemm: bool, how: dict) -> tuple[int, list[str]]:
     cast.arguments[0].requires_grad_()
     message = message_of(cast)
     failures.expect(None if "no gradient" in message else message or "no error", "cast")
-    return failures.result()
-
-
-@pytest.mark.parametrize("how", [*HOW[:4], FUSED[0]], ids=str)
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_rmsnorm_has_the_gradients_of_its_composition(ranks, gemm, how):
-    ranks.expect_no_failures(check_gradients, gemm, how)
 
 
 class Exported(torch.nn.Module):
@@ -286,8 +262,10 @@ class Exported(torch.nn.Module):
         return flat(self.call(*arguments))
 
 
-def check_compiled(gemm: bool, how: dict) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("how", [HOW[0], HOW[3], *FUSED[4:]], ids=str)
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_rmsnorm_compiles_to_what_it_is(failures: Failures, gemm: bool, how: dict) -> None:
     torch.compiler.reset()
     call = Call(case_of((5,), 264), gemm, how)
     eager = flat(call())
@@ -313,14 +291,6 @@ def check_compiled(gemm: bool, how: dict) -> tuple[int, list[str]]:
     for fake, one in zip(fakes, eager, strict=True):
         same = (fake.shape, fake.dtype, fake.stride()) == (one.shape, one.dtype, one.stride())
         failures.expect(None if same else f"fake {fake}", how)
-    return failures.result()
-
-
-@pytest.mark.parametrize("how", [HOW[0], HOW[3], *FUSED[4:]], ids=str)
-@every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_rmsnorm_compiles_to_what_it_is(ranks, gemm, how):
-    ranks.expect_no_failures(check_compiled, gemm, how, timeout_s=300)
 
 
 REFUSED = [
@@ -390,9 +360,10 @@ def test_rmsnorm_keeps_its_calls_apart(ranks):
     ranks.expect_no_failures(check_many_calls, calls, timeout_s=300)
 
 
-def check_graphs() -> tuple[int, list[str]]:
+@on_peers
+@pytest.mark.peers
+def test_rmsnorm_in_graphs_by_turns_with_plain_calls(failures: Failures) -> None:
     """Replays by turns with plain calls, with operands that change."""
-    failures = Failures()
     hows = [((1,), 8192, FUSED[0]), ((16,), 4096, FUSED[5]), ((130,), 1024, FUSED[2])]
     places = [(case_of(m, n), gemm, how) for m, n, how in hows for gemm in (False, True)]
     prepared = [Call(*place) for place in places]
@@ -415,13 +386,6 @@ def check_graphs() -> tuple[int, list[str]]:
         for each in ([captured], [captured, calls()], [calls()])[turn % 3]:
             failures.expect_equal(each, [other.total.to(BFLOAT16) for other in others], turn)
     overlap_torch.check()
-    return failures.result()
-
-
-@on_peers
-def test_rmsnorm_in_graphs_by_turns_with_plain_calls(ranks):
-    ranks.skip_without_peers()
-    ranks.expect_no_failures(check_graphs, timeout_s=300)
 
 
 def fail_and_report(rows: int | None) -> str:

@@ -148,8 +148,9 @@ def right_derivatives(
     return by[first : first + own] + by[factors_of_me : factors_of_me + count]
 
 
-def check_op(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@every_op
+@some_ranks
+def test_second_order_of_ops_is_the_global_functions(failures: Failures, op: str) -> None:
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     seeds = itertools.count()
     for case, bias in itertools.product(OPS[op].of(CASES), (False, True)):
@@ -181,18 +182,12 @@ def check_op(op: str) -> tuple[int, list[str]]:
             got = derivatives(outputs, factors, leaves, vectors, used, square, order)
             where = (op, case, "asking", asking, "used", used, "square", square, "order", order)
             expect_gradients(failures, got, right, *where)
-    return failures.result()
 
 
-@every_op
+@pytest.mark.parametrize("op", ["allgather_gemm", "allgather_gemm.weights"])
 @some_ranks
-def test_second_order_of_ops_is_the_global_functions(ranks, op):
-    ranks.expect_no_failures(check_op, op)
-
-
-def single_outputs(op: str) -> tuple[int, list[str]]:
+def test_second_order_of_one_output_of_several(failures: Failures, op: str) -> None:
     """Ops of several outputs, of which one alone is used."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((3,), 5, 4, torch.float64, bias=True)
     everybody = [OPS[op].arguments(case, r, world, device) for r in range(world)]
@@ -234,18 +229,12 @@ def single_outputs(op: str) -> tuple[int, list[str]]:
         mine = map_tensors(lambda t: t.detach().clone().requires_grad_(), everybody[rank])
         got = by([mine], [tensors_of(OPS[op].wrapper(*mine, group=world_name()))])
         expect_gradients(failures, got, right, op, "output", output, "square", square)
-    return failures.result()
 
 
-@pytest.mark.parametrize("op", ["allgather_gemm", "allgather_gemm.weights"])
+@every_op
 @some_ranks
-def test_second_order_of_one_output_of_several(ranks, op):
-    ranks.expect_no_failures(single_outputs, op)
-
-
-def dropped_derivative(op: str) -> tuple[int, list[str]]:
+def test_second_order_is_not_dropped_beside_other_terms(failures: Failures, op: str) -> None:
     """A gradient whose derivative is asked for beside another term's: nothing says so if its own is left out."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((3,), 5, 4, torch.float64)
     arguments = OPS[op].arguments(case, rank, world, device)
@@ -269,13 +258,6 @@ def dropped_derivative(op: str) -> tuple[int, list[str]]:
     total = sum(gradient.square().sum() for gradient in firsts) + inputs[rank].sum()
     (right,) = torch.autograd.grad(total, inputs[rank])
     failures.expect(difference(second, right), op)
-    return failures.result()
-
-
-@every_op
-@some_ranks
-def test_second_order_is_not_dropped_beside_other_terms(ranks, op):
-    ranks.expect_no_failures(dropped_derivative, op)
 
 
 def collectives_of(op: str, create_graph: bool) -> list[str]:
@@ -309,8 +291,9 @@ def test_second_order_costs_the_first_no_communication(ranks, op):
         assert ranks.run(collectives_of, op, create_graph) == [right] * 2
 
 
-def second_backward_on_one_rank() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_second_order_by_operands_of_allreduce_does_not_communicate(failures: Failures) -> None:
+    """Without the output's gradient, as where the first derivative is taken of something linear."""
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     input, weight, bias = OPS["gemm_allreduce"].arguments(
         Case((3,), 5, 4, torch.float64, bias=True), rank, world, device
@@ -325,13 +308,6 @@ def second_backward_on_one_rank() -> tuple[int, list[str]]:
         for value, exact in zip(got, right, strict=True):
             failures.expect(difference(value, exact.detach()))
     failures.expect(None)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_second_order_by_operands_of_allreduce_does_not_communicate(ranks):
-    """Without the output's gradient, as where the first derivative is taken of something linear."""
-    ranks.expect_no_failures(second_backward_on_one_rank, timeout_s=60)
 
 
 # ----------------------------------------------------------------------------------------------------------------- layers
@@ -394,9 +370,14 @@ def distributed_like(leaf: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     )
 
 
-def check_nn(kind: str, sequence: bool, whole: bool) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+@some_ranks
+def test_second_order_of_nn_layers(
+    failures: Failures, kind: str, sequence: bool, whole: bool
+) -> None:
     """`whole`: the column layer's gather_output, the row layer's input_is_parallel=False."""
-    failures = Failures()
     for features, tokens, bias in itertools.product(
         ((6, 12), (7, 5), (2, 3)), (6, 7) if sequence else (3,), (True, False)
     ):
@@ -436,23 +417,18 @@ def check_nn(kind: str, sequence: bool, whole: bool) -> tuple[int, list[str]]:
         got = [local_part(value) for value in got]
         right = [cut(value) for cut, value in zip(cuts * 2, right, strict=True)]
         expect_gradients(failures, got, right, kind, features, tokens, "bias", bias)
-    return failures.result()
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-@pytest.mark.parametrize("kind", ["column", "row"])
-@some_ranks
-def test_second_order_of_nn_layers(ranks, kind, sequence, whole):
-    ranks.expect_no_failures(check_nn, kind, sequence, whole)
 
 
 STYLES = (OverlapColwiseParallel, OverlapRowwiseParallel)
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1))
 
 
-def check_style(style: type, shape: tuple[int, int, int, int]) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (7, 5, 5, 7)], ids=str)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
+def test_second_order_of_styles(
+    failures: Failures, style: type, shape: tuple[int, int, int, int]
+) -> None:
     in_features, out_features, *leading = shape
     world = dist.get_world_size()
     linear = integer_linear(in_features, out_features, True, torch.float64)
@@ -497,14 +473,6 @@ def check_style(style: type, shape: tuple[int, int, int, int]) -> tuple[int, lis
             else:
                 problem = difference(value, cut(exact, placement, False))
             failures.expect(problem, "by", i, *where)
-    return failures.result()
-
-
-@pytest.mark.parametrize("shape", [(12, 6, 6, 12), (7, 5, 5, 7)], ids=str)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
-def test_second_order_of_styles(ranks, style, shape):
-    ranks.expect_no_failures(check_style, style, shape)
 
 
 # ------------------------------------------------------------------------------------------------- transforms and modes
@@ -531,8 +499,9 @@ def jacobian(output: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return torch.stack(by).view(*output.shape, *leaf.shape)
 
 
-def check_transforms(op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@every_op
+@some_ranks
+def test_transforms_of_ops(failures: Failures, op: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     everybody = [equal_arguments(op, r, world) for r in range(world)]
     mine = tensors_of(everybody[rank])
@@ -594,18 +563,11 @@ def check_transforms(op: str) -> tuple[int, list[str]]:
         for j, value in enumerate(got):
             exact = function(*mine[:i], batch[..., j], *mine[i + 1 :])
             failures.expect(difference(value, exact), op, "vmap of", i, "element", j)
-    return failures.result()
 
 
-@every_op
 @some_ranks
-def test_transforms_of_ops(ranks, op):
-    ranks.expect_no_failures(check_transforms, op)
-
-
-def check_layer_transforms() -> tuple[int, list[str]]:
+def test_transforms_of_layers(failures: Failures) -> None:
     """By parameters and input of a column and a row layer, one behind the other."""
-    failures = Failures()
     first, second = (
         integer_linear(2, 7, True, torch.float64),
         integer_linear(7, 5, True, torch.float64),
@@ -653,17 +615,12 @@ def check_layer_transforms() -> tuple[int, list[str]]:
         right = jacobian(torch.stack(list(parts)).sum(0), whole)
         right = torch.stack([cut(row) for row in right.flatten(0, 1)]).view_as(got)
         failures.expect(difference(got, right), "jacrev of grad", *where)
-    return failures.result()
 
 
+@every_op
 @some_ranks
-def test_transforms_of_layers(ranks):
-    ranks.expect_no_failures(check_layer_transforms)
-
-
-def check_modes(op: str) -> tuple[int, list[str]]:
+def test_second_order_in_modes(failures: Failures, op: str) -> None:
     """Second derivatives through a checkpoint and under autocast."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     case = Case((2,), 2, 2, torch.float64, bias=True)  # exact in bfloat16 too
     everybody = [OPS[op].arguments(case, r, world, device) for r in range(world)]
@@ -691,13 +648,6 @@ def check_modes(op: str) -> tuple[int, list[str]]:
         got = derivatives(outputs, factors, leaves, vectors, range(count), False, 2)
         got = [None if value is None else value.double() for value in got]
         expect_gradients(failures, got, right, op, call.__name__)
-    return failures.result()
-
-
-@every_op
-@some_ranks
-def test_second_order_in_modes(ranks, op):
-    ranks.expect_no_failures(check_modes, op)
 
 
 def second_of_compiled(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor]) -> str:

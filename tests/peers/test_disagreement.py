@@ -72,9 +72,9 @@ def test_disagreement_about_the_problem_raises_on_every_rank(ranks, op):
     ranks.expect_no_failures(disagree, op)
 
 
-def swap_calls() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_disagreement_about_the_order_raises_on_every_rank(failures: Failures) -> None:
     """One rank makes two calls in the other order; then two other ops."""
-    failures = Failures()
     last = dist.get_rank() == dist.get_world_size() - 1
     large = CASE.with_(leading=(512,), n=256)
     for first, second in (
@@ -89,16 +89,10 @@ def swap_calls() -> tuple[int, list[str]]:
             message = message_of(OPS[op].wrapper, *arguments)
             expect_named(failures, message, (first[0], second[0]), "order", first, second)
     check_call(failures, CASE, "after", seed=1)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_disagreement_about_the_order_raises_on_every_rank(ranks):
-    ranks.expect_no_failures(swap_calls)
-
-
-def set_a_plan_alone() -> tuple[int, list[str]]:
-    failures = Failures()
+def test_disagreement_about_the_plan_raises_on_every_rank(failures: Failures) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     world = dist.get_world_size()
     check_call(failures, CASE, "before")
@@ -109,17 +103,11 @@ def set_a_plan_alone() -> tuple[int, list[str]]:
     expect_named(failures, message, ("by another plan",), "plans")
     plan_module.set_plan(chunked_plan(CASE, world, "cpu", "row panels", 4, tile=(32, 32)))
     check_call(failures, CASE, "after", seed=1)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_disagreement_about_the_plan_raises_on_every_rank(ranks):
-    ranks.expect_no_failures(set_a_plan_alone)
-
-
-def disagree_in_a_subgroup() -> tuple[int, list[str]]:
+@pytest.mark.ranks((3, "gloo"))
+def test_disagreement_of_a_subgroup_is_its_own(failures: Failures) -> None:
     """The other group's calls are not concerned, and are counted by themselves."""
-    failures = Failures()
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
     if rank < 2:
@@ -130,12 +118,6 @@ def disagree_in_a_subgroup() -> tuple[int, list[str]]:
         for part in ("m=64", "m=128", "call 4", pair.group_name):
             failures.expect(None if part in message else f"{part} is not in {message!r}")
     check_call(failures, CASE, "in the whole group", seed=2)
-    return failures.result()
-
-
-@pytest.mark.ranks((3, "gloo"))
-def test_disagreement_of_a_subgroup_is_its_own(ranks):
-    ranks.expect_no_failures(disagree_in_a_subgroup)
 
 
 class _Raises(torch.autograd.Function):
@@ -171,9 +153,12 @@ SKIPPED = {
 }
 
 
-def skip_a_backward(name: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("name", list(SKIPPED))
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_disagreement_about_a_backward_leaves_nothing_on_its_way(
+    failures: Failures, name: str
+) -> None:
     """The last rank leaves a layer's backward out, and all are told at its next call; then all is right again."""
-    failures = Failures()
     make, takes_part, wants_gradient = SKIPPED[name]
     layer, world = make(), dist.get_world_size()
     x = torch.ones(4 * world, 12 // world if takes_part else 6, requires_grad=wants_gradient)
@@ -188,13 +173,6 @@ def skip_a_backward(name: str) -> tuple[int, list[str]]:
     layer(x).sum().backward()
     for seed in (1, 2):
         check_call(failures, CASE, "after", name, seed=seed)
-    return failures.result()
-
-
-@pytest.mark.parametrize("name", list(SKIPPED))
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_disagreement_about_a_backward_leaves_nothing_on_its_way(ranks, name):
-    ranks.expect_no_failures(skip_a_backward, name)
 
 
 def without_shared_memory() -> tuple[int, list[str]]:

@@ -81,9 +81,12 @@ def test_peers_take_layouts_that_differ_between_ranks(ranks, op, kernel):
     ranks.expect_no_failures(check_other_layouts, op, kernel, 2, timeout_s=300)
 
 
-def check_any_rows(kernel: Kernel, dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_kernel
+@pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"), (8, "nccl"))
+@pytest.mark.peers
+def test_peers_ring_takes_any_rows(failures: Failures, kernel: Kernel, dtype: torch.dtype) -> None:
     """All-reduces whose last rank owns fewer rows than the others."""
-    failures = Failures()
     world = dist.get_world_size()
     for part, n, k in [(2, 8, 8), *SHAPES, (1025, 520, 264)]:
         # By one row, by as many as the ranks allow; a single row is left where parts are that low.
@@ -96,15 +99,6 @@ def check_any_rows(kernel: Kernel, dtype: torch.dtype) -> tuple[int, list[str]]:
                     mine = case.with_(bias=bias, weight_layout=weight_layout)
                     plan = peer_plan(mine, "gemm_allreduce", RING, kernel)
                     check_plan(failures, mine, plan, rows, "rows", kernel.name)
-    return failures.result()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_kernel
-@pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"), (8, "nccl"))
-def test_peers_ring_takes_any_rows(ranks, kernel, dtype):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_any_rows, kernel, dtype, timeout_s=300)
 
 
 @every_kernel

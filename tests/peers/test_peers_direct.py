@@ -85,26 +85,24 @@ def test_direct_is_exact_in_float32(ranks, op):
     ranks.expect_no_failures(check_shapes, op, torch.float32, Kernel.LIBRARY, timeout_s=300)
 
 
-def check_uneven(dtype: torch.dtype) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@of_some_ranks
+@pytest.mark.peers
+def test_direct_all_reduce_takes_any_number_of_rows(failures: Failures, dtype: torch.dtype) -> None:
     # In a kernel's stores more than two ranks own whole rows.
     any_kernel = dist.get_world_size() == 2 and dtype.itemsize == 2
     for kernel in plan_kernels() if any_kernel else [Kernel.LIBRARY]:
         for rows, n, k in UNEVEN:
             check_both(failures, "gemm_allreduce", Case((rows,), n, k, dtype), kernel)
-    return failures.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @of_some_ranks
-def test_direct_all_reduce_takes_any_number_of_rows(ranks, dtype):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(check_uneven, dtype, timeout_s=300)
-
-
-def check_around_the_limit(dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.peers
+def test_direct_is_exact_around_the_low_latency_limit(
+    failures: Failures, dtype: torch.dtype
+) -> None:
     """Small and large calls by turns: they signal in different ways, and share no memory."""
-    failures = Failures()
     peers = dist.get_world_size() - 1
     for n in (8, 1000, 1024):
         row_bytes = n * dtype.itemsize
@@ -116,30 +114,16 @@ def check_around_the_limit(dtype: torch.dtype) -> tuple[int, list[str]]:
             for rows in (most - 1, most, most + 1, most, 2 * most, 1):
                 case = Case((rows,), n, 64, dtype)
                 check_both(failures, "gemm_allreduce", case, Kernel.LIBRARY)
-    return failures.result()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@of_some_ranks
-def test_direct_is_exact_around_the_low_latency_limit(ranks, dtype):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(check_around_the_limit, dtype, timeout_s=300)
-
-
-def check_large(op: str, kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
-    rows, n, k = (1024, 264, 8192) if op.startswith("allgather") else (2048, 8192, 136)
-    for rows_of_part in (rows, rows + 1):
-        check_both(failures, op, peer_case(op, rows_of_part, n, k, torch.bfloat16), kernel)
-    return failures.result()
 
 
 @every_kernel
 @every_op
 @of_some_ranks
-def test_direct_is_exact_where_much_is_sent(ranks, op, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_large, op, kernel, timeout_s=300)
+@pytest.mark.peers
+def test_direct_is_exact_where_much_is_sent(failures: Failures, op: str, kernel: Kernel) -> None:
+    rows, n, k = (1024, 264, 8192) if op.startswith("allgather") else (2048, 8192, 136)
+    for rows_of_part in (rows, rows + 1):
+        check_both(failures, op, peer_case(op, rows_of_part, n, k, torch.bfloat16), kernel)
 
 
 @every_kernel
@@ -205,9 +189,14 @@ def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch
     return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
 
 
-def check_bits(way: Way, kernel: Kernel, dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(("way", "kernel"), REDUCING, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@of_some_ranks
+@pytest.mark.peers
+def test_direct_all_reduce_has_the_same_bits_everywhere(
+    failures: Failures, way: Way, kernel: Kernel, dtype: torch.dtype
+) -> None:
     """Normal data, whose sums depend on the order: all ranks and runs must take the same."""
-    failures = Failures()
     rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
     integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for m, n, k in ((world, 256, 512), (16 * world, 1024, 512), (768 * world, 3072, 512)):
@@ -234,15 +223,6 @@ def check_bits(way: Way, kernel: Kernel, dtype: torch.dtype) -> tuple[int, list[
         for other, output in enumerate(everybody):
             same = torch.equal(bits[0], output.view(integer))
             failures.expect(None if same else f"rank {other} has other bits", case)
-    return failures.result()
-
-
-@pytest.mark.parametrize(("way", "kernel"), REDUCING, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@of_some_ranks
-def test_direct_all_reduce_has_the_same_bits_everywhere(ranks, way, kernel, dtype):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_bits, way, kernel, dtype, timeout_s=120)
 
 
 # --- order ------------------------------------------------------------------------------------------

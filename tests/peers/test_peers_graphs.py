@@ -192,54 +192,40 @@ def check_turns(
 # --- replays ----------------------------------------------------------------------------------------
 
 
-def check_replays(op: str, way: Way, kernel: Kernel, plain: int) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("plain", [1, 0], ids=["between_plain_calls", "back_to_back"])
+@with_all_to_all
+@pytest.mark.peers
+def test_peers_graphs_replay(
+    failures: Failures, op: str, way: Way, kernel: Kernel, plain: int
+) -> None:
     """One to three calls in a graph: with odd numbers a replay begins on the slot on which the one before ended."""
-    failures = Failures()
     for rows in sizes(way):
         for calls in (1, 2, 3):
             graphs = [[runner(op, rows, way, kernel)] * calls]
             check_turns(failures, graphs, plain=plain, seed=calls)
-    return failures.result()
 
 
-@pytest.mark.parametrize("plain", [1, 0], ids=["between_plain_calls", "back_to_back"])
 @with_all_to_all
-def test_peers_graphs_replay(ranks, op, way, kernel, plain):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_replays, op, way, kernel, plain, timeout_s=180)
-
-
-def check_two_graphs(op: str, way: Way, kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.peers
+def test_peers_graphs_replay_in_turns(
+    failures: Failures, op: str, way: Way, kernel: Kernel
+) -> None:
     for rows in sizes(way):
         mine = runner(op, rows, way, kernel)
         for calls in ((1, 1), (1, 2), (3, 2)):
             check_turns(failures, [[mine] * count for count in calls], seed=sum(calls))
-    return failures.result()
 
 
-@with_all_to_all
-def test_peers_graphs_replay_in_turns(ranks, op, way, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_two_graphs, op, way, kernel, timeout_s=180)
-
-
-def check_everything(kernel: Kernel) -> tuple[int, list[str]]:
+@every_kernel
+@pytest.mark.peers
+def test_peers_graphs_hold_calls_of_all_kinds(failures: Failures, kernel: Kernel) -> None:
     """Calls of all ops and ways in one graph, of some in others."""
-    failures = Failures()
     runners = []
     for op, way in [*OP_WAYS, (ALL_TO_ALL, 1)]:
         for rows in sizes(way):
             runners.append(runner(op, rows, way, kernel, k=136 + 8 * len(runners)))
     check_turns(failures, [runners, runners[::3], runners[:1]], plain=3, seed=1)
     check_turns(failures, [runners[::-1]], seed=2)
-    return failures.result()
-
-
-@every_kernel
-def test_peers_graphs_hold_calls_of_all_kinds(ranks, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_everything, kernel, timeout_s=300)
 
 
 # --- the planner ------------------------------------------------------------------------------------
@@ -361,9 +347,10 @@ def test_peers_graphs_refuse_an_alltoall_before_memory_is_mapped(ranks):
     expect_refused(ranks.run(capture_way_too_early, ALL_TO_ALL, 1))
 
 
-def outlive_the_group(way: Way) -> tuple[int, list[str]]:
+@every_way
+@pytest.mark.peers
+def test_peers_graphs_and_groups_end_in_any_order(failures: Failures, way: Way) -> None:
     """Groups that end before the graphs that hold their memory: neither end may wait for the other, or free it."""
-    failures = Failures()
     for turn, op in enumerate(PEER_OPS):
         group = dist.new_group()
         mine = runner(op, 643, way, Kernel.LIBRARY)
@@ -384,10 +371,3 @@ def outlive_the_group(way: Way) -> tuple[int, list[str]]:
         torch.cuda.synchronize()
         check_call(failures, mine.case, "after the graph", seed=turn, op=op)
     overlap_torch.check()
-    return failures.result()
-
-
-@every_way
-def test_peers_graphs_and_groups_end_in_any_order(ranks, way):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(outlive_the_group, way, timeout_s=120)

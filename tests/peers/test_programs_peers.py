@@ -277,9 +277,12 @@ def test_races_of_programs_over_peers(ranks, ops):
     ranks.expect_no_failures(race_of_programs, ops, kernel, 150, timeout_s=300)
 
 
-def check_graphs(op: str, engines: str) -> tuple[int, list[str]]:
+@every_engine
+@pytest.mark.parametrize("op", OP_NAMES[:3])
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+@pytest.mark.peers
+def test_graphs_of_programs_over_peers(failures: Failures, op: str, engines: str) -> None:
     """One graph of two calls, replayed between plain calls, on operands that change."""
-    failures = Failures()
     mine = runner(op, engines, 256, Kernel.LIBRARY)
     with use_plan(mine.plan):
         captured = Captured([mine, mine])
@@ -295,15 +298,6 @@ def check_graphs(op: str, engines: str) -> tuple[int, list[str]]:
         overlap_torch.check()
         for count, where in zip(found.counts, found.where, strict=True):
             failures.expect(f"{int(count)} wrong" if int(count) else None, *where)
-    return failures.result()
-
-
-@every_engine
-@pytest.mark.parametrize("op", OP_NAMES[:3])
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_graphs_of_programs_over_peers(ranks, op, engines):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(check_graphs, op, engines, timeout_s=300)
 
 
 def call_alone(engines: str) -> str:

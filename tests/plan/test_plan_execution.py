@@ -157,9 +157,12 @@ def test_plan_execution_cuts_many_rows_of_an_alltoall(ranks, dtype):
     ranks.expect_no_failures(check_pieces, Case((3000,), 1027, 16, dtype, bias=True))
 
 
-def check_many_rows_over_nccl(kernel: Kernel) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_plan_execution_sends_many_rows_of_an_alltoall_over_nccl(
+    failures: Failures, kernel: Kernel
+) -> None:
     """Between two ranks one exchange beside the own rows, between more of them pieces; few rows one step of either."""
-    failures = Failures()
     world = dist.get_world_size()
     for rows in (9000, 640, 100):
         for bias in (False, True):  # with one the framework computes
@@ -172,19 +175,14 @@ def check_many_rows_over_nccl(kernel: Kernel) -> tuple[int, list[str]]:
                 layout = "offset" if dist.get_rank() == 0 else "contiguous"
                 mine = case.with_(input_layout=layout)
                 check_plan(failures, mine, plan, label, kernel.name, op="gemm_alltoall")
-    return failures.result()
 
 
-@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_plan_execution_sends_many_rows_of_an_alltoall_over_nccl(ranks, kernel):
-    ranks.skip_without_kernel(kernel)
-    ranks.expect_no_failures(check_many_rows_over_nccl, kernel)
-
-
-def check_rows_apart_and_in_turn(kernel: Kernel) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kernel", GPU_KERNELS[1:], ids=lambda kernel: kernel.name)
+@pytest.mark.ranks((2, "nccl"))
+def test_plan_execution_computes_rows_of_an_alltoall_apart_or_in_turn(
+    failures: Failures, kernel: Kernel
+) -> None:
     """Each of two ranks chooses by its own rows: first the peer's, then its own beside the exchange, or all and then it."""
-    failures = Failures()
     rank = dist.get_rank()
     case = Case((0,), 2056, 2048, torch.bfloat16)
     resources = {"comm_sms": 24, "max_ctas": 24}
@@ -204,14 +202,6 @@ def check_rows_apart_and_in_turn(kernel: Kernel) -> tuple[int, list[str]]:
         with fixed_counts(counts):
             for _ in range(3):
                 check_plan(failures, case, plan, counts, "apart", apart, op="gemm_alltoall")
-    return failures.result()
-
-
-@pytest.mark.parametrize("kernel", GPU_KERNELS[1:], ids=lambda kernel: kernel.name)
-@pytest.mark.ranks((2, "nccl"))
-def test_plan_execution_computes_rows_of_an_alltoall_apart_or_in_turn(ranks, kernel):
-    ranks.skip_without_kernel(kernel)
-    ranks.expect_no_failures(check_rows_apart_and_in_turn, kernel)
 
 
 def check_templates(op: str) -> tuple[int, list[str]]:
@@ -238,9 +228,9 @@ def test_plan_execution_takes_templates_as_they_are(ranks, op):
     ranks.expect_no_failures(check_templates, op)
 
 
-def check_plans_of_groups() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_plan_execution_keeps_plans_by_group_and_problem(failures: Failures) -> None:
     """A plan belongs to one group and one problem, and goes with the end of use_plan, or with clear_plans."""
-    failures = Failures()
     world, device = dist.get_world_size(), rank_device()
     case = Case((64,), 32, 24, torch.float32, bias=True)
     second = subgroup(tuple(range(world)), "second")
@@ -283,12 +273,6 @@ def check_plans_of_groups() -> tuple[int, list[str]]:
         plan_module.set_plan(plan, group=third)
         check_call(failures, case, "in a new group", group=third)
         dist.destroy_process_group(third)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_plan_execution_keeps_plans_by_group_and_problem(ranks):
-    ranks.expect_no_failures(check_plans_of_groups)
 
 
 def plans_of_small_problems() -> list[Schedule]:

@@ -63,8 +63,8 @@ def test_programs_of_templates_are_exact_in_chunks_of_any_number(ranks, op):
     ranks.expect_no_failures(check_templates, [op], [EVEN], [1])
 
 
-def check_gradients_under_programs() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_programs_serve_gradients(failures: Failures) -> None:
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     # Backward calls the other op, with N and K exchanged.
     for op, case in itertools.product(OPS, (EVEN, EVEN.with_(n=EVEN.k, k=EVEN.n))):
@@ -79,12 +79,6 @@ def check_gradients_under_programs() -> tuple[int, list[str]]:
         right = right_gradients(op, EVEN, world, device, 0, range(len(outputs)))
         failures.expect_equal([leaf.grad for leaf in leaves], right, "gradients of", op)
     plan_module.clear_plans()
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_programs_serve_gradients(ranks):
-    ranks.expect_no_failures(check_gradients_under_programs)
 
 
 def run_program(text: str, op: str) -> tuple[int, list[str]]:
@@ -135,8 +129,8 @@ def test_programs_drawn_at_random_on_many_ranks(ranks, op, kind, count):
     assert refused == 0 if kind == "right" else 5 < refused < count
 
 
-def tune_with_a_program() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_programs_are_tuned_beside_the_planners_plans(failures: Failures) -> None:
     world = dist.get_world_size()
     case = EVEN
     problem = OPS["gemm_allreduce"].problem(case, world)
@@ -149,12 +143,6 @@ def tune_with_a_program() -> tuple[int, list[str]]:
     failures.expect(None if tuned[0].source == "measured" else str(tuned[0]))
     check_call(failures, case, "after tuning", op="gemm_allreduce")
     plan_module.clear_plans()
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_programs_are_tuned_beside_the_planners_plans(ranks):
-    ranks.expect_no_failures(tune_with_a_program)
 
 
 # --- deadlines and agreement ----------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def in_chunks(group: dist.ProcessGroup | None = None):
     return use_plan(row_panels(problem, CHUNKS, transport="nccl", tile=(128, 128)), group=group)
 
 
-def check_trace_and_report() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "nccl"))
+def test_trace_and_report_on_gpus(failures: Failures) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     x, weight = operands()
     with in_chunks(group), overlap_torch.trace() as traced:
@@ -69,16 +69,10 @@ def check_trace_and_report() -> tuple[int, list[str]]:
     ]
     said = [(row["device"], row["overlapped"], bool(row["why"])) for row in rows]
     failures.expect(None if said == [("cuda", False, True)] else f"{said}", "why not")
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "nccl"))
-def test_trace_and_report_on_gpus(ranks):
-    ranks.expect_no_failures(check_trace_and_report)
-
-
-def check_profile() -> tuple[int, list[str]]:
-    failures = Failures()
+def test_profiles_name_calls_and_chunks_on_gpus(failures: Failures) -> None:
     x, weight = operands()
     with (
         in_chunks(),
@@ -91,12 +85,6 @@ def check_profile() -> tuple[int, list[str]]:
     for name in names:
         count = counts.get(f"overlap::{name}")
         failures.expect(None if count == 2 else f"{count} times", name)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "nccl"))
-def test_profiles_name_calls_and_chunks_on_gpus(ranks):
-    ranks.expect_no_failures(check_profile)
 
 
 def call_twice() -> None:

@@ -101,8 +101,8 @@ def step(model: torch.nn.Module) -> None:
     model(torch.ones(TOKENS, 8, requires_grad=True)).sum().backward()
 
 
-def check_model() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_report_names_layers_and_what_they_called(failures: Failures) -> None:
     group = own_group()
     model = Layers(group)
     others = set(summary(overlap_torch.report()))
@@ -134,12 +134,6 @@ def check_model() -> tuple[int, list[str]]:
         f"0.whole_down and 1 more gemm_allreduce 6 x 16 x 12 float32 2 cpu 2 sequence 1.00x {TINY}"
     )
     failures.expect(None if found == [line] else f"{found}", "table")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_report_names_layers_and_what_they_called(ranks):
-    ranks.expect_no_failures(check_model)
 
 
 class Pair(torch.nn.Module):
@@ -155,9 +149,9 @@ class Pair(torch.nn.Module):
         return self.q(input)
 
 
-def check_unseen_calls() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_report_finds_the_layers_of_calls_that_were_not_noted(failures: Failures) -> None:
     """Calls of which the layers' forwards do not tell: compiled ones, of other sizes before, and of several layers."""
-    failures = Failures()
 
     def expect(rows: list[tuple], model: torch.nn.Module, group: dist.ProcessGroup, where: str):
         found = [row for row in overlap_torch.report(model) if row["group"] == group.group_name]
@@ -184,12 +178,6 @@ def check_unseen_calls() -> tuple[int, list[str]]:
     overlap_torch.gemm_allreduce(torch.ones(5, 4), torch.ones(3, 4), group=group)
     shared = ("q, k", *gathers, 12, 13, 8, 1)
     expect([shared, ("", "", "gemm_allreduce", 5, 3, 4, 1)], pair, group, "together")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_report_finds_the_layers_of_calls_that_were_not_noted(ranks):
-    ranks.expect_no_failures(check_unseen_calls)
 
 
 class Readers(torch.nn.Module):
@@ -204,8 +192,8 @@ class Readers(torch.nn.Module):
         return self.q(input).sum() + self.k(input).sum()
 
 
-def check_shared_gather() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_report_names_all_layers_that_share_a_gather(failures: Failures) -> None:
     group = own_group()
     model = torch.nn.ModuleDict({"attention": Readers()})
     styles = {
@@ -223,12 +211,6 @@ def check_shared_gather() -> tuple[int, list[str]]:
         ("attention.q, attention.k", "backward", "gemm_reducescatter", 12, 8, 13, 1),
     ]
     failures.expect(None if summary(found) == expected else f"{summary(found)}")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_report_names_all_layers_that_share_a_gather(ranks):
-    ranks.expect_no_failures(check_shared_gather)
 
 
 def rows_of(group: dist.ProcessGroup) -> list[report.ReportRow]:
@@ -240,9 +222,9 @@ def call(m: int, n: int, k: int, group: dist.ProcessGroup, times: int = 1) -> No
         overlap_torch.gemm_allreduce(torch.ones(m, k), torch.ones(n, k), group=group)
 
 
-def check_plans() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_report_says_what_plans_gain_and_why_not(failures: Failures) -> None:
     """Plans by hand and by the planner, and what is said of each."""
-    failures = Failures()
     group = own_group()
     machine = plan.machine("cpu", group)
     # A GEMM that is over at once hides nothing.
@@ -288,16 +270,10 @@ def check_plans() -> tuple[int, list[str]]:
     facts = (row["m"], row["plan"], row["gain"], row["why"])
     nothing = (0, None, None, "M, N or K is 0: there is nothing to overlap")
     failures.expect(None if facts == nothing else f"{facts}", "no rows")
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"))
-def test_report_says_what_plans_gain_and_why_not(ranks):
-    ranks.expect_no_failures(check_plans)
-
-
-def check_alone() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((1, "gloo"))
+def test_report_says_that_a_group_of_one_has_nothing_to_communicate(failures: Failures) -> None:
     group = own_group()
     alone = "a group of one has nothing to communicate"
     column = ColumnParallelLinear(8, 4, group=group)
@@ -310,12 +286,6 @@ def check_alone() -> tuple[int, list[str]]:
     row = rows_of(group)[-1]
     facts = (row["op"], row["calls"], row["why"])
     failures.expect(None if facts == ("gemm_alltoall", 1, alone) else f"{facts}")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"))
-def test_report_says_that_a_group_of_one_has_nothing_to_communicate(ranks):
-    ranks.expect_no_failures(check_alone)
 
 
 def test_report_of_no_calls_says_so():
@@ -379,8 +349,8 @@ class Doubled(torch.nn.Module):
         return 2 * weight
 
 
-def check_fallback() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_styles_say_once_that_they_fall_back(failures: Failures) -> None:
     parallel._warned.clear()
 
     def warned(module: torch.nn.Module, style: type) -> list[str]:
@@ -413,9 +383,3 @@ def check_fallback() -> tuple[int, list[str]]:
             count = 1 if parts else 0
             said = len(messages) == count and all(part in messages[0] for part in parts)
             failures.expect(None if said else f"{messages}", style.__name__, what)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_styles_say_once_that_they_fall_back(ranks):
-    ranks.expect_no_failures(check_fallback)

@@ -55,8 +55,8 @@ def expect_ordered(failures: Failures, calls: list[Call]) -> None:
             failures.expect(None if 0 <= chunk.begin_us <= chunk.end_us else f"{call}", "chunk")
 
 
-def check_step() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_trace_sees_forward_and_backward(failures: Failures) -> None:
     model = mlp()
     with use_plan(gather_in_chunks(4)):
         with overlap_torch.trace() as traced:
@@ -76,16 +76,10 @@ def check_step() -> tuple[int, list[str]]:
     right = ("float32", "cpu", 2, dist.group.WORLD.group_name, 0.0)
     failures.expect(None if facts == right else f"{facts}", "facts")
     expect_ordered(failures, traced.calls)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_trace_sees_forward_and_backward(ranks):
-    ranks.expect_no_failures(check_step)
-
-
-def check_misuse() -> tuple[int, list[str]]:
-    failures = Failures()
+def test_trace_is_off_after_an_error_and_refuses_another_inside(failures: Failures) -> None:
     x, weight = torch.ones(6, 4), torch.ones(5, 4)
 
     def nest() -> None:
@@ -112,12 +106,6 @@ def check_misuse() -> tuple[int, list[str]]:
     failures.expect(None if traced.calls == [] else f"{traced.calls}", "a trace is off after it")
     message = message_of(lambda: torch.ops.overlap._trace_stop())
     failures.expect(None if "no trace is being recorded" in message else message, "stop")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_trace_is_off_after_an_error_and_refuses_another_inside(ranks):
-    ranks.expect_no_failures(check_misuse)
 
 
 def check_files(folder: str) -> tuple[int, list[str]]:
@@ -210,8 +198,8 @@ def matplotlib_text():
     return matplotlib.rc_context({"svg.fonttype": "none"})
 
 
-def check_profile() -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"))
+def test_profiles_name_calls_and_chunks(failures: Failures) -> None:
     x, weight = torch.ones(TOKENS, 8), torch.ones(20, 8)
     rows = [TOKENS // 2] * 2
 
@@ -243,9 +231,3 @@ def check_profile() -> tuple[int, list[str]]:
     for title, job in calls.items():
         count = names_in(job).get(f"overlap::{title}")
         failures.expect(None if count == 1 else f"{count} times", title)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_profiles_name_calls_and_chunks(ranks):
-    ranks.expect_no_failures(check_profile)
