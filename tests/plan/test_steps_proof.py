@@ -348,26 +348,3 @@ def test_validate_counts_the_sms_of_the_machine_that_it_is_given() -> None:
     with pytest.raises(ValueError, match="takes 12 of 16 SMs"):
         plans.validate(plan, MACHINES["hopper of 16 SMs"])
     plans.validate(plan, Machine())  # a CPU has none to hold
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kernel_takes": [True]}, "kernel_takes has 1 values, the plan has 2 ranks"),
-        ({"rows": [[1, 2], [3, 4]]}, "is for gemm_alltoall"),
-    ],
-)
-def test_find_fault_refuses_what_does_not_fit_the_plan(arguments: dict, message: str) -> None:
-    given = {"kernel_takes": [True, True], **arguments}
-    with pytest.raises(ValueError, match=message):
-        _plan_test.find_fault(panels(8, 2), PEERS, **given)
-
-
-def test_find_fault_in_a_row_refuses_no_plans() -> None:
-    with pytest.raises(ValueError, match="give one for each call"):
-        _plan_test.find_fault_in_a_row([], PEERS, [True, True])
-
-
-def test_unnoticed_refuses_a_rank_that_the_plan_has_not() -> None:
-    with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2 ranks"):
-        _plan_test.unnoticed(panels(8, 2), PEERS, [True, True], 2)

@@ -22,7 +22,6 @@ void bind_proof_tests(py::module_& m);
 namespace {
 
 using plan::Machine;
-using plan::Op;
 using plan::Plan;
 using plan::Problem;
 
@@ -43,73 +42,23 @@ void bind_gather(py::module_& m) {
       py::arg("arriving"), py::arg("cluster_m"), py::arg("beside"), py::arg("alone"),
       "(first tile, end tile, tiles at a time) of each launch of an all-gather's GEMM; `arriving`: "
       "the tiles that can be computed before each, beyond those before.");
-  m.def(
-      "plan_gather_launches",
-      [](const Plan& plan, int32_t sm_count) {
-        plan::validate(plan);
-        check_gather(plan);
-        return launch_tuples(plan::gather_launches(plan, sm_count));
-      },
-      py::arg("plan"), py::arg("sm_count"), "The same of a plan.");
-}
-
-void check_counts(const Plan& plan, int32_t rank, const std::vector<int64_t>& rows) {
-  const auto world = static_cast<size_t>(plan.problem.world_size);
-  if (rows.size() != world || rank < 0 || static_cast<size_t>(rank) >= world) {
-    throw py::value_error("rank " + std::to_string(rank) + " with " + std::to_string(rows.size()) +
-                          " counts of rows, allowed are ranks below " + std::to_string(world) +
-                          " and one count for each");
-  }
 }
 
 // One of two ranks asks this of its all-to-all over NCCL.
 template <auto kFunction>
 void def_pair(py::module_& m, const char* name, const char* doc) {
-  m.def(
-      name,
-      [name](const Plan& plan, const Machine& machine, int32_t rank,
-             const std::vector<int64_t>& send_rows, const std::vector<int64_t>& receive_rows,
-             int32_t sms_beside) {
-        plan::validate(plan);
-        if (plan.problem.op != Op::kGemmAllToAll || plan.problem.world_size != 2 ||
-            plan::over_peers(plan)) {
-          throw py::value_error(
-              std::string(name) +
-              " is for plans of gemm_alltoall between two ranks over nccl, not for " +
-              plan.to_string());
-        }
-        check_counts(plan, rank, send_rows);
-        check_counts(plan, rank, receive_rows);
-        if (sms_beside < 1) {
-          throw py::value_error("sms_beside is " + std::to_string(sms_beside) +
-                                ", allowed are 1 and more");
-        }
-        return kFunction(plan, machine, rank, send_rows, receive_rows, sms_beside);
-      },
-      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
-      py::arg("receive_rows"), py::arg("sms_beside"), doc);
+  m.def(name, kFunction, py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
+        py::arg("receive_rows"), py::arg("sms_beside"), doc);
 }
 
 void bind_alltoall(py::module_& m) {
-  m.def(
-      "stores_messages",
-      [](const Plan& plan, const Machine& machine, int32_t rank,
-         const std::vector<int64_t>& send_rows) {
-        plan::validate(plan);
-        if (plan.problem.op != Op::kGemmAllToAll || !plan::over_peers(plan)) {
-          throw py::value_error(
-              "stores_messages is for plans of gemm_alltoall over peers, not for " +
-              plan.to_string());
-        }
-        check_counts(plan, rank, send_rows);
-        return steps::stores_messages(plan, machine, rank, send_rows);
-      },
-      py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
-      "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's "
-      "rows, "
-      "or, by a plan of one_launch, once for all, and stores them where they go; else the "
-      "framework's "
-      "computes all and a kernel sends them.");
+  m.def("stores_messages", &steps::stores_messages, py::arg("plan"), py::arg("machine"),
+        py::arg("rank"), py::arg("send_rows"),
+        "Whether gemm_alltoall over peers, on this rank, launches its GEMM once for each rank's "
+        "rows, "
+        "or, by a plan of one_launch, once for all, and stores them where they go; else the "
+        "framework's "
+        "computes all and a kernel sends them.");
   def_pair<&steps::rows_beside_exchange>(
       m, "rows_beside_exchange",
       "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "
@@ -122,27 +71,10 @@ void bind_alltoall(py::module_& m) {
 
 void bind_planner_tests(py::module_& m) {
   m.def(
-      "store_spread_us",
-      [](const Plan& plan, const Machine& machine) {
-        plan::validate(plan);
-        if (plan.collective != plan::Collective::kRing &&
-            plan.collective != plan::Collective::kDirect) {
-          throw py::value_error("only rings and direct plans store into peers' memory, not " +
-                                plan.to_string());
-        }
-        return steps::store_spread_us(plan, machine);
-      },
-      py::arg("plan"), py::arg("machine"),
-      "Microseconds over which a round of tiles leaves for the peers.");
-  m.def(
       "agree",
       [](const std::vector<Machine>& machines, const std::vector<int32_t>& nccl_versions,
          const std::vector<uint64_t>& builds, std::vector<int32_t> serials) {
         serials.resize(serials.empty() ? machines.size() : serials.size());
-        if (machines.empty() || nccl_versions.size() != machines.size() ||
-            builds.size() != machines.size() || serials.size() != machines.size()) {
-          throw py::value_error("agree takes lists of one length, 1 or more");
-        }
         std::vector<plan::RankFacts> all;
         for (size_t rank = 0; rank < machines.size(); ++rank) {
           all.push_back(plan::facts_of(machines[rank], nccl_versions[rank], builds[rank],

@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -18,36 +17,14 @@ namespace overlap::binding {
 namespace {
 
 using plan::Machine;
-using plan::Op;
 using plan::Plan;
 
 using Rows = std::vector<std::vector<int64_t>>;
-
-void check_sizes(const Plan& plan, const std::vector<bool>& kernel_takes, const Rows& rows) {
-  const auto world = static_cast<size_t>(plan.problem.world_size);
-  if (kernel_takes.size() != world) {
-    refuse("kernel_takes has " + std::to_string(kernel_takes.size()) + " values, the plan has " +
-           std::to_string(world) + " ranks: give one for each");
-  }
-  const bool wanted = plan.problem.op == Op::kGemmAllToAll;
-  const bool square =
-      rows.size() == (wanted ? world : 0) &&
-      std::all_of(rows.begin(), rows.end(), [world](const auto& row) {
-        return row.size() == world &&
-               std::all_of(row.begin(), row.end(), [](int64_t count) { return count >= 0; });
-      });
-  if (!square) {
-    refuse(
-        "rows[a][b], what rank a sends to rank b, is for gemm_alltoall: " + std::to_string(world) +
-        " x " + std::to_string(world) + " counts of 0 or more there, none else");
-  }
-}
 
 steps::Ranks ranks_of(const Plan& plan, const Machine& machine,
                       const std::vector<bool>& kernel_takes, bool bias, const Weights& weights,
                       const Rows& rows, int64_t longest_message, bool finish) {
   plan::validate(plan);
-  check_sizes(plan, kernel_takes, rows);
   const bool has_kernel = steps::takes_by_default(plan);
   steps::Ranks ranks{plan, machine, {}};
   for (size_t rank = 0; rank < kernel_takes.size(); ++rank) {
@@ -141,10 +118,6 @@ ranks have told each other. `finish`: the rows of an all-reduce get a residual a
          int64_t longest_message, bool finish) {
         const steps::Ranks ranks =
             ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message, finish);
-        if (rank < 0 || rank >= plan.problem.world_size) {
-          refuse("rank " + std::to_string(rank) + " is not one of the plan's " +
-                 std::to_string(plan.problem.world_size) + " ranks");
-        }
         const auto change = work ? steps::Change::kWork : steps::Change::kOrder;
         int64_t tried = 0;
         std::vector<std::tuple<int32_t, std::string, bool>> found;
@@ -164,7 +137,6 @@ that was not found: step, what was changed, and whether in the steps of captured
       "find_fault_in_a_row",
       [](const std::vector<Plan>& plans, const Machine& machine,
          const std::vector<bool>& kernel_takes) {
-        if (plans.empty()) refuse("no plans: give one for each call");
         std::vector<steps::Ranks> calls;
         for (const Plan& plan : plans) {
           calls.push_back(ranks_of(plan, machine, kernel_takes, false, {}, {}, 0, false));
