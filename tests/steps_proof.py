@@ -208,6 +208,12 @@ def by_hand() -> Iterator[Case]:
                 for weights in itertools.product((True, False), repeat=2):
                     columns = ((1500, weights[0]), (500, weights[1]), (8, True))
                     yield Case(gather, PEERS, takes, weights=columns)
+        for op, chunks in itertools.product((Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER), (1, 3)):
+            for transport, machine in (("peer", PEERS), ("gloo", MACHINES["cpu"])):
+                made = plans.templates.row_panels(
+                    problems[op], chunks, transport=transport, collective="stripes"
+                )
+                yield from variants(made, machine)
         for op in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER):
             for rows, kernel in itertools.product(
                 (16, 1024), (Kernel.LIBRARY, Kernel.SM90_PINGPONG)

@@ -199,9 +199,19 @@ class Run : Memory {
     });
   }
 
-  void perform(const steps::AddBias& step, steps::StepId) {
+  void perform(const steps::AddTerms& step, steps::StepId) {
     at::Tensor output = matrix(step.destination, step.rows, plan_.problem.n);
-    at::add_out(output, matrix(step.source, step.rows, plan_.problem.n), *call_.bias);
+    const auto term = [&](int32_t number) {
+      steps::Where where = step.source;
+      where.offset += number * step.stride;
+      return matrix(where, step.rows, plan_.problem.n);
+    };
+    if (step.terms > 1) {  // rounded once
+      at::Tensor sum = term(0).to(at::promote_types(output.scalar_type(), at::kFloat), false, true);
+      for (int32_t number = 1; number < step.terms; ++number) sum.add_(term(number));
+      output.copy_(sum);
+    }
+    if (step.bias) at::add_out(output, step.terms > 1 ? output : term(0), *call_.bias);
   }
 
   void perform(const steps::Copy& step, steps::StepId) {

@@ -22,8 +22,10 @@ enum class Op : int32_t {
 // the ranks' parts; a part's partial sums go from rank to rank, each adding its own in the GEMM's
 // epilogue, and end at the part's owner, which for an all-reduce sends its finished chunks to all.
 // kDirect, for reductions over kPeer: partial sums go straight to the ranks that need them, which add
-// them up in one kernel; the fewest steps, for few rows. The other ops have one collective each, over
-// any transport.
+// them up in one kernel; the fewest steps, for few rows. kStripes, for reductions over kPeer by the
+// framework's GEMM: it stores each rank's rows of a chunk into that rank's memory. Their owner adds up the
+// ranks' terms beside the next chunk, and copy engines bring an all-reduce's sums to all. The other ops
+// have one collective each, over any transport.
 enum class Collective : int32_t {
   kAllReduce = 0,
   kExchange = 1,
@@ -32,6 +34,7 @@ enum class Collective : int32_t {
   kAllToAll = 4,
   kRing = 5,
   kDirect = 6,
+  kStripes = 7,
 };
 
 // An op is a GEMM with a movement of rows before or after it.

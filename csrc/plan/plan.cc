@@ -222,6 +222,7 @@ int32_t row_parts(const Plan& plan) {
   // Transfers name rows themselves.
   if (has_program(plan) && plan.problem.traits().scatters()) return 1;
   const bool owned = plan.collective == Collective::kRing ||
+                     plan.collective == Collective::kStripes ||
                      (plan.collective == Collective::kDirect &&
                       plan.schedule == Schedule::kOverlapped && direct_in_pieces(plan));
   return owned ? plan.problem.world_size : op_row_parts(plan.problem);
@@ -233,7 +234,7 @@ int64_t part_rows(const Plan& plan) {
 
 Rows rows_of_part(const Plan& plan, int32_t part) {
   const int64_t rows = part_rows(plan);
-  return {part * rows, std::min((part + 1) * rows, plan.problem.m)};
+  return {std::min(part * rows, plan.problem.m), std::min((part + 1) * rows, plan.problem.m)};
 }
 
 bool over_peers(const Plan& plan) {
@@ -264,6 +265,12 @@ int64_t ring_tiles(const Plan& plan) {
   return (plan.problem.traits().all_reduces() ? 2 : 1) * (parts - 1) * part;
 }
 
+int64_t stripe_bytes(const Plan& plan) {
+  constexpr int64_t kAlignment = 256;  // as memory of the framework's has
+  const int64_t bytes = part_rows(plan) * plan.problem.n * moved_bytes(plan.problem);
+  return round_up_div(bytes, kAlignment) * kAlignment;
+}
+
 int64_t peer_slot_bytes(const Plan& plan) {
   const Problem& problem = plan.problem;
   const int64_t ranks = problem.world_size;
@@ -274,6 +281,9 @@ int64_t peer_slot_bytes(const Plan& plan) {
   if (plan.collective == Collective::kDirect) {
     // A piece from each rank, and, for all to have the sums, the sums from each.
     return (all_reduces && direct_in_pieces(plan) ? 2 : 1) * ranks * direct_piece_bytes(plan);
+  }
+  if (plan.collective == Collective::kStripes) {
+    return (all_reduces ? 2 : 1) * ranks * stripe_bytes(plan);  // terms, and the sums of each part
   }
   // Partial sums of all phases but the last, and every rank's finished part.
   return (ranks - 1 + (all_reduces ? ranks : 0)) * part_rows(plan) * problem.n *
@@ -288,8 +298,9 @@ Collective collective_of(Op op) {
 }
 
 int32_t row_grain(const Plan& plan) {
-  // A ring computes one part at a time, an all-gather all but one.
-  if (plan.collective == Collective::kRing || plan.problem.traits().gathers()) {
+  // A ring and stripes compute one part at a time, an all-gather all but one.
+  if (plan.collective == Collective::kRing || plan.collective == Collective::kStripes ||
+      plan.problem.traits().gathers()) {
     return plan.cluster_m;
   }
   const int32_t parts = row_parts(plan);

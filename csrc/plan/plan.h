@@ -143,11 +143,12 @@ inline bool has_program(const Plan& plan) {
 // the plan, one for each rank; else 1.
 int32_t op_row_parts(const Problem& problem);
 
-// The parts that a plan cuts the rows into: its op's, but a ring cuts the rows of an all-reduce, too,
-// and so do direct plans between more than two ranks; with a program a reduce-scatter's are not cut.
+// The parts that a plan cuts the rows into: its op's, but a ring and stripes cut the rows of an
+// all-reduce, too, and so do direct plans between more than two ranks; with a program a
+// reduce-scatter's are not cut.
 int32_t row_parts(const Plan& plan);
 
-// Rows of one part; of a ring's all-reduce the last one may have fewer, but has some.
+// Rows of one part. An all-reduce's last part may have fewer: of a ring some, of stripes none, either.
 int64_t part_rows(const Plan& plan);
 
 // True if chunks travel through the peers' memory.
@@ -164,6 +165,9 @@ bool every_part_has_rows(const Problem& problem);
 // Tiles that a ring passes on, at most: each has a flag.
 inline constexpr int64_t kMaxRingTiles = int64_t{1} << 17;
 int64_t ring_tiles(const Plan& plan);
+
+// Bytes between the ranks' rows in a slot of the collective stripes.
+int64_t stripe_bytes(const Plan& plan);
 
 // Bytes of each rank's slot for what peers send it in one call, over peers.
 int64_t peer_slot_bytes(const Plan& plan);

@@ -134,6 +134,9 @@ struct Enumeration<Collective> {
       Member<Collective>{Collective::kDirect, "direct",
                          "of reductions over peers: partial sums go to the ranks that need them, "
                          "which add them up"},
+      Member<Collective>{Collective::kStripes, "stripes",
+                         "of reductions over peers: the framework's GEMM stores each rank's rows "
+                         "into its memory, and the rank adds them up, chunk by chunk"},
   };
 };
 

@@ -75,9 +75,8 @@ void check_kernel(const Plan& plan) {
 
 // A collective that the op has. The tile grid follows from it, so this comes first.
 void check_collective_of_op(const Plan& plan) {
-  check_enum("collective", plan.collective, Collective::kDirect);
-  const bool of_peers =
-      plan.collective == Collective::kRing || plan.collective == Collective::kDirect;
+  check_enum("collective", plan.collective, Collective::kStripes);
+  const bool of_peers = plan.collective >= Collective::kRing;
   const Collective own = collective_of(plan.problem.op);
   const bool all_reduces = plan.problem.traits().all_reduces();
   const bool reduces = plan.problem.traits().sums();
@@ -85,15 +84,18 @@ void check_collective_of_op(const Plan& plan) {
       !(reduces && of_peers)) {
     fail("collective of ", name(plan.problem.op), " is ", name(plan.collective), ", allowed is ",
          name(own),
-         all_reduces ? ", exchange, ring or direct"
-         : reduces   ? ", ring or direct"
+         all_reduces ? ", exchange, ring, direct or stripes"
+         : reduces   ? ", ring, direct or stripes"
                      : "",
          ": take that");
   }
-  if (of_peers && !plan.chunks.empty() && !over_peers(plan)) {
+  const bool by_messages = plan.collective == Collective::kStripes && !plan.chunks.empty() &&
+                           plan.chunks[0].transport == Transport::kGloo;
+  if (of_peers && !plan.chunks.empty() && !over_peers(plan) && !by_messages) {
     fail("collective is ", name(plan.collective), " with the transport ",
-         name(plan.chunks[0].transport), ", allowed is peer: take that, or the collective ",
-         name(own));
+         name(plan.chunks[0].transport), ", allowed is peer",
+         plan.collective == Collective::kStripes ? ", or gloo on CPU" : "",
+         ": take that, or the collective ", name(own));
   }
 }
 
@@ -252,20 +254,22 @@ void check_peers(const Plan& plan) {
   const bool gathers = plan.collective == Collective::kAllGather;
   const bool ring = plan.collective == Collective::kRing;
   const bool exchanges = plan.collective == Collective::kAllToAll;
-  if (!(direct || gathers || ((ring || exchanges) && overlapped)) ||
+  const bool stripes = plan.collective == Collective::kStripes;
+  if (!(direct || gathers || ((ring || exchanges || stripes) && overlapped)) ||
       plan.layout != Layout::kRowMajor || plan.resources.window || plan.resources.lanes != 1) {
     fail("plan of ", name(problem.op), " travels by peer with the collective ",
          name(plan.collective), ", the schedule ", name(plan.schedule), ", the layout ",
          name(plan.layout), ", window = ", plan.resources.window,
          ", lanes = ", plan.resources.lanes,
-         ", allowed are ring (overlapped) or direct (of a reduction) or all_gather or all_to_all "
-         "(overlapped), row_major, no window and one lane: take those, or the transport nccl");
+         ", allowed are ring or stripes (overlapped) or direct (of a reduction) or all_gather or "
+         "all_to_all (overlapped), row_major, no window and one lane: take those, or the transport "
+         "nccl");
   }
   if (problem.world_size < 2 || problem.world_size > kMaxPeerRanks) {
     fail("plan travels by peer between ", problem.world_size, " ranks, allowed are 2 to ",
          kMaxPeerRanks, ": take the transport nccl");
   }
-  if (row_parts(plan) > 1 && !ring && problem.m % problem.world_size != 0) {
+  if (row_parts(plan) > 1 && !ring && !stripes && problem.m % problem.world_size != 0) {
     fail("plan travels by peer with m = ", problem.m, " on ", problem.world_size,
          " ranks, allowed are multiples of the number of ranks, as each owns an equal part: take "
          "the transport nccl");
@@ -301,6 +305,15 @@ void check_peers(const Plan& plan) {
 
 void check_collective(const Plan& plan) {
   check_peers(plan);
+  if (plan.collective == Collective::kStripes &&
+      (plan.kernel != Kernel::kLibrary || plan.schedule != Schedule::kOverlapped ||
+       plan.layout != Layout::kRowMajor)) {
+    fail("collective is stripes with the kernel ", name(plan.kernel), ", the schedule ",
+         name(plan.schedule), " and the layout ", name(plan.layout),
+         ", allowed are library, whose launches store each rank's rows into its memory, overlapped "
+         "and row_major: take those, or the collective ",
+         name(collective_of(plan.problem.op)));
+  }
   if (plan.collective != Collective::kExchange) return;
   if (plan.problem.world_size != 2) {
     fail("collective is exchange with world_size = ", plan.problem.world_size,

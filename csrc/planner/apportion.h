@@ -38,4 +38,14 @@ inline std::vector<int32_t> apportion(int32_t total, int32_t grain,
   return parts;
 }
 
+// The highest band of which the smallest chunk holds a whole one; 0 if there is none.
+inline int32_t band_height(int32_t rows, int32_t grain, const std::vector<int32_t>& weights) {
+  const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
+  const int64_t least = *std::min_element(weights.begin(), weights.end());
+  for (int32_t height = plan::kBandRows; height >= grain; height /= 2) {
+    if (height % grain == 0 && least * rows >= height * sum) return height;
+  }
+  return 0;
+}
+
 }  // namespace overlap::planner

@@ -48,20 +48,11 @@ const Schedules& peer_schedules(const Problem& problem, const Profile& profile) 
   return problem.traits().gathers() ? profile.schedules.peer_all_gather : one;
 }
 
-// The highest band of which the smallest chunk holds a whole one; 0 if there is none.
-int32_t band_height(int32_t rows, int32_t grain, const std::vector<int32_t>& weights) {
-  const int64_t sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
-  const int64_t least = *std::min_element(weights.begin(), weights.end());
-  for (int32_t height = kBandRows; height >= grain; height /= 2) {
-    if (height % grain == 0 && least * rows >= height * sum) return height;
-  }
-  return 0;
-}
-
 void add_row_panels(Candidates& plans, const Problem& problem, Kernel kernel,
                     const Schedules& schedules, const Resources& resources, int32_t max_ctas,
-                    Transport transport) {
-  const Plan base = base_plan(problem, kernel, transport, {});
+                    Transport transport, std::optional<Collective> collective = {}) {
+  Plan base = base_plan(problem, kernel, transport, {});
+  base.collective = collective.value_or(base.collective);
   const int32_t parts = row_parts(base);
   const int32_t rows = part_tile_rows(base);
   for (const std::vector<int32_t>& weights : schedules) {
@@ -80,7 +71,8 @@ void add_row_panels(Candidates& plans, const Problem& problem, Kernel kernel,
         apportion(rows, parts == 1 ? height : row_grain(base), weights);
     if (heights.empty()) continue;
     const int32_t band_rows = parts == 1 ? height : std::max(kBandRows, base.cluster_m);
-    plans.add(make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport),
+    plans.add(make_row_panels(problem, kernel, heights, band_rows, resources, max_ctas, transport,
+                              {}, collective),
               std::move(family));
   }
 }
@@ -364,6 +356,15 @@ void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& m
   });
 }
 
+// Library GEMMs that store into the ranks' memory, a call for each rank's rows of a chunk.
+void add_stripes(Candidates& plans, const Problem& problem, const Machine& machine) {
+  if (problem.traits().sums() && machine.peer_gbps > 0.0 && problem.world_size <= kMaxPeerRanks &&
+      library_takes_parts(problem)) {
+    add_row_panels(plans, problem, Kernel::kLibrary, {{1}, {1, 1}, {1, 1, 1, 1}}, {}, 0,
+                   Transport::kPeer, Collective::kStripes);
+  }
+}
+
 // Copy engines take no SMs, whatever computes, and however slow the link: the GEMM stores nothing there.
 void add_gathers_by_copies(Candidates& plans, const Problem& problem, const Machine& machine,
                            Kernel kernel) {
@@ -483,6 +484,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   const bool bears_nccl = all || library_bears_nccl(problem, machine);
   if (kernel == Kernel::kLibrary) {
     if (bears_nccl) add_gpu_library(plans, problem, machine, whole);
+    if (all) add_stripes(plans, problem, machine);  // for whoever measures
   } else {
     if (is_fp8(problem.dtype) && whole && bears_nccl) {
       add_gpu_library(plans, problem, machine, true);

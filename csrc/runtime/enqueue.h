@@ -16,7 +16,7 @@ void enqueue(RunState& run, const steps::Arrive& step, cudaStream_t on);
 void enqueue(RunState& run, const steps::LibraryGemm& step, cudaStream_t on);
 void enqueue(RunState& run, const steps::Pack& step, cudaStream_t on);
 void enqueue(RunState& run, const steps::Unpack& step, cudaStream_t on);
-void enqueue(RunState& run, const steps::AddBias& step, cudaStream_t on);
+void enqueue(RunState& run, const steps::AddTerms& step, cudaStream_t on);
 void enqueue(RunState& run, const steps::WaitForTiles& step, cudaStream_t on);
 void enqueue(RunState& run, const steps::Mark& step, cudaStream_t on);
 void enqueue(RunState& run, const steps::Collective& step, cudaStream_t on);

@@ -156,16 +156,18 @@ void enqueue(RunState& run, const steps::Unpack& step, cudaStream_t on) {
   check_cuda(kernels::unpack_chunk(params, on), "unpacking a chunk");
 }
 
-void enqueue(RunState& run, const steps::AddBias& step, cudaStream_t on) {
-  kernels::BiasParams params;
+void enqueue(RunState& run, const steps::AddTerms& step, cudaStream_t on) {
+  kernels::TermsParams params;
   params.rows = step.rows;
+  params.terms = step.terms;
+  params.stride = step.stride / run.element_bytes;
   params.n = run.plan.problem.n;
   params.dtype = plan::moved_dtype(run.plan.problem);
   params.source = run.at(step.source);
   params.destination = run.at(step.destination);
-  params.bias = run.call.bias;
+  params.bias = step.bias ? run.call.bias : nullptr;
   params.ctas = step.ctas;
-  check_cuda(kernels::add_bias(params, on), "adding the bias");
+  check_cuda(kernels::add_terms(params, on), "adding terms");
 }
 
 }  // namespace overlap::runtime

@@ -48,6 +48,7 @@ def row_panels(
     low_priority: bool = False,
     transport: Transport | str | None = None,
     tile: tuple[int, int] | None = None,
+    collective: Collective | str | None = None,
 ) -> Plan:
     """An overlapped plan whose chunks are row panels of the plain output, already in order.
 
@@ -74,18 +75,24 @@ def row_panels(
             low_priority), else ``nccl``. A plan for another machine, or for CPU tensors beside a GPU, names it. Over
             ``peer`` chunks are cut from one rank's part of the rows, whatever the op.
         tile: (tile_m, tile_n) in elements; only ``library`` takes other tiles than its own.
+        collective: None: the op's own, or over ``peer`` ``ring`` for reductions, which has one chunk. ``stripes``, for
+            reductions over ``peer`` by ``library``, in any number of chunks: a launch for each rank's rows of a chunk
+            stores them into that rank's memory, and the rank adds them up beside the next chunk. Over ``gloo`` messages
+            do the same.
 
     Raises:
         ValueError: a plan that could not run; the message says what is allowed.
     """
     kernel = enum_member(Kernel, kernel)
+    collective = None if collective is None else enum_member(Collective, collective)
     resources = Resources(
         comm_sms, smem_pad_bytes, window, finish_ctas, lanes, low_priority=low_priority
     )
     transport = _transport(transport, kernel, resources, max_ctas)
     shape = _shape(kernel, transport, tile)
-    parts = problem.world_size if transport == Transport.PEER else problem.row_parts
-    whole_clusters = problem.op == Op.ALLGATHER_GEMM or transport == Transport.PEER
+    owned = transport == Transport.PEER or collective == Collective.STRIPES
+    parts = problem.world_size if owned else problem.row_parts
+    whole_clusters = problem.op == Op.ALLGATHER_GEMM or owned
     grain = shape.cluster_m // (1 if whole_clusters else math.gcd(shape.cluster_m, parts))
     rows = _tiles(-(-problem.m // parts), shape.tile_m, grain)
     heights = _split(rows, chunks, grain, "tile rows") if isinstance(chunks, int) else list(chunks)
@@ -93,7 +100,7 @@ def row_panels(
         band_rows = max(shape.cluster_m, min([BAND_ROWS, *(parts * height for height in heights)]))
         band_rows -= band_rows % shape.cluster_m
     return _plan.make_row_panels(
-        problem, kernel, heights, band_rows, resources, max_ctas, transport, shape
+        problem, kernel, heights, band_rows, resources, max_ctas, transport, shape, collective
     )
 
 

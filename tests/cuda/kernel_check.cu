@@ -152,7 +152,7 @@ void check_gathers(Kernel kernel, bool small, int& cases) {
   }
 }
 
-// pack, unpack with and without bias, add_bias; 16-byte and element paths (odd n, pointers off by
+// pack, unpack with and without bias, add_terms; 16-byte and element paths (odd n, pointers off by
 // one element).
 template <class T>
 void check_reorder(Kernel kernel, int64_t m, int64_t n, int64_t shift, int32_t ctas) {
@@ -196,26 +196,47 @@ void check_reorder(Kernel kernel, int64_t m, int64_t n, int64_t shift, int32_t c
     for (params.chunk = 0; params.chunk < params.order.num_chunks; ++params.chunk) {
       CUDA_CHECK(kernels::unpack_chunk(params, nullptr));
     }
-    kernels::BiasParams add{m,     n,   dtype_of<T>(), reference, biased.data() + kGuard + shift,
-                            added, ctas};
-    CUDA_CHECK(kernels::add_bias(add, nullptr));
+    kernels::TermsParams add{.rows = m,
+                             .n = n,
+                             .dtype = dtype_of<T>(),
+                             .source = reference,
+                             .destination = biased.data() + kGuard + shift,
+                             .bias = added,
+                             .ctas = ctas};
+    CUDA_CHECK(kernels::add_terms(add, nullptr));
     for (const Buffer<T>* result : {&unpacked, &biased}) {
       Buffer<Mismatch> mismatch(1);
       mismatch.zero(nullptr);
       launch_check<T>(result->data() + kGuard + shift, -kGuard - shift,
                       result->elements() - kGuard - shift, {sum.data(), m, n, n, false, 1, 1, {}},
                       mismatch.data(), nullptr);
-      expect_no_mismatch(mismatch, name + (result == &biased ? ", add_bias" : ", unpack") +
+      expect_no_mismatch(mismatch, name + (result == &biased ? ", add_terms" : ", unpack") +
                                        (added ? " with bias" : ""));
     }
+    // Twice the same term, exactly.
+    Buffer<T> twice(m * n + shift), doubled(2 * kGuard + m * n + shift);
+    fill(twice.data() + shift, m, n, n, 3, 2.0f / 3);
+    reference_bias_kernel<<<256, 256>>>(twice.data() + shift, added, sum.data(), m, n);
+    CUDA_CHECK(cudaGetLastError());
+    kernels::TermsParams terms = add;
+    terms.terms = 2;
+    terms.destination = doubled.data() + kGuard + shift;
+    CUDA_CHECK(kernels::add_terms(terms, nullptr));
+    Buffer<Mismatch> found(1);
+    found.zero(nullptr);
+    launch_check<T>(doubled.data() + kGuard + shift, -kGuard - shift,
+                    doubled.elements() - kGuard - shift, {sum.data(), m, n, n, false, 1, 1, {}},
+                    found.data(), nullptr);
+    expect_no_mismatch(found, name + ", add_terms of two" + (added ? " with bias" : ""));
+    reference_bias_kernel<<<256, 256>>>(reference, added, sum.data(), m, n);
     if (added != nullptr) {  // last use of the source: in place
       add.destination = source.data() + shift;
-      CUDA_CHECK(kernels::add_bias(add, nullptr));
+      CUDA_CHECK(kernels::add_terms(add, nullptr));
       Buffer<Mismatch> mismatch(1);
       mismatch.zero(nullptr);
       launch_check<T>(reference, 0, m * n, {sum.data(), m, n, n, false, 1, 1, {}}, mismatch.data(),
                       nullptr);
-      expect_no_mismatch(mismatch, name + ", add_bias in place");
+      expect_no_mismatch(mismatch, name + ", add_terms in place");
     }
   }
 }

@@ -16,11 +16,12 @@ from ops import OPS
 from overlap_torch.plan import Plan
 from overlap_torch.plan.templates import at_once
 from overlap_torch.plan.types import Kernel, Transport
-from plans import chunked_plan
+from plans import chunked_plan, stripes
 
 PEER_OPS = ["gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allgather_gemm.weights"]
 ALL_TO_ALL = "gemm_alltoall"  # has one way only, whatever the number of chunks
 DIRECT = "direct"
+STRIPES = "stripes"  # of reductions by the framework's GEMM, in unequal chunks where there are rows for them
 ONE_LAUNCH = "one launch"  # of an all-to-all
 RING = 1
 
@@ -29,7 +30,7 @@ ALWAYS_ONE_LAUNCH = {"OVERLAP_PROFILE": str(Path(__file__).parents[1] / "profile
 
 Way = (
     int | str
-)  # over peers: in so many chunks, "direct" or "one launch"; a ring, of reductions, has one
+)  # over peers: in so many chunks, "direct", "stripes" or "one launch"; a ring, of reductions, has one
 
 
 # The kernels of every op's plans over peers.
@@ -70,6 +71,9 @@ def peer_plan(case: Case, op: str, way: Way, kernel: Kernel) -> Plan:
     world = dist.get_world_size()
     if way == DIRECT:
         return at_once(OPS[op].problem(case, world), kernel=kernel)
+    if way == STRIPES:
+        assert kernel == Kernel.LIBRARY
+        return stripes(OPS[op].problem(case, world), "peer")[1][1]
     if way == ONE_LAUNCH:
         return chunked_plan(case, world, "cuda", "peers", 1, kernel, op=op, one_launch=True)
     return chunked_plan(case, world, "cuda", "peers", way, kernel, op=op)

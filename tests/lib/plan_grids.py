@@ -172,14 +172,16 @@ def parted_plans_and_grids(
     plan = Plan()
     plan.schedule = Schedule.OVERLAPPED
     op = op or draw(st.sampled_from([*PARTED, Op.GEMM_ALLREDUCE] if peers else [*PARTED]))
-    ring = peers and op != Op.ALLGATHER_GEMM
-    plan.collective = Collective.RING if ring else PARTED[op]
+    reduces = peers and op != Op.ALLGATHER_GEMM
+    plan.collective = Collective.RING if reduces else PARTED[op]
     dtype, transport = draw_kernel(draw, plan, [Transport.NCCL, Transport.GLOO])
     world = draw(st.integers(2 if peers else 1, 5))
     rows = draw(st.integers(1, 9 * plan.tile_m))  # of a part
     n = draw(st.integers(1, 5 * plan.tile_n))
     m = world * rows
-    if ring and op == Op.GEMM_ALLREDUCE:  # whose last part may be shorter
+    if reduces and plan.kernel == Kernel.LIBRARY:
+        plan.collective = draw(st.sampled_from([Collective.RING, Collective.STRIPES]))
+    if reduces and op == Op.GEMM_ALLREDUCE:  # whose last part may be shorter
         m -= draw(st.integers(0, min(world, rows) - 1))
     plan.problem = Problem(m, n, draw(st.integers(1, 10**6)), dtype, world, op)
 
@@ -194,7 +196,7 @@ def parted_plans_and_grids(
         height = world * grain * grains
         chunks.append(height * columns)
         bands += [cluster * band for band in cut(draw, height // cluster, 2)]
-    if ring:  # what travels is single tiles
+    if plan.collective == Collective.RING:  # what travels is single tiles
         chunks = [sum(chunks)]
     set_chunks(draw, plan, bands, chunks, Transport.PEER if peers else transport)
     grid = Grid(

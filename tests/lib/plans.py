@@ -67,6 +67,8 @@ def overlapped_plans(
         for band_rows in (grain, 3 * grain):
             plan = row_panels(problem, heights, band_rows=band_rows, **options)
             plans.append((f"row panels {heights}, bands of {band_rows}", plan))
+    if device_type == "cpu":
+        plans += stripes(problem, "gloo", tile)
     if problem.op != Op.GEMM_ALLREDUCE:
         return plans
     tiles = rows * whole.tiles_n
@@ -78,6 +80,20 @@ def overlapped_plans(
             plan = packed(problem, sizes, collective="exchange", **options)
             plans.append((f"exchange {sizes}", plan))
     return plans
+
+
+def stripes(
+    problem: Problem, transport: str, tile: tuple[int, int] | None = None
+) -> list[tuple[str, Plan]]:
+    """(label, plan) of each way to cut a reduction's parts into chunks, if its collective can be stripes."""
+    if problem.op not in (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER):
+        return []
+    options = {"transport": transport, "tile": tile, "collective": "stripes"}
+    rows = row_panels(problem, 1, **options).tiles_m // problem.world_size
+    return [
+        (f"stripes {cut}", row_panels(problem, cut, **options))
+        for cut in [1, *_thirds(rows, 1), min(rows, 20)]
+    ]
 
 
 def _all_to_all(problem: Problem, kernel: Kernel, transport: str, **resources: object) -> Plan:

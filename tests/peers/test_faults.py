@@ -23,7 +23,7 @@ from operands import Case, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
-from plans import chunked_plan, sequential_plan
+from plans import chunked_plan, sequential_plan, stripes
 
 GROUP_TIMEOUT_S = 6.0
 # An error may come this long after the deadline: the watchdog's period, the store, a loaded
@@ -32,8 +32,8 @@ MARGIN_S = rank_pool.under_load(7.0)
 CASE = Case((256,), 128, 64, torch.float32, bias=True)
 PLANS = ["default", "sequential", "row panels", "packed"]
 GPU_PLANS = [*PLANS, "exchange", "window"]
-# Over peers: in phases, and in one step, after the framework's GEMM and in the kernel's stores.
-PEER_PLANS = ["peers", "direct", "direct stores"]
+# Over peers: in phases, in one step, after the framework's GEMM and in the kernel's stores, and by stripes.
+PEER_PLANS = ["peers", "direct", "direct stores", "stripes"]
 SOON_S = rank_pool.under_load(2.0)
 LATER_S = rank_pool.under_load(3.0)
 BACKENDS = [
@@ -55,6 +55,8 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
     elif name.startswith("direct"):
         kernel = Kernel.SM90_PINGPONG if name == "direct stores" else Kernel.LIBRARY
         plan = plan_module.templates.at_once(OPS[op].problem(case_of(name), world), kernel=kernel)
+    elif name == "stripes":
+        plan = stripes(OPS[op].problem(CASE, world), "peer", (32, 32))[1][1]
     else:
         layout = "packed" if name == "window" else name
         resources = {"window": True, "max_ctas": 8} if name == "window" else {}
@@ -256,7 +258,8 @@ def skip_unless_it_runs(ranks, plan: str) -> None:
 
 
 OVER_PEERS = [
-    *itertools.product(["gemm_allreduce", "gemm_reducescatter", "allgather_gemm"], PEER_PLANS),
+    *itertools.product(["gemm_allreduce", "gemm_reducescatter"], PEER_PLANS),
+    *itertools.product(["allgather_gemm"], PEER_PLANS[:-1]),
     ("gemm_alltoall", "peers"),
 ]
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from checks import Failures, check_plan
 from operands import Case
+from ops import OPS
 from overlap_torch.plan.types import Kernel
 from peer_races import Runner, race, so_many_calls
 from peers import (
@@ -15,6 +16,8 @@ from peers import (
     KERNELS,
     PEER_OPS,
     RING,
+    STRIPES,
+    Way,
     cases_of_other_dims,
     check_other_layouts,
     every_kernel,
@@ -25,7 +28,7 @@ from peers import (
     peer_plan,
     skip_unless_it_runs,
 )
-from plans import chunked_plan
+from plans import chunked_plan, stripes
 
 every_op = pytest.mark.parametrize("op", PEER_OPS)
 every_op_and_kernel = pytest.mark.parametrize(
@@ -56,6 +59,10 @@ def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list
                     plan = peer_plan(case, op, chunks, kernel)
                     if len(plan.chunks) == chunks:
                         check_plan(failures, case, plan, chunks, "chunks", kernel.name, op=op)
+                if kernel == Kernel.LIBRARY and has_bias(op):
+                    problem = OPS[op].problem(case, dist.get_world_size())
+                    for label, plan in stripes(problem, "peer"):
+                        check_plan(failures, case, plan, label, op=op)
     return failures.result()
 
 
@@ -79,26 +86,32 @@ def test_peers_are_exact_in_float32(ranks, op):
 def test_peers_take_layouts_that_differ_between_ranks(ranks, op, kernel):
     skip_unless_it_runs(ranks, kernel)
     ranks.expect_no_failures(check_other_layouts, op, kernel, 2, timeout_s=300)
+    if kernel == Kernel.LIBRARY and has_bias(op):
+        ranks.expect_no_failures(check_other_layouts, op, kernel, STRIPES, timeout_s=300)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_kernel
+@pytest.mark.parametrize(
+    ("way", "kernel"), [*((RING, kernel) for kernel in KERNELS), (STRIPES, Kernel.LIBRARY)], ids=str
+)
 @pytest.mark.ranks((2, "nccl"), (3, "nccl"), (4, "nccl"), (8, "nccl"))
 @pytest.mark.peers
-def test_peers_ring_takes_any_rows(failures: Failures, kernel: Kernel, dtype: torch.dtype) -> None:
-    """All-reduces whose last rank owns fewer rows than the others."""
+def test_peers_take_any_rows(
+    failures: Failures, way: Way, kernel: Kernel, dtype: torch.dtype
+) -> None:
+    """All-reduces whose last rank owns fewer rows than the others; of stripes also none."""
     world = dist.get_world_size()
     for part, n, k in [(2, 8, 8), *SHAPES, (1025, 520, 264)]:
         # By one row, by as many as the ranks allow; a single row is left where parts are that low.
         for rows in {world * part - 1, world * (part - 1) + 1}:
-            if rows <= (world - 1) * part:
+            if way == RING and rows <= (world - 1) * part:
                 continue
             case = Case((rows,), n, k, dtype)
             for bias in (False, True):
                 for weight_layout in ("k_contiguous", "n_contiguous"):
                     mine = case.with_(bias=bias, weight_layout=weight_layout)
-                    plan = peer_plan(mine, "gemm_allreduce", RING, kernel)
-                    check_plan(failures, mine, plan, rows, "rows", kernel.name)
+                    plan = peer_plan(mine, "gemm_allreduce", way, kernel)
+                    check_plan(failures, mine, plan, rows, "rows", kernel.name, way)
 
 
 @every_kernel

@@ -19,6 +19,7 @@ from peers import (
     KERNELS,
     PEER_OPS,
     RING,
+    STRIPES,
     Way,
     cases_of_other_dims,
     check_other_layouts,
@@ -149,7 +150,7 @@ def check_misaligned_bias() -> tuple[int, list[str]]:
             return OPS[op].operator(input, weight, misaligned(bias), group=group)
 
         ways: list[tuple[Way, Kernel]] = [(DIRECT, kernel) for kernel in plan_kernels()]
-        for way, kernel in [*ways, (RING, Kernel.LIBRARY)]:
+        for way, kernel in [*ways, (RING, Kernel.LIBRARY), (STRIPES, Kernel.LIBRARY)]:
             for rows in (17, 2100):
                 case = peer_case(op, rows, 1032, 64, torch.bfloat16, bias=True)
                 with plan_module.use_plan(peer_plan(case, op, way, kernel)):
@@ -180,7 +181,7 @@ def test_direct_takes_a_bias_at_any_address(ranks):
 
 REDUCING = [
     (DIRECT, Kernel.LIBRARY), (DIRECT, Kernel.SM90_PINGPONG), (RING, Kernel.SM90_PINGPONG),
-    (RING, Kernel.LIBRARY),
+    (RING, Kernel.LIBRARY), (STRIPES, Kernel.LIBRARY),
 ]  # fmt: skip
 RUNS = 4
 
@@ -229,7 +230,7 @@ def test_direct_all_reduce_has_the_same_bits_everywhere(
 
 
 def runners_of(kernel: Kernel) -> list[Runner]:
-    """Direct plans, rings and chunked gathers, and the sequence over NCCL, of every op; each of a K of its own.
+    """Direct plans, rings, stripes, chunked gathers, and the sequence over NCCL, of every op; each of a K of its own.
 
     All-to-alls over peers and over NCCL, too.
     """
@@ -241,11 +242,11 @@ def runners_of(kernel: Kernel) -> list[Runner]:
         if way == NCCL:
             plan = sequential_plan(case, world, "cuda", op)
         else:
-            plan = peer_plan(case, op, way, kernel)
+            plan = peer_plan(case, op, way, Kernel.LIBRARY if way == STRIPES else kernel)
         runners.append(Runner(f"{kernel.name} {way}", op, case, plan))
 
     for op in PEER_OPS:
-        for way in (DIRECT, RING, NCCL, DIRECT):
+        for way in (DIRECT, RING, NCCL, DIRECT, *([STRIPES] if has_bias(op) else [])):
             add(op, way, peer_case(op, 643, 776, 8, torch.bfloat16))
     # The rows of a low-latency call, and far from it.
     for rows in (1, 17, 2100):

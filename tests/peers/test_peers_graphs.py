@@ -22,6 +22,7 @@ from peers import (
     ALL_TO_ALL,
     DIRECT,
     PEER_OPS,
+    STRIPES,
     Way,
     every_kernel,
     fixed_counts,
@@ -34,13 +35,22 @@ from peers import (
     skip_unless_it_runs,
 )
 
-WAYS: list[Way] = [1, 3, DIRECT]
-# A ring is in one chunk.
-OP_WAYS = [(op, way) for op in PEER_OPS for way in WAYS if way != 3 or op.startswith("allgather")]
+WAYS: list[Way] = [1, 3, DIRECT, STRIPES]
+# A ring is in one chunk, and no gather has stripes.
+OP_WAYS = [
+    (op, way)
+    for op in PEER_OPS
+    for way in WAYS
+    if way != (STRIPES if op.startswith("allgather") else 3)
+]
 every_op_and_way = pytest.mark.parametrize(("op", "way"), OP_WAYS)
 with_all_to_all = pytest.mark.parametrize(
     ("op", "way", "kernel"),
-    [(op, way, kernel) for op, way in [*OP_WAYS, (ALL_TO_ALL, 1)] for kernel in peer_kernels(op)],
+    [
+        (op, way, kernel)
+        for op, way in [*OP_WAYS, (ALL_TO_ALL, 1)]
+        for kernel in ([Kernel.LIBRARY] if way == STRIPES else peer_kernels(op))
+    ],
     ids=kernel_id,
 )
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -223,7 +233,8 @@ def test_peers_graphs_hold_calls_of_all_kinds(failures: Failures, kernel: Kernel
     runners = []
     for op, way in [*OP_WAYS, (ALL_TO_ALL, 1)]:
         for rows in sizes(way):
-            runners.append(runner(op, rows, way, kernel, k=136 + 8 * len(runners)))
+            own = Kernel.LIBRARY if way == STRIPES else kernel
+            runners.append(runner(op, rows, way, own, k=136 + 8 * len(runners)))
     check_turns(failures, [runners, runners[::3], runners[:1]], plain=3, seed=1)
     check_turns(failures, [runners[::-1]], seed=2)
 

@@ -50,6 +50,9 @@ def with_chunks(*tiles: int, layout: Layout = Layout.ROW_MAJOR) -> dict[str, obj
 PLANS = {
     "example": [example],
     "ring": [lambda: over_peers(problem())],
+    "stripes": [
+        lambda: plans.templates.row_panels(problem(), 2, transport="peer", collective="stripes")
+    ],
     "all_to_all": [messages],
     "direct": [
         lambda op=op, kernel=kernel: plans.templates.at_once(problem(op, 4), kernel=kernel)
@@ -162,7 +165,7 @@ WRONG = {
         ),
         (
             {"schedule": Schedule.SEQUENTIAL, "chunks": [Chunk(32, Transport.PEER)]},
-            "travels by peer .* the schedule sequential, .* allowed are ring .overlapped. or direct",
+            "travels by peer .* the schedule sequential, .* allowed are ring or stripes .overlapped. or direct",
         ),
         (
             {"collective": Collective.ALL_REDUCE},
@@ -171,7 +174,7 @@ WRONG = {
         ({"collective": Collective.EXCHANGE}, "travels by peer with the collective exchange, "),
         (
             {"collective": Collective.ALL_GATHER},
-            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange, ring or direct: take that",
+            "collective of gemm_allreduce is all_gather, allowed is all_reduce, exchange, ring, direct or stripes: take that",
         ),
         (
             {"chunks": [Chunk(16, Transport.PEER)] * 2},
@@ -180,6 +183,26 @@ WRONG = {
         (
             {"collective": Collective.RING, "schedule": Schedule.SEQUENTIAL},
             "collective ring, the schedule sequential, .*overlapped",
+        ),
+    ],
+    "stripes": [
+        (
+            {"schedule": Schedule.SEQUENTIAL},
+            "collective stripes, the schedule sequential, .*allowed are ring or stripes .overlapped.",
+        ),
+        ({"layout": Layout.PACKED}, "collective stripes, .* the layout packed, .*row_major"),
+        ({"resources": Resources(lanes=2)}, "lanes = 2, allowed are .* one lane"),
+        (
+            {"chunks": [Chunk(16)] * 2},
+            "collective is stripes with the transport nccl, allowed is peer, or gloo on CPU: take that",
+        ),
+        (
+            {"kernel": Kernel.SM80},
+            "collective is stripes with the kernel sm80, .*allowed are library, .*overlapped and row_major: take",
+        ),
+        (
+            {"layout": Layout.PACKED, "chunks": [Chunk(16, Transport.GLOO)] * 2},
+            "stripes with the kernel library, the schedule overlapped and the layout packed, allowed are library",
         ),
     ],
     "all_to_all": [

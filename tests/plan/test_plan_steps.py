@@ -91,10 +91,10 @@ def test_plan_steps_as_text_say_what_they_wait_for() -> None:
         "#2 side0 wait_for_tiles chunk=0 tiles=256",
         "#3 side0 collective kind=all_reduce max_ctas=8 communicator_lane=0 source=output+0 destination=output+0 "
         "count=4194304",
-        f"#4 copy add_bias source=output+0 destination=output+0 rows=2048 ctas={2**31 - 1} after #3",
+        f"#4 copy add_terms source=output+0 destination=output+0 rows=2048 ctas={2**31 - 1} after #3",
         "#5 side0 wait_for_tiles chunk=1 tiles=256",
         f"#6 side0 collective kind=all_reduce max_ctas=8 communicator_lane=0 source=output+{mib} "
         f"destination=output+{mib} count=4194304",
-        f"#7 copy add_bias source=output+{mib} destination=output+{mib} rows=2048 ctas={2**31 - 1} after #6",
+        f"#7 copy add_terms source=output+{mib} destination=output+{mib} rows=2048 ctas={2**31 - 1} after #6",
         "#8 caller join",
     ]

@@ -10,7 +10,7 @@ import machine_table
 from machines import big, hopper, total
 from overlap_torch import plan
 from overlap_torch.plan import Machine, Problem
-from overlap_torch.plan.types import Kernel, Op, Schedule, Transport
+from overlap_torch.plan.types import Collective, Kernel, Op, Schedule, Transport
 from tests._plan_test import make_plan_between
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
@@ -97,3 +97,21 @@ def test_planner_between_two_m_loses_little_on_the_whole():
                 )
                 losses.append(math.log(total(taken, machine) / total(whole, machine)))
             assert sum(losses) / len(losses) < 0.01, (name, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4096, 4096, 2048), "float32"), ((4095, 1001, 1000), "bfloat16")]
+)
+def test_planner_offers_stripes_of_what_no_kernel_takes_to_whoever_measures(op, shape, dtype):
+    m, n, k = shape
+    problem = Problem(-(-m // 2) * 2, n, k, dtype, 2, op)
+
+    def chunks(machine: Machine, all: bool) -> list[int]:
+        made = plan.candidates(problem, machine, all=all)
+        return [len(one.chunks) for one in made if one.collective == Collective.STRIPES]
+
+    peers = hopper(peer_gbps=365.0)
+    assert chunks(peers, True) == ([] if op == Op.ALLGATHER_GEMM else [1, 2, 4])
+    assert chunks(peers, False) == []
+    assert chunks(hopper(peer_gbps=0.0), True) == []

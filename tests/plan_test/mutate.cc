@@ -49,7 +49,7 @@ std::vector<Where*> places(Step& step) {
           for (Message& message : one.receives) add(message.where);
         } else if constexpr (std::is_same_v<Kind, Collective> || std::is_same_v<Kind, Copy> ||
                              std::is_same_v<Kind, CopyRows> || std::is_same_v<Kind, Pack> ||
-                             std::is_same_v<Kind, Unpack> || std::is_same_v<Kind, AddBias>) {
+                             std::is_same_v<Kind, Unpack> || std::is_same_v<Kind, AddTerms>) {
           add(one.source);
           add(one.destination);
         } else if constexpr (std::is_same_v<Kind, PeerCollective>) {
@@ -89,7 +89,7 @@ constexpr bool works(const What& what) {
   return std::holds_alternative<Gemm>(what) || std::holds_alternative<LibraryGemm>(what) ||
          std::holds_alternative<Collective>(what) || std::holds_alternative<Copy>(what) ||
          std::holds_alternative<CopyRows>(what) || std::holds_alternative<Pack>(what) ||
-         std::holds_alternative<Unpack>(what) || std::holds_alternative<AddBias>(what) ||
+         std::holds_alternative<Unpack>(what) || std::holds_alternative<AddTerms>(what) ||
          std::holds_alternative<PeerCollective>(what) || std::holds_alternative<LowLatency>(what) ||
          std::holds_alternative<PeerExchange>(what) || std::holds_alternative<Interpret>(what);
 }

@@ -397,11 +397,15 @@ cudaError_t pack_chunk(const ReorderParams& params, cudaStream_t stream) {
   return launch(stream, [&] { return cat("pack ", reorder_of(params)); });
 }
 
-cudaError_t add_bias(const BiasParams& params, cudaStream_t stream) {
+cudaError_t add_terms(const TermsParams& params, cudaStream_t stream) {
   return launch(stream, [&] {
-    const int64_t bytes = params.rows * params.n * plan::element_bytes(params.dtype);
-    return cat("add bias ", at(params.bias), " to ", params.rows, "x", params.n, " ",
-               plan::name(params.dtype), " ", at(params.source, bytes), " -> ",
+    const int64_t element = plan::element_bytes(params.dtype);
+    const int64_t bytes = params.rows * params.n * element;
+    const int64_t others = (params.terms - 1) * params.stride * element;
+    const std::string terms =
+        params.terms == 1 ? "" : cat(" ", params.terms, " terms by ", params.stride, " of");
+    return cat("add bias ", at(params.bias), " to", terms, " ", params.rows, "x", params.n, " ",
+               plan::name(params.dtype), " ", at(params.source, bytes + others), " -> ",
                at(params.destination, bytes), ", ", ctas_of(params.ctas));
   });
 }

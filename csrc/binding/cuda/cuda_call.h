@@ -40,6 +40,8 @@ bool takes_composition(const OpCall& call);
 // have done so, and the GPU waits meanwhile.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor transposed(const at::Tensor& matrix);  // a view, past the dispatcher
+// Rows in memory of this rank, or of a peer's that is mapped here.
+at::Tensor matrix_at(void* data, int64_t rows, int64_t columns, const at::TensorOptions& options);
 
 // Rows must be contiguous along K for the kernels; transposed or expanded inputs are copied once.
 at::Tensor k_contiguous(const at::Tensor& input);

@@ -57,7 +57,7 @@ void CudaOperands::multiply(const at::Tensor& rows, const at::Tensor& scales, si
   const auto bias = with_bias ? call_.biases[weight] : std::nullopt;
   if (!call_.scales) return library_gemm(rows, matrix, bias, destination);
   if (rows.size(0) == 0) return;
-  at::Tensor place = at::from_blob(destination, {rows.size(0), matrix.size(0)}, options());
+  at::Tensor place = matrix_at(destination, rows.size(0), matrix.size(0), options());
   scaled_product_out(place, *call_.scales, weight, rows, scales, matrix, bias);
 }
 

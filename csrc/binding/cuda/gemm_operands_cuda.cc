@@ -26,6 +26,13 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::detail::empty_cuda(sizes, options);
 }
 
+at::Tensor matrix_at(void* data, int64_t rows, int64_t columns, const at::TensorOptions& options) {
+  return at::for_blob(data, {rows, columns})
+      .options(options)
+      .target_device(options.device())
+      .make_tensor();
+}
+
 at::Tensor k_contiguous(const at::Tensor& input) {
   const bool fits = (input.size(1) == 1 || input.stride(1) == 1) &&
                     (input.size(0) == 1 || input.stride(0) >= input.size(1));
@@ -109,7 +116,7 @@ at::Tensor library_gemm(const at::Tensor& input, const at::Tensor& weight,
 void library_gemm(const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, void* destination) {
   if (input.size(0) == 0) return;
-  at::Tensor place = at::from_blob(destination, {input.size(0), weight.size(0)}, input.options());
+  at::Tensor place = matrix_at(destination, input.size(0), weight.size(0), input.options());
   if (bias.has_value()) {
     at::cuda::addmm_out(place, *bias, input, transposed(weight));
   } else {

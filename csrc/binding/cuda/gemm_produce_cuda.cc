@@ -66,7 +66,7 @@ class Reduction : public CudaOperands {
     const int64_t count = step.rows.end - step.rows.begin;
     if (blocks_ > 1) {
       multiply_blocks(step.rows, 0, false, input_,
-                      at::from_blob(output, {count, plan_.problem.n}, options()));
+                      matrix_at(output, count, plan_.problem.n, options()));
     } else {
       multiply(rows(step.rows), scales_of(step.rows), 0, false, output);
     }

@@ -1,4 +1,4 @@
-// Packed <-> row-major, and the bias. All three are one thing: a grid of threads moves rectangular
+// Packed <-> row-major, sums of terms, and the bias. All are one thing: a grid of threads moves rectangular
 // blocks, 16 bytes a thread and access where n and the pointers allow it and one element otherwise,
 // with kRows independent loads in flight.
 #include "kernels/chunk/reorder.h"
@@ -15,16 +15,20 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = 8;  // accesses of one thread in one block, all loads before the first store
 
-enum class Move { kUnpack, kUnpackSum, kPack, kAddBias };
+enum class Move { kUnpack, kUnpackSum, kPack, kAddBias, kAddTerms };
 
 constexpr bool from_packed(Move move) {
   return move == Move::kUnpack || move == Move::kUnpackSum;
 }
+constexpr bool row_major_alone(Move move) {
+  return move == Move::kAddBias || move == Move::kAddTerms;
+}
 
 struct MoveParams {
-  int64_t m;       // rows of the row-major matrix
-  int64_t n;       // its columns
-  int64_t tile_m;  // rows and columns of one tile; kAddBias: the matrix is the only tile
+  int64_t m;  // rows of the row-major matrix
+  int64_t n;  // its columns
+  int64_t
+      tile_m;  // rows and columns of one tile; of row-major rows alone the matrix is the only tile
   int64_t tile_n;
   int32_t first_tile;  // index of the chunk's first tile
   // A tile is cut into blocks of kRows * (kThreads >> lanes_log2) rows and (1 << lanes_log2)
@@ -36,7 +40,8 @@ struct MoveParams {
   const void* source;
   void* destination;
   const void* bias;
-  int64_t term_stride;  // kUnpackSum: elements from a chunk's first part to its second
+  int32_t terms;
+  int64_t term_stride;  // elements from term to term
   plan::TileOrder order;
 };
 
@@ -55,7 +60,7 @@ struct Share {
 
 template <class T, int kVector, Move kMove>
 __device__ __forceinline__ Share<T> locate(const MoveParams& params, uint32_t block) {
-  const uint32_t tile = kMove == Move::kAddBias ? 0 : block / params.tile_blocks;
+  const uint32_t tile = row_major_alone(kMove) ? 0 : block / params.tile_blocks;
   const uint32_t in_tile = block - tile * params.tile_blocks;
   const uint32_t row_block = in_tile / params.column_blocks;
   const uint32_t column_block = in_tile - row_block * params.column_blocks;
@@ -70,7 +75,7 @@ __device__ __forceinline__ Share<T> locate(const MoveParams& params, uint32_t bl
   int64_t matrix_row = row;
   int64_t matrix_column = column;
   int64_t packed = 0;
-  if constexpr (kMove != Move::kAddBias) {
+  if constexpr (!row_major_alone(kMove)) {
     const int32_t index = params.first_tile + static_cast<int32_t>(tile);
     const plan::TileCoord coord = plan::tile_coord(params.order, index);
     matrix_row += coord.row * params.tile_m;
@@ -105,6 +110,37 @@ __device__ __forceinline__ Share<T> locate(const MoveParams& params, uint32_t bl
   return share;
 }
 
+// Adds the other terms to the first one's values, rounded once.
+template <class T, int kVector>
+__device__ __forceinline__ void add_other_terms(const MoveParams& params, const Share<T>& share,
+                                                Access<T, kVector> (&values)[kRows]) {
+  float sums[kRows][kVector];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) sums[i][e] = to_float(values[i].element[e]);
+  }
+  for (int32_t term = 1; term < params.terms; ++term) {
+    const T* const source = share.source + term * params.term_stride;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (i < share.rows_to_read) {
+        values[i] = *reinterpret_cast<const Access<T, kVector>*>(source + i * share.source_stride);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sums[i][e] += to_float(values[i].element[e]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) round_to(sums[i][e], values[i].element[e]);
+  }
+}
+
 template <class T, int kVector, Move kMove>
 __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveParams params) {
   using Vector = Access<T, kVector>;
@@ -132,6 +168,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
     if (kMove != Move::kPack && share.bias != nullptr && share.rows_to_read > 0) {
       bias = *reinterpret_cast<const Vector*>(share.bias);
     }
+    if constexpr (kMove == Move::kAddTerms) add_other_terms<T, kVector>(params, share, values);
 
     // The next block's place is found while the loads are under way.
     const uint32_t next = block + gridDim.x;
@@ -229,7 +266,8 @@ template <class T, Move kMove>
 cudaError_t launch(const MoveParams& params, int64_t tiles, int32_t ctas, cudaStream_t stream) {
   constexpr int kVector = 16 / sizeof(T);
   const bool wide = params.n % kVector == 0 && params.tile_n % kVector == 0 &&
-                    aligned(params.source) && aligned(params.destination) && aligned(params.bias);
+                    params.term_stride % kVector == 0 && aligned(params.source) &&
+                    aligned(params.destination) && aligned(params.bias);
   return wide ? launch<T, kVector, kMove>(params, tiles, ctas, stream)
               : launch<T, 1, kMove>(params, tiles, ctas, stream);
 }
@@ -289,10 +327,12 @@ cudaError_t load() {
         cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kUnpackSum>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kPack>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kAddBias>),
+        cudaFuncGetAttributes(&attributes, move_kernel<T, kVector, Move::kAddTerms>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kUnpack>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kUnpackSum>),
         cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kPack>),
-        cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kAddBias>)}) {
+        cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kAddBias>),
+        cudaFuncGetAttributes(&attributes, move_kernel<T, 1, Move::kAddTerms>)}) {
     if (error != cudaSuccess) {
       return error;
     }
@@ -314,16 +354,25 @@ cudaError_t pack_chunk(const ReorderParams& params, cudaStream_t stream) {
   return launch_chunk<Move::kPack>(params, stream);
 }
 
-cudaError_t add_bias(const BiasParams& params, cudaStream_t stream) {
+cudaError_t add_terms(const TermsParams& params, cudaStream_t stream) {
   MoveParams move{};
   move.m = params.rows;
   move.n = params.n;
-  move.tile_m = params.rows;
-  move.tile_n = params.n;
+  // Without a bias nobody asks where rows end: whole accesses, whatever n.
+  constexpr int64_t kWhole = 16;
+  if (params.bias == nullptr && params.n % kWhole != 0 && params.rows * params.n % kWhole == 0) {
+    move.m = params.rows * params.n / kWhole;
+    move.n = kWhole;
+  }
+  move.tile_m = move.m;
+  move.tile_n = move.n;
+  move.terms = params.terms;
+  move.term_stride = params.stride;
   move.source = params.source;
   move.destination = params.destination;
   move.bias = params.bias;
-  return launch<Move::kAddBias>(move, params.dtype, 1, params.ctas, stream);
+  return params.terms == 1 ? launch<Move::kAddBias>(move, params.dtype, 1, params.ctas, stream)
+                           : launch<Move::kAddTerms>(move, params.dtype, 1, params.ctas, stream);
 }
 
 cudaError_t load_reorder_kernels() {

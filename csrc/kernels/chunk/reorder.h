@@ -1,4 +1,4 @@
-// Moves between the packed and the row-major layout, and the bias: what happens to a chunk after
+// Moves between the packed and the row-major layout, sums, and the bias: what happens to a chunk after
 // its communication.
 #pragma once
 
@@ -34,18 +34,20 @@ cudaError_t unpack_chunk(const ReorderParams& params, cudaStream_t stream);
 // row-major -> packed. Tile parts beyond m and n become zero.
 cudaError_t pack_chunk(const ReorderParams& params, cudaStream_t stream);
 
-struct BiasParams {
+struct TermsParams {
   int64_t rows = 0;
   int64_t n = 0;
+  int32_t terms = 1;
+  int64_t stride = 0;  // elements from term to term
   plan::DType dtype = plan::DType::kBFloat16;
-  const void* source = nullptr;  // [rows, n], contiguous
+  const void* source = nullptr;  // [rows, n], contiguous, the first term
   void* destination = nullptr;   // [rows, n], contiguous; may be `source`
-  const void* bias = nullptr;    // [n], or null: a copy
+  const void* bias = nullptr;    // [n], or null
   int32_t ctas = 0;              // grid size, at most
 };
 
-// destination = source + bias, in fp32, rounded once. bf16, fp16, fp32.
-cudaError_t add_bias(const BiasParams& params, cudaStream_t stream);
+// destination = the sum of the terms in their order, in fp32, rounded once; + bias, rounded again. bf16, fp16, fp32.
+cudaError_t add_terms(const TermsParams& params, cudaStream_t stream);
 
 // Loads all of these kernels on the current device, so that none is loaded while something waits.
 cudaError_t load_reorder_kernels();

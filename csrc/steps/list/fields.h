@@ -301,15 +301,18 @@ void fields(const Unpack& step, Visit& visit) {
   visit("bias", step.bias);
 }
 
-inline const char* name(const AddBias&) {
-  return "add_bias";
+inline const char* name(const AddTerms&) {
+  return "add_terms";
 }
 template <typename Visit>
-void fields(const AddBias& step, Visit& visit) {
+void fields(const AddTerms& step, Visit& visit) {
   visit("source", step.source);
   visit("destination", step.destination);
   visit("rows", step.rows);
   visit("ctas", step.ctas);
+  unless(visit, "terms", step.terms, 1);
+  unless(visit, "stride", step.stride, int64_t{0});
+  unless(visit, "bias", step.bias, true);
 }
 
 inline const char* name(const WaitForSlots&) {

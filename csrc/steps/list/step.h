@@ -203,11 +203,15 @@ struct Unpack {
   bool bias = false;
 };
 
-struct AddBias {
+// The sum of terms, rows of the matrix each, in their order, rounded once, plus bias.
+struct AddTerms {
   Where source;
   Where destination;
   int64_t rows = 0;
   int32_t ctas = 0;
+  int32_t terms = 1;
+  int64_t stride = 0;  // bytes from term to term
+  bool bias = true;
 };
 
 // Until all peers have read what the call before left in the slots that this one writes to. Nothing, where the call
@@ -338,7 +342,7 @@ struct PeerExchange {
 };
 
 using What = std::variant<Fork, Join, Gemm, CallersKernel, LibraryGemm, WaitForTiles, Mark, Arrive,
-                          Collective, SendReceive, Copy, CopyRows, Delay, Pack, Unpack, AddBias,
+                          Collective, SendReceive, Copy, CopyRows, Delay, Pack, Unpack, AddTerms,
                           WaitForSlots, WaitForPeers, Signal, EndCall, MeetTiles, Announce, Await,
                           Count, Interpret, PeerCollective, LowLatency, PeerExchange>;
 

@@ -148,6 +148,7 @@ StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine&
   if (plan.collective == plan::Collective::kDirect) {
     return lower_direct(plan, rank, machine, variant);
   }
+  if (plan.collective == plan::Collective::kStripes) return lower_stripes(plan, rank, variant);
   // A caller's kernel and one of NCCL's collectives are one chunk.
   if (plan.schedule == plan::Schedule::kSequential && (!callers || plan::over_peers(plan))) {
     return lower_sequential(plan, rank, variant);

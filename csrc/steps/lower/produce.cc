@@ -206,7 +206,7 @@ class Produce {
       list_.add(Lane::kCopy, unpack, {communicated});
     } else if (variant_.bias) {
       list_.add(Lane::kCopy,
-                AddBias{result(chunk), output(chunk), rows.end - rows.begin, finish_ctas_},
+                AddTerms{result(chunk), output(chunk), rows.end - rows.begin, finish_ctas_},
                 {communicated});
     } else {
       // The copy engine, which takes no SM from GEMM and communication.

@@ -290,7 +290,7 @@ void ProgramBuilder::finish() {
                      (plan_.problem.traits().scatters() ? rank_ : 0) * rows * places_.row_bytes}
              : output;
   if (variant_.bias) {
-    list_.add(Lane::kCaller, AddBias{result, output, rows, plan_.resources.finish_ctas});
+    list_.add(Lane::kCaller, AddTerms{result, output, rows, plan_.resources.finish_ctas});
   } else if (copied) {
     list_.add(Lane::kCaller, Copy{result, output, rows * places_.row_bytes});
   }

@@ -39,7 +39,7 @@ class Ring {
     list_.communicates = -1;
     if (variant_.bias) {
       const int64_t rows = sends_on_ ? plan_.problem.m : part_rows_;
-      list_.add(Lane::kCaller, AddBias{{Buffer::kOutput}, {Buffer::kOutput}, rows, 0});
+      list_.add(Lane::kCaller, AddTerms{{Buffer::kOutput}, {Buffer::kOutput}, rows, 0});
     }
     return std::move(list_.made);
   }

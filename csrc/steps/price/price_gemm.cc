@@ -190,6 +190,12 @@ double end_of(const LibraryGemm& gemm, Walk& w, size_t id, double& begin_us) {
   if (w.program) {
     return begin_us + w.computed(w.profile.gemm.start_us + rounds_of(tiles, w.sms) * w.tile_us);
   }
+  if (w.plan.collective == plan::Collective::kStripes && w.peers) {
+    const double bytes = static_cast<double>(rows) * w.row_bytes;
+    const double sent_us = w.is_remote(gemm.output.where) ? w.communicated(w.sent_us(bytes)) : 0.0;
+    const double us = w.computed(library_us(w.plan, w.machine, rows, w.sms));
+    return begin_us + w.profile.host.launch_us + std::max(us, sent_us);
+  }
   if (w.lanes_beside == 0 || w.all_to_all) {  // nothing is beside it
     if (w.peers || w.all_to_all) {
       return begin_us + w.computed(library_us(w.plan, w.machine, rows, w.sms));

@@ -193,8 +193,9 @@ double end_of(const Unpack& unpack, Walk& w, size_t id, double& begin_us) {
   return between_links(put_us, sum(w, id, bytes, begin_us), w.fast_share);
 }
 
-double end_of(const AddBias& bias, Walk& w, size_t id, double& begin_us) {
-  return begin_us + (w.hides(id) ? 0.0 : w.finish_us(static_cast<double>(bias.rows) * w.row_bytes));
+double end_of(const AddTerms& sum, Walk& w, size_t id, double& begin_us) {
+  const double bytes = static_cast<double>(sum.rows) * w.row_bytes * (sum.terms + 1) / 2.0;
+  return begin_us + (w.hides(id) ? 0.0 : w.finish_us(bytes));
 }
 
 double end_of(const WaitForSlots&, Walk& w, size_t, double& begin_us) {
@@ -206,7 +207,11 @@ double end_of(const WaitForPeers& wait, Walk& w, size_t, double& begin_us) {
   return std::max(begin_us, w.arrived_us[index(wait.step)]);
 }
 
-double end_of(const Signal&, Walk& w, size_t, double&) {
+double end_of(const Signal&, Walk& w, size_t, double& begin_us) {
+  if (w.plan.collective == plan::Collective::kStripes) {  // after what has arrived
+    w.arrived_us.push_back(begin_us + w.flag_us());
+    return begin_us;
+  }
   const double bytes = std::exchange(w.chunk_bytes, 0.0);
   w.arrived_us.push_back(w.chunk_begin_us +
                          w.communicated(w.profile.peer.copy_us + w.sent_us(bytes)));

@@ -169,7 +169,7 @@ double end_of(const CopyRows& step, Walk& w, size_t id, double& begin_us);
 double end_of(const Delay& step, Walk& w, size_t id, double& begin_us);
 double end_of(const Pack& step, Walk& w, size_t id, double& begin_us);
 double end_of(const Unpack& step, Walk& w, size_t id, double& begin_us);
-double end_of(const AddBias& step, Walk& w, size_t id, double& begin_us);
+double end_of(const AddTerms& step, Walk& w, size_t id, double& begin_us);
 double end_of(const WaitForSlots& step, Walk& w, size_t id, double& begin_us);
 double end_of(const WaitForPeers& step, Walk& w, size_t id, double& begin_us);
 double end_of(const Signal& step, Walk& w, size_t id, double& begin_us);

@@ -270,18 +270,16 @@ void Simulation::take(Here& here, const Unpack& step, Span& span) {
   holds(here, by, by, 1, 1, false);
 }
 
-void Simulation::take(Here& here, const AddBias& step, Span& span) {
+void Simulation::take(Here& here, const AddTerms& step, Span& span) {
   const int64_t bytes = step.rows * row_bytes(here, 0);
-  reads(span.first, span.first, here, step.source, bytes);
-  writes(span.first, span.first, here, step.destination, bytes);
-  const Key from = key(here, step.source);
-  const Key to = key(here, step.destination);
   const Node by = span.first;
-  effect(by, [=, this, &step] {
-    std::vector<Run> runs = read(from, step.source.offset, bytes, by);
-    add_bias(runs, by);
-    contents_[to].write(step.destination.offset, runs);
-  });
+  std::vector<Place> terms;
+  for (int32_t term = 0; term < step.terms; ++term) {
+    Where where = step.source;
+    where.offset += term * step.stride;
+    terms.push_back(place(here, where, bytes, by));
+  }
+  adds(by, terms, {place(here, step.destination, bytes, by)}, bytes, step.bias);
   holds(here, by, by, 1, 1, false);
 }
 

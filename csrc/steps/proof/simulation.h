@@ -224,7 +224,7 @@ class Simulation {
   void take(Here& here, const Delay& step, Span& span);
   void take(Here& here, const Pack& step, Span& span);
   void take(Here& here, const Unpack& step, Span& span);
-  void take(Here& here, const AddBias& step, Span& span);
+  void take(Here& here, const AddTerms& step, Span& span);
   void take(Here& here, const WaitForSlots& step, Span& span);
   void take(Here& here, const WaitForPeers& step, Span& span);
   void take(Here& here, const Signal& step, Span& span);
