@@ -166,8 +166,10 @@ bool every_part_has_rows(const Problem& problem);
 inline constexpr int64_t kMaxRingTiles = int64_t{1} << 17;
 int64_t ring_tiles(const Plan& plan);
 
-// Bytes between the ranks' rows in a slot of the collective stripes.
+// Bytes between the ranks' rows in a slot of the collective stripes. A kernel of the caller's stores them by addresses
+// that change from rank to rank with whole pages.
 int64_t stripe_bytes(const Plan& plan);
+inline constexpr int64_t kStripePage = int64_t{1} << 21;
 
 // Bytes of each rank's slot for what peers send it in one call, over peers.
 int64_t peer_slot_bytes(const Plan& plan);

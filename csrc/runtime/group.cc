@@ -292,7 +292,7 @@ void* Group::staging(int64_t bytes, const std::vector<CommunicatorKey>& keys, bo
   return staging_->pointer();
 }
 
-Peers& Group::peers(int64_t slot_bytes, bool capturing) {
+Peers& Group::peers(int64_t slot_bytes, bool capturing, int64_t stripe_bytes) {
   if (peers_ == nullptr) {
     throw Error(
         "overlap_torch: group '" + options_.name +
@@ -301,13 +301,15 @@ Peers& Group::peers(int64_t slot_bytes, bool capturing) {
         "access, or one of them has OVERLAP_PEERS=0 or NCCL_P2P_DISABLE=1. Set a plan with the "
         "transport nccl.");
   }
-  if (capturing && !peers_->fits(slot_bytes)) {
+  const bool stripes = stripe_bytes > 0;
+  if (capturing && (!peers_->fits(slot_bytes) || (stripes && !peers_->has_stripes(stripe_bytes)))) {
     throw Error("overlap_torch: group '" + options_.name + "' has not mapped slots of " +
                 std::to_string(slot_bytes) +
                 " bytes of its ranks' memory, and none can be mapped while a CUDA graph is "
                 "captured. Call the op once with the same shapes before the capture.");
   }
   peers_->reserve(slot_bytes);
+  if (stripes) peers_->reserve_stripes(stripe_bytes);
   return *peers_;
 }
 

@@ -117,7 +117,7 @@ class Group {
 
   // The ranks' memory of each other, with slots of so many bytes. Grows collectively, never inside a
   // capture.
-  Peers& peers(int64_t slot_bytes, bool capturing);
+  Peers& peers(int64_t slot_bytes, bool capturing, int64_t stripe_bytes = 0);
 
   // The longest message of any rank's all-to-alls, in bytes, as far as the ranks have told each other: in the
   // first call, the second, the fourth, the eighth and so on. These calls are collective and block; none is inside

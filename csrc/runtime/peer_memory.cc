@@ -1,19 +1,17 @@
 #include "runtime/peer_memory.h"
 
-#include <array>
 #include <cstring>
 #include <fstream>
 
 namespace overlap::runtime {
-namespace {
 
-// The same for all processes of a host, since it was booted; zeros where the kernel does not say. A
-// handle names processes by number, and must not meet a process of the same number elsewhere.
 std::array<char, 40> host_id() {
   std::array<char, 40> id = {};
   std::ifstream("/proc/sys/kernel/random/boot_id").read(id.data(), id.size());
   return id;
 }
+
+namespace {
 
 struct Answer {
   int64_t error = cudaSuccess;

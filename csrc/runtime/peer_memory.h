@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -13,6 +14,10 @@ namespace overlap::runtime {
 
 // Every rank's bytes in rank order, given this rank's; as many from each. Collective.
 using ByteAllGather = std::function<std::vector<uint8_t>(const std::vector<uint8_t>& own)>;
+
+// The same for all processes of a host, since it was booted; zeros where the kernel does not say. A
+// handle names processes by number, and must not meet a process of the same number elsewhere.
+std::array<char, 40> host_id();
 
 // One allocation on each rank, mapped by all others through CUDA IPC: no communicator is needed, and
 // where it does not work (another host, no peer access, one process for several ranks) the calls

@@ -89,6 +89,7 @@ void Peers::leak() {
   if (flags_ != nullptr) flags_->leak();
   if (slots_ != nullptr) slots_->leak();
   for (const auto& old : outgrown_) old->leak();
+  for (const auto& [part, memory] : stripes_) memory->leak();
 }
 
 void Peers::reserve(int64_t slot_bytes) {
@@ -109,6 +110,20 @@ void Peers::reserve(int64_t slot_bytes) {
   if (slots_ != nullptr) outgrown_.push_back(std::move(slots_));
   slots_ = std::move(larger);
   slot_bytes_ = rounded;
+}
+
+void Peers::reserve_stripes(int64_t part_bytes) {
+  if (has_stripes(part_bytes)) return;
+  std::string why;
+  auto memory = StripedMemory::make(all_gather_, rank_, world_size_, part_bytes, &why);
+  if (memory == nullptr) {
+    throw Error(
+        "overlap_torch: the ranks cannot have a matrix whose parts lie in each other's memory, "
+        "of " +
+        std::to_string(part_bytes) + " bytes each: " + why +
+        ". Set plans with the collective direct, or the transport nccl.");
+  }
+  stripes_[part_bytes] = std::move(memory);
 }
 
 uint64_t* Peers::flag(int slot, Flag flag, int owner, int writer) const {
@@ -283,6 +298,7 @@ int64_t Peers::bytes() const {
   int64_t total = flags_->bytes();
   if (slots_ != nullptr) total += slots_->bytes();
   for (const auto& old : outgrown_) total += old->bytes();
+  for (const auto& [part, memory] : stripes_) total += memory->bytes();
   return total;
 }
 

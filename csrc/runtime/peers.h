@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "kernels/peer/peer_low_latency.h"
 #include "kernels/peer/peer_signal.h"
 #include "runtime/peer_memory.h"
+#include "runtime/striped_memory.h"
 
 namespace overlap::runtime {
 
@@ -41,6 +43,11 @@ class Peers {
   // Makes each slot at least this large. Collective when it grows, and slow then.
   void reserve(int64_t slot_bytes);
   bool fits(int64_t slot_bytes) const { return slots_ != nullptr && slot_bytes <= slot_bytes_; }
+
+  // The same of a product in stripes, whose parts are exactly so large. Each size has memory of its own, which is kept.
+  void reserve_stripes(int64_t part_bytes);
+  bool has_stripes(int64_t part_bytes) const { return stripes_.contains(part_bytes); }
+  const StripedMemory& stripes(int64_t part_bytes) const { return *stripes_.at(part_bytes); }
 
   // One call's slot. Every rank makes the same calls, and captures the same, in the same order.
   struct Call {
@@ -118,6 +125,7 @@ class Peers {
   std::unique_ptr<PeerMemory> slots_;
   std::vector<std::unique_ptr<PeerMemory>> outgrown_;
   int64_t slot_bytes_ = 0;
+  std::map<int64_t, std::unique_ptr<StripedMemory>> stripes_;  // by the bytes of a part
   uint64_t calls_ = 0;
   bool last_hears_all_ = false;
   std::optional<unsigned long long> last_capture_;

@@ -85,7 +85,7 @@ class OpenCall {
   void begin();
   void finish();
 
-  // The call's part of the window, where its list has one. Between begin() and finish().
+  // The call's part of the window, or its product in stripes, where its list has one. Between begin() and finish().
   void* window() const;
 
   // Instead of finish(): the caller's stream continues after what was begun, and nothing else is enqueued.

@@ -50,6 +50,10 @@ struct RunState {
         return window;
       case Buffer::kSlot:
         return peers->slot(peer_call, where.index);
+      case Buffer::kStripes: {
+        const StripedMemory& stripes = peers->stripes(list.stripe_bytes);
+        return where.index == 0 ? stripes.matrix(peer_call.slot) : stripes.terms(peer_call.slot);
+      }
       case Buffer::kProduct:
         if (product != nullptr) return product;
         [[fallthrough]];

@@ -47,6 +47,7 @@ def produce(
     send_rows: Sequence[int] | None = None,
     recv_rows: Sequence[int] | None = None,
     operands: Sequence[torch.Tensor] = (),
+    signals: bool = True,
     resources: KernelResources | None = None,
     device: torch.device | str | None = None,
     group: Group = None,
@@ -85,6 +86,11 @@ def produce(
             expected to gain clearly, as on CPU.
         send_rows, recv_rows: of an all-to-all: how many rows of the output go to each rank, in their order, and come from it.
         operands: tensors that the kernel reads, to be checked for gradients; see Raises.
+        signals: False: any work that stores ``job.output``, row-major, and neither signals nor takes tiles by a table, such as
+            ``torch.mm(a, b, out=job.output)``. Parts of ``job.output`` lie in the memory of the ranks that own them, so that the
+            stores are what travels; the owner adds them up (the collective ``stripes``). ``all_reduce`` and ``reduce_scatter``,
+            without ``chunks``, ``plan`` and ``kernel_us``; on CUDA between ranks that map each other's memory, of equal parts of whole
+            pages of 2 MiB.
         resources: what the kernel leaves to communication; None: as the innermost :func:`overlap_torch.resources` says.
         device: None: the current CUDA device under an NCCL group, else the CPU.
         group: as in :func:`overlap_torch.gemm_allreduce`.
@@ -107,12 +113,13 @@ def produce(
     key = (
         collective, tuple(shape), dtype, tuple(tile), chunks, tile_order, _code(plan), kernel_us,
         None if send_rows is None else tuple(send_rows), None if recv_rows is None else tuple(recv_rows), resources,
-        device, _current_device(), name,
+        device, _current_device(), name, signals,
     )  # fmt: skip
     prepared = _found(key)
     if prepared is None:
         request = _produce_request(
-            collective, shape, dtype, tile, chunks, tile_order, plan, kernel_us, send_rows, recv_rows, resources, device, name
+            collective, shape, dtype, tile, chunks, tile_order, plan, kernel_us, send_rows, recv_rows, resources, device, name,
+            signals,
         )  # fmt: skip
         _check_gradients(request.what, operands)
         prepared = _prepared[key] = request.prepare()
@@ -135,6 +142,7 @@ def _produce_request(
     resources: KernelResources,
     device: torch.device | str | None,
     name: str,
+    signals: bool,
 ) -> Request:
     if collective not in _OPS:
         raise ValueError(
@@ -160,6 +168,11 @@ def _produce_request(
         raise ValueError(
             f"{what}: send_rows must add up to the rows, {rows}, but add up to {sum(send)}"
         )
+    if not signals and (to_all or (chunks, plan, kernel_us) != (None, None, None)):
+        raise ValueError(
+            f"{what}: signals is False, allowed is that of all_reduce and reduce_scatter without chunks, plan and kernel_us, "
+            "which a kernel that does not signal cannot have: leave them out, or let the kernel signal"
+        )
     problem = Problem(0 if to_all else rows, columns, 1, dtype, world, op)
     return Request(
         what=what,
@@ -171,6 +184,7 @@ def _produce_request(
         kernel_us=kernel_us,
         send_rows=tuple(send),
         recv_rows=tuple(receive),
+        signals=signals,
         resources=resources,
         device=_device(device, name),
         group=name,

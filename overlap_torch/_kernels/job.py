@@ -73,7 +73,7 @@ class Job:
         if self._rows is None:
             self.output = matrix
             self.counters = self._counters = counters
-            if _debugs() and not self._capturing:
+            if _debugs() and prepared.signals and not self._capturing:
                 # Each tile has a counter of its own.
                 device = prepared.device
                 self._debug = torch.zeros(self.tiles, dtype=torch.int32, device=device)

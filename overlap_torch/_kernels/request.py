@@ -14,9 +14,10 @@ from overlap_torch._kernels import plans, tile_orders
 from overlap_torch._kernels.resources import KernelResources
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
 from overlap_torch._ops.group import process_group
-from overlap_torch._plan import MAX_CHUNKS, Op, Plan, Problem, encode
+from overlap_torch._plan import MAX_CHUNKS, Collective, Op, Plan, Problem, encode
 from overlap_torch.plan import machine
 from overlap_torch.plan._library import check_on
+from overlap_torch.plan.templates import row_panels
 
 _STAND_IN_SMS = 4  # a CPU's, for persistent kernels in Triton's interpreter
 
@@ -28,6 +29,7 @@ class Prepared:
         device = request.device
         self.job, self.plan, self.what = job, plan, request.what
         self.device, self.resources = device, request.resources
+        self.signals = plan.collective != Collective.STRIPES
         self.on_gpu = device.type == "cuda"
         self.chunks = job.tile_chunks()
         self.columns = job.tile_columns()
@@ -57,6 +59,7 @@ class Request:
     group: str
     send_rows: tuple[int, ...] = ()
     recv_rows: tuple[int, ...] = ()
+    signals: bool = True
 
     def prepare(self) -> Prepared:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -98,6 +101,14 @@ class Request:
         if self.kernel_us is not None:
             measured = _time_of(self.kernel_us, self.device, self.group)
         alone = self.problem.world_size == 1
+        if not self.signals and not alone:
+            return row_panels(
+                self.problem,
+                1,
+                tile=self.tile,
+                transport="gloo" if self.device.type == "cpu" else "peer",
+                collective="stripes",
+            )
         return plans.make_plan(
             self.problem,
             self.tile,

@@ -27,6 +27,12 @@ def value(rank: int, row: int, column: int) -> float:
     return float(1 + rank * 1000 + row * 7 % 101 + column % 13)
 
 
+def values(rank: int, rows: range, columns: range) -> torch.Tensor:
+    """The same of a block."""
+    down, across = torch.arange(rows.start, rows.stop), torch.arange(columns.start, columns.stop)
+    return (1.0 + rank * 1000 + down * 7 % 101)[:, None] + across % 13
+
+
 @dataclass
 class Rank:
     """One rank's call."""
@@ -44,7 +50,8 @@ class Rank:
     signals: set[int] = field(default_factory=set)
 
     def at(self, where: dict, count: int) -> torch.Tensor:
-        flat = self.memory[where["buffer"], where["index"] if where["buffer"] == "slot" else 0]
+        own = where["buffer"] in ("slot", "stripes")
+        flat = self.memory[where["buffer"], where["index"] if own else 0]
         first = where["offset"] // ELEMENT
         assert first + count <= flat.numel(), (where, count, flat.numel())
         return flat[first : first + count]
@@ -93,6 +100,8 @@ class Run:
             memory["output", 0] = torch.full((result * n,), nan)
         if made["slot_bytes"]:
             self.slots.setdefault(number, torch.full((made["slot_bytes"] // ELEMENT,), nan))
+        if '"stripes"' in text:  # all ranks' rows of this rank's part
+            memory["stripes", 1] = torch.full((m * n,), nan)
         rank = Rank(
             number, made["steps"], tile_orders.by_chunks("grouped", chunks, columns), chunks, columns, memory,
             [0] * max(1, made["counters"]),
@@ -189,6 +198,12 @@ class Run:
         elif kind == "copy":
             count = step["bytes"] // ELEMENT
             rank.at(step["destination"], count).copy_(rank.at(step["source"], count))
+        elif kind == "add_terms":
+            count, total = step["rows"] * self.problem.n, 0.0
+            for term in range(step.get("terms", 1)):
+                offset = step["source"]["offset"] + term * step.get("stride", 0)
+                total = total + rank.at({**step["source"], "offset": offset}, count)
+            rank.at(step["destination"], count).copy_(total)
         elif kind in ("pack", "unpack"):
             self._repack(rank, step)
         elif kind == "collective":
@@ -234,11 +249,17 @@ class Run:
             ("window", 0),
             ("output", 0),
         )  # it stores in the first one that there is
-        product = next(rank.memory[place] for place in places if place in rank.memory)
-        product = product.view(-1, self.problem.n)
-        for at in range(row, min(row + tile_m, len(product))):
-            for across in range(column, min(column + tile_n, self.problem.n)):
-                product[at, across] = value(rank.number, at, across)
+        m, n = self.problem.m or sum(self.rows[rank.number]), self.problem.n
+        rows, columns = range(row, min(row + tile_m, m)), range(column, min(column + tile_n, n))
+        stored = values(rank.number, rows, columns)
+        if ("stripes", 1) in rank.memory:
+            for at, line in zip(rows, stored, strict=True):
+                owner, own_row = divmod(at, m // self.world)
+                theirs = self.ranks[owner].memory["stripes", 1].view(self.world, -1, n)
+                theirs[rank.number, own_row, columns.start : columns.stop] = line
+        else:
+            product = next(rank.memory[place] for place in places if place in rank.memory)
+            product.view(-1, n)[rows.start : rows.stop, columns.start : columns.stop] = stored
         if step.get("counts"):
             rank.counters[rank.chunks[tile]] += 1
 
@@ -314,10 +335,5 @@ def expected(plan: Plan, rank: int, rows: list[list[int]] | None = None) -> torc
                 for column in range(n)
             ]
         )
-    sums = torch.tensor(
-        [
-            [sum(value(r, row, column) for r in range(world)) for column in range(n)]
-            for row in range(problem.m)
-        ]
-    )
+    sums = sum(values(r, range(problem.m), range(n)) for r in range(world))
     return (sums.chunk(world)[rank] if problem.op == Op.GEMM_REDUCESCATTER else sums).flatten()

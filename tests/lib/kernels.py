@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import overlap_torch
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -61,3 +63,25 @@ def operands(m: int, n: int, k: int, seed: int, dtype: torch.dtype) -> list[torc
 def reduced(m: int, n: int, k: int, seed: int) -> torch.Tensor:
     """float64: the sum of all ranks' products."""
     return sum(product(m, n, k, seed, rank) for rank in range(dist.get_world_size()))
+
+
+def check_unchanged(
+    shapes: list[tuple[int, int, int]], dtype: torch.dtype
+) -> tuple[int, list[str]]:
+    """The framework's GEMM, which signals nothing, stores a job's output. Three calls of each, as memory is taken by turns."""
+    failures = []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for collective in ("all_reduce", "reduce_scatter"):
+        for m, n, k in shapes:
+            for seed in range(3):
+                a, b = operands(m, n, k, seed, dtype)
+                job = overlap_torch.produce(collective, (m, n), dtype, tile=(64, 64), signals=False)
+                with job:
+                    torch.mm(a, b, out=job.output)
+                expected = reduced(m, n, k, seed)
+                if collective == "reduce_scatter":
+                    expected = expected.chunk(world)[rank]
+                if not torch.equal(job.result().double().cpu(), expected):
+                    failures.append(f"{collective} {m} x {n} x {k} {dtype}, call {seed}")
+    overlap_torch.check()
+    return 6 * len(shapes), failures

@@ -79,6 +79,13 @@ def test_kernels_reduce_exactly(ranks):
     ranks.expect_no_failures(check_reductions, cases)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_kernels_that_do_not_signal_reduce_exactly(ranks, dtype):
+    shapes = [(128 * ranks.world, 96, 64), (17 * ranks.world, 50, 40)]
+    ranks.expect_no_failures(kernels.check_unchanged, shapes, dtype)
+
+
 @pytest.mark.long
 @pytest.mark.ranks((3, "gloo"), whole=[(2, "gloo"), (4, "gloo")])
 def test_kernels_reduce_exactly_in_any_order_and_number_of_chunks(ranks):
@@ -346,6 +353,7 @@ def use_of_jobs() -> list[str]:
         Problem(64, 96, 1, torch.float32, dist.get_world_size()), 1, transport="gloo"
     )
     note(lambda: small_job(plan=other))
+    note(lambda: small_job(signals=False))
     return messages
 
 
@@ -368,6 +376,7 @@ def test_kernels_misuse_is_refused(ranks):
         "ValueError: tile_order gave 12 tiles for 4 x 3",
         "ValueError: .*nothing to compute",
         "ValueError: .*the plan is for another problem",
+        "ValueError: .*signals is False, allowed is that of all_reduce and reduce_scatter without chunks",
     ]
     for messages in ranks.run(use_of_jobs):
         assert len(messages) == len(expected)
@@ -752,7 +761,17 @@ def lists_of(op: Op, m: int, world: int) -> list[tuple[str, plan.Plan, bool]]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
 def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
-    # 15 tiles; parts that end within rows of tiles.
+    # Parts of one page; 15 tiles, and parts that end within rows of tiles.
+    if op != Op.ALLGATHER_GEMM:
+        stripes = plan.templates.row_panels(
+            Problem(512 * world, 1024, 1, torch.float32, world, op),
+            1,
+            tile=(192, 512),
+            transport="peer",
+            collective="stripes",
+        )
+        for rank, result in enumerate(kernel_lists.Run(stripes, 0)()):
+            assert torch.equal(result, kernel_lists.expected(stripes, rank)), rank
     m = 38 if op == Op.GEMM_ALLREDUCE else 21 * world
     for label, chosen, awaits in lists_of(op, m, world):
         for seed in range(3):
@@ -790,6 +809,14 @@ def test_kernels_lists_refuse_what_needs_kernels_of_ours():
     ring = plan.templates.row_panels(Problem(64, 16, 1, torch.float32, 2), 1, transport="peer")
     with pytest.raises(ValueError, match="cannot run by the plan's collective ring over peers"):
         kernel_lists.Run(ring, 0)
+    for m, chunks in ((4096, 2), (4095, 1), (4096 + 256, 1)):
+        stripes = plan.templates.row_panels(
+            Problem(m, 1024, 1, torch.float32, 3), chunks, transport="peer", collective="stripes"
+        )
+        with pytest.raises(
+            ValueError, match=f"{chunks} chunks and parts of .* m = {m}, allowed are one"
+        ):
+            kernel_lists.Run(stripes, 0)
     exchange = plan.templates.make_all_to_all(
         Problem(0, 16, 1, torch.float32, 2, Op.GEMM_ALLTOALL), transport="peer"
     )

@@ -125,6 +125,14 @@ def test_kernels_on_gpus_run_by_plans(ranks, op, dtype):
     ranks.expect_no_failures(check_plans, op, dtype)
 
 
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels_on_gpus_that_do_not_signal_reduce_exactly(ranks, dtype):
+    ranks.skip_without_peers()
+    shapes = [(1024 * ranks.world, 1024, 64), (2048 * ranks.world, 3072, 72)]
+    ranks.expect_no_failures(kernels.check_unchanged, shapes, dtype)
+
+
 def swiglu(x, gate, up, job, programs: int) -> torch.Tensor:
     example = kernels.example()
     m, n, k = job.gathered.shape[0], gate.shape[1], gate.shape[0]

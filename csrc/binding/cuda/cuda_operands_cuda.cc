@@ -27,6 +27,7 @@ void* CudaOperands::base(steps::Buffer buffer, int32_t index) {
     case Buffer::kPartial:
       return pointer(partial_);
     case Buffer::kWindow:
+    case Buffer::kStripes:
     case Buffer::kSlot:
       break;
   }

@@ -98,11 +98,14 @@ KernelCall::KernelCall(c10::intrusive_ptr<KernelJob> job, const std::optional<at
   }
   runner_ = job_->device().is_cpu() ? cpu_runner(*this) : cuda_runner(*this);
   runner_->begin();
-  if (list_->tiles.stores == steps::Buffer::kWindow) {
+  const steps::Buffer stores = list_->tiles.stores;
+  if (stores == steps::Buffer::kWindow || stores == steps::Buffer::kStripes) {
     const plan::Problem& problem = job_->plan().problem;
     const auto options = at::TensorOptions(job_->device()).dtype(from_plan_dtype(problem.dtype));
-    memory(steps::Buffer::kWindow) =
-        at::from_blob(runner_->window(), {problem.m, problem.n}, options);
+    memory(stores) = at::for_blob(runner_->window(), {problem.m, problem.n})
+                         .options(options)
+                         .target_device(job_->device())
+                         .make_tensor();
   }
 }
 

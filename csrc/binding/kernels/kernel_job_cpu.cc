@@ -61,6 +61,8 @@ class CpuRunner : public KernelCall::Runner {
   }
 
   void check_counts() {
+    if (job_.plan().collective == plan::Collective::kStripes)
+      return;  // whose kernels do not signal
     const std::vector<int64_t> expected = job_.chunk_tiles();
     const int32_t* const seen = call_.counters().const_data_ptr<int32_t>();
     for (size_t chunk = 0; chunk < expected.size(); ++chunk) {

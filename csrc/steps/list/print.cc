@@ -100,8 +100,8 @@ void head_fields(const StepList& list, Visit& visit) {
 }  // namespace
 
 const char* name(Buffer buffer) {
-  constexpr const char* kNames[] = {"input",  "output",  "gathered", "staging",
-                                    "window", "product", "partial",  "slot"};
+  constexpr const char* kNames[] = {"input",   "output",  "gathered", "staging", "window",
+                                    "product", "partial", "stripes",  "slot"};
   return kNames[static_cast<size_t>(buffer)];
 }
 

@@ -23,7 +23,9 @@ enum class Buffer : uint8_t {
   kWindow,    // the same, registered with NCCL
   kProduct,   // the whole product, where it is not made in the output
   kPartial,   // one part of a ring's product, made by the framework's GEMM
-  kSlot,      // what peers send to a rank in this call, one of each rank
+  kStripes,  // index 0: the product, each of whose parts lies in its owner's memory; 1: all ranks' rows of this
+  // rank's part, in rank order
+  kSlot,  // what peers send to a rank in this call, one of each rank
 };
 
 struct Where {
@@ -399,7 +401,8 @@ struct StepList {
   // All ranks make these, or find them made, before the first step:
   std::vector<Communicator> communicators;
   bool over_peers = false;
-  int64_t slot_bytes = 0;  // of each rank's slot over peers
+  int64_t slot_bytes = 0;    // of each rank's slot over peers
+  int64_t stripe_bytes = 0;  // of each part of a product in stripes
   bool takes_slot = false;
   bool hears_all = false;  // before it ends, a signal of every peer is waited for
   bool finishes = false;   // the rows of a sum, where they are to be finished

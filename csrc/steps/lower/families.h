@@ -18,7 +18,8 @@ StepList lower_consume(const plan::Plan& plan, int32_t rank, const plan::Machine
                        const Variant& variant);
 StepList lower_ring(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                     const Variant& variant);
-StepList lower_stripes(const plan::Plan& plan, int32_t rank, const Variant& variant);
+StepList lower_stripes(const plan::Plan& plan, int32_t rank,
+                       const Variant& variant);  // checks callers' plans, too
 StepList lower_direct(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,
                       const Variant& variant);
 StepList lower_all_to_all(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,

@@ -126,13 +126,14 @@ void check_callers(const plan::Plan& plan) {
                     "gemm_reducescatter, not of ") +
         plan::name(plan.problem.op) + ": take a plan whose chunks travel by its collective");
   }
-  if (!plan::over_peers(plan) || op.gathers() || plan.collective == plan::Collective::kDirect)
+  if (!plan::over_peers(plan) || op.gathers() || plan.collective == plan::Collective::kDirect ||
+      plan.collective == plan::Collective::kStripes)
     return;
   throw std::invalid_argument(
       std::string("a kernel of your own cannot run by the plan's collective ") +
       plan::name(plan.collective) +
-      " over peers, which this package's GEMMs do as they store; take the collective direct, a "
-      "program, or the transport nccl");
+      " over peers, which this package's GEMMs do as they store; take the collective direct or "
+      "stripes, a program, or the transport nccl");
 }
 
 StepList lower_family(const plan::Plan& plan, int32_t rank, const plan::Machine& machine,

@@ -9,6 +9,12 @@
 //   copy   |                                                                            | wait | sums 0 of the peers
 //
 // Over gloo the peers' rows stay in the product, and messages take the place of slots and signals.
+//
+// A kernel of the caller's is one launch, of one chunk. Its product is a matrix whose parts lie in their owners' memory.
+#include <stdexcept>
+#include <string>
+
+#include "steps/lower/callers.h"
 #include "steps/lower/families.h"
 
 namespace overlap::steps {
@@ -24,12 +30,15 @@ class Stripes {
         chunks_(static_cast<int32_t>(plan.chunks.size())),
         all_reduces_(plan.problem.traits().all_reduces()),
         peers_(plan::over_peers(plan)),
+        callers_(variant.compute == Compute::kCallers),
         row_bytes_(plan.problem.n * plan::moved_bytes(plan.problem)) {}
 
   StepList lower() {
+    if (callers_) check_callers();
     list_.made.chunks = chunks_;
     if (peers_) {
-      list_.add_slot(plan::peer_slot_bytes(plan_));
+      // A caller's terms lie in stripes.
+      list_.add_slot(callers_ && !all_reduces_ ? 0 : plan::peer_slot_bytes(plan_));
       list_.add(Lane::kCaller, WaitForSlots{});
     } else {
       list_.add_communicators(plan_);
@@ -52,6 +61,23 @@ class Stripes {
   }
 
  private:
+  void check_callers() {
+    const int64_t bytes = plan::part_rows(plan_) * row_bytes_;
+    const bool whole = !peers_ || (plan_.problem.m % ranks_ == 0 && bytes % plan::kStripePage == 0);
+    if (chunks_ == 1 && whole) {
+      list_.made.stripe_bytes = peers_ ? bytes : 0;
+      return;
+    }
+    throw std::invalid_argument(
+        "a kernel of your own with the collective stripes has " + std::to_string(chunks_) +
+        " chunks and parts of " + std::to_string(bytes) +
+        " bytes of m = " + std::to_string(plan_.problem.m) +
+        ", allowed are one chunk and, over peers, equal parts of "
+        "multiples of " +
+        std::to_string(plan::kStripePage) +
+        " bytes, a page of a GPU's memory: take the collective direct, or the transport nccl");
+  }
+
   // Rows of a part that belong to the chunk.
   plan::Rows rows_of(int32_t chunk, int32_t part) const {
     const plan::Rows own = plan::rows_of_part(plan_, part);
@@ -67,6 +93,7 @@ class Stripes {
   Where term(int32_t to, int32_t from, int32_t chunk) const {
     const int64_t offset =
         from * plan::stripe_bytes(plan_) + plan::chunk_rows(plan_, chunk).begin * row_bytes_;
+    if (callers_ && peers_ && from < ranks_) return {Buffer::kStripes, offset, 1};  // of rank `to`
     return peers_ ? Where{Buffer::kSlot, offset, to} : Where{Buffer::kStaging, offset};
   }
   // Where a part's sums of the chunk arrive in rank `to`'s slot.
@@ -92,7 +119,12 @@ class Stripes {
 
   void compute(int32_t chunk) {
     StepId computed = 0;
-    for (int32_t distance = 1; distance < ranks_; ++distance) {
+    if (callers_) {
+      add_callers_kernel(plan_, plan_.problem.m, list_);
+      list_.made.tiles.stores = peers_ ? Buffer::kStripes : Buffer::kProduct;
+      computed = list_.last();
+    }
+    for (int32_t distance = 1; distance < ranks_ && !callers_; ++distance) {
       const int32_t peer = (rank_ + distance) % ranks_;
       computed = multiply(chunk, peer, peers_ ? term(peer, rank_, chunk) : product(chunk, peer));
     }
@@ -104,7 +136,13 @@ class Stripes {
       announced_.push_back(exchange(chunk, false, computed));
     }
     list_.communicates = -1;
-    computed_.push_back(multiply(chunk, rank_, term(rank_, rank_, chunk)));
+    const Where own = term(rank_, rank_, chunk);
+    if (!callers_) {
+      computed = multiply(chunk, rank_, own);
+    } else if (!peers_) {
+      computed = list_.add(Lane::kCaller, Copy{product(chunk, rank_), own, bytes_of(chunk, rank_)});
+    }
+    computed_.push_back(computed);
   }
 
   void add_up(int32_t chunk) {
@@ -170,7 +208,8 @@ class Stripes {
   const int32_t ranks_;
   const int32_t chunks_;
   const bool all_reduces_;
-  const bool peers_;  // else over gloo
+  const bool peers_;    // else over gloo
+  const bool callers_;  // whose kernel computes
   const int64_t row_bytes_;
   int32_t signals_ = 0;           // all on one lane: their numbers only grow
   std::vector<StepId> computed_;  // of each chunk

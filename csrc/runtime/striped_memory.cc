@@ -1,0 +1,306 @@
+#include "runtime/striped_memory.h"
+
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstring>
+#include <random>
+
+namespace overlap::runtime {
+namespace {
+
+constexpr int kPatienceS = 20;
+
+// The driver is not linked: a machine without one imports this library, too.
+struct Driver {
+  PFN_cuMemCreate_v10020 create = nullptr;
+  PFN_cuMemRelease_v10020 release = nullptr;
+  PFN_cuMemExportToShareableHandle_v10020 to_descriptor = nullptr;
+  PFN_cuMemImportFromShareableHandle_v10020 from_descriptor = nullptr;
+  PFN_cuMemAddressReserve_v10020 reserve = nullptr;
+  PFN_cuMemAddressFree_v10020 free = nullptr;
+  PFN_cuMemMap_v10020 map = nullptr;
+  PFN_cuMemUnmap_v10020 unmap = nullptr;
+  PFN_cuMemSetAccess_v10020 set_access = nullptr;
+  bool complete = true;
+
+  Driver() {
+    find("cuMemCreate", create);
+    find("cuMemRelease", release);
+    find("cuMemExportToShareableHandle", to_descriptor);
+    find("cuMemImportFromShareableHandle", from_descriptor);
+    find("cuMemAddressReserve", reserve);
+    find("cuMemAddressFree", free);
+    find("cuMemMap", map);
+    find("cuMemUnmap", unmap);
+    find("cuMemSetAccess", set_access);
+  }
+
+ private:
+  template <typename Function>
+  void find(const char* name, Function& function) {
+    constexpr unsigned int kSinceCuda12 = 12000;
+    void* address = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion(name, &address, kSinceCuda12, cudaEnableDefault, &found);
+    const bool usable = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    function = reinterpret_cast<Function>(usable ? address : nullptr);
+    complete = complete && function != nullptr;
+  }
+};
+
+const Driver& driver() {
+  static const Driver found;
+  return found;
+}
+
+std::string failed(const char* what, CUresult result) {
+  return result == CUDA_SUCCESS ? ""
+                                : std::string(what) + " gave the error " + std::to_string(result);
+}
+std::string failed(const char* what) {
+  return std::string(what) + ": " + std::strerror(errno);
+}
+
+constexpr CUmemAllocationHandleType kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+// A socket of datagrams with a name that no file has. Closed with this object.
+class Socket {
+ public:
+  Socket() : socket_(::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
+    std::random_device random;
+    name_ = "overlap_torch-" + std::to_string(random()) + "-" + std::to_string(random());
+    const timeval patience = {kPatienceS, 0};
+    const auto [address, length] = address_of(name_);
+    const auto* generic = reinterpret_cast<const sockaddr*>(&address);
+    works_ = socket_ >= 0 && ::bind(socket_, generic, length) == 0 &&
+             ::setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) == 0 &&
+             ::setsockopt(socket_, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience)) == 0;
+  }
+  ~Socket() {
+    if (socket_ >= 0) ::close(socket_);
+  }
+  Socket(const Socket&) = delete;
+  Socket& operator=(const Socket&) = delete;
+
+  int get() const { return socket_; }
+  bool works() const { return works_; }
+  const std::string& name() const { return name_; }
+
+  static std::pair<sockaddr_un, socklen_t> address_of(const std::string& name) {
+    sockaddr_un address = {};
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());  // after a zero: in no folder
+    const size_t length = offsetof(sockaddr_un, sun_path) + 1 + name.size();
+    return {address, static_cast<socklen_t>(length)};
+  }
+
+ private:
+  int socket_ = -1;
+  bool works_ = false;
+  std::string name_;
+};
+
+// A message with one descriptor for each turn.
+struct Envelope {
+  int32_t rank = 0;
+  iovec data = {&rank, sizeof(rank)};
+  alignas(cmsghdr) char control[CMSG_SPACE(StripedMemory::kTurns * sizeof(int))] = {};
+  msghdr header = {};
+
+  Envelope() {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof(control);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<StripedMemory> StripedMemory::make(const ByteAllGather& all_gather, int rank,
+                                                   int world_size, int64_t part_bytes,
+                                                   std::string* why) {
+  constexpr size_t kText = 160;
+  std::unique_ptr<StripedMemory> memory(new StripedMemory(rank, world_size, part_bytes));
+  const std::string fault = memory->map(all_gather);
+  memory->release();
+  // What works between some ranks only is nothing that a rank may use.
+  std::vector<uint8_t> own(kText);
+  std::memcpy(own.data(), fault.data(), std::min(fault.size(), kText - 1));
+  const std::vector<uint8_t> all = all_gather(own);
+  for (int of = 0; of < world_size; ++of) {
+    const auto* text = reinterpret_cast<const char*>(all.data()) + static_cast<size_t>(of) * kText;
+    if (text[0] == '\0') continue;
+    if (memory != nullptr && why != nullptr) *why = "on rank " + std::to_string(of) + " " + text;
+    memory.reset();
+  }
+  return memory;
+}
+
+// Every rank takes part in the all-gather, whatever went wrong before.
+std::string StripedMemory::map(const ByteAllGather& all_gather) {
+  struct Offer {
+    std::array<char, 40> host;
+    char name[64];
+    int32_t works;
+  };
+  const Socket socket;
+  std::string fault = socket.works() ? create() : failed("a socket of the host");
+  Offer offer = {host_id(), {}, fault.empty()};
+  const std::array<char, 40> host = offer.host;
+  std::memcpy(offer.name, socket.name().data(),
+              std::min(socket.name().size(), sizeof(offer.name) - 1));
+  std::vector<uint8_t> own(sizeof(offer));
+  std::memcpy(own.data(), &offer, sizeof(offer));
+  const std::vector<uint8_t> offers = all_gather(own);
+  std::vector<std::string> names;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    std::memcpy(&offer, offers.data() + static_cast<size_t>(peer) * sizeof(offer), sizeof(offer));
+    if (offer.works == 0) return fault;  // and says so itself
+    if (offer.host != host)
+      return "memory is on another host than that of rank " + std::to_string(peer);
+    names.emplace_back(offer.name);
+  }
+  fault = exchange(socket.get(), names);
+  for (int turn = 0; turn < kTurns && fault.empty(); ++turn) fault = map_turn(turn);
+  return fault;
+}
+
+// Own memory for each source.
+std::string StripedMemory::create() {
+  if (!driver().complete) return "the driver has no virtual memory management";
+  if (cudaGetDevice(&device_) != cudaSuccess) return "there is no device";
+  CUmemAllocationProp what = {};
+  what.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  what.requestedHandleTypes = kDescriptor;
+  what.location = {CU_MEM_LOCATION_TYPE_DEVICE, device_};
+  for (auto& turn : own_) {
+    turn.assign(static_cast<size_t>(world_size_), 0);
+    for (Handle& handle : turn) {
+      const CUresult result = driver().create(&handle, static_cast<size_t>(part_bytes_), &what, 0);
+      if (result != CUDA_SUCCESS) return failed("making memory that other processes map", result);
+    }
+  }
+  return "";
+}
+
+std::string StripedMemory::exchange(int socket, const std::vector<std::string>& names) {
+  for (auto& turn : owners_) turn.assign(static_cast<size_t>(world_size_), 0);
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (peer == rank_) continue;
+    const std::string fault = send(socket, peer, names[static_cast<size_t>(peer)]);
+    if (!fault.empty()) return fault;
+  }
+  for (int i = 0; i + 1 < world_size_; ++i) {
+    const std::string fault = receive(socket);
+    if (!fault.empty()) return fault;
+  }
+  return "";
+}
+
+// The memory here that is for the peer's rows.
+std::string StripedMemory::send(int socket, int peer, const std::string& name) const {
+  std::array<int, kTurns> descriptors;
+  descriptors.fill(-1);
+  std::string fault;
+  for (size_t turn = 0; turn < kTurns && fault.empty(); ++turn) {
+    fault = failed("a descriptor of memory",
+                   driver().to_descriptor(&descriptors[turn], own_[turn][static_cast<size_t>(peer)],
+                                          kDescriptor, 0));
+  }
+  auto [address, length] = Socket::address_of(name);
+  Envelope message;
+  message.rank = rank_;
+  message.header.msg_name = &address;
+  message.header.msg_namelen = length;
+  cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
+  control->cmsg_level = SOL_SOCKET;
+  control->cmsg_type = SCM_RIGHTS;
+  control->cmsg_len = CMSG_LEN(sizeof(descriptors));
+  std::memcpy(CMSG_DATA(control), descriptors.data(), sizeof(descriptors));
+  if (fault.empty() && ::sendmsg(socket, &message.header, 0) < 0) {
+    fault = failed("a descriptor could not be sent to another process");
+  }
+  for (const int descriptor : descriptors) {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+  return fault;
+}
+
+std::string StripedMemory::receive(int socket) {
+  Envelope message;
+  if (::recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) < 0) {
+    return failed("no descriptor came from another process");
+  }
+  const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
+  std::array<int, kTurns> descriptors;
+  if (control == nullptr || control->cmsg_type != SCM_RIGHTS ||
+      control->cmsg_len != CMSG_LEN(sizeof(descriptors)) || message.rank < 0 ||
+      message.rank >= world_size_) {
+    return "a message without descriptors came from another process";
+  }
+  std::memcpy(descriptors.data(), CMSG_DATA(control), sizeof(descriptors));
+  std::string fault;
+  for (size_t turn = 0; turn < kTurns; ++turn) {
+    Handle& handle = owners_[turn][static_cast<size_t>(message.rank)];
+    void* const descriptor = reinterpret_cast<void*>(static_cast<intptr_t>(descriptors[turn]));
+    const CUresult result = driver().from_descriptor(&handle, descriptor, kDescriptor);
+    if (fault.empty()) fault = failed("another process's memory", result);
+    ::close(descriptors[turn]);
+  }
+  return fault;
+}
+
+std::string StripedMemory::map_turn(int turn) {
+  const auto index = static_cast<size_t>(turn);
+  const auto self = static_cast<size_t>(rank_);
+  std::vector<Handle> parts = owners_[index];
+  parts[self] = own_[index][self];
+  const std::string fault = map_range(matrices_[index], parts);
+  return fault.empty() ? map_range(terms_[index], own_[index]) : fault;
+}
+
+std::string StripedMemory::map_range(CUdeviceptr& range, const std::vector<Handle>& handles) {
+  const auto part = static_cast<size_t>(part_bytes_);
+  std::string fault = failed("reserving addresses", driver().reserve(&range, size(), 0, 0, 0));
+  for (size_t i = 0; i < handles.size() && fault.empty(); ++i) {
+    fault = failed("mapping memory", driver().map(range + i * part, part, 0, handles[i], 0));
+  }
+  CUmemAccessDesc access = {};
+  access.location = {CU_MEM_LOCATION_TYPE_DEVICE, device_};
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  return fault.empty() ? failed("access to memory", driver().set_access(range, size(), &access, 1))
+                       : fault;
+}
+
+// What is mapped stays.
+void StripedMemory::release() {
+  for (auto* all : {&own_, &owners_}) {
+    for (std::vector<Handle>& turn : *all) {
+      for (const Handle handle : turn) {
+        if (handle != 0) driver().release(handle);
+      }
+      turn.clear();
+    }
+  }
+}
+
+StripedMemory::~StripedMemory() {
+  if (leaked_) return;
+  for (const auto* ranges : {&matrices_, &terms_}) {
+    for (const CUdeviceptr range : *ranges) {
+      if (range == 0) continue;
+      driver().unmap(range, size());
+      driver().free(range, size());
+    }
+  }
+}
+
+}  // namespace overlap::runtime
