@@ -19,6 +19,7 @@ Raises:
 from __future__ import annotations
 
 import os
+import sys
 
 try:
     import triton
@@ -29,7 +30,7 @@ except ImportError as error:
         "has it. Kernels in CUDA take overlap/signal.cuh"
     ) from error
 
-__all__ = ["signal", "signal_bulk", "tile", "wait", "wait_bulk"]
+__all__ = ["aligned", "signal", "signal_bulk", "tile", "wait", "wait_bulk"]
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 _POLLS = tl.constexpr(1 << 16)  # in the interpreter, where everything has arrived before the kernel
@@ -130,3 +131,32 @@ def wait_bulk(arrived, chunk):
             is_pure=False,
             pack=1,
         )
+
+
+def aligned(kernel, output: str, input: str | None = None):
+    """A stock kernel that takes its tiles from a job, and signals or awaits their chunks, with no line of it changed::
+
+        matmul = ot.aligned(matmul, output="c_ptr")
+        with overlap_torch.produce("all_reduce", (M, N), a.dtype, tile=(128, 256), chunks=8) as job:
+            matmul[grid](a, b, job.output, M, N, K, ...)       # as ever; no table is passed
+
+    The kernel's source is followed from ``tl.program_id`` to the stores through ``output``. The number of a program, or of a turn
+    of a persistent kernel's loop, comes from the job's table, and a signal follows the last store. With ``input``, for
+    :func:`overlap_torch.consume`, a wait precedes the first load of the input. ``aligned.diff()`` shows the changed lines. The
+    first launch with some arguments in a job runs the kernel's addresses once, to see that each number is one tile of the job's,
+    and copies the answer to the host. Outside of a job the kernel runs as it was.
+
+    Args:
+        kernel: a ``@triton.jit`` function, also below ``@triton.autotune`` and ``@triton.heuristics``. The tile is the job's, so
+            only the configurations of this tile are chosen among; the interpreter takes the first.
+        output: the argument through which tiles are stored: ``job.output``, or of a kernel that waits the product, row-major.
+        input: the argument of a kernel that waits: ``job.gathered``. A tile loads the rows of it that have the tile's own numbers.
+
+    Raises:
+        ValueError: when called, or by a launch before anything of the kernel runs: the kernel cannot be followed. The message names
+            file, line and reason, and has the lines to write by hand.
+        RuntimeError: the first launch is captured into a CUDA graph.
+    """
+    from overlap_torch._kernels.aligned import Aligned
+
+    return Aligned(kernel, output, input, sys.modules[__name__])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from types import TracebackType
 
 import torch
@@ -15,6 +16,19 @@ from overlap_torch._ops.graphs import outside_graphs
 
 _COMPILED = "a kernel between overlap_torch.produce or consume and its result is no op that torch.compile could trace"
 untraced = outside_graphs(_COMPILED)  # a decorator
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+
+_entered = _Entered()
+
+
+def entered() -> Job | None:
+    """The job of this thread's innermost ``with``."""
+    return _entered.jobs[-1] if _entered.jobs else None
 
 
 class Job:
@@ -85,6 +99,7 @@ class Job:
             self._stream = torch.cuda.current_stream(prepared.device)
             context.set_context()
             self._context = context
+        _entered.jobs.append(self)
         return self
 
     @untraced
@@ -94,6 +109,7 @@ class Job:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        _entered.jobs.remove(self)
         if self._context is not None:
             self._context.pop_context()
             torch.cuda.set_stream(self._stream)

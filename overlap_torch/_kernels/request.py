@@ -36,6 +36,7 @@ class Prepared:
         order = tile_orders.by_chunks(request.tile_order, self.chunks, self.columns)
         self.tile_order = tile_orders.table(order, device)
         self.tile_chunk = tile_orders.table(self.chunks, device)
+        self.aligned: dict[tuple, object] = {}  # proven launches of aligned kernels
         self.programs = _STAND_IN_SMS
         if self.on_gpu:
             self.programs = request.resources.programs(

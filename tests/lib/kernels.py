@@ -33,6 +33,29 @@ def example(name: str = "05_triton_kernels") -> ModuleType:
         return module
 
 
+def stock() -> ModuleType:
+    """The module of stock kernels, which imports Triton; without a GPU its interpreter runs them."""
+    import stock_kernels
+
+    if dist.get_backend() == "gloo":
+        _mend_interpreter()
+    return stock_kernels
+
+
+@functools.cache
+def _mend_interpreter() -> None:
+    """Bounds of ``range`` that are no constants: NumPy from 2.4 on makes no number of an array of one element unasked."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: type, scope: object) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
 def device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 

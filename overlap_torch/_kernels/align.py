@@ -1,0 +1,403 @@
+"""The source of a Triton kernel, changed so that it takes its tiles by a job's table and signals or awaits their chunks.
+
+:func:`align` finds where the kernel turns its program's number into a tile: everywhere, with one tile a program, or in the loop
+of a persistent kernel. The number that it uses from there on comes from the table; all arithmetic stays as it was, whatever order
+of tiles it makes. :mod:`overlap_torch._kernels.probe` then finds by a run of the addresses which tile a number stands for.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import types
+from dataclasses import dataclass
+
+import triton.language as tl
+
+from overlap_torch._kernels.follow import Followed, Source, Unfollowed, function_of, statements
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A kernel's source before and after.
+
+    ``tables`` are the names of the parameters that come first: order, chunks, and counters or flags. ``never`` are the parameters
+    that must be false, with their lines. ``ot`` is :mod:`overlap_torch.triton`.
+    """
+
+    before: Source
+    after: Source
+    output: str
+    input: str | None
+    tile: str
+    tables: tuple[str, str, str]
+    never: dict[str, int]
+    store_line: int
+    ot: types.ModuleType
+
+    def diff(self) -> str:
+        """The change as a unified diff."""
+        lines = [one.text.splitlines(keepends=True) for one in (self.before, self.after)]
+        return "".join(difflib.unified_diff(*lines, self.before.file, "aligned", n=1))
+
+
+def by_hand(input: str | None) -> str:
+    """The lines that a person writes in place of the pass, for messages."""
+    last = "ot.signal(counters, tl.load(tile_chunk + tile))   # after the tile's last store"
+    if input is not None:
+        last = (
+            f"ot.wait(arrived, tl.load(tile_chunk + tile))      # before the first load of {input}"
+        )
+    tables = f"job.tile_order, job.tile_chunk, job.{'arrived' if input else 'counters'}"
+    return (
+        "\nWrite these lines by hand, as docs/kernels.md shows (import overlap_torch.triton as ot):\n"
+        "    tile = ot.tile(tile_order, tl.program_id(0))      # row * columns + column, in place of the program's number\n"
+        f"    {last}\n"
+        f"    kernel[grid](..., {tables})"
+    )
+
+
+def align(source: Source, output: str, input: str | None, ot: types.ModuleType) -> Alignment:
+    """Raises Unfollowed, which names the line."""
+    return _Pass(source, output, input, ot).alignment()
+
+
+class _Edits:
+    """Changes of a text at places that the syntax tree names."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lines = [line.encode() for line in source.text.splitlines()]
+        self._replaced: list[tuple[int, int, int, int, str]] = []
+        self._inserted: dict[int, list[str]] = {}
+
+    def replace(self, node: ast.AST, text: str) -> None:
+        place = (node.lineno - 1, node.col_offset, node.end_lineno - 1, node.end_col_offset)
+        self._replaced.append((*place, text))
+
+    def before(self, node: ast.AST, text: str) -> None:
+        self._replaced.append(
+            (node.lineno - 1, node.col_offset, node.lineno - 1, node.col_offset, text)
+        )
+
+    def line_before(self, node: ast.stmt, text: str) -> None:
+        self._inserted.setdefault(node.lineno - 1, []).append(" " * node.col_offset + text)
+
+    def line_after(self, node: ast.stmt, text: str) -> None:
+        self._inserted.setdefault(node.end_lineno, []).append(" " * node.col_offset + text)
+
+    def applied(self) -> tuple[str, list[int]]:
+        """The new text, and the line of the file of each of its lines."""
+        lines = list(self._lines)
+        for first, begin, last, end, text in sorted(self._replaced, reverse=True):
+            joined = lines[first][:begin] + text.encode() + lines[last][end:]
+            # The lines between stay as empty ones, so that the others keep their numbers.
+            lines[first : last + 1] = [joined] + [b""] * (last - first)
+        texts, numbers = [], []
+        for place in range(len(lines) + 1):
+            known = self._source.lines[min(place, len(lines) - 1)]
+            for text in self._inserted.get(place, []):
+                texts.append(text)
+                numbers.append(known)
+            if place < len(lines):
+                texts.append(lines[place].decode())
+                numbers.append(known)
+        return "\n".join(texts) + "\n", numbers
+
+
+class _Pass:
+    def __init__(
+        self, source: Source, output: str, input: str | None, ot: types.ModuleType
+    ) -> None:
+        self.source, self.output, self.input, self.module = source, output, input, ot
+        self.tree = source.tree
+        self.edits = _Edits(source)
+        used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        self._used = used | source.locals
+        self.parents = {
+            id(child): node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
+        }
+        self.tile = self._fresh("tile")
+        last = "counters" if input is None else "arrived"
+        self.tables = tuple(self._fresh(name) for name in ("tile_order", "tile_chunk", last))
+        known = source.names.get("ot") is ot and "ot" not in source.locals
+        self.ot = "ot" if known else self._fresh("ot", source.names)
+        self.never: dict[str, int] = {}
+
+    def _fresh(self, name: str, taken: dict[str, object] | None = None) -> str:
+        names, number = self._used | set(taken or ()), 0
+        while (found := f"{name}_{number}" if number else name) in names:
+            number += 1
+        return found
+
+    def _refuse(self, node: ast.AST, why: str) -> None:
+        raise Unfollowed(self.source, node, why)
+
+    def alignment(self) -> Alignment:
+        for name in filter(None, (self.output, self.input)):
+            if name not in self.source.parameters:
+                known = ", ".join(self.source.parameters)
+                self._refuse(
+                    self.tree, f"{name} is no argument of {self.source.name}, allowed are {known}"
+                )
+        followed = Followed(self.source, frozenset([self.output]))
+        if not followed.stores:
+            self._refuse(self.tree, f"no store through {self.output} is found")
+        loaded = Followed(self.source, frozenset(filter(None, [self.input])))
+        if self.input and not loaded.loads:
+            self._refuse(self.tree, f"no load through {self.input} is found")
+        if loaded.block_pointer is not None:
+            self._refuse(
+                loaded.block_pointer, f"the rows of a block pointer to {self.input} are unknown"
+            )
+        self._look_into_functions()
+        scope = self._loop()
+        if scope is None:
+            scope = self.tree
+            self._one_tile_a_program()
+        calls = [*followed.stores.values(), *loaded.loads.values()]
+        outside = [one for one in calls if scope not in self._around(one)]
+        if outside:
+            self._refuse(outside[0], "this is outside of the loop over tiles")
+        self._signal(scope, followed)
+        if self.input is not None:
+            self._insert_first(scope, self._call("wait_bulk" if loaded.bulk else "wait"))
+        first = (self.tree.args.posonlyargs + self.tree.args.args)[0]
+        self.edits.before(first, ", ".join(self.tables) + ", ")
+        text, lines = self.edits.applied()
+        names = self.source.names | {self.ot: self.module}
+        after = Source(self.source.name, self.source.file, text, lines, names)
+        line = self.source.line_of(max(followed.stores.values(), key=lambda call: call.lineno))
+        return Alignment(
+            before=self.source,
+            after=after,
+            output=self.output,
+            input=self.input,
+            tile=self.tile,
+            tables=self.tables,
+            never=self.never,
+            store_line=line,
+            ot=self.module,
+        )
+
+    def _look_into_functions(self) -> None:
+        """No function that the kernel calls may ask for the program's number."""
+        seen: set[object] = set()
+
+        def look(source: Source, call: ast.AST | None) -> None:
+            for node in ast.walk(source.tree):
+                function = isinstance(node, ast.Call) and function_of(source.meaning(node.func))
+                if not function or function in seen:
+                    continue
+                if function.__module__.startswith("triton."):
+                    continue
+                seen.add(function)
+                inner = Source.of(function)
+                at = call or node
+                if inner.calls(tl.program_id):
+                    self._refuse(
+                        at, f"{inner.name}, which is called here, asks for tl.program_id itself"
+                    )
+                look(inner, at)
+
+        look(self.source, None)
+
+    # --- where a program's number becomes a tile ------------------------------------------------------------------
+
+    def _axis(self, call: ast.Call) -> int:
+        given = call.args[0] if call.args else call.keywords[0].value
+        if not isinstance(given, ast.Constant) or given.value not in (0, 1, 2):
+            self._refuse(call, "the axis of tl.program_id is no number")
+        return given.value
+
+    def _numbers(self) -> list[ast.Call]:
+        calls = self.source.calls(tl.program_id)
+        if not calls:
+            self._refuse(self.tree, f"{self.source.name} has no tl.program_id")
+        return calls
+
+    def _one_tile_a_program(self) -> None:
+        """The table is read once, for all axes of the grid together."""
+        calls = self._numbers()
+        axes = max(self._axis(call) for call in calls)
+        function = ast.unparse(calls[0].func)
+        module = function.rpartition(".")[0] or f"{self.ot}.tl"
+        counts = [f"{module}.num_programs({axis})" for axis in range(axes)]
+        index = f"{function}({axes})"
+        for axis in reversed(range(axes)):
+            inner = f"({index})" if axis < axes - 1 else index
+            index = f"{function}({axis}) + {counts[axis]} * {inner}"
+        self._insert_first(self.tree, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {index})")
+        for call in calls:
+            axis = self._axis(call)
+            text = self.tile
+            for count in counts[:axis]:
+                text = f"{text} // {count}"
+            if axis < axes:
+                text = f"{text} % {counts[axis]}"
+            self.edits.replace(call, f"({text})" if axes else text)
+
+    def _raw(self) -> set[str]:
+        """The names that a program's number on axis 0 is assigned to."""
+        calls = {id(call) for call in self.source.calls(tl.program_id) if self._axis(call) == 0}
+        return {
+            node.targets[0].id
+            for node in statements(self.tree.body)
+            if isinstance(node, ast.Assign)
+            and id(node.value) in calls
+            and isinstance(node.targets[0], ast.Name)
+        }
+
+    def _loop(self) -> ast.For | ast.While | None:
+        """The loop over a persistent kernel's tiles, changed, if it has one."""
+        raw = self._raw()
+        fors = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.For) and self._begins_at(node, raw)
+        ]
+        whiles = [
+            (node, step)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.While)
+            for step in node.body
+            if self._added(step) is not None and self._added(step)[0] in raw
+        ]
+        if len(fors) + len(whiles) > 1:
+            node = (fors + [one for one, _ in whiles])[1]
+            self._refuse(node, "there are two loops over tiles")
+        if not fors and not whiles:
+            return None
+        for call in self._numbers():
+            if self._axis(call):
+                self._refuse(call, "a loop over tiles beside another axis of the grid")
+        if fors:
+            self._for(fors[0], raw)
+            return fors[0]
+        self._while(*whiles[0])
+        return whiles[0][0]
+
+    def _begins_at(self, node: ast.For, raw: set[str]) -> bool:
+        """The answer is yes for ``for tile in range(pid, tiles, programs)``."""
+        call = node.iter
+        if (
+            not isinstance(call, ast.Call)
+            or len(call.args) != 3
+            or not isinstance(node.target, ast.Name)
+        ):
+            return False
+        if self.source.meaning(call.func) not in (range, tl.range):
+            return False
+        start = call.args[0]
+        if isinstance(start, ast.Name):
+            return start.id in raw
+        return isinstance(start, ast.Call) and self.source.meaning(start.func) is tl.program_id
+
+    @staticmethod
+    def _added(node: ast.stmt) -> tuple[str, ast.expr] | None:
+        """The name and the step of ``name += step`` or ``name = name + step``."""
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            return (node.target.id, node.value) if isinstance(node.target, ast.Name) else None
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+            target, value = node.targets[0], node.value
+            same = isinstance(target, ast.Name) and isinstance(value.left, ast.Name)
+            if same and target.id == value.left.id and isinstance(value.op, ast.Add):
+                return target.id, value.right
+        return None
+
+    def _for(self, loop: ast.For, raw: set[str]) -> None:
+        self._keywords(loop)
+        name, step = loop.target.id, ast.dump(loop.iter.args[2])
+        self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
+        self._insert_first(loop, f"{name} = {self.tile}")
+        # A second count beside the loop's: begun one step before the program's number, and increased by a step a turn.
+        trailing = {
+            node.targets[0].id
+            for node in statements(self.tree.body)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.BinOp)
+            and isinstance(node.value.op, ast.Sub)
+            and isinstance(node.value.left, ast.Name)
+            and node.value.left.id in raw
+            and ast.dump(node.value.right) == step
+        }
+        added = [self._added(node) for node in loop.body]
+        counts = {
+            one[0] for one in added if one is not None and ast.dump(one[1]) == step
+        } & trailing
+        for node in self._reads(loop.body, counts):
+            self.edits.replace(node, f"{self.ot}.tile({self.tables[0]}, {node.id})")
+
+    def _while(self, loop: ast.While, step: ast.stmt) -> None:
+        name = self._added(step)[0]
+        self._insert_first(loop, f"{self.tile} = {self.ot}.tile({self.tables[0]}, {name})")
+        for node in self._reads(loop.body, {name}):
+            if node.lineno > step.end_lineno:
+                self._refuse(node, f"{name} is read after it was increased")
+            self.edits.replace(node, self.tile)
+
+    def _reads(self, body: list[ast.stmt], names: set[str]) -> list[ast.Name]:
+        """The places that read one of the names, but to increase it."""
+        return [
+            node
+            for statement in statements(body)
+            if self._added(statement) is None or self._added(statement)[0] not in names
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
+            if self._statement(node) is statement
+        ]
+
+    def _keywords(self, loop: ast.For) -> None:
+        """Refuses keywords of the loop that bring loads before a wait, or barriers of some warps only."""
+        refused = {
+            "flatten": f"a flattened loop loads {self.input} for the next tile before its wait",
+            "warp_specialize": "a loop of specialized warps cannot signal, as no barrier is for all threads there",
+        }
+        for keyword in loop.iter.keywords:
+            if keyword.arg not in refused or keyword.arg == "flatten" and self.input is None:
+                continue
+            value = keyword.value
+            if isinstance(value, ast.Name) and value.id in self.source.parameters:
+                self.never[value.id] = self.source.line_of(loop)
+            elif not isinstance(value, ast.Constant) or value.value:
+                self._refuse(loop, refused[keyword.arg])
+
+    # --- what is inserted -----------------------------------------------------------------------------------------
+
+    def _around(self, node: ast.AST) -> list[ast.AST]:
+        found = []
+        while (node := self.parents.get(id(node))) is not None:
+            found.append(node)
+        return found
+
+    def _statement(self, node: ast.AST) -> ast.stmt:
+        return next(one for one in [node, *self._around(node)] if isinstance(one, ast.stmt))
+
+    def _call(self, function: str) -> str:
+        loaded = f"{self.ot}.tl.load({self.tables[1]} + {self.tile})"
+        if self.source.names.get("tl") is tl and "tl" not in self.source.locals:
+            loaded = loaded.removeprefix(f"{self.ot}.")
+        return f"{self.ot}.{function}({self.tables[2]}, {loaded})"
+
+    def _insert_first(self, scope: ast.FunctionDef | ast.For | ast.While, text: str) -> None:
+        documented = scope is self.tree and ast.get_docstring(scope) is not None
+        first = scope.body[1 if documented and len(scope.body) > 1 else 0]
+        if first.lineno == scope.lineno:
+            self._refuse(first, "the body stands on the line of its loop")
+        self.edits.line_before(first, text)
+
+    def _signal(self, scope: ast.FunctionDef | ast.For | ast.While, followed: Followed) -> None:
+        """After the last statement of the scope that stores."""
+        if self.input is not None:
+            return
+        last = max(
+            (
+                one
+                for call in followed.stores.values()
+                for one in scope.body
+                if one in [call, *self._around(call)]
+            ),
+            key=lambda node: node.lineno,
+        )
+        self.edits.line_after(last, self._call("signal_bulk" if followed.bulk else "signal"))
