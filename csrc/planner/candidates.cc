@@ -18,9 +18,9 @@ using steps::slow_link;
 
 namespace {
 
-// One of the profile's ways: CTAs of a communicator, lanes.
+// One of the profile's ways.
 struct Way {
-  int32_t ctas;
+  int32_t ctas;  // of a communicator
   int32_t lanes;
 };
 Way way_of(const std::vector<int32_t>& pair) {
@@ -28,7 +28,6 @@ Way way_of(const std::vector<int32_t>& pair) {
 }
 
 using Schedules = Profile::Lists;
-
 // SMs left to kernels of one warp: an all-gather's signals keep the GEMM out of their SM and, as CTAs come
 // in clusters of two, out of that SM's neighbour. The wait of a ring's GEMM takes no SM.
 int32_t peer_sms(const Plan& plan) {
@@ -356,12 +355,13 @@ void add_gpu_library(Candidates& plans, const Problem& problem, const Machine& m
   });
 }
 
-// Library GEMMs that store into the ranks' memory, a call for each rank's rows of a chunk.
-void add_stripes(Candidates& plans, const Problem& problem, const Machine& machine) {
+// Library GEMMs that store into the ranks' memory, a call for each rank's rows. Four chunks were never the fastest.
+void add_stripes(Candidates& plans, const Problem& problem, const Machine& machine, bool all) {
+  const Schedules schedules = all ? Schedules{{1}, {1, 1}, {1, 1, 1, 1}} : Schedules{{1}, {1, 1}};
   if (problem.traits().sums() && machine.peer_gbps > 0.0 && problem.world_size <= kMaxPeerRanks &&
       library_takes_parts(problem)) {
-    add_row_panels(plans, problem, Kernel::kLibrary, {{1}, {1, 1}, {1, 1, 1, 1}}, {}, 0,
-                   Transport::kPeer, Collective::kStripes);
+    add_row_panels(plans, problem, Kernel::kLibrary, schedules, {}, 0, Transport::kPeer,
+                   Collective::kStripes);
   }
 }
 
@@ -484,7 +484,7 @@ Candidates make_candidates(const Problem& problem, const Machine& machine, bool 
   const bool bears_nccl = all || library_bears_nccl(problem, machine);
   if (kernel == Kernel::kLibrary) {
     if (bears_nccl) add_gpu_library(plans, problem, machine, whole);
-    if (all) add_stripes(plans, problem, machine);  // for whoever measures
+    add_stripes(plans, problem, machine, all);
   } else {
     if (is_fp8(problem.dtype) && whole && bears_nccl) {
       add_gpu_library(plans, problem, machine, true);

@@ -131,7 +131,7 @@ std::unique_ptr<StripedMemory> StripedMemory::make(const ByteAllGather& all_gath
   std::unique_ptr<StripedMemory> memory(new StripedMemory(rank, world_size, part_bytes));
   const std::string fault = memory->map(all_gather);
   memory->release();
-  // What works between some ranks only is nothing that a rank may use.
+  // Memory that some ranks cannot map is used by none.
   std::vector<uint8_t> own(kText);
   std::memcpy(own.data(), fault.data(), std::min(fault.size(), kText - 1));
   const std::vector<uint8_t> all = all_gather(own);
@@ -280,7 +280,7 @@ std::string StripedMemory::map_range(CUdeviceptr& range, const std::vector<Handl
                        : fault;
 }
 
-// What is mapped stays.
+// Mappings stay without their handles.
 void StripedMemory::release() {
   for (auto* all : {&own_, &owners_}) {
     for (std::vector<Handle>& turn : *all) {

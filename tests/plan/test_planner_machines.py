@@ -103,7 +103,7 @@ def test_planner_between_two_m_loses_little_on_the_whole():
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((4096, 4096, 2048), "float32"), ((4095, 1001, 1000), "bfloat16")]
 )
-def test_planner_offers_stripes_of_what_no_kernel_takes_to_whoever_measures(op, shape, dtype):
+def test_planner_offers_stripes_of_what_no_kernel_takes(op, shape, dtype):
     m, n, k = shape
     problem = Problem(-(-m // 2) * 2, n, k, dtype, 2, op)
 
@@ -113,5 +113,5 @@ def test_planner_offers_stripes_of_what_no_kernel_takes_to_whoever_measures(op, 
 
     peers = hopper(peer_gbps=365.0)
     assert chunks(peers, True) == ([] if op == Op.ALLGATHER_GEMM else [1, 2, 4])
-    assert chunks(peers, False) == []
+    assert chunks(peers, False) == ([] if op == Op.ALLGATHER_GEMM else [1, 2])
     assert chunks(hopper(peer_gbps=0.0), True) == []

@@ -46,8 +46,8 @@ def in_one_step(plan: Plan) -> bool:
 
 
 def in_phases(plan: Plan) -> bool:
-    """Over peers, as a ring, or chunk by chunk."""
-    return over_peers(plan) and not in_one_step(plan)
+    """Over peers by a kernel of this package's, as a ring, or chunk by chunk."""
+    return over_peers(plan) and not in_one_step(plan) and plan.collective != Collective.STRIPES
 
 
 @pytest.mark.parametrize(("world", "m"), [(2, 1), (2, 138), (4, 16), (8, 16384)])
@@ -369,7 +369,8 @@ def test_planner_candidates_over_peers_are_valid_and_distinct(
         assert plan.problem == problem
         assert plans.files.decode(plans.files.encode(plan)) == plan
         if over_peers(plan):
-            assert plan.collective == COLLECTIVES[op] or in_one_step(plan)
+            stripes = plan.kernel == Kernel.LIBRARY and plan.collective == Collective.STRIPES
+            assert plan.collective == COLLECTIVES[op] or in_one_step(plan) or stripes
             assert (plan.resources.lanes, plan.resources.window) == (1, False)
     assert len({tuple(plans.files.encode(plan)) for plan in found}) == len(found)
     chosen = plans.templates.make_plan(problem, machine)
@@ -466,7 +467,8 @@ def test_planner_tries_one_step_only_where_it_is_allowed(
     row_bytes = (k if gathers else n) * BYTES[dtype]
     takes = (
         op != Op.GEMM_ALLTOALL
-        and min(m, n, k) > 0
+        and min(m, n) > 0
+        and (k > 0 or op == Op.GEMM_ALLREDUCE)  # the caller gives the product
         and 2 <= world <= 8
         and machine.arch > 0
         and machine.peer_gbps >= 100
@@ -478,6 +480,7 @@ def test_planner_tries_one_step_only_where_it_is_allowed(
     )
     kernel = (
         takes
+        and k > 0
         and not gathers
         and machine.has_sm90_kernels
         and BYTES[dtype] == 2
