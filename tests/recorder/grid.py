@@ -165,6 +165,9 @@ def examples(world: int, rank: int) -> dict[str, Call]:
             panels("allgather_gemm", all_rows, world, 2, **window), takes=(True, False)
         ),
     }
+    stripes = {"transport": "peer", "collective": "stripes"}
+    striped = row_panels(problem("gemm_allreduce", all_rows - 1, world), 2, **stripes)
+    made["stripes"] = Call(striped, True, (False,))
     if world == 2:
         exchange = {"collective": "exchange", "window": True}
         made["exchange"] = Call(tiles(world, [128, 256, 128], comm_sms=16, lanes=2, **exchange))
