@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import kernel_lists
 import kernels
 import overlap_torch
 import rank_pool
@@ -722,7 +721,7 @@ def test_kernels_headers_are_installed_and_agree_with_the_library():
 def lists_of(op: Op, m: int, world: int) -> list[tuple[str, plan.Plan, bool]]:
     """Plans for GPUs, and whether the kernel awaits chunks."""
     problem = Problem(m, 20, 6, torch.float32, world, op)
-    some = {"tile": (8, 8), "transport": "nccl", "max_ctas": 8}
+    some = {"tile": (8, 8), "transport": "nccl", "max_ctas": 8, "comm_sms": 16}
     if op == Op.ALLGATHER_GEMM:
         return [
             ("awaits", plan.templates.row_panels(problem, 2, **some), True),
@@ -758,27 +757,48 @@ def lists_of(op: Op, m: int, world: int) -> list[tuple[str, plan.Plan, bool]]:
     return plans
 
 
+H200 = Machine(arch=90, sm_count=132, sm_gflops=5e3, link_latency_us=20.0, link_gbps=200.0)
+
+# A lane waits again for a chunk that it has awaited; and no tile of rank 1's lies across two chunks of rank 0's.
+REDUNDANT = {
+    (Op.GEMM_REDUCESCATTER, 2): {"wait_for_tiles left out"},
+    (Op.GEMM_REDUCESCATTER, 3): {"wait_for_tiles left out"},
+    (Op.ALLGATHER_GEMM, 2): {"arrive without after #6", "arrive without after #10"},
+}
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
 def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
-    # Parts of one page; 15 tiles, and parts that end within rows of tiles.
-    if op != Op.ALLGATHER_GEMM:
-        stripes = plan.templates.row_panels(
-            Problem(512 * world, 1024, 1, torch.float32, world, op),
-            1,
-            tile=(192, 512),
-            transport="peer",
-            collective="stripes",
-        )
-        for rank, result in enumerate(kernel_lists.Run(stripes, 0)()):
-            assert torch.equal(result, kernel_lists.expected(stripes, rank)), rank
+    """And nothing of them can be left out."""
+    # 15 tiles; parts that end within rows of tiles.
     m = 38 if op == Op.GEMM_ALLREDUCE else 21 * world
     for label, chosen, awaits in lists_of(op, m, world):
-        for seed in range(3):
-            results = kernel_lists.Run(chosen, seed, awaits)()
-            for rank, result in enumerate(results):
-                right = kernel_lists.expected(chosen, rank)
-                assert torch.equal(result, right), (label, seed, rank)
+        ranks = (chosen, H200, [False] * world)
+        assert _plan_test.find_fault(*ranks, awaits=awaits) == "", label
+        assert _plan_test.unnoticed(*ranks, 1, work=True, awaits=awaits)[1] == [], label
+        if label not in ("behind", "peers"):
+            left = {what for _, what, _ in _plan_test.unnoticed(*ranks, 1, awaits=awaits)[1]}
+            assert left <= REDUNDANT.get((op, world), set()), label
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER])
+def test_kernels_lists_of_stripes_are_right_in_any_order(op, world):
+    # Parts of one page, which end within rows of tiles.
+    problem = Problem(512 * world, 1024, 1, torch.float32, world, op)
+    chosen = plan.templates.row_panels(
+        problem, 1, tile=(192, 512), transport="peer", collective="stripes"
+    )
+    call = (chosen, H200, [False] * world)
+    assert _plan_test.find_fault(*call, awaits=False) == ""
+    assert _plan_test.unnoticed(*call, 1, work=True, awaits=False)[1] == []
+    # What only makes an all-reduce's sums come sooner is as redundant beside the framework's GEMM.
+    found, beside = (
+        [what.split("#")[0] for _, what, _ in _plan_test.unnoticed(*call, 1, awaits=awaits)[1]]
+        for awaits in (False, None)
+    )
+    assert found == (beside if op == Op.GEMM_ALLREDUCE else [])
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -788,10 +808,16 @@ def test_kernels_lists_of_exchanges_are_right_in_any_order(world):
     )
     chosen.tile_m, chosen.tile_n = 8, 8
     rows = [[(5 * to + 11 * source) % 17 for to in range(world)] for source in range(world)]
-    for seed in range(4):
-        results = kernel_lists.Run(chosen, seed, rows=rows, pieces=3)()
-        for rank, result in enumerate(results):
-            assert torch.equal(result, kernel_lists.expected(chosen, rank, rows)), (seed, rank)
+    call = (chosen, H200, [False] * world)
+    assert _plan_test.find_fault(*call, rows=rows, awaits=False, pieces=3) == ""
+    assert _plan_test.unnoticed(*call, 1, rows=rows, awaits=False)[1] == []
+
+
+def test_kernels_lists_of_a_kernel_on_all_sms_that_waits_are_found():
+    chosen = lists_of(Op.ALLGATHER_GEMM, 42, 2)[0][1]
+    chosen.resources.comm_sms = 0
+    fault = _plan_test.find_fault(chosen, H200, [False] * 2, awaits=True)
+    assert "(callers_kernel on caller): lower max_ctas or lanes, or raise comm_sms" in fault
 
 
 @pytest.mark.parametrize("rows, tiles", [(384, 6), (129, 4)])
@@ -799,7 +825,7 @@ def test_kernels_lists_of_programs_await_the_tiles_of_the_matrix(rows, tiles):
     """Plans of this package's kernels round rows of tiles up to clusters, and a caller's kernel counts none beyond the matrix."""
     problem = Problem(rows, 256, 64, torch.bfloat16, 2, Op.GEMM_ALLREDUCE)
     chosen = plan.programs.one_shot(problem, 1, kernel="sm90_pingpong", transport="peer")
-    text, _, _ = _plan.kernel_steps_json(chosen, 0, kernel_lists.H200)
+    text, _, _ = _plan.kernel_steps_json(chosen, 0, H200)
     halves = [half for step in json.loads(text)["steps"] for half in step.get("halves", [])]
     waits = [half["waits"] for half in halves if "waits" in half]
     assert waits == [[{"counter": 0, "count": tiles}]]
@@ -807,8 +833,6 @@ def test_kernels_lists_of_programs_await_the_tiles_of_the_matrix(rows, tiles):
 
 def test_kernels_lists_refuse_what_needs_kernels_of_ours():
     ring = plan.templates.row_panels(Problem(64, 16, 1, torch.float32, 2), 1, transport="peer")
-    with pytest.raises(ValueError, match="cannot run by the plan's collective ring over peers"):
-        kernel_lists.Run(ring, 0)
     for m, chunks in ((4096, 2), (4095, 1), (4096 + 256, 1)):
         stripes = plan.templates.row_panels(
             Problem(m, 1024, 1, torch.float32, 3), chunks, transport="peer", collective="stripes"
@@ -816,28 +840,12 @@ def test_kernels_lists_refuse_what_needs_kernels_of_ours():
         with pytest.raises(
             ValueError, match=f"{chunks} chunks and parts of .* m = {m}, allowed are one"
         ):
-            kernel_lists.Run(stripes, 0)
+            _plan.kernel_steps_json(stripes, 0, H200)
     exchange = plan.templates.make_all_to_all(
         Problem(0, 16, 1, torch.float32, 2, Op.GEMM_ALLTOALL), transport="peer"
     )
-    with pytest.raises(
-        ValueError, match="cannot run by the plan's collective all_to_all over peers"
-    ):
-        kernel_lists.Run(exchange, 0, rows=[[1, 1], [1, 1]])
-
-
-def test_kernels_lists_that_lack_a_wait_are_found():
-    """The checker's own check."""
-    chosen = lists_of(Op.GEMM_REDUCESCATTER, 42, 2)[0][1]
-    wrong = 0
-    for seed in range(8):
-        run = kernel_lists.Run(chosen, seed)
-        for rank in run.ranks:
-            for step in rank.steps:
-                if step["step"] == "wait_for_tiles":
-                    step["tiles"] = 0
-        results = run()
-        wrong += not all(
-            torch.equal(one, kernel_lists.expected(chosen, r)) for r, one in enumerate(results)
-        )
-    assert wrong > 0
+    for chosen, name, rows in ((ring, "ring", []), (exchange, "all_to_all", [1, 1])):
+        with pytest.raises(
+            ValueError, match=f"cannot run by the plan's collective {name} over peers"
+        ):
+            _plan.kernel_steps_json(chosen, 0, H200, False, rows, rows)

@@ -91,7 +91,8 @@ constexpr bool works(const What& what) {
          std::holds_alternative<CopyRows>(what) || std::holds_alternative<Pack>(what) ||
          std::holds_alternative<Unpack>(what) || std::holds_alternative<AddTerms>(what) ||
          std::holds_alternative<PeerCollective>(what) || std::holds_alternative<LowLatency>(what) ||
-         std::holds_alternative<PeerExchange>(what) || std::holds_alternative<Interpret>(what);
+         std::holds_alternative<PeerExchange>(what) || std::holds_alternative<Interpret>(what) ||
+         std::holds_alternative<CallersKernel>(what);
 }
 
 // Each wait and each announcement of a program's transfers.
@@ -144,6 +145,19 @@ void weaken(const Gemm& one, const With& with) {
   }
 }
 
+// The counts of a kernel of the caller's, and its waits.
+template <typename With>
+void weaken(const CallersKernel& one, const With& with) {
+  if (one.counts) {
+    with(" without counts",
+         [](Step& changed) { std::get<CallersKernel>(changed.what).counts = false; });
+  }
+  if (one.awaits) {
+    with(" without awaits",
+         [](Step& changed) { std::get<CallersKernel>(changed.what).awaits = false; });
+  }
+}
+
 }  // namespace
 
 std::vector<Changed> weakened(const StepList& list) {
@@ -171,7 +185,7 @@ std::vector<Changed> weakened(const StepList& list) {
               std::is_same_v<Kind, Signal> || std::is_same_v<Kind, EndCall> ||
               std::is_same_v<Kind, MeetTiles> || std::is_same_v<Kind, Announce> ||
               std::is_same_v<Kind, Await> || std::is_same_v<Kind, Count> ||
-              std::is_same_v<Kind, Fork>;
+              std::is_same_v<Kind, Arrive> || std::is_same_v<Kind, Fork>;
           if constexpr (kOrders) left_out();
           if constexpr (std::is_same_v<Kind, Fork>) {
             for (int32_t lanes = 0; lanes < one.side_lanes; ++lanes) {
@@ -189,7 +203,8 @@ std::vector<Changed> weakened(const StepList& list) {
                    [](Step& changed) { std::get<Signal>(changed.what).to_self = false; });
             }
           }
-          if constexpr (std::is_same_v<Kind, Gemm> || std::is_same_v<Kind, Interpret>) {
+          if constexpr (std::is_same_v<Kind, Gemm> || std::is_same_v<Kind, Interpret> ||
+                        std::is_same_v<Kind, CallersKernel>) {
             weaken(one, with);
           }
         },

@@ -23,14 +23,17 @@ using Rows = std::vector<std::vector<int64_t>>;
 
 steps::Ranks ranks_of(const Plan& plan, const Machine& machine,
                       const std::vector<bool>& kernel_takes, bool bias, const Weights& weights,
-                      const Rows& rows, int64_t longest_message, bool finish) {
+                      const Rows& rows, int64_t longest_message, bool finish,
+                      std::optional<bool> awaits = {}, int32_t pieces = 1) {
   plan::validate(plan);
   const bool has_kernel = steps::takes_by_default(plan);
   steps::Ranks ranks{plan, machine, {}};
   for (size_t rank = 0; rank < kernel_takes.size(); ++rank) {
     steps::Variant variant;
     const bool kernel = kernel_takes[rank] && has_kernel;
-    variant.compute = steps::kernel_if(kernel);
+    variant.compute = awaits ? steps::Compute::kCallers : steps::kernel_if(kernel);
+    variant.awaits = awaits.value_or(false);
+    variant.pieces = pieces;
     variant.bias = bias;
     variant.finish = finish;
     for (const auto& [columns, takes] : weights) {
@@ -57,13 +60,13 @@ void def_of_ranks(py::module_& m, const char* name, Function function, const cha
       name,
       [function](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
                  bool bias, const Weights& weights, const Rows& rows, int64_t longest_message,
-                 bool finish) {
-        return function(
-            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message, finish));
+                 bool finish, std::optional<bool> awaits, int32_t pieces) {
+        return function(ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message,
+                                 finish, awaits, pieces));
       },
       py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("bias") = false,
       py::arg("weights") = Weights{}, py::arg("rows") = Rows{}, py::arg("longest_message") = 0,
-      py::arg("finish") = false, doc);
+      py::arg("finish") = false, py::arg("awaits") = std::nullopt, py::arg("pieces") = 1, doc);
 }
 
 }  // namespace
@@ -88,7 +91,8 @@ the plan.)");
 
 `kernel_takes`: for each rank whether the plan's kernel takes its operands. `weights`: of an all-gather, (columns, takes).
 `rows[a][b]`: of gemm_alltoall, what rank a sends to rank b; `longest_message`: bytes of the longest one, as far as the
-ranks have told each other. `finish`: the rows of an all-reduce get a residual and a norm.)");
+ranks have told each other. `finish`: the rows of an all-reduce get a residual and a norm. `awaits`: a kernel of the caller's
+computes, which waits for chunks or not; `pieces`: chunks of what it sends to each rank.)");
   def_of_ranks(
       m, "structures",
       [](const steps::Ranks& ranks) {
@@ -115,9 +119,9 @@ ranks have told each other. `finish`: the rows of an all-reduce get a residual a
       "unnoticed",
       [](const Plan& plan, const Machine& machine, const std::vector<bool>& kernel_takes,
          int32_t rank, bool work, bool bias, const Weights& weights, const Rows& rows,
-         int64_t longest_message, bool finish) {
-        const steps::Ranks ranks =
-            ranks_of(plan, machine, kernel_takes, bias, weights, rows, longest_message, finish);
+         int64_t longest_message, bool finish, std::optional<bool> awaits, int32_t pieces) {
+        const steps::Ranks ranks = ranks_of(plan, machine, kernel_takes, bias, weights, rows,
+                                            longest_message, finish, awaits, pieces);
         const auto change = work ? steps::Change::kWork : steps::Change::kOrder;
         int64_t tried = 0;
         std::vector<std::tuple<int32_t, std::string, bool>> found;
@@ -129,6 +133,7 @@ ranks have told each other. `finish`: the rows of an all-reduce get a residual a
       py::arg("plan"), py::arg("machine"), py::arg("kernel_takes"), py::arg("rank"),
       py::arg("work") = false, py::arg("bias") = false, py::arg("weights") = Weights{},
       py::arg("rows") = Rows{}, py::arg("longest_message") = 0, py::arg("finish") = false,
+      py::arg("awaits") = std::nullopt, py::arg("pieces") = 1,
       R"(Which single waits, dependencies, signals and joins can be taken out of a rank's steps without a fault.
 
 `work`: instead, which steps' work can be left out, and which places shifted. Returns how many were tried, and of each

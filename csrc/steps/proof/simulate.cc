@@ -34,6 +34,9 @@ Simulation::Key Simulation::key(const Here& here, const Where& where) const {
   const auto kind = static_cast<int32_t>(where.buffer);
   if (where.buffer == Buffer::kSlot) return key(where.index, kind, here.call->slot);
   if (where.buffer == Buffer::kWindow) return key(here.rank, kind, 0);
+  if (where.buffer == Buffer::kStripes) {
+    return key(where.index < kOwners ? here.rank : where.index - kOwners, kind, here.call->slot);
+  }
   return key(here.rank, kind, where.index, here.call->stream);
 }
 
@@ -80,6 +83,8 @@ int64_t Simulation::room(const Here& here, const Where& where) const {
       return problem.m * input_row_bytes(here);
     case Buffer::kSlot:
       return here.list->slot_bytes;
+    case Buffer::kStripes:
+      return ranks_ * here.list->stripe_bytes;
     default:
       for (const Scratch& scratch : here.list->scratch) {
         if (scratch.buffer == where.buffer) return scratch.bytes;
@@ -312,6 +317,8 @@ void Simulation::expand_rank(Here& here) {
     if (span.last != span.first) tail(here, step.lane) = span.last;
     if (step.lane == Lane::kCaller && !step.unchained) here.last_chained = span.last;
   }
+  // What arrives comes after the kernel that awaits it.
+  for (const auto& [span, chunk] : here.awaited) await_counter(here, span, chunk, 1);
   if (chained) chain_[at(here.rank)] = here.last_chained;
   consume_results(here);
 }

@@ -64,6 +64,8 @@ std::string Simulation::name_of(Key key) const {
       return rank + "'s flags of tiles";
     case kCounters:
       return rank + "'s counters";
+    case kCallersTiles:
+      return rank + "'s tiles of the caller's kernel";
     case kLowLatency:
       return rank + "'s low-latency buffer " + std::to_string(index % 2) + " of rank " +
              std::to_string(index / 2);

@@ -141,7 +141,8 @@ void Simulation::compute(Node by, Here& here, const Gemm& step, const Piece& pie
   }
   const bool split = step.map.mode == plan::RowMap::Mode::kSplit;
   const bool mirrors = !split || piece.phase + 1 == here.list->orders[at(step.order)].parts;
-  for (const TileRows& rows : piece.rows) compute_rows(by, here, step, rows, mirrors);
+  const int32_t columns = here.list->orders[at(step.order)].tiles_n;
+  for (const TileRows& rows : piece.rows) compute_rows(by, here, step, rows, columns, mirrors);
 }
 
 void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Piece& piece) {
@@ -172,7 +173,7 @@ void Simulation::compute_packed(Node by, Here& here, const Gemm& step, const Pie
 }
 
 void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileRows& rows,
-                              bool mirrors) {
+                              int32_t columns, bool mirrors) {
   const int64_t from_row = input_row_bytes(here);
   const int64_t to_row = row_bytes(here, step.weight);
   const auto moved = [](Where where, int64_t bytes) {
@@ -200,7 +201,6 @@ void Simulation::compute_rows(Node by, Here& here, const Gemm& step, const TileR
     if (mirrors) stores(mirror);
   }
   const Key from = key(here, input);
-  const int32_t columns = here.list->orders[at(step.order)].tiles_n;
   const int32_t turn = here.turn;
   effect(by, [=, this, &step] {
     std::vector<Run> made = product(read(from, input.offset, rows.rows * from_row, by), from_row,

@@ -1,6 +1,7 @@
 // Steps on one device, and NCCL's, taken apart.
 #include <algorithm>
 
+#include "steps/list/list.h"
 #include "steps/proof/simulation.h"
 
 namespace overlap::steps {
@@ -33,12 +34,75 @@ void Simulation::take(Here& here, const Join&, Span& span) {
 void Simulation::take(Here&, const Mark&, Span&) {}
 void Simulation::take(Here&, const Delay&, Span&) {}
 
-// A list does not say what a kernel that is not ours reads and writes.
-void Simulation::take(Here&, const CallersKernel&, Span& span) {
-  fail(Fault::Kind::kResult, says(span.first) + " is not known to compute anything", nullptr);
+// A kernel of the caller's takes the list's tiles. Each is the product of the rows beside it: of the input, or of what is
+// gathered, once the tile's chunk has arrived.
+void Simulation::take(Here& here, const CallersKernel& step, Span& span) {
+  const plan::Plan& plan = *here.plan;
+  const KernelTiles& tiles = here.list->tiles;
+  const bool gathers = plan.problem.traits().gathers();
+  const bool packed = !here.list->orders.empty();  // rows are not whole when their tiles are taken
+  const Node end = end_of(here, span, "ends");
+  Gemm& gemm = callers_.emplace_back();
+  gemm.input = {gathers ? Buffer::kGathered : Buffer::kInput};
+  gemm.outputs = {{{gathers ? Buffer::kOutput : tiles.stores}}};
+  int64_t rows = plan.problem.m;
+  for (const int64_t count : here.variant->send_rows) rows += count;
+  int64_t owned = rows;  // that lie one behind the other
+  if (tiles.stores == Buffer::kStripes) {
+    owned = plan::part_rows(plan);
+    gemm.outputs.clear();
+    for (int32_t owner = 0; owner < ranks_; ++owner) {
+      gemm.outputs.push_back(
+          {{Buffer::kStripes, here.rank * here.list->stripe_bytes, kOwners + owner}});
+    }
+  }
+  std::map<int32_t, std::pair<Node, int32_t>> chunks;
+  const auto count = static_cast<int32_t>(tiles.chunks.size());
+  for (int32_t tile = 0, next = 0; tile < count; tile = next) {
+    const int32_t chunk = tiles.chunks[at(tile)];
+    next = tile + 1;
+    while (next % tiles.columns != 0 && tiles.chunks[at(next)] == chunk) ++next;
+    TileRows one;
+    one.tile_row = tile / tiles.columns;
+    one.first_column = tile % tiles.columns;
+    one.columns = next - tile;
+    if (!chunks.contains(chunk)) {
+      const Node by = node(here, "");
+      graph_.edge(span.first, by);
+      graph_.edge(by, end);
+      chunks[chunk] = {by, 0};
+    }
+    auto& [by, taken] = chunks[chunk];
+    taken += one.columns;
+    if (packed) {
+      accesses_.push_back({key(here.rank, kCallersTiles, 0), tile, next, by, by, true, false});
+      continue;
+    }
+    const int64_t end_row = std::min(rows, (int64_t{one.tile_row} + 1) * plan.tile_m);
+    one.input_row = int64_t{one.tile_row} * plan.tile_m;
+    for (; one.input_row < end_row; one.input_row += one.rows) {
+      one.output = static_cast<int32_t>(one.input_row / owned);
+      one.output_row = one.input_row % owned;
+      one.rows = one.stored_rows = std::min(end_row - one.input_row, owned - one.output_row);
+      compute_rows(by, here, gemm, one, tiles.columns, false);
+    }
+  }
+  if (packed) {
+    TileRows all;
+    all.rows = all.stored_rows = rows;
+    all.columns = tiles.columns;
+    compute_rows(span.first, here, gemm, all, tiles.columns, false);
+  }
+  for (const auto& [chunk, made] : chunks) {
+    if (step.counts) here.counted[chunk] = made;
+    if (step.awaits) here.awaited.push_back({{span.first, made.first}, chunk});
+  }
+  holds(here, span.first, end, ctas_beside(plan, machine_), 1, step.awaits);
 }
-void Simulation::take(Here&, const Arrive&, Span& span) {
-  fail(Fault::Kind::kResult, says(span.first) + " is for a kernel that is not known", nullptr);
+
+void Simulation::take(Here& here, const Arrive& step, Span& span) {
+  here.counted[step.chunk] = {span.first, 1};
+  holds(here, span.first, span.first, 1, 1, false, true);
 }
 
 void Simulation::take(Here& here, const LibraryGemm& step, Span& span) {
@@ -195,6 +259,14 @@ void Simulation::take(Here& here, const Pack& step, Span& span) {
   const int64_t bytes = plan.problem.m * row_bytes(here, 0);
   reads(span.first, span.first, here, step.source, bytes);
   writes(span.first, span.first, here, to, tiles * tile_bytes);
+  if (!here.list->tiles.chunks.empty()) {
+    for (int32_t index = first; index < first + tiles; ++index) {
+      const plan::TileCoord tile = plan::tile_coord(order, index);
+      const int32_t place = tile.row * order.tiles_n + tile.column;
+      accesses_.push_back({key(here.rank, kCallersTiles, 0), place, place + 1, span.first,
+                           span.first, false, false});
+    }
+  }
   const Key from = key(here, step.source);
   const Key destination = key(here, to);
   const Node by = span.first;

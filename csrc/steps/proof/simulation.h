@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <deque>
 #include <functional>
 #include <map>
 #include <optional>
@@ -49,7 +50,9 @@ class Simulation {
     kTileFlags,        // by slot
     kLowLatency,       // by writer, and which of two
     kCounters,         // of finished tiles
+    kCallersTiles,     // that a kernel of the caller's stores, by tile
   };
+  static constexpr int32_t kOwners = 2;  // stripes of this index and more: what lies at a rank
 
   // Where a step, or a part of it, begins and ends.
   struct Span {
@@ -141,6 +144,7 @@ class Simulation {
     std::vector<Node> ends;                               // of each step
     std::vector<Lane> forked;                             // and not joined
     std::map<int32_t, std::pair<Node, int32_t>> counted;  // by counter: after what, how many
+    std::vector<std::pair<Span, int32_t>> awaited;        // by a kernel of the caller's: chunks
     std::optional<Meeting> meeting;
     std::optional<Node> ended;
     Node begin = 0;
@@ -243,7 +247,8 @@ class Simulation {
                      int32_t tile_row) const;
   void compute(Node node, Here& here, const Gemm& step, const Piece& piece);
   void compute_packed(Node node, Here& here, const Gemm& step, const Piece& piece);
-  void compute_rows(Node node, Here& here, const Gemm& step, const TileRows& rows, bool mirrors);
+  void compute_rows(Node node, Here& here, const Gemm& step, const TileRows& rows, int32_t columns,
+                    bool mirrors);
   void pass_tiles(const Span& span, Here& here, const Gemm& step, const Piece& piece);
   void collect(Here& here, const Gemm& step, const Span& span);
   void exchange(Here& here, const Gemm& step, const Span& span, Node made);
@@ -313,6 +318,7 @@ class Simulation {
   std::vector<Access> accesses_;
   std::vector<std::vector<std::function<void()>>> effects_;
   std::vector<Holder> holders_;
+  std::deque<Gemm> callers_;  // what kernels of the caller's do, as GEMMs
 
   // From call to call.
   static constexpr int32_t kTails = 16;
