@@ -14,6 +14,8 @@ import torch.distributed as dist
 import kernels
 import overlap_torch
 import rank_pool
+from checks import Failures
+from operands import difference
 from overlap_torch import _plan, plan
 from overlap_torch._kernels import tile_orders
 from overlap_torch.plan import Machine, Problem
@@ -34,18 +36,13 @@ def _interpreted(request: pytest.FixtureRequest) -> None:
             runner.environment = kernels.INTERPRETED
 
 
-def expect(failures: list[str], label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
-    result = result.double().cpu()
-    if result.shape != expected.shape:
-        failures.append(f"{label}: shape {tuple(result.shape)}, not {tuple(expected.shape)}")
-    elif not torch.equal(result, expected):
-        wrong = (result != expected).nonzero()
-        failures.append(f"{label}: {len(wrong)} elements differ, the first at {wrong[0].tolist()}")
+def expect(failures: Failures, label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    failures.expect(difference(result.double().cpu(), expected), label)
 
 
 def check_reductions(cases: list[tuple]) -> tuple[int, list[str]]:
     """Each case: shape, collective, order, chunks, dtype, persistent."""
-    example, failures = kernels.example(), []
+    example, failures = kernels.example(), Failures()
     rank, world = dist.get_rank(), dist.get_world_size()
     for seed, (shape, collective, order, chunks, dtype, persistent) in enumerate(cases):
         if collective == "reduce_scatter":  # each rank has an equal part of the rows
@@ -62,9 +59,8 @@ def check_reductions(cases: list[tuple]) -> tuple[int, list[str]]:
             f"{shape} {collective} {order} in {chunks} chunks of {dtype}, persistent={persistent}"
         )
         expect(failures, label, result, expected)
-        if result.dtype != dtype:
-            failures.append(f"{label}: dtype {result.dtype}")
-    return len(cases), failures
+        failures.expect(None if result.dtype == dtype else f"{result.dtype}", label)
+    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -103,11 +99,11 @@ def test_kernels_reduce_exactly_in_any_order_and_number_of_chunks(ranks):
     ranks.expect_no_failures(check_reductions, cases, timeout_s=500)
 
 
-def check_experts(chunks: list[int]) -> tuple[int, list[str]]:
-    example, failures = kernels.example(), []
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_kernels_exchange_exactly(failures: Failures) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     capacity, count, k, n = 2 * TILE[0], 2, 40, 50
-    for seed, pieces in enumerate(chunks):
+    for seed, pieces in enumerate((1, 3)):
         tokens = [
             kernels.numbers(world * count * capacity, k, seed=seed, rank=r) for r in range(world)
         ]
@@ -117,21 +113,15 @@ def check_experts(chunks: list[int]) -> tuple[int, list[str]]:
             runs = tokens[source].double().view(world, count, capacity, k)[rank]
             home.append((runs @ weights[source].double()).reshape(-1, n))
         mine = [one[rank].to(kernels.device()) for one in (tokens, weights)]
-        result = example.experts(*mine, capacity, pieces)
+        result = kernels.example().experts(*mine, capacity, pieces)
         expect(failures, f"experts in {pieces} pieces", result, torch.cat(home))
-    return len(chunks), failures
 
 
-@pytest.mark.ranks((2, "gloo"))
-def test_kernels_exchange_exactly(ranks):
-    ranks.expect_no_failures(check_experts, [1, 3])
-
-
-def check_uneven_rows(cases: list[tuple[int, int]]) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_kernels_exchange_uneven_rows(failures: Failures) -> None:
     """All ranks' rows for all ranks, some none; tiles lie across destinations."""
-    example, failures = kernels.example(), []
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for seed, (scale, chunks) in enumerate(cases):
+    example, rank, world = kernels.example(), dist.get_rank(), dist.get_world_size()
+    for seed, (scale, chunks) in enumerate(((37, 2), (53, 4))):
         rows = [
             [(scale * (to + 2 * source)) % 71 for to in range(world)] for source in range(world)
         ]
@@ -154,19 +144,20 @@ def check_uneven_rows(cases: list[tuple[int, int]]) -> tuple[int, list[str]]:
             for source in range(world)
         ]
         expect(failures, f"rows {rows} in {chunks}", job.result(), torch.cat(expected))
-    return len(cases), failures
 
 
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_kernels_exchange_uneven_rows(ranks):
-    ranks.expect_no_failures(check_uneven_rows, [(37, 2), (53, 4)])
+# Of each backend sizes, chunks and dtype; the second one's parts end within tiles.
+GATHERS = {
+    "gloo": (((64, 50, 40), 2, torch.float32), ((75, 40, 24), 3, torch.float32)),
+    "nccl": (((1024, 512, 256), 4, torch.bfloat16), ((204, 96, 64), 3, torch.float32)),
+}
 
 
-def check_gathers(cases: list[tuple]) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
+def test_kernels_gather_exactly(failures: Failures) -> None:
     """SwiGLU equals the same kernel on rows that are all there, bit for bit; and the equation."""
-    example, failures = kernels.example(), []
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for seed, ((m, n, k), chunks, dtype) in enumerate(cases):
+    example, rank, world = kernels.example(), dist.get_rank(), dist.get_world_size()
+    for seed, ((m, n, k), chunks, dtype) in enumerate(GATHERS[dist.get_backend()]):
         rows = [kernels.numbers(m, k, seed=seed, rank=r, dtype=dtype) for r in range(world)]
         gate, up = (
             kernels.numbers(k, n, seed=10 + seed + i, rank=rank, dtype=dtype).to(kernels.device())
@@ -187,44 +178,28 @@ def check_gathers(cases: list[tuple]) -> tuple[int, list[str]]:
         expect(failures, f"out {m, n, k} in {chunks}", out, plain.double().cpu())
         x = gathered.double()
         right = torch.nn.functional.silu(x @ (gate / 16).double()) * (x @ up.double())
-        if not torch.allclose(
+        close = torch.allclose(
             out.double(), right, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
-        ):
-            failures.append(
-                f"{m, n, k}: far from the equation, {(out.double() - right).abs().max()}"
-            )
-    return len(cases), failures
+        )
+        far = f"{(out.double() - right).abs().max()} from the equation"
+        failures.expect(None if close else far, m, n, k)
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_kernels_gather_exactly(ranks):
-    # The second one's parts end within tiles.
-    cases = [((64, 50, 40), 2, torch.float32), ((75, 40, 24), 3, torch.float32)]
-    ranks.expect_no_failures(check_gathers, cases)
-
-
-def check_plans(labels: list[str]) -> tuple[int, list[str]]:
-    example, failures = kernels.example(), []
-    world, gloo = dist.get_world_size(), dist.get_backend() == "gloo"
-    transport = "gloo" if gloo else "nccl"
-    m, n, k = 12 * 17, 50, 40
-    all_reduce = Problem(m, n, 1, torch.float32, world)
+def test_kernels_run_by_plans(failures: Failures) -> None:
+    example, transport, (m, n, k) = kernels.example(), "gloo", (12 * 17, 50, 40)
+    all_reduce = Problem(m, n, 1, torch.float32, dist.get_world_size())
     made = {
-        "packed": lambda: plan.templates.packed(
-            all_reduce, [3, 5, 4, 2], tile=TILE, transport=transport
-        ),
-        "sequential": lambda: plan.templates.row_panels(
-            all_reduce, 1, tile=TILE, transport=transport
-        ),
-        "uneven": lambda: plan.templates.row_panels(
+        "packed": plan.templates.packed(all_reduce, [3, 5, 4, 2], tile=TILE, transport=transport),
+        "sequential": plan.templates.row_panels(all_reduce, 1, tile=TILE, transport=transport),
+        "uneven": plan.templates.row_panels(
             all_reduce, [1, 4, 2], tile=TILE, transport=transport, lanes=2
         ),
-        "ring": lambda: plan.programs.ring(all_reduce, chunks=2, tile=TILE, transport=transport),
-        "two_shot": lambda: plan.programs.two_shot(all_reduce, tile=TILE, transport=transport),
+        "ring": plan.programs.ring(all_reduce, chunks=2, tile=TILE, transport=transport),
+        "two_shot": plan.programs.two_shot(all_reduce, tile=TILE, transport=transport),
     }
-    for seed, label in enumerate(labels):
+    for seed, (label, chosen) in enumerate(made.items()):
         a, b = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
-        chosen = made[label]()
         with overlap_torch.produce(
             "all_reduce", (m, n), a.dtype, tile=TILE, plan=chosen, device=a.device
         ) as job:
@@ -232,14 +207,7 @@ def check_plans(labels: list[str]) -> tuple[int, list[str]]:
                 a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
             )  # fmt: skip
         expect(failures, label, job.result(), kernels.reduced(m, n, k, seed))
-        if job.plan != chosen:
-            failures.append(f"{label}: runs by {job.plan}")
-    return len(labels), failures
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_kernels_run_by_plans(ranks):
-    ranks.expect_no_failures(check_plans, ["packed", "sequential", "uneven", "ring", "two_shot"])
+        failures.expect(None if job.plan == chosen else f"runs by {job.plan}", label)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------
@@ -553,7 +521,8 @@ def test_kernels_plans_say_what_is_allowed(arguments):
         _plan.make_kernel_plan(**usual | {"machine": Machine()})
 
 
-def check_time_of_a_kernel() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_times_are_measured(failures: Failures) -> None:
     calls: list[int] = []
     with overlap_torch.produce(
         "all_reduce", (64, 8), torch.float32, tile=(16, 8), kernel_us=lambda: calls.append(1)
@@ -562,13 +531,8 @@ def check_time_of_a_kernel() -> tuple[int, list[str]]:
         for tile in job.tile_order.tolist():
             job.counters[job.tile_chunk[tile]] += 1
     assert len(calls) == 2 and len(job.plan.chunks) == 1
-    assert job.result().unique() == dist.get_world_size()
-    return 1, []
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_kernels_times_are_measured(ranks):
-    ranks.expect_no_failures(check_time_of_a_kernel)
+    sums = job.result().unique()
+    failures.expect(None if sums == dist.get_world_size() else f"{sums}", "sums")
 
 
 # --- resources ------------------------------------------------------------------------------------------------
@@ -654,7 +618,8 @@ def test_kernels_padding_says_what_is_allowed(arguments, message):
         plan.templates.smem_pad_bytes(*arguments, sm_bytes=HOPPER)
 
 
-def check_low_priority() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_kernels_resources_are_the_plans(failures: Failures) -> None:
     usual = plan.templates.row_panels(
         Problem(64, 8, 1, torch.float32, dist.get_world_size()), 2, tile=(16, 8)
     )
@@ -670,7 +635,8 @@ def check_low_priority() -> tuple[int, list[str]]:
                 job.counters[job.tile_chunk[tile]] += 1
             assert job.smem_pad_bytes(1024) == 0  # a CPU has no SMs
         assert job.plan.resources.low_priority and len(job.plan.chunks) == 2
-        assert job.result().unique() == dist.get_world_size()
+        sums = job.result().unique()
+        failures.expect(None if sums == dist.get_world_size() else f"{sums}", "sums", *given)
     assert not usual.resources.low_priority
     usual.resources = plan.types.Resources(smem_pad_bytes=4096)
     with overlap_torch.produce(
@@ -680,12 +646,6 @@ def check_low_priority() -> tuple[int, list[str]]:
         job.output.fill_(1)
         for tile in job.tile_order.tolist():
             job.counters[job.tile_chunk[tile]] += 1
-    return 3, []
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_kernels_resources_are_the_plans(ranks):
-    ranks.expect_no_failures(check_low_priority)
 
 
 def test_kernels_padding_knows_the_kernels_bytes():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import kernels
 import overlap_torch
 import rank_pool
+from checks import Failures
 from overlap_torch import plan
 from overlap_torch.plan import Problem
 from overlap_torch.plan.types import Kernel, Op
@@ -20,10 +21,7 @@ from peer_races import come_late, so_many_calls
 from plans import peers_work
 from tests.ops.test_kernels import (
     TILE,
-    check_experts,
-    check_gathers,
     check_reductions,
-    check_uneven_rows,
     expect,
 )
 
@@ -46,18 +44,6 @@ def test_kernels_on_gpus_reduce_exactly(ranks):
         for persistent in (False, True)
     ]
     ranks.expect_no_failures(check_reductions, cases)
-
-
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_kernels_on_gpus_exchange_exactly(ranks):
-    ranks.expect_no_failures(check_experts, [1, 3])
-    ranks.expect_no_failures(check_uneven_rows, [(37, 2), (53, 4)])
-
-
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_kernels_on_gpus_gather_exactly(ranks):
-    cases = [((1024, 512, 256), 4, torch.bfloat16), ((204, 96, 64), 3, torch.float32)]
-    ranks.expect_no_failures(check_gathers, cases)
 
 
 # --- plans and resources --------------------------------------------------------------------------------------
@@ -94,8 +80,13 @@ def reductions(m: int, n: int, op: Op, dtype: torch.dtype) -> dict[str, plan.Pla
     return plans
 
 
-def check_plans(op: Op, dtype: torch.dtype) -> tuple[int, list[str]]:
-    example, failures = kernels.example(), []
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+@pytest.mark.parametrize(
+    "op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER], ids=lambda op: op.name.lower()
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels_on_gpus_run_by_plans(failures: Failures, op: Op, dtype: torch.dtype) -> None:
+    example = kernels.example()
     m, n, k = 1024, 512, 128
     rank, world = dist.get_rank(), dist.get_world_size()
     collective = {Op.GEMM_ALLREDUCE: "all_reduce", Op.GEMM_REDUCESCATTER: "reduce_scatter"}[op]
@@ -113,16 +104,6 @@ def check_plans(op: Op, dtype: torch.dtype) -> tuple[int, list[str]]:
                 expected = expected.chunk(world)[rank]
             expect(failures, f"{collective} {label}, call {turn}", job.result(), expected)
     overlap_torch.check()
-    return len(plans), failures
-
-
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-@pytest.mark.parametrize(
-    "op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER], ids=lambda op: op.name.lower()
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_kernels_on_gpus_run_by_plans(ranks, op, dtype):
-    ranks.expect_no_failures(check_plans, op, dtype)
 
 
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
@@ -163,8 +144,8 @@ def gathering(m: int, n: int, k: int) -> dict[str, plan.Plan]:
     return plans
 
 
-def check_gathering_plans() -> tuple[int, list[str]]:
-    failures = []
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_kernels_on_gpus_gather_by_plans(failures: Failures) -> None:
     m, n, k = 512, 256, 128
     rank, world = dist.get_rank(), dist.get_world_size()
     plans = gathering(m * world, n, k)
@@ -187,16 +168,10 @@ def check_gathering_plans() -> tuple[int, list[str]]:
             )  # fmt: skip
             expect(failures, f"{label}, out", out, plain.double().cpu())
     overlap_torch.check()
-    return len(plans), failures
 
 
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_kernels_on_gpus_gather_by_plans(ranks):
-    ranks.expect_no_failures(check_gathering_plans)
-
-
-def check_green_context() -> tuple[int, list[str]]:
-    failures = []
+@TWO
+def test_kernels_on_gpus_run_in_green_contexts(failures: Failures) -> None:
     m, n, k = 1024, 256, 64
     sms = torch.cuda.get_device_properties(kernels.device()).multi_processor_count
     a, b = kernels.operands(m, n, k, seed=1, dtype=torch.bfloat16)
@@ -207,23 +182,16 @@ def check_green_context() -> tuple[int, list[str]]:
                 a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **kernels.example().blocks()
             )  # fmt: skip
         expect(failures, "all_reduce", job.result(), kernels.reduced(m, n, k, 1))
-    if job.programs != sms - 16:
-        failures.append(f"{job.programs} programs")
-    if torch.cuda.current_stream() != before:
-        failures.append(f"the stream is {torch.cuda.current_stream()}, not {before}")
-    return 1, failures
-
-
-@TWO
-def test_kernels_on_gpus_run_in_green_contexts(ranks):
-    ranks.expect_no_failures(check_green_context)
+    failures.expect(None if job.programs == sms - 16 else f"{job.programs}", "programs")
+    now = torch.cuda.current_stream()
+    failures.expect(None if now == before else f"is {now}, not {before}", "the stream")
 
 
 # --- graphs and traces ----------------------------------------------------------------------------------------
 
 
-def check_graphs() -> tuple[int, list[str]]:
-    failures = []
+@TWO
+def test_kernels_on_gpus_are_captured(failures: Failures) -> None:
     example = kernels.example()
     m, n, k = 1024, 256, 64
     rows = m // dist.get_world_size()
@@ -251,37 +219,21 @@ def check_graphs() -> tuple[int, list[str]]:
         graph.replay()
         expected = kernels.reduced(m, n, k, seed)
         expect(failures, f"replay {seed}, all_reduce", y, expected)
-        expect(
-            failures,
-            f"replay {seed}, reduce_scatter",
-            z,
-            expected.chunk(dist.get_world_size())[dist.get_rank()],
-        )
+        part = expected.chunk(dist.get_world_size())[dist.get_rank()]
+        expect(failures, f"replay {seed}, reduce_scatter", z, part)
         world = range(dist.get_world_size())
         everyone = torch.cat([kernels.numbers(rows, k, seed=seed, rank=r) for r in world])
         expect(failures, f"replay {seed}, gathered", gathered, everyone.double())
     overlap_torch.check()
-    return 4, failures
 
 
 @TWO
-def test_kernels_on_gpus_are_captured(ranks):
-    ranks.expect_no_failures(check_graphs)
-
-
-def check_traces() -> tuple[int, list[str]]:
-    failures = []
+def test_kernels_on_gpus_are_traced(failures: Failures) -> None:
     a, b = kernels.operands(1024, 256, 64, seed=0, dtype=torch.float32)
     with overlap_torch.trace() as traced:
         kernels.example().row_parallel(a, b, "all_reduce", "grouped", 4)
-    if [(call.m, call.n, len(call.chunks)) for call in traced.calls] != [(1024, 256, 4)]:
-        failures.append(f"{traced.calls}")
-    return 1, failures
-
-
-@TWO
-def test_kernels_on_gpus_are_traced(ranks):
-    ranks.expect_no_failures(check_traces)
+    right = [(call.m, call.n, len(call.chunks)) for call in traced.calls] == [(1024, 256, 4)]
+    failures.expect(None if right else f"{traced.calls}", "calls")
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------
@@ -360,7 +312,7 @@ def test_kernels_on_gpus_say_what_went_wrong_each_time():
 def check_bulk_stores() -> tuple[int, list[str]]:
     import bulk_kernel
 
-    failures = []
+    failures = Failures()
     m, n = 2048, 1024
     rank, world = dist.get_rank(), dist.get_world_size()
     for turn in range(20):
@@ -374,7 +326,7 @@ def check_bulk_stores() -> tuple[int, list[str]]:
             bulk_kernel.launch(values, job)
         expected = sum(kernels.numbers(m, n, seed=turn, rank=r).double() for r in range(world))
         expect(failures, f"turn {turn}", job.result(), expected)
-    return 20, failures
+    return failures.result()
 
 
 @TWO
@@ -384,8 +336,9 @@ def test_kernels_on_gpus_signal_behind_bulk_stores(ranks):
     ranks.expect_no_failures(check_bulk_stores)
 
 
-def check_cuda_kernel() -> tuple[int, list[str]]:
-    failures = []
+@TWO
+@pytest.mark.seconds(400)
+def test_kernels_on_gpus_in_cuda(failures: Failures) -> None:
     example = kernels.example("06_cuda_kernel")
     m, n, k = 512, 192, 64
     for seed in range(4):
@@ -394,12 +347,11 @@ def check_cuda_kernel() -> tuple[int, list[str]]:
             with overlap_torch.resources(**padded):
                 result = example.row_parallel(a, b, 4)
             expect(failures, f"seed {seed}, {padded}", result, kernels.reduced(m, n, k, seed))
-    return 8, failures
 
 
-def check_times() -> tuple[int, list[str]]:
+@TWO
+def test_kernels_on_gpus_are_planned_by_their_time(failures: Failures) -> None:
     """Chunks by a time that is measured."""
-    failures = []
     example = kernels.example()
     m, n, k = 4096, 1024, 256
     for seed, chunks in enumerate((None, 4)):
@@ -418,28 +370,20 @@ def check_times() -> tuple[int, list[str]]:
                 a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
             )  # fmt: skip
         expect(failures, f"{chunks} chunks", job.result(), kernels.reduced(m, n, k, seed))
-        if chunks and len(job.plan.chunks) != chunks:
-            failures.append(f"{len(job.plan.chunks)} chunks, not {chunks}")
+        made = len(job.plan.chunks)
+        failures.expect(None if made == (chunks or made) else f"{made}", f"{chunks} chunks")
     overlap_torch.check()
-    return 2, failures
-
-
-@TWO
-def test_kernels_on_gpus_are_planned_by_their_time(ranks):
-    ranks.expect_no_failures(check_times)
-
-
-@TWO
-def test_kernels_on_gpus_in_cuda(ranks):
-    ranks.expect_no_failures(check_cuda_kernel, timeout_s=400)
 
 
 # --- races ----------------------------------------------------------------------------------------------------
 
 
-def check_races(rounds: int) -> tuple[int, list[str]]:
+@so_many_calls(60)
+@TWO
+@pytest.mark.seconds(500)
+def test_kernels_on_gpus_races(failures: Failures, calls: int) -> None:
     """Jobs back to back in memory full of junk, ranks and chunks delayed at random."""
-    example, failures = kernels.example(), []
+    example = kernels.example()
     rank, world = dist.get_rank(), dist.get_world_size()
     chance = random.Random(rank)
     m, n, k = 768, 256, 64
@@ -454,7 +398,7 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
         )
         for seed in range(distinct)
     ]
-    wrong = torch.zeros(rounds, dtype=torch.int64, device=kernels.device())
+    wrong = torch.zeros(calls, dtype=torch.int64, device=kernels.device())
     junk = torch.full((1 << 22,), float("nan"), device=kernels.device())
     del junk
     plans = [
@@ -470,7 +414,7 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
     ]
     gathers = [dict(chunks=3), *(dict(plan=chosen) for chosen in gathering(m, n, k).values())]
     assert len(plans[0]) > 2 and any("plan" in given for given in plans[1])
-    for turn in range(rounds):
+    for turn in range(calls):
         seed = turn % distinct
         a, b = operands[seed]
         torch.ops.overlap.delay_side_stream(chance.choice((0, 0, 0, 50, 400)))
@@ -502,13 +446,6 @@ def check_races(rounds: int) -> tuple[int, list[str]]:
             wrong[turn] += ((out[:, :k].float() - wanted).abs() > 0.05).sum()
     torch.ops.overlap.delay_side_stream(0)
     bad = wrong.nonzero().flatten().tolist()
-    if bad:
-        failures.append(f"{len(bad)} rounds of {rounds}, the first {bad[:5]}")
+    wrong_ones = f"{len(bad)} of {calls}, the first {bad[:5]}"
+    failures.expect(wrong_ones if bad else None, "rounds")
     overlap_torch.check()
-    return rounds, failures
-
-
-@so_many_calls(60)
-@TWO
-def test_kernels_on_gpus_races(ranks, calls):
-    ranks.expect_no_failures(check_races, calls, timeout_s=500)
