@@ -159,9 +159,13 @@ class _Pass:
         outside = [one for one in calls if scope not in self._around(one)]
         if outside:
             self._refuse(outside[0], "this is outside of the loop over tiles")
-        self._signal(scope, followed)
-        if self.input is not None:
-            self._insert_first(scope, self._call("wait_bulk" if loaded.bulk else "wait"))
+        given = f"({self.tables[2]}, {self._chunk(scope)})"
+        if self.input is None:
+            signal = "signal_bulk" if followed.bulk else "signal"
+            self.edits.line_after(self._last(scope, followed), f"{self.ot}.{signal}{given}")
+        else:
+            wait = "wait_bulk" if loaded.bulk else "wait"
+            self._insert_first(scope, f"{self.ot}.{wait}{given}")
         first = (self.tree.args.posonlyargs + self.tree.args.args)[0]
         self.edits.before(first, ", ".join(self.tables) + ", ")
         text, lines = self.edits.applied()
@@ -349,19 +353,20 @@ class _Pass:
         ]
 
     def _keywords(self, loop: ast.For) -> None:
-        """Refuses keywords of the loop that bring loads before a wait, or barriers of some warps only."""
-        refused = {
-            "flatten": f"a flattened loop loads {self.input} for the next tile before its wait",
-            "warp_specialize": "a loop of specialized warps cannot signal, as no barrier is for all threads there",
-        }
+        """Flattens no loop, as Triton pipelines none that has a barrier in it, and loads would come before their wait."""
         for keyword in loop.iter.keywords:
-            if keyword.arg not in refused or keyword.arg == "flatten" and self.input is None:
-                continue
             value = keyword.value
-            if isinstance(value, ast.Name) and value.id in self.source.parameters:
+            if keyword.arg == "flatten":
+                self.edits.replace(value, "False")
+            elif keyword.arg != "warp_specialize":
+                continue
+            elif isinstance(value, ast.Name) and value.id in self.source.parameters:
                 self.never[value.id] = self.source.line_of(loop)
             elif not isinstance(value, ast.Constant) or value.value:
-                self._refuse(loop, refused[keyword.arg])
+                self._refuse(
+                    loop,
+                    "a loop of specialized warps cannot signal, as no barrier is for all threads there",
+                )
 
     # --- what is inserted -----------------------------------------------------------------------------------------
 
@@ -374,11 +379,13 @@ class _Pass:
     def _statement(self, node: ast.AST) -> ast.stmt:
         return next(one for one in [node, *self._around(node)] if isinstance(one, ast.stmt))
 
-    def _call(self, function: str) -> str:
-        loaded = f"{self.ot}.tl.load({self.tables[1]} + {self.tile})"
-        if self.source.names.get("tl") is tl and "tl" not in self.source.locals:
-            loaded = loaded.removeprefix(f"{self.ot}.")
-        return f"{self.ot}.{function}({self.tables[2]}, {loaded})"
+    def _chunk(self, scope: ast.FunctionDef | ast.For | ast.While) -> str:
+        """The name of the tile's chunk, which is loaded early, so that no signal waits for it."""
+        known = self.source.names.get("tl") is tl and "tl" not in self.source.locals
+        load = "tl.load" if known else f"{self.ot}.tl.load"
+        chunk = self._fresh("chunk")
+        self._insert_first(scope, f"{chunk} = {load}({self.tables[1]} + {self.tile})")
+        return chunk
 
     def _insert_first(self, scope: ast.FunctionDef | ast.For | ast.While, text: str) -> None:
         documented = scope is self.tree and ast.get_docstring(scope) is not None
@@ -387,17 +394,7 @@ class _Pass:
             self._refuse(first, "the body stands on the line of its loop")
         self.edits.line_before(first, text)
 
-    def _signal(self, scope: ast.FunctionDef | ast.For | ast.While, followed: Followed) -> None:
-        """After the last statement of the scope that stores."""
-        if self.input is not None:
-            return
-        last = max(
-            (
-                one
-                for call in followed.stores.values()
-                for one in scope.body
-                if one in [call, *self._around(call)]
-            ),
-            key=lambda node: node.lineno,
-        )
-        self.edits.line_after(last, self._call("signal_bulk" if followed.bulk else "signal"))
+    def _last(self, scope: ast.FunctionDef | ast.For | ast.While, followed: Followed) -> ast.stmt:
+        """The last statement of the scope that stores."""
+        storing = {id(one) for call in followed.stores.values() for one in self._around(call)}
+        return [statement for statement in scope.body if id(statement) in storing][-1]

@@ -24,6 +24,7 @@ from overlap_torch._kernels.job import Job, entered
 from overlap_torch._kernels.proof import Mismatch, Run, prove
 
 _SCRATCH = 72  # counters or flags of a run that only takes time; what csrc/binding/kernels/kernel_job.h has
+_PLAIN = frozenset([int, float, bool, str, type(None)])
 _numbers = itertools.count()
 
 
@@ -46,6 +47,7 @@ class Aligned:
         except Unfollowed as error:
             raise ValueError(self._refusal(str(error))) from None
         self._names = list(inner.arg_names)
+        self._places = {name: place for place, name in enumerate(self._names)}
 
     def _refusal(self, why: str) -> str:
         place, _, reason = why.partition(": ")
@@ -78,10 +80,9 @@ class Aligned:
         if job is None:
             return self._kernel[grid](*args, **kwargs)
         self._check_operands(job, args, kwargs)
-        key = (
-            self, job._debug is None, None if callable(grid) else tuple(grid), tuple(map(_key, args)),
-            tuple([(name, _key(value)) for name, value in kwargs.items()]),
-        )  # fmt: skip
+        values = [one if type(one) in _PLAIN else _key(one) for one in (*args, *kwargs.values())]
+        given = None if callable(grid) else tuple(grid)
+        key = (self, job._debug is None, given, len(args), *kwargs, *values)
         known = job._prepared.aligned
         launch = known.get(key)
         if launch is None:
@@ -90,18 +91,20 @@ class Aligned:
         return launch.chain.run(*args, grid=grid, warmup=False, **kwargs)
 
     def _argument(self, name: str, args: tuple, kwargs: dict[str, object]) -> torch.Tensor:
-        place = self._names.index(name)
+        place = self._places[name]
         value = args[place] if place < len(args) else kwargs.get(name)
-        value = getattr(value, "base", value)  # of a descriptor
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            return value
+        base = getattr(value, "base", None)  # of a descriptor
+        if not isinstance(base, torch.Tensor):
             raise ValueError(
                 f"{self.__name__}: {name} is {value!r}, allowed is a tensor or a descriptor of one"
             )
-        return value
+        return base
 
     def _check_operands(self, job: Job, args: tuple, kwargs: dict[str, object]) -> None:
-        what = job._prepared.what
         consumes = job._rows is not None
+        what = job._prepared.what
         if consumes != (self._input is not None):
             raise ValueError(
                 f"{self.__name__} is launched in {what}: "
@@ -113,6 +116,8 @@ class Aligned:
             )
         name, matrix = self._matrix(job)
         given = self._argument(name, args, kwargs)
+        if given is matrix:
+            return
         if given.data_ptr() != matrix.data_ptr() or given.numel() != matrix.numel():
             raise ValueError(
                 f"{self.__name__}: {name} must be job.{'gathered' if consumes else 'output'} of {what}, "
@@ -306,7 +311,7 @@ def _chain(kernel: object, inner: object, configs: list[object] | None) -> objec
 
 def _key(value: object) -> object:
     """A launch's argument as far as addresses depend on it."""
-    if hasattr(value, "data_ptr"):
+    if isinstance(value, torch.Tensor) or hasattr(value, "data_ptr"):
         return None
     if isinstance(value, tl.constexpr):
         return value.value

@@ -117,12 +117,6 @@ def read_when_increased(a_ptr, c_ptr, N):
 
 
 @triton.jit
-def loads_ahead(a_ptr, c_ptr, N):
-    for tile in tl.range(tl.program_id(0), N, 4, flatten=True):  # here
-        tl.store(c_ptr + tile, tl.load(a_ptr + tile))
-
-
-@triton.jit
 def by_block_pointers(a_ptr, c_ptr, N):
     tile = tl.program_id(0)
     rows = tl.make_block_ptr(a_ptr, (N, 32), (32, 1), (tile, 0), (1, 32), (1, 0))  # here

@@ -327,7 +327,7 @@ def check_arrivals(names: list[str]) -> tuple[int, list[str]]:
 
 
 def test_aligned_kernels_load_rows_that_have_arrived():
-    names = ["swizzle2d", "two axes", "persistent, while", "descriptors"]
+    names = ["swizzle2d", "two axes", "persistent", "persistent, while", "descriptors"]
     for seen, failures in rank_pool.run(
         1, "gloo", check_arrivals, names, environment=kernels.INTERPRETED
     ):
@@ -360,7 +360,6 @@ BY_SOURCE = {
     "two_loops": "there are two loops over tiles",
     "stores_after_its_loop": "this is outside of the loop over tiles",
     "read_when_increased": "tile is read after it was increased",
-    "loads_ahead": "a flattened loop loads a_ptr for the next tile before its wait",
     "by_block_pointers": "the rows of a block pointer to a_ptr are unknown",
     "of_special_warps": "a loop of specialized warps cannot signal",
 }
@@ -388,7 +387,7 @@ BY_LAUNCH = {
 }
 
 
-WAITING = ("loads_ahead", "by_block_pointers", "all_rows")
+WAITING = ("by_block_pointers", "all_rows")
 
 
 def place_of(name: str) -> str:
@@ -443,6 +442,42 @@ def test_aligned_refuses_by_file_and_line():
         assert "Write these lines by hand" in message and "ot.tile(tile_order" in message
         waits = name in WAITING
         assert ("ot.wait(arrived" if waits else "ot.signal(counters") in message
+
+
+def diffs() -> list[str]:
+    import overlap_torch.triton as ot
+
+    stock = kernels.stock()
+    given = [(stock.persistent, None), (stock.in_turns, "a_ptr"), (stock.over_axes, None)]
+    return [ot.aligned(kernel, "c_ptr", input).diff() for kernel, input in given]
+
+
+def test_aligned_shows_the_lines_that_it_changed():
+    (shown,) = rank_pool.run(1, "gloo", diffs, environment=kernels.INTERPRETED)
+    expected = [
+        [
+            "for tile in tl.range(start, tiles, PROGRAMS, flatten=False):",
+            "tile_1 = ot.tile(tile_order, tile)",
+            "tile = tile_1",
+            "chunk = tl.load(tile_chunk + tile_1)",
+            "row, column = grouped_place(ot.tile(tile_order, stored), M, N, BM, BN, GROUP)",
+            "ot.signal(counters, chunk)",
+        ],
+        [
+            "tile = ot.tile(tile_order, index)",
+            "chunk = tl.load(tile_chunk + tile)",
+            "ot.wait(arrived, chunk)",
+        ],
+        [
+            "tile = ot.tile(tile_order, tl.program_id(0) + tl.num_programs(0) * tl.program_id(1))",
+            "chunk = tl.load(tile_chunk + tile)",
+            "ot.signal(counters, chunk)",
+        ],
+    ]
+    for diff, lines in zip(shown, expected, strict=True):
+        added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
+        for line in lines:
+            assert line in added, (line, diff)
 
 
 def misuse() -> list[str]:
