@@ -146,7 +146,7 @@ def test_kernels_exchange_uneven_rows(failures: Failures) -> None:
         expect(failures, f"rows {rows} in {chunks}", job.result(), torch.cat(expected))
 
 
-# Of each backend sizes, chunks and dtype; the second one's parts end within tiles.
+# Sizes, chunks and dtype for each backend; the second one's parts end within tiles.
 GATHERS = {
     "gloo": (((64, 50, 40), 2, torch.float32), ((75, 40, 24), 3, torch.float32)),
     "nccl": (((1024, 512, 256), 4, torch.bfloat16), ((204, 96, 64), 3, torch.float32)),
@@ -753,7 +753,7 @@ def test_kernels_lists_of_stripes_are_right_in_any_order(op, world):
     call = (chosen, H200, [False] * world)
     assert _plan_test.find_fault(*call, awaits=False) == ""
     assert _plan_test.unnoticed(*call, 1, work=True, awaits=False)[1] == []
-    # What only makes an all-reduce's sums come sooner is as redundant beside the framework's GEMM.
+    # Steps that only make an all-reduce's sums come sooner are as redundant beside the framework's GEMM.
     found, beside = (
         [what.split("#")[0] for _, what, _ in _plan_test.unnoticed(*call, 1, awaits=awaits)[1]]
         for awaits in (False, None)

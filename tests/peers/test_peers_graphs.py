@@ -363,6 +363,8 @@ def test_peers_graphs_refuse_an_alltoall_before_memory_is_mapped(ranks):
 def test_peers_graphs_and_groups_end_in_any_order(failures: Failures, way: Way) -> None:
     """Groups that end before the graphs that hold their memory: neither end may wait for the other, or free it."""
     for turn, op in enumerate(PEER_OPS):
+        if way == STRIPES and not has_bias(op):  # of reductions alone
+            continue
         group = dist.new_group()
         mine = runner(op, 643, way, Kernel.LIBRARY)
         plan_module.set_plan(mine.plan, group=group)

@@ -317,7 +317,7 @@ void Simulation::expand_rank(Here& here) {
     if (span.last != span.first) tail(here, step.lane) = span.last;
     if (step.lane == Lane::kCaller && !step.unchained) here.last_chained = span.last;
   }
-  // What arrives comes after the kernel that awaits it.
+  // Arrivals come after the kernel that awaits them.
   for (const auto& [span, chunk] : here.awaited) await_counter(here, span, chunk, 1);
   if (chained) chain_[at(here.rank)] = here.last_chained;
   consume_results(here);
