@@ -31,7 +31,7 @@ _numbers = itertools.count()
 class Aligned:
     """A kernel that takes its tiles from the job in whose ``with`` it is launched; see :func:`overlap_torch.triton.aligned`.
 
-    Outside of a job it is the kernel as it was.
+    Outside of a job, and in one that wants no signals, it is the kernel as it was.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class Aligned:
         if job is None:
             return self._kernel[grid](*args, **kwargs)
         self._check_operands(job, args, kwargs)
+        if not job._prepared.signals:
+            return self._kernel[grid](*args, **kwargs)
         values = [one if type(one) in _PLAIN else _key(one) for one in (*args, *kwargs.values())]
         given = None if callable(grid) else tuple(grid)
         key = (self, job._debug is None, given, len(args), *kwargs, *values)
