@@ -232,6 +232,17 @@ def comes_behind_all_chunks(change: Change) -> bool:
     )
 
 
+def sums_no_rows(change: Change) -> bool:
+    """True of a wait for terms of which this rank has none to add up."""
+    behind = change.made["steps"][change.index + 1]
+    return behind["step"] == "add_terms" and behind["rows"] == 0
+
+
+def announces_nothing(change: Change) -> bool:
+    steps = [change.made["steps"][index] for index in change.step["after"]]
+    return bool(steps) and all(step["step"] == "copy" and step["bytes"] == 0 for step in steps)
+
+
 # Each change, why it may do no harm, and when.
 HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
     (
@@ -274,6 +285,13 @@ HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
         "it takes the own rows alone, or comes behind a launch that has awaited all chunks",
         lambda change: takes_own_rows_alone(change) or comes_behind_all_chunks(change),
     ),
+    ("wait_for_peers", "this rank owns no rows of the chunk", sums_no_rows),
+    (
+        "copy without after",
+        "it has no bytes, as this rank owns no rows of the chunk",
+        lambda change: change.step["bytes"] == 0,
+    ),
+    ("signal without after", "the copies that it announces have no bytes", announces_nothing),
     (
         "gemm with place 0 shifted",
         "a launch of the own rows' tiles reads the op's input, not the gathered rows",
