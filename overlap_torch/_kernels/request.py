@@ -14,7 +14,7 @@ from overlap_torch._kernels import plans, tile_orders
 from overlap_torch._kernels.resources import KernelResources
 from overlap_torch._ops import library  # noqa: F401  (the library holds the jobs)
 from overlap_torch._ops.group import process_group
-from overlap_torch._plan import MAX_CHUNKS, Collective, Op, Plan, Problem, encode
+from overlap_torch._plan import MAX_CHUNKS, Op, Plan, Problem, encode
 from overlap_torch.plan import machine
 from overlap_torch.plan._library import check_on
 from overlap_torch.plan.templates import row_panels
@@ -29,7 +29,7 @@ class Prepared:
         device = request.device
         self.job, self.plan, self.what = job, plan, request.what
         self.device, self.resources = device, request.resources
-        self.signals = plan.collective != Collective.STRIPES
+        self.signals = request.signals
         self.on_gpu = device.type == "cuda"
         self.chunks = job.tile_chunks()
         self.columns = job.tile_columns()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Ranks without a GPU need this before Triton is imported, and whatever imports PyTorch may import
 # Triton.
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(request: pytest.FixtureRequest) -> None:
+    """On CPU, in ranks that have had Triton interpret from the start. A test file that imports it has it."""
+    if "ranks" in request.fixturenames:
+        runner = request.getfixturevalue("ranks")
+        if runner.backend == "gloo":
+            runner.environment = INTERPRETED
 
 
 @functools.cache

@@ -13,23 +13,16 @@ import torch.distributed as dist
 import kernels
 import overlap_torch
 import rank_pool
+from kernels import interpreted  # noqa: F401  (a fixture of every test here)
+from operands import difference
 
 TILE = (32, 32)
 
 
-@pytest.fixture(autouse=True)
-def _interpreted(request: pytest.FixtureRequest) -> None:
-    """On CPU, in ranks that have had Triton interpret from the start."""
-    if "ranks" in request.fixturenames:
-        runner = request.getfixturevalue("ranks")
-        if runner.backend == "gloo":
-            runner.environment = kernels.INTERPRETED
-
-
 def expect(failures: list[str], label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
-    wrong = (result.double().cpu() != expected.double().cpu()).nonzero()
-    if len(wrong):
-        failures.append(f"{label}: {len(wrong)} elements differ, the first at {wrong[0].tolist()}")
+    found = difference(result.double().cpu(), expected.double().cpu())
+    if found is not None:
+        failures.append(f"{label}: {found}")
 
 
 def check_products(cases: list[tuple]) -> tuple[int, list[str]]:

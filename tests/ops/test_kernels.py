@@ -15,6 +15,7 @@ import kernels
 import overlap_torch
 import rank_pool
 from checks import Failures
+from kernels import interpreted  # noqa: F401  (a fixture of every test here)
 from operands import difference
 from overlap_torch import _plan, plan
 from overlap_torch._kernels import tile_orders
@@ -25,15 +26,6 @@ from tests import _plan_test
 TILE = (32, 32)
 # Whole tiles, and tiles that reach beyond the matrix and across the ranks' parts.
 SHAPES = [(128, 96, 64), (12 * 17, 50, 40)]
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(request: pytest.FixtureRequest) -> None:
-    """On CPU, in ranks that have had Triton interpret from the start."""
-    if "ranks" in request.fixturenames:
-        runner = request.getfixturevalue("ranks")
-        if runner.backend == "gloo":
-            runner.environment = kernels.INTERPRETED
 
 
 def expect(failures: Failures, label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -79,6 +71,16 @@ def test_kernels_reduce_exactly(ranks):
 def test_kernels_that_do_not_signal_reduce_exactly(ranks, dtype):
     shapes = [(128 * ranks.world, 96, 64), (17 * ranks.world, 50, 40)]
     ranks.expect_no_failures(kernels.check_unchanged, shapes, dtype)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_kernels_that_do_not_signal_are_taken_by_a_group_of_one(debug):
+    environment = {"OVERLAP_DEBUG": debug}
+    call = ([(128, 96, 64)], torch.float32)
+    ((checks, failures),) = rank_pool.run(
+        1, "gloo", kernels.check_unchanged, *call, environment=environment
+    )
+    assert checks > 0 and failures == []
 
 
 @pytest.mark.long
