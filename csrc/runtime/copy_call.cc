@@ -2,35 +2,27 @@
 
 #include <array>
 #include <bit>
-#include <chrono>
 #include <exception>
 #include <mutex>
 
 #include "runtime/error.h"
 
 namespace overlap::runtime {
+
 CopyCall::CopyCall(Group& group, cudaStream_t caller, int64_t slot_bytes, int32_t steps,
                    uint64_t hash)
     : group_(group), device_(group.device()), caller_(caller), capture_(capture_id(caller)) {
   const std::lock_guard<std::mutex> lock(device_.mutex);
-  if (device_.open) {
-    throw Error(
-        "overlap_torch: an op was called on this device while another one is open: inside `with "
-        "overlap_torch.produce(...)` or `consume(...)`, or in an attention's kernel; call it "
-        "before or after");
-  }
+  device_.check_closed();
   group_.check();
   peers_ = &group_.peers(slot_bytes, capture_.has_value());
   call_ = peers_->next_call(true, capture_, hash);
   device_.chain(caller_, capture_);
-  device_.open = open_ = true;
   if (call_.slot_may_be_busy) {
-    kernels::PeerWaitParams wait = peers_->wait_for_slots(call_, peers_->everyone_else());
-    wait.deadline_ns = std::chrono::nanoseconds(group_.timeout()).count();
-    wait.report = group_.report();
-    check_cuda(kernels::wait_peers_acquire_sys(wait, caller_), "launching a wait");
+    wait(peers_->wait_for_slots(call_, peers_->everyone_else()), 0, caller_);
   }
   peers_->write_numbers(call_, steps, caller_);
+  device_.open = open_ = true;  // last: a constructor that throws leaves nothing open
 }
 
 CopyCall::~CopyCall() {
@@ -75,12 +67,12 @@ void CopyCall::push(const std::vector<Push>& pushes, int32_t step) {
 }
 
 void CopyCall::await(int32_t step, cudaStream_t on) {
-  kernels::PeerWaitParams wait =
-      peers_->wait_for(call_, Peers::Flag::kArrived, peers_->everyone_else(), step);
-  wait.deadline_ns = std::chrono::nanoseconds(group_.timeout()).count();
-  wait.report = group_.report();
-  wait.chunk = step;
-  check_cuda(kernels::wait_peers_acquire_sys(wait, on), "launching a wait");
+  wait(peers_->wait_for(call_, Peers::Flag::kArrived, peers_->everyone_else(), step), step, on);
+}
+
+void CopyCall::wait(kernels::PeerWaitParams params, int32_t step, cudaStream_t on) const {
+  params.chunk = step;
+  check_cuda(kernels::wait_peers_acquire_sys(group_.with_deadline(params), on), "launching a wait");
 }
 
 void CopyCall::join() {

@@ -64,6 +64,7 @@ class CopyCall {
     return device_.side[static_cast<size_t>(number % plan::kMaxLanes)].get();
   }
   void join();
+  void wait(kernels::PeerWaitParams params, int32_t step, cudaStream_t on) const;
 
   Group& group_;
   DeviceState& device_;

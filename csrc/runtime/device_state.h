@@ -68,6 +68,7 @@ class DeviceState {
   // Held while an op is enqueued. Ops of one device are chained in the order in which they took it.
   std::mutex mutex;
   bool open = false;  // with it held: an op has begun that is not finished, so that none may begin
+  void check_closed() const;  // throws what to do if one has
 
   std::array<Stream, plan::kMaxLanes> side;
   Stream copy;

@@ -103,6 +103,13 @@ class Group {
   DeviceState& device() { return device_; }
   const plan::Machine& machine() const { return machine_; }
   kernels::WaitReport* report() const { return report_.get(); }
+  // A wait's parameters with the group's deadline, and where it reports.
+  template <typename Params>
+  Params with_deadline(Params params) const {
+    params.deadline_ns = std::chrono::nanoseconds(options_.timeout).count();
+    params.report = report();
+    return params;
+  }
 
   // The communicator of this lane with this CTA limit; made at first use, collectively, never
   // inside a capture.

@@ -33,7 +33,7 @@ class Run {
   }
 
   void operator()() {
-    check_device();
+    run_.device.check_closed();
     prepare();
     while (next_ < run_.list.steps.size()) enqueue_next();
     close();
@@ -41,7 +41,7 @@ class Run {
 
   // The same in two parts, with a kernel of the caller's in between.
   void begin() {
-    check_device();
+    run_.device.check_closed();
     prepare();
     while (!std::holds_alternative<steps::CallersKernel>(run_.list.steps[next_].what))
       enqueue_next();
@@ -66,14 +66,6 @@ class Run {
   }
 
  private:
-  void check_device() const {
-    if (!run_.device.open) return;
-    throw Error(
-        "overlap_torch: an op was called inside `with overlap_torch.produce(...)` or "
-        "`consume(...)` on the same device; launch the job's kernel there, and call ops before or "
-        "after it");
-  }
-
   // Everything that can fail or has to be made comes before the first step.
   void prepare() {
     run_.group.check();

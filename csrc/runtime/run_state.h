@@ -77,13 +77,9 @@ struct RunState {
     return list.orders[static_cast<size_t>(index)];
   }
 
-  int64_t deadline_ns() const { return std::chrono::nanoseconds(group.timeout()).count(); }
-
   template <typename Params>
   Params with_deadline(Params params) const {
-    params.deadline_ns = deadline_ns();
-    params.report = group.report();
-    return params;
+    return group.with_deadline(params);
   }
 
   // Bytes to a place among the gathered rows: where they go.

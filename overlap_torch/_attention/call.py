@@ -12,12 +12,12 @@ from overlap_torch._attention.exchange import Exchange, Heads
 from overlap_torch._attention.kernels import AttentionKernel, Call, Form, calls_of
 from overlap_torch._attention.peers import (
     Chunk,
-    Kind,
     PeerExchange,
     Route,
     cut_heads,
     operands_of,
     places_of,
+    route_of,
 )
 from overlap_torch._attention.work import AttentionWork, Problem, Share, share_of
 from overlap_torch._ops import collectives
@@ -92,15 +92,7 @@ class Attention:
         """The exchange over peers, forward or backward."""
         key = (form, backward)
         if key not in self._routes:
-            query, value = Kind(True, form.width), Kind(True, form.value_width)
-            keys = (Kind(False, form.width), Kind(False, form.value_width))
-            moves: tuple[tuple[Kind, ...], ...] = ((query, *keys), (value,))
-            if self.problem.parts == 1:
-                moves = (keys, ())
-            if backward:
-                moves = ((value,), (query, *keys))
-            item = form.dtype.itemsize
-            self._routes[key] = Route(self.problem, self.chunks, form.batch, item, *moves)
+            self._routes[key] = route_of(self.problem, self.chunks, *key)
         return self._routes[key]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):

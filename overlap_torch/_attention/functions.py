@@ -20,7 +20,7 @@ from overlap_torch._attention.kernels import (
     calls_of,
     default_kernels,
 )
-from overlap_torch._attention.peers import Kind, Route, cut_heads, reaches, takes
+from overlap_torch._attention.peers import cut_heads, reaches, route_of, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
@@ -222,11 +222,7 @@ def _refused_by_peers(wanted: tuple, backward: bool, problem: Problem, form: For
         return f"chunks={chunks}: its parts of {problem.parts} allow 1 to {most}"
     share = share_of(problem, 0)
     cut = cut_heads(len(share.heads), len(share.kv_heads), count)
-    keys = (Kind(False, form.width), Kind(False, form.value_width))
-    moves = (keys, ())
-    if problem.parts > 1:
-        moves = ((Kind(True, form.width), *keys), (Kind(True, form.value_width),))
-    return takes(Route(problem, cut, form.batch, form.dtype.itemsize, *moves))
+    return takes(route_of(problem, cut, form, False))
 
 
 @constant_in_graphs

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from overlap_torch._attention.kernels import Form
 from overlap_torch._attention.work import Problem, Rows, part_of, share_of
 
 _ALIGN = 256  # bytes between regions of a slot
@@ -83,14 +84,29 @@ class Route:
         """The ranks with which a rank exchanges such rows, itself among them."""
         return share_of(self.problem, rank).sharing if kind.queries else range(self.problem.ranks)
 
+    def all_heads(self, kind: Kind) -> int:
+        """The heads of the model."""
+        return self.problem.heads if kind.queries else self.problem.kv_heads
+
     def heads(self, kind: Kind, rank: int) -> range:
         """The heads of a rank's part, counted over the model."""
-        heads = self.problem.heads if kind.queries else self.problem.kv_heads
-        return part_of(heads, self.problem.parts, rank % self.problem.parts)
+        return part_of(self.all_heads(kind), self.problem.parts, rank % self.problem.parts)
 
     def row_bytes(self, kind: Kind, chunk: Chunk) -> int:
         run = chunk.of(kind.queries)
         return len(run) * kind.width * self.item
+
+
+def route_of(problem: Problem, chunks: tuple[Chunk, ...], form: Form, backward: bool) -> Route:
+    """The exchange of an attention, forward or backward; with head parts of 1 queries stay, and so do results."""
+    query, value = Kind(True, form.width), Kind(True, form.value_width)
+    keys = (Kind(False, form.width), Kind(False, form.value_width))
+    moves: tuple[tuple[Kind, ...], ...] = ((query, *keys), (value,))
+    if backward:
+        moves = ((value,), (query, *keys))
+    elif problem.parts == 1:
+        moves = (keys, ())
+    return Route(problem, chunks, form.batch, form.dtype.itemsize, *moves)
 
 
 class Places(NamedTuple):
@@ -171,6 +187,11 @@ def _table(rows: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
 _PUSHED, _COPIED = 10, 8  # columns
 
 
+def _lane(world: int, distance: int, tensor: int) -> int:
+    """The stream of a tensor's rows: each peer has one, and a single peer one for each tensor."""
+    return tensor if world == 2 else distance - 1
+
+
 @functools.lru_cache(maxsize=512)
 def sending(
     route: Route, rank: int, strides: tuple[Strides, ...]
@@ -197,7 +218,7 @@ def sending(
                         if peer == rank:
                             own.append([i + 1, source, stride, 0, to, width, width, count])
                         else:
-                            lane = i if world == 2 else distance - 1
+                            lane = _lane(world, distance, i)
                             row = [i + 1, source, stride, peer, to, width, width, count, c, lane]
                             pushes.append(row)
     return _table(pushes, _PUSHED), _table(own, _COPIED)
@@ -215,7 +236,7 @@ def returning(route: Route, rank: int, c: int, strides: tuple[Strides, ...]) -> 
             if peer not in route.partners(kind, rank):
                 continue
             place, tokens = places_of(route, peer).home[rank, c, i], route.problem.numbers[peer]
-            lane = i if world == 2 else distance - 1
+            lane = _lane(world, distance, i)
             for batch in range(route.batch):
                 for at, begin, count in _runs(route.order(kind, rank), peer):
                     source = batch * strides[i].batch + at * strides[i].row
@@ -236,7 +257,7 @@ def gathering(
     own, others, kinds = [], [], route.returned
     tokens = route.problem.numbers[rank]
     for i, kind in enumerate(kinds):
-        whole, head = _heads(route, kind) * kind.width * route.item, kind.width * route.item
+        whole, head = route.all_heads(kind) * kind.width * route.item, kind.width * route.item
         for sender in route.partners(kind, rank):
             for c, chunk in enumerate(route.chunks):
                 width = route.row_bytes(kind, chunk)
@@ -274,10 +295,6 @@ def views_of(route: Route, rank: int) -> list[list[tuple[tuple[int, ...], tuple[
 def operands_of(route: Route, rank: int, c: int, memory: torch.Tensor) -> list[torch.Tensor]:
     """A chunk's operands [B, rows, heads, D] in a slot, or in a copy of what came."""
     return [memory.as_strided(*view) for view in views_of(route, rank)[c]]
-
-
-def _heads(route: Route, kind: Kind) -> int:
-    return route.problem.heads if kind.queries else route.problem.kv_heads
 
 
 def takes(route: Route) -> str:
@@ -370,7 +387,8 @@ class PeerExchange:
         route = self.route
         rows = (route.batch, route.problem.numbers[self.rank])
         made = [
-            self.like.new_empty((*rows, _heads(route, kind), kind.width)) for kind in route.returned
+            self.like.new_empty((*rows, route.all_heads(kind), kind.width))
+            for kind in route.returned
         ]
         lie = tuple([tuple([strides for _, strides in laid]) for laid in self.done])
         own, others = gathering(route, self.rank, lie)

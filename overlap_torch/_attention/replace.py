@@ -21,7 +21,7 @@ from overlap_torch._attention.call import total_of
 from overlap_torch._attention.exchange import Exchange
 from overlap_torch._attention.functions import chunks_over_peers
 from overlap_torch._attention.kernels import Form
-from overlap_torch._attention.peers import Chunk, Kind, PeerExchange, Route, cut_heads
+from overlap_torch._attention.peers import Chunk, PeerExchange, Route, cut_heads, route_of
 from overlap_torch._attention.work import Problem, Share, share_of
 from overlap_torch._ops.handles import Handle, Held
 from overlap_torch._torch_versions import context_parallel_module
@@ -107,10 +107,11 @@ def _exchange(share: Share, query: torch.Tensor, value: torch.Tensor, group: str
 
 
 @functools.lru_cache(maxsize=64)
-def _route(problem: Problem, form: Form, count: int) -> Route:
+def _route(problem: Problem, form: Form, count: int) -> tuple[Route, str]:
+    """The exchange, and what ranks compare of it."""
     chunks = cut_heads(problem.heads, problem.kv_heads, count)
-    keys = (Kind(False, form.width), Kind(False, form.value_width))
-    return Route(problem, chunks, form.batch, form.dtype.itemsize, keys, ())
+    text = f"a gather of context_parallel, {problem}, {form}"
+    return route_of(problem, chunks, form, False), text
 
 
 @contextlib.contextmanager
@@ -128,8 +129,7 @@ def _gathered(
         (whole,) = cut_heads(query.shape[1], key.shape[1], 1)
         yield iter([(whole, keys.transpose(1, 2), values.transpose(1, 2))])
         return
-    route = _route(share.problem, form, count)
-    text = f"a gather of context_parallel, {share.problem}, {form}"
+    route, text = _route(share.problem, form, count)
     with PeerExchange(route, share.rank, query, group, text) as exchange:
         exchange.send(*own)
         yield (

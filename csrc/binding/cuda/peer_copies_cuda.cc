@@ -4,7 +4,6 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
