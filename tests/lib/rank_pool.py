@@ -11,6 +11,7 @@ stacks and output in the message. The store is held by the test process, so that
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -367,10 +368,21 @@ def _serve(
             break
         job, args = task
         answer(attempt(job, *args))
+        if backend == "nccl":
+            _return_memory()
     if started.kind == "returned":
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+def _return_memory() -> None:
+    """Ranks of other pools on the same GPU need what this rank's allocator keeps of a large job."""
+    import torch
+
+    if torch.cuda.memory_reserved() > 1 << 30:
+        with contextlib.suppress(RuntimeError):  # a job that broke the device has said so itself
+            torch.cuda.empty_cache()
 
 
 def _join_group(rank: int, world: int, backend: str, port: int, group_timeout_s: float) -> None:
