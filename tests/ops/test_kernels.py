@@ -746,9 +746,10 @@ def test_kernels_lists_for_gpus_are_right_in_any_order(op, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER])
-def test_kernels_lists_of_stripes_are_right_in_any_order(op, world):
-    # Parts of one page, which end within rows of tiles.
-    problem = Problem(512 * world, 1024, 1, torch.float32, world, op)
+@pytest.mark.parametrize("pages", [1, 12])
+def test_kernels_lists_of_stripes_are_right_in_any_order(pages, op, world):
+    # Parts of whole pages, which end within rows of tiles. An all-reduce shares 12 pages in three pieces.
+    problem = Problem(512 * pages * world, 1024, 1, torch.float32, world, op)
     chosen = plan.templates.row_panels(
         problem, 1, tile=(192, 512), transport="peer", collective="stripes"
     )

@@ -102,6 +102,8 @@ def over_peers(world: int) -> list[Plan]:
     made.append(plans.templates.row_panels(uneven, 1, **ring))
     stripes = {"transport": "peer", "collective": "stripes"}
     made += [plans.templates.row_panels(problem(op, 768), 3, **stripes) for op in reductions]
+    in_pieces = Problem(8192 * world, 1024, 256, DType.BFLOAT16, world)
+    made.append(plans.templates.row_panels(in_pieces, 1, **stripes))
     made += [
         plans.templates.at_once(problem(op, 512), kernel=Kernel.SM90_PINGPONG) for op in reductions
     ]

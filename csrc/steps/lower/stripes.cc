@@ -1,6 +1,6 @@
 // Reductions by the framework's GEMM whose own stores travel: of each chunk it computes the peers' rows first, into their
 // slots, and this rank's rows last, into its own. The owner of rows adds up the ranks' terms beside the next chunk, and
-// an all-reduce's sums go to all ranks by copy engines.
+// an all-reduce's sums go to all ranks by copy engines, in pieces: the first travel while the next are added up.
 //
 //   caller | fork | rows of the peers | own rows | rows of the peers | own rows | ...        | join | end
 //   side 0 |      |                   | signal 0 |                   | signal 1 | signal sums 0
@@ -51,8 +51,7 @@ class Stripes {
     for (int32_t chunk = 0; chunk < chunks_; ++chunk) {
       if (chunk + 1 < chunks_) compute(chunk + 1);
       list_.communicates = chunk;
-      add_up(chunk);
-      if (all_reduces_) share(chunk);
+      finish(chunk);
       list_.communicates = -1;
     }
     list_.add(Lane::kCaller, Join{});
@@ -78,39 +77,39 @@ class Stripes {
         " bytes, a page of a GPU's memory: take the collective direct, or the transport nccl");
   }
 
-  // Rows of a part that belong to the chunk.
-  plan::Rows rows_of(int32_t chunk, int32_t part) const {
+  // Rows of the chunk in each part, from the part's first row on.
+  plan::Rows rows_in_part(int32_t chunk) const { return plan::chunk_rows(plan_, chunk); }
+  // The same in the whole matrix. A short last part has fewer.
+  plan::Rows rows_of(plan::Rows rows, int32_t part) const {
     const plan::Rows own = plan::rows_of_part(plan_, part);
-    const plan::Rows rows = plan::chunk_rows(plan_, chunk);
     return {std::min(own.begin + rows.begin, own.end), std::min(own.begin + rows.end, own.end)};
   }
-  int64_t bytes_of(int32_t chunk, int32_t part) const {
-    const plan::Rows rows = rows_of(chunk, part);
-    return (rows.end - rows.begin) * row_bytes_;
+  int64_t bytes_of(plan::Rows rows, int32_t part) const {
+    const plan::Rows whole = rows_of(rows, part);
+    return (whole.end - whole.begin) * row_bytes_;
   }
 
-  // Where rank `from`'s terms of the chunk lie in rank `to`'s memory.
-  Where term(int32_t to, int32_t from, int32_t chunk) const {
-    const int64_t offset =
-        from * plan::stripe_bytes(plan_) + plan::chunk_rows(plan_, chunk).begin * row_bytes_;
+  // Where rank `from`'s terms of these rows lie in rank `to`'s memory.
+  Where term(int32_t to, int32_t from, plan::Rows rows) const {
+    const int64_t offset = from * plan::stripe_bytes(plan_) + rows.begin * row_bytes_;
     if (callers_ && peers_ && from < ranks_) return {Buffer::kStripes, offset, 1};  // of rank `to`
     return peers_ ? Where{Buffer::kSlot, offset, to} : Where{Buffer::kStaging, offset};
   }
-  // Where a part's sums of the chunk arrive in rank `to`'s slot.
-  Where sums(int32_t to, int32_t part, int32_t chunk) const {
-    return term(to, ranks_ + part, chunk);
+  // Where a part's sums arrive in rank `to`'s slot.
+  Where sums(int32_t to, int32_t part, plan::Rows rows) const {
+    return term(to, ranks_ + part, rows);
   }
 
-  Where product(int32_t chunk, int32_t part) const {
-    return {Buffer::kProduct, rows_of(chunk, part).begin * row_bytes_};
+  Where product(plan::Rows rows, int32_t part) const {
+    return {Buffer::kProduct, rows_of(rows, part).begin * row_bytes_};
   }
-  Where output(int32_t chunk, int32_t part) const {
+  Where output(plan::Rows rows, int32_t part) const {
     const int64_t first = all_reduces_ ? 0 : plan::rows_of_part(plan_, part).begin;
-    return {Buffer::kOutput, (rows_of(chunk, part).begin - first) * row_bytes_};
+    return {Buffer::kOutput, (rows_of(rows, part).begin - first) * row_bytes_};
   }
 
-  StepId multiply(int32_t chunk, int32_t part, Where output) {
-    const plan::Rows rows = rows_of(chunk, part);
+  StepId multiply(plan::Rows of_part, int32_t part, Where output) {
+    const plan::Rows rows = rows_of(of_part, part);
     const int64_t input_row_bytes = plan_.problem.k * plan::element_bytes(plan_.problem.dtype);
     return list_.add(
         Lane::kCaller,
@@ -118,6 +117,7 @@ class Stripes {
   }
 
   void compute(int32_t chunk) {
+    const plan::Rows rows = rows_in_part(chunk);
     StepId computed = 0;
     if (callers_) {
       add_callers_kernel(plan_, plan_.problem.m, list_);
@@ -126,33 +126,28 @@ class Stripes {
     }
     for (int32_t distance = 1; distance < ranks_ && !callers_; ++distance) {
       const int32_t peer = (rank_ + distance) % ranks_;
-      computed = multiply(chunk, peer, peers_ ? term(peer, rank_, chunk) : product(chunk, peer));
+      computed = multiply(rows, peer, peers_ ? term(peer, rank_, rows) : product(rows, peer));
     }
     list_.communicates = chunk;
     if (peers_) {
       announced_.push_back(signals_);
       list_.add_held(Lane::kSide0, Signal{signals_++}, {computed});
     } else {
-      announced_.push_back(exchange(chunk, false, computed));
+      announced_.push_back(exchange(rows, false, computed));
     }
     list_.communicates = -1;
-    const Where own = term(rank_, rank_, chunk);
+    const Where own = term(rank_, rank_, rows);
     if (!callers_) {
-      computed = multiply(chunk, rank_, own);
+      computed = multiply(rows, rank_, own);
     } else if (!peers_) {
-      computed = list_.add(Lane::kCaller, Copy{product(chunk, rank_), own, bytes_of(chunk, rank_)});
+      computed = list_.add(Lane::kCaller, Copy{product(rows, rank_), own, bytes_of(rows, rank_)});
     }
     computed_.push_back(computed);
   }
 
-  void add_up(int32_t chunk) {
+  // Adds up this rank's rows of the chunk. An all-reduce's sums go to all ranks.
+  void finish(int32_t chunk) {
     const auto index = static_cast<size_t>(chunk);
-    const plan::Rows rows = rows_of(chunk, rank_);
-    AddTerms sum = {term(rank_, 0, chunk), output(chunk, rank_), rows.end - rows.begin,
-                    plan_.resources.finish_ctas};
-    sum.terms = ranks_;
-    sum.stride = plan::stripe_bytes(plan_);
-    sum.bias = variant_.bias;
     // A rank that waits has computed its own terms: peers' come at about that time.
     std::vector<StepId> after = {computed_[index]};
     if (peers_) {
@@ -160,20 +155,44 @@ class Stripes {
     } else {
       after.push_back(announced_[index]);
     }
-    list_.add(Lane::kSide1, sum, std::move(after));
+    const plan::Rows all = rows_in_part(chunk);
+    const int64_t pieces = pieces_of(all);
+    const int64_t step = (all.end - all.begin + pieces - 1) / pieces;
+    for (int64_t begin = all.begin; begin < all.end; begin += step) {
+      const plan::Rows rows = {begin, std::min(begin + step, all.end)};
+      const StepId added = add_up(rows, std::exchange(after, {}));
+      if (all_reduces_) share(rows, added);
+    }
+  }
+
+  int64_t pieces_of(plan::Rows rows) const {
+    // Copy engines are slower below this.
+    constexpr int64_t kBytes = 8 << 20;
+    constexpr int64_t kMost = 8;
+    const int64_t bytes = (rows.end - rows.begin) * row_bytes_;
+    return all_reduces_ && peers_ ? std::clamp<int64_t>(bytes / kBytes, 1, kMost) : 1;
+  }
+
+  StepId add_up(plan::Rows rows, std::vector<StepId> after) {
+    const plan::Rows own = rows_of(rows, rank_);
+    AddTerms sum = {term(rank_, 0, rows), output(rows, rank_), own.end - own.begin,
+                    plan_.resources.finish_ctas};
+    sum.terms = ranks_;
+    sum.stride = plan::stripe_bytes(plan_);
+    sum.bias = variant_.bias;
+    return list_.add(Lane::kSide1, sum, std::move(after));
   }
 
   // Sums to all ranks.
-  void share(int32_t chunk) {
-    StepId last = list_.last();
+  void share(plan::Rows rows, StepId last) {
     if (!peers_) {
       list_.communicates = -1;  // a timeline shows a chunk's messages to owners
-      exchange(chunk, true, last);
+      exchange(rows, true, last);
       return;
     }
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       const int32_t peer = (rank_ + distance) % ranks_;
-      const Copy copy = {output(chunk, rank_), sums(peer, rank_, chunk), bytes_of(chunk, rank_)};
+      const Copy copy = {output(rows, rank_), sums(peer, rank_, rows), bytes_of(rows, rank_)};
       last =
           list_.add(Lane::kSide2, copy, distance == 1 ? std::vector{last} : std::vector<StepId>{});
     }
@@ -182,12 +201,12 @@ class Stripes {
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       const int32_t part = (rank_ + ranks_ - distance) % ranks_;
       list_.add(Lane::kCopy,
-                Copy{sums(rank_, part, chunk), output(chunk, part), bytes_of(chunk, part)});
+                Copy{sums(rank_, part, rows), output(rows, part), bytes_of(rows, part)});
     }
   }
 
-  // Messages of the chunk: terms to their owners, or sums to all.
-  StepId exchange(int32_t chunk, bool sums, StepId after) {
+  // Messages of these rows: terms to their owners, or sums to all.
+  StepId exchange(plan::Rows rows, bool sums, StepId after) {
     SendReceive messages = {plan_.chunks[0].max_ctas, 0, {}, {}};
     for (int32_t distance = 1; distance < ranks_; ++distance) {
       const int32_t to = (rank_ + distance) % ranks_;
@@ -195,9 +214,9 @@ class Stripes {
       const int32_t sent = sums ? rank_ : to;
       const int32_t received = sums ? from : rank_;
       messages.sends.push_back(
-          {to, sums ? output(chunk, sent) : product(chunk, sent), bytes_of(chunk, sent)});
-      messages.receives.push_back({from, sums ? output(chunk, received) : term(rank_, from, chunk),
-                                   bytes_of(chunk, received)});
+          {to, sums ? output(rows, sent) : product(rows, sent), bytes_of(rows, sent)});
+      messages.receives.push_back({from, sums ? output(rows, received) : term(rank_, from, rows),
+                                   bytes_of(rows, received)});
     }
     return list_.add_held(Lane::kSide0, std::move(messages), {after});
   }
