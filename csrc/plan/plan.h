@@ -169,7 +169,15 @@ int64_t ring_tiles(const Plan& plan);
 // Bytes between the ranks' rows in a slot of the collective stripes. A kernel of the caller's stores them by addresses
 // that change from rank to rank with whole pages.
 int64_t stripe_bytes(const Plan& plan);
+// Parts of a caller's product in stripes may begin anywhere in a page of a GPU's memory.
 inline constexpr int64_t kStripePage = int64_t{1} << 21;
+constexpr int64_t pages_of(int64_t bytes) {
+  return (bytes + kStripePage - 1) / kStripePage;
+}
+// Bytes from a source's rows of a part to the next source's: pages that hold the part wherever it begins.
+constexpr int64_t stripe_stride(int64_t part_bytes) {
+  return (pages_of(part_bytes) + (part_bytes % kStripePage == 0 ? 0 : 1)) * kStripePage;
+}
 
 // Bytes of each rank's slot for what peers send it in one call, over peers.
 int64_t peer_slot_bytes(const Plan& plan);

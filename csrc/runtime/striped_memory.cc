@@ -107,20 +107,27 @@ class Socket {
   std::string name_;
 };
 
-// A message with one descriptor for each turn.
+// A message with descriptors.
 struct Envelope {
+  // A rank's own rows, and all ranks' in a page that it shares.
+  static constexpr size_t kMost = StripedMemory::kTurns * (2 + plan::kMaxPeerRanks);
+
   int32_t rank = 0;
   iovec data = {&rank, sizeof(rank)};
-  alignas(cmsghdr) char control[CMSG_SPACE(StripedMemory::kTurns * sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(kMost * sizeof(int))] = {};
   msghdr header = {};
 
-  Envelope() {
+  explicit Envelope(size_t descriptors = kMost) {
     header.msg_iov = &data;
     header.msg_iovlen = 1;
     header.msg_control = control;
-    header.msg_controllen = sizeof(control);
+    header.msg_controllen = CMSG_SPACE(descriptors * sizeof(int));
   }
 };
+
+int64_t page_of(int64_t byte) {
+  return byte / plan::kStripePage;
+}
 
 }  // namespace
 
@@ -173,6 +180,43 @@ std::string StripedMemory::map(const ByteAllGather& all_gather) {
   return fault;
 }
 
+size_t StripedMemory::matrix_bytes() const {
+  return static_cast<size_t>(plan::pages_of(world_size_ * part_bytes_) * plan::kStripePage);
+}
+
+size_t StripedMemory::terms_bytes() const {
+  return static_cast<size_t>(world_size_ * plan::stripe_stride(part_bytes_));
+}
+
+size_t StripedMemory::bytes_of(const Piece& piece) const {
+  const int64_t begin = piece.owner * part_bytes_;
+  const int64_t end = begin + part_bytes_;
+  const bool shares = begin % plan::kStripePage != 0;
+  if (piece.shared) return shares ? plan::kStripePage : 0;
+  const int64_t last = piece.owner + 1 == world_size_ ? plan::pages_of(end) : page_of(end);
+  return static_cast<size_t>((last - page_of(begin) - (shares ? 1 : 0)) * plan::kStripePage);
+}
+
+int64_t StripedMemory::bytes() const {
+  size_t bytes = 0;
+  for (const bool shared : {true, false}) bytes += bytes_of({0, rank_, 0, shared});
+  return kTurns * world_size_ * static_cast<int64_t>(bytes);
+}
+
+std::vector<StripedMemory::Piece> StripedMemory::mapped_by(int rank, int owner) const {
+  std::vector<Piece> pieces;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (int source = 0; source < world_size_; ++source) {
+      for (const bool shared : {true, false}) {
+        const Piece piece = {turn, owner, source, shared};
+        const bool reads = rank == owner || (shared && rank + 1 == owner);
+        if ((reads || rank == source) && bytes_of(piece) > 0) pieces.push_back(piece);
+      }
+    }
+  }
+  return pieces;
+}
+
 // Own memory for each source.
 std::string StripedMemory::create() {
   if (!driver().complete) return "the driver has no virtual memory management";
@@ -181,18 +225,17 @@ std::string StripedMemory::create() {
   what.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   what.requestedHandleTypes = kDescriptor;
   what.location = {CU_MEM_LOCATION_TYPE_DEVICE, device_};
-  for (auto& turn : own_) {
-    turn.assign(static_cast<size_t>(world_size_), 0);
-    for (Handle& handle : turn) {
-      const CUresult result = driver().create(&handle, static_cast<size_t>(part_bytes_), &what, 0);
-      if (result != CUDA_SUCCESS) return failed("making memory that other processes map", result);
+  for (const Piece& piece : mapped_by(rank_, rank_)) {
+    const CUresult result = driver().create(&handles_[piece], bytes_of(piece), &what, 0);
+    if (result != CUDA_SUCCESS) {
+      handles_.erase(piece);
+      return failed("making memory that other processes map", result);
     }
   }
   return "";
 }
 
 std::string StripedMemory::exchange(int socket, const std::vector<std::string>& names) {
-  for (auto& turn : owners_) turn.assign(static_cast<size_t>(world_size_), 0);
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
     const std::string fault = send(socket, peer, names[static_cast<size_t>(peer)]);
@@ -205,32 +248,32 @@ std::string StripedMemory::exchange(int socket, const std::vector<std::string>& 
   return "";
 }
 
-// The memory here that is for the peer's rows.
+// The memory here that the peer maps.
 std::string StripedMemory::send(int socket, int peer, const std::string& name) const {
-  std::array<int, kTurns> descriptors;
-  descriptors.fill(-1);
+  std::vector<int> descriptors;
   std::string fault;
-  for (size_t turn = 0; turn < kTurns && fault.empty(); ++turn) {
+  for (const Piece& piece : mapped_by(peer, rank_)) {
+    int descriptor = -1;
     fault = failed("a descriptor of memory",
-                   driver().to_descriptor(&descriptors[turn], own_[turn][static_cast<size_t>(peer)],
-                                          kDescriptor, 0));
+                   driver().to_descriptor(&descriptor, handles_.at(piece), kDescriptor, 0));
+    if (!fault.empty()) break;
+    descriptors.push_back(descriptor);
   }
   auto [address, length] = Socket::address_of(name);
-  Envelope message;
+  const size_t bytes = descriptors.size() * sizeof(int);
+  Envelope message(descriptors.size());
   message.rank = rank_;
   message.header.msg_name = &address;
   message.header.msg_namelen = length;
   cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
   control->cmsg_level = SOL_SOCKET;
   control->cmsg_type = SCM_RIGHTS;
-  control->cmsg_len = CMSG_LEN(sizeof(descriptors));
-  std::memcpy(CMSG_DATA(control), descriptors.data(), sizeof(descriptors));
+  control->cmsg_len = CMSG_LEN(bytes);
+  std::memcpy(CMSG_DATA(control), descriptors.data(), bytes);
   if (fault.empty() && ::sendmsg(socket, &message.header, 0) < 0) {
     fault = failed("a descriptor could not be sent to another process");
   }
-  for (const int descriptor : descriptors) {
-    if (descriptor >= 0) ::close(descriptor);
-  }
+  for (const int descriptor : descriptors) ::close(descriptor);
   return fault;
 }
 
@@ -240,66 +283,83 @@ std::string StripedMemory::receive(int socket) {
     return failed("no descriptor came from another process");
   }
   const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
-  std::array<int, kTurns> descriptors;
-  if (control == nullptr || control->cmsg_type != SCM_RIGHTS ||
-      control->cmsg_len != CMSG_LEN(sizeof(descriptors)) || message.rank < 0 ||
-      message.rank >= world_size_) {
-    return "a message without descriptors came from another process";
+  const bool known = message.rank >= 0 && message.rank < world_size_;
+  const std::vector<Piece> pieces = known ? mapped_by(rank_, message.rank) : std::vector<Piece>{};
+  std::vector<int> descriptors(pieces.size());
+  const size_t bytes = descriptors.size() * sizeof(int);
+  if (control == nullptr || control->cmsg_type != SCM_RIGHTS || !known ||
+      control->cmsg_len != CMSG_LEN(bytes)) {
+    return "a message without the descriptors came from another process";
   }
-  std::memcpy(descriptors.data(), CMSG_DATA(control), sizeof(descriptors));
+  std::memcpy(descriptors.data(), CMSG_DATA(control), bytes);
   std::string fault;
-  for (size_t turn = 0; turn < kTurns; ++turn) {
-    Handle& handle = owners_[turn][static_cast<size_t>(message.rank)];
-    void* const descriptor = reinterpret_cast<void*>(static_cast<intptr_t>(descriptors[turn]));
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    Handle handle = 0;
+    void* const descriptor = reinterpret_cast<void*>(static_cast<intptr_t>(descriptors[i]));
     const CUresult result = driver().from_descriptor(&handle, descriptor, kDescriptor);
+    if (result == CUDA_SUCCESS) handles_[pieces[i]] = handle;
     if (fault.empty()) fault = failed("another process's memory", result);
-    ::close(descriptors[turn]);
+    ::close(descriptors[i]);
   }
   return fault;
 }
 
 std::string StripedMemory::map_turn(int turn) {
   const auto index = static_cast<size_t>(turn);
-  const auto self = static_cast<size_t>(rank_);
-  std::vector<Handle> parts = owners_[index];
-  parts[self] = own_[index][self];
-  const std::string fault = map_range(matrices_[index], parts);
-  return fault.empty() ? map_range(terms_[index], own_[index]) : fault;
+  CUdeviceptr& matrix = matrices_[index];
+  CUdeviceptr& terms = terms_[index];
+  std::string fault =
+      failed("reserving addresses", driver().reserve(&matrix, matrix_bytes(), 0, 0, 0));
+  if (fault.empty()) {
+    fault = failed("reserving addresses", driver().reserve(&terms, terms_bytes(), 0, 0, 0));
+  }
+  CUdeviceptr at = matrix;
+  for (int owner = 0; owner < world_size_ && fault.empty(); ++owner) {
+    for (const bool shared : {true, false}) {
+      if (fault.empty()) fault = map_piece({turn, owner, rank_, shared}, at);
+    }
+  }
+  for (int source = 0; source < world_size_ && fault.empty(); ++source) {
+    at = terms + static_cast<size_t>(source * plan::stripe_stride(part_bytes_));
+    for (const bool shared : {true, false}) {
+      if (fault.empty()) fault = map_piece({turn, rank_, source, shared}, at);
+    }
+    if (fault.empty() && rank_ + 1 < world_size_) {
+      fault = map_piece({turn, rank_ + 1, source, true}, at);
+    }
+  }
+  return fault;
 }
 
-std::string StripedMemory::map_range(CUdeviceptr& range, const std::vector<Handle>& handles) {
-  const auto part = static_cast<size_t>(part_bytes_);
-  std::string fault = failed("reserving addresses", driver().reserve(&range, size(), 0, 0, 0));
-  for (size_t i = 0; i < handles.size() && fault.empty(); ++i) {
-    fault = failed("mapping memory", driver().map(range + i * part, part, 0, handles[i], 0));
-  }
+// Maps a piece, and goes on after it.
+std::string StripedMemory::map_piece(const Piece& piece, CUdeviceptr& at) {
+  const size_t bytes = bytes_of(piece);
+  if (bytes == 0) return "";
+  const CUresult result = driver().map(at, bytes, 0, handles_.at(piece), 0);
+  if (result != CUDA_SUCCESS) return failed("mapping memory", result);
+  mapped_.push_back({at, bytes});
   CUmemAccessDesc access = {};
   access.location = {CU_MEM_LOCATION_TYPE_DEVICE, device_};
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  return fault.empty() ? failed("access to memory", driver().set_access(range, size(), &access, 1))
-                       : fault;
+  const std::string fault = failed("access to memory", driver().set_access(at, bytes, &access, 1));
+  at += bytes;
+  return fault;
 }
 
 // Mappings stay without their handles.
 void StripedMemory::release() {
-  for (auto* all : {&own_, &owners_}) {
-    for (std::vector<Handle>& turn : *all) {
-      for (const Handle handle : turn) {
-        if (handle != 0) driver().release(handle);
-      }
-      turn.clear();
-    }
-  }
+  for (const auto& [piece, handle] : handles_) driver().release(handle);
+  handles_.clear();
 }
 
 StripedMemory::~StripedMemory() {
   if (leaked_) return;
-  for (const auto* ranges : {&matrices_, &terms_}) {
-    for (const CUdeviceptr range : *ranges) {
-      if (range == 0) continue;
-      driver().unmap(range, size());
-      driver().free(range, size());
-    }
+  for (const Mapped& one : mapped_) driver().unmap(one.at, one.bytes);
+  for (const CUdeviceptr matrix : matrices_) {
+    if (matrix != 0) driver().free(matrix, matrix_bytes());
+  }
+  for (const CUdeviceptr terms : terms_) {
+    if (terms != 0) driver().free(terms, terms_bytes());
   }
 }
 

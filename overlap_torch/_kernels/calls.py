@@ -89,8 +89,8 @@ def produce(
         signals: False: any work that stores ``job.output``, row-major, and neither signals nor takes tiles by a table, such as
             ``torch.mm(a, b, out=job.output)``. Parts of ``job.output`` lie in the memory of the ranks that own them, so that the
             stores are what travels; the owner adds them up (the collective ``stripes``). ``all_reduce`` and ``reduce_scatter``,
-            without ``chunks``, ``plan`` and ``kernel_us``; on CUDA between ranks that map each other's memory, of equal parts of whole
-            pages of 2 MiB.
+            without ``chunks``, ``plan`` and ``kernel_us``; on CUDA between ranks that map each other's memory, of parts of
+            at least 2 MiB, a page of a GPU's memory.
         resources: what the kernel leaves to communication; None: as the innermost :func:`overlap_torch.resources` says.
         device: None: the current CUDA device under an NCCL group, else the CPU.
         group: as in :func:`overlap_torch.gemm_allreduce`.

@@ -106,6 +106,8 @@ def check_unchanged(
     rank, world = dist.get_rank(), dist.get_world_size()
     for collective in ("all_reduce", "reduce_scatter"):
         for m, n, k in shapes:
+            if collective == "reduce_scatter" and m % world:
+                continue
             for seed in range(3):
                 a, b = operands(m, n, k, seed, dtype)
                 job = overlap_torch.produce(collective, (m, n), dtype, tile=(64, 64), signals=False)
@@ -117,4 +119,4 @@ def check_unchanged(
                 if not torch.equal(job.result().double().cpu(), expected):
                     failures.append(f"{collective} {m} x {n} x {k} {dtype}, call {seed}")
     overlap_torch.check()
-    return 6 * len(shapes), failures
+    return len(shapes), failures

@@ -53,7 +53,7 @@ def check_products(cases: list[tuple]) -> tuple[int, list[str]]:
             failures.append(f"{name}: the second launch was proven again")
         if name == "autotuned" and not a.is_cuda:
             continue  # nothing times configurations there
-        if not a.is_cuda:  # where parts need not be whole pages
+        if not a.is_cuda:  # where parts may be smaller than a page
             with overlap_torch.produce(
                 collective, (m, n), dtype, tile=form.tile, signals=False
             ) as job:

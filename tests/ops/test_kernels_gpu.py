@@ -110,7 +110,10 @@ def test_kernels_on_gpus_run_by_plans(failures: Failures, op: Op, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_kernels_on_gpus_that_do_not_signal_reduce_exactly(ranks, dtype):
     ranks.skip_without_peers()
-    shapes = [(1024 * ranks.world, 1024, 64), (2048 * ranks.world, 3072, 72)]
+    world = ranks.world
+    pages = [(1024 * world, 1024, 64), (2048 * world, 3072, 72)]
+    shared = [(1100 * world, 1090, 64), (3000 * world, 5001, 8), (2100 * world - 1, 1030, 72)]
+    shapes = pages + shared  # parts that end at the end of a page, and within one
     ranks.expect_no_failures(kernels.check_unchanged, shapes, dtype)
 
 

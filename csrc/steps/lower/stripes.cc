@@ -62,19 +62,20 @@ class Stripes {
  private:
   void check_callers() {
     const int64_t bytes = plan::part_rows(plan_) * row_bytes_;
-    const bool whole = !peers_ || (plan_.problem.m % ranks_ == 0 && bytes % plan::kStripePage == 0);
-    if (chunks_ == 1 && whole) {
+    if (chunks_ == 1 && (!peers_ || bytes >= plan::kStripePage)) {
       list_.made.stripe_bytes = peers_ ? bytes : 0;
       return;
     }
     throw std::invalid_argument(
         "a kernel of your own with the collective stripes has " + std::to_string(chunks_) +
         " chunks and parts of " + std::to_string(bytes) +
-        " bytes of m = " + std::to_string(plan_.problem.m) +
-        ", allowed are one chunk and, over peers, equal parts of "
-        "multiples of " +
+        " bytes, allowed are one chunk and, over peers, parts of at least " +
         std::to_string(plan::kStripePage) +
         " bytes, a page of a GPU's memory: take the collective direct, or the transport nccl");
+  }
+  bool in_stripes() const { return callers_ && peers_; }
+  int64_t stride() const {
+    return in_stripes() ? plan::stripe_stride(list_.made.stripe_bytes) : plan::stripe_bytes(plan_);
   }
 
   // Rows of the chunk in each part, from the part's first row on.
@@ -91,8 +92,10 @@ class Stripes {
 
   // Where rank `from`'s terms of these rows lie in rank `to`'s memory.
   Where term(int32_t to, int32_t from, plan::Rows rows) const {
-    const int64_t offset = from * plan::stripe_bytes(plan_) + rows.begin * row_bytes_;
-    if (callers_ && peers_ && from < ranks_) return {Buffer::kStripes, offset, 1};  // of rank `to`
+    const bool in_slot = from >= ranks_;  // sums
+    const int64_t stride = in_slot ? plan::stripe_bytes(plan_) : this->stride();
+    const int64_t offset = from * stride + rows.begin * row_bytes_;
+    if (in_stripes() && !in_slot) return {Buffer::kStripes, offset, 1};  // of rank `to`
     return peers_ ? Where{Buffer::kSlot, offset, to} : Where{Buffer::kStaging, offset};
   }
   // Where a part's sums arrive in rank `to`'s slot.
@@ -178,7 +181,7 @@ class Stripes {
     AddTerms sum = {term(rank_, 0, rows), output(rows, rank_), own.end - own.begin,
                     plan_.resources.finish_ctas};
     sum.terms = ranks_;
-    sum.stride = plan::stripe_bytes(plan_);
+    sum.stride = stride();
     sum.bias = variant_.bias;
     return list_.add(Lane::kSide1, sum, std::move(after));
   }

@@ -84,7 +84,7 @@ int64_t Simulation::room(const Here& here, const Where& where) const {
     case Buffer::kSlot:
       return here.list->slot_bytes;
     case Buffer::kStripes:
-      return ranks_ * here.list->stripe_bytes;
+      return ranks_ * plan::stripe_stride(here.list->stripe_bytes);
     default:
       for (const Scratch& scratch : here.list->scratch) {
         if (scratch.buffer == where.buffer) return scratch.bytes;

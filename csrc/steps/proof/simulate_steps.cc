@@ -53,7 +53,8 @@ void Simulation::take(Here& here, const CallersKernel& step, Span& span) {
     gemm.outputs.clear();
     for (int32_t owner = 0; owner < ranks_; ++owner) {
       gemm.outputs.push_back(
-          {{Buffer::kStripes, here.rank * here.list->stripe_bytes, kOwners + owner}});
+          {{Buffer::kStripes, here.rank * plan::stripe_stride(here.list->stripe_bytes),
+            kOwners + owner}});
     }
   }
   std::map<int32_t, std::pair<Node, int32_t>> chunks;
