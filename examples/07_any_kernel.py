@@ -40,10 +40,13 @@ def template(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def grouped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Equal rows for each expert. The grouped GEMM takes no `out`, so that a copy's stores travel."""
+    """Equal rows for each expert. The grouped GEMM takes no `out`, so that copies travel, one to each rank."""
     rows = a.shape[0] // EXPERTS
     ends = torch.arange(rows, a.shape[0] + 1, rows, device=a.device, dtype=torch.int32)
-    out.copy_(torch.nn.functional.grouped_mm(a, b, offs=ends))
+    product = torch.nn.functional.grouped_mm(a, b, offs=ends)
+    world = dist.get_world_size()
+    for part, computed in zip(out.chunk(world), product.chunk(world), strict=True):
+        part.copy_(computed)
 
 
 def reduced(collective: str, work: Work, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
