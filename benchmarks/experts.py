@@ -6,6 +6,7 @@ The sequence sends a row for each token and expert, and puts rows in order by in
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -40,7 +41,17 @@ MODELS = {
     "tiny": Model(64, 32, 2, 2),
 }
 
-VARIANTS = ("sequence", "moe", "sums by ranks")
+# The options of each variant beside the sequence. Over NCCL (gloo on CPU), and as `moe` chooses; `max_rows` leaves a tenth of room.
+OVER_NCCL, LIMITED = {"transport": "nccl"}, {"max_rows": 1.1}
+OPTIONS: dict[str, dict] = {
+    "moe over NCCL": OVER_NCCL,
+    "moe": {},
+    "max_rows": LIMITED,
+    "by ranks over NCCL": OVER_NCCL | {"sum_order": "ranks"},
+    "by ranks": {"sum_order": "ranks"},
+    "by ranks, max_rows": LIMITED | {"sum_order": "ranks"},
+}
+VARIANTS = ("sequence", *OPTIONS)
 
 
 def _places(order: torch.Tensor) -> torch.Tensor:
@@ -90,8 +101,11 @@ def _variants(
     ids = torch.rand(tokens, experts, device=device).topk(model.choices).indices
     shares = torch.rand(tokens, model.choices, device=device)
 
-    def by_ranks(*operands: torch.Tensor) -> torch.Tensor:
-        return overlap_torch.moe(*operands, sum_order="ranks")
+    def with_options(options: dict) -> Callable:
+        if "max_rows" in options:
+            rows = int(options["max_rows"] * tokens * model.choices) + 64
+            options = options | {"max_tokens": tokens, "max_rows": rows}
+        return functools.partial(overlap_torch.moe, **options)
 
     def variant(compute: Callable) -> Callable[[int], torch.Tensor]:
         def run(_: int) -> torch.Tensor:
@@ -102,7 +116,7 @@ def _variants(
 
         return run
 
-    computations = (sequence, overlap_torch.moe, by_ranks)
+    computations = (sequence, *map(with_options, OPTIONS.values()))
     return {name: variant(one) for name, one in zip(VARIANTS, computations, strict=True)}
 
 
@@ -157,8 +171,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _summary(found: list[dict], args: argparse.Namespace) -> str:
-    head = ["model", "tokens", "pass", "sequence, us (10 to 90 %)", "moe, us", "sums by ranks, us"]
-    head += ["speed-up", "by ranks"]
+    head = ["model", "tokens", "pass", "sequence, us (10 to 90 %)"]
+    head += [*(f"{name}, us" for name in OPTIONS), *(f"speed-up: {name}" for name in OPTIONS)]
     return table(head, [_cells(row) for row in found])
 
 

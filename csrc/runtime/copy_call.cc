@@ -21,7 +21,7 @@ CopyCall::CopyCall(Group& group, cudaStream_t caller, int64_t slot_bytes, int32_
   if (call_.slot_may_be_busy) {
     wait(peers_->wait_for_slots(call_, peers_->everyone_else()), 0, caller_);
   }
-  peers_->write_numbers(call_, steps, caller_);
+  if (steps > 0) peers_->write_numbers(call_, steps, caller_);
   device_.open = open_ = true;  // last: a constructor that throws leaves nothing open
 }
 
@@ -64,6 +64,10 @@ void CopyCall::push(const std::vector<Push>& pushes, int32_t step) {
     }
     peers_->signal_by_copy(call_, peer, step, lane(own));
   }
+}
+
+void CopyCall::announce(int32_t step) {
+  peers_->signal(call_, Peers::Flag::kArrived, peers_->everyone_else(), step, caller_);
 }
 
 void CopyCall::await(int32_t step, cudaStream_t on) {

@@ -1,4 +1,5 @@
-// A call whose data travel by copy engines alone, beside kernels that the framework launches on the caller's stream.
+// A call whose data travel by copy engines alone, beside kernels that the framework launches on the caller's stream, or by
+// kernels on that stream, which push() and its lanes have no part in.
 //
 //   caller | slots free | rows that stay | wait 0 | kernel 0 | ... | wait | results | end
 //   lanes               | push 0, flag | push 1, flag | ... ^ push result 0, flag | ...
@@ -32,14 +33,19 @@ struct Push {
 class CopyCall {
  public:
   // Begins the call after the device's last op; until it ends, no other op may begin on the device. Every rank makes the
-  // same calls with the same hash. At most `steps` steps are pushed. Collective where the slots grow.
+  // same calls with the same hash. At most `steps` steps are pushed, 0 if kernels announce all. Collective where the slots
+  // grow.
   CopyCall(Group& group, cudaStream_t caller, int64_t slot_bytes, int32_t steps, uint64_t hash);
   ~CopyCall();  // as abandon(), where the call was not ended
   CopyCall(const CopyCall&) = delete;
   CopyCall& operator=(const CopyCall&) = delete;
 
   // This rank's slot, which peers write until the call has ended.
-  char* slot() const { return peers_->slot(call_, group_.rank()); }
+  char* slot() const { return slot(group_.rank()); }
+  // A peer's, which this rank's kernels write before they announce a step.
+  char* slot(int rank) const { return peers_->slot(call_, rank); }
+  // The bytes that every rank's slot has, at least those that the call was made with.
+  int64_t room() const { return peers_->slot_bytes(); }
 
   // Enqueues copies within this rank's memory.
   void copy(const std::vector<kernels::CopyRectangle>& rectangles, cudaStream_t on);
@@ -50,8 +56,12 @@ class CopyCall {
   // Enqueues the pushes of a step, and after them its announcement to all peers. Steps grow.
   void push(const std::vector<Push>& pushes, int32_t step);
 
+  // Announces a step to all peers, after what the caller's stream did so far.
+  void announce(int32_t step);
+
   // This stream waits for all peers' step, or until the deadline, with a report.
   void await(int32_t step, cudaStream_t on);
+  void await(int32_t step) { await(step, caller_); }
 
   // The caller's stream continues after all pushes, and peers may use the slot again.
   void end();

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "kernels/moe/moe.h"
 #include "plan/seconds.h"
 #include "runtime/error.h"
 #include "runtime/group.h"
@@ -113,6 +114,11 @@ std::optional<std::string> Group::wait_failure() {
              "holds all SMs while it waits, nothing can arrive: launch no more programs than the "
              "job's `programs` (docs/kernels.md).";
     }
+    if (wait.peer == kernels::kTooManyRows) {
+      return "its experts got " + std::to_string(wait.seen) +
+             " rows, more than max_rows=" + std::to_string(wait.expected) +
+             ". Give room for the most that may come, or leave max_rows out.";
+    }
     return wait.peer == kernels::kOwnGemm
                ? "the wait for the finished tiles of chunk " + std::to_string(wait.chunk) +
                      " of its own GEMM" + deadline + counts
@@ -151,6 +157,12 @@ std::optional<Group::Told> Group::told_failure() const {
     return Told{rank + " in or after " + chunk +
                     " of a call, and what it sent since is not right. Its own error says why.",
                 false};
+  }
+  if (wait.peer == kernels::kTooManyRows) {
+    return Told{rank + ", and what it sent since is not right: its experts got " +
+                    std::to_string(wait.seen) +
+                    " rows, more than max_rows=" + std::to_string(wait.expected) + ".",
+                true};
   }
   const std::string of = wait.peer == kCallersKernel ? "the arrival of " + chunk
                          : wait.peer == kernels::kOwnGemm

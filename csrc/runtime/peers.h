@@ -42,6 +42,7 @@ class Peers {
 
   // Makes each slot at least this large. Collective when it grows, and slow then.
   void reserve(int64_t slot_bytes);
+  int64_t slot_bytes() const { return slot_bytes_; }
   bool fits(int64_t slot_bytes) const { return slots_ != nullptr && slot_bytes <= slot_bytes_; }
 
   // The same of a product in stripes, whose parts are exactly so large. Each size has memory of its own, which is kept.

@@ -77,7 +77,7 @@ def _operands(hidden, up, bias, offs, gated: bool, interleaved: bool):
     """Gate and up (None without a gate) with their biases, not rounded."""
     wide = accumulated(hidden.dtype)
     both = (hidden if up is None else torch.cat((hidden, up), 1)).to(wide)
-    if bias is not None:
+    if bias is not None and bias.shape[0] > 0:
         both = both + bias.to(wide).index_select(0, _expert_of_rows(offs, hidden.shape[0]))
     if not gated:
         return both, None
@@ -85,8 +85,9 @@ def _operands(hidden, up, bias, offs, gated: bool, interleaved: bool):
 
 
 def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows after the last one are the last expert's, too."""
     numbers = torch.arange(rows, device=offs.device)
-    return torch.searchsorted(offs, numbers, right=True, out_int32=True)
+    return torch.searchsorted(offs[:-1], numbers, right=True, out_int32=True)
 
 
 def _clamped(gate, other, limit: float):

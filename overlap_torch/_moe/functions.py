@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from overlap_torch._attention.peers import reaches
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._moe import ops
 from overlap_torch._moe.activation import BIAS_ONLY, Gate, gate_unrounded
 from overlap_torch._ops.composition import accumulated
+from overlap_torch._ops.graphs import constant_in_graphs
 from overlap_torch._ops.group import Group, group_name, place_of
 from overlap_torch._ops.nested import refuse_nested
 
@@ -22,7 +24,8 @@ Weights = torch.Tensor | Sequence[torch.Tensor]
 class Route(NamedTuple):
     """How the rows of a :func:`moe_dispatch` travelled; :func:`moe_combine` takes it.
 
-    ``offs``: int32 [e], where each expert's rows end, as ``torch.nn.functional.grouped_mm`` takes it. ``counts``: int64 [e], each
+    ``offs``: int32 [e], where each expert's rows end, as ``torch.nn.functional.grouped_mm`` takes it; with ``max_rows`` rows after the
+    last one hold anything. ``counts``: int64 [e], each
     expert's rows without padding. ``shape``: that of the call's ``topk_ids``. The others are for :func:`moe_combine` only.
     """
 
@@ -85,6 +88,61 @@ def _named(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
+class _Way(NamedTuple):
+    """How rows travel: the operator's arguments after ``align``. A ``max_rows`` of 0: the host waits for their number."""
+
+    max_tokens: int
+    max_rows: int
+    peers: bool
+    ranks_first: bool
+    group: str
+
+
+@constant_in_graphs
+def _reached(device: torch.device, group: str) -> bool:
+    return reaches(device, group)
+
+
+def _way(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sum_order: str,
+    limits: tuple[int | None, int | None],
+    transport: str | None,
+    group: str,
+) -> _Way:
+    """Checks the options, which are the same on all ranks, and chooses what carries the rows."""
+    if sum_order not in ("choices", "ranks"):
+        raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
+    if transport not in (None, "peer", "nccl"):
+        raise ValueError(f'transport is None, "peer" or "nccl", but got {transport!r}')
+    if limits != (None, None) and (None in limits or min(limits) < 1):
+        raise ValueError(
+            f"max_tokens and max_rows are given together, each at least 1, but got {limits[0]} and {limits[1]}"
+        )
+    max_tokens, max_rows = (limit or 0 for limit in limits)
+    if max_rows and topk_ids.shape[:-1].numel() > max_tokens:
+        raise ValueError(
+            f"x has {topk_ids.shape[:-1].numel()} tokens, more than max_tokens={max_tokens}"
+        )
+    ranks, ranks_first = place_of(group)[0], sum_order == "ranks"
+    choices, width = topk_ids.shape[-1], x.shape[-1]
+    needed = max(ranks, ranks if ranks_first else choices) * max_tokens * width * x.element_size()
+    why = ""
+    if needed > ops.MOST_BYTES:
+        why = f"max_tokens={max_tokens}: {needed} bytes of a rank's memory, more than {ops.MOST_BYTES}"
+    elif ranks == 1 or choices == 0 or width == 0:
+        why = f"{choices} experts of a token, rows of {width} numbers or a group of {ranks}"
+    elif transport == "peer" or (transport is None and x.is_cuda):
+        if not _reached(x.device, group):
+            why = f"rows on {x.device}: the ranks do not map each other's memory (python -m overlap_torch doctor says why)"
+    else:
+        why = "these rows"
+    if why and transport == "peer":
+        raise ValueError(f"peers do not carry {why}; leave transport out")
+    return _Way(max_tokens, max_rows, not why, ranks_first, group)
+
+
 def moe_dispatch(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -92,12 +150,16 @@ def moe_dispatch(
     num_experts: int | Sequence[int],
     align: int = 1,
     sum_order: str = "choices",
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    transport: str | None = None,
     group: Group = None,
 ) -> tuple[torch.Tensor, Route]:
     """Each token to the experts that it chose; a token travels once to each rank that holds some of them.
 
     Every rank of the group calls it, with the same H, K, dtype and ``num_experts``; numbers of tokens may differ by rank and be 0. The
-    host waits once, for the numbers of rows.
+    host waits once, for the numbers of rows; over peers tokens are on their way meanwhile. With ``max_rows`` it does not wait there, and
+    the call can be captured in a CUDA graph after a plain one.
 
     Args:
         x: [..., H], this rank's tokens: bfloat16, float16, float32 or float64.
@@ -111,10 +173,15 @@ def moe_dispatch(
             number of ranks. ``"ranks"``: each rank sums its own experts' rows of a token first, in the choices' order, rounds the
             sum, and sends one row, which the token's rank adds in the ranks' order. Fewer rows travel where a token has several
             experts on a rank.
+        max_tokens, max_rows: the most tokens of any rank, and the rows that this call returns; given together, the same on all ranks.
+            More rows are an error, and none is dropped.
+        transport: ``"peer"``: kernels store rows in the memory of ranks that map each other's, whose slots take up to 1 GiB.
+            ``"nccl"``: the group's collectives, gloo's too. None: peers on CUDA where they carry the call.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
 
     Returns:
-        The rows of this rank's experts [R, H], fresh, in order of expert, source rank, token and choice; and the :class:`Route`.
+        The rows of this rank's experts [R, H], fresh, in order of expert, source rank, token and choice; and the :class:`Route`. With
+        ``max_rows`` R is that, and rows after ``route.offs[-1]`` hold anything.
 
     Gradients are in reverse mode, of any order: a token's is the sum of its rows', in the choices' order. Every rank takes part in
     backward.
@@ -122,34 +189,25 @@ def moe_dispatch(
     Raises:
         ValueError: shapes, devices, numbers of experts or an ``align`` that do not fit, or an unknown group.
         TypeError: dtypes that do not fit, nested tensors, or a ``group`` that is none of the above.
-        RuntimeError: on CPU, ranks whose calls differ; see :func:`overlap_torch.check` for CUDA.
+        RuntimeError: on CPU, ranks whose calls differ; see :func:`overlap_torch.check` for CUDA. More rows than ``max_rows``: over peers
+            from the next op or ``check()`` on, on all ranks, which cannot use the group any more.
     """
     name = group_name(group)
     _check_tokens("moe_dispatch", x, topk_ids)
     if align < 1:
         raise ValueError(f"align is a number of rows, at least 1, but is {align}")
     experts = _experts_of_ranks(num_experts, place_of(name)[0])
-    return _dispatched(x, topk_ids, experts, align, _ranks_first(sum_order), name)
-
-
-def _ranks_first(sum_order: str) -> bool:
-    if sum_order not in ("choices", "ranks"):
-        raise ValueError(f'sum_order is "choices" or "ranks", but got {sum_order!r}')
-    return sum_order == "ranks"
+    way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
+    return _dispatched(x, topk_ids, experts, align, way)
 
 
 def _dispatched(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    experts: list[int],
-    align: int,
-    ranks_first: bool,
-    group: str,
+    x: torch.Tensor, topk_ids: torch.Tensor, experts: list[int], align: int, way: _Way
 ) -> tuple[torch.Tensor, Route]:
     tokens = x.reshape(topk_ids.shape[:-1].numel(), x.shape[-1])
     ids = topk_ids.reshape(tokens.shape[0], topk_ids.shape[-1])
-    rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, ranks_first, group)
-    return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), ranks_first, group)
+    rows, offs, counts, *routes = _ops.moe_dispatch(tokens, ids, experts, align, *way)
+    return rows, Route(offs, counts, tuple(topk_ids.shape), tuple(routes), *way[3:])
 
 
 def moe_combine(
@@ -244,11 +302,14 @@ def moe(
     interleaved: bool = False,
     shares_on: str = "output",
     sum_order: str = "choices",
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    transport: str | None = None,
     group: Group = None,
 ) -> torch.Tensor:
     """A mixture of experts over ranks: tokens to their experts' ranks, gate and up, activation, down, results home, weighted sum.
 
-    This is the composition, and nothing overlaps yet::
+    This is the composition, whose parts follow each other::
 
         rows, route = moe_dispatch(x, topk_ids, num_experts=num_experts, group=group)
         hidden = grouped_mm(rows, gate_up.transpose(1, 2), offs=route.offs)
@@ -271,7 +332,7 @@ def moe(
         activation: a name or a :class:`Gate`.
         interleaved: whether gate and up take turns in the rows of ``gate_up``, which is then one tensor or a list.
         shares_on: where the shares multiply: ``"output"``, ``"hidden"`` (before down) or ``"input"``.
-        sum_order: as :func:`moe_dispatch`.
+        sum_order, max_tokens, max_rows, transport: as :func:`moe_dispatch`.
 
     Returns:
         [..., H], fresh, of x's dtype; zeros for a token without routes. Under autocast operands and result are of its dtype.
@@ -284,7 +345,6 @@ def moe(
     """
     name = group_name(group)
     gate = Gate(activation) if isinstance(activation, str) else activation
-    ranks_first = _ranks_first(sum_order)
     if shares_on not in ("output", "hidden", "input"):
         raise ValueError(f'shares_on is "output", "hidden" or "input", but got {shares_on!r}')
     gate_up, (down,) = _one_weight("gate_up", gate_up, gate.gated), _one_weight("down", down, False)
@@ -298,7 +358,8 @@ def moe(
     experts = _experts_of_ranks([own] * ranks if num_experts is None else num_experts, ranks)
     _check_experts(x, gate_up, down, gate_up_bias, down_bias, gate, experts[rank])
 
-    rows, route = _dispatched(x, topk_ids, experts, 1, ranks_first, name)
+    way = _way(x, topk_ids, sum_order, (max_tokens, max_rows), transport, name)
+    rows, route = _dispatched(x, topk_ids, experts, 1, way)
     offs, wide = route.offs, topk_weights.to(accumulated(x.dtype))
     shares = None if shares_on == "output" else _row_shares(wide, route)
     if shares_on == "input":
@@ -318,5 +379,4 @@ def moe(
 def _row_shares(weights: torch.Tensor, route: Route) -> torch.Tensor:
     """[..., K] to [R, 1]: each row's share."""
     routes, place, _, source, splits = route.routes
-    rows = source.shape[0]
-    return _ops._moe_away(weights.reshape(-1, 1), routes, place, splits, rows, route.group)
+    return _ops._moe_away(weights.reshape(-1, 1), routes, place, source, splits, route.group)

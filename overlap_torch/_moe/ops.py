@@ -7,6 +7,10 @@ A *route* is a token and one of its experts. The routes of a call are tensors, w
 ``sent`` [S]: ``token * W + rank`` of the tokens that this rank sends, in order of (rank, token); each goes to a rank once.
 ``source`` [R]: ``received token * K + choice`` of each row, by the sender's choices; -1 for a row of padding.
 ``splits`` [4, W], on the CPU: routes sent to each rank and received from it, tokens sent and received.
+
+Over peers ``routes`` [T * K] are the rows of this rank's routes that its own experts have, ``-2 - rank`` for another rank's, -1 for none;
+``place`` and ``sent`` are empty; ``source`` is ``(rank * most tokens of a rank + token) * K + choice``, -2 after the last row; and
+``splits[0, 0]`` is -1 less the most routes of a rank.
 """
 
 from __future__ import annotations
@@ -36,6 +40,25 @@ def define(schema: str):
         return kernel
 
     return registered
+
+
+# The operators over peers, for CUDA only: csrc/binding/cuda/moe_peers_cuda.cc.
+for _schema in (
+    "_moe_peer_dispatch(Tensor x, Tensor ids, int[] experts, int align, bool ranks_first, int max_tokens, int max_rows, int limit, "
+    "str group) -> (Tensor rows, Tensor offs, Tensor counts, Tensor home, Tensor source, Tensor splits)",
+    "_moe_peer_spread(Tensor x, int choices, Tensor home, Tensor source, int stride, str group) -> Tensor",
+    "_moe_peer_combine(Tensor results, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, int choices, "
+    "bool ranks_first, str group) -> Tensor",
+):
+    library.define(_schema)
+
+MOST_BYTES = 1 << 30  # of a slot of a rank's memory
+
+
+def _peer_stride(splits: torch.Tensor) -> int | None:
+    """The most routes of a rank; None where the group's collectives carry the rows."""
+    first = int(splits[0, 0])
+    return -1 - first if first < 0 else None
 
 
 def _starts(lengths: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -123,6 +146,8 @@ def _find_routes(
 @define("_moe_rows(Tensor source, Tensor index, int divisor) -> Tensor")
 def _rows(source, index, divisor):
     """The source's rows by ``index // divisor``; zeros for -1."""
+    if source.shape[0] == 0:
+        return source.new_zeros((index.shape[0], source.shape[1]))
     rows = source.index_select(0, index.clamp(min=0) // divisor)
     return rows.masked_fill_((index < 0)[:, None], 0)
 
@@ -164,42 +189,74 @@ def _weigh(grad, results, shares):
     return (grad * shares.to(wide)).to(results.dtype), dots
 
 
-def _spread(x, choices, sent, source, splits, group) -> torch.Tensor:
-    ranks = splits.shape[1]
+def _spread(x, choices, routes, sent, source, splits, group) -> torch.Tensor:
+    stride, ranks = _peer_stride(splits), splits.shape[1]
+    if stride is not None:
+        return _ops._moe_peer_spread(x, choices, routes, source, stride, group)
     came = all_to_all(_ops._moe_rows(x, sent, ranks), *splits[2:].tolist(), group)
     return _ops._moe_rows(came, source, choices)
 
 
 @define(
-    "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, bool ranks_first, str group) -> (Tensor rows, Tensor offs, "
-    f"Tensor counts, {_ROUTES})"
+    "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, int max_tokens, int max_rows, bool peers, bool ranks_first, "
+    f"str group) -> (Tensor rows, Tensor offs, Tensor counts, {_ROUTES})"
 )
-def _dispatch(x, topk_ids, experts, align, ranks_first, group):
+def _dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
+    """`max_rows` of 0: as many rows as come, for which the host waits."""
+    if peers:
+        rows, offs, counts, home, source, splits = _ops._moe_peer_dispatch(
+            x, topk_ids, experts, align, ranks_first, max_tokens, max_rows, MOST_BYTES, group
+        )
+        if splits.numel() > 0:  # else some rank has too many tokens
+            none = (home.new_empty(0), home.new_empty(0))
+            return rows, offs, counts, home, *none, source, splits
     offs, counts, routes = _find_routes(topk_ids, experts, align, group)
-    return (_spread(x, topk_ids.shape[1], *routes[2:], group), offs, counts, *routes)
+    home, place, sent, source, splits = routes
+    if max_rows:
+        source = _with_room(source, max_rows, group)
+    rows = _spread(x, topk_ids.shape[1], home, sent, source, splits, group)
+    return rows, offs, counts, home, place, sent, source, splits
+
+
+def _with_room(source: torch.Tensor, max_rows: int, group: str) -> torch.Tensor:
+    """Raises RuntimeError if there are more rows."""
+    rows = source.shape[0]
+    if rows > max_rows:
+        raise RuntimeError(
+            f"overlap_torch: group '{group}', rank {group_rank(group)}: its experts got {rows} rows, more than max_rows={max_rows}. Give "
+            "room for the most that may come, or leave max_rows out."
+        )
+    return torch.cat([source, source.new_full((max_rows - rows,), -1)])
 
 
 @define(f"_moe_spread(Tensor x, int choices, {_ROUTES}, bool ranks_first, str group) -> Tensor")
 def _spread_kernel(x, choices, routes, place, sent, source, splits, ranks_first, group):
     """[T, H] to [R, H]: each token to its rows, once to a rank."""
-    return _spread(x, choices, sent, source, splits, group)
+    return _spread(x, choices, routes, sent, source, splits, group)
 
 
 @define(
-    "_moe_home(Tensor rows, Tensor routes, Tensor place, Tensor splits, SymInt total, str group) -> Tensor"
+    "_moe_home(Tensor rows, Tensor routes, Tensor place, Tensor source, Tensor splits, SymInt total, str group) -> Tensor"
 )
-def _home(rows, routes, place, splits, total, group):
+def _home(rows, routes, place, source, splits, total, group):
     """[R, D] to [T * K, D]: each row to its token and choice; zeros where there is no route."""
+    stride = _peer_stride(splits)
+    if stride is not None:
+        form = (stride, total, 1, False, group)
+        return _ops._moe_peer_combine(rows, None, routes, source, *form)
     out, came = splits[:2].tolist()
     back = all_to_all(_ops._moe_rows(rows, place, 1), came, out, group)
     return rows.new_zeros((total, rows.shape[1])).index_copy_(0, routes, back)
 
 
 @define(
-    "_moe_away(Tensor parts, Tensor routes, Tensor place, Tensor splits, SymInt rows, str group) -> Tensor"
+    "_moe_away(Tensor parts, Tensor routes, Tensor place, Tensor source, Tensor splits, str group) -> Tensor"
 )
-def _away(parts, routes, place, splits, rows, group):
+def _away(parts, routes, place, source, splits, group):
     """[T * K, D] to [R, D]: the transpose of `_home`."""
+    stride, rows = _peer_stride(splits), source.shape[0]
+    if stride is not None:
+        return _ops._moe_peer_spread(parts, 1, routes, source, stride, group)
     came = all_to_all(parts.index_select(0, routes), *splits[:2].tolist(), group)
     return parts.new_zeros((rows, parts.shape[1])).index_copy_(0, place, came)
 
@@ -210,6 +267,13 @@ def _away(parts, routes, place, splits, rows, group):
 def _combine(results, topk_weights, tokens, choices, *how):
     """Every result home; or, `ranks_first`, each rank's sum of a token's results, which are added in the ranks' order."""
     routes, place, sent, source, splits, ranks_first, group = how
+    stride = _peer_stride(splits)
+    if stride is not None:
+        shares = topk_weights
+        if ranks_first and shares is not None:
+            shares = _ops._moe_away(shares.reshape(-1, 1), routes, place, source, splits, group)
+        form = (stride, tokens, choices, ranks_first, group)
+        return _ops._moe_peer_combine(results, shares, routes, source, *form)
     if not ranks_first:
         out, came = splits[:2].tolist()
         back = all_to_all(_ops._moe_rows(results, place, 1), came, out, group)
@@ -218,7 +282,7 @@ def _combine(results, topk_weights, tokens, choices, *how):
     shares = None
     if topk_weights is not None:
         flat = topk_weights.reshape(-1, 1)
-        shares = _ops._moe_away(flat, routes, place, splits, source.shape[0], group)
+        shares = _ops._moe_away(flat, routes, place, source, splits, group)
     sums = _ops._moe_sum(results, source, shares, sum(came), choices, True)
     home = all_to_all(sums, came, out, group)
     return _ops._moe_sum(home, sent, None, tokens, splits.shape[1], False)
@@ -274,9 +338,9 @@ def _weight_gradient(grad, rows, offs):
     return output
 
 
-def _fake_dispatch(x, topk_ids, experts, align, ranks_first, group):
+def _fake_dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
     dynamic = torch.library.get_ctx().new_dynamic_size
-    rows, own = dynamic(), experts[group_rank(group)]
+    rows, own = max_rows or dynamic(), experts[group_rank(group)]
     ids = topk_ids.new_empty(0, dtype=torch.int64)
     return (
         x.new_empty((rows, x.shape[1])),
@@ -293,8 +357,8 @@ def _fake_dispatch(x, topk_ids, experts, align, ranks_first, group):
 _FAKES = {
     "moe_dispatch": _fake_dispatch,
     "_moe_spread": lambda x, choices, *routes: x.new_empty((routes[3].shape[0], x.shape[1])),
-    "_moe_home": lambda rows, r, p, s, total, g: rows.new_empty((total, rows.shape[1])),
-    "_moe_away": lambda parts, r, p, s, rows, g: parts.new_empty((rows, parts.shape[1])),
+    "_moe_home": lambda rows, r, p, s, t, total, g: rows.new_empty((total, rows.shape[1])),
+    "_moe_away": lambda parts, r, p, s, t, g: parts.new_empty((s.shape[0], parts.shape[1])),
     "moe_combine": lambda results, w, tokens, *_: results.new_empty((tokens, results.shape[1])),
     "_moe_weigh": lambda grad, results, shares: (
         grad.new_empty(grad.shape),
@@ -316,9 +380,9 @@ def _keep_dispatch(ctx, inputs, output) -> None:
 
 def _dispatch_backward(ctx, grad, *_):
     if grad is None:
-        return (None,) * 6
+        return (None,) * 9
     how = (*ctx.saved_tensors, ctx.ranks_first, ctx.group)
-    return _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how), *(None,) * 5
+    return _ops.moe_combine(grad, None, ctx.tokens, ctx.choices, *how), *(None,) * 8
 
 
 def _keep_spread(ctx, inputs, output) -> None:
@@ -341,34 +405,39 @@ def _combine_backward(ctx, grad):
     """A token's gradient goes once to a rank; the results are there, so that the shares' gradients are dots of rows."""
     results, weights, *all_routes = ctx.saved_tensors
     routes, place, _, source, splits = all_routes
+    carried = (routes, place, source, splits)
     rows = _ops._moe_spread(grad, ctx.choices, *all_routes, ctx.ranks_first, ctx.group)
     for_weights = None
     if weights is None:
         return rows, *(None,) * 10
     flat = weights.reshape(-1, 1).to(accumulated(results.dtype))
-    shares = _ops._moe_away(flat, routes, place, splits, source.shape[0], ctx.group)
+    shares = _ops._moe_away(flat, *carried, ctx.group)
     # A second derivative follows the composition; the operator has none of its own.
     compute = _weigh if torch.is_grad_enabled() else _ops._moe_weigh
     for_results, dots = compute(rows, results, shares)
     if ctx.needs_input_grad[1]:
-        home = _ops._moe_home(dots, routes, place, splits, weights.numel(), ctx.group)
+        home = _ops._moe_home(dots, *carried, weights.numel(), ctx.group)
         for_weights = home.view(weights.shape).to(weights.dtype)
     return for_results, for_weights, *(None,) * 9
 
 
 def _keep_home(ctx, inputs, output) -> None:
-    rows, routes, place, splits, _, ctx.group = inputs
-    ctx.size = rows.shape[0]
-    ctx.save_for_backward(routes, place, splits)
+    _, *routes, _, ctx.group = inputs
+    ctx.save_for_backward(*routes)
 
 
-def _carried_backward(op: str):
-    def backward(ctx, grad):
-        routes, place, splits = ctx.saved_tensors
-        moved = getattr(_ops, op)(grad, routes, place, splits, ctx.size, ctx.group)
-        return moved, None, None, None, None, None
+def _home_backward(ctx, grad):
+    return _ops._moe_away(grad, *ctx.saved_tensors, ctx.group), *(None,) * 6
 
-    return backward
+
+def _keep_away(ctx, inputs, output) -> None:
+    parts, *routes, ctx.group = inputs
+    ctx.total = parts.shape[0]
+    ctx.save_for_backward(*routes)
+
+
+def _away_backward(ctx, grad):
+    return _ops._moe_home(grad, *ctx.saved_tensors, ctx.total, ctx.group), *(None,) * 5
 
 
 def _keep_linear(ctx, inputs, output) -> None:
@@ -399,8 +468,8 @@ _GRADIENTS = {
     "moe_dispatch": (_dispatch_backward, _keep_dispatch),
     "_moe_spread": (_spread_backward, _keep_spread),
     "moe_combine": (_combine_backward, _keep_combine),
-    "_moe_home": (_carried_backward("_moe_away"), _keep_home),
-    "_moe_away": (_carried_backward("_moe_home"), _keep_home),
+    "_moe_home": (_home_backward, _keep_home),
+    "_moe_away": (_away_backward, _keep_away),
     "_moe_linear": (_linear_backward, _keep_linear),
     "_moe_weight_gradient": (_weight_gradient_backward, _keep_linear),
 }

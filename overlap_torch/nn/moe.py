@@ -32,7 +32,7 @@ class MoE(torch.nn.Module):
     Args:
         hidden_size, intermediate_size, num_experts: H, I and the number E of all ranks' experts.
         bias: whether the experts have biases.
-        activation, interleaved, shares_on, sum_order: as :func:`overlap_torch.moe`.
+        activation, interleaved, shares_on, sum_order, max_tokens, max_rows, transport: as :func:`overlap_torch.moe`.
         router: a module or function of x [..., H] that returns (topk_ids, topk_weights), both [..., K]. None: ``forward`` is given them.
         shared: a module or function whose result for x is added, such as experts that every token takes.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
@@ -53,6 +53,9 @@ class MoE(torch.nn.Module):
         interleaved: bool = False,
         shares_on: str = "output",
         sum_order: str = "choices",
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        transport: str | None = None,
         router: Router | None = None,
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         group: Group = None,
@@ -69,7 +72,8 @@ class MoE(torch.nn.Module):
         self.num_experts = num_experts
         self.activation = Gate(activation) if isinstance(activation, str) else activation
         self.interleaved, self.shares_on = interleaved, shares_on
-        self.sum_order = sum_order
+        self.sum_order, self.transport = sum_order, transport
+        self.max_tokens, self.max_rows = max_tokens, max_rows
         self.router, self.shared = router, shared
         self.group = group_name(group)
         self.world_size, self.rank = place_in(self.group)
@@ -170,6 +174,9 @@ class MoE(torch.nn.Module):
             interleaved=self.interleaved,
             shares_on=self.shares_on,
             sum_order=self.sum_order,
+            max_tokens=self.max_tokens,
+            max_rows=self.max_rows,
+            transport=self.transport,
             group=self.group,
         )
         return output if self.shared is None else output + self.shared(x)

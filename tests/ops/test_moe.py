@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +13,7 @@ import overlap_torch
 from checks import Failures
 from operands import difference, integers, poison, rank_device
 from overlap_torch import Gate
+from peer_rows import over_peers
 
 WIDTH, INNER = 8, 16
 LIMIT = 100.0  # halves up to here are exact in bfloat16
@@ -31,6 +33,7 @@ class Case:
     bias: bool = False
     leading: bool = False  # x is [1, T, H]
     sum_order: str = "choices"
+    limited: bool = False  # max_tokens and max_rows, exactly as many rows as the fullest rank has
 
     def experts_of(self, world: int) -> list[int]:
         if isinstance(self.experts, int):
@@ -61,6 +64,9 @@ OPTIONS = [
     Case(form="no gate", bias=True, shares_on="hidden", ids="dropped", sum_order="ranks"),
     Case(experts=(3, 0, 4, 2), choices=4, ids="dropped", sum_order="ranks"),
     Case(experts=1, choices=4, ids="every expert", sum_order="ranks"),
+    Case(limited=True, bias=True, shares_on="input"),
+    Case(experts=(3, 0, 4, 2), choices=4, ids="dropped", limited=True, sum_order="ranks"),
+    Case(ids="last rank", tokens=(3, 4, 0, 2), limited=True, shares_on="hidden"),
 ]
 
 
@@ -166,7 +172,17 @@ def laid_out(case: Case, gate_up: torch.Tensor):
     return gate_up, {}
 
 
-def call(case: Case, own: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+def most_rows(case: Case, world: int) -> int:
+    """The rows of the rank that has most; at least one."""
+    ends = torch.tensor(case.experts_of(world)).cumsum(0)
+    ids = torch.cat([ids_of(case, rank, world).flatten().cpu() for rank in range(world)])
+    own = torch.searchsorted(ends, ids[(ids >= 0) & (ids < ends[-1])].long(), right=True)
+    return max(1, int(own.bincount(minlength=1).max()))
+
+
+def call(
+    case: Case, own: dict[str, torch.Tensor], ids: torch.Tensor, transport: str | None
+) -> torch.Tensor:
     world, x, shares = dist.get_world_size(), own["x"], own["shares"]
     gate_up, keywords = laid_out(case, own["gate_up"])
     bias = own.get("gate_up_bias")
@@ -174,6 +190,8 @@ def call(case: Case, own: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.T
         bias = in_turns(bias)
     if case.leading:
         x, ids, shares = x[None], ids[None], shares[None]
+    if case.limited:
+        keywords |= {"max_tokens": 7, "max_rows": most_rows(case, world)}
     if not isinstance(case.experts, int):
         keywords["num_experts"] = case.experts_of(world)
     output = overlap_torch.moe(
@@ -187,12 +205,19 @@ def call(case: Case, own: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.T
         activation=Gate("relu", gated=case.form != "no gate"),
         shares_on=case.shares_on,
         sum_order=case.sum_order,
+        transport=transport,
         **keywords,
     )
     return output[0] if case.leading else output
 
 
-def check_moe(cases: list[Case]) -> tuple[int, list[str]]:
+def carried_by(transport: str | None):
+    """What makes a transport run on this rank's device."""
+    on_cpu = transport == "peer" and rank_device().type == "cpu"
+    return over_peers() if on_cpu else contextlib.nullcontext()
+
+
+def check_moe(cases: list[Case], transport: str) -> tuple[int, list[str]]:
     """Results and all gradients, bit for bit, from memory full of junk."""
     rank, world, failures = dist.get_rank(), dist.get_world_size(), Failures()
     for case in cases:
@@ -216,8 +241,9 @@ def check_moe(cases: list[Case]) -> tuple[int, list[str]]:
                 for name, part in parts_of(case, rank, world).items()
             }
             poison(rank_device(), 64, 512, 4096)
-            output = call(case, own, ids_of(case, rank, world))
-            output.backward(grads[rank].to(dtype))
+            with carried_by(transport):
+                output = call(case, own, ids_of(case, rank, world), transport)
+                output.backward(grads[rank].to(dtype))
             found = [output, *(part.grad for part in own.values())]
             for name, mine, value in zip(("output", *own), found, expected, strict=True):
                 value = torch.zeros_like(own[name]) if value is None else value
@@ -227,6 +253,15 @@ def check_moe(cases: list[Case]) -> tuple[int, list[str]]:
     return failures.result()
 
 
+def need_peers(ranks, transport: str) -> None:
+    if transport == "peer" and ranks.world == 1:
+        pytest.skip("a rank of its own has no peers")
+    if transport == "peer" and ranks.device_type == "cuda":
+        ranks.skip_without_peers()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
 @pytest.mark.parametrize("cases", [ROUTINGS, OPTIONS], ids=["routings", "options"])
-def test_moe_is_what_it_means(ranks, cases):
-    ranks.expect_no_failures(check_moe, cases)
+def test_moe_is_what_it_means(ranks, cases, transport):
+    need_peers(ranks, transport)
+    ranks.expect_no_failures(check_moe, cases, transport)

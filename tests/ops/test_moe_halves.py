@@ -61,6 +61,7 @@ def check_dispatch(align: int, order_of_sums: str) -> tuple[int, list[str]]:
                 num_experts=case.experts_of(world),
                 align=align,
                 sum_order=order_of_sums,
+                transport="nccl",
             )
             # Shares that no other order of the sum gives the bits of.
             shares = torch.rand(ids.shape, generator=torch.Generator().manual_seed(rank)).to(
@@ -138,16 +139,17 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     x, ids, shares, gate_up, down = operands(True)
     experts = [gate_up.shape[0]] * dist.get_world_size()
     rows, offs, counts, *route = torch.ops.overlap.moe_dispatch(
-        x, ids, experts, 1, False, world_name()
+        x, ids, experts, 1, 0, 0, False, False, world_name()
     )
     rows = rows.detach().requires_grad_()
     flat, size = shares.detach().reshape(-1, 1), rows.shape[0]
     calls = [
-        ("moe_dispatch", (x, ids, experts, 1, True, world_name())),
+        ("moe_dispatch", (x, ids, experts, 1, 0, 0, False, True, world_name())),
+        ("moe_dispatch", (x, ids, experts, 1, 9, 64, False, True, world_name())),
         ("moe_combine", (rows, shares, x.shape[0], 2, *route, True, world_name())),
         ("_moe_spread", (x, 2, *route, False, world_name())),
-        ("_moe_home", (rows, *route[:2], route[4], ids.numel(), world_name())),
-        ("_moe_away", (flat, *route[:2], route[4], size, world_name())),
+        ("_moe_home", (rows, *route[:2], *route[3:], ids.numel(), world_name())),
+        ("_moe_away", (flat, *route[:2], *route[3:], world_name())),
         ("_moe_linear", (rows, gate_up, offs)),
         ("_moe_weight_gradient", (rows, rows, offs)),
     ]
@@ -209,6 +211,14 @@ WRONG = [
     (ValueError, "an activation is one of", {"activation": "swish"}),
     (ValueError, "shares_on is", {"shares_on": "results"}),
     (ValueError, "sum_order is", {"sum_order": "any"}),
+    (ValueError, "transport is None", {"transport": "gloo"}),
+    (ValueError, "are given together", {"max_rows": 8}),
+    (ValueError, "more than max_tokens=5", {"max_rows": 8, "max_tokens": 5}),
+    (
+        ValueError,
+        "more than 1073741824",
+        {"transport": "peer", "max_rows": 8, "max_tokens": 1 << 27},
+    ),
     (ValueError, "a list of e tensors", {"gate_up": lambda weight: []}),
     (ValueError, "for one gate_up", {"gate_up": lambda w: w.chunk(2, 1), "interleaved": True}),
 ]
@@ -233,6 +243,9 @@ def check_errors() -> tuple[int, list[str]]:
         except (ValueError, TypeError) as error:
             right = type(error) is kind and text in str(error)
             failures.expect(None if right else f"{error!r}", text)
+    limits = {"max_tokens": 9, "max_rows": 1, "transport": "nccl"}
+    message = message_of(overlap_torch.moe, *operands(False), **limits)
+    failures.expect(None if "more than max_rows=1." in message else message)
     rows, route = overlap_torch.moe_dispatch(*operands(False)[:2], num_experts=4)
     message = message_of(overlap_torch.moe_combine, torch.cat([rows, rows[:1]]), route)
     if rows.shape[0] > 0:

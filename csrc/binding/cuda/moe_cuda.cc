@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <tuple>
 
+#include "binding/cuda/moe_cuda.h"
 #include "kernels/moe/moe.h"
 
 namespace overlap::binding {
-namespace {
 
 using at::Tensor;
 using kernels::Element;
@@ -37,6 +37,8 @@ at::ScalarType wide_of(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+namespace {
+
 cudaStream_t stream() {
   return at::cuda::getCurrentCUDAStream();
 }
@@ -49,15 +51,14 @@ Tensor ints(const Tensor& like, at::IntArrayRef sizes) {
   return at::empty(sizes, like.options().dtype(at::kInt));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> count_routes(const Tensor& ids,
-                                                        at::IntArrayRef experts) {
-  const c10::cuda::CUDAGuard guard(ids.device());
+}  // namespace
+
+Routes find_routes(const Tensor& ids, at::IntArrayRef experts, bool tokens) {
   const auto ranks = static_cast<int64_t>(experts.size());
   TORCH_CHECK_VALUE(
       ranks >= 1 && ranks <= kernels::kMaxExpertRanks && ids.size(1) <= kernels::kMaxChoices,
       "a mixture of experts takes up to ", kernels::kMaxExpertRanks, " ranks and ",
       kernels::kMaxChoices, " experts of a token on CUDA, but got ", ranks, " and ", ids.size(1));
-  const Tensor given = ids.contiguous();
   kernels::RoutesParams params;
   params.experts.ranks = static_cast<int32_t>(ranks);
   for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -65,26 +66,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> count_routes(const Tensor& ids,
         params.experts.first[rank] + static_cast<int32_t>(experts[rank]);
     params.message_width = std::max(params.message_width, static_cast<int32_t>(experts[rank]) + 1);
   }
-  params.ids = given.const_data_ptr();
-  params.wide_ids = given.scalar_type() == at::kLong;
-  params.tokens = given.size(0);
-  params.choices = static_cast<int32_t>(given.size(1));
+  params.ids = ids.const_data_ptr();
+  params.wide_ids = ids.scalar_type() == at::kLong;
+  params.tokens = ids.size(0);
+  params.choices = static_cast<int32_t>(ids.size(1));
   const Tensor scratch = ints(ids, {kernels::routes_scratch(params)});
-  Tensor message = longs(ids, {ranks, params.message_width});
-  Tensor routes = longs(ids, {given.numel()});
-  Tensor slots = ints(ids, {given.numel()});
-  Tensor sent = longs(ids, {ranks * params.tokens});
+  Routes found;
+  found.experts = params.experts;
+  found.message = longs(ids, {ranks, params.message_width});
+  found.routes = longs(ids, {ids.numel()});
   params.scratch = scratch.data_ptr<int32_t>();
-  params.message = message.data_ptr<int64_t>();
-  params.routes = routes.data_ptr<int64_t>();
-  params.slots = slots.data_ptr<int32_t>();
-  params.sent = sent.data_ptr<int64_t>();
+  params.message = found.message.data_ptr<int64_t>();
+  params.routes = found.routes.data_ptr<int64_t>();
+  if (tokens) {
+    found.slots = ints(ids, {ids.numel()});
+    found.sent = longs(ids, {ranks * params.tokens});
+    params.slots = found.slots.data_ptr<int32_t>();
+    params.sent = found.sent.data_ptr<int64_t>();
+  } else {
+    found.begins = longs(ids, {ranks + 1});
+    params.begins = found.begins.data_ptr<int64_t>();
+  }
   const cudaError_t error = kernels::find_routes(params, stream());
   TORCH_CHECK_VALUE(error != cudaErrorInvalidValue, "a mixture of ", params.experts.first[ranks],
                     " experts on ", ranks, " ranks and ", params.choices,
                     " experts of a token is too large for CUDA: their sum is to be at most 10000");
   C10_CUDA_CHECK(error);
-  return {message, routes, slots, sent};
+  return found;
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> count_routes(const Tensor& ids,
+                                                        at::IntArrayRef experts) {
+  const c10::cuda::CUDAGuard guard(ids.device());
+  const Routes found = find_routes(ids.contiguous(), experts, true);
+  return {found.message, found.routes, found.slots, found.sent};
 }
 
 std::tuple<Tensor, Tensor, Tensor> count_arrivals(const Tensor& message, const Tensor& met,
@@ -147,7 +164,7 @@ Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional
   const c10::cuda::CUDAGuard guard(rows.device());
   const Tensor from = rows.contiguous();
   const Tensor wide = shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
-  const Tensor where = ints(rows, {tokens * choices});
+  const Tensor where = longs(rows, {tokens * choices});
   Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
   kernels::SumParams params;
   params.element = element_of(rows);
@@ -159,7 +176,7 @@ Tensor sum_choices(const Tensor& rows, const Tensor& routes, const std::optional
   params.rows = from.const_data_ptr();
   params.shares = wide.defined() ? wide.const_data_ptr() : nullptr;
   params.row_shares = row_shares;
-  params.where = where.data_ptr<int32_t>();
+  params.where = where.data_ptr<int64_t>();
   params.output = output.data_ptr();
   if (choices == 0) output.zero_();
   C10_CUDA_CHECK(kernels::sum_choices(params, stream()));

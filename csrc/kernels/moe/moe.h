@@ -6,9 +6,15 @@
 
 #include <cstdint>
 
+#include "kernels/signal/signal.h"
+
 namespace overlap::kernels {
 
 enum class Element { kBFloat16, kFloat16, kFloat32, kFloat64 };
+
+// In place of a peer in the report of a wait: nothing was waited for. So many rows as were seen came, and only so many as
+// were expected have room.
+constexpr int32_t kTooManyRows = 252;
 
 constexpr int kMaxExpertRanks = 512;
 constexpr int kMaxChoices = 4096;
@@ -34,8 +40,9 @@ struct RoutesParams {
   int64_t* routes = nullptr;
   // [tokens * choices], of each route: its token's place among those sent to its rank, * choices + choice.
   int32_t* slots = nullptr;
-  // [ranks * tokens]: token * ranks + rank, by (rank, token).
+  // [ranks * tokens]: token * ranks + rank, by (rank, token). Null: neither slots nor sent are wanted.
   int64_t* sent = nullptr;
+  int64_t* begins = nullptr;  // [ranks + 1]: where each rank's part of routes begins; or null
 };
 
 int64_t routes_scratch(const RoutesParams& params);
@@ -57,7 +64,17 @@ struct ArrivalsParams {
   int32_t choices = 0;
   const int32_t* slots = nullptr;  // of the routes that came, by (rank, expert, token, choice)
   int64_t* place = nullptr;        // the row of each
-  int64_t* source = nullptr;       // [rows]: received token * choices + choice, or -1
+  int64_t* source = nullptr;       // [rows]: received token * choices + choice, or -1: padding
+
+  // Over peers a message says the rank's tokens in its last column, and `slots` has so many entries for each rank, its
+  // routes; 0: the messages follow each other.
+  int64_t rank_slots = 0;
+  int32_t rank = 0;
+  int64_t* home = nullptr;  // of this rank's own routes: the row of each that its own experts have
+  int64_t* longest = nullptr;  // the most tokens of a rank
+  int64_t most_rows = -1;      // more end the call with a report; -1: any number
+  int64_t room = 0;            // rows that `source` has; -2 in those after the last
+  WaitReport* report = nullptr;
 };
 
 cudaError_t count_arrivals(const ArrivalsParams& params,
@@ -72,6 +89,10 @@ struct RowsParams {
   const int64_t* index = nullptr;  // [rows]: a row of the source is index / divisor; -1: zeros
   int64_t divisor = 1;
   void* output = nullptr;  // [rows, width]
+  // Rows of the source that lie elsewhere, own_count of them from own_first on. An index of -2: nothing is written.
+  const void* own = nullptr;
+  int64_t own_first = 0;
+  int64_t own_count = 0;
 };
 
 cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream);
@@ -86,11 +107,97 @@ struct SumParams {
   const void* rows = nullptr;      // [routes, width]: the result of each
   const void* shares = nullptr;    // [tokens, choices], float (double of double), or null: ones
   bool row_shares = false;         // shares are [routes]
-  int32_t* where = nullptr;        // scratch [tokens * choices]
+  int64_t* where = nullptr;        // scratch [tokens * choices]
   void* output = nullptr;          // [tokens, width]: summed in the choices' order, rounded once
+  // Over peers `home`, as ArrivalsParams has it, replaces `route`: rows that peers' experts made have arrived, one after
+  // the other for all routes.
+  const int64_t* home = nullptr;
+  const void* arrived = nullptr;
+  int32_t rank = 0;
+  // Or sums are of each rank's tokens, stride of them; those without rows are not written, and others go to
+  // outputs[rank of the token] + (the rank's token) * output_step, or * width of this rank's.
+  void* outputs[kMaxPeers] = {};
+  int64_t stride = 0;
+  int64_t output_step = 0;  // elements
 };
 
 cudaError_t sum_choices(const SumParams& params, cudaStream_t stream);
+
+// What each rank tells its peers before its tokens: the routes to each of their experts and its tokens, as rows of messages
+// at the head of their slots. And `home`, in which a route to a rank's expert is -2 - rank, and no route -1.
+struct CountsParams {
+  ExpertRanks experts;
+  const void* ids = nullptr;  // as RoutesParams has it
+  bool wide_ids = false;
+  int64_t tokens = 0;
+  int32_t choices = 0;
+  int32_t rank = 0;
+  int32_t message_width = 0;
+  const int64_t* message = nullptr;
+  int64_t* home = nullptr;  // [tokens * choices]
+  char* slots[kMaxPeers] = {};
+};
+
+cudaError_t send_counts(const CountsParams& params, cudaStream_t stream);
+
+constexpr int64_t kSlotAlign = 256;  // bytes
+
+// Where routes and tokens lie in a slot, `stride` tokens for each rank: {routes, tokens, bytes in all}.
+struct TokenPlaces {
+  int64_t routes = 0;
+  int64_t rows = 0;
+  int64_t end = 0;
+};
+OVERLAP_HOST_DEVICE constexpr TokenPlaces token_places(int64_t ranks, int64_t message_width,
+                                                       int64_t choices, int64_t row_bytes,
+                                                       int64_t stride) {
+  const auto whole = [](int64_t bytes) {
+    return (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign;
+  };
+  TokenPlaces places;
+  places.routes = whole(ranks * message_width * 8);
+  places.rows =
+      places.routes + (message_width > 0 ? whole(ranks * stride * choices * 4) : int64_t{0});
+  places.end = places.rows + ranks * stride * row_bytes;
+  return places;
+}
+
+// Each token into the slots of the peers whose experts it chose: at rank * stride + token, after token_places().
+struct TokensParams {
+  int32_t rank = 0;
+  int32_t ranks = 0;
+  int32_t choices = 0;
+  int32_t message_width = 0;  // 0: routes do not travel, and nothing is before the tokens
+  int64_t tokens = 0;
+  int64_t row_bytes = 0;
+  const void* source = nullptr;   // [tokens, row_bytes]
+  const int64_t* home = nullptr;  // [tokens * choices]
+  int64_t stride = 0;             // tokens of a rank
+  const int64_t* longest =
+      nullptr;  // its value replaces the stride; nothing is sent if it is larger
+  const int64_t* routes = nullptr;  // RoutesParams
+  const int64_t* begins = nullptr;
+  char* slots[kMaxPeers] = {};
+};
+
+cudaError_t send_tokens(const TokensParams& params, cudaStream_t stream);
+
+// Each row to its route's place in the slot of the rank that sent the token; those of the own tokens stay.
+struct ResultsParams {
+  int32_t rank = 0;
+  int64_t rows = 0;
+  int64_t row_bytes = 0;
+  const void* results = nullptr;    // [rows, row_bytes]
+  const int64_t* source = nullptr;  // [rows]
+  int64_t stride = 0;               // routes of a rank
+  char* slots[kMaxPeers] = {};
+};
+
+cudaError_t send_results(const ResultsParams& params, cudaStream_t stream);
+
+// visits[token * ranks + r]: the token where it chose an expert of this rank itself, -2 - r of another rank r, else -1.
+cudaError_t find_visits(const int64_t* home, int64_t tokens, int32_t choices, int32_t rank,
+                        int32_t ranks, int64_t* visits, cudaStream_t stream);
 
 struct WeighParams {
   Element element = Element::kBFloat16;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/moe/moe.h"
+#include "kernels/signal/spin.cuh"
 
 namespace overlap::kernels {
 namespace {
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   const int tokens = load_experts(params, shape.block_tokens, experts);
   const int64_t first_token = int64_t{blockIdx.x} * shape.block_tokens;
 
-  for (int rank = threadIdx.x; rank < ranks; rank += kThreads) {
+  for (int rank = threadIdx.x; params.sent != nullptr && rank < ranks; rank += kThreads) {
     const int32_t* first = params.experts.first + rank;
     int slot = before[all + rank];
     for (int t = 0; t < tokens; ++t) {
@@ -170,7 +171,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < tokens * params.choices; ++i) {
       if (experts[i] == expert) {
         params.routes[at] = first_token * params.choices + i;
-        params.slots[at] = own[i / params.choices] * params.choices + i % params.choices;
+        if (params.sent != nullptr) {
+          params.slots[at] = own[i / params.choices] * params.choices + i % params.choices;
+        }
         ++at;
       }
     }
@@ -178,6 +181,10 @@ __global__ void __launch_bounds__(kThreads)
 
   if (blockIdx.x == 0) {
     const int width = params.message_width;
+    for (int rank = threadIdx.x; params.begins != nullptr && rank <= ranks; rank += kThreads) {
+      const int first = params.experts.first[rank];
+      params.begins[rank] = first < all ? starts[first] : starts[all - 1] + totals[all - 1];
+    }
     for (int i = threadIdx.x; i < ranks * width; i += kThreads) {
       const int rank = i / width;
       const int expert = i % width;
@@ -224,18 +231,43 @@ __global__ void __launch_bounds__(kThreads)
       params.offs[x] = end;
     }
     params.known[4 * ranks] = end;
+    if (params.longest != nullptr) {
+      int64_t longest = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        longest = max(longest, params.met[int64_t{rank} * params.message_width + last]);
+      }
+      *params.longest = longest;
+    }
+    if (params.most_rows >= 0 && end > params.most_rows) {
+      const auto most = static_cast<int32_t>(params.most_rows);
+      write_report(params.report, {0, kTooManyRows, most, end});
+      tell_peers(params.report);
+      for (int x = 0; x < params.experts; ++x) {
+        params.offs[x] = min(params.offs[x], most);
+      }
+    }
   }
 }
 
-// A block takes the routes from one rank to one expert.
+// A block takes the routes from one rank to one expert, and its part of the rows after the last.
 __global__ void __launch_bounds__(kThreads)
     place_arrivals_kernel(const __grid_constant__ ArrivalsParams params) {
   __shared__ int64_t parts[kThreads];
+  const int64_t end = params.experts == 0 ? 0 : params.offs[params.experts - 1];
+  for (int64_t i = end + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < params.room;
+       i += int64_t{gridDim.x} * kThreads) {
+    params.source[i] = -2;
+  }
+  if (params.experts == 0) {
+    return;
+  }
+  const bool apart = params.rank_slots > 0;  // each rank's routes
   const int rank = blockIdx.x / params.experts;
   const int expert = blockIdx.x % params.experts;
   const int width = params.message_width;
   int64_t earlier = 0;  // routes of earlier messages, and of earlier experts in this one
-  for (int i = threadIdx.x; i < rank * params.experts + expert; i += kThreads) {
+  for (int i = threadIdx.x + (apart ? rank * params.experts : 0);
+       i < rank * params.experts + expert; i += kThreads) {
     earlier += params.met[int64_t{i / params.experts} * width + i % params.experts];
   }
   parts[threadIdx.x] = earlier;
@@ -246,17 +278,27 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  const int64_t from = parts[0];
+  const int64_t from = parts[0] + rank * params.rank_slots;
   int64_t row = expert == 0 ? 0 : params.offs[expert - 1];
   int64_t tokens = 0;
   for (int r = 0; r < rank; ++r) {
     row += params.met[int64_t{r} * width + expert];
     tokens += params.met[int64_t{r} * width + width - 1];
   }
-  const int64_t count = params.met[int64_t{rank} * width + expert];
+  const int64_t first = apart ? rank * params.rank_slots : tokens * params.choices;
+  int64_t count = params.met[int64_t{rank} * width + expert];
+  if (params.most_rows >= 0) {
+    count = max(int64_t{0}, min(count, params.most_rows - row));  // of a call that has failed
+  }
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    params.place[from + i] = row + i;
-    params.source[row + i] = tokens * params.choices + params.slots[from + i];
+    const int32_t slot = params.slots[from + i];
+    params.source[row + i] = first + slot;
+    if (params.place != nullptr) {
+      params.place[from + i] = row + i;
+    }
+    if (apart && rank == params.rank) {
+      params.home[slot] = row + i;
+    }
   }
   if (rank == params.ranks - 1) {
     for (int64_t i = row + count + threadIdx.x; i < params.offs[expert]; i += kThreads) {
@@ -293,10 +335,11 @@ cudaError_t count_arrivals(const ArrivalsParams& params, cudaStream_t stream) {
 }
 
 cudaError_t place_arrivals(const ArrivalsParams& params, cudaStream_t stream) {
-  if (params.experts == 0) {
+  if (params.experts == 0 && params.room == 0) {
     return cudaSuccess;
   }
-  place_arrivals_kernel<<<params.ranks * params.experts, kThreads, 0, stream>>>(params);
+  const int blocks = std::max(1, params.ranks * params.experts);
+  place_arrivals_kernel<<<blocks, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -47,14 +47,22 @@ __global__ void __launch_bounds__(kMostThreads)
     gather_kernel(const __grid_constant__ RowsParams params) {
   const int64_t row = blockIdx.x;
   const int64_t index = params.index[row];
-  const int64_t from = index < 0 ? -1 : index / params.divisor;
+  if (index == -2) {
+    return;
+  }
+  int64_t from = index < 0 ? -1 : index / params.divisor;
+  const void* source = params.source;
+  if (from >= params.own_first && from - params.own_first < params.own_count) {
+    from -= params.own_first;
+    source = params.own;
+  }
   const int64_t step = int64_t{blockDim.x} * kVector;
   for (int64_t column = threadIdx.x * kVector; column < params.width; column += step * kBatch) {
     Access<T, kVector> values[kBatch] = {};
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (from >= 0 && column + i * step < params.width) {
-        values[i] = load<T, kVector>(params.source, from * params.width + column + i * step);
+        values[i] = load<T, kVector>(source, from * params.width + column + i * step);
       }
     }
 #pragma unroll
@@ -66,20 +74,45 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-__global__ void invert_kernel(const int64_t* route, int64_t routes, int32_t* where) {
+__global__ void invert_kernel(const int64_t* route, int64_t routes, int64_t* where) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < routes && route[i] >= 0) {
-    where[route[i]] = static_cast<int32_t>(i);
+    where[route[i]] = i;
   }
 }
 
-template <class T, int kVector>
+// Where a token's row for one of its choices lies, or null.
+template <class T, bool kHome>
+__device__ __forceinline__ const T* row_of(const SumParams& params, int64_t place, int64_t row) {
+  const void* rows = params.rows;
+  if (kHome && row < -1) {
+    rows = params.arrived;
+    row = row == -2 - params.rank ? -1 : place;  // an own row that had no room: the call has failed
+  }
+  return row < 0 ? nullptr : static_cast<const T*>(rows) + row * params.width;
+}
+
+template <class T, int kVector, bool kHome>
 __global__ void __launch_bounds__(kMostThreads)
     sum_kernel(const __grid_constant__ SumParams params) {
   using A = wide_t<T>;
   const int64_t token = blockIdx.x;
-  const int32_t* where = params.where + token * params.choices;
+  const int64_t* where = (kHome ? params.home : params.where) + token * params.choices;
   const A* shares = static_cast<const A*>(params.shares);
+  T* output = static_cast<T*>(params.output) + token * params.width;
+  if (!kHome && params.stride > 0) {
+    bool any = false;
+    for (int choice = 0; choice < params.choices; ++choice) {
+      any |= where[choice] >= 0;
+    }
+    if (!any) {
+      return;
+    }
+    const int64_t rank = token / params.stride;
+    output =
+        static_cast<T*>(params.outputs[rank]) +
+        (token - rank * params.stride) * (rank == params.rank ? params.width : params.output_step);
+  }
   for (int64_t column = threadIdx.x * kVector; column < params.width;
        column += int64_t{blockDim.x} * kVector) {
     A total[kVector] = {};
@@ -89,12 +122,12 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int choice = first + i;
-        const int32_t row = choice < params.choices ? where[choice] : -1;
-        if (row >= 0) {
-          parts[i] = load<T, kVector>(params.rows, row * params.width + column);
-          share[i] = shares == nullptr   ? A{1}
-                     : params.row_shares ? shares[row]
-                                         : shares[token * params.choices + choice];
+        const int64_t place = token * params.choices + choice;
+        const int64_t row = choice < params.choices ? where[choice] : -1;
+        const T* from = row_of<T, kHome>(params, place, row);
+        if (from != nullptr) {
+          parts[i] = load<T, kVector>(from, column);
+          share[i] = shares == nullptr ? A{1} : shares[params.row_shares ? row : place];
         }
       }
 #pragma unroll
@@ -110,7 +143,7 @@ __global__ void __launch_bounds__(kMostThreads)
     for (int e = 0; e < kVector; ++e) {
       round_to(total[e], result.element[e]);
     }
-    store(params.output, token * params.width + column, result);
+    store<T, kVector>(output, column, result);
   }
 }
 
@@ -203,7 +236,7 @@ __device__ __forceinline__ Activated<A> activate(Activation activation, A x) {
 // The expert that a row is for: the first whose rows end after it.
 __device__ int expert_of(const int32_t* offs, int experts, int64_t row) {
   int low = 0;
-  int high = experts;
+  int high = experts - 1;  // rows after the last one are the last expert's, too
   while (low < high) {
     const int middle = (low + high) / 2;
     if (offs[middle] > row) {
@@ -380,7 +413,7 @@ cudaError_t gather_rows(const RowsParams& params, cudaStream_t stream) {
   return by_element(params.element, params.rows, params.width, [&](auto type) {
     using T = decltype(type);
     constexpr int kVector = 16 / sizeof(T);
-    const int vector = vector_of<T>({params.width}, {params.source, params.output});
+    const int vector = vector_of<T>({params.width}, {params.source, params.own, params.output});
     const auto kernel = vector == 1 ? gather_kernel<T, 1> : gather_kernel<T, kVector>;
     kernel<<<static_cast<unsigned>(params.rows), threads_of(params.width, vector), 0, stream>>>(
         params);
@@ -392,20 +425,28 @@ cudaError_t sum_choices(const SumParams& params, cudaStream_t stream) {
   if (places == 0) {
     return cudaSuccess;
   }
-  if (const cudaError_t error =
-          cudaMemsetAsync(params.where, 0xff, places * sizeof(int32_t), stream);
-      error != cudaSuccess) {
-    return error;
-  }
-  if (params.routes > 0) {
-    invert_kernel<<<static_cast<unsigned>((params.routes + 255) / 256), 256, 0, stream>>>(
-        params.route, params.routes, params.where);
+  if (params.home == nullptr) {
+    if (const cudaError_t error =
+            cudaMemsetAsync(params.where, 0xff, places * sizeof(int64_t), stream);
+        error != cudaSuccess) {
+      return error;
+    }
+    if (params.routes > 0) {
+      invert_kernel<<<static_cast<unsigned>((params.routes + 255) / 256), 256, 0, stream>>>(
+          params.route, params.routes, params.where);
+    }
   }
   return by_element(params.element, params.tokens, params.width, [&](auto type) {
     using T = decltype(type);
     constexpr int kVector = 16 / sizeof(T);
-    const int vector = vector_of<T>({params.width}, {params.rows, params.output});
-    const auto kernel = vector == 1 ? sum_kernel<T, 1> : sum_kernel<T, kVector>;
+    int vector = vector_of<T>({params.width}, {params.rows, params.output, params.arrived});
+    for (void* output : params.outputs) {
+      vector = std::min(vector, vector_of<T>({params.output_step}, {output}));
+    }
+    const auto kernel =
+        params.home != nullptr
+            ? (vector == 1 ? sum_kernel<T, 1, true> : sum_kernel<T, kVector, true>)
+            : (vector == 1 ? sum_kernel<T, 1, false> : sum_kernel<T, kVector, false>);
     kernel<<<static_cast<unsigned>(params.tokens), threads_of(params.width, vector), 0, stream>>>(
         params);
   });
