@@ -24,12 +24,9 @@ from overlap_torch._inductor.editing import (
     same_shape,
     value,
 )
-from overlap_torch._layers.rmsnorm import kernels_finish
+from overlap_torch._layers.rmsnorm import MOST_ROWS, kernels_finish
 
 _ops = torch.ops.overlap
-
-# Up to here the op was faster than a compiled norm after an all-reduce in all measured cases (docs/serving.md).
-MOST_ROWS = 512
 
 
 @dataclass(frozen=True)

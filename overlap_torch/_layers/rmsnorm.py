@@ -14,6 +14,8 @@ from overlap_torch._ops.gradients import needs_recording, transforms_are_active
 _QUANTIZE = (None, "tensorwise", "rowwise", "blockwise")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GRAIN, _MOST_COLUMNS = 8, 16384  # of rows that the kernels take
+# Up to here they were faster than a compiled norm after an all-reduce in all measured cases (docs/serving.md).
+MOST_ROWS = 512
 
 # The norm or its cast, the sum, and the norm that was cast.
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
