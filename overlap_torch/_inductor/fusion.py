@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from overlap_torch._inductor.editing import (
     KINDS,
+    WAIT,
     NotFused,
     collective_name,
     forget_intermediate_sizes,
@@ -22,6 +23,7 @@ from overlap_torch._inductor.editing import (
     value,
 )
 from overlap_torch._inductor.gathers import fuse_gather
+from overlap_torch._inductor.norms import fuse_norm
 from overlap_torch._inductor.reductions import fuse_reduction
 from overlap_torch._inductor.report import FusionRow
 from overlap_torch._ops.group import world_size
@@ -71,11 +73,22 @@ def fuse(graph: Graph, settings: Settings) -> list[FusionRow]:
 def _fuse_reduction(node: Node, row: FusionRow, settings: Settings) -> None:
     try:
         _check_group(row, settings)
-        fused = fuse_reduction(node, row["group"], row["world_size"])
     except NotFused as error:
         row["why"], row["missed"] = error.why, error.missed
         return
-    row["op"], row["gemms"], row["note"] = fused.op, fused.gemms, fused.note
+    results = [user for user in node.users if user.target is WAIT]
+    try:
+        fused = fuse_reduction(node, row["group"], row["world_size"])
+        row["op"], row["gemms"], row["note"] = fused.op, fused.gemms, fused.note
+        results = [fused.output]
+    except NotFused as error:
+        row["why"], row["missed"] = error.why, error.missed
+    op = fuse_norm(results[0]) if len(results) == 1 else None
+    if op is None:
+        return
+    if not row["op"]:  # no GEMM: the sum and its norm are one op
+        row["why"], row["missed"], row["note"] = "", False, row["why"]
+    row["op"] = op
 
 
 def _fuse_gathers(

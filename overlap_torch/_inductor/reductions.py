@@ -74,6 +74,7 @@ class Fused:
 
     op: str
     gemms: int
+    output: Node  # has the collective's result
     note: str = ""
 
 
@@ -124,7 +125,7 @@ def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
         _erase([bias_add.node])
     _erase([*waits, collective, *found.inner])
     op = "gemm_reducescatter" if reduction.scatters else "gemm_allreduce"
-    return Fused(op, len(found.products), note)
+    return Fused(op, len(found.products), output, note)
 
 
 def _check(reduction: _Reduction, products: Sequence[_Product]) -> None:

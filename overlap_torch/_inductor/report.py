@@ -25,8 +25,8 @@ class FusionRow(TypedDict):
     ``graph``: the graph's number in the report, from 0. ``direction``: ``forward`` (inference, too) or ``backward``.
     ``collective``: ``all_reduce``, ``reduce_scatter``, ``all_gather``, or another functional collective's name. ``node``: its
     name in the graph. ``shape``: of this rank's input, each size as text, since it may be symbolic. ``dtype``, ``group`` (its
-    name), ``world_size``. ``op``: ``gemm_allreduce``, ``gemm_reducescatter``, ``allgather_gemm`` or ``allgather_gemm.weights``
-    where it is fused, else empty. ``gemms``: how many GEMMs are. ``missed``: whether it is not fused although its neighbour is
+    name), ``world_size``. ``op``: ``gemm_allreduce``, ``gemm_reducescatter``, ``gemm_allreduce_rmsnorm``, ``allreduce_rmsnorm``,
+    ``allgather_gemm`` or ``allgather_gemm.weights`` where it is fused, else empty. ``gemms``: how many GEMMs are. ``missed``: whether it is not fused although its neighbour is
     a GEMM. ``why``: why it is not fused; empty where it is. ``note``: what else to know. ``module``: the module's path in the
     model, and ``source``: ``file:line: code`` in it; both of forward, for backward too, and empty where the compiler knows none.
     """

@@ -14,6 +14,8 @@ from overlap_torch._ops.gradients import needs_recording, transforms_are_active
 _QUANTIZE = (None, "tensorwise", "rowwise", "blockwise")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _GRAIN, _MOST_COLUMNS = 8, 16384  # of rows that the kernels take
+# Up to here they were faster than a compiled norm after an all-reduce in all measured cases (docs/serving.md).
+MOST_ROWS = 512
 
 # The norm or its cast, the sum, and the norm that was cast.
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -86,10 +88,37 @@ def _fake(
     return [*results, norm] if return_norm else results
 
 
+def kernels_finish(dtype: torch.dtype, columns: int | torch.SymInt) -> bool:
+    """True if the kernels finish rows of this dtype and so many columns, a known number."""
+    known = isinstance(columns, int) and columns % _GRAIN == 0 and 0 < columns <= _MOST_COLUMNS
+    return known and dtype in (torch.bfloat16, torch.float16)
+
+
 def _kernels_take(terms: torch.Tensor, weight: Operand) -> bool:
     columns = terms.shape[-1] if weight is None else weight.shape[0]
-    half = terms.dtype in (torch.bfloat16, torch.float16)
-    return terms.is_cuda and half and columns % _GRAIN == 0 and 0 < columns <= _MOST_COLUMNS
+    return terms.is_cuda and kernels_finish(terms.dtype, columns)
+
+
+def _composed(
+    input: torch.Tensor,
+    weight: Operand,
+    residual: Operand,
+    norm_weight: torch.Tensor,
+    bias: Operand = None,
+    scale: Operand = None,
+    *,
+    group: str,
+    **how: Any,
+) -> list[torch.Tensor]:
+    """All-reduce, or GEMM and all-reduce, and after it PyTorch's operators; on CPU this is the op itself."""
+    if weight is None:
+        total = Sum.apply(input, group) if input.numel() > 0 else input.clone()
+    else:
+        total = gemm_allreduce(input, weight, group=group)
+    return composition.finish(total, residual, norm_weight, bias, scale=scale, **how)
+
+
+torch.library.impl("overlap::allreduce_rmsnorm", "cpu", _composed)
 
 
 def _call(
@@ -121,11 +150,7 @@ def _call(
         results = torch.ops.overlap.allreduce_rmsnorm.default(*operands, **how, group=name)
     else:
         _check_operands(op, *operands)
-        if weight is not None:
-            total = gemm_allreduce(terms, weight, group=name)
-        else:
-            total = Sum.apply(terms, name) if terms.numel() > 0 else terms.clone()
-        results = composition.finish(total, *rest, scale=scale, **how)
+        results = _composed(*operands, **how, group=name)
     first, total, *rest = results
     if quantize in ("rowwise", "blockwise"):
         scales, *rest = rest

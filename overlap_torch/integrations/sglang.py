@@ -1,4 +1,5 @@
-"""SGLang's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce`` and ``gemm_reducescatter``.
+"""SGLang's row-parallel layers, attention's output and the MLP's down projection, by ``gemm_allreduce`` and ``gemm_reducescatter``;
+the sums that its layers leave to the next norm by ``allreduce_rmsnorm``.
 
 A plug-in of SGLang: with ``OVERLAP_SGLANG=1`` every process of SGLang calls :func:`enable` before it makes a model.
 """
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from overlap_torch import gemm_allreduce, gemm_reducescatter
+from overlap_torch import allreduce_rmsnorm, gemm_allreduce, gemm_reducescatter
+from overlap_torch._layers.rmsnorm import MOST_ROWS, kernels_finish
 from overlap_torch.integrations import _serving
 from overlap_torch.integrations._release import require
 
@@ -20,13 +22,18 @@ __all__ = ["TARGET", "enable"]
 
 RELEASES = ("0.5.23",)
 TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
+_FUSION = "sglang.srt.layers.flashinfer_comm_fusion"
+NORM_TARGET = f"{_FUSION}.flashinfer_allreduce_residual_rmsnorm"
 _enabled = False
 
 
 def enable() -> None:
-    """Registers a hook around the forward of SGLang's ``RowParallelLinear``; a second call does nothing.
+    """Registers hooks around the forward of SGLang's ``RowParallelLinear``, and around its all-reduce with residual and norm.
 
-    SGLang applies it when it has loaded its plug-ins. The hook computes what the forward would:
+    SGLang applies them when it has loaded its plug-ins; a second call does nothing. The norm's hook is ``allreduce_rmsnorm``
+    with ``fused=True`` for contiguous rows of bfloat16 or float16 which the kernels take, at most 512 of them, and SGLang's
+    function for all others. SGLang calls that function only where its own fusion applies. The forward's hook computes what
+    the forward would:
 
     - ``gemm_allreduce`` where that is an unquantized GEMM and an all-reduce over the tensor-parallel group;
     - ``gemm_reducescatter`` where SGLang's sequence parallelism is active: rows padded to a multiple of the ranks, scattered.
@@ -47,7 +54,47 @@ def enable() -> None:
     unquant = importlib.import_module("sglang.srt.layers.quantization.unquant")
     hook = forward_hook(linear, unquant.UnquantizedLinearMethod)
     registry.HookRegistry.register(TARGET, hook, registry.HookType.AROUND)
+    registry.HookRegistry.register(NORM_TARGET, _norm, registry.HookType.AROUND)
     _enabled = True
+
+
+def _norm(
+    original: Callable[..., Any],
+    input_tensor: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    max_token_num: int = 2048,
+    use_oneshot: bool | None = None,
+    trigger_completion_at_end: bool = False,
+    fp32_acc: bool = True,
+    use_attn_tp_group: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The hook around SGLang's ``flashinfer_allreduce_residual_rmsnorm``: the norm and the sum, or None twice."""
+    fusion = importlib.import_module(_FUSION)
+    ranks, _, group = fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
+    takes = (
+        ranks > 1
+        and input_tensor.dim() == 2
+        and 0 < input_tensor.shape[0] <= MOST_ROWS
+        and kernels_finish(input_tensor.dtype, input_tensor.shape[1])
+        and residual.shape == input_tensor.shape
+        and input_tensor.dtype == residual.dtype == weight.dtype
+        and all(tensor.is_contiguous() for tensor in (input_tensor, residual, weight))
+    )
+    if not takes:
+        how = (eps, max_token_num, use_oneshot, trigger_completion_at_end, fp32_acc)
+        return original(input_tensor, residual, weight, *how, use_attn_tp_group)
+    with torch._C.DisableTorchFunctionSubclass():
+        norm, total = allreduce_rmsnorm(
+            input_tensor,
+            residual,
+            weight,
+            group=group.device_group.group_name,
+            eps=eps,
+            fused=True,
+        )
+    return norm, total
 
 
 def forward_hook(linear: Any, unquantized: type) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ A plug-in of vLLM: with ``OVERLAP_VLLM=1`` every process of vLLM calls :func:`en
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def enable() -> type:
     A layer of it has vLLM's parameters, loaders and ``quant_method``. Its forward is ``gemm_allreduce`` where vLLM's would be an
     unquantized GEMM and an all-reduce of all ranks of the tensor-parallel group. Everything else is vLLM's forward: quantized
     layers, ``reduce_results=False``, ``disable_tp``, a group of one, weights packed for a CPU's kernel, and
-    ``VLLM_BATCH_INVARIANT=1``.
+    ``VLLM_BATCH_INVARIANT=1``. ``OVERLAP_VLLM`` becomes one of the variables that vLLM's cache of compiled graphs is keyed by.
 
     Returns:
         The class.
@@ -56,6 +57,7 @@ def enable() -> type:
             batch_invariant=lambda: bool(envs.VLLM_BATCH_INVARIANT),
         )
         _enabled = base.register_oot(ours)
+        envs.environment_variables["OVERLAP_VLLM"] = lambda: os.environ.get("OVERLAP_VLLM", "0")
     return _enabled
 
 
@@ -66,7 +68,10 @@ def layer_class(
     tp_group: Callable[[], Any],
     batch_invariant: Callable[[], bool],
 ) -> type[torch.nn.Module]:
-    """A subclass of vLLM's ``RowParallelLinear``, ``base``, with this forward."""
+    """A subclass of vLLM's ``RowParallelLinear``, ``base``, with this forward.
+
+    Its layers raise a ``RuntimeError`` when they are made for another number of ranks than the tensor-parallel group's.
+    """
 
     class OverlapRowParallelLinear(base):
         """vLLM's row-parallel layer, whose output is reduced beside its GEMM."""
@@ -75,8 +80,14 @@ def layer_class(
             super().__init__(*args, **kwargs)
             self.overlap_group = ""
             if self.reduce_results and self.tp_size > 1 and not batch_invariant():
+                group = tp_group()
+                if group.world_size != self.tp_size:
+                    raise RuntimeError(
+                        f"OVERLAP_VLLM=1: a {base.__name__} is made for {self.tp_size} ranks, but vLLM's tensor-parallel group has "
+                        f"{group.world_size}, over which its output would be summed; set OVERLAP_VLLM=0 for this model"
+                    )
                 # Named here: what compiles the model sees a constant.
-                self.overlap_group = tp_group().device_group.group_name
+                self.overlap_group = group.device_group.group_name
 
         def forward(self, input_: torch.Tensor) -> Any:
             """As vLLM's."""

@@ -251,10 +251,12 @@ def compare(failures: Failures, found: Any, right: Any, *where: object) -> None:
         failures.expect(difference(one, other), *where)
 
 
-def check_patterns(names: list[str], dynamic: bool) -> tuple[int, list[str]]:
+def check_patterns(
+    names: list[str], dynamic: bool, patterns: dict[str, Pattern] = PATTERNS
+) -> tuple[int, list[str]]:
     failures = Failures()
     for name in names:
-        pattern = PATTERNS[name]
+        pattern = patterns[name]
         graphs = Graphs()
         compiled = graphs.compile(
             lambda *tensors, run=pattern.run: run(Functional(), *tensors), dynamic=dynamic

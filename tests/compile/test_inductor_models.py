@@ -20,7 +20,7 @@ from checks import Failures
 from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
 from meshes import mesh
-from operands import rank_device
+from operands import difference, rank_device
 
 WIDTH, HEADS, HIDDEN, TOKENS = 8, 4, 12, 16
 
@@ -291,3 +291,24 @@ def test_inductor_fuses_all_of_hugging_faces_models(
             dist.all_reduce(own.grad)
     near_in_all(failures, found, expected, model, right)
     expect_counts(failures, graphs, *TRANSFORMERS[sequence])
+
+
+@pytest.mark.long
+@needs_transformers
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.seconds(400)
+def test_inductor_fuses_the_norms_of_hugging_faces_llama(failures: Failures) -> None:
+    """Each all-reduce with the norm after it, the embedding's too; bit for bit the parallel model without a compiler."""
+    model = parallelize_module(transformer("Llama"), mesh(), transformer_plan(False))
+    model.to(torch.bfloat16)
+    tokens, _ = tokens_of()
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False).logits
+
+    graphs = Graphs()
+    with torch.no_grad():
+        found, right = whole(graphs.compile(logits)(tokens)), whole(logits(tokens))
+    failures.expect(difference(found, right), "logits")
+    ops = {("forward", "gemm_allreduce_rmsnorm"): 4, ("forward", "allreduce_rmsnorm"): 1}
+    expect_counts(failures, graphs, ops, {("forward", "all_gather"): 1})

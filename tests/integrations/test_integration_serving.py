@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -175,7 +176,7 @@ def vllm_modules(base: type, registry: dict[str, type], unquantized: type) -> li
         ),
         module("vllm.model_executor.custom_op", op_registry_oot=registry),
         module("vllm.distributed", get_tp_group=Group),
-        module("vllm.envs", VLLM_BATCH_INVARIANT=False),
+        module("vllm.envs", VLLM_BATCH_INVARIANT=False, environment_variables={}),
     ]
 
 
@@ -228,6 +229,8 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
         with mock.patch.dict(os.environ, {"OVERLAP_VLLM": "1"}):
             overlap_torch_plugins.vllm()
             overlap_torch_plugins.vllm()
+            keyed = sys.modules["vllm.envs"].environment_variables["OVERLAP_VLLM"]()
+        failures.expect(None if keyed == "1" else keyed, "the key of compiled graphs")
         ours = VllmLinear.registry["VllmLinear"]
         made = type(VllmLinear(K, N))
         failures.expect(
@@ -440,9 +443,10 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
         with mock.patch.dict(os.environ, {"OVERLAP_SGLANG": "1"}):
             overlap_torch_plugins.sglang()
             overlap_torch_plugins.sglang()
-    ((target, hook, kind),) = Hooks.registered
-    right = (sglang.TARGET, "around")
-    failures.expect(None if (target, kind) == right else f"{target}, {kind}", "registered")
+    hooks = {target: hook for target, hook, kind in Hooks.registered if kind == "around"}
+    right = [sglang.TARGET, sglang.NORM_TARGET]
+    failures.expect(None if list(hooks) == right else str(Hooks.registered), "registered")
+    hook = hooks[sglang.TARGET]
 
     def forward(*args, **keywords):
         return hook(SglangLinear.forward, *args, **keywords)
@@ -638,6 +642,8 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
     registry = module("sglang.srt.plugins.hook_registry")
     parents = [module(name) for name in ("sglang", "sglang.srt", "sglang.srt.layers")]
     parents += [module("sglang.srt.plugins"), module("sglang.srt.layers.quantization")]
+    fusion = module(sglang.NORM_TARGET.rpartition(".")[0])
+    fusion.flashinfer_allreduce_residual_rmsnorm = lambda *arguments: (None, None)
     for parent in parents:
         parent.__path__ = []
     framework = installed(
@@ -645,6 +651,7 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
         *parents,
         registry,
         module_of,
+        fusion,
         module("sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Unquantized),
     )
     options = {"quantized": lambda value: {"quant_config": QuantConfig() if value else None}}
@@ -682,6 +689,8 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
 @pytest.mark.long
 @pytest.mark.ranks((2, "gloo"))
 def test_sglangs_own_layer_runs_the_ops(ranks):
+    from overlap_torch.integrations import sglang
+
     with wheel("sglang") as archive:
         source = class_source(archive, "sglang/srt/layers/linear.py", "RowParallelLinear")
         hooks = archive.read("sglang/srt/plugins/hook_registry.py").decode()
@@ -698,4 +707,11 @@ def test_sglangs_own_layer_runs_the_ops(ranks):
         assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in plugins
         unquant = archive.read("sglang/srt/layers/quantization/unquant.py").decode()
         assert "class UnquantizedLinearMethod" in unquant
+        fusion = archive.read("sglang/srt/layers/flashinfer_comm_fusion.py").decode()
+        functions = {
+            n.name: n.args for n in ast.parse(fusion).body if isinstance(n, ast.FunctionDef)
+        }
+        theirs = functions[sglang.NORM_TARGET.rpartition(".")[2]].args
+        assert [a.arg for a in theirs] == list(inspect.signature(sglang._norm).parameters)[1:]
+        assert ast.unparse(functions["resolve_fusion_group"]) == "*, use_attn_tp_group: bool"
     ranks.expect_no_failures(check_sglangs_own, source, hooks)

@@ -19,7 +19,7 @@ from overlap_torch._inductor.fusion import Settings, fuse
 from overlap_torch._inductor.report import FusionRow
 
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "allreduce_rmsnorm")
 
 
 class Graphs:

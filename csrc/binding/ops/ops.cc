@@ -372,7 +372,7 @@ TORCH_LIBRARY(overlap, m) {
       "gemm_alltoall(Tensor input, Tensor weight, SymInt[] send_rows, SymInt[] recv_rows, Tensor? "
       "bias=None, *, str group) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  // On CUDA alone. Without a weight the input is what is added up. Results: the norm or its cast, the sum, the cast's
+  // On CPU by PyTorch's operators, in Python. Without a weight the input is what is added up. Results: the norm or its cast, the sum, the cast's
   // scales, and the norm that was cast.
   m.def(
       "allreduce_rmsnorm(Tensor input, Tensor? weight, Tensor? residual, Tensor norm_weight, "

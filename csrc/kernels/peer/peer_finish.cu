@@ -30,14 +30,21 @@ __device__ __forceinline__ float over_warp(float value, Combine combine) {
   return value;
 }
 
-// The value of all warps, combined in their order. The barrier is in it.
+// The value of all warps, combined in their order. The barrier is in it. Zero, where there is no warp, changes no sum of
+// squares and no largest absolute value.
 template <class Combine>
-__device__ __forceinline__ float over_block(float value, float* place, int warps, Combine combine) {
+__device__ __forceinline__ float over_block(float value, float (&place)[kMostWarps],
+                                            Combine combine) {
   value = over_warp(value, combine);
   if (threadIdx.x % kLanes == 0) place[threadIdx.x / kLanes] = value;
   __syncthreads();
-  float all = place[0];
-  for (int warp = 1; warp < warps; ++warp) all = combine(all, place[warp]);
+  const auto* const fours = reinterpret_cast<const float4*>(place);
+  float all = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kMostWarps / 4; ++i) {
+    const float4 four = fours[i];
+    all = combine(combine(combine(combine(all, four.x), four.y), four.z), four.w);
+  }
   return all;
 }
 
@@ -53,19 +60,28 @@ __device__ __forceinline__ uint16_t to_fp8(const float (&value)[kVector], float 
   return __nv_cvt_float2_to_fp8x2(make_float2(scaled(0), scaled(1)), __NV_SATFINITE, __NV_E4M3);
 }
 
+// Calls `body(row)` for the rows that this block has.
+template <class Body>
+__device__ __forceinline__ void each_row(int64_t rows, Body body) {
+#pragma unroll 1
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) body(row);
+}
+
 // One block's way through its rows, in the order in which its threads share arrays: by turns, so that one barrier for each
 // array and row is enough.
 template <class T, int kUnits>
 class Finisher {
  public:
-  __device__ __forceinline__ explicit Finisher(const FinishParams& params)
-      : params_(params), part_(params.columns), gain_(load_words(part_, params.gain, 0)) {}
-
-  __device__ __forceinline__ const RowPart<kUnits>& part() const { return part_; }
-  template <class Body>
-  __device__ __forceinline__ void each_row(Body body) const {
-    for (int64_t row = blockIdx.x; row < params_.rows; row += gridDim.x) body(row);
+  __device__ __forceinline__ Finisher(const FinishParams& params, const RowPart<kUnits>& part)
+      : params_(params), part_(part), gain_(load_words(part_, params.gain, 0)) {
+    // Read after a barrier, and stored in by no other thread.
+    for (int i = part.warps + static_cast<int>(threadIdx.x); i < kMostWarps; i += blockDim.x) {
+      for (int turn = 0; turn < 2; ++turn) {
+        shared().squares[turn][i] = shared().largest[turn][i] = 0.0f;
+      }
+    }
   }
+
   // A row of the residual, or zeros. Loaded before a row is awaited, it takes no time of its own.
   __device__ __forceinline__ Words<kUnits> residual(int64_t row) const {
     if (params_.residual == nullptr) return {};
@@ -76,28 +92,23 @@ class Finisher {
   __device__ __forceinline__ void finish(int64_t row, Words<kUnits> sum,
                                          const Words<kUnits>& residual) {
     if (params_.bias != nullptr) sum = plus<T>(sum, load_words(part_, params_.bias, 0));
-    if (params_.residual != nullptr) sum = plus<T>(sum, residual);
+    if (params_.residual != nullptr) sum = plus<T>(sum, from_here(residual));
     store_words(part_, params_.sum, row, sum);
     turn_ ^= 1;
-    const Words<kUnits> normed = rounded<T>(norm_of(to_floats(sum)));
+    const Words<kUnits> normed = rounded<T>(norm_of(to_floats<T>(sum)));
     if (params_.normed != nullptr) store_words(part_, params_.normed, row, normed);
-    if (params_.values != nullptr) cast(row, to_floats(normed));
+    if (params_.values != nullptr) cast(row, to_floats<T>(normed));
   }
 
  private:
   struct Shared {
-    float squares[2][kMostWarps];
-    float largest[2][kMostGroups];
+    alignas(16) float squares[2][kMostWarps];
+    alignas(16) float largest[2][kMostWarps];
+    float largest_of_group[2][kMostGroups];
   };
   __device__ __forceinline__ static Shared& shared() {
     __shared__ Shared memory;
     return memory;
-  }
-
-  __device__ __forceinline__ static Floats<kUnits> to_floats(const Words<kUnits>& words) {
-    Floats<kUnits> values = {};
-    add_words<T>(values, words);
-    return values;
   }
 
   __device__ __forceinline__ Floats<kUnits> norm_of(Floats<kUnits> value) const {
@@ -106,20 +117,18 @@ class Finisher {
 #pragma unroll
       for (const float one : value.value[u][w]) squares = fmaf(one, one, squares);
     });
-    squares = over_block(squares, shared().squares[turn_], part_.warps,
-                         [](float a, float b) { return a + b; });
+    squares = over_block(squares, shared().squares[turn_], [](float a, float b) { return a + b; });
     const float factor = rsqrtf(squares / static_cast<float>(params_.columns) + params_.eps);
     each_word<kUnits>([&](int u, int w) {
-      const auto gains = bits_as<Pair<T>>(gain_.word[u][w]);
+#pragma unroll
+      for (float& one : value.value[u][w]) one *= factor;
+    });
+    if (params_.round_before_gain) value = to_floats<T>(rounded<T>(value));
+    const Floats<kUnits> gain = to_floats<T>(from_here(gain_));
+    each_word<kUnits>([&](int u, int w) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        float one = value.value[u][w][e] * factor;
-        if (params_.round_before_gain) {
-          T short_of_gain;
-          round_to(one, short_of_gain);
-          one = to_float(short_of_gain);
-        }
-        value.value[u][w][e] = one * (to_float(gains.element[e]) + params_.gain_offset);
+        value.value[u][w][e] *= gain.value[u][w][e] + params_.gain_offset;
       }
     });
     return value;
@@ -133,16 +142,16 @@ class Finisher {
     const auto of_word = [&](int u, int w) {
       return larger(fabsf(normed.value[u][w][0]), fabsf(normed.value[u][w][1]));
     };
-    float* const largests = shared().largest[turn_];
     if (params_.given_scale != nullptr) {
       set_all(*params_.given_scale);
     } else if (!params_.by_blocks) {
       float largest = 0.0f;
       each_word<kUnits>([&](int u, int w) { largest = larger(largest, of_word(u, w)); });
-      set_all(scale_of(over_block(largest, largests, part_.warps, larger)));
+      set_all(scale_of(over_block(largest, shared().largest[turn_], larger)));
       if (threadIdx.x == 0) params_.scales[row] = scale[0][0];
     } else {
       // A block of 128 elements is two groups of 32 words, which may be two warps'.
+      float* const largests = shared().largest_of_group[turn_];
       const auto group = [&](int u, int w) { return part_.run(u) * kUnitWords + w; };
       each_word<kUnits>([&](int u, int w) {
         const float largest = over_warp(of_word(u, w), larger);
@@ -160,38 +169,66 @@ class Finisher {
         }
       });
     }
-    uint16_t* const values = static_cast<uint16_t*>(params_.values) + row * part_.words;
+    uint16_t* const values =
+        static_cast<uint16_t*>(params_.values) + (row * part_.words + part_.first());
     each_word<kUnits>([&](int u, int w) {
-      if (part_.has(u, w)) values[part_.word(u, w)] = to_fp8(normed.value[u][w], scale[u][w]);
+      if (part_.has(u, w)) values[part_.to_word(u, w)] = to_fp8(normed.value[u][w], scale[u][w]);
     });
   }
 
   const FinishParams& params_;
-  const RowPart<kUnits> part_;
+  const RowPart<kUnits>& part_;
   const Words<kUnits> gain_;
   int turn_ = 0;
 };
 
-// A block sends all its rows before it waits for any.
-template <class T, int kUnits, bool kTwoSteps>
-__device__ __forceinline__ void take_rows(const PeerFinishParams& params, const UnitCall& call) {
+// A block's only row, in one step: nothing is kept for another one. Or all its rows, in one step or two.
+enum class Form { kOneRow, kOneStep, kTwoSteps };
+
+// A block sends all its rows before it waits for any. Returns UnitCall::look().
+template <class T, int kUnits, Form kForm>
+__device__ __forceinline__ uint64_t take_rows(const PeerFinishParams& params, const UnitCall& call,
+                                              const RowPart<kUnits>& part) {
   const FinishParams& rows = params.finish;
-  Finisher<T, kUnits> finisher(rows);
-  const RowPart<kUnits>& part = finisher.part();
+  const auto each = [&](auto body) {
+    if constexpr (kForm == Form::kOneRow) {
+      if (blockIdx.x < rows.rows) body(int64_t{blockIdx.x});
+    } else {
+      each_row(rows.rows, body);
+    }
+  };
   const auto send = [&](int peer, int64_t place, const Words<kUnits>& words) {
     send_words(part, call.to(peer), place, call.number(), words);
   };
   const auto send_to_all = [&](int64_t place, const Words<kUnits>& words) {
+    int peer = params.rank;
+#pragma unroll 1
     for (int distance = 1; distance < params.ranks; ++distance) {
-      send((params.rank + distance) % params.ranks, place, words);
+      if (++peer == params.ranks) peer = 0;
+      send(peer, place, words);
     }
   };
-  if constexpr (!kTwoSteps) {
-    finisher.each_row([&](int64_t row) { send_to_all(row, load_words(part, rows.terms, row)); });
-    finisher.each_row([&](int64_t row) {
+  const auto begin = [&] {
+    call.announce();
+    return Finisher<T, kUnits>(rows, part);
+  };
+  uint64_t seen = 0;
+  const auto end = [&] {
+    let_next_kernel_in();
+    seen = call.look();
+  };
+  if constexpr (kForm != Form::kTwoSteps) {
+    Words<kUnits> own;
+    each([&](int64_t row) {
+      own = load_words(part, rows.terms, row);
+      send_to_all(row, own);
+    });
+    Finisher<T, kUnits> finisher = begin();
+    each([&](int64_t row) {
       const Words<kUnits> residual = finisher.residual(row);
-      const Words<kUnits> sum = sum_row<T>(part, call, params, rows.terms, row, row);
-      if (row + gridDim.x >= rows.rows) let_next_kernel_in();
+      if constexpr (kForm != Form::kOneRow) own = load_words(part, rows.terms, row);
+      const Words<kUnits> sum = sum_row<T>(part, call, params, own, row);
+      if (kForm == Form::kOneRow || row + gridDim.x >= rows.rows) end();
       finisher.finish(row, sum, residual);
     });
   } else {
@@ -199,35 +236,38 @@ __device__ __forceinline__ void take_rows(const PeerFinishParams& params, const 
     const auto owner = [&](int64_t row) { return static_cast<int>(row % params.ranks); };
     const auto place = [&](int64_t row) { return row / params.ranks; };
     const int64_t sums = (rows.rows + params.ranks - 1) / params.ranks;
-    finisher.each_row([&](int64_t row) {
+    each([&](int64_t row) {
       if (owner(row) == params.rank) return;
       send(owner(row), place(row), load_words(part, rows.terms, row));
     });
-    finisher.each_row([&](int64_t row) {
+    Finisher<T, kUnits> finisher = begin();
+    each([&](int64_t row) {
       if (owner(row) != params.rank) return;
       const Words<kUnits> residual = finisher.residual(row);
-      const Words<kUnits> sum = sum_row<T>(part, call, params, rows.terms, row, place(row));
+      const Words<kUnits> sum =
+          sum_row<T>(part, call, params, load_words(part, rows.terms, row), place(row));
       send_to_all(sums + place(row), sum);
       finisher.finish(row, sum, residual);
     });
-    finisher.each_row([&](int64_t row) {
+    each([&](int64_t row) {
       if (owner(row) == params.rank) return;
       const Words<kUnits> residual = finisher.residual(row);
       Arriving<kUnits, 1> sum;
       sum.wait(part, call, params, sums + place(row), owner(row), [](int) { return true; });
       finisher.finish(row, sum.words(0), residual);
     });
-    let_next_kernel_in();
+    end();
   }
+  return seen;
 }
 
-template <class T, int kUnits, bool kTwoSteps>
+template <class T, int kUnits, Form kForm>
 __global__ void __launch_bounds__(kMostWarps* kLanes, 1)
     peer_finish_kernel(const __grid_constant__ PeerFinishParams params) {
+  const RowPart<kUnits> part(params.finish.columns);
   wait_for_previous_kernel();
   const UnitCall call(params);
-  take_rows<T, kUnits, kTwoSteps>(params, call);
-  call.compare();
+  call.compare(take_rows<T, kUnits, kForm>(params, call, part));
   call.count();
 }
 
@@ -236,9 +276,10 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 1)
     finish_rows_kernel(const __grid_constant__ FinishParams params) {
   wait_for_previous_kernel();
   let_next_kernel_in();
-  Finisher<T, kUnits> finisher(params);
-  finisher.each_row([&](int64_t row) {
-    finisher.finish(row, load_words(finisher.part(), params.terms, row), finisher.residual(row));
+  const RowPart<kUnits> part(params.columns);
+  Finisher<T, kUnits> finisher(params, part);
+  each_row(params.rows, [&](int64_t row) {
+    finisher.finish(row, load_words(part, params.terms, row), finisher.residual(row));
   });
 }
 
@@ -292,8 +333,9 @@ cudaError_t peer_finish(const PeerFinishParams& params, cudaStream_t stream) {
   int blocks = 1;
   while (2 * blocks <= most && blocks < finish.rows) blocks *= 2;
   return for_instance(finish.dtype, finish.columns, [&]<class T, int kUnits>() {
-    const auto kernel = params.in_two_steps ? peer_finish_kernel<T, kUnits, true>
-                                            : peer_finish_kernel<T, kUnits, false>;
+    const auto kernel = params.in_two_steps     ? peer_finish_kernel<T, kUnits, Form::kTwoSteps>
+                        : blocks >= finish.rows ? peer_finish_kernel<T, kUnits, Form::kOneRow>
+                                                : peer_finish_kernel<T, kUnits, Form::kOneStep>;
     return launch_early(kernel, blocks, shape_of(finish.columns).threads, stream, params);
   });
 }
@@ -313,8 +355,9 @@ cudaError_t load_peer_finish_kernels() {
       const cudaError_t error = for_instance(dtype, columns, [&]<class T, int kUnits>() {
         cudaFuncAttributes attributes;  // asking for them loads the kernel
         cudaError_t loaded = cudaFuncGetAttributes(&attributes, finish_rows_kernel<T, kUnits>);
-        for (const auto kernel :
-             {peer_finish_kernel<T, kUnits, false>, peer_finish_kernel<T, kUnits, true>}) {
+        for (const auto kernel : {peer_finish_kernel<T, kUnits, Form::kOneRow>,
+                                  peer_finish_kernel<T, kUnits, Form::kOneStep>,
+                                  peer_finish_kernel<T, kUnits, Form::kTwoSteps>}) {
           if (loaded == cudaSuccess) loaded = cudaFuncGetAttributes(&attributes, kernel);
         }
         return loaded;

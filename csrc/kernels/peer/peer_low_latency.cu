@@ -134,12 +134,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_previous_kernel();
   const Share share{UnitCall(params), (params.words + kUnitWords - 1) / kUnitWords,
                     int64_t{blockIdx.x} * kThreads + threadIdx.x, int64_t{gridDim.x} * kThreads};
+  share.call.announce();
   if constexpr (kInPieces) {
     in_pieces<T>(params, share);
   } else {
     in_one_step<T>(params, share);
   }
-  share.call.compare();
+  share.call.compare(share.call.look());
   share.call.count();
 }
 

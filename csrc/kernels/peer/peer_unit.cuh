@@ -51,11 +51,13 @@ __device__ __forceinline__ Unit load_unit(const void* base, int64_t index) {
 // call before, so that its peers have ended the one before that.
 class UnitCall {
  public:
-  // Says to the peers which call it is: the data do not.
   __device__ __forceinline__ explicit UnitCall(const UnitPeers& peers)
       : peers_(peers),
         calls_(*peers.calls / kMaxPeerBlocks),
-        buffer_(calls_ % 2 == 0 ? 0 : peers.buffer_bytes) {
+        buffer_(calls_ % 2 == 0 ? 0 : peers.buffer_bytes) {}
+
+  // Says to the peers which call it is: the data do not.
+  __device__ __forceinline__ void announce() const {
     if (compares()) store_relaxed_sys(peers_.announce[threadIdx.x] + turn(), announced());
   }
 
@@ -68,12 +70,16 @@ class UnitCall {
     return static_cast<const char*>(peers_.received[rank]) + buffer_;
   }
 
+  // The word of a peer, for compare(): loaded early, it takes no time of its own.
+  __device__ __forceinline__ uint64_t look() const {
+    return compares() ? load_relaxed_sys(peers_.arrived + turn() + threadIdx.x) : 0;
+  }
+
   // Until the peers have said that they make the same call: nobody reads the results before that.
-  __device__ __forceinline__ void compare() const {
-    if (!compares()) return;
+  __device__ __forceinline__ void compare(uint64_t seen) const {
+    if (!compares() || has_reached(seen, announced())) return;
     const auto peer = static_cast<int32_t>(threadIdx.x);
     const uint64_t* flag = peers_.arrived + turn() + peer;
-    uint64_t seen = 0;
     spin(
         peers_.deadline_ns, peers_.report,
         [&] {
