@@ -156,9 +156,16 @@ STYLED = {
 }
 
 
-def check_styled(sequence: bool, bias: bool) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(
+    "sequence",
+    [pytest.param(False, marks=pytest.mark.long, id="all"), pytest.param(True, id="sequence")],
+)
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_fuses_all_of_pytorchs_styles_and_a_parallel_loss(
+    failures: Failures, sequence: bool
+) -> None:
     """The loss is in the graph, computed of this rank's part of the logits."""
-    failures = Failures()
+    bias = True
     right, model = Model(bias), styled(sequence, bias)
     tokens, targets = tokens_of()
     graphs = Graphs()
@@ -170,16 +177,6 @@ def check_styled(sequence: bool, bias: bool) -> tuple[int, list[str]]:
         found.backward()
     near_in_all(failures, found, expected, model, right)
     expect_counts(failures, graphs, *STYLED[sequence])
-    return failures.result()
-
-
-@pytest.mark.parametrize(
-    "sequence",
-    [pytest.param(False, marks=pytest.mark.long, id="all"), pytest.param(True, id="sequence")],
-)
-@pytest.mark.ranks((2, "gloo"))
-def test_inductor_fuses_all_of_pytorchs_styles_and_a_parallel_loss(ranks, sequence):
-    ranks.expect_no_failures(check_styled, sequence, True, timeout_s=300)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------------------

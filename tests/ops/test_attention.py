@@ -238,9 +238,11 @@ def test_attention_over_peers_is_the_whole_sequences_bit_for_bit(ranks):
     ranks.expect_no_failures(check_over_peers)
 
 
-def check_random(cases: list[Case]) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"), (2, "nccl"))
+def test_attention_has_the_whole_sequences_gradients(failures: Failures) -> None:
     """Results and all gradients in float64, where shares are spread over many keys."""
-    failures, world = Failures(), dist.get_world_size()
+    cases = CASES[::2]
+    world = dist.get_world_size()
     for case in cases:
         hidden = case.hidden(world)
         if hidden.numel() == 0:
@@ -256,12 +258,6 @@ def check_random(cases: list[Case]) -> tuple[int, list[str]]:
             ):
                 error = (mine - value).abs().max().item() if value.numel() else 0.0
                 failures.expect(None if error < 1e-13 else f"off by {error}", name, parts, case)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (4, "gloo"), (2, "nccl"))
-def test_attention_has_the_whole_sequences_gradients(ranks):
-    ranks.expect_no_failures(check_random, CASES[::2])
 
 
 def shifted(what: str):

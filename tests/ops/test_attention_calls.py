@@ -34,9 +34,10 @@ def operands(*sizes: tuple[int, int], tokens: int = 4, dtype=torch.float64, batc
     return made
 
 
-def check_traffic() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_attention_sends_what_the_formula_says(failures: Failures) -> None:
     """Collectives and numbers that leave this rank, forward and backward, as the design's formula has them."""
-    failures, world = Failures(), dist.get_world_size()
+    world = dist.get_world_size()
     heads, kv, width, value_width, tokens = 8, 2, 8, 4, 4
     sent: list[int] = []
     begin, gather = collectives.start_all_to_all, collectives.start_all_gather
@@ -73,12 +74,6 @@ def check_traffic() -> tuple[int, list[str]]:
             grads = [] if parts == 1 else [queries * value_width]
             backward = again + grads + [(0 if parts == 1 else queries * width) + keys]
             failures.expect(None if sent == backward else f"sent {sent}, not {backward}", parts)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
-def test_attention_sends_what_the_formula_says(ranks):
-    ranks.expect_no_failures(check_traffic)
 
 
 LLAMA_8B, LLAMA_70B, WAN, QWEN = (32, 8), (64, 8), (40, 40), (14, 2)
@@ -164,9 +159,10 @@ class Slopes(AttentionKernel):
         return pulled(grad)
 
 
-def check_callers_kernels() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures) -> None:
     """Against the whole sequence, in float64; slopes' gradients are terms of a sum over the ranks."""
-    failures, world, rank = Failures(), dist.get_world_size(), dist.get_rank()
+    world, rank = dist.get_world_size(), dist.get_rank()
     for kernel in (with_slopes, Slopes()):
         for parts in parts_allowed(world, 4, 2):
             own = operands((4, 8), (2, 8), (2, 6))
@@ -196,16 +192,11 @@ def check_callers_kernels() -> tuple[int, list[str]]:
             for at, (mine, value) in enumerate(pairs):
                 error = (mine - value).abs().max().item()
                 failures.expect(None if error < 1e-12 else f"off by {error}", kernel, parts, at)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
-def test_attention_by_callers_kernels_is_the_whole_sequences(ranks):
-    ranks.expect_no_failures(check_callers_kernels)
-
-
-def check_positions() -> tuple[int, list[str]]:
-    failures, world, rank = Failures(), dist.get_world_size(), dist.get_rank()
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"))
+def test_attention_cuts_tokens_and_positions_alike(failures: Failures) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
     total = 4 * world
     numbers = [0] * (world - 1) + [total]
     expected = {
@@ -219,17 +210,12 @@ def check_positions() -> tuple[int, list[str]]:
         failures.expect(None if found == right else f"{found}, not {right}", tokens)
         cut = overlap_torch.cut_tokens(whole, 1, tokens)
         failures.expect(difference(cut, whole[:, right]), tokens)
-    return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (3, "gloo"))
-def test_attention_cuts_tokens_and_positions_alike(ranks):
-    ranks.expect_no_failures(check_positions)
-
-
-def check_compiled() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_attention_compiles_to_one_operator(failures: Failures) -> None:
     """One graph with a built-in kernel; a caller's breaks it, and says why."""
-    failures, on_gpu = Failures(), rank_device().type == "cuda"
+    on_gpu = rank_device().type == "cuda"
     cases = [
         {"causal": True},
         {"causal": True, "tokens": "zigzag", "head_parts": 1},
@@ -267,12 +253,6 @@ def check_compiled() -> tuple[int, list[str]]:
     except Exception as error:
         said = str(error)
     failures.expect(None if "a kernel of the caller's" in said else f"said {said!r}", "break")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_attention_compiles_to_one_operator(ranks):
-    ranks.expect_no_failures(check_compiled)
 
 
 @pytest.mark.ranks((1, "gloo"))
@@ -287,9 +267,10 @@ def test_attention_passes_gradcheck_and_refuses_second_derivatives(failures: Fai
     failures.expect(None if "gradients of first order only" in said else f"said {said!r}", "second")
 
 
-def check_errors() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_says_what_does_not_fit(failures: Failures) -> None:
     """On every rank, before anything is sent."""
-    failures, nothing = Failures(), torch.zeros(1, 4, 4, 8, device=rank_device())
+    nothing = torch.zeros(1, 4, 4, 8, device=rank_device())
     three = torch.zeros(1, 4, 3, 8, device=rank_device())
     cases = [
         ("[B, T, H, D], but q is (4, 4, 8)", (nothing[0], nothing, nothing), {}),
@@ -343,16 +324,11 @@ def check_errors() -> tuple[int, list[str]]:
     for expected, maker, given in makers:
         said = message_of(maker, *given)
         failures.expect(None if expected in said else f"said {said!r}", expected)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_attention_says_what_does_not_fit(ranks):
-    ranks.expect_no_failures(check_errors)
-
-
-def check_disagreement() -> tuple[int, list[str]]:
-    failures, rank = Failures(), dist.get_rank()
+def test_attention_names_what_ranks_disagree_about(failures: Failures) -> None:
+    rank = dist.get_rank()
     cases = [
         ("left None, right 0", "left 3, right 0", {"causal": True}, {"causal": True, "window": (3, 0)}),
         ("documents [3, 5]", "documents [4, 4]", *({"documents": Documents([n, 8 - n])} for n in (3, 4))),
@@ -370,12 +346,6 @@ def check_disagreement() -> tuple[int, list[str]]:
         said = message_of(attend, *given, **mine)
         right = "disagree" in said and own in said and other in said
         failures.expect(None if right else f"said {said!r}", own, other)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_attention_names_what_ranks_disagree_about(ranks):
-    ranks.expect_no_failures(check_disagreement)
 
 
 def problems_over_peers() -> list[tuple[list[torch.Tensor], dict]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,15 +18,16 @@ from peer_races import Runner, race, so_many_calls
 from peers import (
     ALL_TO_ALL,
     DIRECT,
+    HALVES,
     KERNELS,
     PEER_OPS,
     RING,
     STRIPES,
     Way,
     cases_of_other_dims,
-    check_other_layouts,
     every_kernel,
     has_bias,
+    parameter_id,
     peer_case,
     peer_plan,
     skip_unless_it_runs,
@@ -32,6 +35,7 @@ from peers import (
 from plans import chunked_plan, sequential_plan
 
 every_op = pytest.mark.parametrize("op", PEER_OPS)
+of_halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
 of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 NCCL = "nccl"
@@ -61,29 +65,19 @@ def check_both(failures: Failures, op: str, case: Case, kernel: Kernel) -> None:
 # --- results ----------------------------------------------------------------------------------------
 
 
-def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [*itertools.product(KERNELS, HALVES), (Kernel.LIBRARY, torch.float32)],
+    ids=parameter_id,
+)
+@every_op
+@of_some_ranks
+@pytest.mark.peers
+def test_direct_is_exact(failures: Failures, op: str, kernel: Kernel, dtype: torch.dtype) -> None:
     cases = [peer_case(op, rows, n, k, dtype) for rows, n, k in SHAPES]
     for case in cases + cases_of_other_dims(op, dtype):
         for weight_layout in ("k_contiguous", "n_contiguous"):
             check_both(failures, op, case.with_(weight_layout=weight_layout), kernel)
-    return failures.result()
-
-
-@every_kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_op
-@of_some_ranks
-def test_direct_is_exact(ranks, op, dtype, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_shapes, op, dtype, kernel, timeout_s=300)
-
-
-@every_op
-@of_some_ranks
-def test_direct_is_exact_in_float32(ranks, op):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(check_shapes, op, torch.float32, Kernel.LIBRARY, timeout_s=300)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -125,14 +119,6 @@ def test_direct_is_exact_where_much_is_sent(failures: Failures, op: str, kernel:
     rows, n, k = (1024, 264, 8192) if op.startswith("allgather") else (2048, 8192, 136)
     for rows_of_part in (rows, rows + 1):
         check_both(failures, op, peer_case(op, rows_of_part, n, k, torch.bfloat16), kernel)
-
-
-@every_kernel
-@every_op
-@of_some_ranks
-def test_direct_takes_layouts_that_differ_between_ranks(ranks, op, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_other_layouts, op, kernel, DIRECT, timeout_s=300)
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +177,7 @@ def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch
 
 
 @pytest.mark.parametrize(("way", "kernel"), REDUCING, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@of_halves
 @of_some_ranks
 @pytest.mark.peers
 def test_direct_all_reduce_has_the_same_bits_everywhere(
@@ -259,18 +245,30 @@ def runners_of(kernel: Kernel) -> list[Runner]:
     return [*runners, Runner(f"{kernel.name} over NCCL", ALL_TO_ALL, case, over_nccl)]
 
 
-def race_of_ways(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+@so_many_calls(150)
+@every_kernel
+@of_some_ranks
+@pytest.mark.peers
+@pytest.mark.seconds(600)
+def test_direct_beside_other_plans_back_to_back(
+    failures: Failures, kernel: Kernel, calls: int
+) -> None:
     # The all-to-alls' slots grow with the ranks.
     case = Case((4096 * dist.get_world_size(),), 4096, 1024, torch.bfloat16, bias=True)
     larger = Runner(
         "larger", "gemm_allreduce", case, peer_plan(case, "gemm_allreduce", RING, kernel)
     )
-    return race(runners_of(kernel), larger, calls, calls)
+    race(failures, runners_of(kernel), larger, calls, calls)
 
 
-def race_of_direct(op: str, kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+@so_many_calls(100)
+@every_kernel
+@every_op
+@of_some_ranks
+@pytest.mark.peers
+@pytest.mark.seconds(600)
+def test_direct_back_to_back(failures: Failures, op: str, kernel: Kernel, calls: int) -> None:
     """Calls of one plan, small or large: nothing but their own signals keeps them apart."""
-    checks, lines = 0, []
     # The first slots hold 32 MiB, the larger call takes more.
     for rows in (2, 643):
         first, larger = (
@@ -278,23 +276,4 @@ def race_of_direct(op: str, kernel: Kernel, calls: int) -> tuple[int, list[str]]
             for size, n, k in ((rows, 776, 1032), (4200, 4096, 4096))
             for case in [peer_case(op, size, n, k, torch.bfloat16, bias=has_bias(op))]
         )
-        found = race([first], larger, calls, rows)
-        checks, lines = checks + found[0], lines + found[1]
-    return checks, lines
-
-
-@so_many_calls(150)
-@every_kernel
-@of_some_ranks
-def test_direct_beside_other_plans_back_to_back(ranks, kernel, calls):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_ways, kernel, calls, timeout_s=600)
-
-
-@so_many_calls(100)
-@every_kernel
-@every_op
-@of_some_ranks
-def test_direct_back_to_back(ranks, op, kernel, calls):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_direct, op, kernel, calls, timeout_s=600)
+        race(failures, [first], larger, calls, rows)

@@ -15,6 +15,7 @@ from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan.types import Chunk, Kernel, Op, Resources, Schedule, Transport
 from peers import PEER_OPS, over_peers, peer_case
+from plans import peers_work
 
 
 def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
@@ -55,22 +56,18 @@ def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     return plans
 
 
-def check_refused(maps: bool) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_refused(failures: Failures, maps: bool) -> None:
     case = Case((512,), 64, 32, bias=True)
     for what, (plan, part) in refused_plans(maps).items():
         code = plan_module.files.encode(plan)
         message = message_of(torch.ops.overlap.set_plan, code, rank_device(), world_name())
         failures.expect(None if part in message else f"{part!r} is not in {message!r}", what)
         check_call(failures, case, "after", what)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_peers_are_refused_where_they_cannot_work(ranks):
-    if ranks.backend == "nccl":
-        ranks.skip_without_peers()
-    ranks.expect_no_failures(check_refused, ranks.backend == "nccl")
+def test_peers_are_refused_where_they_cannot_work(failures: Failures) -> None:
+    check_refused(failures, peers_work())
 
 
 def without_peers() -> tuple[float, int, list[str]]:
@@ -85,9 +82,9 @@ def without_peers() -> tuple[float, int, list[str]]:
         case = peer_case(op, 2048, 1024, 512, torch.bfloat16)
         for seed in range(3):
             check_call(failures, case, seed=seed, op=op)
-    checks, lines = check_refused(False)
+    check_refused(failures, False)
     overlap_torch.check()
-    return machine.peer_gbps, checks + failures.checks, lines + failures.lines
+    return machine.peer_gbps, *failures.result()
 
 
 @pytest.mark.ranks((2, "nccl"))
