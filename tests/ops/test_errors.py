@@ -330,16 +330,10 @@ def test_errors_of_the_other_operators(failures: Failures) -> None:
         check_call(failures, CASE, "after:", what)
 
 
-def without_process_group() -> str:
+@pytest.mark.ranks((1, "gloo"))
+@pytest.mark.fresh()
+def test_errors_without_a_process_group_name_the_remedy(failures: Failures) -> None:
     dist.destroy_process_group()
     message = message_of(overlap_torch.gemm_allreduce, torch.ones(2, 3), torch.ones(4, 3))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return message
-
-
-def test_errors_without_a_process_group_name_the_remedy():
-    import rank_pool
-
-    (outcome,) = rank_pool.run_fresh(1, "gloo", without_process_group)
-    assert outcome.kind == "returned", outcome.detail
-    assert "init_process_group" in outcome.value
+    failures.expect(missing_parts(message, ("init_process_group",)))

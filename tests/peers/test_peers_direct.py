@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rank_pool
 from checks import Failures, check_call, check_plan
 from operands import Case, rank_device
 from ops import OPS
@@ -30,7 +29,6 @@ from peers import (
     parameter_id,
     peer_case,
     peer_plan,
-    skip_unless_it_runs,
 )
 from plans import chunked_plan, sequential_plan
 
@@ -126,10 +124,12 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor[:1], tensor])[1:]
 
 
-def check_misaligned_bias() -> tuple[int, list[str]]:
+# A misaligned access ends the process's context: on ranks of its own.
+@of_some_ranks
+@pytest.mark.peers
+@pytest.mark.fresh(group_timeout_s=30.0)
+def test_direct_takes_a_bias_at_any_address(failures: Failures) -> None:
     """A bias that no wide load may read; the ways of a small call and of a large one, and a ring's."""
-    failures = Failures()
-
     for op in ("gemm_allreduce", "gemm_reducescatter"):
 
         def call(input, weight, bias, group, op=op):
@@ -142,25 +142,11 @@ def check_misaligned_bias() -> tuple[int, list[str]]:
                 with plan_module.use_plan(peer_plan(case, op, way, kernel)):
                     check_call(failures, case, way, kernel.name, op=op, call=call)
                     torch.cuda.synchronize()
-    return failures.result()
 
 
 def plan_kernels() -> list[Kernel]:
     has_kernel = plan_module.machine(rank_device()).has_sm90_kernels
     return KERNELS if has_kernel else [Kernel.LIBRARY]
-
-
-@of_some_ranks
-def test_direct_takes_a_bias_at_any_address(ranks):
-    skip_unless_it_runs(ranks)
-    # A misaligned access ends the process's context: on ranks of its own.
-    outcomes = rank_pool.run_fresh(
-        ranks.world, "nccl", check_misaligned_bias, group_timeout_s=30.0, timeout_s=120.0
-    )
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-        checks, failures = outcome.value
-        assert checks > 0 and not failures, "\n".join(failures)
 
 
 # --- the same bits everywhere -----------------------------------------------------------------------
