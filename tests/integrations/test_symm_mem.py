@@ -147,9 +147,8 @@ def number(value: float) -> torch.Tensor:
     return torch.tensor(value, device=rank_device())
 
 
-def check_scaled_gather(dtypes: list[torch.dtype]) -> tuple[int, list[str]]:
+def check_scaled_gather(failures: Failures, dtypes: list[torch.dtype]) -> None:
     """Tensor-wise, row-wise of this rank's rows, and of all rows; scales are powers of two, so that all sums are exact."""
-    failures = Failures()
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()
     for shape, dim in (((4, 6), 0), ((2, 3, 6), 1)):
         row_scales = torch.cat(of_ranks(lambda r: powers_of_two(r, *shape[:-1], 1)), dim=dim)  # noqa: B023
@@ -191,11 +190,9 @@ def check_scaled_gather(dtypes: list[torch.dtype]) -> tuple[int, list[str]]:
             own, Bs, one, B_scales[:1], dim, group, biases, [None] * 2, dtypes, [False] * 2,
         )  # fmt: skip
         failures.expect(None if "each of the 2 Bs" in message else message, "too few B_scales")
-    return failures.result()
 
 
-def check_scaled_scatter(with_bias: bool) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_scaled_scatter(failures: Failures, with_bias: bool) -> None:
     rank, world, group = dist.get_rank(), dist.get_world_size(), world_name()
     B = integers(4, 5, seed=1).to(FP8)
     B_scale = 2.0 ** integers(1, 5, seed=3)
@@ -223,16 +220,18 @@ def check_scaled_scatter(with_bias: bool) -> tuple[int, list[str]]:
             failures.expect(difference(output, whole.chunk(world, 1)[rank]), *where)
             contiguous = output.is_contiguous()
             failures.expect(None if contiguous else str(output.stride()), *where, "contiguous")
-    return failures.result()
 
 
-def check_scaled() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_scaled_siblings_run(failures: Failures) -> None:
     f32, bf16 = torch.float32, torch.bfloat16
     on_gpu = rank_device().type == "cuda"
     with overlap_torch.replace_symm_mem() as replacement:
-        checked = [check_scaled_gather([f32, f32]), check_scaled_scatter(False)]  # ours
+        check_scaled_gather(failures, [f32, f32])
+        check_scaled_scatter(failures, False)
         if not on_gpu:
-            checked += [check_scaled_gather([f32, bf16]), check_scaled_scatter(True)]
+            check_scaled_gather(failures, [f32, bf16])
+            check_scaled_scatter(failures, True)
         calls = replacement.calls
     # Both shapes have two or three kinds of scales; sums of both kinds.
     kinds = 2 if dist.get_world_size() == 1 else 3
@@ -241,21 +240,11 @@ def check_scaled() -> tuple[int, list[str]]:
         "fused_all_gather_scaled_matmul": 2 * kinds,
         "fused_scaled_matmul_reduce_scatter": 2,
     }
-    lines = [] if ours == right else [f"ours: {ours}"]
+    failures.expect(None if ours == right else f"ours: {ours}")
     whys = {call.why for call in calls if call.why}
-    for why in (
-        ()
-        if on_gpu
-        else ("dtypes or accumulation differ", "every rank adds", "'avg'", "(7, 1)", "each B")
-    ):
-        if not any(why in one for one in whys):
-            lines.append(f"nobody says {why}: {whys}")
-    return sum(count for count, _ in checked), [*lines, *(x for _, found in checked for x in found)]
-
-
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_scaled_siblings_run(ranks):
-    ranks.expect_no_failures(check_scaled)
+    said = ("dtypes or accumulation differ", "every rank adds", "'avg'", "(7, 1)", "each B")
+    for why in () if on_gpu else said:
+        failures.expect(None if any(why in one for one in whys) else f"nobody says it: {whys}", why)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))

@@ -104,6 +104,16 @@ def expect(failures: Failures, label: str, result: torch.Tensor, expected: torch
     failures.expect(difference(result.double().cpu(), expected.double().cpu()), label)
 
 
+def multiply(
+    job: overlap_torch.Job, a: torch.Tensor, b: torch.Tensor, tiles: torch.Tensor | None = None
+) -> None:
+    """The example's GEMM of ``a`` and ``b`` in a job; `tiles`: those of the job unless given."""
+    order = job.tile_order if tiles is None else tiles
+    example().matmul[(len(order),)](
+        a, b, job.output, order, job.tile_chunk, job.counters, len(a), b.shape[1], b.shape[0], **example().blocks()
+    )  # fmt: skip
+
+
 def check_unchanged(
     failures: Failures, shapes: list[tuple[int, int, int]], dtype: torch.dtype
 ) -> None:

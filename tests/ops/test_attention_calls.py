@@ -20,6 +20,7 @@ from overlap_torch._attention.kernels import BUILT_IN, Form
 from overlap_torch._attention.work import Problem, parts_allowed, share_of
 from overlap_torch._ops import collectives
 from peer_copies import over_peers
+from peer_races import so_many_calls
 
 attend = overlap_torch.context_parallel_attention
 
@@ -365,12 +366,14 @@ def problems_over_peers() -> list[tuple[list[torch.Tensor], dict]]:
     ]
 
 
-def check_many_calls(count: int) -> tuple[int, list[str]]:
+@so_many_calls(100)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_attention_over_peers_does_not_race(failures: Failures, calls: int) -> None:
     """Calls of several problems by turns, forward and backward, on ranks that are late at random, and the replay of a graph between them.
 
     Outputs and the gradients of keys and values are those of the collectives, bit for bit; cuDNN adds those of queries in any order.
     """
-    failures, late, turns = Failures(), random.Random(dist.get_rank()), random.Random(0)
+    late, turns = random.Random(dist.get_rank()), random.Random(0)
 
     def both(own, **keywords):
         output = attend(*own, **keywords)
@@ -392,7 +395,7 @@ def check_many_calls(count: int) -> tuple[int, list[str]]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = attend(*own, **keywords)
-    for call in range(count):
+    for call in range(calls):
         which = turns.randrange(len(problems))
         wait()
         failures.expect_equal(both(problems[which][0], **problems[which][1]), right[which], call)
@@ -401,16 +404,3 @@ def check_many_calls(count: int) -> tuple[int, list[str]]:
             captured.zero_()
             graph.replay()
             failures.expect_equal([captured], right[0][:1], f"replay after {call}")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_attention_over_peers_does_not_race(ranks):
-    ranks.expect_no_failures(check_many_calls, 100)
-
-
-@pytest.mark.long
-@pytest.mark.races
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_attention_over_peers_does_not_race_for_long(ranks):
-    ranks.expect_no_failures(check_many_calls, 1000)
