@@ -1,10 +1,9 @@
-"""The compile pass on whole models: PyTorch's styles, and Hugging Face's Llama and Qwen3 with them."""
+"""The compile pass on a whole model with PyTorch's styles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,7 +16,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from checks import Failures
-from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
 from meshes import mesh
 from operands import rank_device
@@ -118,17 +116,6 @@ def near(found: torch.Tensor, right: torch.Tensor) -> str | None:
     return None if error <= 1e-12 * max(1.0, right.abs().max().item()) else f"off by {error}"
 
 
-def near_in_all(
-    failures: Failures, found: torch.Tensor, right: torch.Tensor, *models: torch.nn.Module
-) -> None:
-    """The losses, and the gradients of both models' parameters."""
-    failures.expect(near(found, right), "loss")
-    for (name, own), (_, other) in zip(
-        *(model.named_parameters() for model in models), strict=True
-    ):
-        failures.expect(near(own.grad, other.grad), "gradient of", name)
-
-
 # The ops by hand, forward and backward: attention.o and mlp.down reduce, and what goes into q, k and v, gate and up, and the
 # head is gathered. In backward each does the other thing; without sequence parallelism every column-parallel layer reduces its
 # own gradient: q, k, v, gate, up, head. The embedding's output has no GEMM beside it: one collective forward, and, as its
@@ -175,116 +162,7 @@ def test_inductor_fuses_all_of_pytorchs_styles_and_a_parallel_loss(
     with loss_parallel():
         found = compiled(tokens, targets)
         found.backward()
-    near_in_all(failures, found, expected, model, right)
+    failures.expect(near(found, expected), "loss")
+    for (name, own), other in zip(model.named_parameters(), right.parameters(), strict=True):
+        failures.expect(near(own.grad, other.grad), "gradient of", name)
     expect_counts(failures, graphs, *STYLED[sequence])
-
-
-# --- Hugging Face ---------------------------------------------------------------------------------------------
-
-
-def transformer(family: str) -> torch.nn.Module:
-    """Two layers of random weights."""
-    import transformers
-
-    torch.manual_seed(5)
-    sizes = {
-        "vocab_size": TOKENS,
-        "hidden_size": WIDTH,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "head_dim": 2,
-        "max_position_embeddings": 16,
-    }
-    configuration = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, f"{family}ForCausalLM")(configuration)
-    return model.to(rank_device(), torch.float64)
-
-
-def transformer_plan(sequence: bool) -> dict[str, object]:
-    """As `styled`, for the names that Llama and Qwen3 have."""
-    outside = Shard(1) if sequence else Replicate()
-    local = {"use_local_output": not sequence}
-    layer = "model.layers.*"
-    columns = (
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-    )
-    plan: dict[str, object] = {f"{layer}.{name}": ColwiseParallel() for name in columns}
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"{layer}.{name}"] = RowwiseParallel(output_layouts=outside, **local)
-    plan["model.embed_tokens"] = RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=outside, **local
-    )
-    plan["lm_head"] = ColwiseParallel(input_layouts=outside, output_layouts=Replicate())
-    if sequence:
-        plan[f"{layer}.self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        )
-        plan[f"{layer}.mlp"] = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        )
-        norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
-        plan |= {name: SequenceParallel() for name in norms}
-    return plan
-
-
-# The ops of two layers and a head, by hand; the embedding and the whole logits have collectives
-# without a GEMM, and the embedding's
-# gradient is gathered with sequence parallelism.
-TRANSFORMERS = {
-    False: (
-        {("forward", "gemm_allreduce"): 4, ("backward", "gemm_allreduce"): 11},
-        {("forward", "all_reduce"): 1, ("forward", "all_gather"): 1},
-    ),
-    True: (
-        {
-            ("forward", "gemm_reducescatter"): 4,
-            ("forward", "allgather_gemm.weights"): 4,
-            ("forward", "allgather_gemm"): 1,
-            ("backward", "gemm_reducescatter"): 5,
-            ("backward", "allgather_gemm"): 4,
-        },
-        {
-            ("forward", "reduce_scatter"): 1,
-            ("forward", "all_gather"): 1,
-            ("backward", "all_gather"): 1,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "family, sequence",
-    [
-        pytest.param("Llama", True, id="llama-sequence"),
-        pytest.param("Qwen3", False, id="qwen3-all", marks=pytest.mark.long),
-        pytest.param("Llama", False, id="llama-all", marks=pytest.mark.whole),
-        pytest.param("Qwen3", True, id="qwen3-sequence", marks=pytest.mark.whole),
-    ],
-)
-@needs_transformers
-@pytest.mark.ranks((2, "gloo"))
-@pytest.mark.seconds(400)
-def test_inductor_fuses_all_of_hugging_faces_models(
-    failures: Failures, family: str, sequence: bool
-) -> None:
-    right = transformer(family)
-    model = parallelize_module(transformer(family), mesh(), transformer_plan(sequence))
-    tokens, targets = tokens_of()
-    graphs = Graphs()
-    compiled = graphs.compile(lambda ids: model(input_ids=ids, use_cache=False).logits)
-    expected = loss_of(right(input_ids=tokens, use_cache=False).logits, targets)
-    expected.backward()
-    found = loss_of(compiled(tokens), targets)
-    found.backward()
-    for name, own in model.named_parameters():
-        if "q_norm" in name or "k_norm" in name:  # plain parameters, which see this rank's heads
-            dist.all_reduce(own.grad)
-    near_in_all(failures, found, expected, model, right)
-    expect_counts(failures, graphs, *TRANSFORMERS[sequence])
