@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import kernels
 import overlap_torch
+from captures import capture
 from checks import Failures, message_of
 from kernels import (
     expect,
@@ -219,11 +220,7 @@ def test_aligned_kernels_are_captured(failures: Failures) -> None:
             form.launch(kernel, a, b, job.output, job.programs)
         return job.result()
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    graph, result = capture(call)
     for seed in range(1, 4):
         fresh = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
         for tensor, values in zip((a, b), fresh, strict=True):

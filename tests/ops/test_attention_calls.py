@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import overlap_torch
+from captures import capture
 from checks import Failures, message_of
 from operands import difference, integers, rank_device
 from overlap_torch import AttentionKernel, Documents
@@ -391,16 +392,13 @@ def test_attention_over_peers_does_not_race(failures: Failures, calls: int) -> N
         right.append(both(own, **{**keywords, "chunks": None, "transport": "nccl"}))
         failures.expect_equal(both(own, **keywords), right[-1], f"first call, {chunks} chunks")
     own, keywords = [one.detach() for one in problems[0][0]], problems[0][1]
-    attend(*own, **keywords)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(*own, **keywords)
+    graph, output = capture(lambda: attend(*own, **keywords))
     for call in range(calls):
         which = turns.randrange(len(problems))
         wait()
         failures.expect_equal(both(problems[which][0], **problems[which][1]), right[which], call)
         if turns.random() < 0.3:
             wait()
-            captured.zero_()
+            output.zero_()
             graph.replay()
-            failures.expect_equal([captured], right[0][:1], f"replay after {call}")
+            failures.expect_equal([output], right[0][:1], f"replay after {call}")

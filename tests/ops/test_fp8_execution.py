@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import overlap_torch
 import scaled
+from captures import capture
 from checks import Failures
 from operands import rank_device
 from overlap_torch import plan as plan_api
@@ -220,21 +222,13 @@ def test_fp8_plans_are_captured_and_replayed(failures: Failures, kernel: Kernel)
             plan_api.templates.row_panels(problem, 1, kernel=kernel, transport="nccl")
         )
         call = scaled.make(case, op, rank, world, 5)
-        scaled.invoke(case, op, call, device)
-        torch.cuda.synchronize()
         inputs = [
             each.to(device)
             for each in (call.input, call.weights[0], call.scale_input, call.scale_weights[0])
         ]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = getattr(overlap_torch, op)(
-                inputs[0],
-                inputs[1],
-                scale_input=inputs[2],
-                scale_weight=inputs[3],
-                use_fast_accum=True,
-            )
+        scales = {"scale_input": inputs[2], "scale_weight": inputs[3]}
+        function = partial(getattr(overlap_torch, op), *inputs[:2], **scales, use_fast_accum=True)
+        graph, results = capture(function)
         results = results if isinstance(results, tuple) else (results,)
         calls = [scaled.make(case, op, r, world, 6) for r in range(world)]
         own = calls[rank]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import kernels
 import overlap_torch
 import rank_pool
+from captures import capture
 from checks import Failures
 from kernels import expect
 from overlap_torch import plan
@@ -201,11 +202,7 @@ def test_kernels_on_gpus_are_captured(failures: Failures) -> None:
         z = example.persistent_row_parallel(a, b, "reduce_scatter", 3)
         return y, z, example.column_parallel_swiglu(x, b, b, 2)[1]
 
-    calls()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, z, gathered = calls()
+    graph, (y, z, gathered) = capture(calls)
     for seed in range(1, 5):
         for tensor, fresh in zip(
             (a, b), kernels.operands(m, n, k, seed=seed, dtype=torch.float32), strict=True
