@@ -18,6 +18,7 @@ _MARKERS = {
     "ranks": "ranks((world, backend), ..., long=[...], whole=[...]): the pools that a test with the fixture ranks runs on, those of "
     "its long version, and those of whole grids only",
     "peers": "a test with `failures` that needs ranks which map each other's memory",
+    "fresh": "fresh(**options): the ranks of a test with `failures` are its own; options are those of rank_pool.run_fresh",
     "seconds": "seconds(number): the most that the ranks of a test with `failures` may take; 300 unless given",
 }
 
@@ -128,14 +129,14 @@ class RankRunner:
 
         The job returns (number of checks made, failures).
         """
-        results = self.run(job, *args, timeout_s=timeout_s)
-        assert all(checks > 0 for checks, _ in results), (
-            f"{job.__name__} checked nothing: {results}"
-        )
-        lines = [
-            f"rank {rank}: {line}" for rank, (_, lines) in enumerate(results) for line in lines
-        ]
-        assert not lines, f"{len(lines)} failures in {job.__name__}:\n" + "\n".join(lines[:40])
+        _expect_none(job.__name__, self.run(job, *args, timeout_s=timeout_s))
+
+
+def _expect_none(name: str, results: list[tuple[int, list[str]]]) -> None:
+    """`results`: each rank's number of checks, and its failures."""
+    assert all(checks > 0 for checks, _ in results), f"{name} checked nothing: {results}"
+    lines = [f"rank {rank}: {line}" for rank, (_, lines) in enumerate(results) for line in lines]
+    assert not lines, f"{len(lines)} failures in {name}:\n" + "\n".join(lines[:40])
 
 
 def _ranks_param(world: int, backend: str, *marks: pytest.MarkDecorator):
@@ -187,5 +188,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         runner.skip_without_peers()
     if "kernel" in given:
         runner.skip_without_kernel(given["kernel"])
-    runner.expect_no_failures(rank_pool.findings, pyfuncitem.obj, given, timeout_s=seconds)
+    job = (rank_pool.findings, pyfuncitem.obj, given)
+    fresh = pyfuncitem.get_closest_marker("fresh")
+    if fresh is None:
+        runner.expect_no_failures(*job, timeout_s=seconds)
+        return True
+    options = {"timeout_s": seconds, **fresh.kwargs}
+    outcomes = rank_pool.run_fresh(runner.world, runner.backend, *job, **options)
+    for outcome in outcomes:
+        assert outcome.kind == "returned", outcome.detail
+    _expect_none(pyfuncitem.name, [outcome.value for outcome in outcomes])
     return True

@@ -18,11 +18,18 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
-from overlap_torch._layers.linear import as_under_autocast
+from overlap_torch._layers.linear import as_under_autocast, cut, padded
 from overlap_torch._layers.sharding import pad_end, shard_range
 from overlap_torch._ops import allgather_gemm, gemm_allreduce, gemm_reducescatter
 from overlap_torch._ops.collectives import start_reduce_scatter, wait
-from overlap_torch._ops.gradients import kept, recorded, rows, side_by_side, weight_gradient
+from overlap_torch._ops.gradients import (
+    kept,
+    of_each,
+    one_after_the_other,
+    recorded,
+    rows,
+    weight_gradient,
+)
 
 _SMALLEST = 1e-12  # largest number that is cast, at least: a tensor of zeros has a scale as well
 
@@ -250,9 +257,7 @@ class _Linear(torch.autograd.Function):
         ctx, place: _Place, input: torch.Tensor, *weights_and_biases: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         recipe, count = place.recipe, len(place.biases)
-        weights = list(weights_and_biases[:count])
-        given = iter(weights_and_biases[count:])
-        biases = [next(given) if has_one else None for has_one in place.biases]
+        weights, biases = of_each(place.biases, weights_and_biases)
         ctx.place, ctx.dtype, ctx.kept = place, input.dtype, None
         needs_weights = any(ctx.needs_input_grad[2 : 2 + count])
         gathering = place.columns and place.sequence
@@ -287,10 +292,8 @@ class _Linear(torch.autograd.Function):
         weights, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         output_grads = grads[:count]
         gathered_grad = grads[count] if place.gathers else None
-        needs_input = ctx.needs_input_grad[1]
-        needs_weights = ctx.needs_input_grad[2 : 2 + count]
-        needs_given = iter(ctx.needs_input_grad[2 + count :])
-        needs_biases = [has_one and next(needs_given) for has_one in place.biases]
+        _, needs_input, *needs = ctx.needs_input_grad
+        needs_weights, needs_biases = of_each(place.biases, needs)
         used = [i for i in range(count) if output_grads[i] is not None]
 
         summed = None
@@ -298,8 +301,9 @@ class _Linear(torch.autograd.Function):
             summed = start_reduce_scatter(gathered_grad, place.group)
         grad_input, grad_weights = None, [None] * count
         if used:
-            grad = side_by_side([output_grads[i] for i in used])
-            weight = weights[used[0]] if len(used) == 1 else torch.cat([weights[i] for i in used])
+            grad, weight = one_after_the_other(
+                [output_grads[i] for i in used], [weights[i] for i in used]
+            )
             wanted = any(needs_weights[i] for i in used)
             grad_input, made = _backward(ctx, grad, weight, inputs, needs_input, wanted)
             begin = 0
@@ -417,35 +421,16 @@ class Maps:
     def columns(self, input, weights, biases, *, group, world_size, paddings, reduces=True):
         """``reduces`` False: the input's gradient is left a part of a sum over the ranks."""
         place = {"columns": True, "sequence": False, "group": group}
+        place["reduces"] = reduces and world_size > 1
         # Every rank's GEMM of the gradient must be as large.
-        outputs = self._run(
-            {**place, "reduces": reduces and world_size > 1},
-            input,
-            [
-                pad_end(weight, 0, padding)
-                for weight, padding in zip(weights, paddings, strict=True)
-            ],
-            [
-                None if bias is None else pad_end(bias, 0, padding)
-                for bias, padding in zip(biases, paddings, strict=True)
-            ],
-        )
+        outputs = self._run(place, input, *padded(weights, biases, paddings))
         return tuple(
             output[..., : output.shape[-1] - padding]
             for output, padding in zip(outputs, paddings, strict=True)
         )
 
-    def column(self, input, weight, bias, *, group, world_size, padding, reduces=True):
-        (output,) = self.columns(
-            input,
-            [weight],
-            [bias],
-            group=group,
-            world_size=world_size,
-            paddings=[padding],
-            reduces=reduces,
-        )
-        return output
+    def column(self, input, weight, bias, *, padding, **place):
+        return self.columns(input, [weight], [bias], paddings=[padding], **place)[0]
 
     def columns_sequence(
         self, input, weights, biases, *, group, world_size, tokens, paddings, gathers=False
@@ -454,32 +439,13 @@ class Maps:
         results = self._run(
             {"columns": True, "sequence": True, "group": group, "gathers": gathers},
             pad_end(input, 0, -(-tokens // world_size) - input.shape[0]),
-            [
-                pad_end(weight, 0, padding)
-                for weight, padding in zip(weights, paddings, strict=True)
-            ],
-            [
-                None if bias is None else pad_end(bias, 0, padding)
-                for bias, padding in zip(biases, paddings, strict=True)
-            ],
+            *padded(weights, biases, paddings),
         )
-        outputs = tuple(
-            output[:tokens, ..., : output.shape[-1] - padding]
-            for output, padding in zip(results[: len(paddings)], paddings, strict=True)
-        )
+        outputs = cut(results[: len(paddings)], tokens, paddings)
         return (*outputs, results[-1][:tokens]) if gathers else outputs
 
-    def column_sequence(self, input, weight, bias, *, group, world_size, tokens, padding):
-        (output,) = self.columns_sequence(
-            input,
-            [weight],
-            [bias],
-            group=group,
-            world_size=world_size,
-            tokens=tokens,
-            paddings=[padding],
-        )
-        return output
+    def column_sequence(self, input, weight, bias, *, padding, **place):
+        return self.columns_sequence(input, [weight], [bias], paddings=[padding], **place)[0]
 
     def row(self, input, weight, bias, *, group, padding):
         place = {"columns": False, "sequence": False, "group": group}

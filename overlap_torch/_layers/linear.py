@@ -92,15 +92,29 @@ def columns_sequence(
 ) -> tuple[torch.Tensor, ...]:
     """`column_sequence` for each weight: one all-gather; backward scatters the sum of the input's gradients, once."""
     input = pad_end(input, 0, -(-tokens // world_size) - input.shape[0])
-    outputs, _ = allgather_gemm(
-        input,
+    outputs, _ = allgather_gemm(input, *padded(weights, biases, paddings), group=group)
+    return cut(outputs, tokens, paddings)
+
+
+def padded(
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    paddings: Sequence[int],
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Column layers' parameters of the largest part's size."""
+    return (
         [pad_end(weight, 0, padding) for weight, padding in zip(weights, paddings, strict=True)],
         [
             None if bias is None else pad_end(bias, 0, padding)
             for bias, padding in zip(biases, paddings, strict=True)
         ],
-        group=group,
     )
+
+
+def cut(
+    outputs: Sequence[torch.Tensor], tokens: int, paddings: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """The outputs [tokens, ..., N part] of padded tokens and parameters."""
     return tuple(
         output[:tokens, ..., : output.shape[-1] - padding]
         for output, padding in zip(outputs, paddings, strict=True)

@@ -23,7 +23,14 @@ from overlap_torch._ops.collectives import (
     wait,
     wait_for_gather,
 )
-from overlap_torch._ops.gradients import kept, recorded, rows, weight_gradient
+from overlap_torch._ops.gradients import (
+    kept,
+    of_each,
+    one_after_the_other,
+    recorded,
+    rows,
+    weight_gradient,
+)
 from overlap_torch._ops.group import world_size
 
 
@@ -52,23 +59,21 @@ def column_sequences(
     scales stand for.
     """
     if recipe is not None:
+        weights, biases, paddings = zip(*layers, strict=True)
         *outputs, gathered = Maps(recipe).columns_sequence(
             input.movedim(dim, 0),
-            [layer.weight for layer in layers],
-            [layer.bias for layer in layers],
+            weights,
+            biases,
             group=group,
             world_size=world_size,
             tokens=tokens,
-            paddings=[layer.padding for layer in layers],
+            paddings=paddings,
             gathers=True,
         )
         in_place = [one.movedim(0, dim).contiguous() for one in (*outputs, gathered)]
         return in_place[:-1], in_place[-1]
     input = pad_end(input, dim, -(-tokens // world_size) - input.shape[dim])
-    weights = [pad_end(layer.weight, 0, layer.padding) for layer in layers]
-    biases = [
-        None if layer.bias is None else pad_end(layer.bias, 0, layer.padding) for layer in layers
-    ]
+    weights, biases = linear.padded(*zip(*layers, strict=True))
     input, *operands = linear.as_under_autocast(input, *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -151,9 +156,7 @@ class _GatherLinears(torch.autograd.Function):
         *weights_and_biases: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """``weights_and_biases``: all weights, then the biases of those that have one."""
-        weights = list(weights_and_biases[: len(with_bias)])
-        given = iter(weights_and_biases[len(with_bias) :])
-        biases = [next(given) if has_one else None for has_one in with_bias]
+        weights, biases = of_each(with_bias, weights_and_biases)
         outputs, gathered = allgather_gemm(input, weights, biases, dim=dim, group=group)
         needs_input, *needs_weights = ctx.needs_input_grad[3 : 4 + len(weights)]
         ctx.group, ctx.dim, ctx.with_bias = group, dim, with_bias
@@ -213,10 +216,7 @@ def _start_input_gradient(
         return start_reduce_scatter(whole, group, dim)
     if not parts:
         return None
-    grad, weight = parts[0]
-    if len(parts) > 1:
-        grad = torch.cat([grad for grad, _ in parts], dim=-1)
-        weight = torch.cat([weight for _, weight in parts])
+    grad, weight = one_after_the_other(*zip(*parts, strict=True))
     return gemm_reducescatter(grad, weight.t(), dim=dim, group=group)
 
 
@@ -224,25 +224,22 @@ def _recorded_gradients(ctx, input, weights, grads):
     """The gradients of input and weights as the op records them, so that they can be differentiated; it gathers again."""
     with torch.enable_grad():
         outputs, gathered = allgather_gemm(input, weights, dim=ctx.dim, group=ctx.group)
-        used = [
-            (output, grad)
-            for output, grad in zip((*outputs, gathered), grads, strict=True)
-            if grad is not None and output.requires_grad
-        ]
-        needed = [tensor for tensor in (input, *weights) if tensor.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in used],
-                needed,
-                [grad for _, grad in used],
-                create_graph=True,
-                allow_unused=True,
-            )
-        )
-    grad_input, *grad_weights = (
-        next(found) if tensor.requires_grad else None for tensor in (input, *weights)
-    )
+        grad_input, *grad_weights = _recorded((*outputs, gathered), (input, *weights), grads)
     return grad_input, grad_weights
+
+
+def _recorded(outputs, tensors, grads) -> list[torch.Tensor | None]:
+    """The gradients of those tensors that want one, which can be differentiated, by the outputs that have one."""
+    used = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if grad is not None and output.requires_grad
+    ]
+    outputs, grads = [output for output, _ in used], [grad for _, grad in used]
+    needed = [tensor for tensor in tensors if tensor.requires_grad]
+    how = {"create_graph": True, "allow_unused": True}
+    found = iter(torch.autograd.grad(outputs, needed, grads, **how))
+    return [next(found) if tensor.requires_grad else None for tensor in tensors]
 
 
 def _scatter_linear(*arguments):
@@ -288,6 +285,4 @@ def _recorded_scatter_gradients(ctx, input, weight, bias, grad):
     with torch.enable_grad():
         summed = SumGradient.apply(bias, ctx.group)
         output = gemm_reducescatter(input, weight, summed, dim=ctx.dim, group=ctx.group)
-        needed = [tensor for tensor in (input, weight, bias) if tensor.requires_grad]
-        found = iter(torch.autograd.grad([output], needed, [grad], create_graph=True))
-    return [next(found) if tensor.requires_grad else None for tensor in (input, weight, bias)]
+        return _recorded([output], (input, weight, bias), [grad])

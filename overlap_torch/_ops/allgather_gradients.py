@@ -22,6 +22,8 @@ from overlap_torch._ops.gradients import (
     Gradient,
     TransformedFunction,
     needs_recording,
+    of_each,
+    one_after_the_other,
     record,
     recorded,
     rows,
@@ -63,9 +65,7 @@ class AllGatherGemm(SingleLevelFunction):
     ) -> tuple[torch.Tensor, ...]:
         """``weights_and_biases``: all weights, then the biases of those weights that have one."""
         count = len(call.with_bias)
-        weights = list(weights_and_biases[:count])
-        given = iter(weights_and_biases[count:])
-        biases = [next(given) if has_one else None for has_one in call.with_bias]
+        weights, biases = of_each(call.with_bias, weights_and_biases)
         outputs, gathered = call.run(input, weights, biases)
         needs_input, *needs_weights = ctx.needs_input_grad[1 : 2 + count]
         ctx.call = call
@@ -84,9 +84,7 @@ class AllGatherGemm(SingleLevelFunction):
         shard, *weights = ctx.saved_tensors
         with_bias = ctx.call.with_bias
         _, needs_input, *needs = ctx.needs_input_grad
-        needs_weights = needs[: len(with_bias)]
-        needs_given = iter(needs[len(with_bias) :])
-        needs_biases = [has_one and next(needs_given) for has_one in with_bias]
+        needs_weights, needs_biases = of_each(with_bias, needs)
         if not needs_input:  # by this backward
             gathered_grad, weights = None, [None] * len(with_bias)
         call = ctx.call
@@ -245,11 +243,7 @@ def _input_gradient(
     ]
     if not parts:
         return None if scattered is None else wait(scattered)
-    if len(parts) == 1:
-        grad, weight = parts[0]
-    else:
-        grad = torch.cat([grad for grad, _ in parts], dim=-1)
-        weight = torch.cat([weight for _, weight in parts])
+    grad, weight = one_after_the_other(*zip(*parts, strict=True))
     grad_input = eager.call(
         eager.gemm_reducescatter, _scatter_op, group, grad, weight.t(), None, dim=dim
     )

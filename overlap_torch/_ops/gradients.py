@@ -162,6 +162,22 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
 
 
+def one_after_the_other(
+    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients [..., N_i] and weights [N_i, K] as those of one output: [..., N] and [N, K]."""
+    if len(grads) == 1:
+        return grads[0], weights[0]
+    return torch.cat(tuple(grads), dim=-1), torch.cat(tuple(weights))
+
+
+def of_each(with_bias: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """A Function's values for all weights and after them those for the biases that there are, by weight: two lists."""
+    count = len(with_bias)
+    given = iter(values[count:])
+    return list(values[:count]), [next(given) if has_one else None for has_one in with_bias]
+
+
 class _RecordedProduct(SingleLevelFunction):
     """An op of one output, between the autograd keys and those below."""
 

@@ -140,14 +140,8 @@ def gemm_reducescatter(
         bias: [N] or None, the same on every rank; added once, after the reduction.
         dim: the input's dim that is cut between the ranks, any but the last; 0 for scaled operands.
         group: None (the default group), a process group's name, a ``ProcessGroup`` or a one-dimensional ``DeviceMesh``.
-        scale_input, scale_weight: float32 scales of fp8 operands, float8_e4m3fn or float8_e5m2 (not both of the latter):
-            one number each; or [M, 1] or [M], and [N, 1] or [N]; or [M, ceil(K / 128)] and [ceil(N / 128), ceil(K / 128)],
-            for blocks of 1 x 128 and of 128 x 128. The scaled input is ``input * scale_input``, as in
-            ``torch.nn.functional.scaled_mm``. docs/fp8.md says what travels.
-        recipe_input, recipe_weight: a ``torch.nn.functional.ScalingType`` (``TensorWise`` or ``RowWise`` for both, or
-            ``BlockWise1x128`` with ``BlockWise128x128``); None: from the scales' shapes, which must leave one.
-        output_dtype: the type of scaled operands' result and of the bias: bfloat16, float16 or float32.
-        use_fast_accum: for scaled operands: True lets a Hopper GPU sum with fewer bits, as in ``scaled_mm``; the same on all ranks.
+        scale_input, scale_weight, recipe_input, recipe_weight, output_dtype, use_fast_accum: for fp8 operands, as in
+            :func:`overlap_torch.gemm_allreduce`.
 
     Returns:
         A fresh, contiguous tensor [D0 / world size, ..., N], or shorter by that factor along ``dim``, of the

@@ -2,8 +2,8 @@
 these ops.
 
 A stand-in is a kernel of PyTorch's operator, registered over PyTorch's own on CUDA, and on CPU, where PyTorch has none. It
-runs the op of this package if that takes the arguments. If not, it runs PyTorch's kernel on CUDA, and a composition of a GEMM
-and collectives on CPU.
+runs the op of this package if that takes the arguments. If not, it runs PyTorch's kernel on CUDA, and PyTorch's composition of
+a GEMM and a collective on CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,8 @@ def replace_symm_mem() -> SymmMemReplacement:
     Results have the shapes, strides and dtypes of PyTorch's. Ours takes rows that are gathered or scattered along any
     dim but the last, ``reduce_op="sum"``, and bfloat16, float16, float32 and float64; in ``fused_all_gather_scaled_matmul`` and
     ``fused_scaled_matmul_reduce_scatter`` fp8 with scales of tensors or rows. Everything else runs PyTorch's kernel on CUDA, and
-    a GEMM and a collective on CPU. As PyTorch's kernels, they record no gradient and do not know autocast.
+    a GEMM and a collective on CPU, where fp8 that ours does not take is a :exc:`NotImplementedError`. As PyTorch's kernels, they
+    record no gradient and do not know autocast.
 
     Every rank of a group must have replaced them, or none: PyTorch's kernels and ours do not communicate with each other.
 
@@ -140,18 +142,23 @@ def _registered() -> Library:
 
 def _kernel(name: str, device: str) -> Callable[..., Any]:
     stand_in = STAND_INS[name]
+    # PyTorch's own, before ours is there. Its kernels on Meta compute a GEMM and a collective on any device; but gloo sends no
+    # fp8, and PyTorch's GEMM on CPU takes no scales of rows.
     own = None
-    if device == "CUDA":
-        own = get_kernel(f"symm_mem::{name}", device)  # before ours is there
+    if device == "CUDA" or "scaled" not in name:
+        own = get_kernel(f"symm_mem::{name}", "CUDA" if device == "CUDA" else "Meta")
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = stand_in(*args, **kwargs)
         why = call.refused()
         with _lock:
             _calls[name, device.lower(), why] += 1
-        if why and own is not None:
-            return own.call_boxed(keyset, *args, **kwargs)
-        return _as_kernel(call.composed if why else call.ours, call.A.device.type)
+        if why and own is None:
+            raise NotImplementedError(
+                f"symm_mem::{name}: {why}, which no kernel takes on CPU; PyTorch's own takes it on CUDA"
+            )
+        run = partial(own.call_boxed, keyset, *args, **kwargs) if why else call.ours
+        return _as_kernel(run, call.A.device.type)
 
     return kernel
 

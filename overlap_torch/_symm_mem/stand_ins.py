@@ -11,11 +11,9 @@ import torch
 from torch.nn.functional import ScalingType
 
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
-from overlap_torch._ops.collectives import start_all_gather, start_reduce_scatter, wait
 from overlap_torch._ops.group import group_rank, world_size
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)  # that the ops take, with scales
 _SCALED_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,18 +44,6 @@ class _AllGatherMatmul:
         outputs = [output.movedim(0, dim) for output in outputs]
         return gathered.movedim(0, dim) if self.return_A else None, outputs
 
-    def composed(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """The memory of a product has the gathered dim in front, as PyTorch's has, unless K was gathered."""
-        dim = self.gather_dim
-        gathered = _all_gather(self.A, dim, self.group_name)
-        if dim % self.A.dim() == self.A.dim() - 1:  # gathered K: contiguous, as PyTorch's is
-            gathered = gathered.contiguous()
-            outputs = [gathered @ B for B in self.Bs]
-        else:
-            rows = gathered.movedim(dim, 0)
-            outputs = [(rows @ B).movedim(0, dim) for B in self.Bs]
-        return gathered if self.return_A else None, outputs
-
 
 @dataclass
 class _MatmulReduceScatter:
@@ -81,9 +67,6 @@ class _MatmulReduceScatter:
         )
         return output.movedim(0, self.scatter_dim).contiguous()
 
-    def composed(self) -> torch.Tensor:
-        return _reduce_scatter(self.A @ self.B, self.reduce_op, self.scatter_dim, self.group_name)
-
 
 @dataclass
 class _AllGatherScaledMatmul:
@@ -104,7 +87,14 @@ class _AllGatherScaledMatmul:
         A, Bs = self.A, self.Bs
         if not Bs:
             return "no B is given"
-        if self._of_other_lengths():
+        lists = (
+            self.B_scales,
+            self.biases,
+            self.result_scales,
+            self.out_dtypes,
+            self.use_fast_accum,
+        )
+        if any(len(values) != len(Bs) for values in lists):
             return "there is not one value for each B"
         if why := _gather_dim_refused(A, self.gather_dim):
             return why
@@ -139,48 +129,6 @@ class _AllGatherScaledMatmul:
             **scales,
         )
         return gathered.movedim(0, dim), [output.movedim(0, dim) for output in outputs]
-
-    def composed(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        A, A_scale, dim = self.A, self.A_scale, self.gather_dim % self.A.dim()
-        for name, values in self._of_other_lengths().items():
-            raise ValueError(
-                f"fused_all_gather_scaled_matmul: {name} must have one value for each of the {len(self.Bs)} Bs, but has "
-                f"{len(values)}"
-            )
-        gathered = _all_gather(A, dim, self.group_name)
-        if (*A_scale.shape,) == (*A.shape[:-1], 1):  # of this rank's rows
-            A_scale = _all_gather(A_scale, dim, self.group_name)
-        elif A_scale.numel() != 1 and (*A_scale.shape,) != (*gathered.shape[:-1], 1):
-            raise ValueError(
-                f"fused_all_gather_scaled_matmul: A_scale must be one number, {(*A.shape[:-1], 1)} for this rank's rows or "
-                f"{(*gathered.shape[:-1], 1)} for all ranks', but its shape is {(*A_scale.shape,)}"
-            )
-        if A_scale.numel() != 1:
-            A_scale = A_scale.movedim(dim, 0)
-        rows = gathered.movedim(dim, 0)
-        outputs = [
-            _scaled_matmul(rows, B, A_scale, B_scale, bias, result_scale, dtype).movedim(0, dim)
-            for B, B_scale, bias, result_scale, dtype in zip(
-                self.Bs,
-                self.B_scales,
-                self.biases,
-                self.result_scales,
-                _as_dtypes(self.out_dtypes),
-                strict=True,
-            )
-        ]
-        return gathered, outputs
-
-    def _of_other_lengths(self) -> dict[str, Sequence[Any]]:
-        """The lists, by name, that do not have a value for each B."""
-        lists = {
-            "B_scales": self.B_scales,
-            "biases": self.biases,
-            "result_scales": self.result_scales,
-            "out_dtypes": self.out_dtypes,
-            "use_fast_accum": self.use_fast_accum,
-        }
-        return {name: values for name, values in lists.items() if len(values) != len(self.Bs)}
 
     def _scale_of_own_rows(self) -> torch.Tensor | None:
         """The scale of this rank's rows, given that or all ranks'; None for another shape."""
@@ -254,26 +202,9 @@ class _ScaledMatmulReduceScatter:
         )
         return output.movedim(0, dim).contiguous()
 
-    def composed(self) -> torch.Tensor:
-        if self.A_scale.numel() != 1 and not self._has_row_scales:
-            raise ValueError(
-                f"fused_scaled_matmul_reduce_scatter: A_scale must be one number or {(*self.A.shape[:-1], 1)}, one for each "
-                f"row of A, but its shape is {(*self.A_scale.shape,)}"
-            )
-        (dtype,) = _as_dtypes([self.out_dtype])
-        partial = _scaled_matmul(
-            self.A, self.B, self.A_scale, self.B_scale, self.bias, self.result_scale, dtype
-        )
-        return _reduce_scatter(
-            partial.reshape(*self._leading, self.B.shape[1]),
-            self.reduce_op,
-            self.orig_scatter_dim,
-            self.group_name,
-        )
-
 
 # An operator's class takes its arguments. `refused` says why this package's op does not take them, and is empty if it
-# does; `ours` runs that op; `composed` runs a GEMM and collectives, for the CPU.
+# does; `ours` runs that op.
 STAND_INS = {
     "fused_all_gather_matmul": _AllGatherMatmul,
     "fused_matmul_reduce_scatter": _MatmulReduceScatter,
@@ -369,61 +300,11 @@ def _scales(
     }
 
 
-def _scaled_matmul(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    A_scale: torch.Tensor,
-    B_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    """``aten._scaled_mm`` of [..., K] in float32; a result scale means something for an fp8 result only, as there."""
-    if B_scale.numel() != 1 and (*B_scale.shape,) != (1, B.shape[1]):
-        raise ValueError(
-            f"B_scale must be one number or {(1, B.shape[1])}, one for each column of B, but its shape is "
-            f"{(*B_scale.shape,)}"
-        )
-    if A_scale.numel() == 1:
-        A_scale = A_scale.reshape(())
-    product = (A.float() @ B.float()) * A_scale * B_scale.reshape(-1)
-    if bias is not None:
-        product = product + bias
-    out_dtype = out_dtype or A.dtype
-    if result_scale is not None and out_dtype in _FP8:
-        product = product * result_scale
-    return product.to(out_dtype)
-
-
 def _as_dtypes(given: Sequence[Any]) -> list[torch.dtype | None]:
     """A list of dtypes comes through the dispatcher as one of numbers."""
     if all(dtype is None or isinstance(dtype, torch.dtype) for dtype in given):
         return list(given)
     return symmetric_memory()._maybe_convert_scalar_types_to_dtypes(list(given))
-
-
-def _all_gather(tensor: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """All ranks' parts, one after the other in ``dim``; dim 0 of the memory is the gathered one."""
-    front = tensor.movedim(dim, 0).contiguous()
-    as_bytes = front.dtype in _FP8  # gloo sends none of these
-    gathered = wait(
-        start_all_gather(front.view(torch.uint8) if as_bytes else front, group, world_size(group))
-    )
-    return (gathered.view(front.dtype) if as_bytes else gathered).movedim(0, dim)
-
-
-def _reduce_scatter(whole: torch.Tensor, reduce_op: str, dim: int, group: str) -> torch.Tensor:
-    if reduce_op not in ("sum", "avg"):
-        raise ValueError(f"reduce_op must be 'sum' or 'avg', but it is {reduce_op!r}")
-    if whole.shape[dim] % world_size(group) != 0:
-        raise ValueError(
-            f"dim {dim} of {(*whole.shape,)} does not divide by the {world_size(group)} ranks to which it is scattered; "
-            "pad it"
-        )
-    scattered = wait(start_reduce_scatter(whole.movedim(dim, 0), group))
-    if reduce_op == "avg":
-        scattered = scattered / world_size(group)
-    return scattered.movedim(0, dim).contiguous()
 
 
 def symmetric_memory() -> Any:

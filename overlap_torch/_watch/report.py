@@ -389,23 +389,8 @@ def _fallbacks(model: torch.nn.Module) -> list[ReportRow]:
 
 
 def _empty_row(layer: str, why: str, world_size: int = 0, group: str = "") -> ReportRow:
-    return {
-        "layer": layer,
-        "direction": "",
-        "op": "",
-        "m": 0,
-        "n": 0,
-        "k": 0,
-        "dtype": "",
-        "world_size": world_size,
-        "group": group,
-        "device": "",
-        "calls": 0,
-        "overlapped": False,
-        "plan": None,
-        "captured": False,
-        "predicted_us": None,
-        "sequence_us": None,
-        "gain": None,
-        "why": why,
-    }
+    texts = dict.fromkeys(("direction", "op", "dtype", "device"), "")
+    numbers = dict.fromkeys(("m", "n", "k", "calls"), 0)
+    nothing = dict.fromkeys(("plan", "predicted_us", "sequence_us", "gain"))
+    place = {"layer": layer, "world_size": world_size, "group": group, "why": why}
+    return {**texts, **numbers, **nothing, **place, "overlapped": False, "captured": False}

@@ -11,7 +11,7 @@ import torch
 
 from overlap_torch._ops import allgather_gemm, gemm_reducescatter
 from overlap_torch._ops.collectives import start_all_gather, wait
-from overlap_torch._ops.gradients import Gradient, side_by_side
+from overlap_torch._ops.gradients import Gradient, one_after_the_other
 
 
 def of_gathered_input(
@@ -33,8 +33,8 @@ def of_gathered_input(
     gathered = start_all_gather(shard, group, ranks) if needs_weights else None
     grad_shard = None
     if needs_input:
-        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        grad_shard = gemm_reducescatter(side_by_side(grads), weight.t(), group=group)
+        grad, weight = one_after_the_other(grads, weights)
+        grad_shard = gemm_reducescatter(grad, weight.t(), group=group)
     return grad_shard, None if gathered is None else wait(gathered)
 
 

@@ -35,24 +35,23 @@ class AllGatherLinear(linear.AllGatherLinear):
 
     @staticmethod
     def backward(ctx, grad_y_shard_n: torch.Tensor) -> tuple[Gradient, ...]:
-        shard, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
-        grad_shard, gathered = of_gathered_input(
-            [grad_y_shard_n],
-            [weight],
-            shard,
-            ctx.group_name,
-            ctx.ranks,
-            needs_input=needs_input,
-            needs_weights=needs_weight,
-        )
-        return (
-            grad_shard,
-            weight_gradient(grad_y_shard_n, gathered) if needs_weight else None,
-            rows(grad_y_shard_n).sum(0) if needs_bias else None,
-            None,
-            None,
-        )
+        needs_bias = ctx.needs_input_grad[2]
+        grad_bias = rows(grad_y_shard_n).sum(0) if needs_bias else None
+        return *_gathered_gradients(ctx, grad_y_shard_n), grad_bias, None, None
+
+
+def _gathered_gradients(ctx, *grads: torch.Tensor) -> list[Gradient]:
+    """Of the shard, and of each weight."""
+    shard, *weights = ctx.saved_tensors
+    needs_input, *needs = ctx.needs_input_grad[: 1 + len(weights)]
+    grad_shard, gathered = of_gathered_input(
+        grads, weights, shard, ctx.group_name, ctx.ranks, needs_input=needs_input, needs_weights=any(needs)
+    )  # fmt: skip
+    pairs = zip(grads, needs, strict=True)
+    return [
+        grad_shard,
+        *(weight_gradient(grad, gathered) if need else None for grad, need in pairs),
+    ]
 
 
 @spmd_types.register_autograd_function
@@ -77,24 +76,7 @@ class AllGatherLinearMulti(linear.AllGatherLinearMulti):
     def backward(
         ctx, grad_ya_shard_n: torch.Tensor, grad_yb_shard_n: torch.Tensor
     ) -> tuple[Gradient, ...]:
-        shard, weight_a, weight_b = ctx.saved_tensors
-        needs_input, needs_a, needs_b, _, _ = ctx.needs_input_grad
-        grad_shard, gathered = of_gathered_input(
-            [grad_ya_shard_n, grad_yb_shard_n],
-            [weight_a, weight_b],
-            shard,
-            ctx.group_name,
-            ctx.ranks,
-            needs_input=needs_input,
-            needs_weights=needs_a or needs_b,
-        )
-        return (
-            grad_shard,
-            weight_gradient(grad_ya_shard_n, gathered) if needs_a else None,
-            weight_gradient(grad_yb_shard_n, gathered) if needs_b else None,
-            None,
-            None,
-        )
+        return *_gathered_gradients(ctx, grad_ya_shard_n, grad_yb_shard_n), None, None
 
 
 @spmd_types.register_autograd_function

@@ -147,8 +147,13 @@ def flat(results) -> list[torch.Tensor]:
     return [tensor for result in results for tensor in flat(result)]
 
 
-def check_compiled(op: str, backend: str, cases: list[Case]) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@every_op
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_compile_takes_the_op_in_one_graph(failures: Failures, op: str, backend: str) -> None:
+    cases = [Case((12,), 9, 10, bias=True), Case((2, 3), 8, 6), Case((5,), 0, 3)]
+    # Inductor's C++ compiler takes its time.
+    cases = cases[:1] if backend == "inductor" else cases
     torch._dynamo.reset()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     compiled = torch.compile(block, fullgraph=True, backend=backend)
@@ -174,17 +179,6 @@ def check_compiled(op: str, backend: str, cases: list[Case]) -> tuple[int, list[
                 failures.expect(None if nothing else "there is none", *where)
             else:
                 failures.expect(difference(gradient, right), *where)
-    return failures.result()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_compile_takes_the_op_in_one_graph(ranks, op, backend):
-    cases = [Case((12,), 9, 10, bias=True), Case((2, 3), 8, 6), Case((5,), 0, 3)]
-    # Inductor's C++ compiler takes its time.
-    cases = cases[:1] if backend == "inductor" else cases
-    ranks.expect_no_failures(check_compiled, op, backend, cases, timeout_s=300)
 
 
 @every_op
@@ -250,19 +244,16 @@ class Call(torch.nn.Module):
         return self.op(*arguments, group=self.group)
 
 
-def traced_targets(op: str) -> list[str]:
+@every_op
+@pytest.mark.ranks((1, "gloo"))
+def test_compile_keeps_the_op_whole(failures: Failures, op: str) -> None:
     """Operators in the traced graph of a call that needs no gradient."""
     arguments = OPS[op].arguments(Case((4,), 5, 4), 0, 1, rank_device())
     call = Call(OPS[op].operator, arguments)
     graph = make_fx(call, tracing_mode="fake")(*tensors_of(arguments)).graph
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    return [target for target in targets if "getitem" not in target]
-
-
-@every_op
-@pytest.mark.ranks((1, "gloo"))
-def test_compile_keeps_the_op_whole(ranks, op):
-    assert ranks.run(traced_targets, op) == [[str(OPS[op].operator)]]
+    found = [target for target in targets if "getitem" not in target]
+    failures.expect(None if found == [str(OPS[op].operator)] else f"{found}", op)
 
 
 @every_op

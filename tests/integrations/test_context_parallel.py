@@ -70,13 +70,19 @@ def attention(causal: bool) -> list[torch.Tensor]:
     return [one.to_local().detach() for one in (o, lse, q.grad, k.grad, v.grad)]
 
 
-def check_replaced(chunks: int = 0) -> tuple[int, list[str]]:
-    """``chunks``: over peers, on CPU."""
-    if chunks:
-        number = mock.patch.object(replace, "chunks_over_peers", lambda *call: chunks)
-        with number, over_peers():
-            return check_replaced()
-    failures, module = Failures(), context_parallel_module()
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_context_parallel_is_pytorchs(failures: Failures) -> None:
+    check_replaced(failures)
+
+
+@pytest.mark.ranks((3, "gloo"))
+def test_context_parallel_over_peers_is_pytorchs(failures: Failures) -> None:
+    with mock.patch.object(replace, "chunks_over_peers", lambda *call: 2), over_peers():
+        check_replaced(failures)
+
+
+def check_replaced(failures: Failures) -> None:
+    module = context_parallel_module()
     if rank_device().type == "cpu":
         cpu_flash()
     rings = module._templated_ring_attention, module._templated_ring_attention_backward
@@ -113,14 +119,3 @@ def check_replaced(chunks: int = 0) -> tuple[int, list[str]]:
     finally:
         module._cp_options.enable_load_balance = module._cp_options.convert_to_f32 = True
         module._disable_context_parallel_dispatcher()
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_context_parallel_is_pytorchs(ranks):
-    ranks.expect_no_failures(check_replaced)
-
-
-@pytest.mark.ranks((3, "gloo"))
-def test_context_parallel_over_peers_is_pytorchs(ranks):
-    ranks.expect_no_failures(check_replaced, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from importlib import metadata
 from unittest import mock
 
@@ -13,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import overlap_torch
 from checks import Failures, message_of
 from frameworks import needs_transformers
 from graphs import Graphs, expect_counts
+from layers import op_counts
 from operands import as_torchrun_places, rank_device
 from overlap_torch.integrations import transformers as integration
 
@@ -27,22 +26,6 @@ pytestmark = needs_transformers
 
 LAYERS = 2
 TOKENS = 12
-
-
-class OpCounter(TorchDispatchMode):
-    """How often each of this package's public ops is called while it is on, in backward too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what a DTensor does with it comes here too
-        namespace, _, name = function._overloadpacket._qualified_op_name.partition("::")
-        if namespace == "overlap" and not name.startswith("_"):
-            self.calls[name] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def config_of(family: str):
@@ -168,11 +151,10 @@ def test_models_train_as_with_transformers_own_styles(
         sequence = integration.sequence_plan(config_of(family))
         models = {"auto": loaded(folder), "sequence": loaded(folder, sequence)}
     for kind, calls in (("auto", AUTO_CALLS), ("sequence", SEQUENCE_CALLS)):
-        with OpCounter() as counter:
-            found = trained(models[kind], tokens)
+        found = {}
+        counted = op_counts(lambda: found.update(trained(models[kind], tokens)))  # noqa: B023, called at once
         expect_same(failures, found, right, kind, "and the whole model")
         expect_same(failures, found, theirs, kind, "and transformers' own")
-        counted = dict(counter.calls)
         failures.expect(None if counted == calls else f"{counted}, not {calls}", kind, "calls")
     for count, kind in ((TOKENS, torch.Tensor), (TOKENS - 1, DTensor)):
         kinds = kinds_of_hidden_states(models["sequence"], some_tokens(2, count))
@@ -257,12 +239,12 @@ def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
         "max_new_tokens": 6,
         "do_sample": False,
     }
-    with OpCounter() as counter:
-        written = model.generate(tokens, **options)
+    written = []
+    counted = op_counts(lambda: written.append(model.generate(tokens, **options)))
     right = whole.generate(tokens, **options)
-    failures.expect(None if torch.equal(written, right) else f"{written}, not {right}", "generated")
+    failures.expect_equal(written, [right], "generated")
     calls = {"gemm_allreduce": 6 * 2 * LAYERS}
-    failures.expect(None if dict(counter.calls) == calls else str(counter.calls), "calls")
+    failures.expect(None if counted == calls else str(counted), "calls")
     with torch.no_grad():
         found = {"logits": sequence(tokens).logits}
         expect_same(failures, found, {"logits": whole(tokens).logits}, "five tokens of two ranks")

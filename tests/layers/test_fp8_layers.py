@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import overlap_torch
 from checks import Failures, message_of
+from frameworks import needs_module
 from operands import rank_device, world_name
 from overlap_torch._layers import fp8 as _fp8
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
@@ -317,10 +318,12 @@ def with_torchao(model: Model, config, ours: bool) -> torch.nn.Module:
     return blocks
 
 
-def check_torchao(recipe: str) -> tuple[int, list[str]]:
+@needs_module("torchao")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_fp8_styles_take_torchao_layers(failures: Failures, recipe: str) -> None:
     from torchao.float8.config import Float8LinearConfig
 
-    failures = Failures()
     config = Float8LinearConfig.from_recipe_name(recipe)
     if rank_device().type == "cpu":
         config = Float8LinearConfig(
@@ -344,11 +347,3 @@ def check_torchao(recipe: str) -> tuple[int, list[str]]:
         one = copy.deepcopy(model).to(rank_device())
         right = train(lambda x: one.whole(x, True), one.parameters(), slice(None))
     failures.expect(far(losses, right), recipe)
-    return failures.result()
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_fp8_styles_take_torchao_layers(ranks, recipe):
-    pytest.importorskip("torchao")
-    ranks.expect_no_failures(check_torchao, recipe, timeout_s=300)

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import overlap_torch
-import rank_pool
 from checks import Failures, message_of
 from layers import integer_linear, integers
 from meshes import mesh
@@ -266,49 +265,44 @@ def ones(layer: torch.nn.Module) -> torch.nn.Module:
     return layer
 
 
-def check_lives(folder: str, all_again: bool) -> list[str]:
+@pytest.mark.parametrize("all_again", [False, True], ids=["groups", "everything"])
+@pytest.mark.ranks((3, "gloo"))
+@pytest.mark.fresh(group_timeout_s=60.0)
+def test_layers_are_made_on_groups_that_are_made_again(
+    failures: Failures, tmp_path, all_again: bool
+) -> None:
     """Groups that go and come, of other ranks under names that come again; old layers live on, and are used between."""
-    problems, kept = [], []
+    kept = []
     rank, world = dist.get_rank(), dist.get_world_size()
     for life, members in enumerate(([0, 1], [1, 2], [0, 1], [0, 2], [0, 1, 2])):
         if all_again:
             dist.destroy_process_group()
             dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/{life}", rank=rank, world_size=world
+                "gloo", init_method=f"file://{tmp_path}/{life}", rank=rank, world_size=world
             )
         group = dist.new_group(members)
         if rank in members:
             size = len(members)
             x = torch.ones(3, 4)
             y = overlap_torch.gemm_allreduce(x, torch.ones(2, 4), group=group)
-            problems.append(None if y[0, 0] == 4 * size else f"op {y[0, 0]}")
+            failures.expect(None if y[0, 0] == 4 * size else f"op {y[0, 0]}")
             layer = ones(RowParallelLinear(4 * size, 6, group=group))
-            problems.append(step(layer, x, 4.0 * size))
+            failures.expect(step(layer, x, 4.0 * size))
             named = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
             style = parallelize_module(torch.nn.Linear(4, 6), named, OverlapColwiseParallel())
-            problems.append(step(ones(style), x, 4.0))
+            failures.expect(step(ones(style), x, 4.0))
             for old in kept:
                 old.weight.detach().clone()  # PyTorch remembers the meshes of results
             fresh = ones(ColumnParallelLinear(4, 6, group=group, gather_output=True))
-            problems.append(step(fresh, x, 4.0))
+            failures.expect(step(fresh, x, 4.0))
             for each in (layer, fresh):
                 found = dist.get_process_group_ranks(each.weight.device_mesh.get_group())
-                problems.append(None if found == members else f"mesh of {found}, not {members}")
+                failures.expect(None if found == members else f"mesh of {found}, not {members}")
             problem = Problem(64, 8, 8, "float32", size, "gemm_allreduce")
             overlap_torch.tune([problem], group=group, repeats=1, most=1, cache=False)
             kept += [layer, fresh, style]
-        problems.append(step(ones(RowParallelLinear(4 * world, 6)), torch.ones(3, 4), 4.0 * world))
+        whole = ones(RowParallelLinear(4 * world, 6))
+        failures.expect(step(whole, torch.ones(3, 4), 4.0 * world))
         dist.barrier()
         if group != dist.GroupMember.NON_GROUP_MEMBER and not all_again:
             dist.destroy_process_group(group)
-    return [f"{problem}" for problem in problems if problem is not None]
-
-
-@pytest.mark.parametrize("all_again", [False, True], ids=["groups", "everything"])
-def test_layers_are_made_on_groups_that_are_made_again(tmp_path, all_again):
-    outcomes = rank_pool.run_fresh(
-        3, "gloo", check_lives, str(tmp_path), all_again, timeout_s=120.0, group_timeout_s=60.0
-    )
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-        assert outcome.value == []

@@ -1,97 +1,57 @@
-"""The parallel layers: `torch.nn.Linear` over a group, bit for bit on integer data."""
+"""The parallel layers: `torch.nn.Linear`s over a group, bit for bit on integer data."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
-from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from checks import Failures, message_of
 from layers import integer_linear, integers, my_features, my_part, my_tokens, ops_called
+from modes import SeesDispatches
 from operands import difference, rank_device, subgroup, world_name
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, token_slice
-
-# Features that divide, that do not, fewer than ranks, one, none.
-FEATURES = ((12, 8), (13, 5), (2, 3), (24, 1), (0, 4), (4, 0))
-# Tokens that divide, that do not, fewer than ranks, none.
-TOKENS = (12, 7, 1, 0)
-
-
-def check_gradients(
-    failures: Failures, layer: torch.nn.Module, linear: torch.nn.Linear, *where: object
-) -> None:
-    """The layer's parameter gradients are its parts of the whole layer's."""
-    dims = {"weight": 0, "bias": 0} if isinstance(layer, ColumnParallelLinear) else {"weight": 1}
-    for name, parameter in linear.named_parameters():
-        right = my_part(parameter.grad, dims[name]) if name in dims else parameter.grad
-        placement = Shard(dims[name]) if name in dims else Replicate()
-        own = getattr(layer, name).grad
-        problem = "has none" if own is None else difference(own.to_local(), right)
-        failures.expect(problem, name, "gradient", *where)
-        alike = own.shape == parameter.shape and own.placements == (placement,)
-        failures.expect(None if alike else f"{own.shape}, {own.placements}", name, *where)
+from parallel_layers import (
+    SEVERAL,
+    TOKENS,
+    Form,
+    all_outputs,
+    check_beside_linears,
+    every_kind,
+    integer_linears,
+    sequence_or_not,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "replicated"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+@sequence_or_not
+@every_kind
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_nn_row_parallel_linear_is_linear(
-    failures: Failures, sequence: bool, parallel: bool, dtype: torch.dtype
+def test_nn_layers_are_linears(
+    failures: Failures, kind: str, sequence: bool, whole: bool, dtype: torch.dtype
 ) -> None:
-    """Output and gradients of the row layer against nn.Linear on the whole, replicated operands."""
-    for (in_features, out_features), tokens, bias in itertools.product(
-        FEATURES, TOKENS if sequence else TOKENS[:1], (True, False)
-    ):
-        where = (in_features, out_features, "bias", bias, "tokens", tokens)
-        linear = integer_linear(in_features, out_features, bias, dtype)
-        layer = RowParallelLinear.from_linear(
-            linear, sequence_parallel=sequence, input_is_parallel=parallel
-        )
-        whole = integers(tokens, 2, in_features, seed=3, dtype=dtype).requires_grad_()
-        mine = (my_features(whole) if parallel else whole).detach().clone().requires_grad_()
-        cut = my_tokens if sequence else torch.Tensor.detach
-        expected, output = linear(whole), layer(mine)
-        failures.expect(difference(output.detach(), cut(expected.detach())), *where)
-        gradient = integers(tokens, 2, out_features, seed=4, dtype=dtype)
-        expected.backward(gradient)
-        output.backward(cut(gradient))
-        right = my_features(whole.grad) if parallel else whole.grad
-        failures.expect(difference(mine.grad, right), "input's gradient", *where)
-        check_gradients(failures, layer, linear, *where)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gather", [False, True], ids=["parts", "gathered"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_nn_column_parallel_linear_is_linear(
-    failures: Failures, sequence: bool, gather: bool, dtype: torch.dtype
-) -> None:
-    """Output and gradients of the column layer against nn.Linear on the whole, replicated operands."""
-    for (in_features, out_features), tokens, bias in itertools.product(
-        FEATURES, TOKENS if sequence else TOKENS[:1], (True, False)
-    ):
-        where = (in_features, out_features, "bias", bias, "tokens", tokens)
-        linear = integer_linear(in_features, out_features, bias, dtype)
-        layer = ColumnParallelLinear.from_linear(
-            linear, sequence_parallel=sequence, gather_output=gather
-        )
-        whole = integers(tokens, 2, in_features, seed=3, dtype=dtype).requires_grad_()
-        cut = my_tokens if sequence else torch.Tensor.detach
-        mine = cut(whole).detach().clone().requires_grad_()
-        own = torch.Tensor.detach if gather else my_features
-        expected, output = linear(whole), layer(mine, tokens) if sequence else layer(mine)
-        failures.expect(difference(output.detach(), own(expected.detach())), *where)
-        gradient = integers(tokens, 2, out_features, seed=4, dtype=dtype)
-        expected.backward(gradient)
-        output.backward(own(gradient))
-        failures.expect(difference(mine.grad, cut(whole.grad)), "input's gradient", *where)
-        check_gradients(failures, layer, linear, *where)
+    """Outputs and gradients beside the whole layers', of several outputs also where only some are used."""
+    form = Form(kind, sequence, whole)
+    for sizes, tokens in itertools.product(form.sizes, TOKENS if sequence else TOKENS[:1]):
+        linears = integer_linears(*sizes, dtype)
+        layer = form.layer(linears)
+        where = (*sizes, "tokens", tokens)
+        if form.is_column:
+            parts = tuple(len(my_part(torch.empty(size), 0)) for size in sizes[1])
+            right = parts if kind == "columns" else parts[0]
+            local = layer.local_out_features
+            failures.expect(None if local == right else f"local_out_features {local}", *where)
+        every = range(len(linears))
+        for used in (every, every[1:], every[:1]) if len(every) > 1 else (every,):
+            given = (layer, layer, linears, tokens, used, *where, "used", used)
+            check_beside_linears(failures, form, *given)
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -107,155 +67,171 @@ def test_nn_column_parallel_linear_takes_equal_shards_without_tokens(failures: F
         failures.expect(difference(rows[token_slice(tokens)], my_tokens(rows)), tokens)
 
 
-class Mlp(torch.nn.Module):
-    def __init__(self, up: torch.nn.Linear, down: torch.nn.Linear, sequence: bool) -> None:
-        super().__init__()
-        self.sequence = sequence
-        self.up = ColumnParallelLinear.from_linear(up, sequence_parallel=sequence)
-        self.down = RowParallelLinear.from_linear(down, sequence_parallel=sequence)
-
-    def forward(self, input: torch.Tensor, tokens: int) -> torch.Tensor:
-        hidden = self.up(input, tokens) if self.sequence else self.up(input)
-        return self.down(functional.relu(hidden))
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
-def test_nn_pair_of_layers_is_an_mlp(failures: Failures, sequence: bool) -> None:
-    """The pair of layers, eager and compiled with symbolic sizes, by the same graph for several numbers of tokens."""
-    up, down = integer_linear(6, 13, True), integer_linear(13, 7, True)
-    cut = my_tokens if sequence else torch.Tensor.detach
-    torch._dynamo.reset()
-    mlp = Mlp(up, down, sequence)
-    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens, run in itertools.product((12, 7, 5), (mlp, compiled)):
-        for parameter in (*mlp.parameters(), *up.parameters(), *down.parameters()):
-            parameter.grad = None
-        whole = integers(tokens, 6, seed=3).requires_grad_()
-        mine = cut(whole).detach().clone().requires_grad_()
-        expected, output = down(functional.relu(up(whole))), run(mine, tokens)
-        where = (tokens, "eager" if run is mlp else "compiled")
-        failures.expect(difference(output.detach(), cut(expected.detach())), *where)
-        gradient = integers(tokens, 7, seed=4)
-        expected.backward(gradient)
-        output.backward(cut(gradient))
-        failures.expect(difference(mine.grad, cut(whole.grad)), "input's gradient", *where)
-        check_gradients(failures, mlp.up, up, "up", *where)
-        check_gradients(failures, mlp.down, down, "down", *where)
-
-
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_nn_layers_run_the_ops(failures: Failures) -> None:
     """The ops that run, forward and backward: results alone would not show that nothing overlaps."""
     for kind, sequence, forward, backward in (
-        (ColumnParallelLinear, False, set(), {"gemm_allreduce"}),
-        (ColumnParallelLinear, True, {"allgather_gemm"}, {"gemm_reducescatter"}),
-        (RowParallelLinear, False, {"gemm_allreduce"}, set()),
-        (RowParallelLinear, True, {"gemm_reducescatter"}, {"allgather_gemm"}),
+        ("column", False, set(), {"gemm_allreduce"}),
+        ("column", True, {"allgather_gemm"}, {"gemm_reducescatter"}),
+        ("row", False, {"gemm_allreduce"}, set()),
+        ("row", True, {"gemm_reducescatter"}, {"allgather_gemm"}),
     ):
-        layer = kind.from_linear(integer_linear(6, 12, True), sequence_parallel=sequence)
-        input = integers(6, 6, seed=3)
-        input = my_features(input) if kind is RowParallelLinear else input
-        input.requires_grad_()
+        form = Form(kind, sequence)
+        layer = form.layer(integer_linears(6, (12,), (True,)))
+        input = form.cut_input(integers(6, 6, seed=3)).clone().requires_grad_()
         outputs = []
-        called = ops_called(lambda: outputs.append(layer(input).sum()))  # noqa: B023, called at once
-        failures.expect(None if called == forward else f"ran {called}", kind, "forward", sequence)
-        called = ops_called(outputs[0].backward)
-        failures.expect(None if called == backward else f"ran {called}", kind, "backward", sequence)
+        called = ops_called(lambda: outputs.extend(form.call(layer, input, 6)))  # noqa: B023, called at once
+        failures.expect(None if called == forward else f"ran {called}", form, "forward")
+        called = ops_called(outputs[0].sum().backward)
+        failures.expect(None if called == backward else f"ran {called}", form, "backward")
 
 
+def communicated(job: Callable[[], object]) -> Counter[str]:
+    """The collectives and this package's ops that a job calls, a gather by all-to-all as the gather that it is."""
+    with SeesDispatches() as mode:
+        job()
+    calls: Counter[str] = Counter()
+    for function in mode.seen:
+        namespace, _, name = function.name().partition("::")
+        if namespace == "overlap" or ("c10d" in namespace and name != "wait_tensor"):
+            gathers = name in ("all_to_all_single", "all_gather_into_tensor")
+            calls["all_gather" if gathers else name] += 1
+    return calls
+
+
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_several_outputs_communicate_once(failures: Failures) -> None:
+    for sizes, sequence, gather in itertools.product(SEVERAL, (False, True), (False, True)):
+        layer = Form("columns", sequence, gather).layer(integer_linears(*sizes))
+        input = integers(4 if sequence else 4 * dist.get_world_size(), sizes[0], seed=3)
+        where = (*sizes, sequence, gather)
+        forward = {"allgather_gemm.weights": 1} if sequence else {}
+        forward |= {"all_gather": 1} if gather else {}
+        of_weights = {"all_gather": 1} if sequence else {}  # of the input
+        of_input = {"gemm_reducescatter" if sequence else "gemm_allreduce": 1}
+        for trains, needed in ((True, True), (True, False), (False, True)):
+            layer.requires_grad_(trains)
+            given = input.clone().requires_grad_(needed)
+            outputs = []
+            calls = communicated(lambda: outputs.extend(layer(given)))  # noqa: B023, called at once
+            failures.expect(None if calls == forward else f"{calls}", "forward", *where)
+            calls = communicated(sum(output.sum() for output in outputs).backward)
+            right = (of_weights if trains else {}) | (of_input if needed else {})
+            where = (*where, trains, needed)
+            failures.expect(None if calls == right else f"{calls}", "backward", *where)
+
+
+@every_kind
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_nn_layers_give_gradients_to_those_that_ask(failures: Failures) -> None:
+def test_nn_layers_give_gradients_to_those_that_ask(failures: Failures, kind: str) -> None:
     """Gradients come out for those that ask, whoever else asks."""
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    for kind, sequence, needs in itertools.product(
-        kinds, (False, True), itertools.product((False, True), repeat=3)
+    sizes = (6, (5, 3), (True, True)) if kind == "columns" else (6, (8,), (True,))
+    count = 1 + 2 * len(sizes[1])
+    for sequence, needs in itertools.product(
+        (False, True), itertools.product((False, True), repeat=count)
     ):
-        linear = integer_linear(6, 8, True)
-        column = kind is ColumnParallelLinear
-        layer = kind.from_linear(linear, sequence_parallel=sequence)
-        whole = integers(6, 6, seed=3)
-        mine = whole if column else my_features(whole)
-        mine = (my_tokens(mine) if sequence and column else mine).detach().clone()
-        tensors = {"input": mine, "weight": layer.weight, "bias": layer.bias}
-        for tensor, needed in zip(tensors.values(), needs, strict=True):
+        form = Form(kind, sequence)
+        layer = form.layer(integer_linears(*sizes))
+        mine = form.cut_input(integers(6, 6, seed=3)).detach().clone()
+        tensors = (mine, *layer.parameters())
+        for tensor, needed in zip(tensors, needs, strict=True):
             tensor.requires_grad_(needed)
-        output = layer(mine, 6) if sequence and column else layer(mine)
+        outputs = form.call(layer, mine, 6)
         if any(needs):
-            output.sum().backward()
-        for (name, tensor), needed in zip(tensors.items(), needs, strict=True):
-            wrong = (tensor.grad is not None) != needed
-            failures.expect(
-                f"gradient of {name}: {tensor.grad}" if wrong else None, kind, sequence, needs
-            )
+            sum(output.sum() for output in outputs).backward()
+        got = tuple(tensor.grad is not None for tensor in tensors)
+        failures.expect(None if got == needs else f"{got}", sequence, needs)
 
 
+MANNERS = [
+    (5, (6, 12), (True, True)),  # parts of one size on 2 and 3 ranks
+    (7, (5, 3, 1), (True, False, True)),
+]
+
+
+@every_kind
+@sequence_or_not
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"), long=[(3, "gloo")])
-def test_nn_layers_are_modules(failures: Failures) -> None:
-    """The behaviour of modules: dtype, eval, no bias, groups, autocast, compile."""
-    world = dist.get_world_size()
-    linear = integer_linear(12, 7, True)
-    whole = integers(5, 12, seed=3)
-    expected = linear(whole).detach()
-    second = subgroup(tuple(range(world)), "second")
-    for kind in (RowParallelLinear, ColumnParallelLinear):
-        column = kind is ColumnParallelLinear
-        mine = whole if column else my_features(whole)
-        own = my_features if column else torch.Tensor.detach
-        right = own(expected)
-        layer = kind.from_linear(linear)
-        output = layer.double()(mine.double()).detach()
-        failures.expect(difference(output, right.double()), kind, "double")
-        layer.float()
-        with torch.no_grad():
-            failures.expect(difference(layer.eval()(mine), right), kind, "eval")
+def test_nn_layers_in_other_manners(failures: Failures, kind: str, sequence: bool) -> None:
+    """Compiled with several numbers of tokens, checkpointed, under autocast, in eval, in float64, and over other groups."""
+    second = subgroup(tuple(range(dist.get_world_size())), "second")
+    for number, (in_features, out_features, bias) in enumerate(MANNERS):
+        count = len(out_features) if kind == "columns" else 1
+        sizes = (in_features, out_features[:count], bias[:count])
+        form, linears = Form(kind, sequence, number == sequence), integer_linears(*sizes)
+        layer, every = form.layer(linears), range(count)
 
-        with torch.autocast(rank_device().type, torch.bfloat16):
-            output = layer(mine)
-            cast = own(functional.linear(whole, linear.weight, linear.bias).detach())
-        failures.expect(difference(output.detach(), cast), kind, "autocast")
-        output.sum().backward()
-        failures.expect(
-            None if layer.weight.grad.dtype == torch.float32 else "dtype", kind, "autocast"
-        )
+        def beside(run, tokens, used, *where, linears=linears, layer=layer, form=form):
+            check_beside_linears(failures, form, run, layer, linears, tokens, used, form, *where)
 
+        def checkpointed(*arguments, layer=layer):
+            return checkpoint(layer, *arguments, use_reentrant=False)
+
+        beside(checkpointed, 5, every, "checkpointed")
+        beside(layer.eval(), 5, every, "eval")
         torch._dynamo.reset()
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        failures.expect(difference(compiled(mine).detach(), right), kind, "compiled")
-        with torch.autocast(rank_device().type, torch.bfloat16):
-            failures.expect(difference(compiled(mine).detach(), cast), kind, "compiled autocast")
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+        for tokens in (12, 7):
+            beside(compiled, tokens, every, "compiled")
+        beside(compiled, 7, every[:1], "compiled, one used")
+
+        # Small integers are exact in bfloat16 too.
+        halves, whole = copy.deepcopy(linears).bfloat16(), integers(4, in_features, seed=3)
+        mine = form.cut_input(whole).clone().requires_grad_()
+        layer.zero_grad()
+        for run in (layer, compiled):
+            with torch.autocast(rank_device().type, torch.bfloat16):
+                outputs = form.call(run, mine, 4)
+            for output, right in zip(outputs, all_outputs(halves, whole.bfloat16()), strict=True):
+                right = form.cut_output(right.detach())
+                failures.expect(difference(output.detach(), right), "autocast", form)
+            sum(output.sum() for output in outputs).backward()
+        dtypes = {mine.grad.dtype, *(parameter.grad.dtype for parameter in layer.parameters())}
+        failures.expect(None if dtypes == {torch.float32} else f"{dtypes}", "autocast", form)
 
         for group in (None, world_name(), second):
-            layer = kind.from_linear(linear, group=group)
-            failures.expect(difference(layer(mine).detach(), right), kind, "group", group)
-
-        names = sorted(name for name, _ in kind(12, 7, bias=False).named_parameters())
-        failures.expect(
-            None if names == ["weight"] else f"parameters {names}", kind, "without a bias"
-        )
+            outputs = form.call(form.layer(linears, group=group), mine, 4)
+            right = [form.cut_output(output.detach()) for output in all_outputs(linears, whole)]
+            failures.expect_equal([one.detach() for one in outputs], right, "group", group)
+        doubles = copy.deepcopy(linears).double()
+        beside(layer.double(), 5, every, "double", linears=doubles)
 
 
-def layer_errors() -> dict[str, str]:
-    device = rank_device()
-    row, column = (
-        RowParallelLinear(12, 7, device=device),
-        ColumnParallelLinear(12, 7, device=device),
-    )
-    sequence = ColumnParallelLinear(12, 7, sequence_parallel=True, device=device)
-    messages = {f"features {n}": message_of(row, torch.ones(3, n, device=device)) for n in (5, 12)}
-    messages["column features"] = message_of(column, torch.ones(3, 6, device=device))
-    messages["tokens"] = message_of(sequence, torch.ones(3, 12, device=device), 17)
-    messages["needless tokens"] = message_of(column, torch.ones(3, 12, device=device), 6)
-    messages["no tokens"] = message_of(sequence, torch.ones(12, device=device))
-    return messages
+def bad_calls() -> list[tuple[Callable[[], object], tuple[str, ...]]]:
+    """Calls, and the parts of their messages."""
+    device, rank, column, row = (
+        rank_device(), dist.get_rank(), ColumnParallelLinear, RowParallelLinear,
+    )  # fmt: skip
+    ones = torch.ones
+    linears = [torch.nn.Linear(size, 4, device="meta") for size in (6, 8)]
+    one, cut = (column(12, 7, sequence_parallel=cut, device=device) for cut in (False, True))
+    several, rows = column(6, (4, 2), device=device), row(12, 7, device=device)
+    other_shape = {**several.state_dict(), "weights.1": torch.zeros(5, 7)}
+    return [
+        (lambda: rows(ones(3, 5, device=device)), ("(3, 5)", " 6 ")),
+        (lambda: rows(ones(3, 12, device=device)), ("(3, 12)", " 6 ")),
+        (lambda: one(ones(3, 6, device=device)), ("(3, 6)", " 12 ")),
+        (lambda: one(ones(3, 12, device=device), 6), ("sequence_parallel",)),
+        (lambda: cut(ones(3, 12, device=device), 17), ("17", f"holds {9 - rank}")),
+        (lambda: cut(ones(12, device=device)), ("tokens",)),
+        (lambda: column(6, []), ("one number or more", "[]")),
+        (lambda: column.from_linear([]), ("one number or more", "[]")),
+        (lambda: column(6, (4, 0)), ("positive", "(4, 0)")),
+        (lambda: column(6, [4, -2]), ("positive", "[4, -2]")),
+        (lambda: column(6, ("q", 4)), ("sequence of ints", "'q'")),
+        (lambda: column(6, (4, 2), (True,)), ("(True,)", "(4, 2)")),
+        (lambda: column(6, 4, (True, False)), ("out_features=4",)),
+        (lambda: column.from_linear(linears), ("[6, 8]",)),
+        (lambda: row(6, (4, 2)), ("integer",)),
+        (lambda: several(ones(3, 5, device=device)), ("(3, 5)",)),
+        (lambda: several(ones(3, 6, device=device), 3), ("sequence_parallel",)),
+        (lambda: several.load_state_dict(other_shape), ("size mismatch for weights.1",)),
+    ]
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_layers_name_what_is_wrong(ranks):
-    for rank, messages in enumerate(ranks.run(layer_errors)):
-        assert "(3, 5)" in messages["features 5"] and " 6 " in messages["features 5"]
-        assert "(3, 12)" in messages["features 12"] and " 6 " in messages["features 12"]
-        assert "(3, 6)" in messages["column features"] and " 12 " in messages["column features"]
-        assert "17" in messages["tokens"] and f"holds {9 - rank}" in messages["tokens"]
-        assert "sequence_parallel" in messages["needless tokens"]
-        assert "tokens" in messages["no tokens"]
+def test_nn_layers_name_what_is_wrong(failures: Failures) -> None:
+    for call, parts in bad_calls():
+        said = message_of(call)
+        missing = [part for part in parts if part not in said]
+        failures.expect(f"lacks {missing}: {said!r}" if missing else None, parts)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from checks import Failures
+from frameworks import needs_module
 from layers import integers
 from operands import difference, rank_device
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
@@ -68,10 +69,12 @@ def test_nn_layers_take_what_they_are_given(failures: Failures, kind: str) -> No
                 failures.expect(None if alike else f"{parameter.device} {parameter.dtype}", *where)
 
 
-def check_empty(kind: str) -> tuple[int, list[str]]:
+@needs_module("accelerate")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_nn_layers_are_made_empty(failures: Failures, kind: str) -> None:
     from accelerate import init_empty_weights
 
-    failures = Failures()
     own = rank_device()
     with init_empty_weights():
         layer = KINDS[kind](device=own)
@@ -85,11 +88,3 @@ def check_empty(kind: str) -> tuple[int, list[str]]:
         failures.expect(difference(parameter.to_local().detach(), right), kind)
     features = 6 if kind != "row" else 6 // dist.get_world_size()
     layer(integers(2, features, seed=3))
-    return failures.result()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_layers_are_made_empty(ranks, kind):
-    pytest.importorskip("accelerate")
-    ranks.expect_no_failures(check_empty, kind)

@@ -19,29 +19,32 @@ from torch.nn.utils import parametrize
 
 import rank_pool
 from checks import Failures, message_of
-from layers import fill_with_integers, integer_linear, integers, my_features, my_part
+from layers import fill_with_integers, integer_linear, integers, my_part
 from meshes import mesh
 from operands import difference, rank_device
 from overlap_torch._layers.dtensor import local_parts, wrap
 from overlap_torch._layers.meshes import group_mesh
 from overlap_torch._ops import Group
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
-
-KINDS = (ColumnParallelLinear, RowParallelLinear)
+from parallel_layers import Form, all_outputs, every_kind, integer_linears
 
 
 class Whole(torch.nn.Module):
-    """An MLP on integers, with a layer norm that every rank holds in full."""
+    """An MLP on integers, with a layer norm that every rank holds in full: `down(gate(x) * value(x) + relu(up(x)))`."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(width, device=rank_device())
         self.up = torch.nn.Linear(width, hidden, device=rank_device())
+        self.both = integer_linears(width, (hidden, hidden), (True, True))
         self.down = torch.nn.Linear(hidden, width, device=rank_device())
         fill_with_integers(self)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.relu(self.up(self.norm(input))))
+        x = self.norm(input)
+        whole = isinstance(self.both, torch.nn.ModuleList)
+        gate, value = all_outputs(self.both, x) if whole else self.both(x)
+        return self.down(gate * value + functional.relu(self.up(x)))
 
 
 def parallel(whole: Whole, group: Group = None, sequence: bool = False) -> Whole:
@@ -49,15 +52,27 @@ def parallel(whole: Whole, group: Group = None, sequence: bool = False) -> Whole
     model = copy.deepcopy(whole)
     options = {"group": group, "sequence_parallel": sequence}
     model.up = ColumnParallelLinear.from_linear(whole.up, **options)
+    model.both = ColumnParallelLinear.from_linear(whole.both, **options)
     model.down = RowParallelLinear.from_linear(whole.down, **options)
     return model
+
+
+def own_name(name: str) -> str:
+    """The parallel model's name of a parameter of the whole one's."""
+    layer, _, rest = name.partition(".")
+    return f"{layer}.{Form('columns').own_name(rest)}" if layer == "both" else name
+
+
+def whole_state(whole: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {own_name(name): value for name, value in whole.state_dict().items()}
 
 
 def check_state(
     failures: Failures, model: torch.nn.Module, whole: torch.nn.Module, *where: object
 ) -> None:
-    state = full_state_dict(model)
-    for name, value in whole.state_dict().items():
+    state, right = full_state_dict(model), whole_state(whole)
+    failures.expect(None if sorted(state) == sorted(right) else f"{sorted(state)}", *where)
+    for name, value in right.items():
         failures.expect(difference(state[name], value), name, *where)
 
 
@@ -76,10 +91,7 @@ def checkpoint(folder: str, read: Sequence[str], write: str) -> tuple[int, list[
             dcp.load(state, checkpoint_id=f"{folder}/{source}/{name}")
             model.load_state_dict(state)
             check_state(failures, model, whole, name, "from", source)
-        for layer, linear in ((model.up, whole.up), (model.down, whole.down)):
-            dim = int(layer is model.down)
-            local = layer.weight.detach().to_local()
-            failures.expect(difference(local, my_part(linear.weight.detach(), dim)), name)
+        check_state(failures, model, whole, name, "to", write)
         dcp.save(model.state_dict(), checkpoint_id=f"{folder}/{write}/{name}")
         if dist.get_world_size() == 4:
             grid = mesh(2, 2)
@@ -122,7 +134,7 @@ def test_nn_layers_train_clipped_as_the_unsharded_model(failures: Failures, name
         close = torch.allclose(*norms, rtol=1e-5)
         failures.expect(None if close else f"{norms}", "norms of the gradients in step", step)
         state = full_state_dict(model)
-        for key, value in whole.state_dict().items():
+        for key, value in whole_state(whole).items():
             close = torch.allclose(state[key], value, rtol=1e-5, atol=1e-5)
             failures.expect(None if close else f"{state[key]} is not {value}", key, "step", step)
     every = [None] * dist.get_world_size()
@@ -175,17 +187,22 @@ def test_nn_layers_work_beside_fsdp(
     for module in (model, whole):
         torch.optim.SGD(module.parameters(), lr=2.0**-4).step()
     check_state(failures, model, whole, "after a step")
-    loaded = integer_linear(width, hidden, True).state_dict()
-    model.up.load_state_dict(loaded)
-    whole.up.load_state_dict(loaded)
+    loaded = integer_linears(width, (hidden, hidden), (True, True))
+    model.both.load_state_dict(Form("columns").whole_state(loaded))
+    whole.both.load_state_dict(loaded.state_dict())
     check_state(failures, model, whole, "loaded")
-    model.up.reset_parameters()
-    model.down.reset_parameters()
+    for layer in (model.up, model.both, model.down):
+        layer.reset_parameters()
     drawn = full_state_dict(model)
-    for name in ("up.weight", "down.weight"):
-        every = drawn[name].numel()
-        distinct = drawn[name].unique().numel()
-        failures.expect(None if distinct == every else f"{distinct} of {every}", "drawn", name)
+    both = torch.cat([drawn["both.weights.0"], drawn["both.weights.1"]])
+    for name, weight in (
+        ("up", drawn["up.weight"]),
+        ("down", drawn["down.weight"]),
+        ("both", both),
+    ):
+        distinct = weight.unique().numel()
+        fine = distinct == weight.numel()
+        failures.expect(None if fine else f"{distinct} of {weight.numel()}", "drawn", name)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, {name: value.tolist() for name, value in drawn.items()})
     failures.expect(None if every == every[:1] * len(every) else "ranks differ", "drawn")
@@ -198,81 +215,82 @@ class Doubled(torch.nn.Module):
         return 2 * weight.redistribute(placements=[Replicate()])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_parameters_are_copied_and_converted(
-    failures: Failures, kind: type[torch.nn.Module]
-) -> None:
+def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -> None:
     """The parameters' fate when modules are copied, pickled, tied, converted, and made on no device."""
-    linear = integer_linear(7, 5, True)
-    layer = kind.from_linear(linear)
-    column = kind is ColumnParallelLinear
+    form, sizes = Form(kind), (7, (5,), (True,))
+    linears = integer_linears(*sizes)
+    layer = form.layer(linears)
     input = integers(4, 7, seed=3)
-    mine = input if column else my_features(input)
-    right = layer(mine).detach()
-    spec = layer.weight._spec
+    mine = form.cut_input(input)
+    weight = form.own_name("0.weight")
+
+    def output(module: torch.nn.Module, given: torch.Tensor = mine) -> torch.Tensor:
+        return form.call(module, given, 4)[0]
+
+    right = output(layer).detach()
+    spec = layer.get_parameter(weight)._spec
 
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
-    meta = kind(7, 5, device="meta")
-    made = meta.to_empty(device=rank_device())
-    made.reset_parameters()
-    made.load_state_dict(linear.state_dict())
+    meta = form.empty(sizes, device="meta").to_empty(device=rank_device())
+    meta.reset_parameters()
+    meta.load_state_dict(form.whole_state(linears))
     # As on a machine whose group has GPUs, before the tensors are put on the CPU.
-    elsewhere = kind(7, 5, device="meta")
+    elsewhere = form.empty(sizes, device="meta")
+    other_device = "cuda" if rank_device().type == "cpu" else "cpu"
     for name, parameter in list(elsewhere.named_parameters()):
-        other = wrap(
-            parameter.to_local(),
-            group_mesh(elsewhere.group, "cuda" if rank_device().type == "cpu" else "cpu"),
-            parameter.placements,
-            parameter.shape,
-        )
-        setattr(elsewhere, name, torch.nn.Parameter(other))
+        other_mesh = group_mesh(elsewhere.group, other_device)
+        other = wrap(parameter.to_local(), other_mesh, parameter.placements, parameter.shape)
+        owner, _, own = name.rpartition(".")
+        setattr(elsewhere.get_submodule(owner), own, torch.nn.Parameter(other))
     elsewhere = elsewhere.to_empty(device=rank_device())
-    elsewhere.load_state_dict(linear.state_dict())
-    tied = kind(7, 5)
-    tied.to(rank_device())
-    tied.weight, tied.bias = layer.weight, layer.bias
+    elsewhere.load_state_dict(form.whole_state(linears))
+    tied = form.empty(sizes).to(rank_device())
+    for name, parameter in layer.named_parameters():
+        owner, _, own = name.rpartition(".")
+        setattr(tied.get_submodule(owner), own, parameter)
     for what, other in {
         "deepcopy": copy.deepcopy(layer),
         "pickled": torch.load(file, weights_only=False),
-        "meta": made,
+        "meta": meta,
         "meta of another device": elsewhere,
         "tied": tied,
     }.items():
-        failures.expect(difference(other(mine).detach(), right), what)
-        same = other.weight._spec == spec and isinstance(other.weight, torch.nn.Parameter)
-        failures.expect(None if same else f"{other.weight._spec}", what)
+        failures.expect(difference(output(other).detach(), right), what)
+        own = other.get_parameter(weight)
+        failures.expect(None if own._spec == spec else f"{own._spec}", what)
         layer.zero_grad()
-        other(mine).sum().backward()
-        failures.expect(None if other.weight.grad is not None else "no gradient", what)
-    failures.expect(None if layer.weight.grad is not None else "no gradient", "tied")
-    tied(mine).sum().backward()
-    doubled = layer.weight.grad.to_local().clone()
+        output(other).sum().backward()
+        failures.expect(None if own.grad is not None else "no gradient", what)
+    own = layer.get_parameter(weight)
+    failures.expect(None if own.grad is not None else "no gradient", "tied")
+    output(tied).sum().backward()
+    doubled = own.grad.to_local().clone()
     layer.zero_grad()
-    layer(mine).sum().backward()
-    failures.expect(difference(doubled, 2 * layer.weight.grad.to_local()), "gradients added")
+    output(layer).sum().backward()
+    failures.expect(difference(doubled, 2 * own.grad.to_local()), "gradients added")
 
     converted = copy.deepcopy(layer).double()
-    failures.expect(difference(converted(mine.double()).detach(), right.double()), "double")
-    dtypes = (converted.weight.dtype, converted.weight.grad.dtype, layer.weight.dtype)
+    failures.expect(difference(output(converted, mine.double()).detach(), right.double()), "double")
+    parameter = converted.get_parameter(weight)
+    dtypes = (parameter.dtype, parameter.grad.dtype, own.dtype)
     fine = dtypes == (torch.float64, torch.float64, torch.float32)
     failures.expect(None if fine else f"{dtypes}", "double")
 
     halved = copy.deepcopy(layer)
-    parametrize.register_parametrization(halved, "weight", Doubled())
-    twice = copy.deepcopy(linear)
+    owner, _, name = weight.rpartition(".")
+    parametrize.register_parametrization(halved.get_submodule(owner), name, Doubled())
+    twice = functional.linear(input, 2 * linears[0].weight, linears[0].bias).detach()
+    failures.expect(difference(output(halved).detach(), form.cut_output(twice)), "parametrized")
     with torch.no_grad():
-        twice.weight.mul_(2)
-    own = my_features if column else torch.Tensor.detach
-    failures.expect(difference(halved(mine).detach(), own(twice(input)).detach()), "parametrized")
-    with torch.no_grad():
-        failures.expect(difference(halved(mine), own(twice(input))), "parametrized, no gradients")
+        failures.expect(difference(output(halved), form.cut_output(twice)), "no gradients")
 
-    parts = {name: value.to_local() for name, value in layer.state_dict().items()}
-    output = torch.func.functional_call(layer, {k: 2 * v for k, v in parts.items()}, (mine,))
-    failures.expect(difference(output.detach(), 2 * right), "functional_call with parts")
+    parts = {name: 2 * value.to_local() for name, value in layer.state_dict().items()}
+    found = output(lambda given: torch.func.functional_call(layer, parts, (given,)))
+    failures.expect(difference(found.detach(), 2 * right), "functional_call with parts")
 
 
 @pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -300,13 +318,9 @@ def test_nn_parameters_have_second_derivatives(failures: Failures) -> None:
     failures.expect(difference(torch.func.grad(outputs)(input).detach(), right), "torch.func.grad")
 
 
-def on_a_reversed_mesh() -> str:
-    return message_of(
-        ColumnParallelLinear, 4, 4, group=DeviceMesh(rank_device().type, [1, 0]), device="meta"
-    )
-
-
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_nn_layers_refuse_a_mesh_that_is_not_in_order(ranks):
-    for message in ranks.run(on_a_reversed_mesh):
-        assert "[1, 0]" in message and "ascending order" in message
+def test_nn_layers_refuse_a_mesh_that_is_not_in_order(failures: Failures) -> None:
+    reversed_mesh = DeviceMesh(rank_device().type, [1, 0])
+    said = message_of(ColumnParallelLinear, 4, 4, group=reversed_mesh, device="meta")
+    fine = "[1, 0]" in said and "ascending order" in said
+    failures.expect(None if fine else f"said {said!r}")

@@ -12,126 +12,133 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import rank_pool
 from checks import Failures, message_of
-from layers import integer_linear, my_part
 from meshes import mesh
 from operands import difference, rank_device
-from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict
-
-KINDS = (ColumnParallelLinear, RowParallelLinear)
-CUT_DIMS = {
-    ColumnParallelLinear: {"weight": 0, "bias": 0},
-    RowParallelLinear: {"weight": 1},
-}
+from overlap_torch.nn import ColumnParallelLinear, full_state_dict
+from parallel_layers import SEVERAL, Form, every_kind, integer_linears
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_state_is_drawn_as_linears(failures: Failures, kind: type[torch.nn.Module]) -> None:
+def test_nn_state_is_drawn_as_linears(failures: Failures, kind: str) -> None:
     """A new layer's parameters: what is cut differs between ranks, the rest does not, and all lie in Linear's bounds."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    layer = kind(60 * world, 40 * world, device=rank_device())
+    rank, world, form = dist.get_rank(), dist.get_world_size(), Form(kind)
+    torch.manual_seed(0)  # the same on every rank: the parts must be drawn apart nevertheless
+    outputs = (40 * world, 20 * world)[: 2 if kind == "columns" else 1]
+    layer = form.empty((60 * world, outputs, (True,) * len(outputs)), device=rank_device())
     bound = (60 * world) ** -0.5
-    shapes = {"weight": [40 * world, 60 * world], "bias": [40 * world]}
+    seen: list[torch.Tensor] = []
     for name, parameter in layer.named_parameters():
-        dim = CUT_DIMS[kind].get(name)
-        shape = list(parameter.shape)
-        failures.expect(None if shape == shapes[name] else f"shape {shape}", name)
+        out = outputs[int(name.partition(".")[2] or 0)]
+        shape = [out, 60 * world] if parameter.dim() == 2 else [out]
+        failures.expect(None if list(parameter.shape) == shape else f"{parameter.shape}", name)
+        dim, local = form.cut_dim(name), parameter.detach().to_local()
         if dim is not None:
-            shapes[name][dim] //= world
-        parameter = parameter.to_local()
-        shape = list(parameter.shape)
-        failures.expect(None if shape == shapes[name] else f"local shape {shape}", name)
-        inside = parameter.detach().abs().max().item() <= bound
-        failures.expect(None if inside else "beyond Linear's bound", name)
+            shape[dim] //= world
+        failures.expect(None if list(local.shape) == shape else f"local {local.shape}", name)
         # Some of that many draws from a uniform distribution come near both ends.
-        low, high = parameter.min().item(), parameter.max().item()
-        spread = low < -0.5 * bound and high > 0.5 * bound
-        failures.expect(None if spread else f"only {low} to {high}", name)
-        peers = [torch.empty_like(parameter.data) for _ in range(world)]
-        dist.all_gather(peers, parameter.data)
+        low, high = local.min().item(), local.max().item()
+        spread = -bound <= low < -0.5 * bound and 0.5 * bound < high <= bound
+        failures.expect(None if spread else f"{low} to {high}, and not to {bound}", name)
+        peers = [torch.empty_like(local) for _ in range(world)]
+        dist.all_gather(peers, local)
         for peer in range(world):
-            alike = torch.equal(peers[peer], parameter.data)
+            alike = torch.equal(peers[peer], local)
             right = alike if dim is None or peer == rank else not alike
             failures.expect(None if right else f"alike: {alike}", name, "of rank", peer)
+        repeated = any(torch.isin(local, other).float().mean() > 0.01 for other in seen)
+        failures.expect("has another one's numbers" if repeated else None, name)
+        seen.append(local)
 
 
-def my_state(kind: type[torch.nn.Module], whole: dict[str, torch.Tensor]) -> dict:
-    """This rank's parts, as plain tensors."""
-    dims = CUT_DIMS[kind]
-    return {
-        name: my_part(value, dims[name]) if name in dims else value for name, value in whole.items()
-    }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_state_dicts_are_parts_of_linears(
-    failures: Failures, kind: type[torch.nn.Module]
+def check_parts(
+    failures: Failures, layer: torch.nn.Module, parts: dict[str, torch.Tensor], *where: object
 ) -> None:
-    for in_features, out_features in ((12, 8), (13, 7), (7, 4), (2, 1)):
-        linear = integer_linear(in_features, out_features, True)
-        whole = linear.state_dict()
-        where = (in_features, out_features)
+    """The layer's state dict has these names and, on this rank, these parts."""
+    state = layer.state_dict()
+    failures.expect(None if sorted(state) == sorted(parts) else f"names {sorted(state)}", *where)
+    for name, value in state.items():
+        failures.expect(difference(value.to_local(), parts[name]), name, *where)
 
-        layer = kind.from_linear(linear)
-        parts = my_state(kind, whole)
-        for name, value in layer.state_dict().items():
-            failures.expect(difference(value.to_local(), parts[name]), *where, name, "from_linear")
-            shape = value.shape == whole[name].shape
-            failures.expect(None if shape else f"shape {value.shape}", *where, name)
+
+@every_kind
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_nn_state_dicts_are_parts_of_linears(failures: Failures, kind: str) -> None:
+    form = Form(kind)
+    one = [(*size, (True,)) for size in ((12, (8,)), (13, (7,)), (7, (4,)), (2, (1,)))]
+    for sizes in SEVERAL if kind == "columns" else one:
+        linears = integer_linears(*sizes)
+        linears[0].weight.requires_grad_(False)
+        whole, parts = form.whole_state(linears), form.own_state(linears)
+        layer = form.layer(linears)
+        check_parts(failures, layer, parts, "from_linear", *sizes)
+        for name, parameter in linears.named_parameters():
+            own = layer.get_parameter(form.own_name(name))
+            alike = (own.shape, own.requires_grad) == (parameter.shape, parameter.requires_grad)
+            failures.expect(None if alike else f"{own.shape}, {own.requires_grad}", name, *sizes)
 
         # All that loads into a new layer, copied or taken over.
         file = io.BytesIO()
         torch.save(layer.state_dict(), file)
         file.seek(0)
+        replicated = {n: DTensor.from_local(v, mesh(), [Replicate()]) for n, v in whole.items()}
         states = {
             "DTensors": torch.load(file),
-            "replicated DTensors": {
-                name: DTensor.from_local(value, mesh(), [Replicate()])
-                for name, value in whole.items()
-            },
+            "replicated DTensors": replicated,
             "parts": parts,
             "whole": whole,
         }
         for (what, state), assign in itertools.product(states.items(), (False, True)):
-            device = "meta" if assign else rank_device()
-            other = torch.nn.ModuleDict({"inner": kind(in_features, out_features, device=device)})
-            other.load_state_dict({f"inner.{k}": v for k, v in state.items()}, assign=assign)
-            for name, value in other["inner"].state_dict().items():
-                place = (*where, name, "from", what, "assigned", assign)
-                local = value.to_local()
-                failures.expect(difference(local, parts[name]), *place)
+            where = ("from", what, "assigned", assign, *sizes)
+            other = form.empty(sizes, device="meta" if assign else rank_device())
+            before, outer = dict(state), torch.nn.ModuleDict({"inner": other})
+            outer.load_state_dict({f"inner.{k}": v for k, v in state.items()}, assign=assign)
+            check_parts(failures, other, parts, "in a module", *where)
+            other.load_state_dict(state, assign=assign)
+            check_parts(failures, other, parts, *where)
+            kept = all(before[name] is state[name] for name in state)
+            failures.expect(None if kept else "changed the given state dict", *where)
+            for name, value in other.state_dict().items():
                 spec = layer.get_parameter(name)._spec
-                failures.expect(None if value._spec == spec else f"{value._spec}", *place)
+                failures.expect(None if value._spec == spec else f"{value._spec}", name, *where)
+                local = value.to_local()
                 size = local.untyped_storage().nbytes()
-                keeps = what == "whole" and assign and name in CUT_DIMS[kind]
+                keeps = what == "whole" and assign and form.cut_dim(name) is not None
                 kept = keeps and size > local.numel() * local.element_size()
-                failures.expect("keeps the whole alive" if kept else None, *place)
-        for name, value in layer.full_state_dict().items():
-            plain = type(value) is torch.Tensor
-            failures.expect(None if plain else f"a {type(value)}", *where, name, "gathered")
-            failures.expect(difference(value, whole[name]), *where, name, "gathered")
+                failures.expect("keeps the whole alive" if kept else None, name, *where)
         model = torch.nn.Sequential(layer, torch.nn.LayerNorm(3, device=rank_device()))
-        gathered = full_state_dict(model)
-        names = sorted(gathered)
-        right = ["0.bias", "0.weight", "1.bias", "1.weight"]
-        failures.expect(None if names == right else f"names {names}", *where)
-        failures.expect(difference(gathered["0.weight"], whole["weight"]), *where, "in a model")
+        gathered, in_model = layer.full_state_dict(), full_state_dict(model)
+        names = sorted([*(f"0.{name}" for name in whole), "1.bias", "1.weight"])
+        failures.expect(None if sorted(in_model) == names else f"{sorted(in_model)}", *sizes)
+        for name, value in whole.items():
+            plain = type(gathered[name]) is torch.Tensor
+            failures.expect(None if plain else f"a {type(gathered[name])}", name, *sizes)
+            failures.expect(difference(gathered[name], value), name, "gathered", *sizes)
+            failures.expect(difference(in_model[f"0.{name}"], value), name, "in a model", *sizes)
 
 
-def pickled_state(kind: type[torch.nn.Module]) -> bytes:
+@pytest.mark.ranks((1, "gloo"))
+def test_nn_several_outputs_without_biases_and_as_text(failures: Failures) -> None:
+    layer = ColumnParallelLinear(6, (4, 2), bias=False)
+    names = [name for name, _ in layer.named_parameters()]
+    fine = names == ["weights.0", "weights.1"] and layer.biases is None
+    failures.expect(None if fine else f"{names}", "without biases")
+    text = repr(ColumnParallelLinear(6, (4, 2), bias=(True, False), device="meta"))
+    failures.expect(None if "out_features=(4, 2), bias=[True, False]" in text else text, "repr")
+
+
+def pickled_state(kind: str) -> bytes:
     file = io.BytesIO()
-    torch.save(kind.from_linear(integer_linear(12, 8, True)).state_dict(), file)
+    torch.save(Form(kind).layer(integer_linears(12, (8,), (True,))).state_dict(), file)
     return file.getvalue()
 
 
-def load_of_another(kind: type[torch.nn.Module], state: bytes) -> str:
-    layer = kind(12, 8, device=rank_device())
+def load_of_another(kind: str, state: bytes) -> str:
+    layer = Form(kind).empty((12, (8,), (True,)), device=rank_device())
     return message_of(layer.load_state_dict, torch.load(io.BytesIO(state), weights_only=False))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_nn_state_dicts_of_another_rank_are_refused(kind):
     states = rank_pool.run(2, "gloo", pickled_state, kind)
     own, other = rank_pool.run(2, "gloo", load_of_another, kind, states[0])
@@ -143,24 +150,15 @@ def test_nn_state_dicts_of_another_rank_are_refused(kind):
             )
 
 
-def store_alone(kind: type[torch.nn.Module]) -> list[str]:
-    """Rank 0 saves and loads while the others do not: that communicates nothing, or it would hang."""
-    linear = integer_linear(13, 7, True)
-    layer = kind.from_linear(linear)
-    if dist.get_rank() == 0:
-        layer.load_state_dict(layer.state_dict())
-        layer.load_state_dict(my_state(kind, linear.state_dict()))
-        layer.load_state_dict(linear.state_dict())
-    wrong = {"weight": torch.zeros(5, 4), "bias": torch.zeros(7)}
-    try:
-        layer.load_state_dict(wrong)
-    except RuntimeError as error:
-        return [str(error)]
-    return []
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_nn_state_dicts_load_without_communication(ranks, kind):
-    for (message,) in ranks.run(store_alone, kind):
-        assert "size mismatch for weight" in message
+def test_nn_state_dicts_load_without_communication(failures: Failures, kind: str) -> None:
+    """Rank 0 saves and loads while the others do not: that communicates nothing, or it would hang."""
+    form, linears = Form(kind), integer_linears(13, (7,), (True,))
+    layer = form.layer(linears)
+    if dist.get_rank() == 0:
+        for state in (layer.state_dict(), form.own_state(linears), form.whole_state(linears)):
+            layer.load_state_dict(state)
+    wrong = {form.own_name("0.weight"): torch.zeros(5, 4), form.own_name("0.bias"): torch.zeros(7)}
+    said = message_of(layer.load_state_dict, wrong)
+    failures.expect(None if "size mismatch for weight" in said else f"said {said!r}")

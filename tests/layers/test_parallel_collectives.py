@@ -72,23 +72,20 @@ def check_layer(
     compare(failures, *found, *names)
 
 
-def check_layouts(ours: type, theirs: type, shape: tuple[int, ...]) -> tuple[int, list[str]]:
-    failures = Failures()
-    for given, wanted, distributed, local in itertools.product(
-        LAYOUTS, LAYOUTS, (False, True), (False, True)
-    ):
-        check_layer(failures, (ours, theirs), shape, given, wanted, distributed, local)
-    return failures.result()
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [*zip(OVERLAP[1:], PYTORCH[1:], strict=True)],
     ids=["columns", "rows"],
 )
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_collectives_of_a_layer_are_no_more_than_pytorchs(ranks, ours, theirs):
-    ranks.expect_no_failures(check_layouts, ours, theirs, (12, 6, 6, 12))
+def test_collectives_of_a_layer_are_no_more_than_pytorchs(
+    failures: Failures, ours: type, theirs: type
+) -> None:
+    shape = (12, 6, 6, 12)
+    for given, wanted, distributed, local in itertools.product(
+        LAYOUTS, LAYOUTS, (False, True), (False, True)
+    ):
+        check_layer(failures, (ours, theirs), shape, given, wanted, distributed, local)
 
 
 class Attention(torch.nn.Module):
@@ -185,46 +182,27 @@ def test_collectives_of_llamas_block_are_no_more_than_pytorchs(
         failures.expect(difference(own.grad.full_tensor(), other.grad.full_tensor()), name)
 
 
-def counts_of_comm_debug_mode() -> list[dict[str, int]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_collectives_are_counted_by_comm_debug_mode(failures: Failures) -> None:
     """The counts of CommDebugMode: an op by its function and by its operator, and a layer's step."""
-    x = integers(4, 6, seed=1)
-    weight = integers(6, 6, seed=2)
+    x, weight = integers(4, 6, seed=1), integers(6, 6, seed=2)
+    rows = [4 if rank == dist.get_rank() else 0 for rank in range(dist.get_world_size())]
 
     def layer_step() -> None:
         style = OverlapColwiseParallel(input_layouts=Shard(0))
         layer = parallelize_module(integer_linear(6, 6, True), mesh(), style)
         layer(x.clone().requires_grad_()).sum().backward()
 
-    counts = []
-    for job in (
-        lambda: overlap_torch.gemm_allreduce(x, weight),
-        lambda: torch.ops.overlap.gemm_reducescatter(x, weight, group=world_name()),
-        lambda: overlap_torch.allgather_gemm(x, [weight, weight]),
-        lambda: overlap_torch.gemm_alltoall(x, weight, *_all_to_all_rows()),
-        layer_step,
+    scatter = torch.ops.overlap.gemm_reducescatter
+    for job, right in (
+        (lambda: overlap_torch.gemm_allreduce(x, weight), {"gemm_allreduce"}),
+        (lambda: scatter(x, weight, group=world_name()), {"gemm_reducescatter"}),
+        (lambda: overlap_torch.allgather_gemm(x, [weight, weight]), {"allgather_gemm"}),
+        (lambda: overlap_torch.gemm_alltoall(x, weight, rows, rows), {"gemm_alltoall"}),
+        (layer_step, {"allgather_gemm", "gemm_reducescatter"}),
     ):
         with CommDebugMode() as mode:
             job()
-        counts.append(
-            {str(op): n for op, n in mode.get_comm_counts().items() if "overlap" in str(op)}
-        )
-    return counts
-
-
-def _all_to_all_rows() -> tuple[list[int], list[int]]:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    rows = [0] * world
-    rows[rank] = 4
-    return rows, rows
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_collectives_are_counted_by_comm_debug_mode(ranks):
-    for counts in ranks.run(counts_of_comm_debug_mode):
-        assert counts == [
-            {"overlap.gemm_allreduce": 1},
-            {"overlap.gemm_reducescatter": 1},
-            {"overlap.allgather_gemm": 1},
-            {"overlap.gemm_alltoall": 1},
-            {"overlap.allgather_gemm": 1, "overlap.gemm_reducescatter": 1},
-        ]
+        counts = {str(op): n for op, n in mode.get_comm_counts().items() if "overlap" in str(op)}
+        expected = {f"overlap.{name}": 1 for name in right}
+        failures.expect(None if counts == expected else f"counts {counts}", right)

@@ -135,12 +135,14 @@ def parameters(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def check_schedule(name: str, kind: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
+def test_pipeline_of_parallel_stages(failures: Failures, schedule: str, kind: str) -> None:
     """The stages' gradients are those of all stages one behind the other, on the whole tensors; fp8's of the same layers."""
-    failures = Failures()
     grid = mesh(2, 2)
     pp, tp = grid["dp"], grid["tp"]
-    per_rank, style = SCHEDULES[name]
+    per_rank, style = SCHEDULES[schedule]
     count = per_rank * pp.size()
     ranks = generate_stage_to_rank_mapping(pp.size(), count, style)
     mine = [number for number, rank in ranks.items() if rank == pp.get_local_rank()]
@@ -172,7 +174,7 @@ def check_schedule(name: str, kind: str) -> tuple[int, list[str]]:
         )
         for number in mine
     ]
-    schedule = getattr(pipelining, f"Schedule{name}")(
+    pipeline = getattr(pipelining, f"Schedule{schedule}")(
         stages if per_rank > 1 else stages[0],
         n_microbatches=MICROBATCHES,
         loss_fn=lambda output, wanted: (output * wanted).sum(),
@@ -184,7 +186,7 @@ def check_schedule(name: str, kind: str) -> tuple[int, list[str]]:
         ):  # gloo cannot send to itself, as the first contact of V-shaped schedules does
             first_contact = (pipelining.PipelineStage, "_get_init_p2p_neighbors_ops")
             stack.enter_context(mock.patch.object(*first_contact, return_value=[]))
-        schedule.step(
+        pipeline.step(
             *([own_input] if 0 in mine else []),
             target=own_target if count - 1 in mine else None,
         )
@@ -193,17 +195,9 @@ def check_schedule(name: str, kind: str) -> tuple[int, list[str]]:
         for parameter, grad in parameters(right[number]).items():
             # Schedules add microbatches up in different orders, and fp8's sums are not exact.
             compare = close if "fp8" in kind else difference
-            failures.expect(compare(grads[parameter], grad), name, kind, "stage", number, parameter)
+            failures.expect(compare(grads[parameter], grad), "stage", number, parameter)
             nothing = None if grad.abs().sum() > 0 else "zeros are expected"
-            failures.expect(nothing, name, kind, "stage", number, parameter)
-    return failures.result()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.ranks((4, "gloo"), (4, "nccl"))
-def test_pipeline_of_parallel_stages(ranks, schedule, kind):
-    ranks.expect_no_failures(check_schedule, schedule, kind)
+            failures.expect(nothing, "stage", number, parameter)
 
 
 class Exchange(torch.nn.Module):

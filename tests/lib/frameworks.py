@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import pytest
 
@@ -17,6 +18,11 @@ def needs(distribution: str, releases: Sequence[str], extra: str) -> pytest.Mark
     except ImportError as error:
         return pytest.mark.skipif(True, reason=str(error))
     return pytest.mark.skipif(False, reason="")
+
+
+def needs_module(name: str) -> pytest.MarkDecorator:
+    """A mark that skips where there is no such module."""
+    return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
 
 
 needs_transformers = needs("transformers", transformers.RELEASES, "transformers")

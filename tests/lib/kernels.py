@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
+from checks import Failures
+from operands import difference
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -98,11 +100,24 @@ def reduced(m: int, n: int, k: int, seed: int) -> torch.Tensor:
     return sum(product(m, n, k, seed, rank) for rank in range(dist.get_world_size()))
 
 
+def expect(failures: Failures, label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    failures.expect(difference(result.double().cpu(), expected.double().cpu()), label)
+
+
+def multiply(
+    job: overlap_torch.Job, a: torch.Tensor, b: torch.Tensor, tiles: torch.Tensor | None = None
+) -> None:
+    """The example's GEMM of ``a`` and ``b`` in a job; `tiles`: those of the job unless given."""
+    order = job.tile_order if tiles is None else tiles
+    example().matmul[(len(order),)](
+        a, b, job.output, order, job.tile_chunk, job.counters, len(a), b.shape[1], b.shape[0], **example().blocks()
+    )  # fmt: skip
+
+
 def check_unchanged(
-    shapes: list[tuple[int, int, int]], dtype: torch.dtype
-) -> tuple[int, list[str]]:
+    failures: Failures, shapes: list[tuple[int, int, int]], dtype: torch.dtype
+) -> None:
     """The framework's GEMM, which signals nothing, stores a job's output. Three calls of each, as memory is taken by turns."""
-    failures = []
     rank, world = dist.get_rank(), dist.get_world_size()
     for collective in ("all_reduce", "reduce_scatter"):
         for m, n, k in shapes:
@@ -116,7 +131,5 @@ def check_unchanged(
                 expected = reduced(m, n, k, seed)
                 if collective == "reduce_scatter":
                     expected = expected.chunk(world)[rank]
-                if not torch.equal(job.result().double().cpu(), expected):
-                    failures.append(f"{collective} {m} x {n} x {k} {dtype}, call {seed}")
+                expect(failures, f"{collective} {m, n, k}, call {seed}", job.result(), expected)
     overlap_torch.check()
-    return len(shapes), failures

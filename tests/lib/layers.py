@@ -50,14 +50,19 @@ def my_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return my_part(tensor, 0)
 
 
-def ops_called(job: Callable[[], object]) -> set[str]:
-    """Names of this package's ops that ran, in whatever thread; the ranks' comparison of calls is none of them."""
+def op_counts(job: Callable[[], object]) -> dict[str, int]:
+    """How often each of this package's ops ran, in whatever thread; the ranks' comparison of calls is none of them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         job()
-    names = {event.key for event in profile.key_averages()}
+    counts = {event.key: event.count for event in profile.key_averages()}
     # A name with a space is not an op's but that of one of its calls, or of a chunk.
     return {
-        name.removeprefix("overlap::")
-        for name in names
+        name.removeprefix("overlap::"): count
+        for name, count in counts.items()
         if name.startswith("overlap::") and " " not in name and "::_" not in name
     }
+
+
+def ops_called(job: Callable[[], object]) -> set[str]:
+    """Names of the ops that :func:`op_counts` counts."""
+    return set(op_counts(job))

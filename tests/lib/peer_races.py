@@ -74,7 +74,7 @@ def wrong_elements(outputs: list[torch.Tensor], rights: list[torch.Tensor]) -> t
     return torch.stack([(output != right).sum() for output, right in pairs]).sum()
 
 
-def race(runners: list[Runner], larger: Runner, calls: int, seed: int) -> tuple[int, list[str]]:
+def race(failures: Failures, runners: list[Runner], larger: Runner, calls: int, seed: int) -> None:
     """Calls of the runners, each once and then in any order; in the middle `larger`, which outgrows the slots.
 
     Slots grow once, in that call. Where more than two ranks have an all-to-all no pair knows the longest message: that
@@ -82,7 +82,6 @@ def race(runners: list[Runner], larger: Runner, calls: int, seed: int) -> tuple[
 
     Wrong elements are counted on the device: right behind the call, and again when later calls have used the slots.
     """
-    failures = Failures()
     device = rank_device()
     chance = random.Random(1000 * dist.get_rank() + seed)
     order = random.Random(seed)  # the same on all ranks
@@ -143,4 +142,3 @@ def race(runners: list[Runner], larger: Runner, calls: int, seed: int) -> tuple[
             problem = f"{count} elements wrong {when}" if count else None
             failures.expect(problem, "call", turn, labels[turn])
     dist.destroy_process_group(group)
-    return failures.result()

@@ -49,6 +49,12 @@ def kernel_id(value: object) -> str | None:
 
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def parameter_id(value: object) -> str:
+    """For pytest's parameters."""
+    return kernel_id(value) or str(value)
 
 
 def peer_case(op: str, rows: int, n: int, k: int, dtype: torch.dtype, **rest: object) -> Case:
@@ -110,10 +116,9 @@ def skip_unless_it_runs(ranks, kernel: Kernel = Kernel.LIBRARY) -> None:
 
 
 def check_other_layouts(
-    op: str, kernel: Kernel, way: Way, m: int | None = None
-) -> tuple[int, list[str]]:
+    failures: Failures, op: str, kernel: Kernel, way: Way, m: int | None = None
+) -> None:
     """Operands that the kernel cannot take, on one rank at a time, and on each rank others. `m`: of an all-reduce."""
-    failures = Failures()
     rank, world = dist.get_rank(), dist.get_world_size()
     case = peer_case(op, 260, 264, 64, torch.bfloat16)
     if m is not None:
@@ -133,4 +138,3 @@ def check_other_layouts(
                 weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
             )
             check_plan(failures, mine, plan, "turn", turn, op=op)
-    return failures.result()

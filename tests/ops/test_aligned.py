@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from unittest import mock
@@ -12,26 +13,34 @@ import torch.distributed as dist
 
 import kernels
 import overlap_torch
-import rank_pool
-from kernels import interpreted  # noqa: F401  (a fixture of every test here)
-from operands import difference
+from captures import capture
+from checks import Failures, message_of
+from kernels import (
+    expect,
+    interpreted,  # noqa: F401  (a fixture of every test here)
+)
 
 TILE = (32, 32)
 
 
-def expect(failures: list[str], label: str, result: torch.Tensor, expected: torch.Tensor) -> None:
-    found = difference(result.double().cpu(), expected.double().cpu())
-    if found is not None:
-        failures.append(f"{label}: {found}")
+# Whole tiles, and some that reach beyond the matrix and across the ranks' parts.
+SHAPES = [(128, 64, 40), (108, 48, 24)]
+FORMS = [
+    "grouped order", "autotuned", "two axes", "swizzle2d", "persistent", "persistent, while", "descriptors",
+    "descriptors, halves", "block pointers",
+]  # fmt: skip
 
 
-def check_products(cases: list[tuple]) -> tuple[int, list[str]]:
-    """Each case: form, shape, collective, dtype."""
-    stock, failures = kernels.stock(), []
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@pytest.mark.seconds(500)
+def test_aligned_products_are_exact(failures: Failures) -> None:
     import overlap_torch.triton as ot
 
+    stock, dtype = kernels.stock(), torch.float32
     rank, world = dist.get_rank(), dist.get_world_size()
-    for seed, (name, (m, n, k), collective, dtype) in enumerate(cases):
+    collectives = ("all_reduce", "reduce_scatter")
+    for seed, (name, collective) in enumerate(itertools.product(FORMS, collectives)):
+        m, n, k = SHAPES[(seed // 2 + seed) % 2]
         form = stock.PRODUCTS[name]
         kernel = ot.aligned(form.kernel, output=form.output)
         a, b = kernels.operands(m, n, k, seed=seed, dtype=dtype)
@@ -49,8 +58,7 @@ def check_products(cases: list[tuple]) -> tuple[int, list[str]]:
                 failures, f"{name}, {m, n, k}, {collective}, turn {turn}", job.result(), expected
             )
             launches.add(len(job._prepared.aligned))
-        if len(launches) != 1:
-            failures.append(f"{name}: the second launch was proven again")
+        failures.expect(None if len(launches) == 1 else "proven again", name, "second launch")
         if name == "autotuned" and not a.is_cuda:
             continue  # nothing times configurations there
         if not a.is_cuda:  # where parts may be smaller than a page
@@ -62,26 +70,6 @@ def check_products(cases: list[tuple]) -> tuple[int, list[str]]:
         alone = torch.empty(m, n, dtype=dtype, device=a.device)
         form.launch(kernel, a, b, alone, 4)  # outside of a job
         expect(failures, f"{name}, {m, n, k}, alone", alone, kernels.product(m, n, k, seed, rank))
-    return len(cases), failures
-
-
-# Whole tiles, and some that reach beyond the matrix and across the ranks' parts.
-SHAPES = [(128, 64, 40), (108, 48, 24)]
-FORMS = [
-    "grouped order", "autotuned", "two axes", "swizzle2d", "persistent", "persistent, while", "descriptors",
-    "descriptors, halves", "block pointers",
-]  # fmt: skip
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_aligned_products_are_exact(ranks):
-    collectives = ("all_reduce", "reduce_scatter")
-    cases = [
-        (name, SHAPES[(place + i) % 2], collective, torch.float32)
-        for place, name in enumerate(FORMS)
-        for i, collective in enumerate(collectives)
-    ]
-    ranks.expect_no_failures(check_products, cases, timeout_s=500)
 
 
 # --- other kernels ----------------------------------------------------------------------------------------------
@@ -96,11 +84,11 @@ def produced(form, kernel, shape: tuple[int, int], launch) -> torch.Tensor:
     return job.result()
 
 
-def check_experts() -> tuple[int, list[str]]:
+def check_experts(failures: Failures) -> None:
     """A loop over problems, whose numbers stay within each problem."""
     import overlap_torch.triton as ot
 
-    stock, failures = kernels.stock(), []
+    stock = kernels.stock()
     count, rows, n, k = 3, 48, 64, 40
     for seed in range(2):
         tokens, _ = kernels.operands(count * rows, n, k, seed=seed, dtype=torch.float32)
@@ -118,14 +106,13 @@ def check_experts() -> tuple[int, list[str]]:
         )
         result = produced((16, 32), ot.aligned(stock.experts, "c_ptr"), (count * rows, n), launch)
         expect(failures, f"seed {seed}", result, expected.view(-1, n))
-    return 2, failures
 
 
-def check_norms() -> tuple[int, list[str]]:
+def check_norms(failures: Failures) -> None:
     """Rows of several stores: bit for bit what the kernel does by itself, whose result is right."""
     import overlap_torch.triton as ot
 
-    stock, failures = kernels.stock(), []
+    stock = kernels.stock()
     m, n = 37, 80
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(dist.get_rank())).to(
         kernels.device()
@@ -138,24 +125,23 @@ def check_norms() -> tuple[int, list[str]]:
     own = torch.empty_like(x)
     launch(stock.normed, own, 0)
     right = torch.nn.functional.layer_norm(x.double(), (n,), weight.double(), None, 1e-5)
-    if not torch.allclose(own.double(), right, atol=1e-5):
-        failures.append("the stock kernel is wrong")
+    near = torch.allclose(own.double(), right, atol=1e-5)
+    failures.expect(None if near else "is wrong", "the stock kernel")
     expected = own.clone()
     dist.all_reduce(expected)
     mean.fill_(float("nan"))
     expect(
         failures, "y", produced((1, n), ot.aligned(stock.normed, "y_ptr"), (m, n), launch), expected
     )
-    if not torch.allclose(mean.double(), x.double().mean(1), atol=1e-6):
-        failures.append("the means, which are no output of the job, are wrong")
-    return 2, failures
+    near = torch.allclose(mean.double(), x.double().mean(1), atol=1e-6)
+    failures.expect(None if near else "are wrong", "the means, which are no output of the job")
 
 
-def check_attention() -> tuple[int, list[str]]:
+def check_attention(failures: Failures) -> None:
     """Two axes, descriptors of the caller's, and an autotuned block."""
     import overlap_torch.triton as ot
 
-    stock, failures = kernels.stock(), []
+    stock = kernels.stock()
     batch, heads, length, d = 1, 2, 64, 16
     shape = (batch * heads * length, d)
     q, k, v = (
@@ -175,22 +161,32 @@ def check_attention() -> tuple[int, list[str]]:
 
     result = produced((32, d), ot.aligned(stock.tuned_attention, "o_desc"), shape, launch)
     expect(failures, "o", result, expected)
-    return 1, failures
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 @pytest.mark.parametrize("check", [check_experts, check_norms, check_attention])
-def test_aligned_kernels_of_other_forms_are_exact(ranks, check):
-    ranks.expect_no_failures(check)
+def test_aligned_kernels_of_other_forms_are_exact(failures: Failures, check) -> None:
+    check(failures)
 
 
-def check_waits(cases: list[tuple]) -> tuple[int, list[str]]:
-    """Each case: form, this rank's rows, chunks. The rows come to be as the kernel's waits ask for them."""
+# Form, a rank's rows, chunks.
+WAITS = [
+    ("grouped order", 64, 2),
+    ("autotuned", 32, 1),
+    ("persistent, while", 75, 2),
+    ("two axes", 40, 2),
+    ("descriptors", 64, 2),
+]
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_aligned_kernels_wait_exactly(failures: Failures) -> None:
+    """The rows come to be as the kernel's waits ask for them."""
     import overlap_torch.triton as ot
 
-    stock, failures = kernels.stock(), []
+    stock = kernels.stock()
     rank, world = dist.get_rank(), dist.get_world_size()
-    for seed, (name, rows, chunks) in enumerate(cases):
+    for seed, (name, rows, chunks) in enumerate(WAITS):
         form, n, k = stock.PRODUCTS[name], 48, 40
         kernel = ot.aligned(form.kernel, output=form.output, input="a_ptr")
         x = [kernels.numbers(rows, k, seed=seed, rank=r) for r in range(world)]
@@ -205,28 +201,14 @@ def check_waits(cases: list[tuple]) -> tuple[int, list[str]]:
             form.launch(kernel, job.gathered, b.to(out.device), out, job.programs)
         expect(failures, f"{name} of {rows} rows", out, torch.cat(x).double() @ b.double())
         expect(failures, f"{name}, rows", job.result(), torch.cat(x))
-    return len(cases), failures
 
 
-WAITS = [
-    ("grouped order", 64, 2),
-    ("autotuned", 32, 1),
-    ("persistent, while", 75, 2),
-    ("two axes", 40, 2),
-    ("descriptors", 64, 2),
-]
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_aligned_kernels_wait_exactly(ranks):
-    ranks.expect_no_failures(check_waits, WAITS)
-
-
-def check_graph() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "nccl"))
+def test_aligned_kernels_are_captured(failures: Failures) -> None:
     """After one launch outside of the capture, which times configurations and proves them."""
     import overlap_torch.triton as ot
 
-    form, failures = kernels.stock().PRODUCTS["autotuned"], []
+    form = kernels.stock().PRODUCTS["autotuned"]
     m, n, k = 256, 128, 64
     a, b = kernels.operands(m, n, k, seed=0, dtype=torch.float32)
     kernel = ot.aligned(form.kernel, output=form.output)
@@ -238,11 +220,7 @@ def check_graph() -> tuple[int, list[str]]:
             form.launch(kernel, a, b, job.output, job.programs)
         return job.result()
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    graph, result = capture(call)
     for seed in range(1, 4):
         fresh = kernels.operands(m, n, k, seed=seed, dtype=torch.float32)
         for tensor, values in zip((a, b), fresh, strict=True):
@@ -251,26 +229,24 @@ def check_graph() -> tuple[int, list[str]]:
         graph.replay()
         expect(failures, f"replay {seed}", result, kernels.reduced(m, n, k, seed))
     overlap_torch.check()
-    return 3, failures
-
-
-@pytest.mark.ranks((2, "nccl"))
-def test_aligned_kernels_are_captured(ranks):
-    ranks.expect_no_failures(check_graph)
 
 
 # --- when --------------------------------------------------------------------------------------------------------
 
 
-def check_signals(names: list[str]) -> tuple[int, list[str]]:
-    """At each signal its tile is stored, and no tile is signalled twice or never."""
+@pytest.mark.ranks((1, "gloo"))
+@pytest.mark.fresh(environment=kernels.INTERPRETED | {"OVERLAP_DEBUG": "1"})
+def test_aligned_kernels_signal_stored_tiles(failures: Failures) -> None:
+    """At each signal its tile is stored, and no tile is signalled twice or never: with a counter for each tile, by which
+    signals name their tiles.
+    """
     import overlap_torch.triton as ot
 
-    stock, failures = kernels.stock(), []
+    stock = kernels.stock()
     m, n, k = 108, 80, 24
     a, b = kernels.operands(m, n, k, seed=1, dtype=torch.float32)
     real = ot.signal
-    for name in names:
+    for name in FORMS:
         form = stock.PRODUCTS[name]
         kernel = ot.aligned(form.kernel, output=form.output)
         signalled: list[int] = []
@@ -280,8 +256,8 @@ def check_signals(names: list[str]) -> tuple[int, list[str]]:
             row, column = (
                 place * size for place, size in zip(divmod(number, job.columns), tile, strict=True)
             )
-            if job.output[row : row + tile[0], column : column + tile[1]].isnan().any():
-                failures.append(f"{name}: tile {number} is signalled before it is stored")
+            early = job.output[row : row + tile[0], column : column + tile[1]].isnan().any()
+            failures.expect("signalled before it is stored" if early else None, name, number)
             signalled.append(number)
             real(counters, chunk)
 
@@ -290,22 +266,20 @@ def check_signals(names: list[str]) -> tuple[int, list[str]]:
             with mock.patch.object(ot, "signal", watched):
                 form.launch(kernel, a, b, job.output, job.programs)
         order = job.tile_order.tolist()
-        if sorted(signalled) != sorted(order) or name == "grouped order" and signalled != order:
-            failures.append(
-                f"{name}: the tiles came as {signalled}, and the job's order is {order}"
-            )
-    return len(names), failures
+        wrong = sorted(signalled) != sorted(order) or name == "grouped order" and signalled != order
+        failures.expect(f"{signalled}, the job's order is {order}" if wrong else None, name)
 
 
-def check_arrivals(names: list[str]) -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"))
+def test_aligned_kernels_load_rows_that_have_arrived(failures: Failures) -> None:
     """Rows are there only after a wait for their chunk."""
     import overlap_torch.triton as ot
 
-    stock, failures = kernels.stock(), []
+    stock = kernels.stock()
     m, n, k = 108, 48, 24
     a, b = kernels.operands(m, n, k, seed=1, dtype=torch.float32)
     real = ot.wait
-    for name in names:
+    for name in ("swizzle2d", "two axes", "persistent", "persistent, while", "descriptors"):
         form = stock.PRODUCTS[name]
         kernel = ot.aligned(form.kernel, output=form.output, input="a_ptr")
         out = torch.full((m, n), float("nan"))
@@ -322,24 +296,6 @@ def check_arrivals(names: list[str]) -> tuple[int, list[str]]:
             with mock.patch.object(ot, "wait", watched):
                 form.launch(kernel, job.gathered, b, out, job.programs)
         expect(failures, name, out, kernels.product(m, n, k, 1, 0))
-    return len(names), failures
-
-
-def test_aligned_kernels_load_rows_that_have_arrived():
-    names = ["swizzle2d", "two axes", "persistent", "persistent, while", "descriptors"]
-    for seen, failures in rank_pool.run(
-        1, "gloo", check_arrivals, names, environment=kernels.INTERPRETED
-    ):
-        assert not failures, failures
-        assert seen == len(names)
-
-
-def test_aligned_kernels_signal_stored_tiles():
-    """With a counter for each tile, by which signals name their tiles."""
-    environment = kernels.INTERPRETED | {"OVERLAP_DEBUG": "1"}
-    for seen, failures in rank_pool.run(1, "gloo", check_signals, FORMS, environment=environment):
-        assert not failures, failures
-        assert seen == len(FORMS)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -398,103 +354,54 @@ def place_of(name: str) -> str:
     return f"{path}:{line + 1}: overlap_torch.triton.aligned cannot follow {name}: "
 
 
-def refusals() -> dict[str, str]:
+def refusal(name: str) -> str:
+    """The message of a refused kernel, or of its launch."""
     import overlap_torch.triton as ot
     import refused_kernels
 
+    input = "a_ptr" if name in WAITING else None
+    kernel = ot.aligned(getattr(refused_kernels, name), "c_ptr", input)
+    grid, given, _ = BY_LAUNCH[name]
+    a, n = torch.ones(6, 32), 6
+    if name == "all_rows":
+        with overlap_torch.consume("all_gather", a, columns=32, tile=(1, 32)) as job:
+            kernel[grid](job.gathered, torch.empty_like(a), n)
+    else:
+        with overlap_torch.produce("all_reduce", a.shape, a.dtype, tile=(1, 32)) as job:
+            kernel[grid](job.output if name == "in_place" else a, job.output, n, **given)
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_aligned_refuses_by_file_and_line(failures: Failures) -> None:
     kernels.stock()
-    messages = {}
-    for name in BY_SOURCE:
-        try:
-            ot.aligned(
-                getattr(refused_kernels, name), "c_ptr", "a_ptr" if name in WAITING else None
-            )
-        except ValueError as error:
-            messages[name] = str(error)
-    for name, (grid, given, _) in BY_LAUNCH.items():
-        a, n = torch.ones(6, 32), 6
-        try:
-            kernel = ot.aligned(
-                getattr(refused_kernels, name), "c_ptr", "a_ptr" if name in WAITING else None
-            )
-            if name == "all_rows":
-                with overlap_torch.consume("all_gather", a, columns=32, tile=(1, 32)) as job:
-                    kernel[grid](job.gathered, torch.empty_like(a), n)
-            else:
-                with overlap_torch.produce("all_reduce", a.shape, a.dtype, tile=(1, 32)) as job:
-                    kernel[grid](job.output if name == "in_place" else a, job.output, n, **given)
-        except ValueError as error:
-            messages[name] = str(error)
-    return messages
-
-
-def test_aligned_refuses_by_file_and_line():
-    (messages,) = rank_pool.run(1, "gloo", refusals, environment=kernels.INTERPRETED)
     reasons = BY_SOURCE | {name: reason for name, (_, _, reason) in BY_LAUNCH.items()}
     for name, reason in reasons.items():
-        message = messages.get(name, "")
+        said = message_of(refusal, name)
         place = place_of("any_width" if name == "tuned" else name)
-        assert message.startswith(place), (name, message, place)
-        assert re.match(reason, message[len(place) :], re.DOTALL) or re.search(
-            f": .*{reason}", message
-        ), (name, message)
-        assert "Write these lines by hand" in message and "ot.tile(tile_order" in message
-        waits = name in WAITING
-        assert ("ot.wait(arrived" if waits else "ot.signal(counters") in message
+        named = re.match(reason, said[len(place) :], re.DOTALL) or re.search(f": .*{reason}", said)
+        failures.expect(None if said.startswith(place) and named else f"said {said!r}", name)
+        line = "ot.wait(arrived" if name in WAITING else "ot.signal(counters"
+        for part in ("Write these lines by hand", "ot.tile(tile_order", line):
+            failures.expect(None if part in said else f"{part} is not in {said!r}", name)
 
 
-def diffs() -> list[str]:
+@pytest.mark.ranks((1, "gloo"))
+def test_aligned_shows_the_lines_that_it_changed(failures: Failures) -> None:
+    import overlap_torch.triton as ot
+
+    diff = ot.aligned(kernels.stock().in_turns, "c_ptr", "a_ptr").diff()
+    added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
+    for line in ("tile = ot.tile(tile_order, index)", "ot.wait(arrived, chunk)"):
+        failures.expect(None if line in added else f"is not in {diff}", line)
+
+
+@pytest.mark.ranks((1, "gloo"))
+def test_aligned_misuse_is_refused(failures: Failures) -> None:
     import overlap_torch.triton as ot
 
     stock = kernels.stock()
-    given = [(stock.persistent, None), (stock.in_turns, "a_ptr"), (stock.over_axes, None)]
-    return [ot.aligned(kernel, "c_ptr", input).diff() for kernel, input in given]
-
-
-def test_aligned_shows_the_lines_that_it_changed():
-    (shown,) = rank_pool.run(1, "gloo", diffs, environment=kernels.INTERPRETED)
-    expected = [
-        [
-            "for tile in tl.range(start, tiles, PROGRAMS, flatten=False):",
-            "tile_1 = ot.tile(tile_order, tile)",
-            "tile = tile_1",
-            "chunk = tl.load(tile_chunk + tile_1)",
-            "row, column = grouped_place(ot.tile(tile_order, stored), M, N, BM, BN, GROUP)",
-            "ot.signal(counters, chunk)",
-        ],
-        [
-            "tile = ot.tile(tile_order, index)",
-            "chunk = tl.load(tile_chunk + tile)",
-            "ot.wait(arrived, chunk)",
-        ],
-        [
-            "tile = ot.tile(tile_order, tl.program_id(0) + tl.num_programs(0) * tl.program_id(1))",
-            "chunk = tl.load(tile_chunk + tile)",
-            "ot.signal(counters, chunk)",
-        ],
-    ]
-    for diff, lines in zip(shown, expected, strict=True):
-        added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
-        for line in lines:
-            assert line in added, (line, diff)
-
-
-def misuse() -> list[str]:
-    import overlap_torch.triton as ot
-
-    stock, messages = kernels.stock(), []
     a, b = torch.ones(64, 32), torch.ones(32, 32)
-    signals, waits = (
-        ot.aligned(stock.in_turns, "c_ptr"),
-        ot.aligned(stock.in_turns, "c_ptr", "a_ptr"),
-    )
-
-    def note(action) -> None:
-        try:
-            action()
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
+    signals, waits = (ot.aligned(stock.in_turns, "c_ptr", input) for input in (None, "a_ptr"))
 
     def produce(kernel, out=None) -> None:
         with overlap_torch.produce("all_reduce", (64, 32), a.dtype, tile=TILE) as job:
@@ -506,27 +413,17 @@ def misuse() -> list[str]:
                 kernel, job.gathered if given is None else given, b, torch.empty(64, 32), 2
             )
 
-    note(lambda: ot.aligned(stock.in_turns, "d_ptr"))
-    note(lambda: ot.aligned(lambda x: x, "x"))
-    note(lambda: produce(waits))
-    note(lambda: consume(signals))
-    note(lambda: produce(signals, torch.empty(64, 32)))
-    note(lambda: consume(waits, torch.empty(64, 32)))
-    note(lambda: produce(signals))
-    return messages
-
-
-def test_aligned_misuse_is_refused():
-    (messages,) = rank_pool.run(1, "gloo", misuse, environment=kernels.INTERPRETED)
-    expected = [
-        "d_ptr is no argument of in_turns, allowed are a_ptr, b_ptr, c_ptr, M, N",
-        "allowed is a @triton.jit function, also below @triton.autotune",
-        'leave out input="a_ptr" of aligned',
-        r'a kernel that waits is made by aligned\(kernel, output="c_ptr", input=',
-        "c_ptr must be job.output of .*but is another tensor",
-        "a_ptr must be job.gathered of .*but is another tensor",
-        "^$",
-    ]
-    assert len(messages) == len(expected)
-    for message, pattern in zip(messages, expected, strict=True):
-        assert re.search(pattern, message), message
+    for call, pattern in (
+        (
+            lambda: ot.aligned(stock.in_turns, "d_ptr"),
+            "d_ptr is no argument of in_turns, allowed are a_ptr, b_ptr, c_ptr, M, N",
+        ),
+        (lambda: ot.aligned(lambda x: x, "x"), "allowed is a @triton.jit function, also below"),
+        (lambda: produce(waits), 'leave out input="a_ptr" of aligned'),
+        (lambda: consume(signals), r'is made by aligned\(kernel, output="c_ptr", input='),
+        (lambda: produce(signals, torch.empty(64, 32)), "c_ptr must be job.output of .*but is"),
+        (lambda: consume(waits, torch.empty(64, 32)), "a_ptr must be job.gathered of .*but is"),
+        (lambda: produce(signals), "^$"),
+    ):
+        said = message_of(call)
+        failures.expect(None if re.search(pattern, said) else f"said {said!r}", pattern)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass
 from unittest import mock
@@ -194,9 +195,9 @@ def chunks_allowed(case: Case, parts: int) -> int:
     return max(1, case.heads[1] // parts)
 
 
-def check_exact(cases: list[Case], peers: bool = False) -> tuple[int, list[str]]:
+def check_exact(failures: Failures, cases: list[Case], peers: bool = False) -> None:
     """Results and gradients bit for bit; dtypes take turns, and over peers so do numbers of chunks."""
-    failures, world = Failures(), dist.get_world_size()
+    world = dist.get_world_size()
     numbers = itertools.count(1)
     dtypes = itertools.cycle(DTYPES)
     for case in cases:
@@ -218,29 +219,24 @@ def check_exact(cases: list[Case], peers: bool = False) -> tuple[int, list[str]]
                 failures.expect(difference(mine, value.to(dtype)), name, parts, dtype, case)
             fresh = None if found[0].is_contiguous() else f"strides {found[0].stride()}"
             failures.expect(fresh, "o", parts, case)
-    return failures.result()
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_attention_is_the_whole_sequences_bit_for_bit(ranks):
-    ranks.expect_no_failures(check_exact, CASES)
-
-
-def check_over_peers() -> tuple[int, list[str]]:
-    if rank_device().type == "cuda":
-        return check_exact(CASES, peers=True)
-    with over_peers():
-        return check_exact(CASES, peers=True)
+def test_attention_is_the_whole_sequences_bit_for_bit(failures: Failures) -> None:
+    check_exact(failures, CASES)
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_attention_over_peers_is_the_whole_sequences_bit_for_bit(ranks):
-    ranks.expect_no_failures(check_over_peers)
+def test_attention_over_peers_is_the_whole_sequences_bit_for_bit(failures: Failures) -> None:
+    with over_peers() if rank_device().type == "cpu" else contextlib.nullcontext():
+        check_exact(failures, CASES, peers=True)
 
 
-def check_random(cases: list[Case]) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"), (2, "nccl"))
+def test_attention_has_the_whole_sequences_gradients(failures: Failures) -> None:
     """Results and all gradients in float64, where shares are spread over many keys."""
-    failures, world = Failures(), dist.get_world_size()
+    cases = CASES[::2]
+    world = dist.get_world_size()
     for case in cases:
         hidden = case.hidden(world)
         if hidden.numel() == 0:
@@ -256,12 +252,6 @@ def check_random(cases: list[Case]) -> tuple[int, list[str]]:
             ):
                 error = (mine - value).abs().max().item() if value.numel() else 0.0
                 failures.expect(None if error < 1e-13 else f"off by {error}", name, parts, case)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (4, "gloo"), (2, "nccl"))
-def test_attention_has_the_whole_sequences_gradients(ranks):
-    ranks.expect_no_failures(check_random, CASES[::2])
 
 
 def shifted(what: str):
@@ -307,7 +297,8 @@ def test_attention_tests_notice_a_mask_that_is_wrong_by_one_token(failures: Fail
     for what, concerns in SHIFTS.items():
         for case in filter(concerns, CASES[:18]):
             forget()
+            found = Failures()
             with shifted(what):
-                _, found = check_exact([case])
-            failures.expect(None if found else "nobody noticed", what, case)
+                check_exact(found, [case])
+            failures.expect(None if found.lines else "nobody noticed", what, case)
     forget()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import overlap_torch
+from captures import capture
 from checks import Failures, message_of
 from operands import difference, integers, rank_device
 from overlap_torch import AttentionKernel, Documents
@@ -20,6 +21,7 @@ from overlap_torch._attention.kernels import BUILT_IN, Form
 from overlap_torch._attention.work import Problem, parts_allowed, share_of
 from overlap_torch._ops import collectives
 from peer_copies import over_peers
+from peer_races import so_many_calls
 
 attend = overlap_torch.context_parallel_attention
 
@@ -34,9 +36,10 @@ def operands(*sizes: tuple[int, int], tokens: int = 4, dtype=torch.float64, batc
     return made
 
 
-def check_traffic() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_attention_sends_what_the_formula_says(failures: Failures) -> None:
     """Collectives and numbers that leave this rank, forward and backward, as the design's formula has them."""
-    failures, world = Failures(), dist.get_world_size()
+    world = dist.get_world_size()
     heads, kv, width, value_width, tokens = 8, 2, 8, 4, 4
     sent: list[int] = []
     begin, gather = collectives.start_all_to_all, collectives.start_all_gather
@@ -73,12 +76,6 @@ def check_traffic() -> tuple[int, list[str]]:
             grads = [] if parts == 1 else [queries * value_width]
             backward = again + grads + [(0 if parts == 1 else queries * width) + keys]
             failures.expect(None if sent == backward else f"sent {sent}, not {backward}", parts)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
-def test_attention_sends_what_the_formula_says(ranks):
-    ranks.expect_no_failures(check_traffic)
 
 
 LLAMA_8B, LLAMA_70B, WAN, QWEN = (32, 8), (64, 8), (40, 40), (14, 2)
@@ -164,9 +161,10 @@ class Slopes(AttentionKernel):
         return pulled(grad)
 
 
-def check_callers_kernels() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
+def test_attention_by_callers_kernels_is_the_whole_sequences(failures: Failures) -> None:
     """Against the whole sequence, in float64; slopes' gradients are terms of a sum over the ranks."""
-    failures, world, rank = Failures(), dist.get_world_size(), dist.get_rank()
+    world, rank = dist.get_world_size(), dist.get_rank()
     for kernel in (with_slopes, Slopes()):
         for parts in parts_allowed(world, 4, 2):
             own = operands((4, 8), (2, 8), (2, 6))
@@ -196,16 +194,11 @@ def check_callers_kernels() -> tuple[int, list[str]]:
             for at, (mine, value) in enumerate(pairs):
                 error = (mine - value).abs().max().item()
                 failures.expect(None if error < 1e-12 else f"off by {error}", kernel, parts, at)
-    return failures.result()
 
 
-@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
-def test_attention_by_callers_kernels_is_the_whole_sequences(ranks):
-    ranks.expect_no_failures(check_callers_kernels)
-
-
-def check_positions() -> tuple[int, list[str]]:
-    failures, world, rank = Failures(), dist.get_world_size(), dist.get_rank()
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"))
+def test_attention_cuts_tokens_and_positions_alike(failures: Failures) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
     total = 4 * world
     numbers = [0] * (world - 1) + [total]
     expected = {
@@ -219,17 +212,12 @@ def check_positions() -> tuple[int, list[str]]:
         failures.expect(None if found == right else f"{found}, not {right}", tokens)
         cut = overlap_torch.cut_tokens(whole, 1, tokens)
         failures.expect(difference(cut, whole[:, right]), tokens)
-    return failures.result()
 
 
-@pytest.mark.ranks((1, "gloo"), (3, "gloo"))
-def test_attention_cuts_tokens_and_positions_alike(ranks):
-    ranks.expect_no_failures(check_positions)
-
-
-def check_compiled() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_attention_compiles_to_one_operator(failures: Failures) -> None:
     """One graph with a built-in kernel; a caller's breaks it, and says why."""
-    failures, on_gpu = Failures(), rank_device().type == "cuda"
+    on_gpu = rank_device().type == "cuda"
     cases = [
         {"causal": True},
         {"causal": True, "tokens": "zigzag", "head_parts": 1},
@@ -267,12 +255,6 @@ def check_compiled() -> tuple[int, list[str]]:
     except Exception as error:
         said = str(error)
     failures.expect(None if "a kernel of the caller's" in said else f"said {said!r}", "break")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_attention_compiles_to_one_operator(ranks):
-    ranks.expect_no_failures(check_compiled)
 
 
 @pytest.mark.ranks((1, "gloo"))
@@ -287,9 +269,10 @@ def test_attention_passes_gradcheck_and_refuses_second_derivatives(failures: Fai
     failures.expect(None if "gradients of first order only" in said else f"said {said!r}", "second")
 
 
-def check_errors() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_attention_says_what_does_not_fit(failures: Failures) -> None:
     """On every rank, before anything is sent."""
-    failures, nothing = Failures(), torch.zeros(1, 4, 4, 8, device=rank_device())
+    nothing = torch.zeros(1, 4, 4, 8, device=rank_device())
     three = torch.zeros(1, 4, 3, 8, device=rank_device())
     cases = [
         ("[B, T, H, D], but q is (4, 4, 8)", (nothing[0], nothing, nothing), {}),
@@ -343,16 +326,11 @@ def check_errors() -> tuple[int, list[str]]:
     for expected, maker, given in makers:
         said = message_of(maker, *given)
         failures.expect(None if expected in said else f"said {said!r}", expected)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_attention_says_what_does_not_fit(ranks):
-    ranks.expect_no_failures(check_errors)
-
-
-def check_disagreement() -> tuple[int, list[str]]:
-    failures, rank = Failures(), dist.get_rank()
+def test_attention_names_what_ranks_disagree_about(failures: Failures) -> None:
+    rank = dist.get_rank()
     cases = [
         ("left None, right 0", "left 3, right 0", {"causal": True}, {"causal": True, "window": (3, 0)}),
         ("documents [3, 5]", "documents [4, 4]", *({"documents": Documents([n, 8 - n])} for n in (3, 4))),
@@ -370,12 +348,6 @@ def check_disagreement() -> tuple[int, list[str]]:
         said = message_of(attend, *given, **mine)
         right = "disagree" in said and own in said and other in said
         failures.expect(None if right else f"said {said!r}", own, other)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_attention_names_what_ranks_disagree_about(ranks):
-    ranks.expect_no_failures(check_disagreement)
 
 
 def problems_over_peers() -> list[tuple[list[torch.Tensor], dict]]:
@@ -395,12 +367,14 @@ def problems_over_peers() -> list[tuple[list[torch.Tensor], dict]]:
     ]
 
 
-def check_many_calls(count: int) -> tuple[int, list[str]]:
+@so_many_calls(100)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_attention_over_peers_does_not_race(failures: Failures, calls: int) -> None:
     """Calls of several problems by turns, forward and backward, on ranks that are late at random, and the replay of a graph between them.
 
     Outputs and the gradients of keys and values are those of the collectives, bit for bit; cuDNN adds those of queries in any order.
     """
-    failures, late, turns = Failures(), random.Random(dist.get_rank()), random.Random(0)
+    late, turns = random.Random(dist.get_rank()), random.Random(0)
 
     def both(own, **keywords):
         output = attend(*own, **keywords)
@@ -418,29 +392,13 @@ def check_many_calls(count: int) -> tuple[int, list[str]]:
         right.append(both(own, **{**keywords, "chunks": None, "transport": "nccl"}))
         failures.expect_equal(both(own, **keywords), right[-1], f"first call, {chunks} chunks")
     own, keywords = [one.detach() for one in problems[0][0]], problems[0][1]
-    attend(*own, **keywords)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(*own, **keywords)
-    for call in range(count):
+    graph, output = capture(lambda: attend(*own, **keywords))
+    for call in range(calls):
         which = turns.randrange(len(problems))
         wait()
         failures.expect_equal(both(problems[which][0], **problems[which][1]), right[which], call)
         if turns.random() < 0.3:
             wait()
-            captured.zero_()
+            output.zero_()
             graph.replay()
-            failures.expect_equal([captured], right[0][:1], f"replay after {call}")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_attention_over_peers_does_not_race(ranks):
-    ranks.expect_no_failures(check_many_calls, 100)
-
-
-@pytest.mark.long
-@pytest.mark.races
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_attention_over_peers_does_not_race_for_long(ranks):
-    ranks.expect_no_failures(check_many_calls, 1000)
+            failures.expect_equal([output], right[0][:1], f"replay after {call}")

@@ -117,8 +117,11 @@ def test_autograd_gradients_are_the_compositions(
                     failures.expect(difference(leaf.grad, value), *where)
 
 
-def gathers_on_cpu() -> set[str]:
-    """The ops that gather a shard, in the gradients of both ops that do."""
+@pytest.mark.ranks((2, "gloo"))
+def test_autograd_on_cpu_gathers_by_a_collective_whose_name_gloo_keeps_safely(
+    failures: Failures,
+) -> None:
+    """Its functional all-gather has a name that two worker threads of a group free twice, once in a long while."""
     with SeesDispatches() as mode:
         for op, operand in (("allgather_gemm", 1), ("gemm_reducescatter", 1)):
             case = OPS[op].of([Case((8,), 4, 6, torch.float32)])[0]
@@ -130,14 +133,9 @@ def gathers_on_cpu() -> set[str]:
             (gradient,) = torch.autograd.grad(output.sum(), leaf)
             assert gradient.shape == leaf.shape
     names = {function.name() for function in mode.seen}
-    return {name for name in names if name.startswith("_c10d_functional::")}
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_autograd_on_cpu_gathers_by_a_collective_whose_name_gloo_keeps_safely(ranks):
-    """Its functional all-gather has a name that two worker threads of a group free twice, once in a long while."""
+    names = {name for name in names if name.startswith("_c10d_functional::")}
     expected = {"_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"}
-    assert ranks.run(gathers_on_cpu) == [expected] * 2
+    failures.expect(None if names == expected else f"{names}")
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -159,40 +157,33 @@ def test_autograd_allreduce_backward_does_not_communicate(failures: Failures) ->
         failures.expect(difference(again.detach(), expected), "after turn", turn)
 
 
-def forward_mode_calls(op: str) -> list[str]:
-    """The messages if one operand has a tangent, by its place, called through wrapper and operator."""
+@every_op
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_autograd_forward_mode_raises(failures: Failures, op: str) -> None:
+    """A tangent must not be lost silently, as torch.library's kernels lose it where nothing requires a gradient."""
     arguments = OPS[op].arguments(
         Case((4,), 3, 4, bias=True), dist.get_rank(), dist.get_world_size(), rank_device()
     )
-    said = []
     for call, operand in itertools.product(
         (OPS[op].wrapper, OPS[op].operator), tensors_of(arguments)
     ):
 
         def call_with(dual, call=call, operand=operand):
             given = map_tensors(lambda t: dual if t is operand else t, arguments)
-            said.append(message_of(call, *given, group=world_name()))
+            said = message_of(call, *given, group=world_name())
+            right = said.startswith(op.partition(".")[0]) and "reverse-mode gradients only" in said
+            failures.expect(None if right else f"said {said!r}", op)
             return dual
 
         tangent = torch.ones_like(operand)
         with forward_ad.dual_level():
             call_with(forward_ad.make_dual(operand, tangent))
         torch.func.jvp(call_with, (operand,), (tangent,))
-    return said
 
 
 @every_op
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_autograd_forward_mode_raises(ranks, op):
-    """A tangent must not be lost silently, as torch.library's kernels lose it where nothing requires a gradient."""
-    for said in ranks.run(forward_mode_calls, op):
-        assert len(said) >= 2 * 2 * 3  # of input, weight and bias
-        for message in said:
-            assert message.startswith(OPS[op].name.partition(".")[0])
-            assert "reverse-mode gradients only" in message
-
-
-def gradient_modes(op: str) -> list[list[bool]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_autograd_records_only_where_asked(failures: Failures, op: str) -> None:
     """For wrapper and operator: what the first output says of itself, in each mode."""
     arguments = OPS[op].arguments(
         Case((4,), 3, 4), dist.get_rank(), dist.get_world_size(), rank_device()
@@ -200,7 +191,6 @@ def gradient_modes(op: str) -> list[list[bool]]:
     for weight in tensors_of(arguments)[1:]:
         weight.requires_grad_()
     detached = map_tensors(torch.Tensor.detach, arguments)
-    seen = []
     for call in (OPS[op].wrapper, OPS[op].operator):
 
         def output(operands, call=call):
@@ -211,15 +201,8 @@ def gradient_modes(op: str) -> list[list[bool]]:
             modes.append(output(arguments).requires_grad)
         with torch.inference_mode():
             modes.append(output(arguments).is_inference())
-        seen.append([*modes, output(detached).requires_grad])
-    return seen
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_autograd_records_only_where_asked(ranks, op):
-    for seen in ranks.run(gradient_modes, op):
-        assert seen == [[True, False, True, False]] * 2
+        modes.append(output(detached).requires_grad)
+        failures.expect(None if modes == [True, False, True, False] else f"{modes}", call)
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)

@@ -101,17 +101,18 @@ def with_tensor(arguments: list[Any], index: int, change: Callable[[Any], Any]) 
     return map_tensors(lambda t: change(t) if next(places) == index else t, arguments)
 
 
-def calls_declined(op: str) -> list[str]:
-    """Calls that the short way must not take; those that it took. One rank alone makes them: none communicates."""
+@every_function
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_eager_leaves_the_rest_to_torch(failures: Failures, op: str) -> None:
+    """Calls that the short way must not take. One rank alone makes them: none communicates."""
+    failures.expect(None)
     if dist.get_rank() > 0:
-        return []
-    taken: list[str] = []
+        return
     group = world_name()
     arguments = arguments_of(op, small_case(op))
 
     def expect_declined(what: str, given: list[Any], name: Any = group) -> None:
-        if function_of(op)(*given, name) is not None:
-            taken.append(what)
+        failures.expect("taken" if function_of(op)(*given, name) is not None else None, what)
 
     for i in range(len(tensors_of(arguments))):
         changes = {
@@ -145,14 +146,15 @@ def calls_declined(op: str) -> list[str]:
             for value in values:
                 given = [*arguments[:place], value, *arguments[place + 1 :]]
                 expect_declined(f"{parameter} {value}", given)
-    return taken
 
 
-def calls_with_gradients(op: str) -> tuple[int, list[str]]:
+@every_function
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_eager_knows_calls_that_record(failures: Failures, op: str) -> None:
     """The calls with an operand that requires grad that are said to need their gradient recorded, and nothing else."""
-    failures = Failures()
+    failures.expect(None)
     if dist.get_rank() > 0:  # one rank alone makes them: none communicates
-        return failures.result()
+        return
     device = rank_device().type
     arguments = arguments_of(op, small_case(op))
 
@@ -179,15 +181,6 @@ def calls_with_gradients(op: str) -> tuple[int, list[str]]:
                 expect(None, "a mode", i, mode)
         given = with_tensor(given, i, lambda t: t.as_subclass(Subclass))
         expect(None, "a subclass", i)
-    return failures.result()
-
-
-@every_function
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_eager_knows_calls_that_record(ranks, op):
-    results = ranks.run(calls_with_gradients, op)
-    assert results[0][0] > 0
-    assert [line for _, lines in results for line in lines] == []
 
 
 class Refuses:
@@ -306,43 +299,31 @@ def places_of(op: str, parameter: str) -> list[int]:
 
 
 @every_function
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_eager_leaves_the_rest_to_torch(ranks, op):
-    for taken in ranks.run(calls_declined, op):
-        assert taken == []
-
-
-def observers(op: str) -> list[list[bool]]:
-    """True for each of modes, a subclass and a tracer that sees a call of the wrapper."""
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_eager_hides_no_call(failures: Failures, op: str) -> None:
+    """Modes, a subclass and a tracer see a call of the wrapper."""
     arguments = arguments_of(op, small_case(op))
     operator = FUNCTIONS[op].operator
     group = world_name()
-    seen = []
     for mode in (SeesFunctions(), SeesDispatches()):
         with mode:
             FUNCTIONS[op].wrapper(*arguments, group=group)
-        seen.append(operator in mode.seen)
+        failures.expect(None if operator in mode.seen else "does not see it", mode)
     outputs = FUNCTIONS[op].wrapper(
         *with_tensor(arguments, 0, lambda t: t.as_subclass(Subclass)), group=group
     )
-    seen.append(type(tensors_of(outputs)[0]) is Subclass)
+    kind = type(tensors_of(outputs)[0])
+    failures.expect(None if kind is Subclass else f"returns a {kind}", "subclass")
     if op in ("allgather_gemm.weights", "allgather_gemm.scaled_weights"):
-        return seen  # torch.jit.trace takes no list of optional tensors
+        return  # torch.jit.trace takes no list of optional tensors
 
     def traced(input: torch.Tensor) -> torch.Tensor:
         given = with_tensor(arguments, 0, lambda _: input)
         return tensors_of(FUNCTIONS[op].wrapper(*given, group=group))[0]
 
     trace = torch.jit.trace(traced, (arguments[0],), check_trace=False)
-    seen.append(f"overlap::{op.partition('.')[0]}" in str(trace.graph))
-    return seen
-
-
-@every_function
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_eager_hides_no_call(ranks, op):
-    for seen in ranks.run(observers, op):
-        assert seen and all(seen)
+    name = f"overlap::{op.partition('.')[0]}"
+    failures.expect(None if name in str(trace.graph) else f"{trace.graph}", "traced")
 
 
 @every_function

@@ -130,52 +130,42 @@ def missing_parts(message: str, parts: tuple[str, ...]) -> str | None:
     return f"does not name {missing}: {message}" if missing else None
 
 
-def check_bad_calls(op: str, ranks: tuple[int, ...] | None) -> tuple[int, list[str]]:
+def check_bad_calls(failures: Failures, op: str, ranks: tuple[int, ...] | None) -> None:
     """Bad calls on these ranks alone (None: on all), then good ones on all of them.
 
     Had a bad call communicated, the good one after it would hang or get another call's data.
     """
-    failures = Failures()
     for seed, (name, (arguments, parts)) in enumerate(bad_calls(op).items()):
         if ranks is None or dist.get_rank() in ranks:
             for call in (OPS[op].operator, OPS[op].wrapper):
                 message = message_of(call, *arguments, group=world_name())
                 failures.expect(missing_parts(message, parts), op, name)
         check_call(failures, CASE, "after:", name, seed=seed, op=op)
-    return failures.result()
 
 
 @every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_errors_name_what_was_given_and_what_is_allowed(ranks, op):
-    ranks.expect_no_failures(check_bad_calls, op, None, timeout_s=90)
+def test_errors_name_what_was_given_and_what_is_allowed(failures: Failures, op: str) -> None:
+    check_bad_calls(failures, op, None)
 
 
 @every_op
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_errors_come_before_any_communication(ranks, op):
-    ranks.expect_no_failures(check_bad_calls, op, (0,), timeout_s=90)
-
-
-def types_of_errors() -> list[type]:
-    x, w, group = empty(5, K), empty(N, K), world_name()
-    calls = [
-        lambda: overlap_torch.gemm_reducescatter(x, w, group=group),
-        lambda: overlap_torch.gemm_alltoall(x, w, [1, 1], [1, 1], group=group),
-        lambda: overlap_torch.allgather_gemm(x, w.bfloat16(), group=group),
-    ]
-    types = []
-    for call in calls:
-        try:
-            call()
-        except Exception as error:  # its type is the question
-            types.append(type(error))
-    return types
+def test_errors_come_before_any_communication(failures: Failures, op: str) -> None:
+    check_bad_calls(failures, op, (0,))
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_errors_have_the_types_that_python_has_for_them(ranks):
-    assert ranks.run(types_of_errors) == [[ValueError, ValueError, TypeError]] * 2
+def test_errors_have_the_types_that_python_has_for_them(failures: Failures) -> None:
+    x, w, group = empty(5, K), empty(N, K), world_name()
+    for right, call in (
+        (ValueError, lambda: overlap_torch.gemm_reducescatter(x, w, group=group)),
+        (ValueError, lambda: overlap_torch.gemm_alltoall(x, w, [1, 1], [1, 1], group=group)),
+        (TypeError, lambda: overlap_torch.allgather_gemm(x, w.bfloat16(), group=group)),
+    ):
+        with pytest.raises(Exception) as raised:
+            call()
+        failures.expect(None if raised.type is right else f"raised {raised.type}", right)
 
 
 @every_op
@@ -330,16 +320,10 @@ def test_errors_of_the_other_operators(failures: Failures) -> None:
         check_call(failures, CASE, "after:", what)
 
 
-def without_process_group() -> str:
+@pytest.mark.ranks((1, "gloo"))
+@pytest.mark.fresh()
+def test_errors_without_a_process_group_name_the_remedy(failures: Failures) -> None:
     dist.destroy_process_group()
     message = message_of(overlap_torch.gemm_allreduce, torch.ones(2, 3), torch.ones(4, 3))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return message
-
-
-def test_errors_without_a_process_group_name_the_remedy():
-    import rank_pool
-
-    (outcome,) = rank_pool.run_fresh(1, "gloo", without_process_group)
-    assert outcome.kind == "returned", outcome.detail
-    assert "init_process_group" in outcome.value
+    failures.expect(missing_parts(message, ("init_process_group",)))

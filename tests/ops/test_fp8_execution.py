@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import overlap_torch
 import scaled
+from captures import capture
 from checks import Failures
 from operands import rank_device
 from overlap_torch import plan as plan_api
@@ -18,10 +20,11 @@ from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan._explain import H200
 from overlap_torch.plan.types import Kernel, Op, Resources, Transport
 from peers import ALWAYS_ONE_LAUNCH
-from plans import available_kernels, peers_work
+from plans import peers_work
 from scaled import E4M3, E5M2, Case
 
 every_op = pytest.mark.parametrize("op", scaled.OPS)
+by_pingpong = pytest.mark.parametrize("kernel", [Kernel.SM90_PINGPONG], ids=lambda one: one.name)
 
 OPS = {
     "gemm_allreduce": Op.GEMM_ALLREDUCE,
@@ -109,8 +112,13 @@ def _in_one_step(problem: Problem, kernel: Kernel) -> bool:
     return problem.n * element % 16 == 0 and parted
 
 
-def check_plans(op: str, kernel: Kernel, transport: str) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize("transport", ["nccl", pytest.param("peer", marks=pytest.mark.peers)])
+@pytest.mark.parametrize("kernel", [Kernel.LIBRARY, *FP8_KERNELS], ids=lambda kernel: kernel.name)
+@every_op
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_fp8_plan_execution_is_exact_under_every_plan(
+    failures: Failures, op: str, kernel: Kernel, transport: str
+) -> None:
     world = dist.get_world_size()
     tried = 0
     for seed, case in enumerate(CASES):
@@ -129,22 +137,6 @@ def check_plans(op: str, kernel: Kernel, transport: str) -> tuple[int, list[str]
             tried += 1
         plan_api.clear_plans()
     failures.expect(None if tried > 3 else f"only {tried} plans", op, kernel, transport)
-    return failures.result()
-
-
-@pytest.mark.parametrize("transport", ["nccl", "peer"])
-@pytest.mark.parametrize("kernel", [Kernel.LIBRARY, *FP8_KERNELS], ids=lambda kernel: kernel.name)
-@every_op
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_fp8_plan_execution_is_exact_under_every_plan(ranks, op, kernel, transport):
-    if not all(ranks.run(_runs, kernel, transport)):
-        pytest.skip(f"no {kernel.name} here, or ranks that do not map each other's memory")
-    ranks.expect_no_failures(check_plans, op, kernel, transport)
-
-
-def _runs(kernel: Kernel, transport: str) -> bool:
-    works = peers_work()
-    return kernel in available_kernels() and (transport == "nccl" or works)
 
 
 # Enough for all kinds of plans: blocks take K a multiple of 512, gathers over peers 128 KiB.
@@ -184,9 +176,11 @@ def test_fp8_plans_that_the_planner_weighs_are_exact(failures: Failures, op: str
     failures.expect(None if (Transport.PEER in over) == (machine.peer_gbps > 0) else str(over), op)
 
 
-def check_race(rounds: int) -> tuple[int, list[str]]:
+@pytest.mark.races
+@by_pingpong
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+def test_fp8_calls_in_flight_do_not_race(failures: Failures, kernel: Kernel) -> None:
     """Calls in flight, none waiting for the one before; operands by turns, ranks delayed at random."""
-    failures = Failures()
     world, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
     runs = []
     transports = ("nccl", "peer") if peers_work() else ("nccl",)
@@ -195,7 +189,7 @@ def check_race(rounds: int) -> tuple[int, list[str]]:
         itertools.product(scaled.OPS, transports), itertools.cycle(cases)
     ):
         problem = problem_of(case, op, world)
-        plan_api.set_plan(plans_of(problem, Kernel.SM90_PINGPONG, transport)[-1])
+        plan_api.set_plan(plans_of(problem, kernel, transport)[-1])
         for seed in range(3):
             calls = [scaled.make(case, op, r, world, seed) for r in range(world)]
             right = [t.to(device) for t in scaled.expected(case, op, calls, rank)]
@@ -203,7 +197,7 @@ def check_race(rounds: int) -> tuple[int, list[str]]:
     generator = torch.Generator().manual_seed(rank)
     wrong = torch.zeros(len(runs), dtype=torch.int64, device=device)
     order = torch.Generator().manual_seed(0)  # the same on all ranks
-    for _ in range(rounds):
+    for _ in range(1000):
         index = int(torch.randint(len(runs), (), generator=order))
         op, _, case, call, right = runs[index]
         if int(torch.randint(4, (), generator=generator)) == 0:
@@ -215,42 +209,26 @@ def check_race(rounds: int) -> tuple[int, list[str]]:
     plan_api.clear_plans()
     for (op, transport, case, *_), count in zip(runs, wrong.tolist(), strict=True):
         failures.expect(f"{count} wrong elements" if count else None, op, transport, case)
-    return failures.result()
 
 
-@pytest.mark.races
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_fp8_calls_in_flight_do_not_race(ranks):
-    if not all(ranks.run(_runs, Kernel.SM90_PINGPONG, "nccl")):
-        pytest.skip("no Hopper kernel here")
-    ranks.expect_no_failures(check_race, 1000)
-
-
-def check_captured() -> tuple[int, list[str]]:
-    failures = Failures()
+@by_pingpong
+@pytest.mark.ranks((2, "nccl"))
+def test_fp8_plans_are_captured_and_replayed(failures: Failures, kernel: Kernel) -> None:
     world, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
     for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm"):
         case = Case((256,), 256, 256, "row", fast=True)
         problem = problem_of(case, op, world)
         plan_api.set_plan(
-            plan_api.templates.row_panels(problem, 1, kernel="sm90_pingpong", transport="nccl")
+            plan_api.templates.row_panels(problem, 1, kernel=kernel, transport="nccl")
         )
         call = scaled.make(case, op, rank, world, 5)
-        scaled.invoke(case, op, call, device)
-        torch.cuda.synchronize()
         inputs = [
             each.to(device)
             for each in (call.input, call.weights[0], call.scale_input, call.scale_weights[0])
         ]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = getattr(overlap_torch, op)(
-                inputs[0],
-                inputs[1],
-                scale_input=inputs[2],
-                scale_weight=inputs[3],
-                use_fast_accum=True,
-            )
+        scales = {"scale_input": inputs[2], "scale_weight": inputs[3]}
+        function = partial(getattr(overlap_torch, op), *inputs[:2], **scales, use_fast_accum=True)
+        graph, results = capture(function)
         results = results if isinstance(results, tuple) else (results,)
         calls = [scaled.make(case, op, r, world, 6) for r in range(world)]
         own = calls[rank]
@@ -266,11 +244,3 @@ def check_captured() -> tuple[int, list[str]]:
             same = torch.equal(scaled.as_comparable(result).cpu(), scaled.as_comparable(value))
             failures.expect(None if same else "differs", op)
     plan_api.clear_plans()
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "nccl"))
-def test_fp8_plans_are_captured_and_replayed(ranks):
-    if not all(ranks.run(_runs, Kernel.SM90_PINGPONG, "nccl")):
-        pytest.skip("no Hopper kernel here")
-    ranks.expect_no_failures(check_captured)

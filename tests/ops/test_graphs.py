@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import overlap_torch
+from captures import capture
 from checks import Failures, check_call
 from operands import Case, Operands, difference, make_operands, rank_device, world_name
 from ops import expected_output
@@ -53,24 +55,12 @@ def set_plan_named(name: str, kernel: Kernel, group: dist.ProcessGroup | None = 
         plan_module.set_plan(plan, group=group)
 
 
-def warm(operands: Operands, group: dist.ProcessGroup | None = None) -> None:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call(operands, group)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-
-
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 def test_graphs_replay_with_changed_inputs(failures: Failures, kernel: Kernel) -> None:
     for name in PLANS:
         set_plan_named(name, kernel)
         operands = operands_of(0)
-        warm(operands)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = call(operands)
+        graph, output = capture(partial(call, operands))
         for seed in OTHERS:
             refill(operands, seed)
             output.fill_(float("nan"))
@@ -89,12 +79,13 @@ def test_graphs_hold_many_calls(failures: Failures, name: str) -> None:
     world = dist.get_world_size()
     set_plan_named(name, Kernel.LIBRARY)
     operands = [operands_of(seed) for seed in range(10)]
-    warm(operands[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def calls() -> tuple[list[torch.Tensor], torch.Tensor]:
         outputs = [call(mine) for mine in operands]
         # Whatever calls leave behind for each other would show in a sum over all of them.
-        total = torch.stack([output.float() for output in outputs]).sum(0)
+        return outputs, torch.stack([output.float() for output in outputs]).sum(0)
+
+    graph, (outputs, total) = capture(calls)
     for _ in range(5):
         total.fill_(float("nan"))
         graph.replay()
@@ -113,12 +104,7 @@ def test_graphs_do_not_share_memory(failures: Failures, name: str) -> None:
     Over peers a group's calls share memory, so that the streams have to wait for each other."""
     set_plan_named(name, Kernel.LIBRARY)
     operands = [operands_of(seed) for seed in range(3)]
-    warm(operands[0])
-    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
-    outputs = []
-    for graph, mine in zip(graphs, operands, strict=False):
-        with torch.cuda.graph(graph):
-            outputs.append(call(mine))
+    graphs, outputs = zip(*(capture(partial(call, mine)) for mine in operands[:2]), strict=True)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     plan = plan_module.plan_for(CASE.m, CASE.n, CASE.k, CASE.dtype)
     shared = plan.chunks[0].transport == Transport.PEER
@@ -149,10 +135,7 @@ def test_graphs_keep_what_they_were_captured_with(failures: Failures) -> None:
     """A graph keeps the plan and the staging it was captured with, whatever the table and the group do later."""
     operands = operands_of(0)
     set_plan_named("packed", Kernel.LIBRARY)
-    warm(operands)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = call(operands)
+    graph, output = capture(partial(call, operands))
     torch.ops.overlap.clear_plans(world_name())
     for name in ("window", "exchange", "row panels", "sequential"):
         set_plan_named(name, Kernel.LIBRARY)
@@ -175,9 +158,9 @@ def test_graphs_keep_what_they_were_captured_with(failures: Failures) -> None:
     torch.ops.overlap.clear_plans(world_name())
 
 
-def first_call_in_capture() -> tuple[str, int, list[str]]:
-    """(message, checks, failures): a new group's first call, captured; afterwards the group must be usable."""
-    failures = Failures()
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))  # a group of one has no communicator to make
+def test_graphs_refuse_a_first_call_and_name_the_warm_up(failures: Failures) -> None:
+    """A new group's first call, captured; afterwards the group must be usable."""
     group = dist.new_group()
     operands = operands_of(0)
     torch.cuda.synchronize()
@@ -189,23 +172,13 @@ def first_call_in_capture() -> tuple[str, int, list[str]]:
     except RuntimeError as error:
         message = str(error)
     del graph
+    named = "warm-up" in message and "capture" in message
+    failures.expect(None if named else f"said {message!r}")
     check_call(failures, CASE, "after the refused capture", group=group)
-    graph = torch.cuda.CUDAGraph()
-    warm(operands, group)
-    with torch.cuda.graph(graph):
-        output = call(operands, group)
+    graph, output = capture(partial(call, operands, group))
     graph.replay()
     torch.cuda.synchronize()
     failures.expect(difference(output, right_of(0)), "captured after the warm-up")
-    return message, *failures.result()
-
-
-def test_graphs_refuse_a_first_call_and_name_the_warm_up(ranks):
-    if ranks.world == 1:
-        pytest.skip("a group of one has no communicator to make: its first call may be captured")
-    for message, checks, failures in ranks.run(first_call_in_capture):
-        assert "warm-up" in message and "capture" in message, message
-        assert checks > 0 and not failures, failures
 
 
 def test_graphs_and_groups_end_in_any_order(failures: Failures) -> None:
@@ -214,10 +187,7 @@ def test_graphs_and_groups_end_in_any_order(failures: Failures) -> None:
         group = dist.new_group()
         operands = operands_of(turn)
         set_plan_named(("packed", "window")[turn], Kernel.LIBRARY, group)
-        warm(operands, group)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = call(operands, group)
+        graph, output = capture(partial(call, operands, group))
         graph.replay()
         torch.cuda.synchronize()
         failures.expect(difference(output, right_of(turn)), "replay", turn)
@@ -243,15 +213,7 @@ def test_graphs_hold_forward_and_backward(failures: Failures) -> None:
         output = call(operands)
         return output, *torch.autograd.grad(output, (operands.input, operands.weight), gradient)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output, of_input, of_weight = step()
+    graph, (output, of_input, of_weight) = capture(step)
     with torch.no_grad():
         refill(operands, 3)
     graph.replay()

@@ -13,24 +13,22 @@ import torch.distributed as dist
 import kernels
 import overlap_torch
 import rank_pool
+from captures import capture
 from checks import Failures
+from kernels import expect
 from overlap_torch import plan
 from overlap_torch.plan import Problem
 from overlap_torch.plan.types import Kernel, Op
 from peer_races import come_late, so_many_calls
 from plans import peers_work
-from tests.ops.test_kernels import (
-    TILE,
-    check_reductions,
-    expect,
-)
+from tests.ops.test_kernels import TILE, check_reductions
 
 TWO = pytest.mark.ranks((2, "nccl"))
 SIZES = [(4 * 96 + 4, 1064, 136), (2048, 512, 256)]
 
 
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_kernels_on_gpus_reduce_exactly(ranks):
+def test_kernels_on_gpus_reduce_exactly(failures: Failures) -> None:
     cases = [
         (shape, collective, order, chunks, dtype, persistent)
         for shape in SIZES
@@ -43,7 +41,7 @@ def test_kernels_on_gpus_reduce_exactly(ranks):
         for dtype in (torch.bfloat16, torch.float32)
         for persistent in (False, True)
     ]
-    ranks.expect_no_failures(check_reductions, cases)
+    check_reductions(failures, cases)
 
 
 # --- plans and resources --------------------------------------------------------------------------------------
@@ -108,13 +106,15 @@ def test_kernels_on_gpus_run_by_plans(failures: Failures, op: Op, dtype: torch.d
 
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_kernels_on_gpus_that_do_not_signal_reduce_exactly(ranks, dtype):
-    ranks.skip_without_peers()
-    world = ranks.world
+@pytest.mark.peers
+def test_kernels_on_gpus_that_do_not_signal_reduce_exactly(
+    failures: Failures, dtype: torch.dtype
+) -> None:
+    world = dist.get_world_size()
     pages = [(1024 * world, 1024, 64), (2048 * world, 3072, 72)]
     shared = [(1100 * world, 1090, 64), (3000 * world, 5001, 8), (2100 * world - 1, 1030, 72)]
-    shapes = pages + shared  # parts that end at the end of a page, and within one
-    ranks.expect_no_failures(kernels.check_unchanged, shapes, dtype)
+    # Parts end with a page, and within one.
+    kernels.check_unchanged(failures, pages + shared, dtype)
 
 
 def swiglu(x, gate, up, job, programs: int) -> torch.Tensor:
@@ -181,9 +181,7 @@ def test_kernels_on_gpus_run_in_green_contexts(failures: Failures) -> None:
     before = torch.cuda.current_stream()
     with overlap_torch.resources(16, by="green_context"):
         with overlap_torch.produce("all_reduce", (m, n), a.dtype, tile=TILE, chunks=4) as job:
-            kernels.example().matmul[(job.tiles,)](
-                a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **kernels.example().blocks()
-            )  # fmt: skip
+            kernels.multiply(job, a, b)
         expect(failures, "all_reduce", job.result(), kernels.reduced(m, n, k, 1))
     failures.expect(None if job.programs == sms - 16 else f"{job.programs}", "programs")
     now = torch.cuda.current_stream()
@@ -206,11 +204,7 @@ def test_kernels_on_gpus_are_captured(failures: Failures) -> None:
         z = example.persistent_row_parallel(a, b, "reduce_scatter", 3)
         return y, z, example.column_parallel_swiglu(x, b, b, 2)[1]
 
-    calls()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, z, gathered = calls()
+    graph, (y, z, gathered) = capture(calls)
     for seed in range(1, 5):
         for tensor, fresh in zip(
             (a, b), kernels.operands(m, n, k, seed=seed, dtype=torch.float32), strict=True
@@ -261,9 +255,7 @@ def failing_call(kind: str) -> str:
         else:
             with overlap_torch.produce("all_reduce", (m, n), a.dtype, tile=TILE, chunks=2) as job:
                 order = job.tile_order[:-1] if kind == "signal" and rank == 0 else job.tile_order
-                example.matmul[(len(order),)](
-                    a, b, job.output, order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
-                )  # fmt: skip
+                kernels.multiply(job, a, b, order)
                 if kind == "exception" and rank == 1:
                     raise KeyError("boom")
                 if kind == "op":
@@ -312,10 +304,13 @@ def test_kernels_on_gpus_say_what_went_wrong_each_time():
 # --- other ways to write kernels ------------------------------------------------------------------------------
 
 
-def check_bulk_stores() -> tuple[int, list[str]]:
+@TWO
+def test_kernels_on_gpus_signal_behind_bulk_stores(failures: Failures) -> None:
     import bulk_kernel
 
-    failures = Failures()
+    if torch.cuda.get_device_capability() < (9, 0):
+        failures.expect(None)  # tensor descriptors store in bulk from compute capability 9.0 on
+        return
     m, n = 2048, 1024
     rank, world = dist.get_rank(), dist.get_world_size()
     for turn in range(20):
@@ -329,14 +324,6 @@ def check_bulk_stores() -> tuple[int, list[str]]:
             bulk_kernel.launch(values, job)
         expected = sum(kernels.numbers(m, n, seed=turn, rank=r).double() for r in range(world))
         expect(failures, f"turn {turn}", job.result(), expected)
-    return failures.result()
-
-
-@TWO
-def test_kernels_on_gpus_signal_behind_bulk_stores(ranks):
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("tensor descriptors store in bulk from compute capability 9.0 on")
-    ranks.expect_no_failures(check_bulk_stores)
 
 
 @TWO
@@ -369,9 +356,7 @@ def test_kernels_on_gpus_are_planned_by_their_time(failures: Failures) -> None:
         with overlap_torch.produce(
             "all_reduce", (m, n), a.dtype, tile=TILE, chunks=chunks, kernel_us=bare
         ) as job:
-            example.matmul[(job.tiles,)](
-                a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
-            )  # fmt: skip
+            kernels.multiply(job, a, b)
         expect(failures, f"{chunks} chunks", job.result(), kernels.reduced(m, n, k, seed))
         made = len(job.plan.chunks)
         failures.expect(None if made == (chunks or made) else f"{made}", f"{chunks} chunks")
@@ -386,7 +371,6 @@ def test_kernels_on_gpus_are_planned_by_their_time(failures: Failures) -> None:
 @pytest.mark.seconds(500)
 def test_kernels_on_gpus_races(failures: Failures, calls: int) -> None:
     """Jobs back to back in memory full of junk, ranks and chunks delayed at random."""
-    example = kernels.example()
     rank, world = dist.get_rank(), dist.get_world_size()
     chance = random.Random(rank)
     m, n, k = 768, 256, 64
@@ -430,9 +414,7 @@ def test_kernels_on_gpus_races(failures: Failures, calls: int) -> None:
             given = plans[kind][turn // 3 % len(plans[kind])]
             with overlap_torch.produce(collective, (m, n), dtype, tile=TILE, **given) as job:
                 job.output.fill_(float("nan"))
-                example.matmul[(job.tiles,)](
-                    a, b, job.output, job.tile_order, job.tile_chunk, job.counters, m, n, k, **example.blocks()
-                )  # fmt: skip
+                kernels.multiply(job, a, b)
             right = sums[seed] if kind == 0 else sums[seed].chunk(world)[rank]
             wrong[turn] = (job.result() != right).sum()
         else:

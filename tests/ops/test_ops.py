@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -46,11 +47,9 @@ DIMS = [((3, 4), 1), ((3, 4), -2), ((1, 5), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), 
 every_op = pytest.mark.parametrize("op", list(OPS))
 
 
-def check_cases(op: str, cases: Sequence[Case]) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_cases(failures: Failures, op: str, cases: Sequence[Case], **keywords: Any) -> None:
     for seed, case in enumerate(OPS[op].of(cases)):
-        check_call(failures, case, seed=seed, op=op)
-    return failures.result()
+        check_call(failures, case, seed=seed, op=op, **keywords)
 
 
 def shape_cases(shapes: Iterable[tuple[int, int, int]], dtype: torch.dtype) -> list[Case]:
@@ -70,9 +69,9 @@ def shape_cases(shapes: Iterable[tuple[int, int, int]], dtype: torch.dtype) -> l
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
 @every_op
-def test_ops_are_exact_on_every_shape(ranks, op, dtype):
-    shapes = GPU_SHAPES if ranks.device_type == "cuda" else SHAPES
-    ranks.expect_no_failures(check_cases, op, shape_cases(shapes, dtype))
+def test_ops_are_exact_on_every_shape(failures: Failures, op: str, dtype: torch.dtype) -> None:
+    shapes = GPU_SHAPES if rank_device().type == "cuda" else SHAPES
+    check_cases(failures, op, shape_cases(shapes, dtype))
 
 
 # As many ranks as a kernel's tables of peers hold. They share few cores, so few and small shapes: nothing, one row, fewer
@@ -82,33 +81,33 @@ EIGHT_SHAPES = [(0, 8, 8), (8, 8, 0), (1, 1, 1), (7, 11, 13), (129, 66, 20), (25
 
 @every_op
 @pytest.mark.ranks((8, "gloo"))
-def test_ops_are_exact_between_eight_ranks(ranks, op):
+def test_ops_are_exact_between_eight_ranks(failures: Failures, op: str) -> None:
     cases = shape_cases(EIGHT_SHAPES, torch.float32) + shape_cases(EIGHT_SHAPES, torch.bfloat16)
-    ranks.expect_no_failures(check_cases, op, [*cases, Case((3, 4), 9, 5, torch.float64, True)])
+    check_cases(failures, op, [*cases, Case((3, 4), 9, 5, torch.float64, True)])
 
 
 @every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_ops_take_any_leading_dims(ranks, op, dtype):
+def test_ops_take_any_leading_dims(failures: Failures, op: str, dtype: torch.dtype) -> None:
     cases = [Case(leading, 33, 40, dtype, bias) for leading in LEADING for bias in (False, True)]
     cases += [
         Case(leading, n, 40, dtype, bias, dim=dim)
         for leading, dim in DIMS
         for n, bias in ((33, True), (40, False), (0, False))
     ]
-    ranks.expect_no_failures(check_cases, op, cases)
+    check_cases(failures, op, cases)
 
 
 @every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_ops_take_any_layout(ranks, op, dtype):
+def test_ops_take_any_layout(failures: Failures, op: str, dtype: torch.dtype) -> None:
     cases = [
         Case((9, 16), 72, 64, dtype, i % 3 == 0, input, weight, dim)
         for i, (input, weight) in enumerate(itertools.product(INPUT_LAYOUTS, WEIGHT_LAYOUTS))
         for dim in (0, 1)
     ]
-    ranks.expect_no_failures(check_cases, op, cases)
+    check_cases(failures, op, cases)
 
 
 @every_op
@@ -129,26 +128,16 @@ def test_ops_take_layouts_that_differ_between_ranks(
         check_call(failures, case, seed=i, op=op)
 
 
-def check_composition(op: str, cases: Sequence[Case]) -> tuple[int, list[str]]:
-    def composition(*arguments, group):
-        return OPS[op].composition(*arguments, group)
-
-    failures = Failures()
-    for seed, case in enumerate(OPS[op].of(cases)):
-        check_call(failures, case, "composition", seed=seed, op=op, call=composition)
-    return failures.result()
-
-
 @every_op
 @pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl"))
-def test_ops_specification_is_the_composition(ranks, op, dtype):
+def test_ops_specification_is_the_composition(
+    failures: Failures, op: str, dtype: torch.dtype
+) -> None:
     """The expected results of this file are those of the unfused compositions, which are the specification."""
-    cases = [
-        *shape_cases(SHAPES, dtype),
-        *(Case(leading, 9, 5, dtype, True) for leading in LEADING),
-    ]
-    ranks.expect_no_failures(check_composition, op, cases)
+    cases = [*shape_cases(SHAPES, dtype), *(Case(one, 9, 5, dtype, True) for one in LEADING)]
+    call = lambda *arguments, group: OPS[op].composition(*arguments, group)  # noqa: E731
+    check_cases(failures, op, cases, call=call)
 
 
 def root_mean_square_errors(op: str, case: Case) -> tuple[float, float]:

@@ -46,9 +46,8 @@ def expect_named(failures: Failures, message: str, parts: tuple[str, ...], *wher
         failures.expect(None if part in message else f"{part!r} is not in {message!r}", *where)
 
 
-def disagree(op: str) -> tuple[int, list[str]]:
+def disagree(failures: Failures, op: str) -> None:
     """One rank calls something else, between calls on which all agree."""
-    failures = Failures()
     last = dist.get_rank() == dist.get_world_size() - 1
     check_call(failures, CASE, "before", op=op)
     for name, (other, *parts) in OTHERS.items():
@@ -63,13 +62,12 @@ def disagree(op: str) -> tuple[int, list[str]]:
             parts = [part if part[:2] not in ("m=", "n=") else part[:2] for part in parts]
         expect_named(failures, message, tuple(parts), op, name)
         check_call(failures, CASE, "after", name, seed=1, op=op)
-    return failures.result()
 
 
 @pytest.mark.parametrize("op", list(OPS))
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_disagreement_about_the_problem_raises_on_every_rank(ranks, op):
-    ranks.expect_no_failures(disagree, op)
+def test_disagreement_about_the_problem_raises_on_every_rank(failures: Failures, op: str) -> None:
+    disagree(failures, op)
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
@@ -175,7 +173,9 @@ def test_disagreement_about_a_backward_leaves_nothing_on_its_way(
         check_call(failures, CASE, "after", name, seed=seed)
 
 
-def without_shared_memory() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.fresh(group_timeout_s=20.0)
+def test_disagreement_is_found_without_shared_memory(failures: Failures) -> None:
     """Where ranks share no memory, as on several hosts, they gather what they call."""
     if dist.get_rank() == 0:
         import resource
@@ -187,14 +187,7 @@ def without_shared_memory() -> tuple[int, list[str]]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     else:
         call("gemm_allreduce", CASE)
-    return disagree("gemm_allreduce")
-
-
-def test_disagreement_is_found_without_shared_memory():
-    for outcome in rank_pool.run_fresh(2, "gloo", without_shared_memory, group_timeout_s=20.0):
-        assert outcome.kind == "returned", outcome
-        checks, failures = outcome.value
-        assert checks > 0 and not failures, failures
+    disagree(failures, "gemm_allreduce")
 
 
 def one_call_less() -> tuple[float, list[str]]:
@@ -321,13 +314,9 @@ def test_environment_says_what_is_allowed(monkeypatch, name, value, allowed):
         torch.ops.overlap.environment()
 
 
-def first_call_message() -> str:
-    return message_of(call, "gemm_allreduce", CASE)
-
-
-def test_environment_is_read_by_ops():
-    for outcome in rank_pool.run_fresh(
-        2, "gloo", first_call_message, environment={"OVERLAP_DEBUG": "true"}
-    ):
-        assert outcome.kind == "returned", outcome
-        assert "OVERLAP_DEBUG is 'true'; it must be 0 or 1" in outcome.value
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.fresh(environment={"OVERLAP_DEBUG": "true"})
+def test_environment_is_read_by_ops(failures: Failures) -> None:
+    said = message_of(call, "gemm_allreduce", CASE)
+    right = "OVERLAP_DEBUG is 'true'; it must be 0 or 1" in said
+    failures.expect(None if right else f"said {said!r}")

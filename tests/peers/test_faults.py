@@ -34,6 +34,10 @@ PLANS = ["default", "sequential", "row panels", "packed"]
 GPU_PLANS = [*PLANS, "exchange", "window"]
 # Over peers: in phases, in one step, after the framework's GEMM and in the kernel's stores, and by stripes.
 PEER_PLANS = ["peers", "direct", "direct stores", "stripes"]
+PEER_KERNELS = [
+    pytest.param(plan, Kernel.SM90_PINGPONG if plan == "direct stores" else Kernel.LIBRARY, id=plan)
+    for plan in PEER_PLANS
+]
 SOON_S = rank_pool.under_load(2.0)
 LATER_S = rank_pool.under_load(3.0)
 BACKENDS = [
@@ -134,13 +138,17 @@ def die_in_mid_op(plan: str, use_check: bool) -> tuple[float, str] | None:
     return seconds, message
 
 
+def expect_killed_is_reported(world: int, backend: str, plan: str, use_check: bool) -> None:
+    outcomes = rank_pool.run_fresh(
+        world, backend, die_in_mid_op, plan, use_check, group_timeout_s=GROUP_TIMEOUT_S
+    )
+    assert outcomes[-1].kind == "died", outcomes[-1]
+    expect_reports(outcomes, list(range(world - 1)), GROUP_TIMEOUT_S + MARGIN_S)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_faults_killed_rank_is_reported_on_cpu(plan):
-    outcomes = rank_pool.run_fresh(
-        3, "gloo", die_in_mid_op, plan, False, group_timeout_s=GROUP_TIMEOUT_S
-    )
-    assert outcomes[2].kind == "died", outcomes[2]
-    expect_reports(outcomes, [0, 1], GROUP_TIMEOUT_S + MARGIN_S)
+    expect_killed_is_reported(3, "gloo", plan, False)
 
 
 @pytest.mark.gpu
@@ -150,11 +158,7 @@ def test_faults_killed_rank_is_reported_on_cpu(plan):
     [("default", False), ("exchange", False), ("packed", True), ("window", True)],
 )
 def test_faults_killed_rank_is_reported_on_gpu(plan, use_check):
-    outcomes = rank_pool.run_fresh(
-        2, "nccl", die_in_mid_op, plan, use_check, group_timeout_s=GROUP_TIMEOUT_S
-    )
-    assert outcomes[1].kind == "died", outcomes[1]
-    expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
+    expect_killed_is_reported(2, "nccl", plan, use_check)
 
 
 def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float, str] | None:
@@ -165,16 +169,24 @@ def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float
         for _ in range(2):
             call(op, case_of(plan))
             synchronize()
+    return report_of_others(partial(call, op, case_of(plan)))
+
+
+def report_of_others(
+    step: Callable[[], object], of_last: Callable[[], object] = lambda: None
+) -> tuple[float, str] | None:
+    """Seconds and message of a call that the last rank does not make: it does something else, and waits for the others' reports."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
+        of_last()
         end = time.monotonic() + GROUP_TIMEOUT_S + MARGIN_S + 10.0
         while time.monotonic() < end and not store.check(["reported"]):
             time.sleep(0.1)
         return None
     start = time.monotonic()
     try:
-        call(op, case_of(plan))
+        step()
         message = until_error(overlap_torch.check, GROUP_TIMEOUT_S + MARGIN_S + 5.0)[1]
     except RuntimeError as error:
         message = str(error)
@@ -183,28 +195,26 @@ def never_call(plan: str, warm: bool, op: str = "gemm_allreduce") -> tuple[float
     return seconds, message
 
 
-@pytest.mark.parametrize(
-    ("backend", "plan"),
-    [("gloo", "default"), pytest.param("gloo", "packed", marks=pytest.mark.long)]
-    + [
-        pytest.param("nccl", plan, marks=[pytest.mark.gpu, pytest.mark.gpu2])
+NEVER_CALLED = [
+    pytest.param("gloo", "default", "gemm_allreduce"),
+    pytest.param("gloo", "packed", "gemm_allreduce", marks=pytest.mark.long),
+    *(
+        pytest.param("nccl", plan, "gemm_allreduce", marks=BACKENDS[1].marks)
         for plan in ("default", "packed", "window")
-    ],
-)
-def test_faults_rank_that_never_calls_is_reported(backend, plan):
-    outcomes = rank_pool.run_fresh(
-        2, backend, never_call, plan, True, group_timeout_s=GROUP_TIMEOUT_S
-    )
-    expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
+    ),
+    *(
+        pytest.param(backend, "default", op, marks=marks)
+        for backend, marks in (("gloo", pytest.mark.whole), ("nccl", BACKENDS[1].marks))
+        for op in OPS
+        if op != "gemm_allreduce"
+    ),
+]
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "gemm_allreduce"])
-@pytest.mark.parametrize(
-    "backend", [pytest.param("gloo", id="gloo", marks=pytest.mark.whole), BACKENDS[1]]
-)
-def test_faults_rank_that_never_calls_is_reported_by_every_op(backend, op):
+@pytest.mark.parametrize(("backend", "plan", "op"), NEVER_CALLED)
+def test_faults_rank_that_never_calls_is_reported(backend, plan, op):
     outcomes = rank_pool.run_fresh(
-        2, backend, never_call, "default", True, op, group_timeout_s=GROUP_TIMEOUT_S
+        2, backend, never_call, plan, True, op, group_timeout_s=GROUP_TIMEOUT_S
     )
     expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
 
@@ -222,22 +232,13 @@ def attend_without(kind: str) -> tuple[float, str] | None:
     keywords = {"head_parts": dist.get_world_size(), "transport": "peer"}
     overlap_torch.context_parallel_attention(q, q, q, **keywords)
     synchronize()
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        if kind == "raises":
-            with pytest.raises(ArithmeticError, match="no numbers today"):
-                overlap_torch.context_parallel_attention(q, q, q, kernel=Raises(), **keywords)
-        end = time.monotonic() + GROUP_TIMEOUT_S + MARGIN_S + 10.0
-        while time.monotonic() < end and not store.check(["reported"]):
-            time.sleep(0.1)
-        return None
-    start = time.monotonic()
-    overlap_torch.context_parallel_attention(q, q, q, **keywords)
-    message = until_error(overlap_torch.check, GROUP_TIMEOUT_S + MARGIN_S + 5.0)[1]
-    seconds = time.monotonic() - start
-    store.set("reported", "")
-    return seconds, message
+
+    def raises() -> None:
+        with pytest.raises(ArithmeticError, match="no numbers today"):
+            overlap_torch.context_parallel_attention(q, q, q, kernel=Raises(), **keywords)
+
+    step = partial(overlap_torch.context_parallel_attention, q, q, q, **keywords)
+    return report_of_others(step, *([raises] if kind == "raises" else []))
 
 
 @pytest.mark.gpu
@@ -326,11 +327,7 @@ def test_faults_rank_behind_one_that_gave_up_is_told(ranks):
 @pytest.mark.ranks((2, "nccl"))
 def test_faults_killed_rank_is_reported_over_peers(ranks, use_check, plan):
     skip_unless_it_runs(ranks, plan)
-    outcomes = rank_pool.run_fresh(
-        2, "nccl", die_in_mid_op, plan, use_check, group_timeout_s=GROUP_TIMEOUT_S
-    )
-    assert outcomes[1].kind == "died", outcomes[1]
-    expect_reports(outcomes, [0], GROUP_TIMEOUT_S + MARGIN_S)
+    expect_killed_is_reported(2, "nccl", plan, use_check)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -345,19 +342,25 @@ def test_faults_rank_that_never_makes_its_first_call_is_reported(backend):
     assert seconds <= GROUP_TIMEOUT_S + MARGIN_S, f"raised after {seconds:.1f} s: {message}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_faults_deadline_can_be_set(backend):
+@pytest.mark.parametrize(
+    ("backend", "plan"),
+    [
+        ("gloo", "default"),
+        ("gloo", "row panels"),
+        pytest.param("nccl", "row panels", marks=BACKENDS[1].marks),
+    ],
+)
+def test_faults_deadline_can_be_set(backend, plan):
     """OVERLAP_TIMEOUT_S instead of the group's timeout."""
     outcomes = rank_pool.run_fresh(
-        2, backend, never_call, "row panels", True,
+        2, backend, never_call, plan, True,
         group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(SOON_S)},
     )  # fmt: skip
     expect_reports(outcomes, [0], SOON_S + MARGIN_S)
 
 
-def come_late(plans: list[str]) -> tuple[int, list[str]]:
+def come_late(failures: Failures, plans: list[str]) -> None:
     """Each rank by turns starts its call two seconds after the others; results are right on all of them."""
-    failures = Failures()
     for seed, plan in enumerate(plans):
         set_plan_named(plan)
         case = case_of(plan)
@@ -366,27 +369,25 @@ def come_late(plans: list[str]) -> tuple[int, list[str]]:
             time.sleep(2.0)
         check_call(failures, case, plan, "late", seed=seed + 10)
     overlap_torch.check()
-    return failures.result()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_faults_late_rank_is_waited_for(backend):
-    expect_patience(backend, GPU_PLANS if backend == "nccl" else ["sequential", "packed"])
+patient = pytest.mark.fresh(group_timeout_s=GROUP_TIMEOUT_S)
 
 
-@pytest.mark.parametrize("plan", PEER_PLANS)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@patient
+def test_faults_late_rank_is_waited_for(failures: Failures) -> None:
+    come_late(failures, GPU_PLANS if dist.get_backend() == "nccl" else ["sequential", "packed"])
+
+
+@pytest.mark.parametrize(("plan", "kernel"), PEER_KERNELS)
 @pytest.mark.ranks((2, "nccl"))
-def test_faults_late_rank_is_waited_for_over_peers(ranks, plan):
-    skip_unless_it_runs(ranks, plan)
-    expect_patience("nccl", [plan, plan])
-
-
-def expect_patience(backend: str, plans: list[str]) -> None:
-    outcomes = rank_pool.run_fresh(2, backend, come_late, plans, group_timeout_s=GROUP_TIMEOUT_S)
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome
-        checks, failures = outcome.value
-        assert checks > 0 and not failures, failures
+@pytest.mark.peers
+@patient
+def test_faults_late_rank_is_waited_for_over_peers(
+    failures: Failures, plan: str, kernel: Kernel
+) -> None:
+    come_late(failures, [plan, plan])
 
 
 def check_behind_failure(failures: Failures, *where: object) -> None:
@@ -419,40 +420,40 @@ def warm_up() -> None:
     dist.barrier()
 
 
-def check_behind_failures(repeats: int) -> tuple[int, list[str]]:
-    failures = Failures()
-    warm_up()
-    for repeat in range(repeats):
-        check_behind_failure(failures, "repeat", repeat)
-    return failures.result()
-
-
 # Ranks that share a GPU wait for their turns of it.
 SHORT = timedelta(seconds=rank_pool.under_load(0.5))
-CHECKED = {"peers": {}, "nccl": {"OVERLAP_PEERS": "0"}}
+over_peers_and_nccl = pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param("peers", marks=[pytest.mark.peers, pytest.mark.fresh(group_timeout_s=60.0)]),
+        pytest.param(
+            "nccl",
+            marks=pytest.mark.fresh(group_timeout_s=60.0, environment={"OVERLAP_PEERS": "0"}),
+        ),
+    ],
+)
 
 
-@pytest.mark.parametrize("transport", CHECKED)
+@over_peers_and_nccl
 @pytest.mark.parametrize(
     "repeats",
     # 200 in all, in parts that several workers take.
     [5, *(pytest.param(10, marks=pytest.mark.long, id=f"10-{part}") for part in range(20))],
 )
 @pytest.mark.ranks((2, "nccl"))
-def test_faults_check_right_behind_synchronize_misses_nothing(ranks, repeats, transport):
-    if transport == "peers":
-        ranks.skip_without_peers()
-    expect_found(
-        rank_pool.run_fresh(
-            2, "nccl", check_behind_failures, repeats, group_timeout_s=60.0,
-            timeout_s=60.0 + 8.0 * repeats, environment=CHECKED[transport],
-        )
-    )  # fmt: skip
+@pytest.mark.seconds(150)
+def test_faults_check_right_behind_synchronize_misses_nothing(
+    failures: Failures, repeats: int, transport: str
+) -> None:
+    warm_up()
+    for repeat in range(repeats):
+        check_behind_failure(failures, "repeat", repeat)
 
 
-def check_two_failures() -> tuple[int, list[str]]:
+@over_peers_and_nccl
+@pytest.mark.ranks((2, "nccl"))
+def test_faults_two_groups_that_fail_both_end(failures: Failures, transport: str) -> None:
     """Two groups whose calls the last rank leaves out: what ends one of them must not wait for the other."""
-    failures = Failures()
     warm_up()
     groups = [dist.new_group(timeout=SHORT) for _ in range(2)]
     steps = [partial(prepared(CASE), group=group) for group in groups]
@@ -472,29 +473,6 @@ def check_two_failures() -> tuple[int, list[str]]:
     else:
         failures.expect(message_of(overlap_torch.check) or None, "the rank that left them out")
     dist.barrier()
-    return failures.result()
-
-
-@pytest.mark.parametrize("transport", CHECKED)
-@pytest.mark.ranks((2, "nccl"))
-def test_faults_two_groups_that_fail_both_end(ranks, transport):
-    if transport == "peers":
-        ranks.skip_without_peers()
-    expect_found(
-        rank_pool.run_fresh(
-            2, "nccl", check_two_failures, group_timeout_s=60.0, environment=CHECKED[transport]
-        )
-    )
-
-
-@pytest.mark.parametrize("plan", ["default", "row panels"])
-def test_faults_op_on_cpu_raises_itself(plan):
-    """Over gloo the op waits, so that it raises, and check() has nothing to say."""
-    outcomes = rank_pool.run_fresh(
-        2, "gloo", never_call, plan, True,
-        group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": str(SOON_S)},
-    )  # fmt: skip
-    expect_reports(outcomes, [0], SOON_S + MARGIN_S)
 
 
 OTHER_CALLS = {
@@ -578,6 +556,8 @@ def test_faults_failure_ends_the_process_if_asked_to(ranks):
         assert "OVERLAP_ON_FAILURE=abort" in outcome.detail, outcome.detail
 
 
+WEIGHTS = "allgather_gemm.weights"
+
 # what -> (rank 0's case, rank 1's case, patterns of both that every rank's message must hold)
 DISAGREEMENTS = {
     "M": (CASE.with_(leading=(253,)), CASE.with_(leading=(251,)), r"\b253\b", r"\b251\b"),
@@ -589,9 +569,23 @@ DISAGREEMENTS = {
 }  # fmt: skip
 
 
-def disagree(op: str, names: list[str]) -> tuple[int, list[str]]:
+in_debug_mode = pytest.mark.fresh(
+    group_timeout_s=GROUP_TIMEOUT_S, environment={"OVERLAP_DEBUG": "1"}
+)
+DISAGREE_ABOUT = [
+    *(("gemm_allreduce", names) for names in (["M", "N", "K", "dtype"], ["no rows"], ["no K"])),
+    *((op, ["N", "K", "dtype"]) for op in OPS if op not in ("gemm_allreduce", WEIGHTS)),
+    (WEIGHTS, ["K", "dtype"]),
+]
+
+
+@pytest.mark.parametrize(("op", "names"), DISAGREE_ABOUT, ids=str)
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@in_debug_mode
+def test_faults_disagreement_is_found_in_debug_mode(
+    failures: Failures, op: str, names: list[str]
+) -> None:
     """Calls on which the ranks disagree, between calls on which they agree."""
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     check_call(failures, CASE, "before", op=op)
     for name in names:
@@ -601,12 +595,12 @@ def disagree(op: str, names: list[str]) -> tuple[int, list[str]]:
             missing = None if re.search(pattern, message) else f"{pattern} is not in {message!r}"
             failures.expect(missing, "disagreement about", name)
         check_call(failures, CASE, "after the disagreement about", name, seed=1, op=op)
-    return failures.result()
 
 
-def disagree_about_counts() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@in_debug_mode
+def test_faults_disagreement_about_counts_is_found_in_debug_mode(failures: Failures) -> None:
     """Rank 0 sends three rows of which rank 1 expects four; then other dims between the first and the last."""
-    failures = Failures()
     rank, device = dist.get_rank(), rank_device()
     x, w = torch.ones(5, 3, device=device), torch.ones(4, 3, device=device)
     send = [[2, 3], [5, 0]][rank]
@@ -618,62 +612,18 @@ def disagree_about_counts() -> tuple[int, list[str]]:
     for part in ("[1]", "[2]", "rank 0", "rank 1"):
         failures.expect(None if part in message else f"{part} is not in {message!r}")
     check_call(failures, CASE, "after the disagreements", seed=1, op="gemm_alltoall")
-    return failures.result()
 
 
-def expect_found(outcomes: list[rank_pool.Outcome]) -> None:
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-        checks, failures = outcome.value
-        assert checks > 0 and not failures, "\n".join(failures)
-
-
-DEBUG = {"group_timeout_s": GROUP_TIMEOUT_S, "environment": {"OVERLAP_DEBUG": "1"}}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "names", [["M", "N", "K", "dtype"], ["no rows"], ["no K"]], ids=lambda names: "+".join(names)
-)
-def test_faults_disagreement_is_found_in_debug_mode(backend, names):
-    expect_found(rank_pool.run_fresh(2, backend, disagree, "gemm_allreduce", names, **DEBUG))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", [op for op in OPS if op != "gemm_allreduce"])
-def test_faults_disagreement_is_found_in_debug_mode_by_every_op(backend, op):
-    names = ["K", "dtype"] if op == "allgather_gemm.weights" else ["N", "K", "dtype"]
-    expect_found(rank_pool.run_fresh(2, backend, disagree, op, names, **DEBUG))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_faults_disagreement_about_counts_is_found_in_debug_mode(backend):
-    expect_found(rank_pool.run_fresh(2, backend, disagree_about_counts, **DEBUG))
-
-
-def disagree_about_the_plan() -> tuple[str, int, list[str]]:
-    failures = Failures()
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+@in_debug_mode
+def test_faults_different_plans_are_found_in_debug_mode(failures: Failures) -> None:
     check_call(failures, CASE, "before")
     if dist.get_rank() == 1:
         set_plan_named("packed")
-    message = ""
-    try:
-        call()
-    except RuntimeError as error:
-        message = str(error)
+    message = message_of(call)
+    named = "packed" in message and "row_major" in message
+    failures.expect(None if named else f"said {message!r}")
     torch.ops.overlap.clear_plans(world_name())
     check_call(failures, CASE, "after", seed=1)
     set_plan_named("row panels")
     check_call(failures, CASE, "with the same plan", seed=2)
-    return message, *failures.result()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_faults_different_plans_are_found_in_debug_mode(backend):
-    outcomes = rank_pool.run_fresh(2, backend, disagree_about_the_plan, **DEBUG)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.kind == "returned", outcome
-        message, checks, failures = outcome.value
-        assert message, f"rank {rank} did not raise"
-        assert "packed" in message and "row_major" in message, message
-        assert checks > 0 and not failures, failures

@@ -13,6 +13,8 @@ from overlap_torch.plan.types import Kernel
 from peer_races import Runner, race, so_many_calls
 from peers import (
     ALL_TO_ALL,
+    DIRECT,
+    HALVES,
     KERNELS,
     PEER_OPS,
     RING,
@@ -20,22 +22,14 @@ from peers import (
     Way,
     cases_of_other_dims,
     check_other_layouts,
-    every_kernel,
     has_bias,
     kernel_id,
+    parameter_id,
     peer_case,
     peer_kernels,
     peer_plan,
-    skip_unless_it_runs,
 )
 from plans import chunked_plan, stripes
-
-every_op = pytest.mark.parametrize("op", PEER_OPS)
-every_op_and_kernel = pytest.mark.parametrize(
-    ("op", "kernel"),
-    [(op, kernel) for op in PEER_OPS for kernel in peer_kernels(op)],
-    ids=kernel_id,
-)
 
 # (rows of one rank's part, n, k), around tiles of 128 x 128 in clusters of two. Parts that end inside a tile and inside a
 # cluster, odd numbers of tiles, eight chunks, and sizes that the kernels do not take.
@@ -48,8 +42,19 @@ SHAPES = [
 # --- results ----------------------------------------------------------------------------------------
 
 
-def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize(
+    ("op", "kernel", "dtype"),
+    [
+        (op, kernel, dtype)
+        for op in PEER_OPS
+        for kernel in peer_kernels(op)
+        for dtype in (*HALVES, *([torch.float32] if kernel == Kernel.LIBRARY else []))
+    ],
+    ids=parameter_id,
+)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+@pytest.mark.peers
+def test_peers_are_exact(failures: Failures, op: str, kernel: Kernel, dtype: torch.dtype) -> None:
     cases = [peer_case(op, rows, n, k, dtype) for rows, n, k in SHAPES]
     for case in cases + cases_of_other_dims(op, dtype):
         for weight_layout in ("k_contiguous", "n_contiguous"):
@@ -63,34 +68,27 @@ def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list
                     problem = OPS[op].problem(case, dist.get_world_size())
                     for label, plan in stripes(problem, "peer"):
                         check_plan(failures, case, plan, label, op=op)
-    return failures.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_op_and_kernel
+OTHER_LAYOUTS = [
+    *((op, kernel, 2, None) for op in PEER_OPS for kernel in peer_kernels(op)),
+    *((op, Kernel.LIBRARY, STRIPES, None) for op in PEER_OPS if has_bias(op)),
+    # A ring of any rows.
+    *(("gemm_allreduce", kernel, RING, 261) for kernel in KERNELS),
+    *((op, kernel, DIRECT, None) for op in PEER_OPS for kernel in KERNELS),
+]
+
+
+@pytest.mark.parametrize(("op", "kernel", "way", "rows"), OTHER_LAYOUTS, ids=parameter_id)
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_are_exact(ranks, op, dtype, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_shapes, op, dtype, kernel, timeout_s=300)
+@pytest.mark.peers
+def test_peers_take_layouts_that_differ_between_ranks(
+    failures: Failures, op: str, kernel: Kernel, way: Way, rows: int | None
+) -> None:
+    check_other_layouts(failures, op, kernel, way, rows)
 
 
-@every_op
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_are_exact_in_float32(ranks, op):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(check_shapes, op, torch.float32, Kernel.LIBRARY, timeout_s=300)
-
-
-@every_op_and_kernel
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_take_layouts_that_differ_between_ranks(ranks, op, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_other_layouts, op, kernel, 2, timeout_s=300)
-    if kernel == Kernel.LIBRARY and has_bias(op):
-        ranks.expect_no_failures(check_other_layouts, op, kernel, STRIPES, timeout_s=300)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     ("way", "kernel"), [*((RING, kernel) for kernel in KERNELS), (STRIPES, Kernel.LIBRARY)], ids=str
 )
@@ -114,15 +112,6 @@ def test_peers_take_any_rows(
                     check_plan(failures, mine, plan, rows, "rows", kernel.name, way)
 
 
-@every_kernel
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_ring_of_any_rows_takes_layouts_that_differ_between_ranks(ranks, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(
-        check_other_layouts, "gemm_allreduce", kernel, RING, 261, timeout_s=300
-    )
-
-
 # --- order ------------------------------------------------------------------------------------------
 
 
@@ -144,15 +133,6 @@ def over_nccl(rows: int, n: int, k: int, kernel: Kernel) -> Runner:
     return Runner(f"{kernel.name} over NCCL", ALL_TO_ALL, case, plan)
 
 
-def race_of_ops(ops: list[str], calls: int, kernel: Kernel, chunks: int) -> tuple[int, list[str]]:
-    runners = [runner(op, 643, 776, 136, chunks, kernel) for op in ops]
-    if "gemm_allreduce" in ops:  # whose last rank may own fewer rows
-        runners.append(runner("gemm_allreduce", 643, 776, 136, chunks, kernel, short_by=1))
-    if ALL_TO_ALL in ops:
-        runners.append(over_nccl(643, 776, 144, kernel))
-    return race(runners, runner(ops[0], 4200, 4096, 4096, chunks, kernel), calls, chunks)
-
-
 RACES = pytest.mark.parametrize(
     ("ops", "kernel"),
     [
@@ -166,7 +146,14 @@ RACES = pytest.mark.parametrize(
 @so_many_calls(100)
 @RACES
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_peers_back_to_back(ranks, ops, kernel, calls):
-    skip_unless_it_runs(ranks, kernel)
+@pytest.mark.peers
+@pytest.mark.seconds(600)
+def test_peers_back_to_back(failures: Failures, ops: list[str], kernel: Kernel, calls: int) -> None:
     for chunks in (1, 3):
-        ranks.expect_no_failures(race_of_ops, ops, calls, kernel, chunks, timeout_s=300)
+        runners = [runner(op, 643, 776, 136, chunks, kernel) for op in ops]
+        if "gemm_allreduce" in ops:  # whose last rank may own fewer rows
+            runners.append(runner("gemm_allreduce", 643, 776, 136, chunks, kernel, short_by=1))
+        if ALL_TO_ALL in ops:
+            runners.append(over_nccl(643, 776, 144, kernel))
+        larger = runner(ops[0], 4200, 4096, 4096, chunks, kernel)
+        race(failures, runners, larger, calls, chunks)

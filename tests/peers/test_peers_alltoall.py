@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -18,18 +18,22 @@ from peer_races import Runner, race, so_many_calls
 from peers import (
     ALL_TO_ALL,
     ALWAYS_ONE_LAUNCH,
+    HALVES,
+    KERNELS,
     ONE_LAUNCH,
     alltoall_ways,
     check_other_layouts,
     every_kernel,
     fixed_counts,
+    kernel_id,
+    parameter_id,
     peer_plan,
-    skip_unless_it_runs,
 )
 from plans import chunked_plan
 from tests import _plan_test
 
 of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+by_pingpong = pytest.mark.parametrize("kernel", [Kernel.SM90_PINGPONG], ids=kernel_id)
 
 Counts = list[list[int]]  # [sender][receiver]
 
@@ -38,6 +42,16 @@ Counts = list[list[int]]  # [sender][receiver]
 def ranks(ranks):
     ranks.environment = ALWAYS_ONE_LAUNCH
     return ranks
+
+
+def memory_bytes() -> int:
+    return torch.cuda.get_device_properties(rank_device()).total_memory
+
+
+@pytest.fixture
+def gpus_of_60_gib(ranks) -> None:
+    if min(ranks.run(memory_bytes)) < 60 * 2**30:
+        pytest.skip("half a gigabyte of rows, in float64 too, takes a GPU of 60 GiB")
 
 
 # N and K that the kernels take, and others: rows are whole accesses of 16 bytes in every dtype.
@@ -96,8 +110,17 @@ def check_both(
 # --- results ----------------------------------------------------------------------------------------
 
 
-def check_few_rows(dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        *itertools.product(KERNELS, HALVES),
+        *itertools.product([Kernel.LIBRARY], [torch.float32, torch.float64]),
+    ],
+    ids=parameter_id,
+)
+@of_some_ranks
+@pytest.mark.peers
+def test_peers_alltoall_is_exact(failures: Failures, kernel: Kernel, dtype: torch.dtype) -> None:
     for n, k in SIZES:
         for weight_layout in ("k_contiguous", "n_contiguous"):
             # The counts hold all that is checked of the leading dims.
@@ -106,28 +129,16 @@ def check_few_rows(dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
                 check_both(failures, case, kernel, counts, what)
     case = Case((3, 5), 264, 72, dtype)  # dims between the first and the last
     check_both(failures, case, kernel, [[7] * dist.get_world_size()] * dist.get_world_size())
-    return failures.result()
 
 
-@every_kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@by_pingpong
 @of_some_ranks
-def test_peers_alltoall_is_exact(ranks, dtype, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_few_rows, dtype, kernel, timeout_s=300)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@of_some_ranks
-def test_peers_alltoall_is_exact_in_dtypes_of_the_framework(ranks, dtype):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(check_few_rows, dtype, Kernel.LIBRARY, timeout_s=300)
-
-
-def check_many_rows(dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.peers
+def test_peers_alltoall_is_exact_where_rows_are_stored_where_they_go(
+    failures: Failures, kernel: Kernel, dtype: torch.dtype
+) -> None:
     """Rows that the GEMM stores where they go, and, with a bias, that the framework computes."""
-    failures = Failures()
-    kernel = Kernel.SM90_PINGPONG
     world = dist.get_world_size()
     for weight_layout in ("k_contiguous", "n_contiguous"):
         case = Case((0,), *MANY, dtype, weight_layout=weight_layout)
@@ -141,19 +152,15 @@ def check_many_rows(dtype: torch.dtype) -> tuple[int, list[str]]:
         failures.expect(None if stored else "many rows are not stored where they go")
     stored = stores(case, kernel, few_rows(world)["one"])
     failures.expect("few rows are stored where they go" if stored else None)
-    return failures.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_kernel
 @of_some_ranks
-def test_peers_alltoall_is_exact_where_rows_are_stored_where_they_go(ranks, dtype):
-    skip_unless_it_runs(ranks, Kernel.SM90_PINGPONG)
-    ranks.expect_no_failures(check_many_rows, dtype, timeout_s=300)
-
-
-def check_ranks_that_differ(kernel: Kernel) -> tuple[int, list[str]]:
+@pytest.mark.peers
+def test_peers_alltoall_takes_layouts_that_differ_between_ranks(
+    failures: Failures, kernel: Kernel
+) -> None:
     """Operands that the kernel cannot take, on one rank at a time: the others store what that one's kernel sends."""
-    failures = Failures()
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = many_rows(world)["uneven"]
     for other in range(world):
@@ -172,15 +179,7 @@ def check_ranks_that_differ(kernel: Kernel) -> tuple[int, list[str]]:
     with fixed_counts([[4000 if s == 0 else 3 for _ in range(world)] for s in range(world)]):
         case = Case((0,), *MANY, torch.bfloat16)
         check_plan(failures, case, peer_plan(case, ALL_TO_ALL, 1, kernel), op=ALL_TO_ALL)
-    checks, lines = check_other_layouts(ALL_TO_ALL, kernel, 1)
-    return failures.checks + checks, failures.lines + lines
-
-
-@every_kernel
-@of_some_ranks
-def test_peers_alltoall_takes_layouts_that_differ_between_ranks(ranks, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_ranks_that_differ, kernel, timeout_s=300)
+    check_other_layouts(failures, ALL_TO_ALL, kernel, 1)
 
 
 # --- messages that NCCL takes -----------------------------------------------------------------------
@@ -208,13 +207,22 @@ def long_messages(world: int) -> list[Counts]:
     return [one_way, other_way, [[most if s != r else 7 for r in ranks] for s in ranks], both]
 
 
-def check_long_messages(k: int) -> tuple[int, list[str]]:
-    """Beside short ones, and between calls that have only those."""
-    failures = Failures()
+# Rows that the framework computes, and rows that the GEMM stores.
+computed_and_stored = pytest.mark.parametrize("k", [8, 1024])
+
+
+@computed_and_stored
+@by_pingpong
+@of_some_ranks
+@pytest.mark.peers
+def test_peers_alltoall_sends_long_messages_by_nccl(
+    failures: Failures, gpus_of_60_gib: None, kernel: Kernel, k: int
+) -> None:
+    """Long messages beside short ones, and between calls that have only those."""
     world = dist.get_world_size()
     group = dist.new_group()  # which takes its slots with it
     case = Case((0,), WIDE, k, torch.bfloat16)
-    plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
+    plan = peer_plan(case, ALL_TO_ALL, 1, kernel)
     short = short_messages(world)
     for counts in long_messages(world):
         for rows in (counts, short):
@@ -223,30 +231,23 @@ def check_long_messages(k: int) -> tuple[int, list[str]]:
             torch.cuda.empty_cache()
     with fixed_counts(long_messages(world)[0]):
         case = case.with_(bias=True)
-        plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
+        plan = peer_plan(case, ALL_TO_ALL, 1, kernel)
         check_plan(failures, case, plan, "bias", group=group, op=ALL_TO_ALL)
     dist.destroy_process_group(group)
-    return failures.result()
 
 
-@pytest.mark.parametrize(
-    "k", [8, 1024]
-)  # rows that the framework computes, and rows that the GEMM stores
-@of_some_ranks
-def test_peers_alltoall_sends_long_messages_by_nccl(ranks, k):
-    skip_unless_it_runs(ranks, Kernel.SM90_PINGPONG)
-    if min(ranks.run(memory_bytes)) < 60 * 2**30:
-        pytest.skip("half a gigabyte of rows, in float64 too, takes a GPU of 60 GiB")
-    ranks.expect_no_failures(check_long_messages, k, timeout_s=300)
-
-
-def check_that_room_grows(k: int) -> tuple[int, list[str]]:
+@computed_and_stored
+@by_pingpong
+@pytest.mark.ranks((4, "nccl"))
+@pytest.mark.peers
+def test_peers_alltoall_makes_room_for_long_messages(
+    failures: Failures, kernel: Kernel, k: int
+) -> None:
     """With a message that one pair of ranks alone knows: once all have heard of it, in the fourth call."""
-    failures = Failures()
     world = dist.get_world_size()
     group = dist.new_group()
     case = Case((0,), WIDE, k, torch.bfloat16)
-    plan = peer_plan(case, ALL_TO_ALL, 1, Kernel.SM90_PINGPONG)
+    plan = peer_plan(case, ALL_TO_ALL, 1, kernel)
     short = short_messages(world)
     most = 2**25 // (2 * WIDE)  # with which groups begin
     longer = one_long_message(world, most + 1)
@@ -257,21 +258,9 @@ def check_that_room_grows(k: int) -> tuple[int, list[str]]:
                 check_call(failures, case, f"call {call}", seed=call, group=group, op=ALL_TO_ALL)
             held.append(torch.ops.overlap.memory(group.group_name)[1])
     room = 2 * world * 2**26  # two slots of a message of 64 MiB from each rank
-    more = [after - before for before, after in pairwise(held)]
+    more = [after - before for before, after in itertools.pairwise(held)]
     failures.expect("" if more == [0, 0, room, 0, 0] else f"{more} bytes more, call by call")
     dist.destroy_process_group(group)
-    return failures.result()
-
-
-@pytest.mark.parametrize("k", [8, 1024])
-@pytest.mark.ranks((4, "nccl"))
-def test_peers_alltoall_makes_room_for_long_messages(ranks, k):
-    skip_unless_it_runs(ranks, Kernel.SM90_PINGPONG)
-    ranks.expect_no_failures(check_that_room_grows, k)
-
-
-def memory_bytes() -> int:
-    return torch.cuda.get_device_properties(rank_device()).total_memory
 
 
 # --- order ------------------------------------------------------------------------------------------
@@ -307,17 +296,14 @@ def all_to_alls(kernel: Kernel) -> list[Runner]:
     return runners
 
 
-def race_of_all_to_alls(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+@so_many_calls(100)
+@every_kernel
+@of_some_ranks
+@pytest.mark.peers
+@pytest.mark.seconds(600)
+def test_peers_alltoall_back_to_back(failures: Failures, kernel: Kernel, calls: int) -> None:
     case = Case((8400,), 8192, 1024, torch.bfloat16)
     counts = OPS[ALL_TO_ALL].counts(case, dist.get_world_size())
     assert max(map(max, counts)) > 2048, "for more than 32 MiB, with which groups begin"
     larger = Runner("larger", ALL_TO_ALL, case, peer_plan(case, ALL_TO_ALL, 1, kernel))
-    return race(all_to_alls(kernel), larger, calls, calls)
-
-
-@so_many_calls(100)
-@every_kernel
-@of_some_ranks
-def test_peers_alltoall_back_to_back(ranks, kernel, calls):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_all_to_alls, kernel, calls, timeout_s=600)
+    race(failures, all_to_alls(kernel), larger, calls, calls)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
-import rank_pool
 from checks import Failures, check_call, check_plan
 from operands import Case, rank_device
 from ops import OPS
@@ -16,22 +17,23 @@ from peer_races import Runner, race, so_many_calls
 from peers import (
     ALL_TO_ALL,
     DIRECT,
+    HALVES,
     KERNELS,
     PEER_OPS,
     RING,
     STRIPES,
     Way,
     cases_of_other_dims,
-    check_other_layouts,
     every_kernel,
     has_bias,
+    parameter_id,
     peer_case,
     peer_plan,
-    skip_unless_it_runs,
 )
 from plans import chunked_plan, sequential_plan
 
 every_op = pytest.mark.parametrize("op", PEER_OPS)
+of_halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
 of_some_ranks = pytest.mark.ranks((2, "nccl"), (4, "nccl"))
 
 NCCL = "nccl"
@@ -61,29 +63,19 @@ def check_both(failures: Failures, op: str, case: Case, kernel: Kernel) -> None:
 # --- results ----------------------------------------------------------------------------------------
 
 
-def check_shapes(op: str, dtype: torch.dtype, kernel: Kernel) -> tuple[int, list[str]]:
-    failures = Failures()
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [*itertools.product(KERNELS, HALVES), (Kernel.LIBRARY, torch.float32)],
+    ids=parameter_id,
+)
+@every_op
+@of_some_ranks
+@pytest.mark.peers
+def test_direct_is_exact(failures: Failures, op: str, kernel: Kernel, dtype: torch.dtype) -> None:
     cases = [peer_case(op, rows, n, k, dtype) for rows, n, k in SHAPES]
     for case in cases + cases_of_other_dims(op, dtype):
         for weight_layout in ("k_contiguous", "n_contiguous"):
             check_both(failures, op, case.with_(weight_layout=weight_layout), kernel)
-    return failures.result()
-
-
-@every_kernel
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_op
-@of_some_ranks
-def test_direct_is_exact(ranks, op, dtype, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_shapes, op, dtype, kernel, timeout_s=300)
-
-
-@every_op
-@of_some_ranks
-def test_direct_is_exact_in_float32(ranks, op):
-    skip_unless_it_runs(ranks)
-    ranks.expect_no_failures(check_shapes, op, torch.float32, Kernel.LIBRARY, timeout_s=300)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -127,23 +119,17 @@ def test_direct_is_exact_where_much_is_sent(failures: Failures, op: str, kernel:
         check_both(failures, op, peer_case(op, rows_of_part, n, k, torch.bfloat16), kernel)
 
 
-@every_kernel
-@every_op
-@of_some_ranks
-def test_direct_takes_layouts_that_differ_between_ranks(ranks, op, kernel):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(check_other_layouts, op, kernel, DIRECT, timeout_s=300)
-
-
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, contiguous, one element behind an aligned address."""
     return torch.cat([tensor[:1], tensor])[1:]
 
 
-def check_misaligned_bias() -> tuple[int, list[str]]:
+# A misaligned access ends the process's context: on ranks of its own.
+@of_some_ranks
+@pytest.mark.peers
+@pytest.mark.fresh(group_timeout_s=30.0)
+def test_direct_takes_a_bias_at_any_address(failures: Failures) -> None:
     """A bias that no wide load may read; the ways of a small call and of a large one, and a ring's."""
-    failures = Failures()
-
     for op in ("gemm_allreduce", "gemm_reducescatter"):
 
         def call(input, weight, bias, group, op=op):
@@ -156,25 +142,11 @@ def check_misaligned_bias() -> tuple[int, list[str]]:
                 with plan_module.use_plan(peer_plan(case, op, way, kernel)):
                     check_call(failures, case, way, kernel.name, op=op, call=call)
                     torch.cuda.synchronize()
-    return failures.result()
 
 
 def plan_kernels() -> list[Kernel]:
     has_kernel = plan_module.machine(rank_device()).has_sm90_kernels
     return KERNELS if has_kernel else [Kernel.LIBRARY]
-
-
-@of_some_ranks
-def test_direct_takes_a_bias_at_any_address(ranks):
-    skip_unless_it_runs(ranks)
-    # A misaligned access ends the process's context: on ranks of its own.
-    outcomes = rank_pool.run_fresh(
-        ranks.world, "nccl", check_misaligned_bias, group_timeout_s=30.0, timeout_s=120.0
-    )
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-        checks, failures = outcome.value
-        assert checks > 0 and not failures, "\n".join(failures)
 
 
 # --- the same bits everywhere -----------------------------------------------------------------------
@@ -191,7 +163,7 @@ def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch
 
 
 @pytest.mark.parametrize(("way", "kernel"), REDUCING, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@of_halves
 @of_some_ranks
 @pytest.mark.peers
 def test_direct_all_reduce_has_the_same_bits_everywhere(
@@ -259,18 +231,30 @@ def runners_of(kernel: Kernel) -> list[Runner]:
     return [*runners, Runner(f"{kernel.name} over NCCL", ALL_TO_ALL, case, over_nccl)]
 
 
-def race_of_ways(kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+@so_many_calls(150)
+@every_kernel
+@of_some_ranks
+@pytest.mark.peers
+@pytest.mark.seconds(600)
+def test_direct_beside_other_plans_back_to_back(
+    failures: Failures, kernel: Kernel, calls: int
+) -> None:
     # The all-to-alls' slots grow with the ranks.
     case = Case((4096 * dist.get_world_size(),), 4096, 1024, torch.bfloat16, bias=True)
     larger = Runner(
         "larger", "gemm_allreduce", case, peer_plan(case, "gemm_allreduce", RING, kernel)
     )
-    return race(runners_of(kernel), larger, calls, calls)
+    race(failures, runners_of(kernel), larger, calls, calls)
 
 
-def race_of_direct(op: str, kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+@so_many_calls(100)
+@every_kernel
+@every_op
+@of_some_ranks
+@pytest.mark.peers
+@pytest.mark.seconds(600)
+def test_direct_back_to_back(failures: Failures, op: str, kernel: Kernel, calls: int) -> None:
     """Calls of one plan, small or large: nothing but their own signals keeps them apart."""
-    checks, lines = 0, []
     # The first slots hold 32 MiB, the larger call takes more.
     for rows in (2, 643):
         first, larger = (
@@ -278,23 +262,4 @@ def race_of_direct(op: str, kernel: Kernel, calls: int) -> tuple[int, list[str]]
             for size, n, k in ((rows, 776, 1032), (4200, 4096, 4096))
             for case in [peer_case(op, size, n, k, torch.bfloat16, bias=has_bias(op))]
         )
-        found = race([first], larger, calls, rows)
-        checks, lines = checks + found[0], lines + found[1]
-    return checks, lines
-
-
-@so_many_calls(150)
-@every_kernel
-@of_some_ranks
-def test_direct_beside_other_plans_back_to_back(ranks, kernel, calls):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_ways, kernel, calls, timeout_s=600)
-
-
-@so_many_calls(100)
-@every_kernel
-@every_op
-@of_some_ranks
-def test_direct_back_to_back(ranks, op, kernel, calls):
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_direct, op, kernel, calls, timeout_s=600)
+        race(failures, [first], larger, calls, rows)

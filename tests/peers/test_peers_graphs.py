@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
+from captures import capture
 from checks import Failures, check_call
 from operands import rank_device, world_name
 from ops import OPS, tensors_of
@@ -92,15 +93,9 @@ class Captured:
             ]
             for call, runner in enumerate(runners)
         ]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in range(len(runners)):
-                self.call(call)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = [self.call(call) for call in range(len(runners))]
+        self.graph, self.outputs = capture(
+            lambda: [self.call(call) for call in range(len(runners))]
+        )
 
     @staticmethod
     def seed_of(call: int, seed: int) -> int:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-import rank_pool
 from checks import Failures, check_call, message_of
 from operands import Case, rank_device, world_name
 from ops import OPS
@@ -15,6 +14,7 @@ from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan, Problem
 from overlap_torch.plan.types import Chunk, Kernel, Op, Resources, Schedule, Transport
 from peers import PEER_OPS, over_peers, peer_case
+from plans import peers_work
 
 
 def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
@@ -55,28 +55,27 @@ def refused_plans(maps: bool) -> dict[str, tuple[Plan, str]]:
     return plans
 
 
-def check_refused(maps: bool) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_refused(failures: Failures, maps: bool) -> None:
     case = Case((512,), 64, 32, bias=True)
     for what, (plan, part) in refused_plans(maps).items():
         code = plan_module.files.encode(plan)
         message = message_of(torch.ops.overlap.set_plan, code, rank_device(), world_name())
         failures.expect(None if part in message else f"{part!r} is not in {message!r}", what)
         check_call(failures, case, "after", what)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"), (4, "nccl"))
-def test_peers_are_refused_where_they_cannot_work(ranks):
-    if ranks.backend == "nccl":
-        ranks.skip_without_peers()
-    ranks.expect_no_failures(check_refused, ranks.backend == "nccl")
+def test_peers_are_refused_where_they_cannot_work(failures: Failures) -> None:
+    check_refused(failures, peers_work())
 
 
-def without_peers() -> tuple[float, int, list[str]]:
-    """(the machine's rate between peers, checks, failures)."""
-    failures = Failures()
-    machine = plan_module.machine()
+# Rank 0 has 0, rank 1 has 1.
+@pytest.mark.ranks((2, "nccl"))
+@pytest.mark.peers
+@pytest.mark.fresh(environment={"OVERLAP_PEERS": "{rank}"})
+def test_peers_are_not_used_if_one_rank_forbids_it(failures: Failures) -> None:
+    gbps = plan_module.machine().peer_gbps
+    failures.expect(None if gbps == 0.0 else f"{gbps} GB/s between peers")
     for op in [*PEER_OPS[:3], "gemm_alltoall"]:
         problem = OPS[op].problem(peer_case(op, 8192, 8192, 7168, torch.bfloat16), 2)
         sizes = (problem.m, problem.n, problem.k)
@@ -85,59 +84,38 @@ def without_peers() -> tuple[float, int, list[str]]:
         case = peer_case(op, 2048, 1024, 512, torch.bfloat16)
         for seed in range(3):
             check_call(failures, case, seed=seed, op=op)
-    checks, lines = check_refused(False)
+    check_refused(failures, False)
     overlap_torch.check()
-    return machine.peer_gbps, checks + failures.checks, lines + failures.lines
+
+
+def expect_transport(failures: Failures, used: bool) -> None:
+    """The rate between peers, and how a large all-reduce travels."""
+    plan, gbps = (
+        plan_module.plan_for(8192, 8192, 2048, torch.bfloat16),
+        plan_module.machine().peer_gbps,
+    )
+    failures.expect(None if (gbps > 0) == used else f"{gbps} GB/s between peers")
+    right = used or plan.chunks[0].transport == Transport.NCCL
+    failures.expect(None if right else f"travels by {plan.chunks[0].transport}")
 
 
 @pytest.mark.ranks((2, "nccl"))
-def test_peers_are_not_used_if_one_rank_forbids_it(ranks):
-    ranks.skip_without_peers()
-    # Rank 0 has 0, rank 1 has 1.
-    outcomes = rank_pool.run_fresh(
-        2, "nccl", without_peers, environment={"OVERLAP_PEERS": "{rank}"}, timeout_s=120.0
-    )
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-        gbps, checks, failures = outcome.value
-        assert gbps == 0.0
-        assert checks > 0 and not failures, "\n".join(failures)
+@pytest.mark.peers
+@pytest.mark.fresh(environment={"NCCL_P2P_DISABLE": "1"})
+def test_peers_are_not_used_where_nccl_must_not_use_them(failures: Failures) -> None:
+    expect_transport(failures, False)
 
 
-def transports_used() -> tuple[float, list[str]]:
-    """The rate between peers, and how a large all-reduce would travel."""
-    plan = plan_module.plan_for(8192, 8192, 2048, torch.bfloat16)
-    return plan_module.machine().peer_gbps, [chunk.transport.name for chunk in plan.chunks[:1]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "used"),
-    [({"NCCL_P2P_DISABLE": "1"}, False), ({"NCCL_P2P_DISABLE": "1", "OVERLAP_PEERS": "1"}, True)],
-    ids=str,
-)
 @pytest.mark.ranks((2, "nccl"))
-def test_peers_are_not_used_where_nccl_must_not_use_them(ranks, settings, used):
-    ranks.skip_without_peers()
-    for outcome in rank_pool.run_fresh(
-        2, "nccl", transports_used, environment=settings, timeout_s=120.0
-    ):
-        assert outcome.kind == "returned", outcome.detail
-        gbps, transports = outcome.value
-        assert (gbps > 0) == used
-        if not used:
-            assert transports == ["NCCL"]
+@pytest.mark.peers
+@pytest.mark.fresh(environment={"NCCL_P2P_DISABLE": "1", "OVERLAP_PEERS": "1"})
+def test_peers_are_used_where_only_nccl_must_not(failures: Failures) -> None:
+    expect_transport(failures, True)
 
 
-def machine_message() -> str:
-    return message_of(plan_module.machine)
-
-
-@pytest.mark.gpu
-@pytest.mark.gpu2
-def test_peers_setting_is_0_or_1():
-    outcomes = rank_pool.run_fresh(
-        2, "nccl", machine_message, environment={"OVERLAP_PEERS": "perhaps"}
-    )
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-        assert "OVERLAP_PEERS is 'perhaps'; it must be 0 or 1" in outcome.value, outcome.value
+@pytest.mark.ranks((2, "nccl"))
+@pytest.mark.fresh(environment={"OVERLAP_PEERS": "perhaps"})
+def test_peers_setting_is_0_or_1(failures: Failures) -> None:
+    said = message_of(plan_module.machine)
+    right = "OVERLAP_PEERS is 'perhaps'; it must be 0 or 1" in said
+    failures.expect(None if right else f"said {said!r}")

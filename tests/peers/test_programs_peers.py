@@ -218,17 +218,6 @@ def plans_to_run(
             yield name, case, file_plan(folder, compiler, name, problem, kernel)
 
 
-def check_plans(
-    kind: str, op: str, engines: str, kernel: Kernel, folder: Path
-) -> tuple[int, list[str]]:
-    failures = Failures()
-    for name, case, plan in plans_to_run(kind, op, kernel, folder):
-        with use_plan(by_engines(plan, ENGINES[engines])):
-            for seed in (1, 2):
-                check_call(failures, case, name, engines, kernel.name, seed=seed, op=op)
-    return failures.result()
-
-
 @pytest.mark.parametrize(
     ("kind", "kernel", "ops"),
     [
@@ -241,10 +230,16 @@ def check_plans(
 )
 @every_engine
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_programs_over_peers_are_exact(ranks, tmp_path, kind, kernel, ops, engines):
-    skip_unless_it_runs(ranks, kernel)
+@pytest.mark.peers
+@pytest.mark.seconds(600)
+def test_programs_over_peers_are_exact(
+    failures: Failures, tmp_path: Path, kind: str, kernel: Kernel, ops: list[str], engines: str
+) -> None:
     for op in ops:
-        ranks.expect_no_failures(check_plans, kind, op, engines, kernel, tmp_path, timeout_s=300)
+        for name, case, plan in plans_to_run(kind, op, kernel, tmp_path):
+            with use_plan(by_engines(plan, ENGINES[engines])):
+                for seed in (1, 2):
+                    check_call(failures, case, op, name, engines, seed=seed, op=op)
 
 
 # --- order, graphs and deadlines, on GPUs ---------------------------------------------------------------------------
@@ -257,24 +252,24 @@ def runner(op: str, engines: str, rows: int, kernel: Kernel, n: int = 776, k: in
     return Runner(f"{name} {engines}", op, case, by_engines(plan, ENGINES[engines]))
 
 
-def race_of_programs(ops: list[str], kernel: Kernel, calls: int) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(
+    ("ops", "kernel"),
+    [
+        (["gemm_allreduce"], PINGPONG),
+        (["gemm_reducescatter"], PINGPONG),
+        (["allgather_gemm"], Kernel.LIBRARY),
+        ([*OP_NAMES[:3]], Kernel.LIBRARY),
+    ],
+    ids=lambda value: getattr(value, "name", None) or "+".join(value),
+)
+@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
+@pytest.mark.peers
+def test_races_of_programs_over_peers(failures: Failures, ops: list[str], kernel: Kernel) -> None:
     runners = [
         runner(op, engines, 321 + 64 * i, kernel) for i, engines in enumerate(ENGINES) for op in ops
     ]
     rows = 16800 // dist.get_world_size() ** 2  # of each rank; what is right is computed in float64
-    return race(runners, runner(ops[0], "sms", rows, kernel, 4096, 4096), calls, len(ops))
-
-
-@pytest.mark.parametrize(
-    "ops",
-    [["gemm_allreduce"], ["gemm_reducescatter"], ["allgather_gemm"], [*OP_NAMES[:3]]],
-    ids="+".join,
-)
-@pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_races_of_programs_over_peers(ranks, ops):
-    kernel = PINGPONG if "allgather_gemm" not in ops else Kernel.LIBRARY
-    skip_unless_it_runs(ranks, kernel)
-    ranks.expect_no_failures(race_of_programs, ops, kernel, 150, timeout_s=300)
+    race(failures, runners, runner(ops[0], "sms", rows, kernel, 4096, 4096), 150, len(ops))
 
 
 @every_engine

@@ -39,13 +39,12 @@ def check_foreign(failures: Failures, tensors: list[torch.Tensor], *where: objec
 
 
 def run_beside_foreign(
-    layout: str | None, kernel: Kernel, sizes: tuple[int, int, int]
-) -> tuple[int, list[str]]:
+    failures: Failures, layout: str | None, kernel: Kernel, sizes: tuple[int, int, int]
+) -> None:
     """Two ops on two streams and two groups each round, and foreign all-reduces before, between or after them.
 
     The place of the foreign collectives differs by rank and round; the order of the two ops does not.
     """
-    failures = Failures()
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     everybody = tuple(range(world))
     groups = [subgroup(everybody, "first"), subgroup(everybody, "second")]
@@ -103,13 +102,12 @@ def run_beside_foreign(
         check_foreign(failures, tensors, "round", turn)
     for group in groups:
         torch.ops.overlap.clear_plans(group.group_name)
-    return failures.result()
 
 
 @pytest.mark.parametrize("layout", [None, "row panels", "packed"])
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_progress_beside_foreign_collectives_on_cpu(ranks, layout):
-    ranks.expect_no_failures(run_beside_foreign, layout, Kernel.LIBRARY, (256, 128, 32))
+def test_progress_beside_foreign_collectives_on_cpu(failures: Failures, layout: str | None) -> None:
+    run_beside_foreign(failures, layout, Kernel.LIBRARY, (256, 128, 32))
 
 
 GPU_PLANS = [
@@ -119,9 +117,10 @@ GPU_PLANS = [
     ("row panels", Kernel.SM90_PINGPONG),
     ("packed", Kernel.SM90_COOPERATIVE),
     ("packed", Kernel.SM90_PINGPONG_WIDE),
-    ("peers", Kernel.LIBRARY),
-    ("peers", Kernel.SM90_PINGPONG),
-    ("peers", Kernel.SM90_PINGPONG_WIDE),
+    *(
+        pytest.param("peers", kernel, marks=pytest.mark.peers)
+        for kernel in (Kernel.LIBRARY, Kernel.SM90_PINGPONG, Kernel.SM90_PINGPONG_WIDE)
+    ),
 ]
 
 
@@ -129,16 +128,16 @@ GPU_PLANS = [
     ("layout", "kernel"), GPU_PLANS, ids=lambda value: getattr(value, "name", str(value))
 )
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_progress_beside_foreign_collectives_on_gpu(ranks, layout, kernel):
-    ranks.skip_without_kernel(kernel)
-    if layout == "peers":
-        ranks.skip_without_peers()
-    ranks.expect_no_failures(run_beside_foreign, layout, kernel, (4096, 2048, 512))
+def test_progress_beside_foreign_collectives_on_gpu(
+    failures: Failures, layout: str | None, kernel: Kernel
+) -> None:
+    run_beside_foreign(failures, layout, kernel, (4096, 2048, 512))
 
 
-def ops_in_threads(count: int) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_progress_of_groups_in_threads(failures: Failures) -> None:
     """A thread for each group; which of them starts first differs between ranks."""
-    failures = Failures()
+    count = 3
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     everybody = tuple(range(world))
     groups = [subgroup(everybody, f"thread {index}") for index in range(count)]
@@ -170,9 +169,3 @@ def ops_in_threads(count: int) -> tuple[int, list[str]]:
         thread.join()
     for group in groups:
         torch.ops.overlap.clear_plans(group.group_name)
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_progress_of_groups_in_threads(ranks):
-    ranks.expect_no_failures(ops_in_threads, 3)

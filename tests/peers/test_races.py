@@ -49,8 +49,7 @@ def prepare(op: str, case: Case) -> tuple[list[Arguments], list[list[torch.Tenso
     )
 
 
-def race_on_cpu(op: str, calls: int, layout: str, chunks: int) -> tuple[int, list[str]]:
-    failures = Failures()
+def race_on_cpu(failures: Failures, op: str, calls: int, layout: str, chunks: int) -> None:
     rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
     chance = random.Random(1000 * rank + chunks)
     case = Case((130,), 70, 33, torch.bfloat16, bias=True)
@@ -66,14 +65,18 @@ def race_on_cpu(op: str, calls: int, layout: str, chunks: int) -> tuple[int, lis
             failures.expect_equal(outputs, expected[turn % DISTINCT], op, "call", turn)
             del outputs  # their memory is the next call's
     torch.ops.overlap.delay_side_stream(0)
-    return failures.result()
 
 
 def race_on_gpu(
-    op: str, calls: int, layout: str, chunks: int, kernel: Kernel, resources: dict[str, object]
-) -> tuple[int, list[str]]:
+    failures: Failures,
+    op: str,
+    calls: int,
+    layout: str,
+    chunks: int,
+    kernel: Kernel,
+    resources: dict[str, object],
+) -> None:
     """No call waits for the one before: wrong elements are counted on the device, and looked at in the end."""
-    failures = Failures()
     rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
     machine = plan_module.machine(device)
     chance = random.Random(1000 * rank + chunks)
@@ -104,7 +107,6 @@ def race_on_gpu(
         failures.expect(
             problem, op, "call", turn, kernel.name, layout, f"of {machine.sm_count} SMs"
         )
-    return failures.result()
 
 
 def held_memory(op: str, calls: int) -> list[list[int]]:
@@ -128,35 +130,23 @@ def plans_of(op: str, plans: list[tuple]) -> list[tuple]:
     return [plan for plan in plans if op == "gemm_allreduce" or plan[1] == "row panels"]
 
 
-def race_every_plan_on_cpu(ranks, op: str, calls: int) -> None:
+@so_many_calls(60)
+@every_op
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"), long=[(4, "gloo")])
+@pytest.mark.seconds(1800)
+def test_races_back_to_back_on_cpu(failures: Failures, op: str, calls: int) -> None:
     for _, layout, chunks, _ in plans_of(op, PLANS):
-        ranks.expect_no_failures(race_on_cpu, op, calls, layout, chunks, timeout_s=600)
-
-
-@every_op
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_races_back_to_back_on_cpu(ranks, op):
-    race_every_plan_on_cpu(ranks, op, 60)
-
-
-@pytest.mark.long
-@pytest.mark.races
-@every_op
-@pytest.mark.ranks((2, "gloo"), (4, "gloo"))
-def test_races_back_to_back_on_cpu_long(ranks, op):
-    race_every_plan_on_cpu(ranks, op, 1000)
+        race_on_cpu(failures, op, calls, layout, chunks)
 
 
 @so_many_calls(100)
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 @every_op
 @pytest.mark.ranks((2, "nccl"), (4, "nccl"))
-def test_races_back_to_back_on_gpu(ranks, op, kernel, calls):
-    ranks.skip_without_kernel(kernel)
+@pytest.mark.seconds(900)
+def test_races_back_to_back_on_gpu(failures: Failures, op: str, kernel: Kernel, calls: int) -> None:
     for _, layout, chunks, resources in plans_of(op, GPU_PLANS):
-        ranks.expect_no_failures(
-            race_on_gpu, op, calls, layout, chunks, kernel, resources, timeout_s=300
-        )
+        race_on_gpu(failures, op, calls, layout, chunks, kernel, resources)
 
 
 @every_op

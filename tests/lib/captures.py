@@ -1,0 +1,24 @@
+"""CUDA graphs of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of the call, and what its replays write. A call outside of the capture, on another stream, comes first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
