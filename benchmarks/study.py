@@ -18,13 +18,10 @@ from overlap_torch._tools.launch import Ranks, launch
 
 NAMES = {
     "tuned": "tuned plans beside the planner's and the sequence, over random problems",
-    "gemm_tuned": "the signalling GEMM, kernel and chunks by measuring, beside cuBLAS",
-    "programs": "plans with programs beside the planner's and the sequence",
     "experts": "a mixture of experts beside PyTorch's ops one after the other",
     "attention": "attention of a cut sequence beside Ulysses, a gather and a ring",
     "rmsnorm": "an all-reduce with residual and RMSNorm beside NCCL and a compiled norm",
     "transformers_models": "a Hugging Face model by transformers' styles and by ours",
-    "foreign_kernel": "a Triton GEMM with order table and signals, and its jobs",
     "resources": "the room that a GEMM leaves to a kernel that moves bytes beside it",
     "compile_passes": "collectives that compile passes replace in the same graphs",
 }
