@@ -22,7 +22,6 @@ NAMES = {
     "attention": "attention of a cut sequence beside Ulysses, a gather and a ring",
     "rmsnorm": "an all-reduce with residual and RMSNorm beside NCCL and a compiled norm",
     "transformers_models": "a Hugging Face model by transformers' styles and by ours",
-    "resources": "the room that a GEMM leaves to a kernel that moves bytes beside it",
     "compile_passes": "collectives that compile passes replace in the same graphs",
 }
 
