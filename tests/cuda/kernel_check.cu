@@ -16,7 +16,6 @@
 #include "checking.h"
 #include "finish_case.h"
 #include "gemm_case.h"
-#include "interpreter_case.h"
 #include "kernels/chunk/reorder.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/peer/peer_signal.h"
@@ -425,7 +424,6 @@ std::vector<Target> targets(bool small, int rounds) {
       {"signal", {}, check_signal},
       {"peers", {}, check_peers},
       {"finish", {}, check_finish},
-      {"interpreter", {}, check_interpreter},
       {"reorder", {}, [=] { check_reorder_all(small); }},
       {"ring", {Kernel::kSm90Pingpong}, [=] { check_ring(Kernel::kSm90Pingpong, small); }},
       {"ringwide",
@@ -480,7 +478,6 @@ int main(int argc, char** argv) {
   int major = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA_CHECK(kernels::load_kernels());
-  CUDA_CHECK(kernels::load_interpreter_kernels());
 
   bool known = wanted == "all" || wanted == "list";
   std::string names;

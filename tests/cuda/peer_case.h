@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -18,18 +17,6 @@
 #include "kernels/peer/peer_signal.h"
 
 namespace overlap::check {
-
-// Microseconds of one of many calls in a row, the host's part included.
-template <class Enqueue>
-double calls_us(int calls, Enqueue enqueue) {
-  enqueue();
-  CUDA_CHECK(cudaDeviceSynchronize());
-  const auto start = std::chrono::steady_clock::now();
-  for (int call = 0; call < calls; ++call) enqueue();
-  CUDA_CHECK(cudaDeviceSynchronize());
-  const auto end = std::chrono::steady_clock::now();
-  return std::chrono::duration<double, std::micro>(end - start).count() / calls;
-}
 
 // Ranks that reduce or gather small integers, call after call.
 class PeerCase {
@@ -58,16 +45,6 @@ class PeerCase {
       gather(call);
       exchange(call);
     }
-  }
-
-  // Microseconds of an all-reduce in one kernel, one of many in a row.
-  double all_reduce_us(int calls) {
-    fill(0);
-    return calls_us(calls, [&] {
-      for (int rank = 0; rank < ranks_; ++rank) {
-        CUDA_CHECK(kernels::peer_collective(reduce_of(rank, true), memory(rank).stream));
-      }
-    });
   }
 
   // Ranks whose calls have other tags wait in vain for each other, and say so.
