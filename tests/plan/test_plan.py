@@ -38,8 +38,10 @@ from plan_grids import (
 settings.register_profile("plan", deadline=None)
 settings.load_profile("plan")
 
+GRIDS = st.one_of(any_plans_and_grids(), parted_plans_and_grids(peers=True))
 
-@given(any_plans_and_grids())
+
+@given(GRIDS)
 def test_plan_takes_every_tile_once_in_band_order(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     plan.validate()
@@ -132,7 +134,6 @@ AT_ONCE = st.builds(
     st.sampled_from(["library", "sm90_pingpong"]),
     st.integers(1, 700),
 )
-GRIDS = st.one_of(any_plans_and_grids(), parted_plans_and_grids(peers=True))
 
 
 @given(st.one_of(GRIDS.map(lambda case: case[0]), AT_ONCE))
