@@ -23,12 +23,8 @@ def regrets() -> dict[str, float]:
     machine = Machine(**machine_row["machine"])
     times = defaultdict(dict)
     for row in rows:
-        if row["what"] == "plan":
-            measured = plan.files.from_dict(row["plan"])
-            times[str(measured.problem)][plan.files.to_json(measured)] = (
-                row["us"],
-                measured.problem,
-            )
+        measured = plan.files.from_dict(row["plan"])
+        times[str(measured.problem)][plan.files.to_json(measured)] = row["us"], measured.problem
     found = {}
     for name, plans in times.items():
         problem = next(iter(plans.values()))[1]
