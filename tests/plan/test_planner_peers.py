@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machines import ada, big, cpu, hopper, slow, total
+from machines import ada, big, hopper, slow, total
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._library import parse_machine
@@ -305,8 +305,6 @@ def test_planner_candidates_over_peers_are_valid_and_distinct(
 
 # --- in one step ------------------------------------------------------------------------------------
 
-MOST_BYTES = 128 * 2**20  # of the product, or of an all-gather's input: all of it lies in slots
-BYTES = {DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4, DType.FLOAT64: 8}
 DECODE_NK = [(4096, 3584), (8192, 2048), (8192, 7168)]
 
 
@@ -325,71 +323,3 @@ def test_planner_reduces_few_rows_in_one_step(m: int, nk, world: int, windows: b
         assert not over_peers(
             plans.templates.make_plan(problem, fast(windows=windows, peer_gbps=0.0))
         )
-
-
-some_machines = st.sampled_from(
-    [
-        fast(),
-        fast(windows=False),
-        fast(has_sm90_kernels=False),
-        fast(has_sm90_kernels=False, has_sm80_kernels=False),
-        fast(peer_gbps=100.0),
-        fast(peer_gbps=99.0),
-        fast(peer_gbps=0.0),
-        fast(link_gbps=0.0),
-        slow(peer_gbps=350.0),
-        ada(peer_gbps=350.0),
-        cpu(peer_gbps=350.0),
-    ]
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from([*Op.__members__.values()]),
-    st.one_of(st.integers(0, 300), st.sampled_from([2048, 4096, 4097])),
-    st.one_of(st.integers(0, 64).map(lambda n: 8 * n), st.integers(0, 300), st.just(8192)),
-    st.one_of(st.integers(0, 64).map(lambda k: 8 * k), st.integers(0, 300), st.just(8192)),
-    st.sampled_from([*BYTES]),
-    st.integers(1, 10),
-    st.booleans(),
-    some_machines,
-)
-def test_planner_tries_one_step_only_where_it_is_allowed(
-    op, rows, n, k, dtype, world, equal, machine
-) -> None:
-    parts = world if equal or op != Op.GEMM_ALLREDUCE else 1
-    m = 0 if op == Op.GEMM_ALLTOALL else rows * parts
-    problem = Problem(m, n, k, dtype, world, op)
-    found = [plan for plan in plans.candidates(problem, machine) if in_one_step(plan)]
-    gathers = op == Op.ALLGATHER_GEMM
-    row_bytes = (k if gathers else n) * BYTES[dtype]
-    takes = (
-        op != Op.GEMM_ALLTOALL
-        and min(m, n) > 0
-        and (k > 0 or op == Op.GEMM_ALLREDUCE)  # the caller gives the product
-        and 2 <= world <= 8
-        and machine.arch > 0
-        and machine.peer_gbps >= 100
-        and machine.link_gbps > 0
-        and dtype != DType.FLOAT64
-        and row_bytes % 16 == 0
-        and m * row_bytes <= MOST_BYTES
-        and (op == Op.GEMM_ALLREDUCE or m * row_bytes >= 1 << 17)
-    )
-    kernel = (
-        takes
-        and k > 0
-        and not gathers
-        and machine.has_sm90_kernels
-        and BYTES[dtype] == 2
-        and n % 8 == k % 8 == 0
-        and (m % world == 0 or (op, world) == (Op.GEMM_ALLREDUCE, 2))
-    )
-    kinds = [(Kernel.LIBRARY, Schedule.SEQUENTIAL)] * takes
-    kinds += [(Kernel.SM90_PINGPONG, Schedule.OVERLAPPED)] * kernel
-    assert [(plan.kernel, plan.schedule) for plan in found] == kinds
-    for plan in found:
-        plan.validate()
-        assert plan.collective == (Collective.ALL_GATHER if gathers else Collective.DIRECT)
-        assert plans.files.decode(plans.files.encode(plan)) == plan
