@@ -31,8 +31,8 @@ def best_us(problem: Problem, machine: Machine) -> float:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_planner_has_no_seams_between_links(make, op, world):
-    """A link that is 2 % faster: sequence and best candidate take no longer, and what is chosen hardly does."""
-    step = 1.02
+    """A link that is 5 % faster: sequence and best candidate take no longer, and what is chosen hardly does."""
+    step = 1.05
     for m, n, k in SHAPES:
         problem = Problem(m, n, k, "bfloat16", world, op)
         before = None

@@ -359,16 +359,16 @@ def edited(text: str, **changes: Any) -> str:
 
 
 def with_damage(folder: str) -> Any:
-    sources = []
+    tune(folder, problem())
+    dist.barrier()
+    (file,) = Path(folder).rglob("*.json")
+    text, sources = file.read_text(), []
     for name in DAMAGE:
-        mine = f"{folder}/{name}"
-        tune(mine, problem())
         dist.barrier()
         if dist.get_rank() == 0:
-            (file,) = Path(mine).rglob("*.json")
-            file.write_text(DAMAGE[name](file.read_text()))
+            file.write_text(DAMAGE[name](text))
         wanted = problem(m=1280 if name == "a plan of another M" else SHAPES[0])
-        sources.append([one.source for one in tune(mine, wanted) + tune(mine, wanted)])
+        sources.append([one.source for one in tune(folder, wanted) + tune(folder, wanted)])
     return sources
 
 
