@@ -6,11 +6,7 @@ import pytest
 
 from overlap_torch import plan as plans
 from overlap_torch.plan import Plan, Problem
-from overlap_torch.plan.types import (
-    Collective,
-    DType,
-    Op,
-)
+from overlap_torch.plan.types import Collective, DType, Op
 
 
 @pytest.mark.parametrize("kernel", ["library", "sm90_pingpong", "sm90_pingpong_wide"])
@@ -67,6 +63,3 @@ def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
     with pytest.raises(ValueError, match=expected):
         ring(tile_rows)
     ring(tile_rows - 2).validate()  # whole clusters of two
-
-
-# --- all-to-all -------------------------------------------------------------------------------------
