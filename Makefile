@@ -67,15 +67,14 @@ test-plans: build  ## the steps of all the planner's candidates, on all ranks, a
 pin: build  ## pins the traces of calls, as they are now
 	$(PY) -m tests.recorder --pin
 
-pictures: build  ## the documents' timelines, from the plans as they are now, and the resource study, from its data
+pictures: build  ## the documents' timelines, from the plans as they are now
 	$(PY) docs/pictures.py
-	$(PY) -m benchmarks resources --from benchmarks/data/resources_h100x1.json --out docs/pictures
 
 docs: build $(VENV)/.docs  ## the pages and the reference as HTML, in build/docs; warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo build/docs/index.html
 
-sanitize: build  ## compute-sanitizer over each kernel, on one GPU
+sanitize: build  ## compute-sanitizer over the GEMMs and the kernels beside them, on one GPU
 	PATH="$(abspath $(VENV))/bin:$$PATH" bash scripts/sanitize.sh
 
 bench: build  ## the benchmark: `make bench ARGS="--help"`

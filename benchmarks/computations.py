@@ -6,9 +6,9 @@ functions are compared on integers first and timed on normal operands then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ import torch.distributed as dist
 import overlap_torch
 from overlap_torch._tools import verify
 
-from . import measure, pytorch_ops
-from .scaled import ScaledSides
+from . import measure, pytorch_ops, scaled
 from .shapes import Shape
 
 Results = tuple[torch.Tensor, ...]
@@ -59,127 +58,126 @@ def cases(op: str, shape: Shape, world_size: int) -> list[Case]:
     return [Case(op, shape)]
 
 
-class Sides(Protocol):
-    """The op and what it is compared with."""
+class Sides:
+    """The op of a case and its sequence, over plain operands or fp8's with their scales."""
 
-    input_rows: int  # of one rank's input
-
-    def sequence(self, input: torch.Tensor, weight: torch.Tensor) -> Results: ...
-    def op(self, input: torch.Tensor, weight: torch.Tensor) -> Results: ...
-    def gemm(self, input: torch.Tensor, weight: torch.Tensor) -> Results: ...
-    def collective(self) -> None: ...
-
-
-class _AllReduce:
-    def __init__(self, case: Case, like: torch.Tensor, group: str) -> None:
-        self._group = group
-        self.input_rows = case.shape.m
-        # Zeros, here and below, because they stay finite however often they are summed up.
-        self._message = like.new_zeros(case.shape.m, case.shape.n)
-
-    def sequence(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        output = torch.mm(input, weight.t())
-        dist.all_reduce(output)
-        return (output,)
-
-    def op(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return (overlap_torch.gemm_allreduce(input, weight, group=self._group),)
-
-    def gemm(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return (torch.mm(input, weight.t()),)
-
-    def collective(self) -> None:
-        dist.all_reduce(self._message)
-
-
-class _ReduceScatter:
-    def __init__(self, case: Case, like: torch.Tensor, group: str) -> None:
-        self._group = group
-        self.input_rows = case.shape.m
-        self._rows = case.shape.m // dist.get_world_size()
-        self._message = like.new_zeros(case.shape.m, case.shape.n)
-        self._received = like.new_zeros(self._rows, case.shape.n)
-
-    def sequence(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        partial = torch.mm(input, weight.t())
-        output = partial.new_empty(self._rows, partial.shape[1])
-        dist.reduce_scatter_tensor(output, partial)
-        return (output,)
-
-    def op(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return (overlap_torch.gemm_reducescatter(input, weight, group=self._group),)
-
-    def gemm(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return (torch.mm(input, weight.t()),)
-
-    def collective(self) -> None:
-        dist.reduce_scatter_tensor(self._received, self._message)
-
-
-class _AllGather:
-    def __init__(self, case: Case, like: torch.Tensor, group: str) -> None:
-        self._group = group
-        self._rows = case.shape.m
-        self.input_rows = case.shape.m // dist.get_world_size()
-        self._message = like.new_zeros(self.input_rows, case.shape.k)
-        self._received = like.new_zeros(case.shape.m, case.shape.k)
-        self._gathered = torch.randn_like(self._received)
-
-    def sequence(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        gathered = input.new_empty(self._rows, input.shape[1])
-        dist.all_gather_into_tensor(gathered, input)
-        return torch.mm(gathered, weight.t()), gathered
-
-    def op(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return overlap_torch.allgather_gemm(input, weight, group=self._group)
-
-    def gemm(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return (torch.mm(self._gathered, weight.t()),)
-
-    def collective(self) -> None:
-        dist.all_gather_into_tensor(self._received, self._message)
-
-
-class _AllToAll:
-    def __init__(self, case: Case, like: torch.Tensor, group: str) -> None:
-        self._group = group
-        self.input_rows = case.shape.m
-        world_size = dist.get_world_size()
-        self._send = case.send_rows(world_size)
-        self._receive = [self._send[dist.get_rank()]] * world_size
-        # Who has equal counts does not name them, and takes NCCL's faster way.
-        equal = len(set(self._send)) == 1
+    def __init__(
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: str,
+        scaling: scaled.Scaling | None = None,
+    ) -> None:
+        self._op, self._shape = case.op, case.shape
+        self._dtype, self._device, self._scaling = dtype, device, scaling
+        self._gathers = case.op == "allgather_gemm"
+        world, (m, n, k) = dist.get_world_size(), (case.shape.m, case.shape.n, case.shape.k)
+        self.input_rows = m // world if self._gathers else m
+        self._send = case.send_rows(world) if case.split else []
+        self._receive = [self._send[dist.get_rank()]] * world if case.split else []
+        self._function = getattr(overlap_torch, case.op)
+        self._rows = (self._send, self._receive) if case.split else ()
+        self._keywords: dict[str, Any] = {"group": group}
+        if scaling is not None:
+            self._keywords |= scaling.keywords
+            self._keywords |= {"shared_scale_input": scaling.shared} if self._gathers else {}
+        # A caller with equal counts does not name them, and takes NCCL's faster way.
+        equal = len(set(self._send)) <= 1
         self._splits = () if equal else (self._receive, self._send)
-        self._message = like.new_zeros(case.shape.m, case.shape.n)
-        self._received = like.new_zeros(sum(self._receive), case.shape.n)
+        rows = {"gemm_reducescatter": m // world, "gemm_alltoall": sum(self._receive)}
+        self._output_rows = rows.get(case.op, m)
+        # Zeros stay finite however often they are summed up.
+        if self._gathers:
+            moved = dtype if scaling is None else torch.uint8
+            self._message = torch.zeros(self.input_rows, k, dtype=moved, device=device)
+            self._received = self._message.new_zeros(m, k)
+        else:
+            output = dtype if scaling is None else scaled.OUTPUT
+            self._message = torch.zeros(m, n, dtype=output, device=device)
+            self._received = self._message.new_zeros(self._output_rows, n)
+        self._gathered: Results = ()
 
-    def sequence(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        product = torch.mm(input, weight.t())
-        output = torch.empty_like(self._received)
-        dist.all_to_all_single(output, product, *self._splits)
+    def operands(self, seed: int) -> Results:
+        """Normally distributed input and weight; cast, and with both scales, where the case has them."""
+        dtype = self._dtype if self._scaling is None else torch.bfloat16
+        sizes = (self.input_rows, self._shape.n, self._shape.k)
+        operands = verify.normal_operands(*sizes, dtype, self._device, seed)
+        return operands if self._scaling is None else self._scaling.cast(*operands, self._dtype)
+
+    def integer_operands(self) -> Results:
+        """Operands of which no sum rounds; scales are one."""
+        dtype = self._dtype if self._scaling is None else torch.bfloat16
+        sizes = (self.input_rows, self._shape.n, self._shape.k)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        operands = verify.integer_operands(*sizes, dtype, self._device, world, seed=1 + rank)
+        return operands if self._scaling is None else self._scaling.ones(*operands, self._dtype)
+
+    def sequence(self, input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> Results:
+        if self._gathers:
+            gathered, *scales = self._gather(input, scales)
+            return self._product(gathered, weight, *scales), _bytes(gathered)
+        product = self._product(input, weight, *scales)
+        if self._op == "gemm_allreduce":
+            dist.all_reduce(product)
+            return (product,)
+        output = product.new_empty(self._output_rows, product.shape[1])
+        self._send_to_all(product, output)
         return (output,)
 
-    def op(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return (
-            overlap_torch.gemm_alltoall(
-                input, weight, self._send, self._receive, group=self._group
-            ),
-        )
+    def op(self, input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> Results:
+        keywords = self._keywords
+        if self._scaling is not None:
+            keywords = keywords | {"scale_input": scales[0], "scale_weight": scales[1]}
+        result = self._function(input, weight, *self._rows, **keywords)
+        return (result[0], _bytes(result[1])) if self._gathers else (result,)
 
-    def gemm(self, input: torch.Tensor, weight: torch.Tensor) -> Results:
-        return (torch.mm(input, weight.t()),)
+    def gemm(self, input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> Results:
+        """The sequence's by itself, of all ranks' rows where these are gathered: the same ones each time."""
+        if self._gathers and not self._gathered:
+            self._gathered = self._gather(input, scales)
+        input, *scales = self._gathered or (input, *scales)
+        return (self._product(input, weight, *scales),)
 
     def collective(self) -> None:
-        dist.all_to_all_single(self._received, self._message, *self._splits)
+        """The sequence's by itself."""
+        if self._gathers:
+            dist.all_gather_into_tensor(self._received, self._message)
+        elif self._op == "gemm_allreduce":
+            dist.all_reduce(self._message)
+        else:
+            self._send_to_all(self._message, self._received)
+
+    def _product(self, input: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor):
+        if self._scaling is None:
+            return torch.mm(input, weight.t())
+        return self._scaling.product(input, weight, *scales)
+
+    def _send_to_all(self, message: torch.Tensor, received: torch.Tensor) -> None:
+        if self._op == "gemm_reducescatter":
+            dist.reduce_scatter_tensor(received, message)
+        else:
+            dist.all_to_all_single(received, message, *self._splits)
+
+    def _gather(self, input: torch.Tensor, scales: Sequence[torch.Tensor]) -> Results:
+        """All ranks' rows, and scales; one scale of all rows is every rank's, and does not travel."""
+
+        def whole(own: torch.Tensor) -> torch.Tensor:
+            gathered = own.new_empty(dist.get_world_size() * own.shape[0], own.shape[1])
+            dist.all_gather_into_tensor(_bytes(gathered), _bytes(own))
+            return gathered
+
+        if self._scaling is None or self._scaling.shared:
+            return whole(input), *scales
+        return whole(input), whole(scales[0]), scales[1]
 
 
-_SIDES: dict[str, Callable[[Case, torch.Tensor, str], Sides]] = {
-    "gemm_allreduce": _AllReduce,
-    "gemm_reducescatter": _ReduceScatter,
-    "allgather_gemm": _AllGather,
-    "gemm_alltoall": _AllToAll,
-}
-OPS = tuple(_SIDES)
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes where it holds fp8, which collectives and comparisons do not know."""
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+
+
+OPS = ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm", "gemm_alltoall")
 
 
 class Computations:
@@ -195,41 +193,19 @@ class Computations:
         scales: str | None = None,
         fast_accum: bool = False,
     ) -> None:
-        self._case, self._dtype, self._device = case, dtype, device
-        if scales is not None:
-            self._take_scaled(scales, fast_accum, group, baselines)
-            return
-        sides = _SIDES[case.op](case, torch.empty(0, dtype=dtype, device=device), group)
-        self._sides = sides
-        self.baselines: dict[str, Computation] = (
-            pytorch_ops.baselines(case.op, case.shape, dtype, device, group)
-            if "pytorch" in baselines
-            else {}
-        )
+        self._device = device
+        scaling = None if scales is None else scaled.Scaling(scales, fast_accum)
+        sides = self._sides = Sides(case, dtype, device, group, scaling)
+        self.baselines: dict[str, Computation] = {}
+        if "pytorch" in baselines and scaling is None:
+            self.baselines = pytorch_ops.baselines(case.op, case.shape, dtype, device, group)
+        elif "pytorch" in baselines and device.type == "cuda":
+            self.baselines = scaling.pytorch(case.op, case.shape, group)
         shape, seed = case.shape, 100 * dist.get_rank()
         count = measure.operand_sets(
             device, (sides.input_rows + shape.n) * shape.k * dtype.itemsize
         )
-        self._operands = [
-            verify.normal_operands(sides.input_rows, shape.n, shape.k, dtype, device, seed + index)
-            for index in range(count)
-        ]
-
-    def _take_scaled(
-        self, scales: str, fast_accum: bool, group: str, baselines: tuple[str, ...]
-    ) -> None:
-        shape, world = self._case.shape, dist.get_world_size()
-        send_rows = self._case.send_rows(world) if self._case.split else None
-        sides = self._sides = ScaledSides(
-            self._case.op, shape, send_rows, scales, group, fast_accum
-        )
-        on_gpu = "pytorch" in baselines and self._device.type == "cuda"
-        self.baselines = sides.pytorch() if on_gpu else {}
-        count = measure.operand_sets(self._device, (sides.input_rows + shape.n) * shape.k)
-        seed = 100 * dist.get_rank()
-        self._operands = [
-            sides.operands(self._dtype, self._device, seed + index) for index in range(count)
-        ]
+        self._operands = [sides.operands(seed + index) for index in range(count)]
 
     def variants(self) -> list[measure.Variant]:
         """The sequence, the op, the baselines in their order."""
@@ -259,18 +235,7 @@ class Computations:
     def _exact(self, computations: list[Computation]) -> list[bool]:
         if not computations:
             return []
-        if isinstance(self._sides, ScaledSides):
-            operands = self._sides.integer_operands(self._dtype, self._device)
-        else:
-            operands = verify.integer_operands(
-                self._sides.input_rows,
-                self._case.shape.n,
-                self._case.shape.k,
-                self._dtype,
-                self._device,
-                dist.get_world_size(),
-                seed=1 + dist.get_rank(),
-            )
+        operands = self._sides.integer_operands()
         expected = self._sides.sequence(*operands)
         equal = [
             all(map(torch.equal, computation(*operands), expected)) for computation in computations

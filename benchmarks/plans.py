@@ -10,17 +10,15 @@ import torch
 from overlap_torch import plan as plan_api
 from overlap_torch._ops.group import broadcast_integers
 from overlap_torch.plan import Plan
-from overlap_torch.plan._names import enum_name
-from overlap_torch.plan.types import Collective, Schedule
 
-__all__ = ["OPS", "MeasuredProblem", "Plan", "as_dict", "layout", "parse", "summary"]
+__all__ = ["OPS", "MeasuredProblem", "Plan", "parse"]
 
 # The ops that run by plans.
 OPS = tuple(name.lower() for name in plan_api.types.Op.__members__)
 
 
 def parse(text: str) -> list[Plan]:
-    """One plan or a list of plans, as :func:`as_dict` gives them, from JSON; lines of a benchmark's JSON output do too.
+    """One plan or a list of plans, as ``plan.files.to_dict`` gives them, from JSON; lines of a benchmark's JSON output do too.
 
     Each plan once, in the order in which the text names them last; lines without a plan are passed over.
 
@@ -44,40 +42,6 @@ def parse(text: str) -> list[Plan]:
             plans.remove(plan)  # named again: it counts where it was named last
         plans.append(plan)
     return plans
-
-
-def as_dict(plan: Plan) -> dict:
-    """The plan as data for JSON."""
-    return plan_api.files.to_dict(plan)
-
-
-def kernel(plan: Plan) -> str:
-    """The name of the plan's kernel."""
-    return enum_name(plan.kernel)
-
-
-def layout(plan: Plan) -> str:
-    """The name of the plan's layout."""
-    return enum_name(plan.layout)
-
-
-def summary(plan: Plan) -> str:
-    """The plan in a few words, for a table."""
-    if plan.schedule == Schedule.SEQUENTIAL:
-        return "sequential"
-    sizes = [chunk.tiles for chunk in plan.chunks if chunk.tiles]  # none in an all-to-all's plan
-    tiles = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
-    ctas = "/".join(str(limit) for limit in dict.fromkeys(chunk.max_ctas for chunk in plan.chunks))
-    words = [enum_name(plan.kernel), enum_name(plan.layout)]
-    words += [f"tiles {tiles}"] if sizes else []
-    if plan.collective == Collective.EXCHANGE:
-        words.append(enum_name(plan.collective))
-    words += (
-        [f"comm_sms {plan.resources.comm_sms}", f"max_ctas {ctas}"]
-        if plan.resources.comm_sms
-        else []
-    )
-    return " ".join(words + (["window"] if plan.resources.window else []))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from typing import TextIO
 
 import torch
 
+from overlap_torch.plan._explain import short
+from overlap_torch.plan._names import enum_name
+from overlap_torch.plan.files import to_dict
+
 from . import plans, plot, tables
 from .losses import Losses
 from .measure import Times
@@ -156,7 +160,7 @@ class Writer:
         self._keep(self._rows, row, subject, plan)
         note = "" if checked is not False else "  WRONG RESULT"
         text = f"{times.speedup:.3f}x  {times.op.median:.1f} us"
-        self._progress(subject, f"{mode}: {text}  {plans.summary(plan) if plan else ''}{note}")
+        self._progress(subject, f"{mode}: {text}  {short(plan) if plan else ''}{note}")
         return times.speedup
 
     def gemm(
@@ -171,8 +175,8 @@ class Writer:
     ) -> None:
         """A plan's GEMM alone beside cuBLAS; `ratio` is the time over cuBLAS's."""
         row = self._row("gemm", subject, mode) | {
-            "kernel": plans.kernel(plan),
-            "layout": plans.layout(plan),
+            "kernel": enum_name(plan.kernel),
+            "layout": enum_name(plan.layout),
             "library_us": library.as_dict(),
             "kernel_us": kernel.as_dict(),
             "ratio": round(ratio, 4),
@@ -180,9 +184,7 @@ class Writer:
         }
         self._keep(self._gemms, row, subject, plan)
         note = "" if checked is not False else "  WRONG RESULT"
-        self._progress(
-            subject, f"{mode}: {ratio:.3f} of cuBLAS's time  {plans.summary(plan)}{note}"
-        )
+        self._progress(subject, f"{mode}: {ratio:.3f} of cuBLAS's time  {short(plan)}{note}")
 
     def losses(self, subject: Subject, lost: Losses, plan: plans.Plan) -> None:
         """Where the time of an op's calls went."""
@@ -191,10 +193,8 @@ class Writer:
 
     def wrong_plan(self, subject: Subject, plan: plans.Plan) -> None:
         """A plan of a sweep whose result differs from the sequence's; it is not timed."""
-        self._emit(
-            {"kind": "wrong", "op": subject.op, **subject.fields, "plan": plans.as_dict(plan)}
-        )
-        self._progress(subject, f"WRONG RESULT under {plans.summary(plan)}")
+        self._emit({"kind": "wrong", "op": subject.op, **subject.fields, "plan": to_dict(plan)})
+        self._progress(subject, f"WRONG RESULT under {short(plan)}")
 
     def best(self, subject: Subject, mode: str, speedup: float, plan: plans.Plan) -> None:
         """The fastest plan of a sweep for one subject in one mode."""
@@ -241,11 +241,9 @@ class Writer:
     ) -> None:
         """Writes the row with its plan, and keeps it for a table."""
         if plan is not None:
-            row = row | {"plan": plans.as_dict(plan)}
+            row = row | {"plan": to_dict(plan)}
         self._emit(row)
-        rows.append(
-            row | {"label": subject.label} | ({"summary": plans.summary(plan)} if plan else {})
-        )
+        rows.append(row | {"label": subject.label} | ({"summary": short(plan)} if plan else {}))
 
     def _progress(self, subject: Subject, text: str) -> None:
         if self._writes:

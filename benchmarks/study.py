@@ -18,15 +18,9 @@ from overlap_torch._tools.launch import Ranks, launch
 
 NAMES = {
     "tuned": "tuned plans beside the planner's and the sequence, over random problems",
-    "gemm_tuned": "the signalling GEMM, kernel and chunks by measuring, beside cuBLAS",
-    "programs": "plans with programs beside the planner's and the sequence",
     "experts": "a mixture of experts beside PyTorch's ops one after the other",
     "attention": "attention of a cut sequence beside Ulysses, a gather and a ring",
     "rmsnorm": "an all-reduce with residual and RMSNorm beside NCCL and a compiled norm",
-    "transformers_models": "a Hugging Face model by transformers' styles and by ours",
-    "foreign_kernel": "a Triton GEMM with order table and signals, and its jobs",
-    "resources": "the room that a GEMM leaves to a kernel that moves bytes beside it",
-    "compile_passes": "collectives that compile passes replace in the same graphs",
 }
 
 
@@ -40,7 +34,6 @@ class Study:
         line: what is printed of a row as soon as it is there; "" prints nothing.
         summary: what is printed of all rows.
         prepare: completes the options before anything starts; ValueError where they are bad.
-        on_ranks: it runs on ranks that the runner starts, and takes --world and --device.
     """
 
     options: Callable[[argparse.ArgumentParser], None]
@@ -48,17 +41,15 @@ class Study:
     line: Callable[[Any], str]
     summary: Callable[[list[Any], argparse.Namespace], str]
     prepare: Callable[[argparse.Namespace], None] = lambda args: None
-    on_ranks: bool = True
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """Does the work of each rank, or of the only process."""
+    """Does the work of each rank."""
     study = importlib.import_module(f".{args.study}", __package__).STUDY
     begin = time.monotonic()
     rows = []
-    first = True
+    first = dist.get_rank() == 0
     for row in study.rows(args):
-        first = not dist.is_initialized() or dist.get_rank() == 0
         rows.append(row)
         if first and (line := study.line(row)):
             print(line, flush=True)
@@ -89,19 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     study = module.STUDY
     study.options(parser)
-    if study.on_ranks:
-        parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
-        parser.add_argument("--device", choices=["cuda", "cpu"])
+    parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2 on CPU)")
+    parser.add_argument("--device", choices=["cuda", "cpu"])
     args = parser.parse_args(argv[1:])
     args.study = name
     try:
         study.prepare(args)
-        ranks = Ranks.choose(args.world, args.device) if study.on_ranks else None
+        ranks = Ranks.choose(args.world, args.device)
     except ValueError as error:
         parser.error(str(error))
-    if ranks is None:
-        run_rank(args)
-        return 0
     args.device = ranks.device_type
     launch(ranks, run_rank, args)
     return 0

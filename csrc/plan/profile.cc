@@ -1,9 +1,9 @@
 #include "plan/profile.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <charconv>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <fstream>
@@ -11,10 +11,10 @@
 #include <map>
 #include <set>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 #include <variant>
 
-#include "plan/json.h"
 #include "plan/profile_fields.h"
 #include "plan/tile_order.h"
 
@@ -24,14 +24,28 @@ extern const char* const kShippedProfile;  // the text of overlap_torch/profiles
 
 namespace {
 
-constexpr double kSchema = 1;
-const char* const kKind = "overlap_torch.profile";
-
 constexpr size_t kMostLists = 64;
 constexpr int32_t kMostWeight = 1000;
+constexpr size_t kMostQuoted = 60;
+
+// The shortest text that reads back to the same number.
+std::string number_text(double number) {
+  std::array<char, 32> digits{};
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr;
+  return {digits.data(), end};
+}
+
+std::string string_text(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') result += '\\';
+    result += c;
+  }
+  return result + '"';
+}
 
 std::string range_text(const Range& range) {
-  return json_number(range.least) + " to " + json_number(range.most);
+  return number_text(range.least) + " to " + number_text(range.most);
 }
 
 std::string allowed_in(const ProfileEntry& field) {
@@ -52,200 +66,207 @@ std::string allowed_in(const ProfileEntry& field) {
 
 // --- reading -----------------------------------------------------------------------------------
 
-class Reader {
+// One JSON object, taken apart from front to back: names, and values as their text.
+class Text {
  public:
-  Reader(std::string source, Profile& profile) : source_(std::move(source)), profile_(profile) {}
+  Text(const std::string& text, const std::string& source) : text_(text), source_(source) {}
 
-  void read(const Json& file) {
-    if (file.kind != Json::Kind::kObject) fail("the file is " + file.quoted(), "an object");
-    read_header(file);
-    std::set<std::string> given;
-    for (const auto& [name, value] : file.members) {
-      if (name == "schema" || name == "kind") continue;
-      if (texts().contains(name) || value.kind != Json::Kind::kObject) {
-        read_leaf(name, value, given);
-      } else {
-        read_group(name, value, given);
-      }
+  void skip_space() {
+    while (at_ < text_.size() && std::strchr(" \n\r\t", text_[at_]) != nullptr) ++at_;
+  }
+  bool take(char wanted) {
+    skip_space();
+    if (at_ == text_.size() || text_[at_] != wanted) return false;
+    ++at_;
+    return true;
+  }
+  void expect(char wanted) {
+    if (!take(wanted)) fail(std::string("'") + wanted + "' is missing");
+  }
+  void expect_end() {
+    skip_space();
+    if (at_ != text_.size()) fail("there is more after the object");
+  }
+
+  // A string with its quotes.
+  std::string_view take_string() {
+    const size_t begin = at_;
+    expect('"');
+    const size_t quote = at_ - 1;
+    while (at_ < text_.size() && text_[at_] != '"') at_ += text_[at_] == '\\' ? 2 : 1;
+    if (at_ >= text_.size()) {
+      at_ = begin;
+      fail("the string has no end");
     }
-    if (!given.contains("name")) fail("name is missing", "a string that is not empty");
-    for (const ProfileEntry& field : profile_entries()) {
-      if (!given.contains(field.name)) profile_.missing.push_back(field.name);
+    return text_.substr(quote, ++at_ - quote);
+  }
+
+  std::string_view take_value() {
+    skip_space();
+    if (at_ < text_.size() && text_[at_] == '"') return take_string();
+    const size_t begin = at_;
+    for (int open = 0; at_ < text_.size(); ++at_) {
+      const char c = text_[at_];
+      if (c == '[' || c == '{') ++open;
+      if (open == 0 && std::strchr(", \n\r\t}]", c) != nullptr) break;
+      if (c == ']' || c == '}') --open;
     }
+    if (at_ == begin) fail("a value is missing");
+    return text_.substr(begin, at_ - begin);
   }
 
  private:
-  [[noreturn]] void fail(const std::string& what, const std::string& allowed) const {
-    throw std::invalid_argument("profile " + source_ + ": " + what + "; allowed is " + allowed);
+  [[noreturn]] void fail(const std::string& what) const {
+    const auto line = 1 + std::ranges::count(text_.substr(0, at_), '\n');
+    throw std::invalid_argument("profile " + source_ + ": line " + std::to_string(line) +
+                                " is not JSON: " + what);
   }
 
-  // Before anything else: a file of another schema has other fields.
-  void read_header(const Json& file) const {
-    const Json* kind = file.find("kind");
-    if (kind == nullptr || kind->text != kKind) {
-      fail(kind == nullptr ? "kind is missing" : "kind is " + kind->quoted(), json_string(kKind));
-    }
-    const Json* schema = file.find("schema");
-    if (schema == nullptr || schema->kind != Json::Kind::kNumber || schema->number != kSchema) {
-      fail(schema == nullptr ? "schema is missing" : "schema is " + schema->quoted(),
-           json_number(kSchema) + ", the version of this release: make the profile again with it");
-    }
-  }
-
-  std::map<std::string, std::string*> texts() {
-    return {{"name", &profile_.name},
-            {"made.by", &profile_.made_by},
-            {"made.at", &profile_.made_at},
-            {"made.note", &profile_.note},
-            {"machine.gpu", &profile_.gpu}};
-  }
-
-  void read_group(const std::string& path, const Json& group, std::set<std::string>& given) {
-    if (!is_group(path)) unknown(path);
-    for (const auto& [name, value] : group.members) {
-      const std::string full = path + "." + name;
-      if (value.kind == Json::Kind::kObject && is_group(full)) {
-        read_group(full, value, given);
-      } else {
-        read_leaf(full, value, given);
-      }
-    }
-  }
-
-  void read_leaf(const std::string& name, const Json& value, std::set<std::string>& given) {
-    given.insert(name);
-    if (const auto all = texts(); all.contains(name)) {
-      if (value.kind != Json::Kind::kString || value.text.empty()) {
-        fail(name + " is " + value.quoted(), "a string that is not empty");
-      }
-      if (name == "made.at" && !is_date(value.text)) {
-        fail(name + " is " + value.quoted(), "a date, YYYY-MM-DD, and if known the time after it");
-      }
-      *all.at(name) = value.text;
-      return;
-    }
-    if (is_group(name)) fail(name + " is " + value.quoted(), "an object");
-    const auto& all = profile_entries();
-    const auto field = std::find_if(all.begin(), all.end(),
-                                    [&](const ProfileEntry& one) { return one.name == name; });
-    if (field == all.end()) unknown(name);
-    if (!std::visit([&](const auto& place) { return set(place, *field, value); }, field->place)) {
-      fail(name + " is " + value.quoted(), allowed_in(*field));
-    }
-  }
-
-  bool set(const PlaceOf<double>& place, const ProfileEntry& field, const Json& value) {
-    if (!fits(value, field.range)) return false;
-    place(profile_) = value.number;
-    return true;
-  }
-  bool set(const PlaceOf<int64_t>& place, const ProfileEntry& field, const Json& value) {
-    if (!fits(value, field.range) || !whole(value)) return false;
-    place(profile_) = static_cast<int64_t>(value.number);
-    return true;
-  }
-  bool set(const PlaceOf<Profile::Lists>& place, const ProfileEntry& field, const Json& value) {
-    constexpr Range kLanes = {1.0, kMaxLanes};
-    constexpr Range kWeights = {1.0, kMostWeight};
-    const auto is_way = [&](const Json& way) {
-      return way.items.size() == 2 && fits(way.items[0], kCtas) && fits(way.items[1], kLanes);
-    };
-    const auto is_schedule = [&](const Json& list) {
-      return !list.items.empty() && list.items.size() <= static_cast<size_t>(kMaxChunks) &&
-             std::all_of(list.items.begin(), list.items.end(),
-                         [&](const Json& weight) { return fits(weight, kWeights); });
-    };
-    Profile::Lists& lists = place(profile_);
-    return field.has_ways ? set_lists(lists, value, is_way) : set_lists(lists, value, is_schedule);
-  }
-
-  template <typename Fits>
-  static bool set_lists(Profile::Lists& lists, const Json& value, const Fits& fits_one) {
-    if (value.items.empty() || value.items.size() > kMostLists) return false;
-    lists.clear();
-    for (const Json& list : value.items) {
-      if (!fits_one(list) || !std::all_of(list.items.begin(), list.items.end(), whole))
-        return false;
-      std::vector<int32_t>& numbers = lists.emplace_back();
-      for (const Json& item : list.items) numbers.push_back(static_cast<int32_t>(item.number));
-    }
-    return true;
-  }
-
-  static bool fits(const Json& value, const Range& range) {
-    return value.kind == Json::Kind::kNumber && value.number >= range.least &&
-           value.number <= range.most;
-  }
-  static bool whole(const Json& value) { return value.number == std::floor(value.number); }
-
-  static bool is_date(const std::string& text) {
-    if (text.size() < 10 || text[4] != '-' || text[7] != '-') return false;
-    const auto part = [&](size_t begin, size_t count) {
-      int number = -1;
-      const char* end = text.data() + begin + count;
-      const auto read = std::from_chars(text.data() + begin, end, number);
-      return read.ec == std::errc() && read.ptr == end ? number : -1;
-    };
-    const int month = part(5, 2);
-    const int day = part(8, 2);
-    if (part(0, 4) < 1 || month < 1 || day < 1) return false;
-    return std::chrono::year_month_day(std::chrono::year(part(0, 4)),
-                                       std::chrono::month(static_cast<unsigned>(month)),
-                                       std::chrono::day(static_cast<unsigned>(day)))
-        .ok();
-  }
-
-  // Names of all that a file may hold.
-  std::vector<std::string> names() {
-    std::vector<std::string> all = {"schema", "kind"};
-    for (const auto& [name, text] : texts()) all.push_back(name);
-    for (const ProfileEntry& field : profile_entries()) all.push_back(field.name);
-    return all;
-  }
-  bool is_group(const std::string& path) {
-    const auto all = names();
-    return std::any_of(all.begin(), all.end(),
-                       [&](const std::string& name) { return name.starts_with(path + "."); });
-  }
-
-  // With what stands beside it, as it may be a slip.
-  [[noreturn]] void unknown(const std::string& name) {
-    const size_t dot = name.rfind('.');
-    const std::string group = dot == std::string::npos ? "" : name.substr(0, dot + 1);
-    std::string beside;
-    std::set<std::string> said;
-    for (const std::string& one : names()) {
-      if (!one.starts_with(group)) continue;
-      const std::string own = one.substr(0, one.find('.', group.size()));
-      if (said.insert(own).second) beside += (beside.empty() ? "" : ", ") + own;
-    }
-    throw std::invalid_argument("profile " + source_ + ": it has " + json_string(name) +
-                                ", which is no field; allowed are " + beside);
-  }
-
-  const std::string source_;
-  Profile& profile_;
+  const std::string_view text_;
+  const std::string& source_;
+  size_t at_ = 0;
 };
 
-SharedProfile read(const std::string& text, const std::string& source, const Profile* shipped) {
-  Json file;
-  try {
-    file = parse_json(text);
-  } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument("profile " + source + ": " + error.what());
+// False where the value is no string, or has other escapes than those of quotes and backslashes.
+bool read_value(std::string_view value, std::string& text) {
+  if (value.size() < 3 || value[0] != '"') return false;
+  text.clear();
+  for (size_t i = 1; i + 1 < value.size(); ++i) {
+    if (value[i] == '\\' && value[++i] != '"' && value[i] != '\\') return false;
+    text += value[i];
   }
+  return true;
+}
+
+bool read_value(std::string_view value, double& number) {
+  const auto read = std::from_chars(value.begin(), value.end(), number);
+  return read.ec == std::errc() && read.ptr == value.end();
+}
+
+// Lists of whole numbers.
+bool read_value(std::string_view value, Profile::Lists& lists) {
+  lists.clear();
+  size_t open = 0;
+  for (size_t at = 0; at < value.size(); ++at) {
+    const char c = value[at];
+    if (c == '[' && ++open == 2) lists.emplace_back();
+    if (c == ']') --open;
+    if (open > 2 || std::strchr("[], \n\r\t", c) != nullptr) continue;
+    int32_t number = 0;
+    const auto read = std::from_chars(value.begin() + at, value.end(), number);
+    if (open != 2 || read.ec != std::errc() || std::strchr(",] \n\r\t", *read.ptr) == nullptr) {
+      return false;
+    }
+    lists.back().push_back(number);
+    at = static_cast<size_t>(read.ptr - value.begin()) - 1;
+  }
+  return !lists.empty() && lists.size() <= kMostLists;
+}
+
+bool fits(double value, const Range& range) {
+  return value >= range.least && value <= range.most;
+}
+
+// A value of each kind in its place; false where it does not fit.
+bool set(double& place, const ProfileEntry& field, std::string_view value) {
+  return read_value(value, place) && fits(place, field.range);
+}
+bool set(int64_t& place, const ProfileEntry& field, std::string_view value) {
+  double number = 0.0;
+  if (!read_value(value, number) || !fits(number, field.range)) return false;
+  place = static_cast<int64_t>(number);
+  return number == std::floor(number);
+}
+bool set(Profile::Lists& place, const ProfileEntry& field, std::string_view value) {
+  constexpr Range kLanes = {1.0, kMaxLanes};
+  constexpr Range kWeights = {1.0, kMostWeight};
+  return read_value(value, place) && std::ranges::all_of(place, [&](const auto& list) {
+           if (field.has_ways) {
+             return list.size() == 2 && fits(list[0], kCtas) && fits(list[1], kLanes);
+           }
+           return !list.empty() && list.size() <= static_cast<size_t>(kMaxChunks) &&
+                  std::ranges::all_of(list, [&](int32_t one) { return fits(one, kWeights); });
+         });
+}
+
+std::map<std::string, std::string Profile::*> texts() {
+  return {{"name", &Profile::name},
+          {"made.by", &Profile::made_by},
+          {"made.at", &Profile::made_at},
+          {"made.note", &Profile::note},
+          {"machine.gpu", &Profile::gpu}};
+}
+
+// The names that may stand in place of an unknown one: those of its group, else the first of each.
+std::string names_beside(const std::string& unknown) {
+  const std::string group = unknown.substr(0, unknown.find('.') + 1);
+  std::string beside, groups;
+  std::set<std::string> said;
+  const auto add = [&](const std::string& name) {
+    if (!group.empty() && name.starts_with(group)) beside += (beside.empty() ? "" : ", ") + name;
+    if (!said.insert(name.substr(0, name.find('.'))).second) return;
+    groups += (groups.empty() ? "" : ", ") + name;
+  };
+  for (const auto& [name, member] : texts()) add(name);
+  for (const ProfileEntry& field : profile_entries()) add(field.name);
+  return beside.empty() ? groups + " and those beside them" : beside;
+}
+
+SharedProfile read(const std::string& text, const std::string& source, const Profile* shipped) {
   auto profile = std::make_shared<Profile>();
   if (shipped != nullptr) *profile = *shipped;
+  for (const auto& [name, member] : texts()) (*profile.*member).clear();
   profile->source = source;
-  profile->name = profile->made_by = profile->made_at = profile->note = profile->gpu = "";
+  const auto fail = [&](const std::string& what, const std::string& allowed) {
+    throw std::invalid_argument("profile " + source + ": " + what + "; allowed is " + allowed);
+  };
+  const auto& entries = profile_entries();
+  std::set<std::string> given;
+  const auto read_field = [&](const std::string& name, std::string_view value) {
+    if (!given.insert(name).second) fail(name + " is there twice", "each field once");
+    const std::string quoted(value.substr(0, kMostQuoted));
+    if (const auto all = texts(); all.contains(name)) {
+      std::string& place = *profile.*all.at(name);
+      if (read_value(value, place)) return;
+      fail(name + " is " + quoted, "a string that is not empty, without escapes but \\\" and \\\\");
+    }
+    const auto field = std::ranges::find(entries, name, &ProfileEntry::name);
+    if (field == entries.end()) {
+      fail("it has " + string_text(name) + ", which is no field", names_beside(name));
+    }
+    if (!std::visit([&](const auto& place) { return set(place(*profile), *field, value); },
+                    field->place)) {
+      fail(name + " is " + quoted, allowed_in(*field));
+    }
+  };
+  Text file(text, source);
+  file.expect('{');
+  if (!file.take('}')) {
+    do {
+      const std::string name(file.take_string());
+      file.expect(':');
+      read_field(name.substr(1, name.size() - 2), file.take_value());
+    } while (file.take(','));
+    file.expect('}');
+  }
+  file.expect_end();
+  if (!given.contains("name")) fail("name is missing", "a string that is not empty");
   profile->missing.clear();
-  Reader(source, *profile).read(file);
+  for (const ProfileEntry& field : entries) {
+    if (!given.contains(field.name)) profile->missing.push_back(field.name);
+  }
   return profile;
 }
 
 // --- writing -----------------------------------------------------------------------------------
 
-std::string lists_json(const Profile::Lists& lists) {
+std::string value_text(double number) {
+  return number_text(number);
+}
+std::string value_text(int64_t number) {
+  return std::to_string(number);
+}
+std::string value_text(const Profile::Lists& lists) {
   std::string result;
   for (const std::vector<int32_t>& list : lists) {
     std::string numbers;
@@ -257,56 +278,25 @@ std::string lists_json(const Profile::Lists& lists) {
   return "[" + result + "]";
 }
 
-std::string value_json(const ProfileEntry& field, Profile& profile) {
-  if (const auto* number = std::get_if<PlaceOf<double>>(&field.place)) {
-    return json_number((*number)(profile));
-  }
-  if (const auto* whole = std::get_if<PlaceOf<int64_t>>(&field.place)) {
-    return std::to_string((*whole)(profile));
-  }
-  return lists_json(std::get<PlaceOf<Profile::Lists>>(field.place)(profile));
-}
-
-// Members by their full names, which come group by group, as nested objects.
-std::string nested(const std::vector<std::pair<std::string, std::string>>& members, size_t depth) {
-  const auto group_of = [&](const std::string& name) {
-    size_t begin = 0;
-    for (size_t i = 0; i < depth; ++i) begin = name.find('.', begin) + 1;
-    const size_t end = name.find('.', begin);
-    return std::pair(name.substr(begin, end - begin), end != std::string::npos);
-  };
-  const std::string indent(2 * (depth + 1), ' ');
-  std::string result;
-  for (size_t i = 0; i < members.size();) {
-    const auto [own, is_group] = group_of(members[i].first);
-    size_t end = i + 1;
-    while (is_group && end < members.size() && group_of(members[end].first).first == own) ++end;
-    const auto at = [&](size_t index) { return members.begin() + static_cast<ptrdiff_t>(index); };
-    result += (result.empty() ? "" : ",\n") + indent + json_string(own) + ": " +
-              (is_group ? nested({at(i), at(end)}, depth + 1) : members[i].second);
-    i = end;
-  }
-  return "{\n" + result + "\n" + indent.substr(2) + "}";
-}
-
 }  // namespace
 
 std::string Profile::to_json() const {
-  std::vector<std::pair<std::string, std::string>> members = {
-      {"schema", json_number(kSchema)}, {"kind", json_string(kKind)}, {"name", json_string(name)}};
-  const auto add = [&](const char* own, const std::string& text) {
-    if (!text.empty()) members.emplace_back(own, json_string(text));
+  std::string result;
+  const auto add = [&](const std::string& field, const std::string& value) {
+    result += (result.empty() ? "{\n  " : ",\n  ") + string_text(field) + ": " + value;
   };
-  add("made.by", made_by);
-  add("made.at", made_at);
-  add("made.note", note);
-  add("machine.gpu", gpu);
+  for (const char* field : {"name", "made.by", "made.at", "made.note", "machine.gpu"}) {
+    const std::string& text = this->*texts().at(field);
+    if (!text.empty()) add(field, string_text(text));
+  }
   Profile copy = *this;  // fields are places in one that can change
   const std::set<std::string> lacks(missing.begin(), missing.end());
   for (const ProfileEntry& field : profile_entries()) {
-    if (!lacks.contains(field.name)) members.emplace_back(field.name, value_json(field, copy));
+    if (lacks.contains(field.name)) continue;
+    add(field.name,
+        std::visit([&](const auto& place) { return value_text(place(copy)); }, field.place));
   }
-  return nested(members, 0) + "\n";
+  return result + "\n}\n";
 }
 
 const SharedProfile& shipped_profile() {

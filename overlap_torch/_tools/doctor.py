@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -305,13 +304,10 @@ def _profile() -> Profile:
     return Profile.parse(now["profile"], now["OVERLAP_PROFILE"])
 
 
-def profile_lines(profile: Profile, gpus: Sequence[str], today: date) -> list[str]:
-    """The profile that plans are made by, its age, and what it lacks; pure, as :func:`fast_paths`."""
-    made = f"by {profile.made_by}" if profile.made_by else ""
-    if profile.made_at:
-        days = (today - date.fromisoformat(profile.made_at[:10])).days
-        ago = f"{days} day{'' if days == 1 else 's'} ago" if days > 0 else "today"
-        made = f"{made}, {profile.made_at}, {ago}" if made else f"{profile.made_at}, {ago}"
+def profile_lines(profile: Profile, gpus: Sequence[str]) -> list[str]:
+    """The profile that plans are made by, and what it lacks; pure, as :func:`fast_paths`."""
+    by = f"by {profile.made_by}" if profile.made_by else ""
+    made = ", ".join(filter(None, (by, profile.made_at)))
     lines = [
         f"name      {profile.name}",
         f"from      {profile.source}",
@@ -428,7 +424,7 @@ def report() -> str:
         "GPUs": _gpu_lines(found),
         "Links": _link_lines(found),
         "Profile (what work is expected to take)": profile_lines(
-            _profile(), [gpu.name for gpu in found.gpus], date.today()
+            _profile(), [gpu.name for gpu in found.gpus]
         ),
         "Fast paths (what none of them takes runs the unfused composition)": paths,
         "Stand-ins": replace.lines(),

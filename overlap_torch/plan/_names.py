@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from overlap_torch._plan import (
-    Collective,
-    DType,
-    Engine,
-    Kernel,
-    Layout,
-    Memory,
-    Op,
-    Recipe,
-    Schedule,
-    Transport,
-    Way,
-)
-
-_Enum = TypeVar(
-    "_Enum", Op, DType, Recipe, Schedule, Kernel, Transport, Layout, Collective, Memory, Way, Engine
-)
+_Enum = TypeVar("_Enum")
 
 
 def enum_name(member: Any) -> str:
@@ -32,7 +16,8 @@ def enum_member(enum: type[_Enum], value: Any) -> _Enum:
     """A member of the enumeration, given itself or its name in lower case."""
     if isinstance(value, enum):
         return value
-    names = {name.lower(): member for name, member in enum.__members__.items()}
+    members: dict[str, _Enum] = enum.__members__  # type: ignore[attr-defined]
+    names = {name.lower(): member for name, member in members.items()}
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{enum.__name__} is {value!r}, allowed are {', '.join(names)}")
     return names[value]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from overlap_torch._plan import Plan, Problem, Program, Resources, decode, encode, validate
+from overlap_torch._plan import Plan, Program, decode, encode, validate
 from overlap_torch.plan._names import enum_member, enum_name
 
 __all__ = [
@@ -121,13 +121,6 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-# Fields that a plan may leave out, as the recordings in benchmarks/data do, and their values then.
-_SINCE: dict[type, dict[str, Any]] = {
-    Resources: {"one_launch": False, "low_priority": False},
-    Problem: {"recipe": "none", "fast_accum": False},
-}
-
-
 def _read(what: str, kind: Any, data: Any) -> Any:
     """A field of this type: a class, (an item's class,), an enumeration, or a type of numbers."""
     if isinstance(kind, tuple):
@@ -138,10 +131,6 @@ def _read(what: str, kind: Any, data: Any) -> Any:
         return enum_member(kind, data)
     if not hasattr(kind, "__fields__"):
         return data  # the class checks it
-    if isinstance(data, dict):
-        data = _SINCE.get(kind, {}) | data
-        if kind is Problem:  # without scales the result is of the operands' dtype
-            data = {"output_dtype": data.get("dtype")} | data
     _check_fields(what, data, kind.__fields__)
     owner = f"{what}'s" if what == "plan" else what
     values = {

@@ -16,13 +16,10 @@
 #include "checking.h"
 #include "finish_case.h"
 #include "gemm_case.h"
-#include "interpreter_case.h"
 #include "kernels/chunk/reorder.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/peer/peer_signal.h"
 #include "kernels/signal/signal.h"
-#include "message_case.h"
-#include "peer_case.h"
 #include "plan/templates.h"
 #include "ring_case.h"
 
@@ -423,18 +420,12 @@ std::vector<Target> targets(bool small, int rounds) {
   const std::vector<Kernel> pingpong = {Kernel::kSm90Pingpong, Kernel::kSm90PingpongWide};
   std::vector<Target> all = {
       {"signal", {}, check_signal},
-      {"peers", {}, check_peers},
       {"finish", {}, check_finish},
-      {"interpreter", {}, check_interpreter},
       {"reorder", {}, [=] { check_reorder_all(small); }},
       {"ring", {Kernel::kSm90Pingpong}, [=] { check_ring(Kernel::kSm90Pingpong, small); }},
       {"ringwide",
        {Kernel::kSm90PingpongWide},
        [=] { check_ring(Kernel::kSm90PingpongWide, small); }},
-      {"messages", pingpong,
-       [=] {
-         for (const Kernel kernel : pingpong) check_messages(kernel, small, rounds);
-       }},
       {"fp8", pingpong,
        [=] {
          int cases = 0, races = 0;
@@ -480,7 +471,6 @@ int main(int argc, char** argv) {
   int major = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   CUDA_CHECK(kernels::load_kernels());
-  CUDA_CHECK(kernels::load_interpreter_kernels());
 
   bool known = wanted == "all" || wanted == "list";
   std::string names;

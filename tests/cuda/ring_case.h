@@ -59,14 +59,12 @@ struct RingShape {
 template <class T, class In = T>
 class RingCase {
  public:
-  RingCase(plan::Kernel kernel, int ranks, const RingShape& shape, bool k_contiguous, bool mirrors,
-           int chunks)
+  RingCase(plan::Kernel kernel, int ranks, const RingShape& shape, bool k_contiguous, bool mirrors)
       : kernel_(kernel),
         ranks_(ranks),
         shape_(shape),
         k_contiguous_(k_contiguous),
         mirrors_(mirrors),
-        collects_(mirrors && chunks == 1),
         output_stride_(shape.n + 16),
         name_(
             std::string(plan::name(kernel)) + ": ring of " + std::to_string(ranks) +
@@ -74,9 +72,8 @@ class RingCase {
             (shape.short_by == 0 ? "" : " (the last " + std::to_string(rows_of(ranks - 1)) + ")") +
             " x " + std::to_string(shape.n) + ", k = " + std::to_string(shape.k) +
             (k_contiguous ? "" : ", weight along n") + (std::is_same_v<T, In> ? "" : ", fp8") +
-            (mirrors ? ", mirrored" : "") + (collects_ ? " and collected, " : ", ") +
-            std::to_string(chunks) + " chunks") {
-    make_order(chunks);
+            (mirrors ? ", mirrored and collected" : "")) {
+    make_order();
     CUDA_CHECK(cudaMallocHost(&report_, sizeof(*report_)));
     *report_ = {};
     for (int rank = 0; rank < ranks; ++rank)
@@ -140,7 +137,7 @@ class RingCase {
           calls(1),
           ended(ring.ranks_),
           tiles_taken(2),
-          counters(plan::kMaxChunks) {
+          counters(1) {
       for (int phase = 0; phase + 1 < ring.ranks_; ++phase) {
         partial.push_back(std::make_unique<Buffer<T>>(ring.part_elements()));
       }
@@ -187,30 +184,17 @@ class RingCase {
     }
   }
 
-  // One chunk, in rounds of one cluster or two of each part, or all of it; or two, of which the first has
-  // all tiles of the phases before and some of the last one's, and bands of one cluster.
-  void make_order(int chunks) {
+  // In rounds of one cluster or two of each part, or all of it.
+  void make_order() {
     const plan::KernelShape tile = plan::kernel_shape(kernel_, false);
     part_tile_rows_ = static_cast<int32_t>(
         round_up(round_up(shape_.part_rows, tile.tile_m) / tile.tile_m, tile.cluster_m));
     const auto tiles_n = static_cast<int32_t>(round_up(shape_.n, tile.tile_n) / tile.tile_n);
-    if (chunks == 1) {
-      const int32_t clusters = part_tile_rows_ / tile.cluster_m;
-      round_tile_rows_ = !mirrors_           ? part_tile_rows_
-                         : clusters % 2 == 0 ? 2 * tile.cluster_m
-                                             : tile.cluster_m;
-      order_ = plan::ring_order(ranks_, part_tile_rows_, tiles_n, round_tile_rows_);
-      return;
-    }
-    order_.tiles_m = part_tile_rows_ * ranks_;
-    order_.tiles_n = tiles_n;
-    order_.parts = ranks_;
-    order_.num_runs = 1;
-    order_.runs[0] = {tile.cluster_m, order_.tiles_m / tile.cluster_m};
-    order_.num_chunks = chunks;
-    order_.chunk_begin[1] =
-        (order_.tiles_m - part_tile_rows_ + tile.cluster_m) * order_.tiles_n;  // of two
-    order_.chunk_begin[chunks] = order_.num_tiles();
+    const int32_t clusters = part_tile_rows_ / tile.cluster_m;
+    round_tile_rows_ = !mirrors_           ? part_tile_rows_
+                       : clusters % 2 == 0 ? 2 * tile.cluster_m
+                                           : tile.cluster_m;
+    order_ = plan::ring_order(ranks_, part_tile_rows_, tiles_n, round_tile_rows_);
   }
 
   int64_t rows_of(int part) const {
@@ -221,7 +205,7 @@ class RingCase {
   int64_t all_elements() const { return 2 * kGuard + ranks_ * part_stride(); }
   int64_t part_tiles() const { return int64_t{part_tile_rows_} * order_.tiles_n; }
   // From the rank before, and, of final tiles, from each.
-  int64_t passed_tiles() const { return (ranks_ - 1) * part_tiles() * (collects_ ? 2 : 1); }
+  int64_t passed_tiles() const { return (ranks_ - 1) * part_tiles() * (mirrors_ ? 2 : 1); }
   Memory& memory(int rank) const { return *memory_[static_cast<size_t>(rank % ranks_)]; }
   // The part after `hop` more ranks have added to it, the first of them the one after its owner.
   const T* reference(int part, int hop) const {
@@ -270,7 +254,7 @@ class RingCase {
       }
       peers.tiles.announce[distance - 1] = other.flags.data() + (distance - 1) * part_tiles();
     }
-    if (collects_) {
+    if (mirrors_) {
       peers.arriving = own.mirrored.data() + kGuard;
       peers.collected = own.collected.data() + kGuard;
     }
@@ -367,8 +351,7 @@ class RingCase {
       const std::string whose = ", the part of rank " + std::to_string(part);
       const bool untouched = part == rank;
       expect_part_of_all(own.mirrored, part, untouched || !mirrors_, what + whose);
-      expect_part_of_all(own.collected, part, untouched || !collects_,
-                         what + whose + ", collected");
+      expect_part_of_all(own.collected, part, untouched || !mirrors_, what + whose + ", collected");
     }
     expect_words(own.flags, passed_tiles(), kTag + calls_, what + ": flags");
     expect_words(own.flags, kSpareFlags, kFirstCalls, what + ": flags", passed_tiles());
@@ -378,10 +361,7 @@ class RingCase {
       expect_words(own.ended, 1, peer == rank ? kFirstCalls : calls_, what + ": calls of peers",
                    peer);
     }
-    for (int32_t chunk = 0; chunk < plan::kMaxChunks; ++chunk) {
-      const int32_t tiles = chunk < order_.num_chunks ? plan::chunk_tiles(order_, chunk) : 0;
-      expect_words(own.counters, 1, tiles, what + ": counters", chunk);
-    }
+    expect_words(own.counters, 1, order_.num_tiles(), what + ": counters");
   }
 
   const plan::Kernel kernel_;
@@ -389,11 +369,10 @@ class RingCase {
   const RingShape shape_;
   const bool k_contiguous_;
   const bool mirrors_;
-  const bool collects_;
   const int64_t output_stride_;
   const std::string name_;
   int32_t part_tile_rows_ = 0;
-  int32_t round_tile_rows_ = 0;  // 0: turn after turn
+  int32_t round_tile_rows_ = 0;
   plan::TileOrder order_;
   kernels::WaitReport* report_ = nullptr;
   uint64_t calls_ = kFirstCalls;  // that have ended
@@ -413,16 +392,15 @@ inline int check_short_rings(plan::Kernel kernel, bool small) {
   for (const int ranks : groups) {
     for (const RingShape& shape : shapes) {
       // Scattered sums have equal parts, so these are stored in all places, and collected.
-      RingCase<__nv_bfloat16>(kernel, ranks, shape, cases % 2 == 0, true, 1).check();
+      RingCase<__nv_bfloat16>(kernel, ranks, shape, cases % 2 == 0, true).check();
       ++cases;
     }
     // One row left; and as many as fill a tile.
     for (const int64_t short_by : {int64_t{299}, int64_t{172}}) {
-      RingCase<__half>(kernel, ranks, {300, 264, 72, short_by}, true, true, 1).check();
+      RingCase<__half>(kernel, ranks, {300, 264, 72, short_by}, true, true).check();
       ++cases;
     }
-    RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, {257, 264, 528, 3}, true, true, 1)
-        .check();
+    RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, {257, 264, 528, 3}, true, true).check();
     ++cases;
   }
   return cases;
@@ -443,29 +421,24 @@ inline void check_ring(plan::Kernel kernel, bool small) {
       for (const bool k_contiguous : {true, false}) {
         for (const bool mirrors : {false, true}) {
           if (small && k_contiguous == mirrors) continue;  // racecheck takes seconds for each case
-          // Between more than two ranks final rows travel tile by tile only.
-          const bool chunked = shape.part_rows > 256 && k_contiguous && !(mirrors && ranks > 2);
-          RingCase<__nv_bfloat16>(kernel, ranks, shape, k_contiguous, mirrors, chunked ? 2 : 1)
-              .check();
+          RingCase<__nv_bfloat16>(kernel, ranks, shape, k_contiguous, mirrors).check();
           ++cases;
         }
       }
     }
-    RingCase<__half>(kernel, ranks, shapes[3], true, ranks == 2, 2).check();
-    RingCase<__nv_bfloat16>(kernel, ranks, shapes[0], true, false, 1).check_deadline();
+    RingCase<__half>(kernel, ranks, shapes[3], true, ranks == 2).check();
+    RingCase<__nv_bfloat16>(kernel, ranks, shapes[0], true, false).check_deadline();
     cases += 2;
     for (const RingShape& shape : fp8_shapes) {
-      const bool chunked = shape.part_rows > 256;
-      RingCase<__nv_bfloat16, __nv_fp8_e4m3>(kernel, ranks, shape, true, false, chunked ? 2 : 1)
-          .check();
-      RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, shape, true, true, 1).check();
+      RingCase<__nv_bfloat16, __nv_fp8_e4m3>(kernel, ranks, shape, true, false).check();
+      RingCase<__nv_bfloat16, __nv_fp8_e5m2>(kernel, ranks, shape, true, true).check();
       cases += 2;
     }
   }
   // As many ranks as there can be, each with a few SMs.
   const size_t shapes_of_many = small ? 2 : 4;
   for (size_t shape = 0; shape < shapes_of_many; ++shape) {
-    RingCase<__nv_bfloat16>(kernel, kernels::kMaxPeers, shapes[shape], true, true, 1).check();
+    RingCase<__nv_bfloat16>(kernel, kernels::kMaxPeers, shapes[shape], true, true).check();
     ++cases;
   }
   cases += check_short_rings(kernel, small);

@@ -201,50 +201,10 @@ def test_price_chunk_without_room_waits_for_the_gemm(machine, comm_sms, max_ctas
     assert (first[0] < gemm_end / 2) == (not waits)
 
 
-# --- lanes ------------------------------------------------------------------------------------------
-
-
 # Heights of chunks, multiples of 8 that sum up to 64.
 cuts = st.sets(st.integers(1, 7)).map(
     lambda inner: [8 * (b - a) for a, b in itertools.pairwise([0, *sorted(inner), 8])]
 )
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.sampled_from(KINDS),
-    cuts,
-    st.sampled_from([SHORT_K, 2048, 8192]),
-    st.sampled_from([4, 8, 16]),
-    st.integers(2, 4),
-    st.floats(180, 500),
-)
-def test_price_lanes_lie_between_one_lane_and_the_link(kind, heights, k, ctas, lanes, gbps) -> None:
-    machine = hopper(windows=True, link_gbps=gbps)
-    one, more = (
-        Timeline(
-            make(
-                kind, heights, problem=big(k=k), max_ctas=ctas, comm_sms=ctas * lanes, lanes=count
-            ),
-            machine,
-        )
-        for count in (1, lanes)
-    )
-    # Chunks that share the link may all end late, and are summed then.
-    sums = 2 * sum(lengths(one.spans("unpack"))) + 200 if kind == "exchange" else 0.0
-    assert more.expected.total_us <= one.expected.total_us * (1 + 1e-9) + sums
-    # At no time do they carry more than the link does: the time from the first call to the last is not less than that
-    # of all bytes, by the longest lane's rate.
-    calls = more.spans("collective")
-    alone = make(kind, [64], problem=big(k=k), max_ctas=64, comm_sms=64)
-    whole = lengths(Timeline(alone, machine).spans("collective"))[0]
-    shortest = min(lengths(one.spans("collective")))
-    spread = max(end for _, end in calls) - min(begin for begin, _ in calls)
-    assert spread >= (whole - shortest) * (1 - 1e-9)
-    assert all(
-        a >= b * (1 - 1e-9)
-        for a, b in zip(lengths(calls), lengths(one.spans("collective")), strict=True)
-    )
 
 
 # --- all-gathers ------------------------------------------------------------------------------------
@@ -279,38 +239,6 @@ def test_price_gather_computes_own_rows_then_what_arrives(kind, ctas, heights, k
     assert launches[-1]["ctas"] == machine.sm_count
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("n", [8192, 1024])  # the GEMM outlasts the link, or the link the GEMM
-def test_price_gather_over_peers_computes_what_has_arrived(world: int, chunks: int, n: int) -> None:
-    machine = hopper(peer_gbps=350.0)
-    problem = big(n=n, world_size=world, op=Op.ALLGATHER_GEMM)
-    for comm_sms in (0, 2):  # a launch for each arrival, or one that awaits them
-        plan = plans.templates.row_panels(
-            problem, chunks, kernel="sm90_pingpong", transport="peer", comm_sms=comm_sms
-        )
-        timeline = Timeline(plan, machine)
-        check(timeline)
-        signals = timeline.spans("signal")
-        assert len(signals) == chunks
-        launches = timeline.spans("gemm")
-        # Behind the last chunk's arrival its tiles are left to compute.
-        left_us = (world - 1) / world / chunks * timeline.expected.gemm_us
-        assert launches[-1][1] > signals[-1][1] + 0.5 * left_us
-        if comm_sms == 2:
-            ((begin, end),) = launches
-            assert begin < signals[0][0] < signals[-1][1] < end
-        else:
-            assert len(launches) == chunks + 1
-            assert all(
-                launch[0] > signal[1] for launch, signal in zip(launches[1:], signals, strict=True)
-            )
-        # Copies go out one after the other, at the link's rate.
-        copied = [step for step in timeline.of("copy") if step["lane"] == "side0"]
-        out = sum(step["bytes"] for step in copied) / 350e3
-        assert sum(step["ends"] - step["begins"] for step in copied) == pytest.approx(out)
-
-
 # --- CPU --------------------------------------------------------------------------------------------
 
 
@@ -333,35 +261,6 @@ def test_price_on_cpu_calls_one_by_one_and_computes_by_the_tile(op: Op) -> None:
     gemm_us = 2 * 2048 * 2048 * 512 / (machine.sm_gflops * 1e3 * machine.sm_count)
     assert timeline.expected.gemm_us == pytest.approx(gemm_us, abs=5)
     assert timeline.expected.communication_us == pytest.approx(sum(lengths(calls)))
-
-
-# --- all-to-alls ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transport", ["nccl", "peer"])
-@pytest.mark.parametrize("rows", [[[4096, 4096], [4096, 4096]], [[64, 64], [64, 64]]], ids=str)
-def test_price_of_an_all_to_all_follows_its_rows(transport: str, rows: list[list[int]]) -> None:
-    machine = hopper(peer_gbps=350.0)
-    problem = big(m=0, n=8192, k=7168, op=Op.GEMM_ALLTOALL)
-    comm_sms = 24 if transport == "nccl" else 0
-    plan = plans.templates.make_all_to_all(
-        problem,
-        Kernel.SM90_PINGPONG,
-        plans.types.Resources(comm_sms=comm_sms),
-        24,
-        transport,
-    )
-    totals = []
-    for scale in (1, 2):
-        sent = [scale * count for count in rows[0]]
-        received = [scale * row[0] for row in rows]
-        timeline = Timeline(plan, machine, send_rows=sent, receive_rows=received)
-        check(timeline)
-        totals.append(timeline.expected.total_us)
-        work = 2 * sum(sent) * 8192 * 7168 / (132 * machine.sm_gflops * 1e3)
-        assert timeline.expected.gemm_us >= work
-        assert timeline.expected.communication_us > 0.0
-    assert totals[0] < totals[1] <= 2 * totals[0]
 
 
 # --- machines ---------------------------------------------------------------------------------------

@@ -328,4 +328,4 @@ def call_every_m(first: int, problems: int) -> tuple[int, list[str]]:
 
 @pytest.mark.ranks((2, "gloo"))
 def test_plan_execution_keeps_plans_of_what_was_called_last(ranks):
-    ranks.expect_no_failures(call_every_m, 4000, 10_000)
+    ranks.expect_no_failures(call_every_m, 4000, 5_000)

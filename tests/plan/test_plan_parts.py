@@ -7,6 +7,7 @@ import re
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
@@ -16,8 +17,10 @@ from plan_grids import Grid, parted_plans_and_grids
 settings.register_profile("plan", deadline=None)
 settings.load_profile("plan")
 
+PARTED = st.one_of(parted_plans_and_grids(), parted_plans_and_grids(peers=True))
 
-@given(parted_plans_and_grids())
+
+@given(PARTED)
 def test_plan_part_row_puts_every_tile_row_into_one_part(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
     plan.validate()
@@ -27,18 +30,18 @@ def test_plan_part_row_puts_every_tile_row_into_one_part(case: tuple[Plan, Grid]
     assert sorted(places) == [(p, row) for p in range(grid.parts) for row in range(height)]
 
 
-@given(parted_plans_and_grids(Op.ALLGATHER_GEMM))
-def test_plan_gathered_clusters_lie_in_one_part(case: tuple[Plan, Grid]) -> None:
-    # A chunk's GEMM leaves this rank's own part out, so no cluster may have tiles of two.
+@given(st.one_of(parted_plans_and_grids(Op.ALLGATHER_GEMM), parted_plans_and_grids(peers=True)))
+def test_plan_clusters_of_gathers_and_over_peers_lie_in_one_part(case: tuple[Plan, Grid]) -> None:
+    # A GEMM leaves out this rank's own part, or computes one part at a time: no cluster may have tiles of two.
     plan, grid = case
     for row in range(0, grid.rows, plan.cluster_m):
         assert len({plan.part_row(row + i)[0] for i in range(plan.cluster_m)}) == 1
 
 
-@given(parted_plans_and_grids())
+@given(PARTED)
 def test_plan_parted_chunks_hold_the_same_rows_of_each_part(case: tuple[Plan, Grid]) -> None:
     plan, grid = case
-    part_rows = grid.m // grid.parts
+    part_rows = -(-grid.m // grid.parts)  # the last part may have fewer
     rows_of: list[dict[int, set[int]]] = [{} for _ in grid.chunks]
     for (row, _), chunk in zip(grid.tiles(), grid.chunk_of_tiles(), strict=True):
         part, top = grid.part_rows()[row]

@@ -1,61 +1,12 @@
-"""Plans whose chunks travel through memory that the ranks map into each other: their form, and what is refused."""
+"""Plans whose chunks travel through memory that the ranks map into each other: rings of any rows, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
 
 from overlap_torch import plan as plans
 from overlap_torch.plan import Plan, Problem
-from overlap_torch.plan.types import (
-    Collective,
-    DType,
-    Op,
-)
-from plan_grids import Grid, parted_plans_and_grids
-
-settings.register_profile("plan", deadline=None)
-settings.load_profile("plan")
-
-COLLECTIVES = {
-    Op.GEMM_ALLREDUCE: (Collective.RING, Collective.STRIPES),
-    Op.GEMM_REDUCESCATTER: (Collective.RING, Collective.STRIPES),
-    Op.ALLGATHER_GEMM: (Collective.ALL_GATHER,),
-}
-
-
-# --- form -------------------------------------------------------------------------------------------
-
-
-@given(parted_plans_and_grids(peers=True))
-def test_plan_over_peers_takes_every_tile_once_in_whole_rows_of_parts(
-    case: tuple[Plan, Grid],
-) -> None:
-    plan, grid = case
-    plan.validate()
-    assert plan.collective in COLLECTIVES[plan.problem.op]
-    tiles = [plan.tile_coord(i) for i in range(grid.rows * grid.columns)]
-    assert tiles == grid.tiles()
-    places = [plan.part_row(row) for row in range(grid.rows)]
-    assert places == grid.part_rows()
-    # One part is computed at a time, so no cluster may have tiles of two.
-    for row in range(0, grid.rows, plan.cluster_m):
-        assert len({places[row + i][0] for i in range(plan.cluster_m)}) == 1
-    part_rows = -(-grid.m // grid.parts)
-    covered: list[int] = []
-    rows_of: list[list[set[int]]] = [[set() for _ in range(grid.parts)] for _ in grid.chunks]
-    for (row, _), chunk in zip(tiles, grid.chunk_of_tiles(), strict=True):
-        part, top = places[row]
-        rows = range(top * grid.tile_m, min((top + 1) * grid.tile_m, part_rows))
-        rows_of[chunk][part].update(rows)
-    for chunk, of_parts in enumerate(rows_of):
-        begin, end = plan.chunk_rows(chunk)
-        assert all(rows == set(range(begin, end)) for rows in of_parts)
-        covered += range(begin, end)
-    assert covered == list(range(part_rows))
-
-
-# --- what is refused --------------------------------------------------------------------------------
+from overlap_torch.plan.types import Collective, DType, Op
 
 
 @pytest.mark.parametrize("kernel", ["library", "sm90_pingpong", "sm90_pingpong_wide"])
@@ -112,6 +63,3 @@ def test_plan_of_a_ring_has_a_flag_for_each_tile_that_it_passes_on(
     with pytest.raises(ValueError, match=expected):
         ring(tile_rows)
     ring(tile_rows - 2).validate()  # whole clusters of two
-
-
-# --- all-to-all -------------------------------------------------------------------------------------

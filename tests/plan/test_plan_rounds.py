@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,10 +22,6 @@ def arrivals(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     return [cluster * count for count in counts], cluster, draw(st.integers(1, alone)), alone
 
 
-def rounds_of(launches: list[tuple[int, int, int]]) -> int:
-    return sum(math.ceil((end - begin) / at_once) for begin, end, at_once in launches)
-
-
 @given(arrivals())
 def test_gather_launches_take_all_that_is_there_or_leave_less_than_a_round(case) -> None:
     arriving, cluster, beside, alone = case
@@ -41,35 +35,6 @@ def test_gather_launches_take_all_that_is_there_or_leave_less_than_a_round(case)
         assert end - begin in (left, left // grid * grid)
         assert end > begin or left == 0
     assert last[1:] == (sum(arriving), max(alone // cluster, 1) * cluster)
-
-
-@given(arrivals())
-def test_gather_launches_leave_tiles_only_to_save_a_round(case) -> None:
-    arriving, cluster, beside, _ = case
-    launches = _plan_test.gather_launches(*case)
-    grid = max(beside // cluster, 1) * cluster
-    # Each computing all that has arrived.
-    apart = sum(math.ceil(count / grid) for count in arriving[:-1])
-    apart += math.ceil(arriving[-1] / launches[-1][2])
-    assert rounds_of(launches) <= apart
-    there = 0
-    for i, (_, end, _) in enumerate(launches[:-1]):
-        there += arriving[i]
-        if end < there:  # taking them now, and all after as before, is a round more
-            taken, *behind = [there - end + arriving[i + 1], *arriving[i + 2 :]]
-            rest = _plan_test.gather_launches([taken, *behind], *case[1:])
-            without = _plan_test.gather_launches(arriving[i + 1 :], *case[1:])
-            assert rounds_of(rest) < 1 + rounds_of(without)
-
-
-@given(arrivals())
-def test_gather_launches_take_no_more_rounds_than_one_launch(case) -> None:
-    """But for those that find less than a round: one more for each. Rounds of one launch: beside communication."""
-    arriving, cluster, beside, _ = case
-    launches = _plan_test.gather_launches(*case)
-    grid = max(beside // cluster, 1) * cluster
-    short = sum((end - begin) % grid != 0 for begin, end, _ in launches[:-1])
-    assert rounds_of(launches) <= math.ceil(sum(arriving) / grid) + short
 
 
 def test_gather_launches_of_two_ranks() -> None:
@@ -121,20 +86,6 @@ def test_rings_keep_the_rows_of_a_round_together(ring) -> None:
         assert tiles[index : index + round_rows] == [
             (turn, row + further, column) for further in range(round_rows)
         ]
-
-
-@given(rings())
-def test_rings_have_last_turns_from_early_on(ring) -> None:
-    """Once all turns have begun and while none has ended, every band holds a round of each."""
-    parts, part_tile_rows, tiles_n, round_rows = ring
-    rounds = part_tile_rows // round_rows
-    tiles = _plan.ring_tiles(*ring)
-    round_tiles = round_rows * tiles_n
-    rising = sum(range(1, parts)) * round_tiles
-    for band in range(rounds - parts + 1):
-        begin = rising + band * parts * round_tiles
-        turns = [turn for turn, _, _ in tiles[begin : begin + parts * round_tiles]]
-        assert all(turns.count(turn) == round_tiles for turn in range(parts))
 
 
 @pytest.mark.parametrize(

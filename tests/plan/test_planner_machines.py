@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-import machine_table
 from machines import big, hopper, total
 from overlap_torch import plan
 from overlap_torch.plan import Machine, Problem
 from overlap_torch.plan.types import Collective, Kernel, Op, Schedule, Transport
+from planner_problems import MACHINES
 from tests._plan_test import make_plan_between
 
 OPS = (Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM)
@@ -31,8 +31,8 @@ def best_us(problem: Problem, machine: Machine) -> float:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_planner_has_no_seams_between_links(make, op, world):
-    """A link that is 2 % faster: sequence and best candidate take no longer, and what is chosen hardly does."""
-    step = 1.02
+    """A link that is 5 % faster: sequence and best candidate take no longer, and what is chosen hardly does."""
+    step = 1.05
     for m, n, k in SHAPES:
         problem = Problem(m, n, k, "bfloat16", world, op)
         before = None
@@ -54,10 +54,15 @@ def test_planner_has_no_seams_between_links(make, op, world):
             before = now
 
 
-@pytest.mark.parametrize("name", ["A100 NVLink x4", "L40S PCIe4 x2", "B200 NVLink x2"])
-def test_planner_gathers_by_copy_engines_whatever_computes(name):
-    machine = machine_table.machine(name)
-    problem = big(op=Op.ALLGATHER_GEMM, world_size=machine_table.MACHINES[name][1])
+A100 = ampere(link_gbps=160.0, link_latency_us=15.0, windows=True, peer_gbps=260.0)
+L40S = ampere(arch=89, link_gbps=18.0, link_latency_us=20.0, windows=True, peer_gbps=24.0)
+B200 = MACHINES["blackwell"]
+H200 = MACHINES["hopper"]
+
+
+@pytest.mark.parametrize(("machine", "world"), [(A100, 4), (L40S, 2), (B200, 2)], ids=str)
+def test_planner_gathers_by_copy_engines_whatever_computes(machine, world):
+    problem = big(op=Op.ALLGATHER_GEMM, world_size=world)
     found = [
         one
         for one in plan.candidates(problem, machine)
@@ -66,37 +71,36 @@ def test_planner_gathers_by_copy_engines_whatever_computes(name):
     assert {one.kernel for one in found} == {Kernel.SM80, Kernel.LIBRARY}
 
 
-@pytest.mark.parametrize("name", [name for name in machine_table.MACHINES if "B200" in name])
-def test_planner_overlaps_on_blackwell(name):
-    shares = [machine_table.row(name, op) for op in OPS]
-    assert max(share for share, *_ in shares) > 0.1
-    assert all(mean >= 1.0 for _, mean, _ in shares)
+@pytest.mark.parametrize("op", OPS)
+def test_planner_gains_on_blackwell(op):
+    shapes = [(m, 8192, k) for m in (4096, 8192, 16384) for k in (2048, 3584, 7168)]
+    gains = []
+    for m, n, k in shapes:
+        problem = Problem(m, n, k, "bfloat16", 2, op)
+        sequence = total(plan.templates.make_sequential(problem, B200), B200)
+        gains.append(sequence / total(plan.templates.make_plan(problem, B200), B200))
+    assert min(gains) >= 1.0 and max(gains) > 1.1
 
 
 # --- every M --------------------------------------------------------------------------------------------------
 
 
-def test_planner_between_two_m_loses_little_on_the_whole():
+@pytest.mark.parametrize(
+    ("machine", "world"), [(H200, 2), (H200, 8), (A100, 4), (L40S, 2)], ids=str
+)
+def test_planner_between_two_m_loses_little_on_the_whole(machine, world):
     """The loss is of the planner's expectation, over M that nobody has planned."""
-    for name in (
-        "H200 NVLink x2",
-        "H200 NVLink x4",
-        "H200 NVLink x8",
-        "A100 NVLink x4",
-        "L40S PCIe4 x2",
-    ):
-        machine, world = machine_table.machine(name), machine_table.MACHINES[name][1]
-        for op in OPS:
-            losses = []
-            for m in range(300, 16_000, 653):
-                m = -(-m // world) * world if op != Op.GEMM_ALLREDUCE else m
-                problem = Problem(m, 8192, 3584, "bfloat16", world, op)
-                taken, whole = (
-                    make_plan_between(problem, machine),
-                    plan.templates.make_plan(problem, machine),
-                )
-                losses.append(math.log(total(taken, machine) / total(whole, machine)))
-            assert sum(losses) / len(losses) < 0.01, (name, op)
+    for op in OPS:
+        losses = []
+        for m in range(300, 16_000, 653):
+            m = -(-m // world) * world if op != Op.GEMM_ALLREDUCE else m
+            problem = Problem(m, 8192, 3584, "bfloat16", world, op)
+            taken, whole = (
+                make_plan_between(problem, machine),
+                plan.templates.make_plan(problem, machine),
+            )
+            losses.append(math.log(total(taken, machine) / total(whole, machine)))
+        assert sum(losses) / len(losses) < 0.01, op
 
 
 @pytest.mark.parametrize("op", OPS)

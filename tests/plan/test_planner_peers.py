@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machines import ada, big, cpu, hopper, slow, total
+from machines import ada, big, hopper, slow, total
 from overlap_torch import plan as plans
 from overlap_torch.plan import Machine, Plan, Problem
 from overlap_torch.plan._library import parse_machine
@@ -113,35 +112,6 @@ def test_planner_takes_phases_for_rows_that_are_no_equal_parts(world: int) -> No
         plan.validate()
         assert in_phases(plan)
         assert (plan.kernel, plan.chunks, plan.bands) == (equal.kernel, equal.chunks, equal.bands)
-
-
-def test_planner_takes_no_phases_where_a_rank_owns_no_rows() -> None:
-    for m, world in [(1, 2), (9, 8), (49, 8)]:
-        for everything in (False, True):
-            found = plans.candidates(big(m=m, world_size=world), fast(), all=everything)
-            assert not any(in_phases(plan) for plan in found)
-
-
-@pytest.mark.parametrize("op", [Op.GEMM_ALLREDUCE, Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
-def test_planner_takes_no_ring_with_more_tiles_than_flags(op: Op) -> None:
-    # 256 columns of tiles, and 512 rows of those that are passed on: a flag for each; or two rows more. An
-    # all-reduce passes on all tiles, a reduce-scatter half of them.
-    most = 131072 if op == Op.GEMM_REDUCESCATTER else 65536
-    for m, tries in ((most, True), (most + 512, op == Op.ALLGATHER_GEMM)):
-        problem = big(m=m, n=32768, op=op)
-        found = plans.candidates(problem, fast())
-        assert any(over_peers(plan) for plan in found) == tries
-        if op != Op.ALLGATHER_GEMM:
-            assert over_peers(plans.templates.make_plan(problem, fast())) == tries
-        # NCCL overlaps what peers do not.
-        assert tries or {plan.schedule for plan in found[1:]} == {Schedule.OVERLAPPED}
-
-
-@pytest.mark.parametrize(("tile_rows", "tries"), [(170, True), (172, False)])
-def test_planner_counts_the_tiles_of_all_phases_but_the_last(tile_rows: int, tries: bool) -> None:
-    # Three of four ranks' parts are passed on, in 256 columns: 130560 tiles, or 132096.
-    problem = big(m=4 * tile_rows * 128, n=32768, op=Op.GEMM_REDUCESCATTER, world_size=4)
-    assert any(over_peers(plan) for plan in plans.candidates(problem, fast())) == tries
 
 
 # --- all-to-all -------------------------------------------------------------------------------------
@@ -273,37 +243,6 @@ def test_all_to_all_of_two_ranks_is_in_one_launch_where_that_was_faster(
         assert stores(fast(), rank, send_rows, kernel, once, n=n, k=k) == expected
 
 
-def rows_beside(rank: int, send_rows: list[int], receive_rows: list[int], sms: int = 108) -> int:
-    plan = plans.templates.make_all_to_all(big(m=0, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG)
-    machine = hopper(windows=True)
-    counts = (send_rows, receive_rows)
-    return _plan_test.rows_beside_exchange(plan, machine, rank, *counts, sms)
-
-
-@given(st.integers(0, 1), *[st.integers(0, 40_000)] * 3, st.integers(54, 132))
-def test_rows_beside_an_exchange_are_all_own_ones_or_whole_clusters(
-    rank: int, own: int, sent: int, received: int, sms: int
-) -> None:
-    send, receive = [own, sent], [own, received]
-    if rank == 1:
-        send, receive = send[::-1], receive[::-1]
-    beside = rows_beside(rank, send, receive, sms)
-    assert beside == own or (0 < beside < own and beside % 256 == 0)
-    # A longer GEMM has more beside it.
-    longer = [count + (20_000 if index != rank else 0) for index, count in enumerate(receive)]
-    assert rows_beside(rank, send, longer, sms) >= beside
-
-
-def test_rows_behind_an_exchange_save_rounds_or_there_are_none() -> None:
-    # 64 tiles of 42 us a tile row. 16 MB are exchanged in less than three rounds, on 108 SMs of five tile rows.
-    assert rows_beside(0, [16384, 1024], [16384, 1024]) <= 6 * 128
-    # The peer computes 128 tile rows before its message of 268 MB is sent: longer than the own rows take.
-    assert rows_beside(0, [8192, 128], [8192, 16384]) == 8192
-    # The same number of rounds either way; and all SMs beside.
-    assert rows_beside(0, [256, 1024], [256, 1024]) == 256
-    assert rows_beside(0, [16384, 1024], [16384, 1024], 132) == 16384
-
-
 @pytest.mark.parametrize(
     ("shape", "apart"),
     [
@@ -332,28 +271,10 @@ def test_all_to_all_of_two_ranks_computes_apart_where_that_was_faster(shape, apa
         assert _plan_test.computes_apart(plan, machine, rank, halves, halves, 108) == apart
 
 
-def test_all_to_all_of_two_ranks_computes_apart_what_a_slow_link_takes_longer_for() -> None:
-    # An exchange that takes as long beside a GEMM as alone, and longer than launches of half-empty rounds.
-    plan = plans.templates.make_all_to_all(
-        big(m=0, n=4096, op=Op.GEMM_ALLTOALL), Kernel.SM90_PINGPONG
-    )
-    for machine, apart in ((hopper(windows=True), False), (slow(), True)):
-        assert _plan_test.computes_apart(plan, machine, 0, [768] * 2, [768] * 2, 108) == apart
-
-
 # --- what is expected -------------------------------------------------------------------------------
 
 
 sizes = st.one_of(st.integers(1, 3000), st.sampled_from([4096, 8192]))
-
-problems = st.builds(
-    lambda op, rows, n, k, world: Problem(rows * world, 8 * n, 8 * k, DType.BFLOAT16, world, op),
-    st.sampled_from([*COLLECTIVES]),
-    st.integers(1, 600),
-    st.integers(1, 1024),
-    st.integers(1, 1024),
-    st.integers(2, 8),
-)
 
 
 @settings(max_examples=80, deadline=None)
@@ -382,19 +303,8 @@ def test_planner_candidates_over_peers_are_valid_and_distinct(
         assert total(chosen, machine) + margin_us < share * total(found[0], machine)
 
 
-def bytes_sent(plan: Plan) -> float:
-    """The bytes that every rank has to send to its peers, at least."""
-    problem = plan.problem
-    width = problem.k if problem.op == Op.ALLGATHER_GEMM else problem.n
-    part = problem.m // problem.world_size * width * 2
-    times = 2 if problem.op == Op.GEMM_ALLREDUCE else 1  # to sum up, and to spread
-    return times * part * (problem.world_size - 1)
-
-
 # --- in one step ------------------------------------------------------------------------------------
 
-MOST_BYTES = 128 * 2**20  # of the product, or of an all-gather's input: all of it lies in slots
-BYTES = {DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4, DType.FLOAT64: 8}
 DECODE_NK = [(4096, 3584), (8192, 2048), (8192, 7168)]
 
 
@@ -413,117 +323,3 @@ def test_planner_reduces_few_rows_in_one_step(m: int, nk, world: int, windows: b
         assert not over_peers(
             plans.templates.make_plan(problem, fast(windows=windows, peer_gbps=0.0))
         )
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("op", [Op.GEMM_REDUCESCATTER, Op.ALLGATHER_GEMM])
-def test_planner_moves_parts_of_few_rows_in_one_step(op: Op, world: int) -> None:
-    for rows, (n, k) in itertools.product([1, 17], DECODE_NK):
-        plan = plans.templates.make_plan(
-            big(m=rows * world, n=n, k=k, world_size=world, op=op), fast()
-        )
-        # NCCL moves the smallest ones in as little time.
-        moved = rows * world * 2 * (k if op == Op.ALLGATHER_GEMM else n)
-        assert in_one_step(plan) == (moved >= 1 << 17)
-        assert (plan.kernel, plan.schedule) == (Kernel.LIBRARY, Schedule.SEQUENTIAL)
-
-
-some_machines = st.sampled_from(
-    [
-        fast(),
-        fast(windows=False),
-        fast(has_sm90_kernels=False),
-        fast(has_sm90_kernels=False, has_sm80_kernels=False),
-        fast(peer_gbps=100.0),
-        fast(peer_gbps=99.0),
-        fast(peer_gbps=0.0),
-        fast(link_gbps=0.0),
-        slow(peer_gbps=350.0),
-        ada(peer_gbps=350.0),
-        cpu(peer_gbps=350.0),
-    ]
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from([*Op.__members__.values()]),
-    st.one_of(st.integers(0, 300), st.sampled_from([2048, 4096, 4097])),
-    st.one_of(st.integers(0, 64).map(lambda n: 8 * n), st.integers(0, 300), st.just(8192)),
-    st.one_of(st.integers(0, 64).map(lambda k: 8 * k), st.integers(0, 300), st.just(8192)),
-    st.sampled_from([*BYTES]),
-    st.integers(1, 10),
-    st.booleans(),
-    some_machines,
-)
-def test_planner_tries_one_step_only_where_it_is_allowed(
-    op, rows, n, k, dtype, world, equal, machine
-) -> None:
-    parts = world if equal or op != Op.GEMM_ALLREDUCE else 1
-    m = 0 if op == Op.GEMM_ALLTOALL else rows * parts
-    problem = Problem(m, n, k, dtype, world, op)
-    found = [plan for plan in plans.candidates(problem, machine) if in_one_step(plan)]
-    gathers = op == Op.ALLGATHER_GEMM
-    row_bytes = (k if gathers else n) * BYTES[dtype]
-    takes = (
-        op != Op.GEMM_ALLTOALL
-        and min(m, n) > 0
-        and (k > 0 or op == Op.GEMM_ALLREDUCE)  # the caller gives the product
-        and 2 <= world <= 8
-        and machine.arch > 0
-        and machine.peer_gbps >= 100
-        and machine.link_gbps > 0
-        and dtype != DType.FLOAT64
-        and row_bytes % 16 == 0
-        and m * row_bytes <= MOST_BYTES
-        and (op == Op.GEMM_ALLREDUCE or m * row_bytes >= 1 << 17)
-    )
-    kernel = (
-        takes
-        and k > 0
-        and not gathers
-        and machine.has_sm90_kernels
-        and BYTES[dtype] == 2
-        and n % 8 == k % 8 == 0
-        and (m % world == 0 or (op, world) == (Op.GEMM_ALLREDUCE, 2))
-    )
-    kinds = [(Kernel.LIBRARY, Schedule.SEQUENTIAL)] * takes
-    kinds += [(Kernel.SM90_PINGPONG, Schedule.OVERLAPPED)] * kernel
-    assert [(plan.kernel, plan.schedule) for plan in found] == kinds
-    for plan in found:
-        plan.validate()
-        assert plan.collective == (Collective.ALL_GATHER if gathers else Collective.DIRECT)
-        assert plans.files.decode(plans.files.encode(plan)) == plan
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    problems,
-    st.sampled_from(["library", "stores", "panels"]),
-    st.floats(1.0, 900.0),
-    st.floats(1.0, 4.0),
-)
-def test_predict_over_peers_is_finite_and_falls_with_the_rate(problem, way, gbps, faster) -> None:
-    def make(one: Problem) -> Plan:
-        if way == "panels":
-            return plans.templates.row_panels(one, 1, kernel="sm90_pingpong", transport="peer")
-        kernel = Kernel.SM90_PINGPONG if way == "stores" else Kernel.LIBRARY
-        return plans.templates.at_once(one, kernel=kernel)
-
-    plan = make(problem)
-    slower_link, faster_link = fast(peer_gbps=gbps), fast(peer_gbps=gbps * faster)
-    prediction = plans.predict(plan, slower_link)
-    times = (prediction.gemm_us, prediction.communication_us, prediction.total_us)
-    assert all(math.isfinite(time) and time > 0 for time in times)
-    assert prediction.total_us >= prediction.gemm_us * (1 - 1e-9)
-    # Stores of all SMs may be faster than the copies by which the link is measured.
-    assert prediction.total_us >= bytes_sent(plan) / ((1e3 if way == "panels" else 2e3) * gbps)
-    assert total(plan, faster_link) <= prediction.total_us * (1 + 1e-9)
-    if way == "stores":  # which are hidden from the second round of tiles on
-        return
-    for field in ("n", "k") if way == "panels" else ("m", "n", "k"):  # more work takes no less time
-        more = Problem(
-            problem.m, problem.n, problem.k, problem.dtype, problem.world_size, problem.op
-        )
-        setattr(more, field, 2 * getattr(problem, field))
-        assert total(make(more), slower_link) >= prediction.total_us * (1 - 1e-9)

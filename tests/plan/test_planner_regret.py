@@ -11,7 +11,6 @@ import pytest
 
 from overlap_torch import plan
 from overlap_torch._plan import Machine, make_plan
-from planner_problems import MACHINES, SCALED_MACHINES, families, problems
 
 RECORDING = Path(__file__).parents[2] / "benchmarks/data/h100x2.jsonl"
 
@@ -23,12 +22,8 @@ def regrets() -> dict[str, float]:
     machine = Machine(**machine_row["machine"])
     times = defaultdict(dict)
     for row in rows:
-        if row["what"] == "plan":
-            measured = plan.files.from_dict(row["plan"])
-            times[str(measured.problem)][plan.files.to_json(measured)] = (
-                row["us"],
-                measured.problem,
-            )
+        measured = plan.files.from_dict(row["plan"])
+        times[str(measured.problem)][plan.files.to_json(measured)] = row["us"], measured.problem
     found = {}
     for name, plans in times.items():
         problem = next(iter(plans.values()))[1]
@@ -44,18 +39,3 @@ def test_planner_regret_is_within_three_percent_but_for_few_rows(regrets):
     assert mean <= 1.01, regrets
     above = {name: regret for name, regret in regrets.items() if regret > 1.03}
     assert all(" m=512 " in name and regret < 1.07 for name, regret in above.items()), above
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_planner_weighs_the_sequence_first_and_takes_a_candidate(name):
-    machine = MACHINES[name]
-    for family, of, op, scaled in families():
-        if of != name or (scaled and name not in SCALED_MACHINES):
-            continue
-        for i, problem in enumerate(problems(op, scaled)):
-            if i % 7:
-                continue
-            candidates = plan.candidates(problem, machine)
-            if problem.op != plan.types.Op.GEMM_ALLTOALL:
-                assert candidates[0] == plan.templates.make_sequential(problem, machine), family
-            assert make_plan(problem, machine) in candidates, (family, problem)

@@ -44,13 +44,6 @@ void bind_gather(py::module_& m) {
       "the tiles that can be computed before each, beyond those before.");
 }
 
-// One of two ranks asks this of its all-to-all over NCCL.
-template <auto kFunction>
-void def_pair(py::module_& m, const char* name, const char* doc) {
-  m.def(name, kFunction, py::arg("plan"), py::arg("machine"), py::arg("rank"), py::arg("send_rows"),
-        py::arg("receive_rows"), py::arg("sms_beside"), doc);
-}
-
 void bind_alltoall(py::module_& m) {
   m.def("stores_messages", &steps::stores_messages, py::arg("plan"), py::arg("machine"),
         py::arg("rank"), py::arg("send_rows"),
@@ -59,14 +52,10 @@ void bind_alltoall(py::module_& m) {
         "or, by a plan of one_launch, once for all, and stores them where they go; else the "
         "framework's "
         "computes all and a kernel sends them.");
-  def_pair<&steps::rows_beside_exchange>(
-      m, "rows_beside_exchange",
-      "How many of this rank's own rows gemm_alltoall computes beside NCCL's exchange, on so many "
-      "SMs; the others come behind it, on all.");
-  def_pair<&steps::computes_apart>(
-      m, "computes_apart",
-      "Whether gemm_alltoall, on this rank, computes the peer's rows first and its own ones beside "
-      "NCCL's exchange; else the framework's GEMM computes all before it.");
+  m.def("computes_apart", &steps::computes_apart, py::arg("plan"), py::arg("machine"),
+        py::arg("rank"), py::arg("send_rows"), py::arg("receive_rows"), py::arg("sms_beside"),
+        "Whether gemm_alltoall over NCCL, on this one of two ranks, computes the peer's rows first "
+        "and its own ones beside the exchange; else the framework's GEMM computes all before it.");
 }
 
 void bind_planner_tests(py::module_& m) {

@@ -9,9 +9,6 @@ namespace recorder {
 // The record finds what it is there to find.
 std::vector<std::string> self_check();
 
-// Ranks that make other calls find that out.
-std::vector<std::string> history_check();
-
 // A group finds failures while the driver is busy, and agrees on memory where one rank has none left.
 std::vector<std::string> group_check();
 

@@ -98,7 +98,7 @@ def panels(op: str, m: int, world: int, chunks: int | list[int], **how: object) 
     return row_panels(problem(op, m, world), chunks, kernel=PINGPONG, band_rows=8, **how)
 
 
-def all_reduce(world: int, chunks: int | list[int] = 4, **how: object) -> Plan:
+def all_reduce(world: int, chunks: int | list[int] = 2, **how: object) -> Plan:
     return panels("gemm_allreduce", ROWS, world, chunks, comm_sms=16, lanes=2, **how)
 
 
@@ -140,7 +140,7 @@ def examples(world: int, rank: int) -> dict[str, Call]:
     window = {"comm_sms": 8, "window": True}
     made = {
         "panels": Call(all_reduce(world)),
-        "packed": Call(tiles(world, [128, 256, 128], comm_sms=16, lanes=2)),
+        "packed": Call(tiles(world, [128, 384], comm_sms=16, lanes=2)),
         "window panels": Call(panels("gemm_reducescatter", all_rows, world, 2, **window)),
         "ring": Call(panels("gemm_allreduce", all_rows, world, 1, transport="peer")),
         "scattering ring": Call(
@@ -170,7 +170,7 @@ def examples(world: int, rank: int) -> dict[str, Call]:
     made["stripes"] = Call(striped, True, (False,))
     if world == 2:
         exchange = {"collective": "exchange", "window": True}
-        made["exchange"] = Call(tiles(world, [128, 256, 128], comm_sms=16, lanes=2, **exchange))
+        made["exchange"] = Call(tiles(world, [128, 384], comm_sms=16, lanes=2, **exchange))
         by_library = tiles(world, [256, 256], comm_sms=8, **exchange)
         made["exchange by the library"] = Call(by_library, True, (False,))
     for op in OPS:

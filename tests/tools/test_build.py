@@ -292,14 +292,18 @@ def test_checkout_that_is_not_built_says_what_to_do(tmp_path, there, why):
     assert "another folder" in ran.stderr and "make build" in ran.stderr
 
 
+HOPPERS = {
+    "cuda": "13.0",
+    "archs": ("sm_80", "sm_90a"),
+    "gpus": (HOPPER, HOPPER),
+    "nccl": (2, 28, 9),
+    "peers": {(0, 1): True, (1, 0): True},
+}
+AMPERES = HOPPERS | {"archs": ("sm_80",), "gpus": (AMPERE, AMPERE)}
+
+
 def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
-    paths = paths_of(
-        cuda="13.0",
-        archs=("sm_80", "sm_90a"),
-        gpus=(HOPPER, HOPPER),
-        nccl=(2, 28, 9),
-        peers={(0, 1): True, (1, 0): True},
-    )
+    paths = paths_of(**HOPPERS)
     assert all(on for on, _ in paths.values()), paths
 
 
@@ -310,74 +314,19 @@ def test_doctor_turns_all_paths_on_for_two_linked_hoppers():
         ({"eager": False}, "Eager calls", "_eager is not built for this Python"),
         ({"why_no_cuda": "no nvcc"}, "CUDA, overlapped", "built without CUDA: no nvcc"),
         ({"cuda": "13.0", "why_no_gpu": "no driver"}, "Hopper GEMM (sm_90a)", "no driver"),
+        (HOPPERS | {"archs": ("sm_80",)}, "Hopper GEMM (sm_90a)", "OVERLAP_ARCHS=sm_90a"),
+        (AMPERES | {"archs": ("sm_80", "sm_90a")}, "Hopper GEMM (sm_90a)", "capability 9.0"),
+        (AMPERES | {"gpus": (TURING, TURING)}, "CUDA, overlapped", "no GEMM kernel"),
+        (AMPERES | {"gpus": (AMPERE,)}, "CUDA, overlapped", "one GPU"),
+        (AMPERES | {"nccl": (2, 26, 2)}, "NCCL symmetric windows", "2.26.2"),
+        (AMPERES | {"peers": {(0, 1): True, (1, 0): False}}, "NCCL symmetric windows", "reaches"),
+        (AMPERES, "Peer memory", "Hopper"),
+        (HOPPERS | {"gpus": (HOPPER,) * 9}, "Peer memory", "9 GPUs"),
+        (HOPPERS | {"peers": {(0, 1): True, (1, 0): False}}, "Peer memory", "reaches"),
         (
-            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (HOPPER,)},
-            "Hopper GEMM (sm_90a)",
-            "OVERLAP_ARCHS=sm_90a",
-        ),
-        (
-            {"cuda": "13.0", "archs": ("sm_80", "sm_90a"), "gpus": (AMPERE,)},
-            "Hopper GEMM (sm_90a)",
-            "capability 9.0",
-        ),
-        (
-            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (TURING, TURING), "nccl": (2, 28, 9)},
-            "CUDA, overlapped",
-            "no GEMM kernel",
-        ),
-        (
-            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (AMPERE,), "nccl": (2, 28, 9)},
-            "CUDA, overlapped",
-            "one GPU",
-        ),
-        (
-            {"cuda": "12.8", "archs": ("sm_80",), "gpus": (AMPERE,) * 2, "nccl": (2, 26, 2)},
-            "NCCL symmetric windows",
-            "2.26.2",
-        ),
-        (
-            {
-                "cuda": "13.0",
-                "archs": ("sm_80",),
-                "gpus": (AMPERE,) * 2,
-                "nccl": (2, 28, 9),
-                "peers": {(0, 1): True, (1, 0): False},
-            },
-            "NCCL symmetric windows",
-            "reaches",
-        ),
-        (
-            {
-                "cuda": "13.0",
-                "archs": ("sm_90a",),
-                "gpus": (HOPPER,) * 2,
-                "nccl": (2, 28, 9),
-                "peers": {(0, 1): True, (1, 0): True},
-                "why_no_peers": "NCCL_P2P_DISABLE=1",
-            },
+            HOPPERS | {"why_no_peers": "NCCL_P2P_DISABLE=1"},
             "Peer memory",
             "NCCL_P2P_DISABLE=1 is set: NCCL communicates",
-        ),
-        (
-            {"cuda": "13.0", "archs": ("sm_80",), "gpus": (AMPERE,) * 2, "nccl": (2, 28, 9)},
-            "Peer memory",
-            "Hopper",
-        ),
-        (
-            {"cuda": "13.0", "archs": ("sm_90a",), "gpus": (HOPPER,) * 9, "nccl": (2, 28, 9)},
-            "Peer memory",
-            "9 GPUs",
-        ),
-        (
-            {
-                "cuda": "13.0",
-                "archs": ("sm_90a",),
-                "gpus": (HOPPER,) * 2,
-                "nccl": (2, 28, 9),
-                "peers": {(0, 1): True, (1, 0): False},
-            },
-            "Peer memory",
-            "reaches",
         ),
     ],
 )

@@ -26,8 +26,8 @@ def records(program):
 
 
 def test_recorder_program_checks_hold(program):
-    """The record finds what it is there to find; ranks that make other calls find that out over the store; a group finds
-    failures while the driver is busy, and agrees on memory where one rank has none left."""
+    """The record finds what it is there to find; a group finds failures while the driver is busy, and agrees on memory
+    where one rank has none left."""
     done = subprocess.run([program, "check"], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "")
 

@@ -359,16 +359,16 @@ def edited(text: str, **changes: Any) -> str:
 
 
 def with_damage(folder: str) -> Any:
-    sources = []
+    tune(folder, problem())
+    dist.barrier()
+    (file,) = Path(folder).rglob("*.json")
+    text, sources = file.read_text(), []
     for name in DAMAGE:
-        mine = f"{folder}/{name}"
-        tune(mine, problem())
         dist.barrier()
         if dist.get_rank() == 0:
-            (file,) = Path(mine).rglob("*.json")
-            file.write_text(DAMAGE[name](file.read_text()))
+            file.write_text(DAMAGE[name](text))
         wanted = problem(m=1280 if name == "a plan of another M" else SHAPES[0])
-        sources.append([one.source for one in tune(mine, wanted) + tune(mine, wanted)])
+        sources.append([one.source for one in tune(folder, wanted) + tune(folder, wanted)])
     return sources
 
 
@@ -667,23 +667,6 @@ def test_tune_command_measures_and_remembers(tmp_path, capfd, monkeypatch):
     assert len(list(tmp_path.rglob("gemm_allreduce-64x64-float32-w2.json"))) == 1
 
 
-@pytest.mark.long
-def test_tune_command_takes_scaled_operands(tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("OVERLAP_CACHE", str(tmp_path))
-    argv = "--shapes 63x64x64 --dtype float8_e4m3fn --scales row --fast-accum --op all".split()
-    command = [*argv, "--device", "cpu", "--repeats", "1", "--modes", "call"]
-    for source in ("measured", "cache"):
-        assert _tune_command.main(command) == 0
-        said = capfd.readouterr().out
-        for op in ALL:
-            (line,) = (one for one in said.split("\n") if one.startswith(op))
-            assert line.startswith(
-                f"{op} 64x64x64 float8_e4m3fn row_wise fast_accum call  {source}"
-            )
-    name = "gemm_allreduce-64x64-float8_e4m3fn-row_wise-bfloat16-fast_accum-w2.json"
-    assert len(list(tmp_path.rglob(name))) == 1
-
-
 def test_tune_files_know_what_times_hold_for(monkeypatch):
     device = torch.device("cpu")
     machine = plan.Machine(sm_count=4)
@@ -758,46 +741,6 @@ def test_tune_at_first_calls(ranks, tmp_path):
         [],
     ]
     assert ranks.run(first_calls, str(tmp_path)) == [expected] * 2
-
-
-def first_scaled_calls() -> Any:
-    hook, original = _first_calls.FirstCalls(), _first_calls.tune
-    told: list[list[tuple[str, bool]]] = []
-
-    def noting(problems: Any, **options: Any) -> Any:
-        results = original(problems, repeats=1, cache=False, **options)
-        told[-1] += [(enum_name(one.problem.recipe), one.problem.fast_accum) for one in results]
-        return results
-
-    input, weight = (torch.ones(1, 64).to(torch.float8_e4m3fn) for _ in range(2))
-    both = {"scale_input": torch.ones(1, 1), "scale_weight": torch.ones(1, 1)}
-    recipes = torch.nn.functional.ScalingType
-
-    def call(recipe: Any, **keywords: Any) -> None:
-        named = {"recipe_input": recipe, "recipe_weight": recipe}
-        told.append([])
-        overlap_torch.gemm_allreduce(input, weight, **both, **named, **keywords)
-
-    try:
-        plan.clear_plans()
-        for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
-            hook._seen.setdefault(dist.group.WORLD, set()).add(("cpu", repr(problem)))
-        _first_calls.tune, eager.behind_calls = noting, hook
-        call(recipes.RowWise)
-        call(recipes.RowWise)
-        call(recipes.TensorWise)  # by scales of the same shapes
-        call(recipes.TensorWise, use_fast_accum=True)
-        call(recipes.TensorWise, use_fast_accum=True)
-    finally:
-        _first_calls.tune, eager.behind_calls = original, None
-        plan.clear_plans()
-    return told
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_at_first_calls_of_scaled_operands(ranks):
-    expected = [[("row_wise", False)], [], [("tensor_wise", False)], [("tensor_wise", True)], []]
-    assert ranks.run(first_scaled_calls) == [expected] * 2
 
 
 @pytest.mark.parametrize(("value", "hooked"), [("1", True), ("0", False), (None, False)])

@@ -92,13 +92,13 @@ void bind_profile(py::module_& m) {
       m, "Profile",
       R"(The times and rates of work on a machine: all numbers that are fitted to one, as data. Frozen.
 
-Read from JSON: names and units are those of the shipped file, overlap_torch/profiles/h200.json, which also supplies the
-fields that a profile lacks. Times are in microseconds, rates in GB/s, sizes in bytes.
+Read from a flat JSON object: names and units are those of the shipped file, overlap_torch/profiles/h200.json, which also
+supplies the fields that a profile lacks. Times are in microseconds, rates in GB/s, sizes in bytes.
 
 Attributes:
     name: its own name.
     source: the file that it was read from.
-    made_by, made_at, note: how it was made, when (YYYY-MM-DD, with a time or without), remarks; empty: not known.
+    made_by, made_at, note: how it was made, when, remarks; empty: not known.
     gpu: the GPU that it was measured on; empty: not known.
     missing: names of the fields that it lacks, such as "gemm.start_us".)")
       .def_static(
