@@ -74,7 +74,7 @@ docs: build $(VENV)/.docs  ## the pages and the reference as HTML, in build/docs
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo build/docs/index.html
 
-sanitize: build  ## compute-sanitizer over the GEMMs and the kernels beside them, on one GPU
+sanitize: build  ## compute-sanitizer over each kernel, on one GPU
 	PATH="$(abspath $(VENV))/bin:$$PATH" bash scripts/sanitize.sh
 
 bench: build  ## the benchmark: `make bench ARGS="--help"`

@@ -20,6 +20,8 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/peer/peer_signal.h"
 #include "kernels/signal/signal.h"
+#include "message_case.h"
+#include "peer_case.h"
 #include "plan/templates.h"
 #include "ring_case.h"
 
@@ -420,12 +422,17 @@ std::vector<Target> targets(bool small, int rounds) {
   const std::vector<Kernel> pingpong = {Kernel::kSm90Pingpong, Kernel::kSm90PingpongWide};
   std::vector<Target> all = {
       {"signal", {}, check_signal},
+      {"peers", {}, check_peers},
       {"finish", {}, check_finish},
       {"reorder", {}, [=] { check_reorder_all(small); }},
       {"ring", {Kernel::kSm90Pingpong}, [=] { check_ring(Kernel::kSm90Pingpong, small); }},
       {"ringwide",
        {Kernel::kSm90PingpongWide},
        [=] { check_ring(Kernel::kSm90PingpongWide, small); }},
+      {"messages", pingpong,
+       [=] {
+         for (const Kernel kernel : pingpong) check_messages(kernel, small, rounds);
+       }},
       {"fp8", pingpong,
        [=] {
          int cases = 0, races = 0;

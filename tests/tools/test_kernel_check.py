@@ -13,7 +13,9 @@ import pytest
 from tests.recorder import ROOT, load_setup
 
 pytestmark = pytest.mark.gpu
-TARGETS = ("signal finish reorder ring ringwide fp8 sm80 sm90pp sm90ppwide sm90coop").split()
+TARGETS = (
+    "signal peers finish reorder ring ringwide messages fp8 sm80 sm90pp sm90ppwide sm90coop"
+).split()
 LIMIT_S = 300
 
 
@@ -35,7 +37,7 @@ def available(program: Path) -> list[str]:
 
 
 def test_kernel_check_names_its_targets(available: list[str]) -> None:
-    assert {"signal", "finish", "reorder"} <= set(available) <= set(TARGETS)
+    assert {"signal", "peers", "finish", "reorder"} <= set(available) <= set(TARGETS)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,0 +1,49 @@
+"""The benchmark of Hugging Face models: what it measures, of which styles, and that it compares results first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench_runs import bench
+from frameworks import needs_transformers
+from operands import as_torchrun_places, rank_device
+
+pytestmark = needs_transformers
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def rows_of(folder: str) -> tuple[list[list[str]], str]:
+    """Its table's lines, and what is said of a model that computes something else."""
+    module = bench("transformers_models")
+    job = SimpleNamespace(sizes=SIZES, tokens=8, sequences=2, work=module.WORK, repeats=1)
+    device = rank_device()
+    with as_torchrun_places():
+        models = module.load_all(job, folder, device)
+    module.check(models, job, device)
+    rows = list(module.lines(module.measured(models, job, device)))
+    with torch.no_grad():
+        models["auto"].model.norm.weight.mul_(2)
+    try:
+        module.check(models, job, device)
+    except RuntimeError as error:
+        return rows, str(error)
+    return rows, ""
+
+
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_models_are_measured_with_each_style(ranks, tmp_path):
+    rows, said = ranks.run(rows_of, str(tmp_path))[0]
+    all_styles = ["transformers", "auto", "sequence"]
+    right = [(work, style) for work in ("prefill", "step") for style in all_styles]
+    right += [("decode", style) for style in all_styles[:2]]
+    assert [(work, style) for work, style, *_ in rows] == right
+    assert [row[-1] for row in rows if row[1] == "transformers"] == ["1.00"] * 3
+    assert all(float(row[2].split()[0]) > 0 for row in rows)
+    assert said.startswith("auto: the logits are off by ")
