@@ -20,7 +20,7 @@ from torch.nn.functional import ScalingType
 import overlap_torch
 from checks import Failures
 from operands import difference, rank_device
-from ops import operator_of
+from ops import operator_of, tensors_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
@@ -161,44 +161,33 @@ def _lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return place.copy_(tensor)
 
 
-def invoke(
-    case: Case, op: str, call: Call, device: torch.device, group: Any = None
-) -> list[torch.Tensor]:
-    """The call under test, laid out as the case says; all its results in order."""
-    input = _lay_out(call.input.to(device), case.layout)
-    weights = [_lay_out(weight.to(device), case.layout) for weight in call.weights]
-    scale_input = call.scale_input.to(device)
-    scale_weights = [scale.to(device) for scale in call.scale_weights]
+def _placed(case: Case, call: Call, device: torch.device) -> Call:
+    """The call's tensors on a device, laid out as the case says."""
+
+    def move(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [None if tensor is None else tensor.to(device) for tensor in tensors]
+
+    input, *weights = (_lay_out(one, case.layout) for one in move([call.input, *call.weights]))
+    scale_input, *scale_weights = move([call.scale_input, *call.scale_weights])
     if case.layout == "vectors":
-        scale_input = scale_input.flatten() if case.recipe != "block" else scale_input
-        scale_weights = [s.flatten() if case.recipe != "block" else s for s in scale_weights]
+        if case.recipe != "block":
+            scale_input, *scale_weights = (s.flatten() for s in (scale_input, *scale_weights))
     elif case.layout == "leading" and case.recipe != "tensor":
         scale_input = scale_input.view(*input.shape[:-1], scale_input.shape[-1])
     else:
         scale_input = _lay_out(scale_input, case.layout)
         scale_weights = [_lay_out(scale, case.layout) for scale in scale_weights]
-    biases = [None if bias is None else bias.to(device) for bias in call.biases]
-    several = op == "weights"
-    keywords = {
-        "group": group,
-        "scale_input": scale_input,
-        "scale_weight": scale_weights if several else scale_weights[0],
-        "output_dtype": case.output,
-        "use_fast_accum": case.fast,
-    }
-    if case.named:
-        keywords["recipe_input"], keywords["recipe_weight"] = RECIPES[case.recipe]
-    if op in ("allgather_gemm", "weights"):
-        outputs, gathered, scales = overlap_torch.allgather_gemm(
-            input,
-            weights if several else weights[0],
-            biases if several else biases[0],
-            shared_scale_input=case.shared,
-            **keywords,
-        )
-        return [*(outputs if several else [outputs]), gathered, scales]
-    rows = [call.send_rows, call.recv_rows] if op == "gemm_alltoall" else []
-    return [getattr(overlap_torch, op)(input, weights[0], *rows, biases[0], **keywords)]
+    biases = move(call.biases)
+    return Call(input, weights, scale_input, scale_weights, biases, call.send_rows, call.recv_rows)
+
+
+def invoke(
+    case: Case, op: str, call: Call, device: torch.device, group: Any = None
+) -> list[torch.Tensor]:
+    """The call under test, laid out as the case says; all its results in order."""
+    overload = Overload(op)
+    arguments = overload.arguments_of(case, _placed(case, call, device))
+    return tensors_of(overload.wrapper(*arguments, group=group))
 
 
 @dataclass(frozen=True)
@@ -218,21 +207,20 @@ class Overload:
     def arguments(
         self, case: Case, rank: int, world: int, device: torch.device, seed: int = 0
     ) -> list[Any]:
-        call = make(case, self.op, rank, world, seed)
-        several = self.op == "weights"
+        return self.arguments_of(
+            case, _placed(case, make(case, self.op, rank, world, seed), device)
+        )
 
-        def place(tensors: Sequence[torch.Tensor | None]) -> Any:
-            moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
-            return moved if several else moved[0]
-
+    def arguments_of(self, case: Case, call: Call) -> list[Any]:
+        several = slice(None) if self.op == "weights" else 0
         recipes = RECIPES[case.recipe] if case.named else (None, None)
         return [
-            call.input.to(device),
-            place(call.weights),
+            call.input,
+            call.weights[several],
             *([call.send_rows, call.recv_rows] if self.op == "gemm_alltoall" else []),
-            call.scale_input.to(device),
-            place(call.scale_weights),
-            place(call.biases),
+            call.scale_input,
+            call.scale_weights[several],
+            call.biases[several],
             *(None if recipe is None else recipe.value for recipe in recipes),
             case.output,
             case.fast,

@@ -64,21 +64,16 @@ def test_kernels_reduce_exactly(failures: Failures) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"))
 def test_kernels_that_do_not_signal_reduce_exactly(failures: Failures, dtype: torch.dtype) -> None:
     world = dist.get_world_size()
     kernels.check_unchanged(failures, [(128 * world, 96, 64), (17 * world, 50, 40)], dtype)
 
 
-def in_debug_mode(value: str):
-    return pytest.param(value, marks=pytest.mark.fresh(environment={"OVERLAP_DEBUG": value}))
-
-
-@pytest.mark.parametrize("debug", [in_debug_mode("0"), in_debug_mode("1")])
 @pytest.mark.ranks((1, "gloo"))
-def test_kernels_that_do_not_signal_are_taken_by_a_group_of_one(
-    failures: Failures, debug: str
-) -> None:
+@pytest.mark.fresh(environment={"OVERLAP_DEBUG": "1"})
+def test_kernels_that_do_not_signal_are_taken_in_debug_mode(failures: Failures) -> None:
+    """A group of one, too, which communicates nothing."""
     kernels.check_unchanged(failures, [(128, 96, 64)], torch.float32)
 
 
