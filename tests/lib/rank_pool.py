@@ -24,11 +24,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+JOBS_OF_A_CROWDED_POOL = 10  # after which it ends, so that others find memory
 GRACE_S = 8.0  # what the other ranks get to answer once one rank has failed
 POOL_GROUP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
@@ -91,6 +92,7 @@ class Outcome:
     kind: str  # "returned", "raised", "died" or "hung"
     value: Any = None  # what the job returned
     detail: str = ""  # traceback, exit code and the end of the output, or stacks
+    crowded: bool = False  # the rank's GPU is nearly full
 
 
 class RankFailure(AssertionError):
@@ -107,6 +109,7 @@ class Ranks:
 
         context = multiprocessing.get_context(_start_method(environment))
         self.name = f"{world} {backend} rank{'s' if world > 1 else ''}"
+        self.jobs = 0
         self._folder = tempfile.mkdtemp(prefix="overlap_ranks_")
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._connections: list[Connection] = []
@@ -250,11 +253,16 @@ def run(
     key = (world, backend, *sorted((environment or {}).items()))
     ranks = _pools.pop(key, None) or Ranks(world, backend, POOL_GROUP_TIMEOUT_S, environment or {})
     try:
-        values = ranks.check(job, ranks.call(job, args, timeout_s))
+        outcomes = ranks.call(job, args, timeout_s)
+        values = ranks.check(job, outcomes)
     except BaseException:  # pytest's timeout, too: a late answer would be taken for the next job's
         ranks.kill()
         raise
     _pools[key] = ranks
+    ranks.jobs += 1
+    # Groups keep the slots of their largest call, and ranks of many workers share a GPU.
+    if ranks.jobs >= JOBS_OF_A_CROWDED_POOL and any(one.crowded for one in outcomes):
+        close_all()
     return values
 
 
@@ -367,22 +375,24 @@ def _serve(
         if task is None:
             break
         job, args = task
-        answer(attempt(job, *args))
-        if backend == "nccl":
-            _return_memory()
+        outcome = attempt(job, *args)
+        answer(replace(outcome, crowded=backend == "nccl" and _crowds()))
     if started.kind == "returned":
         import torch.distributed as dist
 
         dist.destroy_process_group()
 
 
-def _return_memory() -> None:
-    """Ranks of other pools on the same GPU need what this rank's allocator keeps of a large job."""
+def _crowds() -> bool:
+    """Returns what the allocator keeps of a large job, and says whether less than a quarter of the GPU is free all the same."""
     import torch
 
-    if torch.cuda.memory_reserved() > 1 << 30:
-        with contextlib.suppress(RuntimeError):  # a job that broke the device has said so itself
+    with contextlib.suppress(RuntimeError):  # a job that broke the device has said so itself
+        if torch.cuda.memory_reserved() > 1 << 30:
             torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return 4 * free < total
+    return False
 
 
 def _join_group(rank: int, world: int, backend: str, port: int, group_timeout_s: float) -> None:

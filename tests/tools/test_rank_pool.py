@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 
 import pytest
 
@@ -28,6 +30,24 @@ def test_rank_pool_of_an_interrupted_job_does_not_answer_the_next_one(monkeypatc
         with pytest.raises(KeyboardInterrupt):
             rank_pool.run(1, "gloo", answer, 2, environment=OWN)
     assert rank_pool.run(1, "gloo", answer, 3, environment=OWN) == [3]
+
+
+def process(_: int) -> int:
+    return os.getpid()
+
+
+def test_rank_pool_ends_after_some_jobs_on_a_gpu_that_is_nearly_full(monkeypatch):
+    rank_pool.close_all()
+    first = rank_pool.run(1, "gloo", process, 0, environment=OWN)
+    collected = rank_pool.Ranks._collect
+
+    def crowded(ranks: rank_pool.Ranks, timeout_s: float) -> list[rank_pool.Outcome]:
+        return [dataclasses.replace(one, crowded=True) for one in collected(ranks, timeout_s)]
+
+    monkeypatch.setattr(rank_pool.Ranks, "_collect", crowded)
+    for _ in range(rank_pool.JOBS_OF_A_CROWDED_POOL - 1):
+        assert rank_pool.run(1, "gloo", process, 0, environment=OWN) == first
+    assert rank_pool.run(1, "gloo", process, 0, environment=OWN) != first
 
 
 @pytest.mark.parametrize(
