@@ -261,7 +261,7 @@ def _added_number(node: Node) -> float | None:
 
 
 def _other_factor(node: Node, factor: Node) -> Node | None:
-    """What the node multiplies ``factor`` by, a tensor; None for other nodes."""
+    """The tensor that the node multiplies ``factor`` by; None for other nodes."""
     if node.target is not aten.mul.Tensor or factor not in node.args:
         return None
     left, right = node.args

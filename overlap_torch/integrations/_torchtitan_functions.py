@@ -41,7 +41,7 @@ class AllGatherLinear(linear.AllGatherLinear):
 
 
 def _gathered_gradients(ctx, *grads: torch.Tensor) -> list[Gradient]:
-    """Of the shard, and of each weight."""
+    """Gradients of the shard, and of each weight."""
     shard, *weights = ctx.saved_tensors
     needs_input, *needs = ctx.needs_input_grad[: 1 + len(weights)]
     grad_shard, gathered = of_gathered_input(

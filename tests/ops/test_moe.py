@@ -212,7 +212,7 @@ def call(
 
 
 def carried_by(transport: str | None):
-    """What makes a transport run on this rank's device."""
+    """Whatever a transport needs to run on this rank's device."""
     on_cpu = transport == "peer" and rank_device().type == "cpu"
     return over_peers() if on_cpu else contextlib.nullcontext()
 

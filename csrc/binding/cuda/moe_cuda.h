@@ -1,4 +1,4 @@
-// What the bindings of a mixture's kernels share.
+// Helpers that the bindings of a mixture's kernels share.
 #pragma once
 
 #include <ATen/ATen.h>

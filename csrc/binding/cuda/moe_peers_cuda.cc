@@ -69,7 +69,7 @@ int64_t row_bytes(const Tensor& rows) {
 
 enum Kind : int64_t { kDispatch, kSpread, kCombine };
 
-// What a dispatch has found out: by kernels, and, in exact mode, by the host.
+// Findings of a dispatch: by kernels, and, in exact mode, by the host.
 struct Found {
   Routes routes;
   Tensor home;    // [T * K]

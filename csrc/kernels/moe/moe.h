@@ -123,7 +123,7 @@ struct SumParams {
 
 cudaError_t sum_choices(const SumParams& params, cudaStream_t stream);
 
-// What each rank tells its peers before its tokens: the routes to each of their experts and its tokens, as rows of messages
+// The message of each rank to its peers, before its tokens: the routes to each of their experts and its tokens, as rows of messages
 // at the head of their slots. And `home`, in which a route to a rank's expert is -2 - rank, and no route -1.
 struct CountsParams {
   ExpertRanks experts;
