@@ -74,10 +74,11 @@ class Sides:
         self._gathers = case.op == "allgather_gemm"
         world, (m, n, k) = dist.get_world_size(), (case.shape.m, case.shape.n, case.shape.k)
         self.input_rows = m // world if self._gathers else m
-        self._send = case.send_rows(world) if case.split else []
-        self._receive = [self._send[dist.get_rank()]] * world if case.split else []
+        divides = case.op == "gemm_alltoall"
+        self._send = case.send_rows(world) if divides else []
+        self._receive = [self._send[dist.get_rank()]] * world if divides else []
         self._function = getattr(overlap_torch, case.op)
-        self._rows = (self._send, self._receive) if case.split else ()
+        self._rows = (self._send, self._receive) if divides else ()
         self._keywords: dict[str, Any] = {"group": group}
         if scaling is not None:
             self._keywords |= scaling.keywords
