@@ -20,11 +20,11 @@ from overlap_torch._attention.kernels import (
     calls_of,
     default_kernels,
 )
-from overlap_torch._attention.peers import cut_heads, reaches, route_of, takes
+from overlap_torch._attention.peers import cut_heads, route_of, takes
 from overlap_torch._attention.work import Problem, parts_allowed, seconds, share_of
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._ops.graphs import constant_in_graphs, outside_graphs
-from overlap_torch._ops.group import Group, group_name, place_of
+from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import refuse_nested
 
 _WHAT = "context_parallel_attention"

@@ -312,11 +312,6 @@ def takes(route: Route) -> str:
     return ""
 
 
-def reaches(device: torch.device, group: str) -> bool:
-    """True if the group's ranks map each other's memory on such a device. Collective at the group's first call."""
-    return torch.ops.overlap._copies_reach_peers(device, group)
-
-
 @functools.lru_cache(maxsize=256)
 def hash_of(text: str) -> int:
     """63 bits of a text, the same on all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +170,18 @@ def same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dim() == other.dim() and all(
         as_expr(a) == as_expr(b) for a, b in zip(one.shape, other.shape, strict=True)
     )
+
+
+def only_user(node: Node) -> Node | None:
+    """The node's reader; None unless there is exactly one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def erase_unused(nodes: Iterable[Node]) -> None:
+    """Erases those nodes that nothing reads, in this order: readers come first."""
+    for node in nodes:
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 def is_view(node: Node) -> bool:

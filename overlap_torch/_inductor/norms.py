@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,10 @@ from overlap_torch._inductor.editing import (
     aten,
     c10d,
     cast_dtype,
+    erase_unused,
     is_tensor,
     is_view,
+    only_user,
     same_shape,
     value,
 )
@@ -74,9 +75,9 @@ def fuse_norm(total: Node) -> str | None:
         editor.undo()
         return None
     result.replace_all_uses_with(normed)
-    _erase(norm.nodes)
+    erase_unused(reversed(norm.nodes))
     last.replace_all_uses_with(added)
-    _erase([*summed.nodes, *views, *([] if residual is None else [last])])
+    erase_unused(reversed([*summed.nodes, *views, *([] if residual is None else [last])]))
     return "allreduce_rmsnorm" if summed.weight is None else "gemm_allreduce_rmsnorm"
 
 
@@ -108,12 +109,6 @@ def _emit(
     return normed, added
 
 
-def _erase(nodes: Sequence[Node]) -> None:
-    for node in reversed(nodes):
-        if not node.users:
-            node.graph.erase_node(node)
-
-
 def _summed(total: Node) -> _Summed | None:
     nodes = [total]
     while is_view(nodes[0]) and is_tensor(nodes[0].args[0]):
@@ -136,7 +131,7 @@ def _summed(total: Node) -> _Summed | None:
 def _behind_views(total: Node) -> tuple[Node, list[Node]]:
     """The last of the views of a result which nothing else reads, and those views."""
     at, views = total, []
-    while (user := _only_user(at)) is not None and is_view(user) and user.args[0] is at:
+    while (user := only_user(at)) is not None and is_view(user) and user.args[0] is at:
         if as_expr(value(user).shape[-1]) != as_expr(value(at).shape[-1]):
             break
         at = user
@@ -144,13 +139,9 @@ def _behind_views(total: Node) -> tuple[Node, list[Node]]:
     return at, views
 
 
-def _only_user(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
 def _residual(total: Node) -> Node | None:
     """The tensor that the only reader of ``total`` adds to it."""
-    user = _only_user(total)
+    user = only_user(total)
     if user is None or user.target is not aten.add.Tensor or user.kwargs.get("alpha", 1) != 1:
         return None
     other = user.args[1] if user.args[0] is total else user.args[0]
@@ -209,21 +200,21 @@ def _decomposed(wide: Node, total: torch.Tensor) -> _Norm | None:
     squares = [user for user in wide.users if _is_square(user, wide)]
     if len(squares) != 1 or len(wide.users) != 2:
         return None
-    mean = _only_user(squares[0])
-    biased = None if mean is None or not _is_mean(mean, total.dim()) else _only_user(mean)
+    mean = only_user(squares[0])
+    biased = None if mean is None or not _is_mean(mean, total.dim()) else only_user(mean)
     eps = None if biased is None else _added_number(biased)
-    root = None if eps is None else _only_user(biased)
-    norm = None if root is None or root.target is not aten.rsqrt.default else _only_user(root)
+    root = None if eps is None else only_user(biased)
+    norm = None if root is None or root.target is not aten.rsqrt.default else only_user(root)
     if norm is None or _other_factor(norm, root) is not wide:
         return None
     nodes = (wide, squares[0], mean, biased, root, norm)
-    rounded = _only_user(norm)
+    rounded = only_user(norm)
     if rounded is not None and cast_dtype(rounded) == total.dtype:
-        product = _only_user(rounded)
+        product = only_user(rounded)
         gain = None if product is None else _other_factor(product, rounded)
         return None if gain is None else _Norm(gain, eps, 0.0, True, (*nodes, rounded, product))
     gain = None if rounded is None else _other_factor(rounded, norm)
-    result = None if gain is None else _only_user(rounded)
+    result = None if gain is None else only_user(rounded)
     if result is None or cast_dtype(result) != total.dtype:
         return None
     offset = _added_number(gain)

@@ -20,6 +20,7 @@ from overlap_torch._inductor.editing import (
     c10d,
     cast_dtype,
     describe,
+    erase_unused,
     is_fused,
     is_tensor,
     is_view,
@@ -122,8 +123,8 @@ def fuse_reduction(collective: Node, group: str, world_size: int) -> Fused:
         node.replace_all_uses_with(output, delete_user_cb=lambda user: user not in waits)
     if bias_add is not None:
         bias_add.node.replace_all_uses_with(output if bias_add.sum in waits else bias_add.sum)
-        _erase([bias_add.node])
-    _erase([*waits, collective, *found.inner])
+        erase_unused([bias_add.node])
+    erase_unused([*waits, collective, *found.inner])
     op = "gemm_reducescatter" if reduction.scatters else "gemm_allreduce"
     return Fused(op, len(found.products), output, note)
 
@@ -179,12 +180,6 @@ def _emit(
     if bias is not None:
         output = editor.call(aten.add.Tensor, output, bias)
     return editor.rearrange(output, [own, columns], result), None, note
-
-
-def _erase(nodes: Sequence[Node]) -> None:
-    for node in nodes:
-        if not node.users:
-            node.graph.erase_node(node)
 
 
 def _producers(node: Node, layout: Layout, reader: Node) -> _Sum:

@@ -20,6 +20,7 @@ from overlap_torch._inductor.editing import (
     is_recast,
     is_view,
     only_moves,
+    only_user,
     permutation,
     recat_of,
     value,
@@ -123,7 +124,7 @@ def _recast(at: Reached, node: Node) -> Reached | None:
 def _recat_behind(split: Node) -> Recat | None:
     node = next(iter(split.users), None)
     while node is not None and node.target is not aten.cat.default:
-        node = next(iter(node.users)) if len(node.users) == 1 else None
+        node = only_user(node)
     recat = None if node is None else recat_of(node)
     return recat if recat is not None and recat.inner[0] is split else None
 

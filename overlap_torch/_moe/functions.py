@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from overlap_torch._attention.peers import reaches
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._moe import ops
 from overlap_torch._moe.activation import BIAS_ONLY, Gate, gate_unrounded
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.graphs import constant_in_graphs
-from overlap_torch._ops.group import Group, group_name, place_of
+from overlap_torch._ops.group import Group, group_name, place_of, reaches
 from overlap_torch._ops.nested import refuse_nested
 
 _ops = torch.ops.overlap

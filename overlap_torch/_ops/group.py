@@ -97,6 +97,11 @@ def place_of(name: str) -> tuple[int, int]:
     return world_size(name), group_rank(name)
 
 
+def reaches(device: torch.device, group: str) -> bool:
+    """True if the group's ranks map each other's memory on such a device. Collective at the group's first call."""
+    return torch.ops.overlap._copies_reach_peers(device, group)
+
+
 def broadcast_integers(values: Sequence[int], group: dist.ProcessGroup | str) -> list[int]:
     """The values of the group's rank 0, on every rank; the others' may be of another number. A collective call.
 
