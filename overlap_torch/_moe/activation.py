@@ -31,7 +31,7 @@ _ACTIVATIONS = {
     ),
     "relu": (functional.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
 }
-_FORM = "str activation, float alpha, float limit, float offset, bool gated, bool interleaved"
+FORM = "str activation, float alpha, float limit, float offset, bool gated, bool interleaved"
 _OPERANDS = "Tensor hidden, Tensor? up, Tensor? bias, Tensor offs"
 
 
@@ -128,12 +128,12 @@ def _gradients(grad, operands, form) -> tuple[torch.Tensor, torch.Tensor | None]
     return of_gate, of_other
 
 
-@define(f"_moe_gate({_OPERANDS}, {_FORM}) -> Tensor")
+@define(f"_moe_gate({_OPERANDS}, {FORM}) -> Tensor")
 def _gate(hidden, *operands_and_form):
     return gate_unrounded(hidden, *operands_and_form).to(hidden.dtype)
 
 
-@define(f"_moe_gate_backward(Tensor grad, {_OPERANDS}, {_FORM}) -> (Tensor, Tensor)")
+@define(f"_moe_gate_backward(Tensor grad, {_OPERANDS}, {FORM}) -> (Tensor, Tensor)")
 def _gate_backward(grad, hidden, up, bias, offs, *form):
     """The gradients of hidden and up; without up the second is empty."""
     of_gate, of_other = _gradients(grad, (hidden, up, bias, offs), form)

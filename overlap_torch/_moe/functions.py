@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from overlap_torch._layers.linear import as_under_autocast
-from overlap_torch._moe import ops
+from overlap_torch._moe import ops, products  # noqa: F401, registers operators
 from overlap_torch._moe.activation import BIAS_ONLY, Gate, gate_unrounded
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.graphs import constant_in_graphs
@@ -363,16 +363,32 @@ def moe(
     shares = None if shares_on == "output" else _row_shares(wide, route)
     if shares_on == "input":
         rows = (rows * shares).to(x.dtype)
-    parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
-    operands = (*parts, *(None,) * (2 - len(parts)), gate_up_bias, offs, *gate.form(interleaved))
-    if shares_on == "hidden":
-        hidden = (gate_unrounded(*operands) * shares).to(x.dtype)
+    form = gate.form(interleaved)
+    keep = torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in (rows, wide, *operands[1:])
+    )
+    if shares_on == "hidden" or keep:
+        parts = [_ops._moe_linear(rows, weight, offs) for weight in gate_up]
+        parts += [None] * (2 - len(parts))
+        if shares_on == "hidden":
+            hidden = gate_unrounded(*parts, gate_up_bias, offs, *form)
+            hidden = (hidden * shares).to(x.dtype)
+        else:
+            hidden = _ops._moe_gate(*parts, gate_up_bias, offs, *form)
     else:
-        hidden = _ops._moe_gate(*operands)
-    results = _ops._moe_linear(hidden, down, offs)
+        up = gate_up[1] if len(gate_up) == 2 else None
+        hidden = _ops._moe_hidden(rows, gate_up[0], up, gate_up_bias, offs, *form)
+    home = topk_weights if shares_on == "output" else None
     if down_bias is not None:
+        results = _ops._moe_linear(hidden, down, offs)
         results = _ops._moe_gate(results, None, down_bias, offs, *BIAS_ONLY)
-    return moe_combine(results, route, topk_weights if shares_on == "output" else None)
+        return moe_combine(results, route, home)
+    *leading, choices = route.shape
+    tokens = torch.Size(leading).numel()
+    if home is not None:
+        home = home.reshape(tokens, choices)
+    form = (tokens, choices, *route.routes, route.ranks_first, keep, route.group)
+    return _ops._moe_down(hidden, down, offs, home, *form)[0].view(*leading, down.shape[1])
 
 
 def _row_shares(weights: torch.Tensor, route: Route) -> torch.Tensor:

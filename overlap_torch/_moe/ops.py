@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from overlap_torch._ops.collectives import all_to_all
 from overlap_torch._ops.composition import accumulated
@@ -28,7 +27,7 @@ library = torch.library.Library("overlap", "FRAGMENT")
 _ops = torch.ops.overlap
 
 Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-_ROUTES = "Tensor routes, Tensor place, Tensor sent, Tensor source, Tensor splits"
+ROUTES = "Tensor routes, Tensor place, Tensor sent, Tensor source, Tensor splits"
 
 
 def define(schema: str):
@@ -42,20 +41,22 @@ def define(schema: str):
     return registered
 
 
-# The operators over peers, for CUDA only: csrc/binding/cuda/moe_peers_cuda.cc.
+# The operators over peers, for CUDA only: csrc/binding/cuda/moe_peers_cuda.cc. The last one is for Hopper only.
 for _schema in (
     "_moe_peer_dispatch(Tensor x, Tensor ids, int[] experts, int align, bool ranks_first, int max_tokens, int max_rows, int limit, "
     "str group) -> (Tensor rows, Tensor offs, Tensor counts, Tensor home, Tensor source, Tensor splits)",
     "_moe_peer_spread(Tensor x, int choices, Tensor home, Tensor source, int stride, str group) -> Tensor",
     "_moe_peer_combine(Tensor results, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, int choices, "
     "bool ranks_first, str group) -> Tensor",
+    "_moe_peer_down(Tensor hidden, Tensor weight, Tensor offs, Tensor? shares, Tensor home, Tensor source, int stride, int tokens, "
+    "int choices, bool keep, str group) -> (Tensor, Tensor)",
 ):
     library.define(_schema)
 
 MOST_BYTES = 1 << 30  # of a slot of a rank's memory
 
 
-def _peer_stride(splits: torch.Tensor) -> int | None:
+def peer_stride(splits: torch.Tensor) -> int | None:
     """The most routes of a rank; None where the group's collectives carry the rows."""
     first = int(splits[0, 0])
     return -1 - first if first < 0 else None
@@ -190,7 +191,7 @@ def _weigh(grad, results, shares):
 
 
 def _spread(x, choices, routes, sent, source, splits, group) -> torch.Tensor:
-    stride, ranks = _peer_stride(splits), splits.shape[1]
+    stride, ranks = peer_stride(splits), splits.shape[1]
     if stride is not None:
         return _ops._moe_peer_spread(x, choices, routes, source, stride, group)
     came = all_to_all(_ops._moe_rows(x, sent, ranks), *splits[2:].tolist(), group)
@@ -199,7 +200,7 @@ def _spread(x, choices, routes, sent, source, splits, group) -> torch.Tensor:
 
 @define(
     "moe_dispatch(Tensor x, Tensor topk_ids, int[] experts, int align, int max_tokens, int max_rows, bool peers, bool ranks_first, "
-    f"str group) -> (Tensor rows, Tensor offs, Tensor counts, {_ROUTES})"
+    f"str group) -> (Tensor rows, Tensor offs, Tensor counts, {ROUTES})"
 )
 def _dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
     """`max_rows` of 0: as many rows as come, for which the host waits."""
@@ -229,7 +230,7 @@ def _with_room(source: torch.Tensor, max_rows: int, group: str) -> torch.Tensor:
     return torch.cat([source, source.new_full((max_rows - rows,), -1)])
 
 
-@define(f"_moe_spread(Tensor x, int choices, {_ROUTES}, bool ranks_first, str group) -> Tensor")
+@define(f"_moe_spread(Tensor x, int choices, {ROUTES}, bool ranks_first, str group) -> Tensor")
 def _spread_kernel(x, choices, routes, place, sent, source, splits, ranks_first, group):
     """[T, H] to [R, H]: each token to its rows, once to a rank."""
     return _spread(x, choices, routes, sent, source, splits, group)
@@ -240,7 +241,7 @@ def _spread_kernel(x, choices, routes, place, sent, source, splits, ranks_first,
 )
 def _home(rows, routes, place, source, splits, total, group):
     """[R, D] to [T * K, D]: each row to its token and choice; zeros where there is no route."""
-    stride = _peer_stride(splits)
+    stride = peer_stride(splits)
     if stride is not None:
         form = (stride, total, 1, False, group)
         return _ops._moe_peer_combine(rows, None, routes, source, *form)
@@ -254,7 +255,7 @@ def _home(rows, routes, place, source, splits, total, group):
 )
 def _away(parts, routes, place, source, splits, group):
     """[T * K, D] to [R, D]: the transpose of `_home`."""
-    stride, rows = _peer_stride(splits), source.shape[0]
+    stride, rows = peer_stride(splits), source.shape[0]
     if stride is not None:
         return _ops._moe_peer_spread(parts, 1, routes, source, stride, group)
     came = all_to_all(parts.index_select(0, routes), *splits[:2].tolist(), group)
@@ -262,12 +263,12 @@ def _away(parts, routes, place, source, splits, group):
 
 
 @define(
-    f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {_ROUTES}, bool ranks_first, str group) -> Tensor"
+    f"moe_combine(Tensor results, Tensor? topk_weights, SymInt tokens, int choices, {ROUTES}, bool ranks_first, str group) -> Tensor"
 )
-def _combine(results, topk_weights, tokens, choices, *how):
+def combine(results, topk_weights, tokens, choices, *how):
     """Every result home; or, `ranks_first`, each rank's sum of a token's results, which are added in the ranks' order."""
     routes, place, sent, source, splits, ranks_first, group = how
-    stride = _peer_stride(splits)
+    stride = peer_stride(splits)
     if stride is not None:
         shares = topk_weights
         if ranks_first and shares is not None:
@@ -286,56 +287,6 @@ def _combine(results, topk_weights, tokens, choices, *how):
     sums = _ops._moe_sum(results, source, shares, sum(came), choices, True)
     home = all_to_all(sums, came, out, group)
     return _ops._moe_sum(home, sent, None, tokens, splits.shape[1], False)
-
-
-def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
-    ends = offs.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
-
-
-def _groups_fit(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> bool:
-    """True if torch's grouped_mm takes them without waiting for the host: bfloat16 on CUDA, 16-byte strides and pointers."""
-    return (
-        a.is_cuda
-        and a.dtype == b.dtype == torch.bfloat16
-        and a.numel() > 0
-        and b.numel() > 0
-        and 0 < offs.shape[0] < 1024
-        and torch.cuda.get_device_capability(a.device) >= (8, 0)
-        and all(_aligned(tensor) for tensor in (a, b))
-    )
-
-
-def _aligned(tensor: torch.Tensor) -> bool:
-    wide = [stride for stride in tensor.stride()[-2:] if stride != 1]
-    outer = tensor.stride()[:-2]
-    aligned = all(stride * tensor.element_size() % 16 == 0 for stride in (*wide, *outer))
-    return aligned and len(wide) == 1 and tensor.data_ptr() % 16 == 0
-
-
-@define("_moe_linear(Tensor rows, Tensor weight, Tensor offs) -> Tensor")
-def _linear(rows, weight, offs):
-    """[R, K] and [e, N, K] to [R, N]: each expert's rows with its own weight."""
-    turned = weight.transpose(1, 2)
-    if _groups_fit(rows, turned, offs):
-        return torch._grouped_mm(rows, turned, offs=offs).contiguous()  # it pads short rows
-    output = rows.new_zeros((rows.shape[0], weight.shape[1]))
-    for expert, (begin, end) in enumerate(_ends(offs)):
-        if end > begin:
-            torch.mm(rows[begin:end], turned[expert], out=output[begin:end])
-    return output
-
-
-@define("_moe_weight_gradient(Tensor grad, Tensor rows, Tensor offs) -> Tensor")
-def _weight_gradient(grad, rows, offs):
-    """[R, N] and [R, K] to [e, N, K]; zeros for an expert without rows."""
-    if _groups_fit(grad.t(), rows, offs):
-        return torch._grouped_mm(grad.t(), rows, offs=offs).contiguous()
-    output = grad.new_zeros((offs.shape[0], grad.shape[1], rows.shape[1]))
-    for expert, (begin, end) in enumerate(_ends(offs)):
-        if end > begin:
-            torch.mm(grad[begin:end].t(), rows[begin:end], out=output[expert])
-    return output
 
 
 def _fake_dispatch(x, topk_ids, experts, align, max_tokens, max_rows, peers, ranks_first, group):
@@ -363,10 +314,6 @@ _FAKES = {
     "_moe_weigh": lambda grad, results, shares: (
         grad.new_empty(grad.shape),
         shares.new_empty(shares.shape),
-    ),
-    "_moe_linear": lambda rows, weight, _: rows.new_empty((rows.shape[0], weight.shape[1])),
-    "_moe_weight_gradient": lambda grad, rows, offs: grad.new_empty(
-        (offs.shape[0], grad.shape[1], rows.shape[1])
     ),
 }
 
@@ -402,23 +349,30 @@ def _keep_combine(ctx, inputs, output) -> None:
 
 
 def _combine_backward(ctx, grad):
-    """A token's gradient goes once to a rank; the results are there, so that the shares' gradients are dots of rows."""
-    results, weights, *all_routes = ctx.saved_tensors
+    results, weights, *routes = ctx.saved_tensors
+    form = (ctx.choices, ctx.ranks_first, ctx.group, ctx.needs_input_grad[1])
+    return *combine_gradients(grad, results, weights, routes, *form), *(None,) * 9
+
+
+def combine_gradients(
+    grad, results, weights, all_routes, choices, ranks_first, group, needs_shares
+):
+    """The results' and the shares' gradients. A token's goes once to a rank; the results are there, so that those of shares are dots of
+    rows."""
     routes, place, _, source, splits = all_routes
     carried = (routes, place, source, splits)
-    rows = _ops._moe_spread(grad, ctx.choices, *all_routes, ctx.ranks_first, ctx.group)
-    for_weights = None
+    rows = _ops._moe_spread(grad, choices, *all_routes, ranks_first, group)
     if weights is None:
-        return rows, *(None,) * 10
+        return rows, None
     flat = weights.reshape(-1, 1).to(accumulated(results.dtype))
-    shares = _ops._moe_away(flat, *carried, ctx.group)
+    shares = _ops._moe_away(flat, *carried, group)
     # A second derivative follows the composition; the operator has none of its own.
     compute = _weigh if torch.is_grad_enabled() else _ops._moe_weigh
     for_results, dots = compute(rows, results, shares)
-    if ctx.needs_input_grad[1]:
-        home = _ops._moe_home(dots, *carried, weights.numel(), ctx.group)
-        for_weights = home.view(weights.shape).to(weights.dtype)
-    return for_results, for_weights, *(None,) * 9
+    if not needs_shares:
+        return for_results, None
+    home = _ops._moe_home(dots, *carried, weights.numel(), group)
+    return for_results, home.view(weights.shape).to(weights.dtype)
 
 
 def _keep_home(ctx, inputs, output) -> None:
@@ -440,49 +394,23 @@ def _away_backward(ctx, grad):
     return _ops._moe_home(grad, *ctx.saved_tensors, ctx.total, ctx.group), *(None,) * 5
 
 
-def _keep_linear(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _linear_backward(ctx, grad):
-    rows, weight, offs = ctx.saved_tensors
-    needs_rows, needs_weight, _ = ctx.needs_input_grad
-    return (
-        _ops._moe_linear(grad, weight.transpose(1, 2), offs) if needs_rows else None,
-        _ops._moe_weight_gradient(grad, rows, offs) if needs_weight else None,
-        None,
-    )
-
-
-def _weight_gradient_backward(ctx, grad):
-    of_output, rows, offs = ctx.saved_tensors
-    needs_output, needs_rows, _ = ctx.needs_input_grad
-    return (
-        _ops._moe_linear(rows, grad, offs) if needs_output else None,
-        _ops._moe_linear(of_output, grad.transpose(1, 2), offs) if needs_rows else None,
-        None,
-    )
-
-
 _GRADIENTS = {
     "moe_dispatch": (_dispatch_backward, _keep_dispatch),
     "_moe_spread": (_spread_backward, _keep_spread),
     "moe_combine": (_combine_backward, _keep_combine),
     "_moe_home": (_home_backward, _keep_home),
     "_moe_away": (_away_backward, _keep_away),
-    "_moe_linear": (_linear_backward, _keep_linear),
-    "_moe_weight_gradient": (_weight_gradient_backward, _keep_linear),
 }
 
-for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"overlap::{_name}", _fake, lib=library)
-for _name, (_backward, _keep) in _GRADIENTS.items():
-    torch.library.register_autograd(
-        f"overlap::{_name}", _backward, setup_context=_keep, lib=library
-    )
+
+def complete(fakes: dict, gradients: dict) -> None:
+    """Registers operators' fakes, and the backward and context of those that have gradients."""
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"overlap::{name}", fake, lib=library)
+    for name, (backward, keep) in gradients.items():
+        torch.library.register_autograd(
+            f"overlap::{name}", backward, setup_context=keep, lib=library
+        )
 
 
-@register_flop_formula([_ops._moe_linear, _ops._moe_weight_gradient])
-def _flops(left: torch.Size, right: torch.Size, *args: object, **kwargs: object) -> int:
-    """Rows by columns by columns: of [R, K] and [e, N, K], or [R, N] and [R, K]."""
-    return 2 * left[0] * left[1] * (right[1] if len(right) == 2 else right[-2])
+complete(_FAKES, _GRADIENTS)

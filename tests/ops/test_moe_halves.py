@@ -143,6 +143,7 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
     )
     rows = rows.detach().requires_grad_()
     flat, size = shares.detach().reshape(-1, 1), rows.shape[0]
+    silu = ("silu", 1.0, 0.0, 0.0, True, False)
     calls = [
         ("moe_dispatch", (x, ids, experts, 1, 0, 0, False, True, world_name())),
         ("moe_dispatch", (x, ids, experts, 1, 9, 64, False, True, world_name())),
@@ -151,6 +152,15 @@ def test_moe_under_the_compiler_and_autocast(failures: Failures) -> None:
         ("_moe_home", (rows, *route[:2], *route[3:], ids.numel(), world_name())),
         ("_moe_away", (flat, *route[:2], *route[3:], world_name())),
         ("_moe_linear", (rows, gate_up, offs)),
+        ("_moe_hidden", (rows.detach(), gate_up.detach(), None, None, offs, *silu)),
+        (
+            "_moe_down",
+            (rows, gate_up, offs, shares, x.shape[0], 2, *route, True, True, world_name()),
+        ),
+        (
+            "_moe_down",
+            (rows, gate_up, offs, None, x.shape[0], 2, *route, False, False, world_name()),
+        ),
         ("_moe_weight_gradient", (rows, rows, offs)),
     ]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -134,7 +134,60 @@ def check_gates() -> tuple[int, list[str]]:
     return failures.result()
 
 
+def check_products() -> tuple[int, list[str]]:
+    """Experts of none to some 300 rows: every row by its own expert's weight, and nothing after the last one."""
+    failures, device = Failures(), torch.device("cuda")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return 1, []  # other GPUs take PyTorch's products, which test_moe.py tests
+    counts = [0, 1, 63, 64, 65, 127, 128, 129, 0, 300]
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
+    offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+    count, room = ids.numel(), 61
+    for dtype, inner, width, form, bias in itertools.product(
+        (torch.bfloat16, torch.float16),
+        (64, 72, 520),
+        (8, 264, 1016),
+        ("plain", "halves", "turns", "pair"),
+        (False, True),
+    ):
+        if bias and form == "plain":
+            continue
+        rows = torch.randint(-2, 3, (count + room, inner), device=device).to(dtype)
+        columns = width * (1 if form == "plain" else 2)
+        weight = torch.randint(-1, 2, (len(counts), columns, inner), device=device).to(dtype)
+        added = torch.randint(-3, 4, (len(counts), columns), device=device).to(dtype)
+        sums = torch.stack(
+            [weight[ids[row]].double() @ rows[row].double() for row in range(0, count, 7)]
+        )
+        right = sums.to(dtype).double()
+        gate = activation.Gate("relu", limit=100.0, offset=1.0).form(form == "turns")
+        if form != "plain":
+            hidden = (right, None, added.double() if bias else None, offs)
+            whole = torch.zeros(count, columns, device=device, dtype=torch.float64)
+            whole[::7] = right
+            right = activation.gate_unrounded(whole, *hidden[1:], *gate)[::7]
+        weights = weight.chunk(2, 1) if form == "pair" else (weight, None)
+        weights = [None if each is None else each.contiguous() for each in weights]
+        poison(device, 4096, 1 << 16)
+        call = (rows, *weights, added if bias else None, offs)
+        if form == "plain":
+            mine = _ops._moe_linear(rows, weight, offs)
+        else:
+            mine = _ops._moe_hidden(*call, *gate)
+        failures.expect(
+            difference(mine[:count:7], right.to(dtype)), dtype, inner, width, form, bias
+        )
+        raw = _ops._moe_grouped(
+            *call,
+            *(gate[:4] if form != "plain" else ("", 1.0, 0.0, 0.0)),
+            form != "plain",
+            form == "turns",
+        )
+        failures.expect_equal(raw[:count], mine[:count], "as called", dtype, inner, width, form)
+    return failures.result()
+
+
 @pytest.mark.ranks((1, "nccl"))
-@pytest.mark.parametrize("check", [check_routes, check_rows, check_gates])
+@pytest.mark.parametrize("check", [check_routes, check_rows, check_gates, check_products])
 def test_moe_kernels_are_their_compositions(ranks, check):
     ranks.expect_no_failures(check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Form:
     sum_order: str = "choices"
     dtype: torch.dtype = torch.bfloat16
     ids: str = "any"
+    experts: str = "double"  # or two products each, with gradients or without
 
     def draw(self, seed: int) -> list[torch.Tensor]:
         """x, ids, shares, the gradient of the output, and a factor of rows."""
@@ -51,9 +53,15 @@ class Form:
         return {"max_tokens": self.most, "max_rows": self.max_rows}
 
     def call(self, transport: str, x, ids, shares, grad) -> list[torch.Tensor]:
-        """The output of experts that double, and the gradients of tokens and shares."""
-        x, shares = (tensor.detach().requires_grad_() for tensor in (x, shares))
+        """The output, and the gradients of tokens and shares."""
         limits = self.limits() if transport == "peer" else {}
+        if self.experts == "products without gradients":
+            with torch.no_grad():
+                return [self.products(x, ids, shares, transport, limits)]
+        x, shares = (tensor.detach().requires_grad_() for tensor in (x, shares))
+        if self.experts == "products":
+            output = self.products(x, ids, shares, transport, limits)
+            return [output.detach(), *torch.autograd.grad(output, (x, shares), grad)]
         rows, route = overlap_torch.moe_dispatch(
             x,
             ids,
@@ -66,6 +74,17 @@ class Form:
         output = overlap_torch.moe_combine(rows * 2, route, shares)
         return [output.detach(), *torch.autograd.grad(output, (x, shares), grad)]
 
+    @functools.lru_cache  # noqa: B019, a form is one of few; nothing is drawn in a capture
+    def weights(self, device: torch.device) -> list[torch.Tensor]:
+        made = torch.Generator(device).manual_seed(dist.get_rank())
+        shapes = ((2 * 72, self.width), (self.width, 72))
+        drawn = [torch.randn(EXPERTS, *of, generator=made, device=device) for of in shapes]
+        return [tensor.to(self.dtype) for tensor in drawn]
+
+    def products(self, x, ids, shares, transport: str, limits: dict[str, int]) -> torch.Tensor:
+        how = {"sum_order": self.sum_order, "transport": transport, **limits}
+        return overlap_torch.moe(x, ids, shares, *self.weights(x.device), **how)
+
 
 ROOM = 2 * 4 * 300 * CHOICES  # rows for any routing
 FORMS = [
@@ -76,6 +95,9 @@ FORMS = [
     Form(ids="first rank", dtype=torch.float32),
     Form(ids="first rank", max_rows=ROOM, dtype=torch.float64, width=7),
     Form(most=9000, width=1024),
+    Form(width=264, experts="products"),
+    Form(width=264, experts="products without gradients", max_rows=ROOM),
+    Form(width=1032, experts="products without gradients", dtype=torch.float16),
 ]
 
 
@@ -112,7 +134,8 @@ def test_peer_rows_race(failures: Failures, calls: int) -> None:
 @pytest.mark.peers
 def test_peer_rows_in_graphs(failures: Failures) -> None:
     """Graphs of two sizes are replayed by turns, with plain calls between, by ranks that come late."""
-    forms = [Form(max_rows=ROOM), Form(most=33, max_rows=600, sum_order="ranks"), Form(width=64)]
+    graph = Form(max_rows=ROOM, width=64, experts="products without gradients")
+    forms = [graph, Form(most=33, max_rows=600, sum_order="ranks"), Form(width=64)]
     operands = [[form.draw(seed) for seed in (0, 2, 3)] for form in forms]
     rights = [
         [form.call("nccl", *drawn) for drawn in own]

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "binding/cuda/cuda_call.h"
 #include "binding/cuda/moe_cuda.h"
 #include "kernels/moe/moe.h"
 
@@ -217,6 +218,26 @@ kernels::Activation activation_of(c10::string_view name) {
   TORCH_CHECK_VALUE(false, "unknown activation ", name);
 }
 
+void set_form(kernels::GateParams& params, c10::string_view name, double alpha, double limit,
+              double offset) {
+  params.activation = activation_of(name);
+  params.alpha = alpha;
+  params.limit = limit;
+  params.offset = offset;
+}
+
+// `bias` is contiguous, the gate's columns first unless they take turns with the up's.
+void set_bias(kernels::GateParams& params, const Tensor& bias, bool gated, const Tensor& offs) {
+  const int64_t to_up = params.width * bias.element_size();
+  params.gate_bias = bias.const_data_ptr();
+  params.up_bias = gated && !params.interleaved
+                       ? static_cast<const char*>(bias.const_data_ptr()) + to_up
+                       : nullptr;
+  params.bias_stride = bias.size(1);
+  params.offs = const_cast<int32_t*>(offs.const_data_ptr<int32_t>());
+  params.experts = static_cast<int32_t>(offs.size(0));
+}
+
 // Everything but the outputs. `hidden` and `up` are contiguous.
 kernels::GateParams gate_params(const Tensor& hidden, const std::optional<Tensor>& up,
                                 const Tensor& bias, const Tensor& offs, c10::string_view name,
@@ -224,10 +245,7 @@ kernels::GateParams gate_params(const Tensor& hidden, const std::optional<Tensor
                                 bool interleaved) {
   kernels::GateParams params;
   params.element = element_of(hidden);
-  params.activation = activation_of(name);
-  params.alpha = alpha;
-  params.limit = limit;
-  params.offset = offset;
+  set_form(params, name, alpha, limit, offset);
   params.rows = hidden.size(0);
   params.row_stride = hidden.size(1);
   params.width = gated && !up.has_value() ? hidden.size(1) / 2 : hidden.size(1);
@@ -238,14 +256,7 @@ kernels::GateParams gate_params(const Tensor& hidden, const std::optional<Tensor
     params.up = up.has_value() ? up->const_data_ptr()
                                : static_cast<const char*>(hidden.const_data_ptr()) + to_up;
   }
-  if (bias.defined()) {
-    params.gate_bias = bias.const_data_ptr();
-    params.up_bias =
-        gated && !interleaved ? static_cast<const char*>(bias.const_data_ptr()) + to_up : nullptr;
-    params.bias_stride = bias.size(1);
-    params.offs = const_cast<int32_t*>(offs.const_data_ptr<int32_t>());
-    params.experts = static_cast<int32_t>(offs.size(0));
-  }
+  if (bias.defined()) set_bias(params, bias, gated, offs);
   return params;
 }
 
@@ -296,9 +307,58 @@ std::tuple<Tensor, Tensor> gate_backward(const Tensor& grad, const Tensor& hidde
   return {hidden_grad, up_grad};
 }
 
+#if defined(OVERLAP_WITH_SM90)
+// [R, K] and [e, N, K] to [R, N]; gated, through gate and up: [R, N / 2], or [R, N] with an `up` [e, N, K] beside the gate.
+Tensor grouped(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& up,
+               const std::optional<Tensor>& bias, const Tensor& offs, c10::string_view name,
+               double alpha, double limit, double offset, bool gated, bool interleaved) {
+  const c10::cuda::CUDAGuard guard(rows.device());
+  const Tensor added = contiguous(bias);
+  kernels::GroupedGemmParams params = grouped_params(rows, weight, offs);
+  params.gated = gated;
+  if (gated) {
+    set_form(params.gate, name, alpha, limit, offset);
+    params.gate.interleaved = interleaved;
+    if (up.has_value()) {
+      params.up_weight = up->const_data_ptr();
+    } else {
+      params.gate.width /= 2;
+    }
+    if (added.defined()) set_bias(params.gate, added, gated, offs);
+  }
+  Tensor output = at::empty({params.rows, params.gate.width}, rows.options());
+  params.gate.output = output.data_ptr();
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, stream()));
+  return output;
+}
+#endif
+
 }  // namespace
 
+#if defined(OVERLAP_WITH_SM90)
+kernels::GroupedGemmParams grouped_params(const Tensor& rows, const Tensor& weight,
+                                          const Tensor& offs) {
+  TORCH_CHECK(has_kernels(rows.device()), "overlap_torch: this build has no kernels for ",
+              rows.device());
+  kernels::GroupedGemmParams params;
+  params.rows = rows.size(0);
+  params.k = rows.size(1);
+  params.input = rows.const_data_ptr();
+  params.weight = weight.const_data_ptr();
+  params.n = weight.size(1);
+  params.gate.element = element_of(rows);
+  params.gate.width = params.n;
+  params.gate.offs = const_cast<int32_t*>(offs.const_data_ptr<int32_t>());
+  params.gate.experts = static_cast<int32_t>(offs.size(0));
+  params.ctas = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  return params;
+}
+#endif
+
 TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
+#if defined(OVERLAP_WITH_SM90)
+  m.impl("_moe_grouped", &grouped);
+#endif
   m.impl("_moe_count", &count_routes);
   m.impl("_moe_meet", &count_arrivals);
   m.impl("_moe_arrive", &place_arrivals);

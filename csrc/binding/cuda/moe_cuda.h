@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include "kernels/moe/grouped_gemm.h"
 #include "kernels/moe/moe.h"
 
 namespace overlap::binding {
@@ -24,5 +25,9 @@ struct Routes {
 
 // Ids are contiguous. `tokens`: whether slots and sent are wanted.
 Routes find_routes(const at::Tensor& ids, at::IntArrayRef experts, bool tokens);
+
+// The experts' product of contiguous rows [R, K] and weights [e, N, K] but for its output, in a build for Hopper.
+kernels::GroupedGemmParams grouped_params(const at::Tensor& rows, const at::Tensor& weight,
+                                          const at::Tensor& offs);
 
 }  // namespace overlap::binding

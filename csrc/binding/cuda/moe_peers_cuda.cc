@@ -351,6 +351,32 @@ Tensor sum_here(const Exchange& exchange, const CopyCall& call, const Tensor& ro
   return own;
 }
 
+// The call that takes results home; a slot has so many `places` for those of a rank's tokens.
+CopyCall begin_combine(Exchange& exchange, const Tensor& rows, int64_t places, bool ranks_first) {
+  return exchange.begin(places * row_bytes(rows),
+                        {kCombine, places, rows.size(1), rows.element_size(), ranks_first});
+}
+
+// After `call` announced what this rank sends: the sums of what came, and of this rank's own rows.
+Tensor sum_arrived(const Exchange& exchange, CopyCall& call, const Tensor& rows,
+                   const Tensor& shares, const Tensor& home, int64_t tokens, int64_t parts) {
+  call.announce(0);
+  call.await(0);
+  Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
+  kernels::SumParams params = sum_params(exchange, rows, tokens, parts);
+  params.home = home.const_data_ptr<int64_t>();
+  params.arrived = call.slot();
+  params.shares = shares.defined() ? shares.const_data_ptr() : nullptr;
+  params.output = output.data_ptr();
+  C10_CUDA_CHECK(kernels::sum_choices(params, exchange.stream()));
+  call.end();
+  return output;
+}
+
+Tensor wide_shares(const std::optional<Tensor>& shares, const Tensor& rows) {
+  return shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
+}
+
 // [R, D] to [T, D]: the sum of each token's results times their shares, in the choices' order; or of each rank's sums of
 // them, in the ranks' order. `stride`: routes of a rank.
 Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const Tensor& home,
@@ -358,42 +384,53 @@ Tensor combine(const Tensor& results, const std::optional<Tensor>& shares, const
                bool ranks_first, const std::string& group) {
   Exchange exchange(results, group);
   const Tensor rows = results.contiguous();
-  const Tensor wide = shares.has_value() ? shares->to(wide_of(rows)).contiguous() : Tensor();
-  const int64_t places = ranks_first ? stride / choices * exchange.ranks() : stride;
-  Tensor output = at::empty({tokens, rows.size(1)}, rows.options());
-  CopyCall call = exchange.begin(
-      places * row_bytes(rows), {kCombine, places, rows.size(1), rows.element_size(), ranks_first});
-  Tensor own;
-  Tensor visits;
+  const Tensor wide = wide_shares(shares, rows);
   if (ranks_first) {
-    own = sum_here(exchange, call, rows, wide, source, tokens, choices, stride / choices);
-    visits = empty_longs(home, tokens * exchange.ranks());
+    const int64_t most = stride / choices;  // tokens of a rank
+    CopyCall call = begin_combine(exchange, rows, most * exchange.ranks(), true);
+    const Tensor own = sum_here(exchange, call, rows, wide, source, tokens, choices, most);
+    const Tensor visits = empty_longs(home, tokens * exchange.ranks());
     C10_CUDA_CHECK(kernels::find_visits(
         home.const_data_ptr<int64_t>(), tokens, static_cast<int32_t>(choices), exchange.rank(),
         exchange.ranks(), visits.data_ptr<int64_t>(), exchange.stream()));
-  } else {
-    kernels::ResultsParams params;
-    params.rank = exchange.rank();
-    params.rows = rows.size(0);
-    params.row_bytes = row_bytes(rows);
-    params.results = rows.const_data_ptr();
-    params.source = source.const_data_ptr<int64_t>();
-    params.stride = stride;
-    exchange.set_slots(params, call);
-    C10_CUDA_CHECK(kernels::send_results(params, exchange.stream()));
+    return sum_arrived(exchange, call, own, Tensor(), visits, tokens, exchange.ranks());
   }
-  call.announce(0);
-  call.await(0);
-  kernels::SumParams params = ranks_first ? sum_params(exchange, own, tokens, exchange.ranks())
-                                          : sum_params(exchange, rows, tokens, choices);
-  params.home = (ranks_first ? visits : home).const_data_ptr<int64_t>();
-  params.arrived = call.slot();
-  params.shares = !ranks_first && wide.defined() ? wide.const_data_ptr() : nullptr;
-  params.output = output.data_ptr();
-  C10_CUDA_CHECK(kernels::sum_choices(params, exchange.stream()));
-  call.end();
-  return output;
+  CopyCall call = begin_combine(exchange, rows, stride, false);
+  kernels::ResultsParams params;
+  params.rank = exchange.rank();
+  params.rows = rows.size(0);
+  params.row_bytes = row_bytes(rows);
+  params.results = rows.const_data_ptr();
+  params.source = source.const_data_ptr<int64_t>();
+  params.stride = stride;
+  exchange.set_slots(params, call);
+  C10_CUDA_CHECK(kernels::send_results(params, exchange.stream()));
+  return sum_arrived(exchange, call, rows, wide, home, tokens, choices);
 }
+
+#if defined(OVERLAP_WITH_SM90)
+// combine() of the experts' product of hidden [R, I] and weight [e, D, I], whose tiles store rows where their tokens are. And the results
+// [R, D] of all rows if they are kept; else they are empty.
+std::tuple<Tensor, Tensor> down(const Tensor& hidden, const Tensor& weight, const Tensor& offs,
+                                const std::optional<Tensor>& shares, const Tensor& home,
+                                const Tensor& source, int64_t stride, int64_t tokens,
+                                int64_t choices, bool keep, const std::string& group) {
+  Exchange exchange(hidden, group);
+  Tensor rows = at::empty({hidden.size(0), weight.size(1)}, hidden.options());
+  const Tensor wide = wide_shares(shares, rows);
+  CopyCall call = begin_combine(exchange, rows, stride, false);
+  kernels::GroupedGemmParams params = grouped_params(hidden, weight, offs);
+  params.gate.output = rows.data_ptr();
+  params.home.source = source.const_data_ptr<int64_t>();
+  params.home.stride = stride;
+  params.home.rank = exchange.rank();
+  params.home.keep = keep;
+  exchange.set_slots(params.home, call);
+  C10_CUDA_CHECK(kernels::launch_grouped_gemm_sm90(params, exchange.stream()));
+  Tensor output = sum_arrived(exchange, call, rows, wide, home, tokens, choices);
+  return {output, keep ? rows : at::empty({0}, rows.options())};
+}
+#endif
 
 }  // namespace
 
@@ -401,6 +438,9 @@ TORCH_LIBRARY_IMPL(overlap, CUDA, m) {
   m.impl("_moe_peer_dispatch", &dispatch);
   m.impl("_moe_peer_spread", &spread);
   m.impl("_moe_peer_combine", &combine);
+#if defined(OVERLAP_WITH_SM90)
+  m.impl("_moe_peer_down", &down);
+#endif
 }
 
 }  // namespace overlap::binding

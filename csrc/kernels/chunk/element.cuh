@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
+
 namespace overlap::kernels {
 
 template <class T, int kVector>
@@ -34,6 +36,17 @@ __device__ __forceinline__ void round_to(float value, float& result) {
 }
 __device__ __forceinline__ void round_to(double value, double& result) {
   result = value;
+}
+
+// Two neighbours of a 16-bit type.
+template <class T>
+__device__ __forceinline__ uint32_t round_pair(float left, float right) {
+  T pair[2];
+  round_to(left, pair[0]);
+  round_to(right, pair[1]);
+  uint32_t bits;
+  memcpy(&bits, pair, 4);
+  return bits;
 }
 
 }  // namespace overlap::kernels

@@ -16,6 +16,7 @@
 #endif
 #if defined(OVERLAP_WITH_SM90)
 #include "kernels/gemm/gemm_sm90_instance.h"
+#include "kernels/moe/grouped_gemm.h"
 #endif
 
 namespace overlap::kernels {
@@ -211,6 +212,7 @@ cudaError_t load_kernels() {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
   if (error == cudaSuccess && major == 9) error = load_sm90_kernels();
+  if (error == cudaSuccess && major == 9) error = load_grouped_gemm_sm90();
 #endif
   return error;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/chunk/element.cuh"
+#include "kernels/moe/gate.cuh"
 #include "kernels/moe/moe.h"
 
 namespace overlap::kernels {
@@ -199,40 +200,6 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-template <class A>
-struct Activated {
-  A value;
-  A slope;
-};
-
-template <class A>
-__device__ __forceinline__ Activated<A> activate(Activation activation, A x) {
-  constexpr A kSqrtHalf = A(0.70710678118654752440);
-  constexpr A kDensity = A(0.39894228040143267794);  // 1 / sqrt(2 pi)
-  switch (activation) {
-    case Activation::kSilu: {
-      const A sigmoid = A{1} / (A{1} + exp(-x));
-      return {x / (A{1} + exp(-x)), sigmoid * (A{1} + x * (A{1} - sigmoid))};
-    }
-    case Activation::kGelu: {
-      const A below = A(0.5) * (A{1} + erf(x * kSqrtHalf));
-      return {x * below, below + x * kDensity * exp(A(-0.5) * x * x)};
-    }
-    case Activation::kGeluTanh: {
-      constexpr A kBeta = A(0.79788456080286535588);  // sqrt(2 / pi)
-      constexpr A kCubic = A(0.044715);
-      const A t = tanh(kBeta * (x + kCubic * x * x * x));
-      const A inner = kBeta * (A{1} + A{3} * kCubic * x * x);
-      return {A(0.5) * x * (A{1} + t), A(0.5) * (A{1} + t) + A(0.5) * x * (A{1} - t * t) * inner};
-    }
-    case Activation::kRelu:
-      return {x > 0 || x != x ? x : A{0}, x > 0 ? A{1} : A{0}};
-    case Activation::kNone:
-      return {x, A{1}};
-  }
-  return {};
-}
-
 // The expert that a row is for: the first whose rows end after it.
 __device__ int expert_of(const int32_t* offs, int experts, int64_t row) {
   int low = 0;
@@ -284,9 +251,7 @@ __global__ void __launch_bounds__(kMostThreads)
   using A = wide_t<T>;
   const int64_t row = blockIdx.x;
   const bool gated = kTurns || params.up != nullptr;
-  const A alpha = static_cast<A>(params.alpha);
-  const A limit = static_cast<A>(params.limit);
-  const A offset = static_cast<A>(params.offset);
+  const GateForm<A> form(params);
   const int64_t bias_row = params.gate_bias == nullptr
                                ? 0
                                : expert_of(params.offs, params.experts, row) * params.bias_stride;
@@ -312,20 +277,16 @@ __global__ void __launch_bounds__(kMostThreads)
     Access<T, kVector> others;  // the up's
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      const bool clamps = limit > 0 && gated;
-      const A x = clamps && gate[e] > limit ? limit : gate[e];
-      const A y = clamps ? (up[e] > limit ? limit : up[e] < -limit ? -limit : up[e]) : up[e];
-      const Activated<A> active = activate<A>(params.activation, alpha == A{1} ? x : alpha * x);
-      const A value = alpha == A{1} ? active.value : active.value / alpha;
-      const A factor = gated ? y + offset : A{1};
+      const Gated<A> active = apply(form, gated, gate[e], up[e]);
       if constexpr (kBackward) {
         const A given = to_float(grad.element[e]);
-        const bool gate_open = !clamps || gate[e] <= limit;
-        const bool up_open = !clamps || (up[e] <= limit && up[e] >= -limit);
-        round_to(gate_open ? given * factor * active.slope : A{0}, result.element[e]);
-        round_to(up_open ? given * value : A{0}, others.element[e]);
+        const bool clamps = form.limit > 0 && gated;
+        const bool gate_open = !clamps || gate[e] <= form.limit;
+        const bool up_open = !clamps || (up[e] <= form.limit && up[e] >= -form.limit);
+        round_to(gate_open ? given * active.factor * active.slope : A{0}, result.element[e]);
+        round_to(up_open ? given * active.value : A{0}, others.element[e]);
       } else {
-        round_to(gated ? value * factor : value, result.element[e]);
+        round_to(gated ? active.value * active.factor : active.value, result.element[e]);
       }
     }
     if constexpr (!kBackward) {

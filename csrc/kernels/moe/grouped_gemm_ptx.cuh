@@ -1,0 +1,117 @@
+// Hopper's instructions for a GEMM by hand: barriers in shared memory, loads by the tensor memory accelerator, and products of warp groups.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace overlap::kernels {
+
+constexpr int kMmaSums = 64;  // a thread's, of 64 rows and 128 columns
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(count));
+}
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, int cta) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+      "r"(cta)
+      : "memory");
+}
+__device__ __forceinline__ void await(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void load_box(const CUtensorMap& map, char* to, uint64_t* barrier, int k,
+                                         int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+      "%4}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(k), "r"(row)
+      : "memory");
+}
+__device__ __forceinline__ void load_box_for_both(const CUtensorMap& map, char* to,
+                                                  uint64_t* barrier, int k, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%3, %4}], "
+      "[%2], %5;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(k), "r"(row), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Rows of 128 bytes, swizzled: eight of them repeat after 1024 bytes.
+__device__ __forceinline__ uint64_t operand(const char* pointer) {
+  const uint64_t address = (shared_address(pointer) & 0x3ffff) >> 4;
+  return address | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+__device__ __forceinline__ void begin_mma() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_mma() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kLeft>
+__device__ __forceinline__ void await_mma() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+#define OVERLAP_SUMS4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define OVERLAP_SUMS16(d, i) \
+  OVERLAP_SUMS4(d, i), OVERLAP_SUMS4(d, i + 4), OVERLAP_SUMS4(d, i + 8), OVERLAP_SUMS4(d, i + 12)
+#define OVERLAP_MMA(type)                                                                         \
+  asm volatile(                                                                                   \
+      "{ .reg .pred adds; setp.ne.b32 adds, %66, 0;\n"                                            \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                \
+      " "                                                                                         \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                   \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "          \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "         \
+      "%64, %65, adds, 1, 1, 0, 0; }"                                                             \
+      : OVERLAP_SUMS16(d, 0), OVERLAP_SUMS16(d, 16), OVERLAP_SUMS16(d, 32), OVERLAP_SUMS16(d, 48) \
+      : "l"(a), "l"(b), "r"(adds))
+
+template <class T>
+__device__ __forceinline__ void multiply(float (&d)[kMmaSums], uint64_t a, uint64_t b, int adds) {
+  if constexpr (std::is_same_v<T, __half>) {
+    OVERLAP_MMA("f16");
+  } else {
+    OVERLAP_MMA("bf16");
+  }
+}
+#undef OVERLAP_MMA
+#undef OVERLAP_SUMS16
+#undef OVERLAP_SUMS4
+
+#endif
+
+}  // namespace overlap::kernels
