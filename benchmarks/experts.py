@@ -38,6 +38,7 @@ MODELS = {
     "deepseek-v3": Model(7168, 2048, 64, 8),
     "gpt-oss-120b": Model(2880, 2880, 32, 4),
     "llama-4-scout": Model(5120, 8192, 4, 1),
+    "mixtral-8x7b": Model(4096, 14336, 2, 2),
     "tiny": Model(64, 32, 2, 2),
 }
 
@@ -87,7 +88,7 @@ def sequence(x, ids, shares, gate_up, down) -> torch.Tensor:
 
 
 def _variants(
-    model: Model, tokens: int, device: torch.device, backward: bool
+    model: Model, tokens: int, device: torch.device, backward: bool, skewed: bool
 ) -> dict[str, Callable]:
     def draw(*shape: int) -> torch.Tensor:
         made = torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
@@ -98,12 +99,17 @@ def _variants(
     x, grad = draw(tokens, model.hidden), torch.ones(tokens, model.hidden, device=device)
     gate_up = draw(model.experts, 2 * model.inner, model.hidden)
     down = draw(model.experts, model.hidden, model.inner)
-    ids = torch.rand(tokens, experts, device=device).topk(model.choices).indices
+    chances = torch.arange(1.0, experts + 1, device=device).rsqrt()
+    chances = chances if skewed else torch.ones_like(chances)
+    ids = chances.expand(tokens, -1).multinomial(model.choices)
+    rows_of_ranks = (ids // model.experts).flatten().bincount(minlength=dist.get_world_size())
+    dist.all_reduce(rows_of_ranks)
+    most_rows = int(rows_of_ranks.max())
     shares = torch.rand(tokens, model.choices, device=device)
 
     def with_options(options: dict) -> Callable:
         if "max_rows" in options:
-            rows = int(options["max_rows"] * tokens * model.choices) + 64
+            rows = int(options["max_rows"] * most_rows) + 64
             options = options | {"max_tokens": tokens, "max_rows": rows}
         return functools.partial(overlap_torch.moe, **options)
 
@@ -127,9 +133,9 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
         (name, tokens, backward)
         for name in args.models
         for tokens in args.tokens
-        for backward in (False, True)
+        for backward in args.passes
     ):
-        variants = _variants(MODELS[name], tokens, device, backward)
+        variants = _variants(MODELS[name], tokens, device, backward, args.routing == "skewed")
         first, *others = (run(0).detach().float() for run in variants.values())
         error = max(((first - mine).norm() / first.norm()).item() for mine in others)
         if not error < 0.02:  # a few roundings of bfloat16; NaN fails, too
@@ -159,6 +165,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
     known = [name for name in MODELS if name != "tiny"]
     parser.add_argument("--models", default=",".join(known), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--tokens", default="8192,1024", help="of a rank")
+    parser.add_argument("--passes", default="forward,both")
+    parser.add_argument(
+        "--routing",
+        default="balanced",
+        choices=["balanced", "skewed"],
+        help="skewed: the chance of the i-th expert falls as 1 / sqrt(i)",
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", help="a file for the rows")
 
@@ -166,6 +179,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     args.models = args.models.split(",")
     args.tokens = [int(tokens) for tokens in args.tokens.split(",")]
+    args.passes = [each == "both" for each in args.passes.split(",")]
     if unknown := set(args.models) - set(MODELS):
         raise ValueError(f"--models: {', '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
 
