@@ -243,8 +243,6 @@ struct MeetTiles {
   int32_t distance = 1;
 };
 
-// A program's transfers over peers.
-
 // To a peer that the data of a transfer, which has this flag, are there: after what its lane did before.
 struct Announce {
   int32_t flag = 0;
@@ -269,7 +267,7 @@ struct CounterWait {
   int32_t count = 0;
 };
 
-// One rank's half of a transfer: rows into other memory, or added to what is there; strides in bytes.
+// One rank's half of a transfer, as CopyRows has it.
 struct Half {
   int32_t flag = 0;    // the first one of the transfer's, of which each block of a stream has one
   int32_t stream = 0;  // of the kernel's
@@ -343,18 +341,26 @@ struct PeerExchange {
   std::vector<PeerMessages> messages;  // in the ranks' order
 };
 
-using What = std::variant<Fork, Join, Gemm, CallersKernel, LibraryGemm, WaitForTiles, Mark, Arrive,
-                          Collective, SendReceive, Copy, CopyRows, Delay, Pack, Unpack, AddTerms,
-                          WaitForSlots, WaitForPeers, Signal, EndCall, MeetTiles, Announce, Await,
-                          Count, Interpret, PeerCollective, LowLatency, PeerExchange>;
+// All kinds of steps. Each handler of them declares its functions by this list.
+// clang-format off
+#define OVERLAP_STEP_KINDS(FIRST, NEXT)                                                            \
+  FIRST(Fork) NEXT(Join) NEXT(Gemm) NEXT(CallersKernel) NEXT(LibraryGemm) NEXT(WaitForTiles)       \
+  NEXT(Mark) NEXT(Arrive) NEXT(Collective) NEXT(SendReceive) NEXT(Copy) NEXT(CopyRows)             \
+  NEXT(Delay) NEXT(Pack) NEXT(Unpack) NEXT(AddTerms) NEXT(WaitForSlots) NEXT(WaitForPeers)         \
+  NEXT(Signal) NEXT(EndCall) NEXT(MeetTiles) NEXT(Announce) NEXT(Await) NEXT(Count)                \
+  NEXT(Interpret) NEXT(PeerCollective) NEXT(LowLatency) NEXT(PeerExchange)
+// clang-format on
+#define OVERLAP_FIRST_KIND(Kind) Kind
+#define OVERLAP_NEXT_KIND(Kind) , Kind
+using What = std::variant<OVERLAP_STEP_KINDS(OVERLAP_FIRST_KIND, OVERLAP_NEXT_KIND)>;
+#undef OVERLAP_FIRST_KIND
+#undef OVERLAP_NEXT_KIND
 
 struct Step {
   Lane lane = Lane::kCaller;
   What what;
-  // Steps of other lanes that this one waits for.
-  std::vector<StepId> after;
-  // Waits for no peer, so that it need not take its turn among all ops of the device: of a list's first and last
-  // steps alone.
+  std::vector<StepId> after;  // steps of other lanes that this one waits for
+  // Waits for no peer, so it need not take its turn among the device's ops: only a list's first and last steps.
   bool unchained = false;
   // Begins a chunk's communication: tests hold the lane before it, or after a GEMM that communicates itself.
   bool held = false;
