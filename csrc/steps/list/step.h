@@ -25,13 +25,14 @@ enum class Buffer : uint8_t {
   kPartial,   // one part of a ring's product, made by the framework's GEMM
   kStripes,  // index 0: the product, each of whose parts lies in its owner's memory; 1: all ranks' rows of this
   // rank's part, in rank order
-  kSlot,  // what peers send to a rank in this call, one of each rank
+  kIndices,  // rows' numbers and counts, int64, which only the device knows. index 0: the caller's; 1: what peers send
+  kSlot,     // what peers send to a rank in this call, one of each rank
 };
 
 struct Where {
   Buffer buffer = Buffer::kOutput;
   int64_t offset = 0;  // bytes
-  int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank
+  int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank; kIndices: of which of both
 
   friend bool operator==(const Where&, const Where&) = default;
 };
@@ -117,6 +118,7 @@ struct LibraryGemm {
   plan::Rows rows;
   Where input;
   Target output;
+  std::optional<Where> count = {};  // as CopyRows has it; the rest may be computed, and is nobody's
 };
 
 // Until the launch has finished so many tiles of the chunk; fails at the group's deadline, as all waits do.
@@ -174,7 +176,13 @@ struct CopyRows {
   int64_t destination_stride = 0;
   int64_t rows = 0;
   int64_t row_bytes = 0;
-  bool adds = false;
+  bool adds = false;  // false where one of the following is given
+  // Only the device knows how many rows there are: this number of kIndices, and at most `rows`.
+  std::optional<Where> count = {};
+  // For each row its number in the source or in the destination, in kIndices; else they follow each other.
+  std::optional<Where> from_rows = {};
+  std::optional<Where> to_rows = {};
+  bool by_indices() const { return count || from_rows || to_rows; }
 };
 
 // Holds the lane, so that a GEMM which was enqueued before has its SMs first.

@@ -231,6 +231,16 @@ class Simulation {
   void move_rows(Node by, const Here& here, const Where& source, int64_t source_stride,
                  const Where& destination, int64_t destination_stride, int64_t rows,
                  int64_t row_bytes, bool adds);
+  void move_by_indices(Node by, const Here& here, const CopyRows& step);
+  // Numbers of kIndices, while contents are followed.
+  struct Indices {
+    Key key = 0;
+    int64_t offset = 0;
+  };
+  std::optional<Indices> indices(Node by, const Here& here, const std::optional<Where>& where,
+                                 int64_t count);
+  std::vector<int64_t> numbers(const Indices& at, int64_t count, int32_t turn, Node by) const;
+  int64_t counted(const std::optional<Indices>& count, int64_t most, int32_t turn, Node by) const;
   void await_counter(const Here& here, const Span& span, int32_t counter, int32_t count);
   void announce_transfer(const Span& span, const Here& here, int32_t flag, int32_t count,
                          int32_t peer);
