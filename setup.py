@@ -1,6 +1,6 @@
 """Builds overlap_torch: one build.ninja for the op library `_C` and the modules `_plan` (planner) and `_eager` (calls).
 
-A checkout also gets `tests/_plan_test`, a module of the tests.
+A checkout also gets `tests/_plan_test` and `tests/_steps_test`, the tests' own.
 
     pip install .                              against the torch that is installed (tools/build_backend.py)
     python setup.py build_ext --inplace        the same, into the checkout (what `make build` runs)
@@ -54,6 +54,7 @@ EXTENSIONS = {"_C": "_C.so", "_plan": PLAN_NAME, "_eager": EAGER_NAME}  # and th
 # Tests need these beyond `_plan`, and the types of `_plan`, which a build has only where
 # pybind11-stubgen is installed.
 PLAN_TEST_NAME = f"_plan_test{sysconfig.get_config_var('EXT_SUFFIX')}"
+STEPS_TEST_NAME = "_steps_test.so"
 PLAN_STUB_NAME = "_plan.pyi"
 PROFILE = "overlap_torch/profiles/h200.json"
 PLANNER_FOLDER = "build/plan"  # the objects that know neither torch nor CUDA, for every build
@@ -154,6 +155,19 @@ def plan_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     return edges
 
 
+def steps_test_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
+    """`_steps_test`: ops of the tests, on the executors of `_C`."""
+    flags, library_flags, library_files = with_libraries(torch, cuda)
+    module = compile_edges("cxx", sources("steps_test/*.cc", "tests"), folder, flags)
+    changed = ("/mutate.cc.o", "/structure.cc.o")
+    changes = [file for file in objects(plan_test_edges()) if file.endswith(changed)]
+    inputs = objects([*module, *planner_edges()]) + changes
+    library = [f"-L{folder}", "-l:_C.so", "-Wl,-rpath,$ORIGIN/../overlap_torch"]
+    depends = [f"{folder}/_C.so", *library_files]
+    link = Edge("link", f"{folder}/{STEPS_TEST_NAME}", inputs, [*library, *library_flags], depends)
+    return [*module, link]
+
+
 def plan_test_edges(folder: str = PLANNER_FOLDER) -> list[Edge]:
     """`_plan_test`: what tests ask beyond `_plan`."""
     module = module_edges(folder, sources("plan_test/*.cc", "tests"), [pybind11_include()])
@@ -225,27 +239,18 @@ def sm90_edges(folder: str, cuda: Cuda, flags: list[str]) -> list[Edge]:
     return edges
 
 
-def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
-    """`_C`: the bindings; with CUDA also kernels and runtime."""
-    edges: list[Edge] = []
+def with_libraries(torch: ModuleType, cuda: Cuda | None) -> tuple[list[str], list[str], list[str]]:
+    """The flags that compile and link what knows torch, and CUDA if there is; and the files of libraries."""
     flags = list(CXX_FLAGS)
-    bindings = [file for file in sources("binding/*/*.cc") if "/python/" not in file]
-    bindings += sources("cpu/*.cc")
     libraries = ["c10", "torch_cpu"]
     library_files: list[str] = []
     homes = ["torch/lib", "nvidia/nccl/lib"]
-    if cuda is None:
-        bindings = [file for file in bindings if not file.endswith("_cuda.cc")]
-    else:
+    if cuda:
         flags += [*cuda.defines, *isystem(cuda.includes)]
-        edges += kernel_edges(folder, cuda)
-        edges += compile_edges("cxx", sources("runtime/*.cc"), folder, flags)
         libraries += ["c10_cuda", "torch_cuda"]
         library_files = [str(cuda.cudart), str(cuda.nccl / "lib/libnccl.so.2")]
         homes += [f"nvidia/{cuda.cudart.parents[1].name}/lib"]
-    info = f'-DOVERLAP_BUILD_INFO="{build_info(cuda)}"'
-    binding_flags = [*flags, info, *isystem(torch_headers(torch))]
-    edges += compile_edges("cxx", bindings, folder, binding_flags)
+    flags += [f'-DOVERLAP_BUILD_INFO="{build_info(cuda)}"', *isystem(torch_headers(torch))]
     link_flags = [
         "-Wl,-z,defs",  # a missing function fails here, not at import
         # torch, imported first, has loaded these already; the rpath serves whoever loads _C alone.
@@ -253,6 +258,22 @@ def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
         *link_with_torch(torch, libraries),
         *library_files,
     ]
+    return flags, link_flags, library_files
+
+
+def op_edges(folder: str, torch: ModuleType, cuda: Cuda | None) -> list[Edge]:
+    """`_C`: the bindings; with CUDA also kernels and runtime."""
+    edges: list[Edge] = []
+    bindings = [file for file in sources("binding/*/*.cc") if "/python/" not in file]
+    bindings += sources("cpu/*.cc")
+    if cuda is None:
+        bindings = [file for file in bindings if not file.endswith("_cuda.cc")]
+    else:
+        edges += kernel_edges(folder, cuda)
+        runtime_flags = [*CXX_FLAGS, *cuda.defines, *isystem(cuda.includes)]
+        edges += compile_edges("cxx", sources("runtime/*.cc"), folder, runtime_flags)
+    flags, link_flags, library_files = with_libraries(torch, cuda)
+    edges += compile_edges("cxx", bindings, folder, flags)
     inputs = objects(edges + planner_edges())
     return [*edges, Edge("link", f"{folder}/_C.so", inputs, link_flags, library_files)]
 
@@ -392,13 +413,18 @@ class build_ext(setuptools_build_ext):
         folder = f"build/torch-{torch.__version__}-{'cuda' if cuda else 'cpu'}"
         in_checkout = bool(self.inplace or self.editable_mode)
         run_ninja(PLANNER_FOLDER, planner_module_edges(in_checkout))
-        run_ninja(folder, eager_edges(folder, torch) + op_edges(folder, torch, cuda), cuda)
+        edges = eager_edges(folder, torch) + op_edges(folder, torch, cuda)
+        if in_checkout:
+            edges += steps_test_edges(folder, torch, cuda)
+        run_ninja(folder, edges, cuda)
         built = ROOT / folder
         (built / "_build.json").write_text(build_record(torch, cuda, reason))
         package = (ROOT if in_checkout else Path(self.build_lib)) / "overlap_torch"
         place_planner(package, in_checkout)
         for name in (EXTENSIONS["_C"], EAGER_NAME, "_build.json"):
             place(built / name, package / name)
+        if in_checkout:
+            place(built / STEPS_TEST_NAME, ROOT / "tests" / STEPS_TEST_NAME)
 
 
 def requirement() -> str:

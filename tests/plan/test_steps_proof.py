@@ -253,7 +253,7 @@ HARMLESS: list[tuple[str, str, Callable[[Change], bool]]] = [
         is_signalled_later,
     ),
     (
-        "signal to itself",
+        "signal without to_self",
         "a rank awaits its own last step alone, and only in a GEMM that ends the call",
         lambda change: is_signalled_later(change) or not ends_in_a_gemm(change),
     ),

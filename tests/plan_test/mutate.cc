@@ -2,6 +2,7 @@
 #include "mutate.h"
 
 #include <algorithm>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -15,84 +16,60 @@ std::string name_of(const Step& step) {
   return std::visit([](const auto& what) { return name(what); }, step.what);
 }
 
-// The places that a step reads and writes, except those of nothing.
-std::vector<Where*> places(Step& step) {
-  std::vector<Where*> all;
-  const auto add = [&](auto& where) {
-    if constexpr (std::is_same_v<std::decay_t<decltype(where)>, Where>) {
-      all.push_back(&where);
-    } else if (where.has_value()) {
-      all.push_back(&*where);
+// The places that a step reads and writes, and its switches for what orders steps: by the fields that are printed. Places
+// of messages without bytes do nothing.
+struct Accesses {
+  std::vector<Where*> places;
+  std::vector<std::pair<std::string, bool*>> orders;
+
+  void put(const Where& where) { places.push_back(const_cast<Where*>(&where)); }
+  template <typename Item>
+  void put(const std::vector<Item>& items) {
+    for (const Item& item : items) put(item);
+  }
+  void put(const Piece& piece) {
+    if (piece.bytes == 0) return;
+    optional_field(*this, "send", piece.send);
+    optional_field(*this, "destination", piece.destination);
+  }
+  void put(const PeerMessages& messages) {
+    if (messages.send_bytes > 0) {
+      optional_field(*this, "send", messages.send);
+      optional_field(*this, "destination", messages.destination);
     }
-  };
-  std::visit(
-      [&](auto& one) {
-        using Kind = std::decay_t<decltype(one)>;
-        if constexpr (std::is_same_v<Kind, Gemm>) {
-          add(one.input);
-          for (Target& target : one.outputs) {
-            add(target.where);
-            add(target.adds);
-          }
-          for (Where& mirror : one.mirrors) add(mirror);
-          add(one.arriving);
-          for (Move& move : one.moves) {
-            add(move.from);
-            add(move.to);
-          }
-        } else if constexpr (std::is_same_v<Kind, LibraryGemm>) {
-          add(one.input);
-          add(one.output.where);
-          add(one.output.adds);
-        } else if constexpr (std::is_same_v<Kind, SendReceive>) {
-          for (Message& message : one.sends) add(message.where);
-          for (Message& message : one.receives) add(message.where);
-        } else if constexpr (std::is_same_v<Kind, Collective> || std::is_same_v<Kind, Copy> ||
-                             std::is_same_v<Kind, CopyRows> || std::is_same_v<Kind, Pack> ||
-                             std::is_same_v<Kind, Unpack> || std::is_same_v<Kind, AddTerms>) {
-          add(one.source);
-          add(one.destination);
-        } else if constexpr (std::is_same_v<Kind, PeerCollective>) {
-          add(one.own);
-          add(one.output);
-          for (steps::Piece& piece : one.pieces) {
-            if (piece.bytes == 0) continue;
-            add(piece.send);
-            add(piece.destination);
-          }
-        } else if constexpr (std::is_same_v<Kind, Interpret>) {
-          for (Half& half : one.halves) {
-            add(half.source);
-            add(half.destination);
-          }
-        } else if constexpr (std::is_same_v<Kind, LowLatency>) {
-          add(one.own);
-          add(one.output);
-        } else if constexpr (std::is_same_v<Kind, PeerExchange>) {
-          for (PeerMessages& messages : one.messages) {
-            if (messages.send_bytes > 0) {
-              add(messages.send);
-              add(messages.destination);
-            }
-            if (messages.receive_bytes > 0) {
-              add(messages.received);
-              add(messages.output);
-            }
-          }
-        }
-      },
-      step.what);
+    if (messages.receive_bytes > 0) {
+      optional_field(*this, "received", messages.received);
+      put(messages.output);
+    }
+  }
+  template <typename Struct>
+  void put(const Struct& value) {
+    if constexpr (std::is_class_v<Struct>) fields(value, *this);
+  }
+  void put(const char*) {}
+  template <typename Value>
+  void operator()(const char* name, const Value& value) {
+    constexpr std::string_view kOrders[] = {"counts",  "announces",      "awaits_chunks",
+                                            "awaits",  "sends_messages", "ends_call",
+                                            "to_self", "copies"};
+    if constexpr (std::is_same_v<Value, bool>) {
+      if (std::find(std::begin(kOrders), std::end(kOrders), name) != std::end(kOrders) && value)
+        orders.emplace_back(name, const_cast<bool*>(&value));
+    } else {
+      put(value);
+    }
+  }
+};
+
+Accesses accesses(Step& step) {
+  Accesses all;
+  std::visit([&](const auto& one) { fields(one, all); }, step.what);
   return all;
 }
 
-constexpr bool works(const What& what) {
-  return std::holds_alternative<Gemm>(what) || std::holds_alternative<LibraryGemm>(what) ||
-         std::holds_alternative<Collective>(what) || std::holds_alternative<Copy>(what) ||
-         std::holds_alternative<CopyRows>(what) || std::holds_alternative<Pack>(what) ||
-         std::holds_alternative<Unpack>(what) || std::holds_alternative<AddTerms>(what) ||
-         std::holds_alternative<PeerCollective>(what) || std::holds_alternative<LowLatency>(what) ||
-         std::holds_alternative<PeerExchange>(what) || std::holds_alternative<Interpret>(what) ||
-         std::holds_alternative<CallersKernel>(what);
+// Steps that do more than to wait, signal and order others.
+bool works(const Step& step, const Accesses& found) {
+  return !found.places.empty() || std::holds_alternative<CallersKernel>(step.what);
 }
 
 // Each wait and each announcement of a program's transfers.
@@ -101,9 +78,6 @@ void weaken(const Interpret& one, const With& with) {
   const auto change = [&](const std::string& without, auto of_step) {
     with(without, [&](Step& changed) { of_step(std::get<Interpret>(changed.what)); });
   };
-  if (one.ends_call) {
-    change(" without ends_call", [](Interpret& changed) { changed.ends_call = false; });
-  }
   for (size_t j = 0; j < one.halves.size(); ++j) {
     const std::string half = " whose half " + std::to_string(j);
     for (size_t k = 0; k < one.halves[j].waits.size(); ++k) {
@@ -125,19 +99,9 @@ void weaken(const Interpret& one, const With& with) {
   }
 }
 
-// A GEMM's counts, announcements and waits.
+// Each move of a GEMM that comes after chunks.
 template <typename With>
 void weaken(const Gemm& one, const With& with) {
-  const auto without = [&](const char* name, bool Gemm::* field) {
-    if (!(one.*field)) return;
-    with(std::string(" without ") + name,
-         [&](Step& changed) { std::get<Gemm>(changed.what).*field = false; });
-  };
-  without("counts", &Gemm::counts);
-  without("announces", &Gemm::announces);
-  without("awaits_chunks", &Gemm::awaits_chunks);
-  without("sends_messages", &Gemm::sends_messages);
-  without("ends_call", &Gemm::ends_call);
   for (size_t j = 0; j < one.moves.size() && one.awaits_chunks; ++j) {
     if (one.moves[j].arrival == 0) continue;
     with(" whose move " + std::to_string(j) + " waits for nothing",
@@ -145,18 +109,17 @@ void weaken(const Gemm& one, const With& with) {
   }
 }
 
-// The counts of a kernel of the caller's, and its waits.
+// Each lane of a fork.
 template <typename With>
-void weaken(const CallersKernel& one, const With& with) {
-  if (one.counts) {
-    with(" without counts",
-         [](Step& changed) { std::get<CallersKernel>(changed.what).counts = false; });
-  }
-  if (one.awaits) {
-    with(" without awaits",
-         [](Step& changed) { std::get<CallersKernel>(changed.what).awaits = false; });
+void weaken(const Fork& one, const With& with) {
+  for (int32_t lanes = 0; lanes < one.side_lanes; ++lanes) {
+    with(" of " + std::to_string(lanes) + " lanes",
+         [&](Step& changed) { std::get<Fork>(changed.what).side_lanes = lanes; });
   }
 }
+
+template <typename Kind, typename With>
+void weaken(const Kind&, const With&) {}
 
 }  // namespace
 
@@ -175,40 +138,19 @@ std::vector<Changed> weakened(const StepList& list) {
         changed.after.erase(changed.after.begin() + static_cast<std::ptrdiff_t>(j));
       });
     }
-    const auto left_out = [&] { with(" left out", [](Step& changed) { changed.what = Delay{}; }); };
-    std::visit(
-        [&](const auto& one) {
-          using Kind = std::decay_t<decltype(one)>;
-          constexpr bool kOrders =
-              std::is_same_v<Kind, Join> || std::is_same_v<Kind, WaitForTiles> ||
-              std::is_same_v<Kind, WaitForSlots> || std::is_same_v<Kind, WaitForPeers> ||
-              std::is_same_v<Kind, Signal> || std::is_same_v<Kind, EndCall> ||
-              std::is_same_v<Kind, MeetTiles> || std::is_same_v<Kind, Announce> ||
-              std::is_same_v<Kind, Await> || std::is_same_v<Kind, Count> ||
-              std::is_same_v<Kind, Arrive> || std::is_same_v<Kind, Fork>;
-          if constexpr (kOrders) left_out();
-          if constexpr (std::is_same_v<Kind, Fork>) {
-            for (int32_t lanes = 0; lanes < one.side_lanes; ++lanes) {
-              with(" of " + std::to_string(lanes) + " lanes",
-                   [&](Step& changed) { std::get<Fork>(changed.what).side_lanes = lanes; });
-            }
-            if (one.copies) {
-              with(" without the copy lane",
-                   [](Step& changed) { std::get<Fork>(changed.what).copies = false; });
-            }
-          }
-          if constexpr (std::is_same_v<Kind, Signal>) {
-            if (one.to_self) {
-              with(" to itself",
-                   [](Step& changed) { std::get<Signal>(changed.what).to_self = false; });
-            }
-          }
-          if constexpr (std::is_same_v<Kind, Gemm> || std::is_same_v<Kind, Interpret> ||
-                        std::is_same_v<Kind, CallersKernel>) {
-            weaken(one, with);
-          }
-        },
-        step.what);
+    Step copy = step;
+    const Accesses found = accesses(copy);
+    const bool idle = std::holds_alternative<Delay>(copy.what) ||
+                      std::holds_alternative<Mark>(copy.what) ||
+                      std::holds_alternative<SendReceive>(copy.what);  // without messages
+    if (!idle && !works(copy, found)) {
+      with(" left out", [](Step& changed) { changed.what = Delay{}; });
+    }
+    for (size_t j = 0; j < found.orders.size(); ++j) {
+      with(" without " + found.orders[j].first,
+           [&](Step& changed) { *accesses(changed).orders[j].second = false; });
+    }
+    std::visit([&](const auto& one) { weaken(one, with); }, step.what);
   }
   return all;
 }
@@ -220,13 +162,13 @@ std::vector<Changed> disturbed(const StepList& list) {
     const auto step = static_cast<StepId>(i);
     Step copy = list.steps[i];
     const std::string name = name_of(copy);
-    const size_t count = places(copy).size();
-    for (size_t j = 0; j < count; ++j) {
+    const Accesses found = accesses(copy);
+    for (size_t j = 0; j < found.places.size(); ++j) {
       Changed one = {step, name + " with place " + std::to_string(j) + " shifted", list};
-      places(one.list.steps[i])[j]->offset += kShift;
+      accesses(one.list.steps[i]).places[j]->offset += kShift;
       all.push_back(std::move(one));
     }
-    if (!works(copy.what)) continue;
+    if (!works(copy, found)) continue;
     all.push_back({step, name + " left out", list});
     all.back().list.steps[i].what = Delay{};
   }

@@ -261,6 +261,10 @@ cudaError_t copy_rectangles(const std::vector<CopyRectangle>& rectangles, cudaSt
   return launch(stream, [&] { return cat("copy ", rectangles.size(), " rectangles"); });
 }
 
+cudaError_t copy_listed_rows(const ListedRows& rows, cudaStream_t stream) {
+  return launch(stream, [&] { return cat("copy up to ", rows.rows, " listed rows"); });
+}
+
 cudaError_t meet_tiles(const PeerTiles& tiles, int64_t first_announced, int64_t announced,
                        int64_t first_awaited, int64_t awaited, int32_t distance,
                        cudaStream_t stream) {

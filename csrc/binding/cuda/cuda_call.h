@@ -27,8 +27,8 @@ struct CudaCall {
 };
 
 // The group's CUDA side on the current device. Collective at its first call.
-std::shared_ptr<runtime::Group> cuda_group(const std::shared_ptr<GroupEntry>& entry, int device,
-                                           cudaStream_t stream);
+[[gnu::visibility("default")]] std::shared_ptr<runtime::Group> cuda_group(
+    const std::shared_ptr<GroupEntry>& entry, int device, cudaStream_t stream);
 
 // True if this build holds machine code for the device. Loads all kernels.
 bool has_kernels(at::Device device);

@@ -8,6 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLoads = 4;  // of one thread, all before its first store
 constexpr int kMostBlocks = 512;
+constexpr int64_t kMostRowBlocks = 4096;
 constexpr size_t kMostRectangles = 64;  // of a launch
 
 struct Rectangles {
@@ -41,7 +42,39 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    copy_listed_rows_kernel(const __grid_constant__ ListedRows p) {
+  const int64_t rows = p.count == nullptr || *p.count > p.rows ? p.rows : *p.count;
+  const auto words = p.row_bytes / static_cast<int64_t>(sizeof(Word));
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int64_t source = p.from_rows == nullptr ? row : p.from_rows[row];
+    const int64_t target = p.to_rows == nullptr ? row : p.to_rows[row];
+    const auto* const from =
+        reinterpret_cast<const Word*>(static_cast<const char*>(p.from) + source * p.from_stride);
+    auto* const to = reinterpret_cast<Word*>(static_cast<char*>(p.to) + target * p.to_stride);
+    for (int64_t word = threadIdx.x; word < words; word += kThreads) to[word] = from[word];
+  }
+}
+
+bool wide(const ListedRows& rows) {
+  const auto all = reinterpret_cast<uintptr_t>(rows.from) | reinterpret_cast<uintptr_t>(rows.to) |
+                   static_cast<uintptr_t>(rows.from_stride | rows.to_stride | rows.row_bytes);
+  return all % sizeof(uint4) == 0;
+}
+
 }  // namespace
+
+cudaError_t copy_listed_rows(const ListedRows& rows, cudaStream_t stream) {
+  if (rows.rows == 0 || rows.row_bytes == 0) return cudaSuccess;
+  ListedRows params = rows;
+  void* arguments[] = {&params};
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(rows.rows, kMostRowBlocks)));
+  return wide(rows) ? cudaLaunchKernel(copy_listed_rows_kernel<uint4>, grid, dim3(kThreads),
+                                       arguments, 0, stream)
+                    : cudaLaunchKernel(copy_listed_rows_kernel<char>, grid, dim3(kThreads),
+                                       arguments, 0, stream);
+}
 
 cudaError_t copy_rectangles(const std::vector<CopyRectangle>& rectangles, cudaStream_t stream) {
   for (size_t begin = 0; begin < rectangles.size(); begin += kMostRectangles) {
@@ -67,7 +100,13 @@ cudaError_t copy_rectangles(const std::vector<CopyRectangle>& rectangles, cudaSt
 
 cudaError_t load_rectangle_kernels() {
   cudaFuncAttributes attributes;  // asking for them loads the kernel
-  return cudaFuncGetAttributes(&attributes, copy_rectangles_kernel);
+  for (const cudaError_t error :
+       {cudaFuncGetAttributes(&attributes, copy_rectangles_kernel),
+        cudaFuncGetAttributes(&attributes, copy_listed_rows_kernel<uint4>),
+        cudaFuncGetAttributes(&attributes, copy_listed_rows_kernel<char>)}) {
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace overlap::kernels

@@ -181,6 +181,7 @@ void fields(const LibraryGemm& step, Visit& visit) {
   visit("input", step.input);
   visit("output", step.output.where);
   optional_field(visit, "adds", step.output.adds);
+  optional_field(visit, "count", step.count);
 }
 
 inline const char* name(const WaitForTiles&) {
@@ -263,6 +264,9 @@ void fields(const CopyRows& step, Visit& visit) {
   visit("rows", step.rows);
   visit("row_bytes", step.row_bytes);
   unless(visit, "adds", step.adds, false);
+  optional_field(visit, "count", step.count);
+  optional_field(visit, "from_rows", step.from_rows);
+  optional_field(visit, "to_rows", step.to_rows);
 }
 
 inline const char* name(const Delay&) {

@@ -25,13 +25,14 @@ enum class Buffer : uint8_t {
   kPartial,   // one part of a ring's product, made by the framework's GEMM
   kStripes,  // index 0: the product, each of whose parts lies in its owner's memory; 1: all ranks' rows of this
   // rank's part, in rank order
-  kSlot,  // what peers send to a rank in this call, one of each rank
+  kIndices,  // rows' numbers and counts, int64, which only the device knows. index 0: the caller's; 1: what peers send
+  kSlot,     // what peers send to a rank in this call, one of each rank
 };
 
 struct Where {
   Buffer buffer = Buffer::kOutput;
   int64_t offset = 0;  // bytes
-  int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank
+  int32_t index = 0;   // kOutput: of which weight; kSlot: of which rank; kIndices: of which of both
 
   friend bool operator==(const Where&, const Where&) = default;
 };
@@ -117,6 +118,7 @@ struct LibraryGemm {
   plan::Rows rows;
   Where input;
   Target output;
+  std::optional<Where> count = {};  // as CopyRows has it; the rest may be computed, and is nobody's
 };
 
 // Until the launch has finished so many tiles of the chunk; fails at the group's deadline, as all waits do.
@@ -174,7 +176,13 @@ struct CopyRows {
   int64_t destination_stride = 0;
   int64_t rows = 0;
   int64_t row_bytes = 0;
-  bool adds = false;
+  bool adds = false;  // false where one of the following is given
+  // Only the device knows how many rows there are: this number of kIndices, and at most `rows`.
+  std::optional<Where> count = {};
+  // For each row its number in the source or in the destination, in kIndices; else they follow each other.
+  std::optional<Where> from_rows = {};
+  std::optional<Where> to_rows = {};
+  bool by_indices() const { return count || from_rows || to_rows; }
 };
 
 // Holds the lane, so that a GEMM which was enqueued before has its SMs first.
@@ -243,8 +251,6 @@ struct MeetTiles {
   int32_t distance = 1;
 };
 
-// A program's transfers over peers.
-
 // To a peer that the data of a transfer, which has this flag, are there: after what its lane did before.
 struct Announce {
   int32_t flag = 0;
@@ -269,7 +275,7 @@ struct CounterWait {
   int32_t count = 0;
 };
 
-// One rank's half of a transfer: rows into other memory, or added to what is there; strides in bytes.
+// One rank's half of a transfer, as CopyRows has it.
 struct Half {
   int32_t flag = 0;    // the first one of the transfer's, of which each block of a stream has one
   int32_t stream = 0;  // of the kernel's
@@ -343,18 +349,26 @@ struct PeerExchange {
   std::vector<PeerMessages> messages;  // in the ranks' order
 };
 
-using What = std::variant<Fork, Join, Gemm, CallersKernel, LibraryGemm, WaitForTiles, Mark, Arrive,
-                          Collective, SendReceive, Copy, CopyRows, Delay, Pack, Unpack, AddTerms,
-                          WaitForSlots, WaitForPeers, Signal, EndCall, MeetTiles, Announce, Await,
-                          Count, Interpret, PeerCollective, LowLatency, PeerExchange>;
+// All kinds of steps. Each handler of them declares its functions by this list.
+// clang-format off
+#define OVERLAP_STEP_KINDS(FIRST, NEXT)                                                            \
+  FIRST(Fork) NEXT(Join) NEXT(Gemm) NEXT(CallersKernel) NEXT(LibraryGemm) NEXT(WaitForTiles)       \
+  NEXT(Mark) NEXT(Arrive) NEXT(Collective) NEXT(SendReceive) NEXT(Copy) NEXT(CopyRows)             \
+  NEXT(Delay) NEXT(Pack) NEXT(Unpack) NEXT(AddTerms) NEXT(WaitForSlots) NEXT(WaitForPeers)         \
+  NEXT(Signal) NEXT(EndCall) NEXT(MeetTiles) NEXT(Announce) NEXT(Await) NEXT(Count)                \
+  NEXT(Interpret) NEXT(PeerCollective) NEXT(LowLatency) NEXT(PeerExchange)
+// clang-format on
+#define OVERLAP_FIRST_KIND(Kind) Kind
+#define OVERLAP_NEXT_KIND(Kind) , Kind
+using What = std::variant<OVERLAP_STEP_KINDS(OVERLAP_FIRST_KIND, OVERLAP_NEXT_KIND)>;
+#undef OVERLAP_FIRST_KIND
+#undef OVERLAP_NEXT_KIND
 
 struct Step {
   Lane lane = Lane::kCaller;
   What what;
-  // Steps of other lanes that this one waits for.
-  std::vector<StepId> after;
-  // Waits for no peer, so that it need not take its turn among all ops of the device: of a list's first and last
-  // steps alone.
+  std::vector<StepId> after;  // steps of other lanes that this one waits for
+  // Waits for no peer, so it need not take its turn among the device's ops: only a list's first and last steps.
   bool unchained = false;
   // Begins a chunk's communication: tests hold the lane before it, or after a GEMM that communicates itself.
   bool held = false;

@@ -154,33 +154,8 @@ plan::Profile::Call call_model(const Walk& w);
 
 // The cost of each kind of step: when it ends, or kNever if that is not known yet. It could begin at begin_us, which the
 // cost may put off.
-double end_of(const Fork& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Join& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Gemm& step, Walk& w, size_t id, double& begin_us);
-double end_of(const CallersKernel& step, Walk& w, size_t id, double& begin_us);
-double end_of(const LibraryGemm& step, Walk& w, size_t id, double& begin_us);
-double end_of(const WaitForTiles& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Mark& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Arrive& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Collective& step, Walk& w, size_t id, double& begin_us);
-double end_of(const SendReceive& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Copy& step, Walk& w, size_t id, double& begin_us);
-double end_of(const CopyRows& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Delay& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Pack& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Unpack& step, Walk& w, size_t id, double& begin_us);
-double end_of(const AddTerms& step, Walk& w, size_t id, double& begin_us);
-double end_of(const WaitForSlots& step, Walk& w, size_t id, double& begin_us);
-double end_of(const WaitForPeers& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Signal& step, Walk& w, size_t id, double& begin_us);
-double end_of(const EndCall& step, Walk& w, size_t id, double& begin_us);
-double end_of(const MeetTiles& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Announce& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Await& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Count& step, Walk& w, size_t id, double& begin_us);
-double end_of(const Interpret& step, Walk& w, size_t id, double& begin_us);
-double end_of(const PeerCollective& step, Walk& w, size_t id, double& begin_us);
-double end_of(const LowLatency& step, Walk& w, size_t id, double& begin_us);
-double end_of(const PeerExchange& step, Walk& w, size_t id, double& begin_us);
+#define OVERLAP_END_OF(Kind) double end_of(const Kind& step, Walk& w, size_t id, double& begin_us);
+OVERLAP_STEP_KINDS(OVERLAP_END_OF, OVERLAP_END_OF)
+#undef OVERLAP_END_OF
 
 }  // namespace overlap::steps

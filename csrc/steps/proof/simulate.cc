@@ -85,6 +85,10 @@ int64_t Simulation::room(const Here& here, const Where& where) const {
       return here.list->slot_bytes;
     case Buffer::kStripes:
       return ranks_ * plan::stripe_stride(here.list->stripe_bytes);
+    case Buffer::kIndices: {
+      const auto* const indices = here.call->indices;
+      return indices == nullptr ? 0 : static_cast<int64_t>((*indices)[at(here.rank)].size() * 8);
+    }
     default:
       for (const Scratch& scratch : here.list->scratch) {
         if (scratch.buffer == where.buffer) return scratch.bytes;
@@ -272,15 +276,20 @@ void Simulation::expand_rank(Here& here) {
   for (size_t i = 0; i < outputs; ++i) {
     cleared.push_back(key(here, {Buffer::kOutput, 0, static_cast<int32_t>(i)}));
   }
+  cleared.push_back(key(here, {Buffer::kIndices, 0, 1}));
+  const Key indices = key(here, {Buffer::kIndices});
+  const int64_t index_bytes = room(here, {Buffer::kIndices});
   const int32_t rank = here.rank;
   const int32_t turn = here.turn;
-  effect(begin, [this, input, bytes, gathers, cleared, rank, turn] {
+  effect(begin, [=, this] {
     for (const Key key : cleared) {
       contents_[key].clear();
       begun_rows_[key].clear();
     }
     Content content = {Content::Space::kInput, false, 0, turn, sums_.of_rank(rank)};
     contents_[input].write(0, Run{bytes, gathers ? rank * bytes : 0, content});
+    content.space = Content::Space::kIndices;
+    contents_[indices].write(0, Run{index_bytes, 0, content});
   });
 
   check_joins(here);
@@ -368,7 +377,10 @@ void Simulation::consume_results(Here& here) {
   here.lane = Lane::kCaller;
   const Node end = node(here, "what follows the call");
   follow(tail(here, Lane::kCaller), end);
-  writes(end, end, here, {Buffer::kInput}, room(here, {Buffer::kInput}));
+  for (const Where& given :
+       {Where{Buffer::kInput}, Where{Buffer::kIndices}, Where{Buffer::kIndices, 0, 1}}) {
+    writes(end, end, here, given, room(here, given));
+  }
   for (const Scratch& scratch : here.list->scratch) {
     if (scratch.buffer != Buffer::kWindow) writes(end, end, here, {scratch.buffer}, scratch.bytes);
   }

@@ -213,34 +213,9 @@ class Simulation {
   void check_joins(Here& here) const;
   Span begin_step(Here& here);
   Node end_of(Here& here, Span& span, const char* note);
-  void take(Here& here, const Fork& step, Span& span);
-  void take(Here& here, const Join& step, Span& span);
-  void take(Here& here, const Gemm& step, Span& span);
-  void take(Here& here, const LibraryGemm& step, Span& span);
-  void take(Here& here, const WaitForTiles& step, Span& span);
-  void take(Here& here, const Mark& step, Span& span);
-  void take(Here& here, const CallersKernel& step, Span& span);
-  void take(Here& here, const Arrive& step, Span& span);
-  void take(Here& here, const Collective& step, Span& span);
-  void take(Here& here, const SendReceive& step, Span& span);
-  void take(Here& here, const Copy& step, Span& span);
-  void take(Here& here, const CopyRows& step, Span& span);
-  void take(Here& here, const Delay& step, Span& span);
-  void take(Here& here, const Pack& step, Span& span);
-  void take(Here& here, const Unpack& step, Span& span);
-  void take(Here& here, const AddTerms& step, Span& span);
-  void take(Here& here, const WaitForSlots& step, Span& span);
-  void take(Here& here, const WaitForPeers& step, Span& span);
-  void take(Here& here, const Signal& step, Span& span);
-  void take(Here& here, const EndCall& step, Span& span);
-  void take(Here& here, const MeetTiles& step, Span& span);
-  void take(Here& here, const Announce& step, Span& span);
-  void take(Here& here, const Await& step, Span& span);
-  void take(Here& here, const Count& step, Span& span);
-  void take(Here& here, const Interpret& step, Span& span);
-  void take(Here& here, const PeerCollective& step, Span& span);
-  void take(Here& here, const LowLatency& step, Span& span);
-  void take(Here& here, const PeerExchange& step, Span& span);
+#define OVERLAP_TAKE(Kind) void take(Here& here, const Kind& step, Span& span);
+  OVERLAP_STEP_KINDS(OVERLAP_TAKE, OVERLAP_TAKE)
+#undef OVERLAP_TAKE
 
   std::vector<Piece> pieces(const Here& here, const Gemm& step) const;
   TileRows tile_rows(const Here& here, const Gemm& step, const plan::TileOrder& order,
@@ -256,6 +231,16 @@ class Simulation {
   void move_rows(Node by, const Here& here, const Where& source, int64_t source_stride,
                  const Where& destination, int64_t destination_stride, int64_t rows,
                  int64_t row_bytes, bool adds);
+  void move_by_indices(Node by, const Here& here, const CopyRows& step);
+  // Numbers of kIndices, while contents are followed.
+  struct Indices {
+    Key key = 0;
+    int64_t offset = 0;
+  };
+  std::optional<Indices> indices(Node by, const Here& here, const std::optional<Where>& where,
+                                 int64_t count);
+  std::vector<int64_t> numbers(const Indices& at, int64_t count, int32_t turn, Node by) const;
+  int64_t counted(const std::optional<Indices>& count, int64_t most, int32_t turn, Node by) const;
   void await_counter(const Here& here, const Span& span, int32_t counter, int32_t count);
   void announce_transfer(const Span& span, const Here& here, int32_t flag, int32_t count,
                          int32_t peer);
