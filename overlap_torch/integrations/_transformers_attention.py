@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from overlap_torch._attention.cuts import Documents, Tokens, numbers_of, spans_of_ranks
 from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch.integrations._refused import refuse
 
 # Arguments that models hand to their attention, and that change no result.
 _HARMLESS = frozenset(
@@ -32,10 +34,7 @@ class CutMask:
     causal: bool
 
 
-def _refuse(what: str, remedy: str) -> None:
-    raise ValueError(
-        f"overlap_torch's attention for transformers takes causal and full masks and told documents, but not {what}: {remedy}"
-    )
+_refuse = functools.partial(refuse, "transformers", "causal and full masks and told documents")
 
 
 def _closure(function: Callable, maker: str) -> dict[str, Any] | None:
