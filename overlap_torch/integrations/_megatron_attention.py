@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from overlap_torch._attention.functions import context_parallel_attention
-from overlap_torch.integrations._refused import refuse
+from overlap_torch.integrations._masks import refuse
 
 _refuse = functools.partial(
     refuse, "Megatron-core", "causal and full masks and windows, of self attention"
