@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TypedDict
@@ -22,6 +22,7 @@ from overlap_torch.plan.types import Schedule
 
 _LAST_INPUT = "_overlap_last_input"  # a layer's: the shape of what its forward took last
 _FALLBACK = "_overlap_fallback"  # a module's: why its style is PyTorch's
+_NOTE = "_overlap_note"  # a module's: what gives lines for the report
 _FOREIGN = (
     "PyTorch's linear map"  # why a layer calls no op, though others may call the same problem
 )
@@ -67,7 +68,8 @@ class Report(list[ReportRow]):
     """The result of :func:`overlap_torch.report`: a list of dicts, :class:`ReportRow`; ``str()`` of it is a table.
 
     The table has one line for layers that differ only in the numbers in their paths. ``notes``: lines that follow the table,
-    on what :func:`overlap_torch.replace_symm_mem` has put in PyTorch's place; none if it has not been called.
+    on what :func:`overlap_torch.replace_symm_mem` has put in PyTorch's place, and on the model's norms after
+    ``integrations.transformers.fuse_norms``; none if neither has been called.
     """
 
     notes: Sequence[str] = ()
@@ -123,6 +125,15 @@ def note_call(layer: torch.nn.Module, input: torch.Tensor) -> None:
     """A layer's forward was called. Nothing is noted by compiled code."""
     if not is_compiling():
         layer.__dict__[_LAST_INPUT] = input.shape
+
+
+def add_note(module: torch.nn.Module, lines: Callable[[], Iterable[str]]) -> None:
+    """Reports of models with this module end with these lines."""
+    module.__dict__[_NOTE] = lines
+
+
+def remove_note(module: torch.nn.Module) -> None:
+    del module.__dict__[_NOTE]
 
 
 def note_fallback(module: torch.nn.Module, why: str) -> None:
@@ -260,8 +271,12 @@ def report(model: torch.nn.Module | None = None) -> Report:
     The report does not communicate, and need not be called on every rank.
     """
     found = Report(_rows(model))
-    if replace.is_replaced():
-        found.notes = replace.lines()
+    modules = () if model is None else model.modules()
+    notes = (module.__dict__.get(_NOTE, tuple) for module in modules)
+    found.notes = [
+        *(replace.lines() if replace.is_replaced() else ()),
+        *itertools.chain.from_iterable(note() for note in notes),
+    ]
     return found
 
 

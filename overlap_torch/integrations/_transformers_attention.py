@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from overlap_torch._attention.cuts import Documents, Tokens, numbers_of, spans_of_ranks
 from overlap_torch._attention.functions import context_parallel_attention
 from overlap_torch._ops.group import Group, group_name, group_rank, world_size
+from overlap_torch.integrations._masks import closure_of, refuse
 
 # Arguments that models hand to their attention, and that change no result.
 _HARMLESS = frozenset(
@@ -32,17 +33,7 @@ class CutMask:
     causal: bool
 
 
-def _refuse(what: str, remedy: str) -> None:
-    raise ValueError(
-        f"overlap_torch's attention for transformers takes causal and full masks and told documents, but not {what}: {remedy}"
-    )
-
-
-def _closure(function: Callable, maker: str) -> dict[str, Any] | None:
-    """The variables of a mask function that ``maker`` has made."""
-    if not function.__qualname__.startswith(f"{maker}.<locals>."):
-        return None
-    return inspect.getclosurevars(function).nonlocals
+_refuse = functools.partial(refuse, "transformers", "causal and full masks and told documents")
 
 
 class CutAttention:
@@ -92,11 +83,11 @@ class CutAttention:
 
     def _check_packed(self, mask_function: Callable, tokens: int) -> None:
         """Raises unless the mask is causal within runs of positions whose ends are the documents' or a zigzag's."""
-        found = _closure(mask_function, "and_masks")
+        found = closure_of(mask_function, "and_masks")
         inner = found["mask_functions"] if found else ()
-        packed = _closure(inner[1], "packed_sequence_mask_function") if len(inner) == 2 else None
+        packed = closure_of(inner[1], "packed_sequence_mask_function") if len(inner) == 2 else None
         if packed:
-            remapped = _closure(inner[0], "remap_positions_for_packed_sequence")
+            remapped = closure_of(inner[0], "remap_positions_for_packed_sequence")
             causal = remapped["mask_function"] if remapped else inner[0]
         if not packed or causal is not masking_utils.causal_mask_function:
             _refuse(

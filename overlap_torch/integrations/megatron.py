@@ -1,4 +1,4 @@
-"""Megatron-core's tensor-parallel linears by the ops of this package; Transformer Engine is not needed.
+"""Megatron-core's tensor-parallel linears and context-parallel attention by the ops of this package; Transformer Engine is not needed.
 
 Importing this module imports Megatron-core, and raises ImportError unless that is release 0.19.
 """
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402
     scatter_to_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
@@ -37,8 +38,14 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
     get_num_layers_to_build,
 )
 
+from overlap_torch.integrations._megatron_attention import (  # noqa: E402
+    CoreAttention,
+    OverlapDotProductAttention,
+)
+
 __all__ = [
     "OverlapColumnParallelLinear",
+    "OverlapDotProductAttention",
     "OverlapRowParallelLinear",
     "OverlapSpecProvider",
     "TorchNorm",
@@ -172,7 +179,8 @@ class OverlapSpecProvider(BackendSpecProvider):
 
     Args:
         fallback: a ``BackendSpecProvider`` for all the rest: norms, attention, activations and the experts' modules, which stay
-            as they are. None: Megatron's ``LocalSpecProvider``, which needs neither Transformer Engine nor Apex.
+            as they are. None: Megatron's ``LocalSpecProvider``, which needs neither Transformer Engine nor Apex. Its attention
+            refuses context parallelism, for which :class:`OverlapDotProductAttention` takes its place.
 
     Give it to Megatron's functions that take a ``backend``, such as ``get_mlp_module_spec_for_backend``; :func:`gpt_layer_spec`
     builds a GPT's layer by it, :func:`gpt_block_spec` all of them.
@@ -209,7 +217,8 @@ class OverlapSpecProvider(BackendSpecProvider):
         return TorchNorm if norm is WrappedTorchNorm else norm
 
     def core_attention(self) -> type:
-        return self.fallback.core_attention()
+        attention = self.fallback.core_attention()
+        return CoreAttention if attention is DotProductAttention else attention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
         """The fallback's: experts are not touched."""
@@ -222,7 +231,7 @@ class OverlapSpecProvider(BackendSpecProvider):
 def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any) -> ModuleSpec:
     """``megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec(**arguments)``, built by a provider.
 
-    Attention's projections, the dense MLP's and the shared experts' linears are the provider's (None:
+    Attention and its projections, the dense MLP's and the shared experts' linears are the provider's (None:
     ``OverlapSpecProvider()``), and so are norms and the experts' modules; all others are those of Megatron's local spec.
     """
     provider = OverlapSpecProvider() if provider is None else provider
@@ -237,6 +246,7 @@ def gpt_layer_spec(provider: OverlapSpecProvider | None = None, **arguments: Any
             {
                 layers.ColumnParallelLinear: provider.column_parallel_linear(),
                 layers.RowParallelLinear: provider.row_parallel_linear(),
+                DotProductAttention: provider.core_attention(),
                 local_norm: provider.layer_norm(rms_norm=rms_norm, for_qk=True),
             },
         ),

@@ -19,7 +19,9 @@ from overlap_torch.integrations._release import require
 
 __all__ = [
     "AttentionRegistration",
+    "NormFusion",
     "Registration",
+    "fuse_norms",
     "register",
     "register_attention",
     "sequence_plan",
@@ -134,6 +136,59 @@ def sequence_plan(model: Any) -> dict[str, str]:
     from overlap_torch.integrations import _transformers_styles as styles
 
     return styles.sequence_plan(model)
+
+
+class NormFusion(Handle):
+    """The result of :func:`fuse_norms`: undoes it, once, by :meth:`undo` or at the end of a ``with``."""
+
+
+# Decoder layers of Llama's form: norm, attention, addition, norm, MLP, addition, and nothing else.
+_LLAMA_FORM = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+)
+
+
+def fuse_norms(model: Any) -> NormFusion:
+    """Decoding computes all-reduce, residual and RMSNorm of each half layer as one op, :func:`overlap_torch.gemm_allreduce_rmsnorm`::
+
+        overlap_torch.integrations.transformers.register()
+        model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_plan="auto"))
+        overlap_torch.integrations.transformers.fuse_norms(model)
+        model.generate(...)
+
+    It is for eager calls of at most 512 rows in bfloat16 or float16 without gradients; others run as the model says, and
+    ``overlap_torch.report(model).notes`` counts both, with the reason. In compiled models the compile pass does the same without it.
+    On CPU results are those of the model bit for bit; on GPUs a kernel adds the ranks' terms in rank order.
+
+    Args:
+        model: a causal language model of Llama, Mistral, Qwen2 or Qwen3, loaded after :func:`register` with its own plan.
+
+    Returns:
+        A handle: ``undo()``, or the end of a ``with`` block, gives the model its own forwards back.
+
+    Raises:
+        ValueError: a model of another kind, or whose row-parallel linears are not this package's or have biases; the message names
+            the part.
+        ImportError: as :func:`register`.
+    """
+    require("transformers", RELEASES, "transformers")
+    from overlap_torch.integrations import _norms
+
+    trunk = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    layers = list(getattr(trunk, "layers", ()))
+    kinds = sorted({type(layer).__name__ for layer in layers})
+    whys = ["its norms are fused already" for each in layers if isinstance(each, _norms.Layer)]
+    if not layers or not set(kinds) <= set(_LLAMA_FORM):
+        whys = [f"its layers are {', '.join(kinds) or 'unknown'}, not {', '.join(_LLAMA_FORM)}"]
+    whys = [*whys, *filter(None, map(_norms.refused, () if whys else layers))]
+    if whys:
+        raise ValueError(
+            f"fuse_norms does not take {type(model).__name__}: {whys[0]}. It is for a model that was loaded after register() with its own plan"
+        )
+    return NormFusion(_norms.Fusion(layers, trunk.norm).undo)
 
 
 class AttentionRegistration(Handle):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +13,9 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures, close, message_of
-from frameworks import needs_megatron
+from frameworks import megatron_config as config
+from frameworks import megatron_gpt as gpt
+from frameworks import megatron_groups, needs_megatron
 from layers import integers, my_features, my_tokens, ops_called
 from operands import difference, rank_device
 
@@ -24,41 +25,6 @@ pytestmark = [
 ]
 
 TOKENS, BATCH, IN, OUT = 6, 3, 8, 12
-
-
-@contextlib.contextmanager
-def megatron_groups() -> Iterator[None]:
-    """Megatron's groups and random states. On CPU its sequence parallelism would make buffers on the current GPU, and its dropout has a state there."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(dist.get_world_size())
-    if rank_device().type == "cuda":
-        random.model_parallel_cuda_manual_seed(1)
-        yield
-        return
-    with (
-        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
-    ):
-        yield
-
-
-def config(sequence_parallel: bool, **fields: object):
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=dist.get_world_size(),
-        sequence_parallel=sequence_parallel,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **fields,
-    )
 
 
 def classes() -> dict[str, tuple[type, type]]:
@@ -270,20 +236,6 @@ def test_megatron_layers_leave_experts_alone(failures: Failures) -> None:
             failures.expect(None if right in whys else f"report says {whys}", name)
 
 
-def gpt(spec, settings) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel
-
-    model = GPTModel(
-        settings,
-        transformer_layer_spec=spec,
-        vocab_size=64,
-        max_sequence_length=16,
-        position_embedding_type="rope",
-        parallel_output=True,
-    )
-    return model.to(rank_device())
-
-
 @pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
 def test_megatron_gpt_trains(failures: Failures, sequence: bool) -> None:
     """Losses, gradients and parameters of three steps beside Megatron's local spec, whose norms refuse sequence parallelism."""
@@ -361,9 +313,8 @@ def test_megatron_specs_hold_our_linears_outside_experts(failures: Failures) -> 
     right = [torch.nn.Linear, column, row]
     failures.expect(None if found == right else f"{found}", "fallback")
     local = LocalSpecProvider()
-    for name in ("core_attention", "activation_func"):
-        one, other = getattr(provider, name)(), getattr(local, name)()
-        failures.expect(None if one is other else f"{one}, not {other}", name)
+    one, other = provider.activation_func(), local.activation_func()
+    failures.expect(None if one is other else f"{one}, not {other}", "activation_func")
     norms = [provider.layer_norm(), provider.layer_norm(rms_norm=True, for_qk=True)]
     failures.expect(None if norms == [megatron.TorchNorm] * 2 else f"{norms}", "norms")
     spec = megatron.gpt_layer_spec(multi_latent_attention=True).submodules

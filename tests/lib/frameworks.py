@@ -1,12 +1,17 @@
-"""Tests of a framework are skipped where it is not installed, or of a release that the integration does not know."""
+"""Tests of a framework are skipped where it is not installed, or of a release that the integration does not know; Megatron's models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from operands import rank_device
 from overlap_torch.integrations import transformers
 from overlap_torch.integrations._release import require
 
@@ -28,3 +33,58 @@ def needs_module(name: str) -> pytest.MarkDecorator:
 needs_transformers = needs("transformers", transformers.RELEASES, "transformers")
 needs_megatron = needs("megatron-core", ("0.19",), "megatron")
 needs_torchtitan = needs("torchtitan", ("0.3",), "torchtitan")
+
+
+@contextlib.contextmanager
+def megatron_groups(context: int = 1) -> Iterator[None]:
+    """Megatron's groups, ``context`` of the ranks for context parallelism, and random states. On CPU its sequence parallelism would make buffers on the current GPU, and its dropout has a state there."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    if (
+        parallel_state.model_parallel_is_initialized()
+        and parallel_state.get_context_parallel_world_size() != context
+    ):
+        parallel_state.destroy_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        tensor = dist.get_world_size() // context
+        parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
+    if rank_device().type == "cuda":
+        random.model_parallel_cuda_manual_seed(1)
+        yield
+        return
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
+    ):
+        yield
+
+
+def megatron_config(sequence_parallel: bool, **fields: object):
+    from megatron.core.transformer import TransformerConfig
+
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": dist.get_world_size(),
+        "sequence_parallel": sequence_parallel,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return TransformerConfig(**settings | fields)
+
+
+def megatron_gpt(spec, settings, positions: str = "rope") -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+
+    model = GPTModel(
+        settings,
+        transformer_layer_spec=spec,
+        vocab_size=64,
+        max_sequence_length=16,
+        position_embedding_type=positions,
+        parallel_output=True,
+    )
+    return model.to(rank_device())

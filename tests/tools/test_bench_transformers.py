@@ -47,3 +47,37 @@ def test_models_are_measured_with_each_style(ranks, tmp_path):
     assert [row[-1] for row in rows if row[1] == "transformers"] == ["1.00"] * 3
     assert all(float(row[2].split()[0]) > 0 for row in rows)
     assert said.startswith("auto: the logits are off by ")
+
+
+def logits_of_decoding() -> list[torch.Tensor]:
+    """A step of the plain Llama by each eager variant, and transformers' of the same weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module = bench("decode")
+    (block,) = bench("shapes").parse_blocks("64x4x2x96@1")  # one position: no keys but its own
+    args = SimpleNamespace(layers=2, vocabulary=40)
+    tokens = torch.arange(3, device=rank_device())[:, None] * 7
+    whole = module.whole_model(block, 3, args)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=40,
+        rms_norm_eps=1e-5,
+    )  # fmt: skip
+    right = LlamaForCausalLM(config).to(rank_device(), torch.bfloat16)
+    weights = {
+        name if name.startswith("lm_head") else f"model.{name}": value
+        for name, value in whole.state_dict().items()
+    }
+    right.load_state_dict(weights)
+    with torch.no_grad():
+        found = [right(tokens, use_cache=False).logits]
+        return found + [module.model_of(name, block, 3, args)(tokens) for name in module.EAGER]
+
+
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"))
+def test_decoding_is_a_llamas(ranks):
+    right, *variants = ranks.run(logits_of_decoding)[0]
+    assert torch.equal(variants[2], variants[1])
+    for found in variants:  # sums of two ranks are rounded once more
+        torch.testing.assert_close(found, right, rtol=0.05, atol=0.05)
+    if ranks.world == 1:
+        assert torch.equal(variants[0], right)

@@ -14,6 +14,7 @@
 #include "binding/python/autograd_module.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -24,6 +25,7 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -36,6 +38,17 @@ using torch::autograd::Node;
 using torch::autograd::PyNode;
 using torch::autograd::SwapSavedVariables;
 using torch::autograd::variable_list;
+
+// std::shared_ptr, or from PyTorch 2.15 on c10::intrusive_ptr.
+using NodePtr = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
+
+template <typename T, typename... Arguments>
+auto make_node(Arguments&&... arguments) {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>)
+    return std::make_shared<T>(std::forward<Arguments>(arguments)...);
+  else
+    return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
+}
 
 // For the time of one backward, the Function's needs_input_grad says what this one wants.
 class Wanted {
@@ -70,7 +83,7 @@ class Wanted {
 // Runs the Python Function's backward, for the gradients that are wanted.
 class Gradients final : public Node {
  public:
-  Gradients(std::shared_ptr<Node> function, PyObject* object)
+  Gradients(NodePtr function, PyObject* object)
       : Node(torch::autograd::edge_list(function->next_edges())),
         function_(std::move(function)),
         object_(object) {}
@@ -134,7 +147,7 @@ class Gradients final : public Node {
     return grads;
   }
 
-  std::shared_ptr<Node> function_;
+  NodePtr function_;
   PyObject* object_;  // function_'s, which owns it
   bool several_ = false;
   bool is_new_ = false;
@@ -145,7 +158,7 @@ class Gradients final : public Node {
 // Leaves the gradients of several outputs with Gradients.
 class Outputs final : public Node {
  public:
-  Outputs(std::shared_ptr<Gradients> gradients, const Node& function) {
+  Outputs(NodePtr gradients, const Node& function) {
     add_next_edge(Edge(std::move(gradients), 0));
     for (uint32_t i = 0; i < function.num_inputs(); ++i)
       input_metadata_.push_back(function.input_metadata(i));
@@ -174,27 +187,27 @@ class Outputs final : public Node {
 };
 
 // The node that outputs of a Python Function get in the place of its own; null where it has none.
-std::shared_ptr<Node> node_for(const std::shared_ptr<Node>& function, bool several) {
+NodePtr node_for(const NodePtr& function, bool several) {
   THPObjectPtr object(torch::autograd::functionToPyObject(function));
   if (!object) throw python_error();
   if (!THPFunction_Check(object.get())) return nullptr;
-  auto gradients = std::make_shared<Gradients>(function, object.get());
+  auto gradients = make_node<Gradients>(function, object.get());
   if (!several) {
     gradients->take_first_output();
     return gradients;
   }
   gradients->take_outputs();
-  return std::make_shared<Outputs>(std::move(gradients), *function);
+  return make_node<Outputs>(std::move(gradients), *function);
 }
 
 void give_nodes(const std::vector<at::Tensor*>& outputs, bool several) {
-  std::shared_ptr<Node> function;
+  NodePtr function;
   for (const at::Tensor* output : outputs) {
     if (!output->requires_grad() || output->is_leaf()) continue;
     several = several || function || output->output_nr() != 0;
     function = output->grad_fn();
   }
-  const std::shared_ptr<Node> node = function ? node_for(function, several) : nullptr;
+  const NodePtr node = function ? node_for(function, several) : nullptr;
   for (at::Tensor* output : outputs) {
     const bool has_node = node && output->requires_grad() && !output->is_leaf();
     if (!has_node && !output->is_view()) continue;

@@ -1,0 +1,152 @@
+"""transformers' models whose all-reduces, additions and norms are one op where rows are few: the same bits, and what is left."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_torch
+from checks import Failures, message_of
+from frameworks import needs_transformers
+from operands import as_torchrun_places, difference, rank_device
+from overlap_torch.integrations import transformers as integration
+
+pytestmark = needs_transformers
+LAYERS = 3
+
+
+def loaded(
+    folder: str,
+    family: str,
+    dtype: torch.dtype = torch.bfloat16,
+    plan="auto",
+    registers=True,
+    **more,
+):
+    """A model of random weights, its norms too, by this package's styles."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **more,
+    )
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        model.save_pretrained(folder)
+    dist.barrier()
+    distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    styles = integration.register() if registers else contextlib.nullcontext()
+    with as_torchrun_places(), styles:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=distributed, dtype=dtype
+        )
+
+
+def tokens_of(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), device=rank_device()).view(shape) * 7 % 60
+
+
+def decoded(model, hook=None) -> list[torch.Tensor]:
+    """Logits of a prompt and of steps after it, and the tokens of greedy generation."""
+    handles = [layer.register_forward_hook(hook) for layer in model.model.layers[1:] if hook]
+    with torch.no_grad():
+        found = model(tokens_of(2, 5), use_cache=True)
+        logits = [found.logits]
+        for step in range(3):
+            found = model(tokens_of(2, 1) + step, cache=found.cache, use_cache=True)
+            logits.append(found.logits)
+        generated = model.generate(tokens_of(2, 5), max_new_tokens=4, do_sample=False)
+    for handle in handles:
+        handle.remove()
+    return [*logits, generated]
+
+
+def changed_in_place(module, args, output: torch.Tensor) -> None:
+    output.add_(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.ranks((2, "gloo"))
+def test_fused_norms_are_the_models(failures: Failures, tmp_path, family: str) -> None:
+    model = loaded(str(tmp_path), family)
+    for hook in (None, changed_in_place):
+        right = decoded(model, hook)
+        with integration.fuse_norms(model):
+            found = decoded(model, hook)
+            notes = overlap_torch.report(model).notes
+        # a prompt and three steps; a prompt of generation and three steps
+        said = [f"all-reduce, addition and RMSNorm as one op: {8 * LAYERS} calls of layers"]
+        failures.expect(None if notes == said else f"report says {notes}", hook)
+        for i, (mine, expected) in enumerate(zip(found, right, strict=True)):
+            failures.expect(difference(mine, expected), "step", i, hook)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_other_calls_run_as_the_model_says(failures: Failures, tmp_path) -> None:
+    """The calls that are left, with the reason, and the bits of the model."""
+    model = loaded(str(tmp_path), "llama")
+    many = tokens_of(1, 513)
+    cases = (
+        ("gradients are recorded", torch.enable_grad, tokens_of(2, 5)),
+        ("torch.inference_mode", torch.inference_mode, tokens_of(2, 5)),
+        ("more than 512 rows", torch.no_grad, many),
+        ("autocast", lambda: torch.autocast(many.device.type, torch.bfloat16), tokens_of(2, 5)),
+    )
+    for expected, context, tokens in cases:
+        with torch.no_grad(), context():
+            right = model(tokens, use_cache=False).logits
+            with integration.fuse_norms(model) as fusion:
+                found = model(tokens, use_cache=False).logits
+                notes = overlap_torch.report(model).notes
+                again = message_of(integration.fuse_norms, model)
+                failures.expect(None if "fused already" in again else f"said {again!r}", expected)
+        fusion.undo()
+        failures.expect(difference(found.detach(), right.detach()), expected)
+        said = f"one after the other: {LAYERS} calls of layers, "
+        alike = len(notes) == 2 and said in notes[1] and expected in notes[1]
+        failures.expect(None if alike else f"report says {notes}", expected)
+    failures.expect(None if not overlap_torch.report(model).notes else "not undone")
+    wide = loaded(str(tmp_path), "llama", torch.float32)
+    with torch.no_grad(), integration.fuse_norms(wide):
+        wide(tokens_of(2, 5), use_cache=False)
+        notes = overlap_torch.report(wide).notes
+    failures.expect(None if "torch.float32, which no" in notes[1] else f"{notes}", "float32")
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_models_of_other_forms_are_refused(failures: Failures, tmp_path) -> None:
+    cases = (
+        ("o_proj has a bias", "llama", {"attention_bias": True}),
+        ("its layers are GemmaDecoderLayer", "gemma", {}),
+        ("o_proj has the layouts", "llama", {"plan": "sequence"}),
+        ("o_proj is a Linear", "llama", {"registers": False}),
+    )
+    for i, (expected, family, more) in enumerate(cases):
+        if more.get("plan") == "sequence":
+            from transformers import LlamaConfig
+
+            more = {"plan": integration.sequence_plan(LlamaConfig())}
+        model = loaded(str(tmp_path / str(i)), family, **more)
+        kinds = [type(module) for module in model.modules()]
+        said = message_of(integration.fuse_norms, model)
+        failures.expect(None if expected in said else f"said {said!r}", expected)
+        alike = kinds == [type(module) for module in model.modules()]
+        failures.expect(None if alike else "changed the model", expected)
