@@ -9,8 +9,11 @@ import random
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,13 +60,17 @@ def chunks_held(one: Problem) -> int:
     return len(plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op).chunks)
 
 
-def tune(folder: str, *problems: Problem, **options: Any) -> list[_session.Tuned]:
-    os.environ["OVERLAP_CACHE"] = folder
-    try:
-        return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
-    finally:
+@contextmanager
+def cached(folder: str) -> Iterator[None]:
+    """Tuned plans are kept there; none is set in the end."""
+    with mock.patch.dict(os.environ, OVERLAP_CACHE=folder):
+        yield
         plan.clear_plans()
-        del os.environ["OVERLAP_CACHE"]
+
+
+def tune(folder: str, *problems: Problem, **options: Any) -> list[_session.Tuned]:
+    with cached(folder):
+        return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
 
 
 def tuned_twice(folder: str) -> Any:
@@ -147,19 +154,17 @@ def test_tune_scales_differ_by_rank_and_are_not_one(op, recipe):
 
 
 def set_by_tuning(folder: str) -> Any:
-    os.environ["OVERLAP_CACHE"] = folder
     wanted = problem()
     before = held(wanted)
-    original = _session.time_us
-    # The more chunks a plan has, the faster it looks.
-    _session.time_us = lambda call, mode, flush: (call(), 1000.0 / chunks_held(wanted))[1]
-    try:
+
+    def time(call, mode, flush):
+        """The more chunks a plan has, the faster it looks."""
+        call()
+        return 1000.0 / chunks_held(wanted)
+
+    with cached(folder), mock.patch.object(_session, "time_us", time):
         (one,) = overlap_torch.tune([wanted], device="cpu", repeats=3)
         return one.plan.encode(), held(wanted), before
-    finally:
-        _session.time_us = original
-        plan.clear_plans()
-        del os.environ["OVERLAP_CACHE"]
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -171,8 +176,7 @@ def test_tune_sets_what_it_took(ranks, tmp_path):
 
 def lucky_once() -> Any:
     """Every plan but the sequence is fast while several are measured, and slow beside the sequence alone."""
-    wanted, original = problem(), _session.time_us
-    session = _session.Session.measure
+    wanted, session = problem(), _session.Session.measure
     measured: list[int] = []
 
     def measure(self, one, plans, mode, turns=None):
@@ -184,18 +188,17 @@ def lucky_once() -> Any:
         overlaps = chunks_held(wanted) > 1
         return (10.0 if len(measured) == 1 else 1000.0) if overlaps else 100.0
 
-    _session.time_us, _session.Session.measure = time, measure
-    try:
+    with (
+        mock.patch.object(_session, "time_us", time),
+        mock.patch.object(_session.Session, "measure", measure),
+    ):
         (one,) = overlap_torch.tune([wanted], cache=False, device=torch.device("cpu"))
-        return measured[1:], one.plan.schedule.name, one.gain
-    finally:
-        _session.time_us, _session.Session.measure = original, session
+    return measured[1:], one.plan.schedule.name
 
 
 @pytest.mark.ranks((2, "gloo"))
 def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(ranks):
-    said = ranks.run(lucky_once)
-    assert [one[:2] for one in said] == [([2], "SEQUENTIAL")] * 2
+    assert ranks.run(lucky_once) == [([2], "SEQUENTIAL")] * 2
 
 
 def measured(right: list[int], before: str, mode: str) -> _session._Measured:
@@ -249,7 +252,6 @@ def test_tune_takes_no_plan_in_the_end_that_was_wrong_once():
 def slow_later(folder: str) -> Any:
     """Plans that overlap are fast until all problems were measured, and slow from then on."""
     wanted = [problem(), problem("gemm_reducescatter")]
-    original, apart_s = _session.time_us, _session._APART_S
     measure, to_look_at = _session.Session.measure, _session.Session.to_look_at_again
     later, current, taken = False, wanted[0], []
 
@@ -268,20 +270,17 @@ def slow_later(folder: str) -> Any:
         taken.append(to_look_at(self))
         return taken[-1]
 
-    _session.time_us, _session.Session.measure = time, measure_one
-    _session.Session.to_look_at_again = come_to_the_end
-    try:
-        for number, _session._APART_S in enumerate((1e9, 0.0)):  # too soon for a last look, and not
-            later = False
-            place = f"{folder}/{number}"
+    methods = {"measure": measure_one, "to_look_at_again": come_to_the_end}
+    for apart_s in (1e9, 0.0):  # too soon for a last look, and not
+        later = False
+        with (
+            mock.patch.multiple(_session, time_us=time, _APART_S=apart_s),
+            mock.patch.multiple(_session.Session, **methods),
+        ):
             for _ in range(2):
-                results = tune(place, *wanted)
+                results = tune(f"{folder}/{apart_s}", *wanted)
                 taken.append([(one.source, one.plan.schedule.name) for one in results])
-        return taken
-    finally:
-        _session.time_us, _session._APART_S = original, apart_s
-        _session.Session.measure, _session.Session.to_look_at_again = measure, to_look_at
-        plan.clear_plans()
+    return taken
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -297,14 +296,13 @@ def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(ranks, tmp_path):
 
 def with_noise(seed: int) -> Any:
     noise = random.Random(seed * 100 + dist.get_rank())
-    original, shares, look_us = _session.time_us, _session._SHARE, _session._LOOK_US
-    _session.time_us = lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1]
-    _session._SHARE = {"cpu": 1.0}  # whatever is faster, by however little
-    _session._LOOK_US = 0.0  # the second look is as short as it gets
-    try:
+    changes = {
+        "time_us": lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1],
+        "_SHARE": {"cpu": 1.0},  # whatever is faster, by however little
+        "_LOOK_US": 0.0,  # the second look is as short as it gets
+    }
+    with mock.patch.multiple(_session, **changes):
         return told(tune("/nonexistent", *[problem(op) for op in ALL], cache=False))
-    finally:
-        _session.time_us, _session._SHARE, _session._LOOK_US = original, shares, look_us
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -381,16 +379,13 @@ def test_tune_measures_again_what_a_damaged_or_foreign_file_had(ranks, tmp_path)
 
 
 def on_a_full_disk(folder: str) -> Any:
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    original, os.fsync = os.fsync, full
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            sources = [one.source for one in tune(folder, problem()) + tune(folder, problem())]
-    finally:
-        os.fsync = original
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(os, "fsync", side_effect=full),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        sources = [one.source for one in tune(folder, problem()) + tune(folder, problem())]
     return sources, [str(one.message) for one in said if "not kept" in str(one.message)]
 
 
@@ -405,25 +400,20 @@ def test_tune_on_a_full_disk_warns_and_remembers(ranks, tmp_path):
 
 def concurrently(folder: str) -> Any:
     """Two jobs that know nothing of each other write other M of one weight."""
-    mine = tune(folder, problem())
-    files = _tuned_files.Files(
-        _tuned_files.environment(torch.device("cpu"), plan.machine("cpu"), dist.get_world_size())
-    )
-    codes = [one.encode() for one, _ in mine[0].times]
-    os.environ["OVERLAP_CACHE"] = folder
-    kept = dist.get_rank() == 0 and sorted(_tuned_files.Files(files._environment).read(problem()))
-    del os.environ["OVERLAP_CACHE"]
-    tune(folder, problem(m=2048))
-    os.environ["OVERLAP_CACHE"] = folder
-    now = dist.get_rank() == 0 and sorted(_tuned_files.Files(files._environment).read(problem()))
-    del os.environ["OVERLAP_CACHE"]
-    return kept, now, len(codes) > 1
+    where = torch.device("cpu"), plan.machine("cpu"), dist.get_world_size()
+    kept = []
+    for m in (1024, 2048):
+        tune(folder, problem(m=m))
+        with cached(folder):
+            files = _tuned_files.Files(_tuned_files.environment(*where))
+            kept.append(dist.get_rank() == 0 and sorted(files.read(problem())))
+    return kept
 
 
 @pytest.mark.ranks((2, "gloo"))
 def test_tune_keeps_all_m_of_a_weight_in_one_file(ranks, tmp_path):
     first, *_ = ranks.run(concurrently, str(tmp_path))
-    assert first == ([(1024, "call")], [(1024, "call"), (2048, "call")], True)
+    assert first == [[(1024, "call")], [(1024, "call"), (2048, "call")]]
     assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
@@ -435,13 +425,12 @@ def with_a_rank_that_refuses(all_of_them: bool) -> Any:
         refuses = dist.get_rank() == 1 and (all_of_them or (overlapped and len(one.chunks) == 2))
         return "no memory" if refuses else original(self, one)
 
-    _session.Session._refusal = refusal
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            results = tune("/nonexistent", problem(), cache=False)
-    finally:
-        _session.Session._refusal = original
+    with (
+        mock.patch.object(_session.Session, "_refusal", refusal),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        results = tune("/nonexistent", problem(), cache=False)
     return [len(one.chunks) for one, _ in results[0].times], results[0].source, len(said)
 
 
@@ -456,19 +445,14 @@ def test_tune_drops_on_all_ranks_what_one_cannot_run(ranks):
 
 
 def with_a_rank_of_another_build() -> str:
-    original = torch.ops.overlap.build_info()
-    environment = _tuned_files.environment
+    own, environment = torch.ops.overlap.build_info(), _tuned_files.environment
 
     def other(*args: Any) -> dict[str, str]:
         return environment(*args) | ({"build": "other"} if dist.get_rank() == 1 else {})
 
-    _tuned_files.environment = other
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return tune("/nonexistent", problem(), cache=False)[0].source.replace(original, "own")
-    finally:
-        _tuned_files.environment = environment
+    with mock.patch.object(_tuned_files, "environment", other), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tune("/nonexistent", problem(), cache=False)[0].source.replace(own, "own")
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -692,7 +676,6 @@ def test_tune_family_is_what_other_m_share():
 
 def first_calls(folder: str) -> Any:
     """With OVERLAP_TUNE=1: sources of what was tuned, call by call."""
-    os.environ["OVERLAP_CACHE"] = folder
     hook, original = _first_calls.FirstCalls(), _first_calls.tune
     told: list[list[tuple[str, int]]] = []
 
@@ -701,7 +684,6 @@ def first_calls(folder: str) -> Any:
         told[-1] += [(enum_name(one.problem.op), one.problem.m) for one in results]
         return results
 
-    _first_calls.tune, eager.behind_calls = noting, hook
     input, weight = torch.ones(1000, 64), torch.ones(64, 64)
     learns = [one.clone().requires_grad_() for one in (input, weight)]
     calls = (
@@ -712,7 +694,11 @@ def first_calls(folder: str) -> Any:
         lambda: overlap_torch.allgather_gemm(input[:8], [weight, weight]),
         lambda: overlap_torch.gemm_allreduce(input[:0], weight),
     )
-    try:
+    with (
+        cached(folder),
+        mock.patch.object(_first_calls, "tune", noting),
+        mock.patch.object(eager, "behind_calls", hook),
+    ):
         plan.clear_plans()
         for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
             hook._seen.setdefault(dist.group.WORLD, set()).add(("cpu", repr(problem)))
@@ -722,10 +708,6 @@ def first_calls(folder: str) -> Any:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             told.append([])
             overlap_torch.gemm_allreduce(*(mode.from_tensor(one) for one in (input[:24], weight)))
-    finally:
-        _first_calls.tune, eager.behind_calls = original, None
-        plan.clear_plans()
-        del os.environ["OVERLAP_CACHE"]
     return told
 
 
