@@ -252,9 +252,8 @@ def compare(failures: Failures, found: Any, right: Any, *where: object) -> None:
 
 
 def check_patterns(
-    names: list[str], dynamic: bool, patterns: dict[str, Pattern] = PATTERNS
-) -> tuple[int, list[str]]:
-    failures = Failures()
+    failures: Failures, names: list[str], dynamic: bool, patterns: dict[str, Pattern] = PATTERNS
+) -> None:
     for name in names:
         pattern = patterns[name]
         graphs = Graphs()
@@ -265,13 +264,10 @@ def check_patterns(
         with torch.no_grad():
             found = compiled(*tensors)
         compare(failures, found, pattern.run(Eager(), *tensors), name)
-        failures.expect(
-            None if graphs.ops == Counter(pattern.ops) else f"{graphs.ops}", name, "calls"
-        )
+        failures.equal(graphs.ops, Counter(pattern.ops), name, "calls")
         for row in graphs.rows:
             failures.expect(None if row["op"] and not row["why"] else row["why"], name, row["node"])
             failures.expect(None if row["source"] else "has no source", name, row["node"])
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))

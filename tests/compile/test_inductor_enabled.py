@@ -132,14 +132,11 @@ def test_inductor_compiles_and_reports_out_of_its_cache(failures: Failures) -> N
             counters.clear()
             compiled = torch.compile(bare, backend=inductor.backend, fullgraph=True)
             names = ops_called(functools.partial(bare_step, failures, compiled))
-            right = {"allgather_gemm", "gemm_reducescatter"}
-            failures.expect(None if names == right else f"{names}", "ops", again)
-            hits = counters["inductor"]["fxgraph_cache_hit"]
-            failures.expect(None if hits == 2 * again else f"{hits} hits", again)
+            failures.equal(names, {"allgather_gemm", "gemm_reducescatter"}, "ops", again)
+            failures.equal(counters["inductor"]["fxgraph_cache_hit"], 2 * again, again)
             found = inductor.report(clear=True)
-            failures.expect(None if rows_of(found) == rows else f"{rows_of(found)}", again)
-            said = "4 of 4 collectives fused, 0 missed" in str(found)
-            failures.expect(None if said else str(found), again)
+            failures.equal(rows_of(found), rows, again)
+            failures.holds("4 of 4 collectives fused, 0 missed", str(found), again)
     failures.expect(None if not inductor.report() else "is not cleared", "report")
 
 
@@ -154,7 +151,7 @@ def test_inductor_compiles_dynamic_rows_once(failures: Failures) -> None:
         for rows in (4, 6, 10):
             step(failures, compiled, rows)
     found = inductor.report(clear=True)
-    failures.expect(None if rows_of(found) == ROWS else f"{rows_of(found)}", "rows")
+    failures.equal(rows_of(found), ROWS, "rows")
 
 
 def strict_messages() -> list[str]:

@@ -7,6 +7,8 @@ import torch
 from test_inductor import Pattern, check_patterns
 from torch.nn.functional import linear, rms_norm
 
+from checks import Failures
+
 
 def llama_norm(rows, gain):
     """As transformers' Llama has it: rounded before the gain."""
@@ -124,11 +126,7 @@ NORMS = {
 }
 
 
-def check_norms() -> tuple[int, list[str]]:
-    return check_patterns(list(NORMS), False, NORMS)
-
-
 @pytest.mark.ranks((2, "gloo"))
-def test_inductor_fuses_norms_after_all_reduces(ranks):
+def test_inductor_fuses_norms_after_all_reduces(failures: Failures) -> None:
     """Bit for bit as PyTorch's operators without a compiler: the op on CPU is those, and no code is generated beside it."""
-    ranks.expect_no_failures(check_norms, timeout_s=300)
+    check_patterns(failures, list(NORMS), False, NORMS)

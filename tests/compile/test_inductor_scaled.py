@@ -243,8 +243,7 @@ def tensors_of(kinds: tuple[tuple[tuple[int, ...], Any], ...]) -> list[torch.Ten
     return found
 
 
-def check_patterns(names: list[str], dynamic: bool) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_patterns(failures: Failures, names: list[str], dynamic: bool) -> None:
     for name in names:
         pattern = PATTERNS[name]
         graphs = Graphs()
@@ -255,14 +254,10 @@ def check_patterns(names: list[str], dynamic: bool) -> tuple[int, list[str]]:
         with torch.no_grad():
             found = compiled(*tensors)
         compare(failures, found, pattern.run(Right(), *tensors), name)
-        failures.expect(
-            None if graphs.ops == Counter(pattern.ops) else f"{graphs.ops}", name, "calls"
-        )
-        rows = tuple(row["op"] for row in graphs.rows)
-        failures.expect(None if rows == pattern.rows else f"{rows}", name, "rows")
+        failures.equal(graphs.ops, Counter(pattern.ops), name, "calls")
+        failures.equal(tuple(row["op"] for row in graphs.rows), pattern.rows, name, "rows")
         whys = [row["why"] for row in graphs.rows if row["why"] or row["missed"]]
         failures.expect(f"{whys}" if whys else None, name, "why")
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -292,7 +287,7 @@ def test_inductor_compiles_gemms_with_scales(failures: Failures) -> None:
             found = compiled(*tensors)
         compare(failures, found, pattern.run(Right(), *tensors), name)
         rows = tuple(row["op"] for row in inductor.report(clear=True))
-        failures.expect(None if rows == pattern.rows else f"{rows}", name, "rows")
+        failures.equal(rows, pattern.rows, name, "rows")
 
 
 # --- what is not fused ----------------------------------------------------------------------------------------

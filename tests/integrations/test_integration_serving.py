@@ -201,7 +201,7 @@ def check_row_parallel(failures: Failures, base, sees: str, *where) -> None:
         result, called = ops_of(lambda: layer(input))  # noqa: B023
         ours = ours and sees and world > 1
         expected = [sees] if ours else []
-        failures.expect(None if called == expected else f"called {called}", *where, options)
+        failures.equal(called, expected, *where, options)
         output = result
         if options.get("return_bias", True):
             output, left = result
@@ -230,7 +230,7 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
             overlap_torch_plugins.vllm()
             overlap_torch_plugins.vllm()
             keyed = sys.modules["vllm.envs"].environment_variables["OVERLAP_VLLM"]()
-        failures.expect(None if keyed == "1" else keyed, "the key of compiled graphs")
+        failures.equal(keyed, "1", "the key of compiled graphs")
         ours = VllmLinear.registry["VllmLinear"]
         made = type(VllmLinear(K, N))
         failures.expect(
@@ -269,8 +269,7 @@ def test_vllms_layers_compile_to_one_graph(failures: Failures) -> None:
     input = my_features(integers(ROWS, K, seed=3))
     output, _ = torch.compile(layer, fullgraph=True, backend=keep)(input)
     failures.expect(difference(output, layer(input)[0]), "output")
-    calls = [graph.count("overlap.gemm_allreduce") for graph in graphs]
-    failures.expect(None if calls == [1] else str(graphs), "graphs")
+    failures.equal([graph.count("overlap.gemm_allreduce") for graph in graphs], [1], "graphs")
 
 
 # --- SGLang ---------------------------------------------------------------------------------------------------
@@ -409,7 +408,7 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
                 setattr(place, name, value)
         case = (*where, options, keywords, settings)
         expected = expected if world > 1 else []
-        failures.expect(None if called == expected else f"called {called}", *case)
+        failures.equal(called, expected, *case)
         failures.expect(
             difference(output.as_subclass(torch.Tensor), right.as_subclass(torch.Tensor)), *case
         )
@@ -444,8 +443,7 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
             overlap_torch_plugins.sglang()
             overlap_torch_plugins.sglang()
     hooks = {target: hook for target, hook, kind in Hooks.registered if kind == "around"}
-    right = [sglang.TARGET, sglang.NORM_TARGET]
-    failures.expect(None if list(hooks) == right else str(Hooks.registered), "registered")
+    failures.equal(list(hooks), [sglang.TARGET, sglang.NORM_TARGET], "registered")
     hook = hooks[sglang.TARGET]
 
     def forward(*args, **keywords):
@@ -514,11 +512,10 @@ def class_source(archive: zipfile.ZipFile, path: str, name: str) -> str:
     return "from __future__ import annotations\n" + ast.unparse(found)
 
 
-def check_vllms_own(sources: list[str]) -> tuple[int, list[str]]:
+def check_vllms_own(failures: Failures, sources: list[str]) -> None:
     """vLLM's PluggableLayer, LinearBase and RowParallelLinear, with ours in its place and without."""
     from overlap_torch.integrations import vllm
 
-    failures = Failures()
     group = Group()
     registry: dict[str, type] = {}
     quantization = "vllm.model_executor.layers.quantization.online.fp8"
@@ -565,7 +562,6 @@ def check_vllms_own(sources: list[str]) -> tuple[int, list[str]]:
         ours = registry["RowParallelLinear"]
         failures.expect(None if type(made) is ours else str(type(made)), "made in its place")
         check_row_parallel(failures, layer_of, "gemm_allreduce", "in its place")
-    return failures.result()
 
 
 @pytest.mark.long
@@ -628,11 +624,10 @@ def sglang_linear_names(context: Context) -> dict[str, object]:
     }
 
 
-def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
+def check_sglangs_own(failures: Failures, source: str, hooks: str) -> None:
     """SGLang's RowParallelLinear with the hook that its own HookRegistry puts around its forward."""
     from overlap_torch.integrations import sglang
 
-    failures = Failures()
     context = Context()
     module_of = module("sglang.srt.layers.linear", **sglang_names(context))
     names = vars(module_of)
@@ -683,7 +678,6 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
             context,
             "SGLang's own class",
         )
-    return failures.result()
 
 
 @pytest.mark.long

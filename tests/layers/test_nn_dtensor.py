@@ -71,7 +71,7 @@ def check_state(
     failures: Failures, model: torch.nn.Module, whole: torch.nn.Module, *where: object
 ) -> None:
     state, right = full_state_dict(model), whole_state(whole)
-    failures.expect(None if sorted(state) == sorted(right) else f"{sorted(state)}", *where)
+    failures.equal(sorted(state), sorted(right), *where)
     for name, value in right.items():
         failures.expect(difference(state[name], value), name, *where)
 
@@ -139,7 +139,7 @@ def test_nn_layers_train_clipped_as_the_unsharded_model(failures: Failures, name
             failures.expect(None if close else f"{state[key]} is not {value}", key, "step", step)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, (float(norms[0]), model.down.bias.full_tensor().tolist()))
-    failures.expect(None if every == every[:1] * len(every) else f"{every}", "ranks differ")
+    failures.equal(every, every[:1] * len(every), "ranks differ")
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -201,11 +201,10 @@ def test_nn_layers_work_beside_fsdp(
         ("both", both),
     ):
         distinct = weight.unique().numel()
-        fine = distinct == weight.numel()
-        failures.expect(None if fine else f"{distinct} of {weight.numel()}", "drawn", name)
+        failures.equal(distinct, weight.numel(), "drawn", name)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, {name: value.tolist() for name, value in drawn.items()})
-    failures.expect(None if every == every[:1] * len(every) else "ranks differ", "drawn")
+    failures.equal(every, every[:1] * len(every), "drawn", "ranks differ")
 
 
 class Doubled(torch.nn.Module):
@@ -261,7 +260,7 @@ def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -
     }.items():
         failures.expect(difference(output(other).detach(), right), what)
         own = other.get_parameter(weight)
-        failures.expect(None if own._spec == spec else f"{own._spec}", what)
+        failures.equal(own._spec, spec, what)
         layer.zero_grad()
         output(other).sum().backward()
         failures.expect(None if own.grad is not None else "no gradient", what)
@@ -277,8 +276,7 @@ def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -
     failures.expect(difference(output(converted, mine.double()).detach(), right.double()), "double")
     parameter = converted.get_parameter(weight)
     dtypes = (parameter.dtype, parameter.grad.dtype, own.dtype)
-    fine = dtypes == (torch.float64, torch.float64, torch.float32)
-    failures.expect(None if fine else f"{dtypes}", "double")
+    failures.equal(dtypes, (torch.float64, torch.float64, torch.float32), "double")
 
     halved = copy.deepcopy(layer)
     owner, _, name = weight.rpartition(".")

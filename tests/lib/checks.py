@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ class Failures:
         self.checks += 1
         if problem:
             self.lines.append(f"{' '.join(str(part) for part in where)}: {problem}")
+
+    def equal(self, found: object, right: object, *where: object) -> None:
+        self.expect(None if found == right else f"{found!r}, not {right!r}", *where)
+
+    def holds(self, part: object, whole: Container[object], *where: object) -> None:
+        self.expect(None if part in whole else f"{part!r} is not in {whole!r}", *where)
 
     def expect_equal(
         self, outputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *where: object
@@ -81,8 +87,7 @@ def check_call(
     result = (call or OPS[op].operator)(*arguments, **OPS[op].keywords(case), group=name)
 
     outputs = tensors_of(result)
-    same_number = len(outputs) == len(expected)
-    failures.expect(None if same_number else f"{len(outputs)} results", *where)
+    failures.equal(len(outputs), len(expected), *where)
     for i, (output, right) in enumerate(zip(outputs, expected, strict=False)):
         failures.expect(difference(output, right), "result", i, *where)
         strides = None if output.is_contiguous() else f"strides {output.stride()}"
@@ -122,7 +127,7 @@ def check_plan(
             group=group,
             op=problem.op,
         )
-        failures.expect(None if now == plan else f"plan_for says {now}", *where, case)
+        failures.equal(now, plan, *where, case)
         with overlap_torch.trace() as traced:
             check_call(failures, case, *where, seed=1, group=group, op=op)
         seen = communicated_chunks(traced.calls)
@@ -130,9 +135,7 @@ def check_plan(
         pieces = len(seen) if op == "gemm_alltoall" else len(plan.chunks)
         expected = list(range(pieces))
         if dist.get_world_size(group) > 1:
-            failures.expect(
-                None if seen == expected else f"communicated chunks {seen}", *where, case
-            )
+            failures.equal(seen, expected, *where, case)
         check_call(failures, case, *where, seed=2, group=group, op=op)
 
 

@@ -288,12 +288,14 @@ def run_fresh(
         ranks.kill()
 
 
-def findings(test: Callable[..., None], given: dict[str, Any]) -> tuple[int, list[str]]:
-    """A rank's job: a test that takes `failures`."""
+def findings(
+    test: Callable[..., None], args: Sequence[Any], given: dict[str, Any]
+) -> tuple[int, list[str]]:
+    """A rank's job: a test, or a part of one, that takes `failures`."""
     from checks import Failures
 
     failures = Failures()
-    test(failures, **given)
+    test(failures, *args, **given)
     return failures.result()
 
 

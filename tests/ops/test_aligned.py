@@ -58,7 +58,7 @@ def test_aligned_products_are_exact(failures: Failures) -> None:
                 failures, f"{name}, {m, n, k}, {collective}, turn {turn}", job.result(), expected
             )
             launches.add(len(job._prepared.aligned))
-        failures.expect(None if len(launches) == 1 else "proven again", name, "second launch")
+        failures.equal(len(launches), 1, name, "second launch", "proven again")
         if name == "autotuned" and not a.is_cuda:
             continue  # nothing times configurations there
         if not a.is_cuda:  # where parts may be smaller than a page
@@ -382,7 +382,7 @@ def test_aligned_refuses_by_file_and_line(failures: Failures) -> None:
         failures.expect(None if said.startswith(place) and named else f"said {said!r}", name)
         line = "ot.wait(arrived" if name in WAITING else "ot.signal(counters"
         for part in ("Write these lines by hand", "ot.tile(tile_order", line):
-            failures.expect(None if part in said else f"{part} is not in {said!r}", name)
+            failures.holds(part, said, name)
 
 
 @pytest.mark.ranks((1, "gloo"))

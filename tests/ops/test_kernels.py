@@ -49,7 +49,7 @@ def check_reductions(failures: Failures, cases: list[tuple]) -> None:
             f"{shape} {collective} {order} in {chunks} chunks of {dtype}, persistent={persistent}"
         )
         expect(failures, label, result, expected)
-        failures.expect(None if result.dtype == dtype else f"{result.dtype}", label)
+        failures.equal(result.dtype, dtype, label)
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -181,7 +181,7 @@ def test_kernels_run_by_plans(failures: Failures) -> None:
         ) as job:
             kernels.multiply(job, a, b)
         expect(failures, label, job.result(), kernels.reduced(m, n, k, seed))
-        failures.expect(None if job.plan == chosen else f"runs by {job.plan}", label)
+        failures.equal(job.plan, chosen, label)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_kernels_exception_is_told_to_all_ranks(failures: Failures) -> None:
     if dist.get_rank() != 1:
         parts = ["RuntimeError", "rank 1 called", "by an exception, KeyError: 'boom'"]
     for part in (*parts, "was left by an exception"):
-        failures.expect(None if part in message else f"{part} is not in {message!r}")
+        failures.holds(part, message)
     with small_job() as again:
         run_kernel(again)
     expect(failures, "the next call", again.result(), kernels.reduced(128, 96, 32, 1))
@@ -232,7 +232,7 @@ def check_wrong_signals(failures: Failures, kind: str, text: str) -> None:
         message = str(error)
     parts = [f"signalled {text}"] if dist.get_rank() == 0 else ["rank 0 called"]
     for part in parts:
-        failures.expect(None if part in message else f"{part} is not in {message!r}", kind)
+        failures.holds(part, message, kind)
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -314,8 +314,7 @@ def test_kernels_break_graphs_and_say_why(failures: Failures) -> None:
     expect(failures, "compiled", torch.compile(step, backend="eager")(x), step(x))
     torch._dynamo.reset()
     said = message_of(torch.compile(step, backend="eager", fullgraph=True), x)
-    why = "a kernel between overlap_torch.produce or consume and its result"
-    failures.expect(None if why in said else f"said {said!r}", "why")
+    failures.holds("a kernel between overlap_torch.produce or consume and its result", said, "why")
 
 
 # --- one process ----------------------------------------------------------------------------------------------
@@ -468,8 +467,7 @@ def test_kernels_times_are_measured(failures: Failures) -> None:
         for tile in job.tile_order.tolist():
             job.counters[job.tile_chunk[tile]] += 1
     assert len(calls) == 2 and len(job.plan.chunks) == 1
-    sums = job.result().unique()
-    failures.expect(None if sums == dist.get_world_size() else f"{sums}", "sums")
+    failures.equal(job.result().unique(), dist.get_world_size(), "sums")
 
 
 # --- resources ------------------------------------------------------------------------------------------------
@@ -572,8 +570,7 @@ def test_kernels_resources_are_the_plans(failures: Failures) -> None:
                 job.counters[job.tile_chunk[tile]] += 1
             assert job.smem_pad_bytes(1024) == 0  # a CPU has no SMs
         assert job.plan.resources.low_priority and len(job.plan.chunks) == 2
-        sums = job.result().unique()
-        failures.expect(None if sums == dist.get_world_size() else f"{sums}", "sums", *given)
+        failures.equal(job.result().unique(), dist.get_world_size(), "sums", *given)
     assert not usual.resources.low_priority
     usual.resources = plan.types.Resources(smem_pad_bytes=4096)
     with overlap_torch.produce(
