@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 import overlap_torch
+from checks import Failures
 from machines import big, hopper, slow, total
 from operands import world_name
 from overlap_torch import plan
@@ -153,7 +154,8 @@ def test_tune_scales_differ_by_rank_and_are_not_one(op, recipe):
     assert (mine["output_dtype"], mine["use_fast_accum"]) == (torch.float16, True)
 
 
-def set_by_tuning(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_sets_what_it_took(failures: Failures, tmp_path: Path) -> None:
     wanted = problem()
     before = held(wanted)
 
@@ -162,19 +164,14 @@ def set_by_tuning(folder: str) -> Any:
         call()
         return 1000.0 / chunks_held(wanted)
 
-    with cached(folder), mock.patch.object(_session, "time_us", time):
+    with cached(str(tmp_path)), mock.patch.object(_session, "time_us", time):
         (one,) = overlap_torch.tune([wanted], device="cpu", repeats=3)
-        return one.plan.encode(), held(wanted), before
+        failures.equal(held(wanted), one.plan.encode())
+    failures.expect(None if one.plan.encode() != before else "the planner's own plan")
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_sets_what_it_took(ranks, tmp_path):
-    for taken, now, before in ranks.run(set_by_tuning, str(tmp_path)):
-        assert taken == now
-        assert taken != before
-
-
-def lucky_once() -> Any:
+def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(failures: Failures) -> None:
     """Every plan but the sequence is fast while several are measured, and slow beside the sequence alone."""
     wanted, session = problem(), _session.Session.measure
     measured: list[int] = []
@@ -193,12 +190,7 @@ def lucky_once() -> Any:
         mock.patch.object(_session.Session, "measure", measure),
     ):
         (one,) = overlap_torch.tune([wanted], cache=False, device=torch.device("cpu"))
-    return measured[1:], one.plan.schedule.name
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(ranks):
-    assert ranks.run(lucky_once) == [([2], "SEQUENTIAL")] * 2
+    failures.equal((measured[1:], one.plan.schedule), ([2], Schedule.SEQUENTIAL))
 
 
 def measured(right: list[int], before: str, mode: str) -> _session._Measured:
@@ -249,7 +241,10 @@ def test_tune_takes_no_plan_in_the_end_that_was_wrong_once():
     assert _session.Session._look_again(session, one) == 0
 
 
-def slow_later(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(
+    failures: Failures, tmp_path: Path
+) -> None:
     """Plans that overlap are fast until all problems were measured, and slow from then on."""
     wanted = [problem(), problem("gemm_reducescatter")]
     measure, to_look_at = _session.Session.measure, _session.Session.to_look_at_again
@@ -278,20 +273,13 @@ def slow_later(folder: str) -> Any:
             mock.patch.multiple(_session.Session, **methods),
         ):
             for _ in range(2):
-                results = tune(f"{folder}/{apart_s}", *wanted)
+                results = tune(str(tmp_path / str(apart_s)), *wanted)
                 taken.append([(one.source, one.plan.schedule.name) for one in results])
-    return taken
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(ranks, tmp_path):
-    for taken in ranks.run(slow_later, str(tmp_path)):
-        # The problems whose winners were looked at once more, and what was taken; then the same
-        # from the cache.
-        assert taken[:2] == [[], [("measured", "OVERLAPPED")] * 2]
-        assert taken[2:4] == [[], [("cache", "OVERLAPPED")] * 2]
-        assert taken[4:6] == [[0, 1], [("measured", "SEQUENTIAL")] * 2]
-        assert taken[6:] == [[], [("cache", "SEQUENTIAL")] * 2]
+    # The problems whose winners were looked at once more, and what was taken; then the same from the cache.
+    failures.equal(taken[:2], [[], [("measured", "OVERLAPPED")] * 2])
+    failures.equal(taken[2:4], [[], [("cache", "OVERLAPPED")] * 2])
+    failures.equal(taken[4:6], [[0, 1], [("measured", "SEQUENTIAL")] * 2])
+    failures.equal(taken[6:], [[], [("cache", "SEQUENTIAL")] * 2])
 
 
 def with_noise(seed: int) -> Any:
@@ -315,20 +303,16 @@ def test_tune_agrees_whatever_each_rank_measures(ranks):
     assert len(taken) > len(ALL)  # not always the same
 
 
-def with_own_caches(folder: str, owner: int) -> Any:
-    mine = f"{folder}/{dist.get_rank()}"
-    if dist.get_rank() == owner:
-        os.makedirs(mine, exist_ok=True)
-    first = tune(f"{folder}/{owner}", problem())
-    return told(first), told(tune(mine, problem()))
-
-
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_takes_rank_0s_cache_alone(ranks, tmp_path, owner):
-    for first, second in ranks.run(with_own_caches, str(tmp_path), owner):
-        assert first[0][1] == "measured"
-        assert second[0][1] == ("cache" if owner == 0 else "measured")
+def test_tune_takes_rank_0s_cache_alone(failures: Failures, tmp_path: Path, owner: int) -> None:
+    mine = tmp_path / str(dist.get_rank())
+    if dist.get_rank() == owner:
+        mine.mkdir()
+    (first,) = tune(str(tmp_path / str(owner)), problem())
+    (second,) = tune(str(mine), problem())
+    right = ("measured", "cache" if owner == 0 else "measured")
+    failures.equal((first.source, second.source), right)
 
 
 DAMAGE = {
@@ -356,26 +340,22 @@ def edited(text: str, **changes: Any) -> str:
     return json.dumps(data)
 
 
-def with_damage(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_again_what_a_damaged_or_foreign_file_had(
+    failures: Failures, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     tune(folder, problem())
     dist.barrier()
-    (file,) = Path(folder).rglob("*.json")
-    text, sources = file.read_text(), []
+    (file,) = tmp_path.rglob("*.json")
+    text = file.read_text()
     for name in DAMAGE:
         dist.barrier()
         if dist.get_rank() == 0:
             file.write_text(DAMAGE[name](text))
         wanted = problem(m=1280 if name == "a plan of another M" else SHAPES[0])
-        sources.append([one.source for one in tune(folder, wanted) + tune(folder, wanted)])
-    return sources
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_again_what_a_damaged_or_foreign_file_had(ranks, tmp_path):
-    for sources in ranks.run(with_damage, str(tmp_path)):
-        assert dict(zip(DAMAGE, sources, strict=True)) == dict.fromkeys(
-            DAMAGE, ["measured", "cache"]
-        )
+        sources = [one.source for one in tune(folder, wanted) + tune(folder, wanted)]
+        failures.equal(sources, ["measured", "cache"], name)
 
 
 def on_a_full_disk(folder: str) -> Any:
@@ -398,26 +378,22 @@ def test_tune_on_a_full_disk_warns_and_remembers(ranks, tmp_path):
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
 
 
-def concurrently(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_keeps_all_m_of_a_weight_in_one_file(failures: Failures, tmp_path: Path) -> None:
     """Two jobs that know nothing of each other write other M of one weight."""
     where = torch.device("cpu"), plan.machine("cpu"), dist.get_world_size()
-    kept = []
-    for m in (1024, 2048):
-        tune(folder, problem(m=m))
-        with cached(folder):
+    for right in ([(1024, "call")], [(1024, "call"), (2048, "call")]):
+        tune(str(tmp_path), problem(m=right[-1][0]))
+        with cached(str(tmp_path)):
             files = _tuned_files.Files(_tuned_files.environment(*where))
-            kept.append(dist.get_rank() == 0 and sorted(files.read(problem())))
-    return kept
+            if dist.get_rank() == 0:
+                failures.equal(sorted(files.read(problem())), right)
+    failures.equal(len(list(tmp_path.rglob("*.json"))), 1)
 
 
+@pytest.mark.parametrize("all_of_them", [False, True])
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_keeps_all_m_of_a_weight_in_one_file(ranks, tmp_path):
-    first, *_ = ranks.run(concurrently, str(tmp_path))
-    assert first == [[(1024, "call")], [(1024, "call"), (2048, "call")]]
-    assert len(list(tmp_path.rglob("*.json"))) == 1
-
-
-def with_a_rank_that_refuses(all_of_them: bool) -> Any:
+def test_tune_drops_on_all_ranks_what_one_cannot_run(failures: Failures, all_of_them: bool) -> None:
     original = _session.Session._refusal
 
     def refusal(self: _session.Session, one: plan.Plan) -> str:
@@ -430,21 +406,19 @@ def with_a_rank_that_refuses(all_of_them: bool) -> Any:
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        results = tune("/nonexistent", problem(), cache=False)
-    return [len(one.chunks) for one, _ in results[0].times], results[0].source, len(said)
+        (result,) = tune("/nonexistent", problem(), cache=False)
+    chunks = [len(one.chunks) for one, _ in result.times]
+    if all_of_them:
+        failures.equal((chunks, result.source), ([], "kept: rank 1 cannot run it: no memory"))
+    else:
+        right = chunks[0] == 1 and 2 not in chunks and len(chunks) > 1
+        failures.expect(None if right else f"{chunks}")
+        failures.equal(result.source, "measured")
+    failures.equal(len(said), 1 if all_of_them and dist.get_rank() == 0 else 0, "warnings")
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_drops_on_all_ranks_what_one_cannot_run(ranks):
-    for chunks, source, said in ranks.run(with_a_rank_that_refuses, False):
-        assert chunks[0] == 1 and 2 not in chunks and len(chunks) > 1
-        assert (source, said) == ("measured", 0)
-    outcomes = ranks.run(with_a_rank_that_refuses, True)
-    assert [one[:2] for one in outcomes] == [([], "kept: rank 1 cannot run it: no memory")] * 2
-    assert [one[2] for one in outcomes] == [1, 0]
-
-
-def with_a_rank_of_another_build() -> str:
+def test_tune_names_the_rank_that_differs(failures: Failures) -> None:
     own, environment = torch.ops.overlap.build_info(), _tuned_files.environment
 
     def other(*args: Any) -> dict[str, str]:
@@ -452,29 +426,17 @@ def with_a_rank_of_another_build() -> str:
 
     with mock.patch.object(_tuned_files, "environment", other), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return tune("/nonexistent", problem(), cache=False)[0].source.replace(own, "own")
+        (result,) = tune("/nonexistent", problem(), cache=False)
+    failures.equal(result.source, f"kept: rank 1 has build 'other', rank 0 '{own}'")
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_names_the_rank_that_differs(ranks):
-    said = "kept: rank 1 has build 'other', rank 0 'own'"
-    assert ranks.run(with_a_rank_of_another_build) == [said, said]
-
-
-def what_was_called() -> Any:
+@pytest.mark.fresh()
+def test_tune_of_nothing_takes_what_was_called(failures: Failures) -> None:
     input, weight = torch.ones(1024, 64), torch.ones(64, 64)
     overlap_torch.gemm_allreduce(input, weight)
     mine = [one.problem for one in overlap_torch.tune(device="cpu", repeats=1, cache=False)]
-    plan.clear_plans()
-    return [repr(one) for one in mine if (one.m, one.n, one.k) == SHAPES]
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_of_nothing_takes_what_was_called(ranks):
-    # A pool of its own, in which other tests have called nothing.
-    ranks.environment = {"OVERLAP_LOG": "none"}
-    for found in ranks.run(what_was_called):
-        assert repr(Problem(*SHAPES, "float32", 2, "gemm_allreduce")) in found
+    failures.equal(mine, [Problem(*SHAPES, "float32", 2, "gemm_allreduce")])
 
 
 def board(store: dist.Store, rank: int, timeout_s: float = 20.0) -> Board:
@@ -674,7 +636,8 @@ def test_tune_family_is_what_other_m_share():
     assert len(families(8192)) > 10
 
 
-def first_calls(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_at_first_calls(failures: Failures, tmp_path: Path) -> None:
     """With OVERLAP_TUNE=1: sources of what was tuned, call by call."""
     hook, original = _first_calls.FirstCalls(), _first_calls.tune
     told: list[list[tuple[str, int]]] = []
@@ -695,7 +658,7 @@ def first_calls(folder: str) -> Any:
         lambda: overlap_torch.gemm_allreduce(input[:0], weight),
     )
     with (
-        cached(folder),
+        cached(str(tmp_path)),
         mock.patch.object(_first_calls, "tune", noting),
         mock.patch.object(eager, "behind_calls", hook),
     ):
@@ -708,11 +671,6 @@ def first_calls(folder: str) -> Any:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             told.append([])
             overlap_torch.gemm_allreduce(*(mode.from_tensor(one) for one in (input[:24], weight)))
-    return told
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_at_first_calls(ranks, tmp_path):
     expected = [
         [("gemm_allreduce", 1000)],
         [],
@@ -722,7 +680,7 @@ def test_tune_at_first_calls(ranks, tmp_path):
         [("gemm_allreduce", 0)],
         [],
     ]
-    assert ranks.run(first_calls, str(tmp_path)) == [expected] * 2
+    failures.equal(told, expected)
 
 
 @pytest.mark.parametrize(("value", "hooked"), [("1", True), ("0", False), (None, False)])
