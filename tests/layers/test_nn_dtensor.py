@@ -137,9 +137,7 @@ def test_nn_layers_train_clipped_as_the_unsharded_model(failures: Failures, name
         for key, value in whole_state(whole).items():
             close = torch.allclose(state[key], value, rtol=1e-5, atol=1e-5)
             failures.expect(None if close else f"{state[key]} is not {value}", key, "step", step)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (float(norms[0]), model.down.bias.full_tensor().tolist()))
-    failures.equal(every, every[:1] * len(every), "ranks differ")
+    failures.alike((float(norms[0]), model.down.bias.full_tensor().tolist()))
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -202,9 +200,7 @@ def test_nn_layers_work_beside_fsdp(
     ):
         distinct = weight.unique().numel()
         failures.equal(distinct, weight.numel(), "drawn", name)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {name: value.tolist() for name, value in drawn.items()})
-    failures.equal(every, every[:1] * len(every), "drawn", "ranks differ")
+    failures.alike({name: value.tolist() for name, value in drawn.items()}, "drawn")
 
 
 class Doubled(torch.nn.Module):

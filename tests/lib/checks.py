@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_torch
-from operands import Case, difference, poison, rank_device, world_name
+from operands import Case, difference, from_all_ranks, poison, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch._watch.timeline import Call
@@ -33,6 +33,11 @@ class Failures:
 
     def holds(self, part: object, whole: Container[object], *where: object) -> None:
         self.expect(None if part in whole else f"{part!r} is not in {whole!r}", *where)
+
+    def alike(self, value: object, *where: object) -> None:
+        """As on all other ranks of the world; all call this."""
+        found = from_all_ranks(value)
+        self.equal(found, found[:1] * len(found), *where, "ranks differ")
 
     def expect_equal(
         self, outputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *where: object

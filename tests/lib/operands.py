@@ -234,6 +234,13 @@ def rank_device() -> torch.device:
     return torch.device("cpu")
 
 
+def from_all_ranks(value: object) -> list:
+    """Each rank's value; all call this."""
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 @contextlib.contextmanager
 def as_torchrun_places() -> Iterator[None]:
     """The answers to transformers' questions for this rank's device: as torchrun says it, and the

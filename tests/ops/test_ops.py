@@ -18,6 +18,7 @@ from operands import (
     INPUT_LAYOUTS,
     WEIGHT_LAYOUTS,
     Case,
+    difference,
     rank_device,
     subgroup,
     world_name,
@@ -182,18 +183,17 @@ def test_ops_round_no_worse_than_the_composition(ranks, op, dtype, with_bias):
         assert error <= 1.05 * composition, f"rank {rank}: error {error}, composition {composition}"
 
 
-def check_results_agree(dtype: torch.dtype) -> bytes:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_ops_allreduce_result_is_the_same_on_every_rank(
+    failures: Failures, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     input = torch.randn(150, 70, generator=generator).to(rank_device(), dtype)
     weight = torch.randn(90, 70, generator=generator).to(rank_device(), dtype)
     output = torch.ops.overlap.gemm_allreduce(input, weight, group=world_name())
-    return output.cpu().view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_ops_allreduce_result_is_the_same_on_every_rank(ranks, dtype):
-    results = ranks.run(check_results_agree, dtype)
-    assert all(result == results[0] for result in results)
+    first = output.clone()
+    dist.broadcast(first, 0)
+    failures.expect(difference(output, first))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -284,20 +284,16 @@ def test_ops_take_cuda_tensors_in_a_gloo_group(failures: Failures, op: str) -> N
     dist.destroy_process_group(group)
 
 
-def planned_with_threads() -> list[str]:
-    """Default plans, as text, where every rank has another number of threads."""
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_ops_plans_do_not_depend_on_what_ranks_do_not_share(failures: Failures) -> None:
+    """Every rank has another number of threads."""
     torch.set_num_threads(1 + dist.get_rank() % 2)
     try:
-        return [
+        plans = [
             repr(overlap_torch.plan.plan_for(m, n, k, dtype, device=rank_device()))
             for m, n, k in ((64, 64, 64), (512, 512, 512), (1024, 1024, 1024), (4096, 2048, 512))
             for dtype in (torch.float32, torch.bfloat16)
         ]
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_ops_plans_do_not_depend_on_what_ranks_do_not_share(ranks):
-    results = ranks.run(planned_with_threads)
-    assert results[0] == results[1]
+    failures.alike(plans)

@@ -304,19 +304,14 @@ REFUSED = [
 ]
 
 
-def refusal(changed: dict) -> str:
+@pytest.mark.parametrize(("changed", "words"), REFUSED, ids=[words for _, words in REFUSED])
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_rmsnorm_refuses_what_does_not_fit(failures: Failures, changed: dict, words: str) -> None:
     dtype = BFLOAT16 if rank_device().type == "cuda" else torch.float32
     sizes = {"partial": (2, 8), "residual": (2, 8), "norm_weight": (8,)}
     given = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()} | changed
     given = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(rank_device()), given)
-    return message_of(partial(overlap_torch.allreduce_rmsnorm, fused=True), **given)
-
-
-@pytest.mark.parametrize(("changed", "words"), REFUSED, ids=[words for _, words in REFUSED])
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_rmsnorm_refuses_what_does_not_fit(ranks, changed, words):
-    for message in ranks.run(refusal, changed):
-        assert words in message
+    failures.holds(words, message_of(overlap_torch.allreduce_rmsnorm, **given, fused=True))
 
 
 # --- over peers -------------------------------------------------------------------------------------
