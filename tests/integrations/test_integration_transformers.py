@@ -121,9 +121,7 @@ def expect_same(failures: Failures, found, right, *where) -> None:
     if found.keys() != right.keys():
         failures.expect(f"{found.keys() ^ right.keys()}", *where)
     for name, tensor in found.items():
-        close = torch.allclose(tensor, right[name], rtol=1e-4, atol=tolerance)
-        far = None if close else f"off by {(tensor - right[name]).abs().max():.1e}"
-        failures.expect(far, *where, name)
+        failures.near(tensor, right[name], *where, name, rtol=1e-4, atol=tolerance)
 
 
 # The whole step's calls. Without sequence parallelism forward reduces after o_proj and down_proj, and backward after q, k,

@@ -127,8 +127,7 @@ def check_torchao(failures: Failures, config_name: str) -> None:
             results.append(cut(input))
     once = copy.deepcopy(whole)
     quantization.quantize_(once, config)
-    near = torch.allclose(results[0], once(input), atol=0.05)
-    failures.expect(None if near else "far from the whole model's", config_name)
+    failures.near(results[0], once(input), "the whole model's", config_name, atol=0.05)
     failures.expect(difference(results[1], results[0]), config_name, "layers")
 
 

@@ -131,12 +131,10 @@ def test_nn_layers_train_clipped_as_the_unsharded_model(failures: Failures, name
                 norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
                 optimizer.step()
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        close = torch.allclose(*norms, rtol=1e-5)
-        failures.expect(None if close else f"{norms}", "norms of the gradients in step", step)
+        failures.near(*norms, "norms of the gradients in step", step, rtol=1e-5)
         state = full_state_dict(model)
         for key, value in whole_state(whole).items():
-            close = torch.allclose(state[key], value, rtol=1e-5, atol=1e-5)
-            failures.expect(None if close else f"{state[key]} is not {value}", key, "step", step)
+            failures.near(state[key], value, key, "step", step, rtol=1e-5, atol=1e-5)
     failures.alike((float(norms[0]), model.down.bias.full_tensor().tolist()))
 
 
@@ -180,8 +178,7 @@ def test_nn_layers_work_beside_fsdp(
     model(mine).sum().backward()
     right = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
-    close = torch.allclose(norm, right, rtol=1e-6)
-    failures.expect(None if close else f"{norm}, expected {right}", "norm")
+    failures.near(norm, right, "norm", rtol=1e-6)
     for module in (model, whole):
         torch.optim.SGD(module.parameters(), lr=2.0**-4).step()
     check_state(failures, model, whole, "after a step")

@@ -154,9 +154,7 @@ def check_against_whole(
         output.backward(cut(gradient, given).to_local())
     right = input.grad if distributed else cut(input.grad, given).to_local()
     failures.expect(difference(whole(mine.grad), right), "input's gradient", *where)
-    for (name, own), (_, true) in zip(
-        model.named_parameters(), module.named_parameters(), strict=True
-    ):
+    for (name, own), true in zip(model.named_parameters(), module.parameters(), strict=True):
         if true.grad is None:
             failures.expect(
                 "has one" if own.grad is not None else None, "gradient of", name, *where
@@ -363,13 +361,12 @@ def test_parallel_prepared_input_follows_autocast(failures: Failures) -> None:
     failures.equal(output.dtype, torch.bfloat16)
     # Sums of two ranks' rounded parts: a unit in the last place of bfloat16.
     right = cut(expected, Shard(1)).to_local().detach()
-    close = torch.allclose(output.detach(), right, rtol=2.0**-7, atol=2.0)
-    failures.expect(None if close else "differs", "output")
+    failures.near(output.detach(), right, "output", rtol=2.0**-7, atol=2.0)
     gradient = integers(*expected.shape, seed=4).to(torch.bfloat16)
     expected.backward(gradient)
     output.backward(cut(gradient, Shard(1)).to_local())
-    close = torch.allclose(mine.grad, cut(input.grad, Shard(1)).to_local(), rtol=0.05, atol=2.0)
-    failures.expect(None if close else "differs", "input's gradient")
+    right = cut(input.grad, Shard(1)).to_local()
+    failures.near(mine.grad, right, "input's gradient", rtol=0.05, atol=2.0)
     # Readers under another autocast than the module compute for themselves.
     with torch.autocast(device_type, torch.bfloat16):
         x = next(iter(model._forward_pre_hooks.values()))(model, (mine.detach(),), {})[0][0]
@@ -433,9 +430,7 @@ def test_parallel_prepared_input_works_beside_fsdp(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model(distribute_tensor(mine, grid["tp"], [Shard(1)]).to_local()).sum().backward()
-    for (name, own), (_, true) in zip(
-        model.named_parameters(), module.named_parameters(), strict=True
-    ):
+    for (name, own), true in zip(model.named_parameters(), module.parameters(), strict=True):
         failures.expect(difference(2 * own.grad.full_tensor(), true.grad), name, layers)
 
 

@@ -34,8 +34,14 @@ class Failures:
     def holds(self, part: object, whole: Container[object], *where: object) -> None:
         self.expect(None if part in whole else f"{part!r} is not in {whole!r}", *where)
 
+    def near(
+        self, found: torch.Tensor, right: torch.Tensor, *where: object, **tolerances: Any
+    ) -> None:
+        close = torch.allclose(found, right, **tolerances)
+        self.expect(None if close else f"off by {(found - right).abs().max()}", *where)
+
     def alike(self, value: object, *where: object) -> None:
-        """As on all other ranks of the world; all call this."""
+        """The value must be that of all other ranks of the world; all call this."""
         found = from_all_ranks(value)
         self.equal(found, found[:1] * len(found), *where, "ranks differ")
 

@@ -234,6 +234,10 @@ def rank_device() -> torch.device:
     return torch.device("cpu")
 
 
+def place() -> tuple[int, int, torch.device]:
+    return dist.get_rank(), dist.get_world_size(), rank_device()
+
+
 def from_all_ranks(value: object) -> list:
     """Each rank's value; all call this."""
     found: list = [None] * dist.get_world_size()

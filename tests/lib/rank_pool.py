@@ -94,6 +94,11 @@ class Outcome:
     detail: str = ""  # traceback, exit code and the end of the output, or stacks
     crowded: bool = False  # the rank's GPU is nearly full
 
+    def result(self) -> Any:
+        """The value that the job returned; an AssertionError where it ended otherwise."""
+        assert self.kind == "returned", self
+        return self.value
+
 
 class RankFailure(AssertionError):
     """A job failed on some rank; the message holds every rank's part."""

@@ -125,16 +125,15 @@ def check_norms(failures: Failures) -> None:
     own = torch.empty_like(x)
     launch(stock.normed, own, 0)
     right = torch.nn.functional.layer_norm(x.double(), (n,), weight.double(), None, 1e-5)
-    near = torch.allclose(own.double(), right, atol=1e-5)
-    failures.expect(None if near else "is wrong", "the stock kernel")
+    failures.near(own.double(), right, "the stock kernel", atol=1e-5)
     expected = own.clone()
     dist.all_reduce(expected)
     mean.fill_(float("nan"))
     expect(
         failures, "y", produced((1, n), ot.aligned(stock.normed, "y_ptr"), (m, n), launch), expected
     )
-    near = torch.allclose(mean.double(), x.double().mean(1), atol=1e-6)
-    failures.expect(None if near else "are wrong", "the means, which are no output of the job")
+    means = x.double().mean(1)
+    failures.near(mean.double(), means, "the means, which are no output of the job", atol=1e-6)
 
 
 def check_attention(failures: Failures) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import overlap_torch
 from checks import Failures, check_call, message_of
-from operands import Case, from_all_ranks, rank_device, world_name
+from operands import Case, from_all_ranks, place, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Problem
@@ -211,7 +211,7 @@ def test_errors_name_the_biases_that_weights_take(failures: Failures) -> None:
 @every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_errors_name_the_unknown_group(failures: Failures, op: str) -> None:
-    arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
+    arguments = OPS[op].arguments(CASE, *place())
     destroyed = dist.new_group()
     check_call(failures, CASE, "before the group is destroyed", group=destroyed, op=op)
     destroyed_name = destroyed.group_name

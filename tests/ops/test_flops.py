@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from checks import Failures
-from operands import Case, from_all_ranks, rank_device, world_name
+from operands import Case, from_all_ranks, place, rank_device, world_name
 from ops import OPS, tensors_of
 
 CASES = [
@@ -43,9 +43,7 @@ def test_flops_are_those_of_the_composition(failures: Failures, op: str) -> None
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_flops_of_a_training_step_are_three_products(failures: Failures, op: str) -> None:
     """Forward, the input's gradient, the weight's: each multiplies as much."""
-    arguments = OPS[op].arguments(
-        Case((6,), 5, 7), dist.get_rank(), dist.get_world_size(), rank_device()
-    )
+    arguments = OPS[op].arguments(Case((6,), 5, 7), *place())
     forward = counted(OPS[op].composition, *arguments, world_name())
     for leaf in tensors_of(arguments):
         leaf.requires_grad_()

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import overlap_torch
 import scaled
 from checks import Failures, message_of
-from operands import rank_device, world_name
+from operands import place, rank_device, world_name
 from overlap_torch import plan as plan_api
 from scaled import E4M3, E5M2, Case
 
@@ -229,8 +229,7 @@ def test_fp8_gathers_carry_fp8_and_reductions_the_outputs_type(failures: Failure
 def arguments_of(op: str) -> tuple[torch._ops.OpOverload, tuple, dict]:
     """A call of the operator itself."""
     overload = scaled.Overload(op)
-    place = (dist.get_rank(), dist.get_world_size(), rank_device())
-    arguments = overload.arguments(Case((4,), 6, 16, "row", bias=True, named=False), *place, 1)
+    arguments = overload.arguments(Case((4,), 6, 16, "row", bias=True, named=False), *place(), 1)
     positional = sum(not one.kwarg_only for one in overload.operator._schema.arguments)
     return overload.operator, tuple(arguments[:positional]), {"group": world_name()}
 

@@ -24,7 +24,7 @@ from checks import Failures, message_of
 from layers import integer_linear, integers
 from meshes import mesh
 from modes import SeesDispatches
-from operands import Case, difference, rank_device, world_name
+from operands import Case, difference, place, rank_device, world_name
 from operands import integers as keyed_integers
 from ops import OPS, Arguments, map_tensors, tensors_of
 from overlap_torch._layers.dtensor import wrap
@@ -583,9 +583,7 @@ def second_of_compiled(function: Callable[..., torch.Tensor], leaves: list[torch
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_second_order_of_compiled_raises(failures: Failures) -> None:
     def of_op(op: str) -> str:
-        arguments = OPS[op].arguments(
-            Case((3,), 5, 4), dist.get_rank(), dist.get_world_size(), rank_device()
-        )
+        arguments = OPS[op].arguments(Case((3,), 5, 4), *place())
         leaves = [leaf.requires_grad_() for leaf in tensors_of(arguments)]
         call = OPS[op].wrapper
         return second_of_compiled(

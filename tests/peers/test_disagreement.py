@@ -15,7 +15,7 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import Case, rank_device
+from operands import Case, place
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
@@ -36,7 +36,7 @@ GATHERS_ROWS = ("allgather_gemm", "allgather_gemm.weights")  # a rank's M is a p
 
 
 def call(op: str, case: Case) -> object:
-    arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), rank_device())
+    arguments = OPS[op].arguments(case, *place())
     return OPS[op].wrapper(*arguments)
 
 
@@ -53,9 +53,7 @@ def disagree(failures: Failures, op: str) -> None:
     for name, (other, *parts) in OTHERS.items():
         if op == "gemm_alltoall" and "rows" in name:  # rows differ by rank
             continue
-        arguments = OPS[op].arguments(
-            other if last else CASE, dist.get_rank(), dist.get_world_size(), rank_device()
-        )
+        arguments = OPS[op].arguments(other if last else CASE, *place())
         message = message_of(OPS[op].wrapper, *arguments)
         # The problem's M is that of all ranks, its N that of all weights.
         if op in GATHERS_ROWS or (op == "gemm_reducescatter" and "rows" in name):
@@ -81,9 +79,7 @@ def test_disagreement_about_the_order_raises_on_every_rank(failures: Failures) -
         (("allgather_gemm", CASE), ("gemm_alltoall", CASE)),
     ):
         for op, case in (second, first) if last else (first, second):
-            arguments = OPS[op].arguments(
-                case, dist.get_rank(), dist.get_world_size(), rank_device()
-            )
+            arguments = OPS[op].arguments(case, *place())
             message = message_of(OPS[op].wrapper, *arguments)
             expect_named(failures, message, (first[0], second[0]), "order", first, second)
     check_call(failures, CASE, "after", seed=1)
@@ -209,8 +205,7 @@ def test_disagreement_missing_call_is_named_at_the_deadline():
     outcomes = rank_pool.run_fresh(
         2, "gloo", one_call_less, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"}
     )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    seconds, messages = outcomes[0].value
+    seconds, messages = outcomes[0].result()
     assert 1.9 <= seconds <= 15.0
     assert messages[0] == messages[1]
     assert re.search(
@@ -236,8 +231,7 @@ def test_disagreement_rank_that_never_comes_is_named_and_nothing_is_left():
     outcomes = rank_pool.run_fresh(
         2, "gloo", never_come, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "1"}
     )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    left, messages = outcomes[0].value
+    left, messages = outcomes[0].result()
     assert left == 0
     assert messages[0] == messages[1]
     assert "rank 1 has not made its first call on CPU within 1" in messages[0]
@@ -255,8 +249,7 @@ def die_before_the_call() -> tuple[float, str]:
 def test_disagreement_dead_rank_is_found_long_before_the_deadline():
     outcomes = rank_pool.run_fresh(2, "gloo", die_before_the_call, group_timeout_s=60.0)
     assert outcomes[1].kind == "died", outcomes[1]
-    assert outcomes[0].kind == "returned", outcomes[0]
-    seconds, message = outcomes[0].value
+    seconds, message = outcomes[0].result()
     assert seconds < 30.0
     assert "rank 1 has ended" in message and "chunk 0 of call 2" in message, message
 
@@ -294,7 +287,7 @@ def test_on_failure_ends_the_process_or_raises(action, what):
             assert "exit code -6" in outcome.detail, outcome.detail
             assert "(OVERLAP_ON_FAILURE=abort)" in outcome.detail, outcome.detail
         else:
-            assert outcome.kind == "returned" and outcome.value, outcome
+            assert outcome.result(), outcome
 
 
 @pytest.mark.parametrize(

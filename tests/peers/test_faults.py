@@ -19,7 +19,7 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import Case, rank_device, world_name
+from operands import Case, place, rank_device, world_name
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
@@ -69,7 +69,7 @@ def set_plan_named(name: str, op: str = "gemm_allreduce") -> None:
 
 
 def prepared(case: Case, op: str = "gemm_allreduce") -> Callable[[], object]:
-    arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), rank_device())
+    arguments = OPS[op].arguments(case, *place())
     return partial(OPS[op].wrapper, *arguments)
 
 
@@ -94,8 +94,7 @@ def until_error(step: Callable[[], object], limit_s: float) -> tuple[float, str]
 
 def expect_reports(outcomes: list[rank_pool.Outcome], survivors: list[int], limit_s: float) -> None:
     for rank in survivors:
-        assert outcomes[rank].kind == "returned", f"rank {rank} {outcomes[rank]}"
-        seconds, message = outcomes[rank].value
+        seconds, message = outcomes[rank].result()
         assert message, f"rank {rank} saw no error in {seconds:.1f} s"
         assert seconds <= limit_s, f"rank {rank} raised after {seconds:.1f} s: {message}"
         assert "overlap_torch" in message, message
@@ -246,8 +245,7 @@ def attend_without(kind: str) -> tuple[float, str] | None:
 @pytest.mark.parametrize("kind", ["never calls", "raises"])
 def test_faults_rank_that_leaves_an_attention_is_named(kind):
     outcomes = rank_pool.run_fresh(2, "nccl", attend_without, kind, group_timeout_s=GROUP_TIMEOUT_S)
-    assert outcomes[0].kind == "returned", outcomes[0]
-    seconds, message = outcomes[0].value
+    seconds, message = outcomes[0].result()
     assert seconds <= GROUP_TIMEOUT_S + MARGIN_S and "rank 1" in message, (seconds, message)
     assert kind != "raises" or "no numbers today" in message, message
 
@@ -336,8 +334,7 @@ def test_faults_rank_that_never_makes_its_first_call_is_reported(backend):
     outcomes = rank_pool.run_fresh(
         2, backend, never_call, "default", False, group_timeout_s=GROUP_TIMEOUT_S
     )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    seconds, message = outcomes[0].value
+    seconds, message = outcomes[0].result()
     assert message, "no error"
     assert seconds <= GROUP_TIMEOUT_S + MARGIN_S, f"raised after {seconds:.1f} s: {message}"
 
@@ -521,8 +518,7 @@ def test_faults_disagreement_is_found_by_the_watchdog(ranks, transport, other, w
         for case in (CASE, OTHER_CALLS[other])
     ]
     for outcome in outcomes:
-        assert outcome.kind == "returned", outcome
-        raised, checked = outcome.value
+        raised, checked = outcome.result()
         pattern = (
             rf"in call 5 rank 0 called {problems[0]} .*, rank {ranks.world - 1} called {problems[1]} "
             r".*undefined since call 5"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import overlap_torch
 from captures import capture
 from checks import Failures, check_call
-from operands import rank_device, world_name
+from operands import place, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
@@ -59,10 +59,6 @@ pytestmark = [pytest.mark.ranks((2, "nccl"), (4, "nccl"))]
 
 TURNS = 12
 SEEDS = 3  # operands by turns
-
-
-def place() -> tuple[int, int, torch.device]:
-    return dist.get_rank(), dist.get_world_size(), rank_device()
 
 
 def runner(op: str, rows: int, way: Way, kernel: Kernel, n: int = 1032, k: int = 136) -> Runner:

@@ -162,8 +162,7 @@ def test_programs_end_at_the_deadline_where_a_rank_is_late():
     outcomes = rank_pool.run_fresh(
         2, "gloo", call_late, environment={"OVERLAP_TIMEOUT_S": "3"}, timeout_s=60.0
     )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    message = outcomes[0].value
+    message = outcomes[0].result()
     assert "rank 0: the receive from rank 1" in message or "rank 0: the send to rank 1" in message
     assert "did not end within 3 s" in message
 
