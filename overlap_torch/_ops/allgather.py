@@ -87,12 +87,7 @@ def _autograd(
 
 
 def _record(
-    group: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    dim: int,
+    group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `record_weights`, of one."""
 

@@ -233,10 +233,7 @@ def test_scaled_siblings_run(failures: Failures) -> None:
     # Both shapes have two or three kinds of scales; sums of both kinds.
     kinds = 2 if dist.get_world_size() == 1 else 3
     ours = {call.op: call.calls for call in calls if not call.why}
-    right = {
-        "fused_all_gather_scaled_matmul": 2 * kinds,
-        "fused_scaled_matmul_reduce_scatter": 2,
-    }
+    right = {"fused_all_gather_scaled_matmul": 2 * kinds, "fused_scaled_matmul_reduce_scatter": 2}
     failures.equal(ours, right)
 
 

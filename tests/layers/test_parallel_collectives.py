@@ -73,9 +73,7 @@ def check_layer(
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [*zip(OVERLAP[1:], PYTORCH[1:], strict=True)],
-    ids=["columns", "rows"],
+    ("ours", "theirs"), [*zip(OVERLAP[1:], PYTORCH[1:], strict=True)], ids=["columns", "rows"]
 )
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_collectives_of_a_layer_are_no_more_than_pytorchs(

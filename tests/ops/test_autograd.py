@@ -52,8 +52,7 @@ def right_gradients(
     me = dist.get_rank() if rank is None else rank
     everybody = [
         map_tensors(
-            lambda t: t.double().requires_grad_(),
-            OPS[op].arguments(case, r, world, device, seed),
+            lambda t: t.double().requires_grad_(), OPS[op].arguments(case, r, world, device, seed)
         )
         for r in range(world)
     ]

@@ -30,14 +30,7 @@ from ops import OPS, Arguments, map_tensors, tensors_of
 from overlap_torch._layers.dtensor import wrap
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_torch.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
-from parallel_layers import (
-    SEVERAL,
-    Form,
-    all_outputs,
-    every_kind,
-    integer_linears,
-    sequence_or_not,
-)
+from parallel_layers import SEVERAL, Form, all_outputs, every_kind, integer_linears, sequence_or_not
 
 every_op = pytest.mark.parametrize("op", list(OPS))
 some_ranks = pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))

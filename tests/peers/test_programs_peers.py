@@ -29,14 +29,7 @@ from overlap_torch.plan.types import Kernel, Way
 from peer_races import Runner, race
 from peers import has_bias, skip_unless_it_runs
 from plan_files import FILES, text_of
-from programs import (
-    ENGINES,
-    by_engines,
-    disturbed,
-    random_program,
-    template_plans,
-    templates,
-)
+from programs import ENGINES, by_engines, disturbed, random_program, template_plans, templates
 from tests import _plan_test
 from tests.peers.test_peers_graphs import Captured, Found
 

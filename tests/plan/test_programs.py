@@ -109,8 +109,7 @@ def draw(ranks, kind: str, op: str, seeds: range) -> int:
 
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize(
-    ("kind", "count", "fewest", "most"),
-    [("right", 2, 0, 0), ("disturbed", 8, 2, 8)],
+    ("kind", "count", "fewest", "most"), [("right", 2, 0, 0), ("disturbed", 8, 2, 8)]
 )
 @pytest.mark.parametrize("op", [op for op in OPS if op != "gemm_alltoall"])
 def test_programs_drawn_at_random_are_refused_or_right(ranks, op, kind, count, fewest, most):
