@@ -186,55 +186,43 @@ def test_disagreement_is_found_without_shared_memory(failures: Failures) -> None
     disagree(failures, "gemm_allreduce")
 
 
-def one_call_less() -> tuple[float, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.fresh(group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"})
+def test_disagreement_missing_call_is_named_at_the_deadline(failures: Failures) -> None:
     """The last rank leaves out its third call: the others' deadline passes, and what was found stays found."""
     for _ in range(2):
         call("gemm_allreduce", CASE)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == dist.get_world_size() - 1:
         store.wait(["reported"])
-        return 0.0, []
+        return failures.expect(None)
     start = time.monotonic()
     messages = [message_of(call, "gemm_allreduce", CASE) for _ in range(2)]
     seconds = time.monotonic() - start
     store.set("reported", "")
-    return seconds, messages
+    failures.expect(None if 1.9 <= seconds <= 15.0 else f"after {seconds:.1f} s")
+    failures.equal(messages[0], messages[1])
+    pattern = r"chunk 0 of call 3, gemm_allreduce m=256 .*: rank 1 has not made this call"
+    failures.expect(None if re.search(pattern, messages[0]) else messages[0])
 
 
-def test_disagreement_missing_call_is_named_at_the_deadline():
-    outcomes = rank_pool.run_fresh(
-        2, "gloo", one_call_less, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"}
-    )
-    seconds, messages = outcomes[0].result()
-    assert 1.9 <= seconds <= 15.0
-    assert messages[0] == messages[1]
-    assert re.search(
-        r"chunk 0 of call 3, gemm_allreduce m=256 .*: rank 1 has not made this call", messages[0]
-    )
-
-
-def never_come() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.fresh(group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "1"})
+def test_disagreement_rank_that_never_comes_is_named_and_nothing_is_left(
+    failures: Failures,
+) -> None:
     """The last rank makes no call at all: what the others say, twice, and what they leave in /dev/shm."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == dist.get_world_size() - 1:
         store.wait(["reported"])
-        return 0, []
+        return failures.expect(None)
     messages = [message_of(call, "gemm_allreduce", CASE) for _ in range(2)]
-    left = [
-        name for name in os.listdir("/dev/shm") if name.startswith(f"overlap_torch-{os.getpid()}-")
-    ]
+    own = f"overlap_torch-{os.getpid()}-"
+    left = [name for name in os.listdir("/dev/shm") if name.startswith(own)]
     store.set("reported", "")
-    return len(left), messages
-
-
-def test_disagreement_rank_that_never_comes_is_named_and_nothing_is_left():
-    outcomes = rank_pool.run_fresh(
-        2, "gloo", never_come, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "1"}
-    )
-    left, messages = outcomes[0].result()
-    assert left == 0
-    assert messages[0] == messages[1]
-    assert "rank 1 has not made its first call on CPU within 1" in messages[0]
+    failures.equal(left, [])
+    failures.equal(messages[0], messages[1])
+    failures.holds("rank 1 has not made its first call on CPU within 1", messages[0])
 
 
 def die_before_the_call() -> tuple[float, str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from bench_runs import SEQUENCES, bench, check_times, lines_of
+from checks import Failures
 from overlap_torch.plan import plan_for
 from overlap_torch.plan.files import to_dict
 from overlap_torch.plan.templates import row_panels
@@ -110,16 +111,15 @@ def test_bench_asks_for_fast_accumulation_of_tensors_and_rows_alone(argv, capsys
     assert "allowed are tensor and row" in capsys.readouterr().err
 
 
-def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
-    """True if the check passes: with the op as it is, and with one that is off by one in one place."""
-    import torch.distributed as dist
-
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_bench_check_sees_one_wrong_element_on_one_rank(failures: Failures, op: str) -> None:
     computations = bench("computations")
     case = computations.Case(op, bench("shapes").Shape("custom", 8, 4, 6), "uneven")
     made = computations.Computations(
         case, torch.float32, torch.device("cpu"), overlap_torch._ops.group_name()
     )
-    before = made.exact_op()
+    failures.equal(made.exact_op(), True, "as it is")
     true_op = made._sides.op
 
     def wrong(*operands: torch.Tensor):
@@ -129,13 +129,7 @@ def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
         return first, *others
 
     made._sides.op = wrong
-    return before, made.exact_op()
-
-
-@pytest.mark.ranks((2, "gloo"))
-@pytest.mark.parametrize("op", SEQUENCES)
-def test_bench_check_sees_one_wrong_element_on_one_rank(ranks, op):
-    assert ranks.run(answers_to_wrong_results, op) == [(True, False), (True, False)]
+    failures.equal(made.exact_op(), False, "off by one in one place")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

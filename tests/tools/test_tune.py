@@ -74,25 +74,22 @@ def tune(folder: str, *problems: Problem, **options: Any) -> list[_session.Tuned
         return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
 
 
-def tuned_twice(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_once_and_gives_all_ranks_the_same(
+    failures: Failures, tmp_path: Path
+) -> None:
     problems = [problem(op) for op in ALL]
-    first = tune(folder, *problems, modes=("call", "row"))
-    second = tune(folder, *problems, modes=("call", "row"))
+    first, second = (tune(str(tmp_path), *problems, modes=("call", "row")) for _ in range(2))
     for one in (*first, *second):
         assert one.times[0][0].schedule == Schedule.SEQUENTIAL and len(one.times) > 1
         assert one.plan in [measured for measured, _ in one.times]
         assert one.gain > 0.0
-    return told(first), told(second)
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_once_and_gives_all_ranks_the_same(ranks, tmp_path):
-    (first, second), *others = ranks.run(tuned_twice, str(tmp_path))
-    assert others == [(first, second)] * len(others)
-    assert {one[1] for one in first} == {"measured"} and {one[1] for one in second} == {"cache"}
-    assert [one[0] for one in first] == [one[0] for one in second]
-    assert [one[3] for one in first] == ["call", "row"] * len(ALL)
-    assert len(list(tmp_path.rglob("*.json"))) == len(ALL)
+    failures.alike((told(first), told(second)))
+    sources = [{one.source for one in tuned} for tuned in (first, second)]
+    failures.equal(sources, [{"measured"}, {"cache"}])
+    failures.equal([one.plan for one in first], [one.plan for one in second])
+    failures.equal([one.mode for one in first], ["call", "row"] * len(ALL))
+    failures.equal(len(list(tmp_path.rglob("*.json"))), len(ALL), "files")
 
 
 # A scaled problem has these beside its sizes: dtype, recipe, output_dtype and fast_accum.
@@ -111,24 +108,22 @@ def scaled_problem(
     return Problem(64, 144, 160, dtype, dist.get_world_size(), op, recipe, output_dtype, fast_accum)
 
 
-def scaled_tuned_twice(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_scaled_operands_by_recipe_output_and_accumulation(
+    failures: Failures, tmp_path: Path
+) -> None:
     problems = [scaled_problem(op, *one) for op in ALL for one in SCALED]
-    results = [tune(folder, *problems) for _ in range(2)]
+    results = [tune(str(tmp_path), *problems) for _ in range(2)]
     for tuned in results:
         assert [one.problem for one in tuned] == problems
         assert [one.plan.problem for one in tuned] == problems
         assert all(one.times for one in tuned)
     ran = [repr(problem) for problem, _ in _tune.called(world_name(), "cpu")]
     assert [ran.count(repr(one)) for one in problems] == [1] * len(problems)
-    return [{one.source for one in tuned} for tuned in results], told(results[0])
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_scaled_operands_by_recipe_output_and_accumulation(ranks, tmp_path):
-    (sources, first), *others = ranks.run(scaled_tuned_twice, str(tmp_path))
-    assert sources == [{"measured"}, {"cache"}]
-    assert others == [(sources, first)] * len(others)
-    assert len(list(tmp_path.rglob("*.json"))) == len(ALL) * len(SCALED)
+    sources = [{one.source for one in tuned} for tuned in results]
+    failures.equal(sources, [{"measured"}, {"cache"}])
+    failures.alike(told(results[0]))
+    failures.equal(len(list(tmp_path.rglob("*.json"))), len(ALL) * len(SCALED), "files")
 
 
 @pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise", "block_wise"])
@@ -282,25 +277,21 @@ def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(
     failures.equal(taken[6:], [[], [("cache", "SEQUENTIAL")] * 2])
 
 
-def with_noise(seed: int) -> Any:
-    noise = random.Random(seed * 100 + dist.get_rank())
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_agrees_whatever_each_rank_measures(failures: Failures) -> None:
+    noise = random.Random(100 + dist.get_rank())
     changes = {
         "time_us": lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1],
         "_SHARE": {"cpu": 1.0},  # whatever is faster, by however little
         "_LOOK_US": 0.0,  # the second look is as short as it gets
     }
-    with mock.patch.multiple(_session, **changes):
-        return told(tune("/nonexistent", *[problem(op) for op in ALL], cache=False))
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_agrees_whatever_each_rank_measures(ranks):
     taken = set()
-    for seed in range(4):
-        first, *others = ranks.run(with_noise, seed)
-        assert others == [first] * len(others)
-        taken |= {str(one[0]) for one in first}
-    assert len(taken) > len(ALL)  # not always the same
+    for turn in range(4):
+        with mock.patch.multiple(_session, **changes):
+            found = told(tune("/nonexistent", *[problem(op) for op in ALL], cache=False))
+        failures.alike(found, turn)
+        taken |= {str(one[0]) for one in found}
+    failures.expect(None if len(taken) > len(ALL) else "always the same plans")
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -358,24 +349,22 @@ def test_tune_measures_again_what_a_damaged_or_foreign_file_had(
         failures.equal(sources, ["measured", "cache"], name)
 
 
-def on_a_full_disk(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_on_a_full_disk_warns_and_remembers(failures: Failures, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         mock.patch.object(os, "fsync", side_effect=full),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        sources = [one.source for one in tune(folder, problem()) + tune(folder, problem())]
-    return sources, [str(one.message) for one in said if "not kept" in str(one.message)]
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_on_a_full_disk_warns_and_remembers(ranks, tmp_path):
-    first, *others = ranks.run(on_a_full_disk, str(tmp_path))
-    assert first[0] == ["measured", "cache"] and len(first[1]) == 1
-    assert "No space left on device" in first[1][0]
-    assert others == [(["measured", "cache"], [])] * len(others)
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+        results = [tune(str(tmp_path), problem())[0] for _ in range(2)]
+    failures.equal([one.source for one in results], ["measured", "cache"])
+    warned = [str(one.message) for one in said if "not kept" in str(one.message)]
+    failures.equal(len(warned), 1 if dist.get_rank() == 0 else 0, "warnings")
+    for message in warned:
+        failures.holds("No space left on device", message)
+    dist.barrier()  # rank 0 takes its attempt away again
+    failures.equal([file for file in tmp_path.rglob("*") if file.is_file()], [], "files")
 
 
 @pytest.mark.ranks((2, "gloo"))
