@@ -245,10 +245,7 @@ def right(block: Block, operands: Operands, variants: Sequence[styled.Styles]) -
 
 
 def run(
-    options: Options,
-    writer: report.Writer,
-    stopwatch: measure.Stopwatch,
-    block: Block,
+    options: Options, writer: report.Writer, stopwatch: measure.Stopwatch, block: Block
 ) -> bool:
     """Checks and times one block; whether its results were right. Collective."""
     dtype = getattr(torch, options.dtype)
@@ -301,9 +298,7 @@ def _every_turn(compute: Callable[..., object], *arguments: object) -> measure.V
 
 
 def _bounds(
-    stopwatch: measure.Stopwatch,
-    operands: Operands,
-    variant: Callable[[Linears], measure.Variant],
+    stopwatch: measure.Stopwatch, operands: Operands, variant: Callable[[Linears], measure.Variant]
 ) -> report.Bounds:
     """The block without its communication, and the sequence's communication alone."""
     shard = torch.randn_like(operands.grad)

@@ -65,11 +65,7 @@ def given_plans(text: str | None, problem: Problem) -> list[Plan]:
 
 
 def run(
-    options: Options,
-    writer: report.Writer,
-    stopwatch: measure.Stopwatch,
-    shape: Shape,
-    group: str,
+    options: Options, writer: report.Writer, stopwatch: measure.Stopwatch, shape: Shape, group: str
 ) -> int:
     """Checks and times one shape's plans, all in turns with cuBLAS; the number of wrong results. Collective."""
     device, dtype = stopwatch.device, getattr(torch, options.dtype)

@@ -66,10 +66,7 @@ def _baseline(row: Row) -> list[str]:
     if row.get("pytorch_speedup") is None:
         return ["", "WRONG RESULT" if row.get("pytorch_us") else ""]
     name = row["pytorch_best"]
-    return [
-        f"{_spread(row['pytorch_us'][name])} {name}",
-        f"{row['pytorch_speedup']:.3f}",
-    ]
+    return [f"{_spread(row['pytorch_us'][name])} {name}", f"{row['pytorch_speedup']:.3f}"]
 
 
 def means(rows: Sequence[Row]) -> str:

@@ -51,12 +51,7 @@ from overlap_torch._layers.placements import (
     to_local,
 )
 from overlap_torch._layers.prepare import GatheredReader, OverlapPrepareModuleInput
-from overlap_torch._layers.sequence import (
-    Operands,
-    column_sequences,
-    let_compile,
-    row_sequence,
-)
+from overlap_torch._layers.sequence import Operands, column_sequences, let_compile, row_sequence
 from overlap_torch._ops.dtensor import make_ops_known
 from overlap_torch._ops.nested import refuse_nested
 from overlap_torch._watch.report import note_call, note_fallback, note_foreign

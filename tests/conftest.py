@@ -124,12 +124,10 @@ class RankRunner:
         if not all(self.run(peers_work)):
             pytest.skip("the ranks do not map each other's memory")
 
-    def expect_no_failures(self, job, *args, timeout_s: float = 300.0) -> None:
-        """For jobs that return a list of what went wrong: it must be empty on every rank, and something must have run.
-
-        The job returns (number of checks made, failures).
-        """
-        _expect_none(job.__name__, self.run(job, *args, timeout_s=timeout_s))
+    def expect_no_failures(self, job, *args, timeout_s: float = 300.0, **given) -> None:
+        """Runs the job with a `Failures` before these arguments: there must be none on any rank, and something must have run."""
+        found = self.run(rank_pool.findings, job, args, given, timeout_s=timeout_s)
+        _expect_none(job.__name__, found)
 
 
 def _expect_none(name: str, results: list[tuple[int, list[str]]]) -> None:
@@ -188,14 +186,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         runner.skip_without_peers()
     if "kernel" in given:
         runner.skip_without_kernel(given["kernel"])
-    job = (rank_pool.findings, pyfuncitem.obj, given)
     fresh = pyfuncitem.get_closest_marker("fresh")
     if fresh is None:
-        runner.expect_no_failures(*job, timeout_s=seconds)
+        runner.expect_no_failures(pyfuncitem.obj, timeout_s=seconds, **given)
         return True
     options = {"timeout_s": seconds, **fresh.kwargs}
+    job = (rank_pool.findings, pyfuncitem.obj, (), given)
     outcomes = rank_pool.run_fresh(runner.world, runner.backend, *job, **options)
-    for outcome in outcomes:
-        assert outcome.kind == "returned", outcome.detail
-    _expect_none(pyfuncitem.name, [outcome.value for outcome in outcomes])
+    _expect_none(pyfuncitem.name, [outcome.result() for outcome in outcomes])
     return True

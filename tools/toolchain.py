@@ -26,12 +26,7 @@ GENCODE = {
     "sm_90a": "-gencode=arch=compute_90a,code=sm_90a",
 }
 # The operand types that Hopper's GEMMs are compiled for, and their names in csrc/plan/plan.h.
-DTYPES = {
-    "bf16": "kBFloat16",
-    "fp16": "kFloat16",
-    "e4m3": "kFloat8E4M3",
-    "e5m2": "kFloat8E5M2",
-}
+DTYPES = {"bf16": "kBFloat16", "fp16": "kFloat16", "e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 MIN_TORCH = (2, 11)
 BUILD_INSTALL = 'pip install "setuptools>=77,<82" ninja pybind11 pybind11-stubgen'
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"

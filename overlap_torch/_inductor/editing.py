@@ -15,15 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._sympy.functions import FloorDiv
 
-from overlap_torch._inductor.layouts import (
-    Layout,
-    as_expr,
-    divide,
-    flat,
-    moves,
-    regroup,
-    size_of,
-)
+from overlap_torch._inductor.layouts import Layout, as_expr, divide, flat, moves, regroup, size_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -38,12 +38,7 @@ from overlap_torch._inductor.layouts import (
     leaves,
     regroup,
 )
-from overlap_torch._inductor.products import (
-    Gemm,
-    check_dtype,
-    operand_of,
-    scaled_keywords,
-)
+from overlap_torch._inductor.products import Gemm, check_dtype, operand_of, scaled_keywords
 from overlap_torch._inductor.walks import Reached, Reader, Walk, unfollowed, walk_from
 
 _ops = torch.ops.overlap
@@ -171,11 +166,7 @@ def _erase_unused(nodes: set[Node], place: Node) -> None:
 
 
 def _is_ready(
-    walk: Walk,
-    gather: _Gather,
-    reader: Reader,
-    depend: set[Node],
-    scales: dict[Gemm, _ScaleGather],
+    walk: Walk, gather: _Gather, reader: Reader, depend: set[Node], scales: dict[Gemm, _ScaleGather]
 ) -> bool:
     """True if the op can have the GEMM; if not, notes the reason. Notes the gather of its scales, too."""
     gemm = reader.gemm

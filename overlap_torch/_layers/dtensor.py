@@ -156,13 +156,7 @@ class _UnequalPart(torch.autograd.Function):
 
 
 # AsyncCollectiveTensor: what has been begun to be gathered. The others are what PyTorch traces with.
-_PLAIN = {
-    torch.Tensor,
-    torch.nn.Parameter,
-    FakeTensor,
-    FunctionalTensor,
-    AsyncCollectiveTensor,
-}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, AsyncCollectiveTensor}
 
 
 def is_foreign(weight: torch.Tensor | None) -> bool:

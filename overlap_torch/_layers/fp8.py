@@ -158,11 +158,7 @@ def _together(left: Scaled, right: Scaled) -> tuple[Scaled, Scaled, dict[str, An
 
 
 def _local(
-    input: Scaled,
-    weight: Scaled,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    fast_accum: bool,
+    input: Scaled, weight: Scaled, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
     input, weight, recipes = _together(input, weight)
     return torch.ops.overlap.scaled_linear(

@@ -97,9 +97,7 @@ def columns_sequence(
 
 
 def padded(
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    paddings: Sequence[int],
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], paddings: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Column layers' parameters of the largest part's size."""
     return (

@@ -41,10 +41,7 @@ def local_rows(input: torch.Tensor, dim: int, world_size: int) -> tuple[torch.Te
 
 
 def from_local(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Placements,
-    shape: torch.Size | None = None,
+    local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size | None = None
 ) -> DTensor:
     """``DTensor.from_local`` without a check. ``shape`` is the whole's; None if every rank's part has one size."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():

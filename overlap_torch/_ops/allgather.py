@@ -87,12 +87,7 @@ def _autograd(
 
 
 def _record(
-    group: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    dim: int,
+    group: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `record_weights`, of one."""
 
@@ -241,53 +236,40 @@ def allgather_gemm(
             return eager.call(
                 eager.allgather_gemm, _op, group, input, weight, bias, record=_record, dim=dim
             )
-        return scaled.call(
-            eager.allgather_gemm_scaled,
-            _op_scaled,
-            group,
-            (input, weight),
-            scale_input,
-            scale_weight,
-            bias,
-            recipe_input,
-            recipe_weight,
-            output_dtype=output_dtype,
-            use_fast_accum=use_fast_accum,
-            shared_scale_input=shared_scale_input,
-        )
-    weights = list(weight)
-    if isinstance(bias, torch.Tensor):
-        raise TypeError(
-            f"allgather_gemm: for a sequence of weights (here {len(weights)}) bias must be None or a sequence with a tensor "
-            f"[N] or None for each, but it is one tensor of shape {tuple(bias.shape)}; give a list, as bias.split(...) does"
-        )
-    biases = list(bias or [])
-    if unscaled:
-        return eager.call(
-            eager.allgather_gemm_weights,
-            _op_weights,
-            group,
-            input,
-            weights,
-            biases,
-            record=record_weights,
-            dim=dim,
-        )
-    if isinstance(scale_weight, torch.Tensor):
-        raise TypeError(
-            f"allgather_gemm: for a sequence of weights (here {len(weights)}) scale_weight must be a sequence with a tensor "
-            f"for each, but it is one tensor of shape {tuple(scale_weight.shape)}; give a list"
-        )
+        op, short = _op_scaled, eager.allgather_gemm_scaled
+    else:
+        weight = list(weight)
+        if isinstance(bias, torch.Tensor):
+            raise TypeError(
+                f"allgather_gemm: for a sequence of weights (here {len(weight)}) bias must be None or a sequence with a tensor "
+                f"[N] or None for each, but it is one tensor of shape {tuple(bias.shape)}; give a list, as bias.split(...) does"
+            )
+        bias = list(bias or [])
+        if unscaled:
+            operands = (input, weight, bias)
+            return eager.call(
+                eager.allgather_gemm_weights,
+                _op_weights,
+                group,
+                *operands,
+                record=record_weights,
+                dim=dim,
+            )
+        if isinstance(scale_weight, torch.Tensor):
+            raise TypeError(
+                f"allgather_gemm: for a sequence of weights (here {len(weight)}) scale_weight must be a sequence with a tensor "
+                f"for each, but it is one tensor of shape {tuple(scale_weight.shape)}; give a list"
+            )
+        scale_weight = None if scale_weight is None else list(scale_weight)
+        scales = (scale_input, scale_weight, recipe_input, recipe_weight)
+        op, short = _op_scaled_weights, eager.allgather_gemm_scaled_weights
     return scaled.call(
-        eager.allgather_gemm_scaled_weights,
-        _op_scaled_weights,
+        short,
+        op,
         group,
-        (input, weights),
-        scale_input,
-        None if scale_weight is None else list(scale_weight),
-        biases,
-        recipe_input,
-        recipe_weight,
+        (input, weight),
+        bias,
+        scales,
         output_dtype=output_dtype,
         use_fast_accum=use_fast_accum,
         shared_scale_input=shared_scale_input,

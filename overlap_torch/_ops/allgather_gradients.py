@@ -73,8 +73,7 @@ class AllGatherGemm(SingleLevelFunction):
         if not needs_input:
             ctx.mark_non_differentiable(gathered)
         ctx.save_for_backward(
-            input if any(needs_weights) else None,
-            *(weights if needs_input else [None] * count),
+            input if any(needs_weights) else None, *(weights if needs_input else [None] * count)
         )
         return (*outputs, gathered)
 
@@ -134,10 +133,7 @@ class _AllGatherGemmGradients(TransformedFunction):
 
     @staticmethod
     def forward(
-        wanted: _Wanted,
-        gathered_grad: Gradient,
-        shard: Gradient,
-        *grads_and_weights: Gradient,
+        wanted: _Wanted, gathered_grad: Gradient, shard: Gradient, *grads_and_weights: Gradient
     ) -> tuple[Gradient, ...]:
         """``grads_and_weights``: all outputs' gradients, then all weights, None where the input's gradient needs none."""
         count = len(wanted.weights)
@@ -227,10 +223,7 @@ def _or_zeros(weight: Gradient, grad: torch.Tensor, input: torch.Tensor) -> torc
 
 
 def _input_gradient(
-    grads: Sequence[Gradient],
-    weights: Sequence[Gradient],
-    gathered_grad: Gradient,
-    wanted: _Wanted,
+    grads: Sequence[Gradient], weights: Sequence[Gradient], gathered_grad: Gradient, wanted: _Wanted
 ) -> Gradient:
     """The outputs' part by one reduce-scatter over all weights, and what reached the gathered input."""
     group, dim, scattered = wanted.group, wanted.dim, None
@@ -267,12 +260,7 @@ def one_for_each(weights: Sequence[torch.Tensor], biases: Biases) -> Sequence[to
 
 
 def record_weights(
-    group: str,
-    input: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Biases,
-    *,
-    dim: int,
+    group: str, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Biases, *, dim: int
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The op of several weights that has a gradient to record, and nothing else: see `eager`."""
 

@@ -16,7 +16,6 @@ from overlap_torch._ops.gradients import (
     Gradients,
     OpProduct,
     autograd_kernels,
-    record_product,
     register_vmap,
     rows,
     run_product,
@@ -39,21 +38,7 @@ def _fake(
 class _Product(OpProduct):
     """The op as its gradients see it: its output and the output's gradient are replicated."""
 
-    name = "gemm_allreduce"
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-
-    def __call__(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return gemm_allreduce(input, weight, bias, group=self.group)
-
-    def short(self, input, weight, bias) -> torch.Tensor:
-        return eager.gemm_allreduce(input, weight, bias, self.group)
-
-    def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
-        return _op.redispatch(keyset, input, weight, bias, group=self.group)
+    op, short_op = _op, staticmethod(eager.gemm_allreduce)
 
     def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
         return grad.shape[:-1]
@@ -74,10 +59,7 @@ def _autograd(keyset, input, weight, bias=None, *, group: str) -> torch.Tensor:
     return run_product(_Product(group), keyset, input, weight, bias)
 
 
-def _record(group, input, weight, bias) -> torch.Tensor:
-    return record_product(_Product(group), input, weight, bias)
-
-
+_record = _Product.record
 autograd_kernels.impl("gemm_allreduce", _autograd, "Autograd", with_keyset=True)
 register_vmap(_op)
 
@@ -145,16 +127,8 @@ def gemm_allreduce(
     """
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
         return eager.call(eager.gemm_allreduce, _op, group, input, weight, bias, record=_record)
+    scales = (scale_input, scale_weight, recipe_input, recipe_weight)
+    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
     return scaled.call(
-        eager.gemm_allreduce_scaled,
-        _op_scaled,
-        group,
-        (input, weight),
-        scale_input,
-        scale_weight,
-        bias,
-        recipe_input,
-        recipe_weight,
-        output_dtype=output_dtype,
-        use_fast_accum=use_fast_accum,
+        eager.gemm_allreduce_scaled, _op_scaled, group, (input, weight), bias, scales, **how
     )

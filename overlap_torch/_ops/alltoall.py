@@ -20,7 +20,6 @@ from overlap_torch._ops.gradients import (
     OpProduct,
     autograd_kernels,
     kept,
-    record_product,
     register_vmap,
     rows,
     run_product,
@@ -51,28 +50,12 @@ def _fake(
 class _Product(OpProduct):
     """The op as its gradients see it: every tensor is this rank's own."""
 
-    name = "gemm_alltoall"
+    op, short_op = _op, staticmethod(eager.gemm_alltoall)
     keeps_gradients = True
 
-    def __init__(self, group: str, send_rows: Sequence[int], recv_rows: Sequence[int]) -> None:
-        self.group = group
-        self.send_rows, self.recv_rows = send_rows, recv_rows
-
-    def __call__(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return gemm_alltoall(input, weight, self.send_rows, self.recv_rows, bias, group=self.group)
-
-    def short(self, input, weight, bias) -> torch.Tensor:
-        return eager.gemm_alltoall(input, weight, self.send_rows, self.recv_rows, bias, self.group)
-
-    def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
-        return _op.redispatch(
-            keyset, input, weight, self.send_rows, self.recv_rows, bias, group=self.group
-        )
-
     def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        return (sum(self.send_rows), *grad.shape[1:-1])
+        send_rows, _ = self.counts
+        return (sum(send_rows), *grad.shape[1:-1])
 
     # The gradient's rows go back the way the output's came; the rest is local.
     def gradients(
@@ -80,7 +63,8 @@ class _Product(OpProduct):
     ) -> Gradients:
         received = kept(self, grad)
         if received is None:
-            received = all_to_all(grad, self.recv_rows, self.send_rows, self.group)
+            send_rows, recv_rows = self.counts
+            received = all_to_all(grad, recv_rows, send_rows, self.group)
         if input is None and self.is_split:
             self.kept = grad, received
         return (
@@ -96,11 +80,7 @@ def _autograd(
     return run_product(_Product(group, send_rows, recv_rows), keyset, input, weight, bias)
 
 
-def _record(group, input, weight, send_rows, recv_rows, bias) -> torch.Tensor:
-    # Counts of its own: backward comes later.
-    return record_product(_Product(group, list(send_rows), list(recv_rows)), input, weight, bias)
-
-
+_record = _Product.record
 autograd_kernels.impl("gemm_alltoall", _autograd, "Autograd", with_keyset=True)
 register_vmap(_op)
 
@@ -166,28 +146,9 @@ def gemm_alltoall(
         RuntimeError: a first call inside a CUDA graph capture, or an earlier op that failed after it had returned (see
             :func:`overlap_torch.check`). Ranks that disagree about the counts are found under ``OVERLAP_DEBUG=1``.
     """
+    operands = (input, weight, send_rows, recv_rows)
     if scale_input is None and scale_weight is None and recipe_input is recipe_weight is None:
-        return eager.call(
-            eager.gemm_alltoall,
-            _op,
-            group,
-            input,
-            weight,
-            send_rows,
-            recv_rows,
-            bias,
-            record=_record,
-        )
-    return scaled.call(
-        eager.gemm_alltoall_scaled,
-        _op_scaled,
-        group,
-        (input, weight, send_rows, recv_rows),
-        scale_input,
-        scale_weight,
-        bias,
-        recipe_input,
-        recipe_weight,
-        output_dtype=output_dtype,
-        use_fast_accum=use_fast_accum,
-    )
+        return eager.call(eager.gemm_alltoall, _op, group, *operands, bias, record=_record)
+    scales = (scale_input, scale_weight, recipe_input, recipe_weight)
+    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
+    return scaled.call(eager.gemm_alltoall_scaled, _op_scaled, group, operands, bias, scales, **how)

@@ -66,20 +66,33 @@ class Product(Protocol):
         """The input's if ``weight`` is given, the weight's if ``input`` is, the bias's if asked for; none is recorded."""
 
 
-class OpProduct(Product, Protocol):
-    """A product that is an op."""
+class OpProduct(Product):
+    """A product that is an op: of input, weight, ``counts`` and bias, and by keyword ``how``, in the schema's order."""
 
-    name: str
+    op: torch._ops.OpOverload
+    short_op: Callable[..., Any]  # its short path
     # Backward communicates for the operands what the weights need, too; the weights' gradients are wanted later; and
     # what was communicated of a gradient until then.
     keeps_gradients = False
     is_split = False
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def __init__(self, group: str, *counts: Sequence[int], **how: Any) -> None:
+        self.group, self.counts, self.how = group, counts, how
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        arguments = (input, weight, *self.counts, bias)
+        return eager.call(
+            self.short_op, self.op, self.group, *arguments, record=self.record, **self.how
+        )
+
     def short(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """The op by its short path; nothing may record."""
+        return self.short_op(input, weight, *self.counts, bias, *self.how.values(), self.group)
 
     def redispatch(
         self,
@@ -89,6 +102,24 @@ class OpProduct(Product, Protocol):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """The op's kernel for the keys of the set."""
+        arguments = (input, weight, *self.counts, bias)
+        return self.op.redispatch(keyset, *arguments, **self.how, group=self.group)
+
+    @classmethod
+    def record(
+        cls,
+        group: str,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        *counts_and_bias: Any,
+        **how: Any,
+    ) -> torch.Tensor:
+        """The op that has a gradient to record, and nothing else: see `eager`."""
+        *counts, bias = counts_and_bias
+        # Counts of its own: backward comes later.
+        product = cls(group, *map(list, counts), **how)
+        output = _RecordedProduct.apply(product, product.short, input, weight, bias)
+        return recorded(output, product.keeps_gradients)
 
 
 class TransformedFunction(torch.autograd.Function):
@@ -222,18 +253,10 @@ def run_product(
 ) -> torch.Tensor:
     """The autograd kernel of an op of one output."""
     run = partial(below_autograd, product.redispatch, keyset)
-    if needs_recording(product.name, input, weight, bias):
+    if needs_recording(product.op.overloadpacket.__name__, input, weight, bias):
         output = record(_RecordedProduct, product, run, input, weight, bias)
         return recorded(output, product.keeps_gradients)
     return run(input, weight, bias)
-
-
-def record_product(
-    product: OpProduct, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """An op of one output that has a gradient to record, and nothing else: see `eager`."""
-    output = _RecordedProduct.apply(product, product.short, input, weight, bias)
-    return recorded(output, product.keeps_gradients)
 
 
 # Autograd kernels of all ops; they take the keyset.

@@ -18,7 +18,6 @@ from overlap_torch._ops.gradients import (
     OpProduct,
     autograd_kernels,
     kept,
-    record_product,
     register_vmap,
     rows,
     run_product,
@@ -51,25 +50,11 @@ def _fake(
 class _Product(OpProduct):
     """The op as its gradients see it: every tensor is this rank's own, the bias too."""
 
-    name = "gemm_reducescatter"
+    op, short_op = _op, staticmethod(eager.gemm_reducescatter)
     keeps_gradients = True
 
-    def __init__(self, group: str, dim: int) -> None:
-        self.group, self.dim = group, dim
-
-    def __call__(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return gemm_reducescatter(input, weight, bias, dim=self.dim, group=self.group)
-
-    def short(self, input, weight, bias) -> torch.Tensor:
-        return eager.gemm_reducescatter(input, weight, bias, self.dim, self.group)
-
-    def redispatch(self, keyset, input, weight, bias) -> torch.Tensor:
-        return _op.redispatch(keyset, input, weight, bias, dim=self.dim, group=self.group)
-
     def leading_dims(self, grad: torch.Tensor) -> tuple[int, ...]:
-        dim = self.dim % grad.dim()
+        dim = self.how["dim"] % grad.dim()
         return tuple(
             fakes.with_size(grad.shape[:-1], dim, grad.shape[dim] * world_size(self.group))
         )
@@ -79,15 +64,15 @@ class _Product(OpProduct):
         self, grad: torch.Tensor, input: Gradient, weight: Gradient, with_bias: bool
     ) -> Gradients:
         grad_input = grad_weight = None
-        gathered = kept(self, grad)
+        gathered, dim = kept(self, grad), self.how["dim"]
         if weight is not None:
             grad_input, gathered = eager.call(
-                eager.allgather_gemm, _gather_op, self.group, grad, weight.t(), None, dim=self.dim
+                eager.allgather_gemm, _gather_op, self.group, grad, weight.t(), None, dim=dim
             )
         elif input is not None and gathered is None:
             ranks = world_size(self.group)
             gathered = start_all_gather(grad, self.group, ranks)
-            gathered = wait_for_gather(gathered, ranks, self.dim % grad.dim())
+            gathered = wait_for_gather(gathered, ranks, dim % grad.dim())
         if input is not None:
             grad_weight = weight_gradient(gathered, input)
         elif self.is_split:
@@ -96,13 +81,10 @@ class _Product(OpProduct):
 
 
 def _autograd(keyset, input, weight, bias=None, *, dim: int = 0, group: str) -> torch.Tensor:
-    return run_product(_Product(group, dim), keyset, input, weight, bias)
+    return run_product(_Product(group, dim=dim), keyset, input, weight, bias)
 
 
-def _record(group, input, weight, bias, *, dim) -> torch.Tensor:
-    return record_product(_Product(group, dim), input, weight, bias)
-
-
+_record = _Product.record
 autograd_kernels.impl("gemm_reducescatter", _autograd, "Autograd", with_keyset=True)
 register_vmap(_op)
 
@@ -170,16 +152,7 @@ def gemm_reducescatter(
         return eager.call(
             eager.gemm_reducescatter, _op, group, input, weight, bias, record=_record, dim=dim
         )
+    how = {"output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
     return scaled.call(
-        eager.gemm_reducescatter_scaled,
-        _op_scaled,
-        group,
-        (input, weight),
-        scale_input,
-        scale_weight,
-        bias,
-        recipe_input,
-        recipe_weight,
-        output_dtype=output_dtype,
-        use_fast_accum=use_fast_accum,
+        eager.gemm_reducescatter_scaled, _op_scaled, group, (input, weight), bias, scales, **how
     )

@@ -11,8 +11,6 @@ from torch.nn.functional import ScalingType
 from overlap_torch._ops import eager, fakes, library  # noqa: F401  (the library holds the ops)
 from overlap_torch._ops.group import Group, world_size
 
-Recipe = ScalingType | None
-
 _OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
@@ -53,17 +51,16 @@ def call(
     op: torch._ops.OpOverload,
     group: Group,
     positional: Sequence[Any],
-    scale_input: torch.Tensor | None,
-    scale_weight: torch.Tensor | Sequence[torch.Tensor] | None,
     bias: Any,
-    recipe_input: Recipe,
-    recipe_weight: Recipe,
+    scales: Sequence[Any],
     **keywords: Any,
 ) -> Any:
     """The scaled overload ``op``, whose short path is ``short``.
 
-    ``positional``: its arguments before the scales; ``keywords``: those after the recipes, in the schema's order.
+    ``positional``: its arguments before the scales; ``scales``: the input's, the weight's or a list of the weights', and the
+    recipes of both; ``keywords``: its arguments after the recipes, in the schema's order.
     """
+    scale_input, scale_weight, recipe_input, recipe_weight = scales
     if scale_input is None or scale_weight is None:
         missing = "scale_input" if scale_input is None else "scale_weight"
         name = op.name().partition("::")[2].partition(".")[0]
@@ -79,14 +76,10 @@ def call(
         scale_input,
         scale_weight,
         bias,
-        recipe_input=_number(recipe_input),
-        recipe_weight=_number(recipe_weight),
+        recipe_input=None if recipe_input is None else recipe_input.value,
+        recipe_weight=None if recipe_weight is None else recipe_weight.value,
         **keywords,
     )
-
-
-def _number(recipe: Recipe) -> int | None:
-    return None if recipe is None else recipe.value
 
 
 # --- fake kernels ---------------------------------------------------------------------------------------------

@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="how operands of float8_e4m3fn or float8_e5m2 are scaled; the output is bfloat16",
     )
     parser.add_argument(
-        "--fast-accum",
-        action="store_true",
-        help="for scaled operands: use_fast_accum=True",
+        "--fast-accum", action="store_true", help="for scaled operands: use_fast_accum=True"
     )
     parser.add_argument("--world", type=int, help="ranks (default: all GPUs, or 2)")
     parser.add_argument(
@@ -74,10 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--plot", type=Path, help="also draws it: PNG, SVG or PDF")
     parser.add_argument(
-        "--rows",
-        type=int,
-        default=0,
-        help="for gemm_alltoall: rows that each rank sends to each",
+        "--rows", type=int, default=0, help="for gemm_alltoall: rows that each rank sends to each"
     )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:

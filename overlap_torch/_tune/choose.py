@@ -8,13 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from overlap_torch._tune import files
-from overlap_torch.plan import (
-    Machine,
-    Plan,
-    Problem,
-    candidates,
-    predict,
-)
+from overlap_torch.plan import Machine, Plan, Problem, candidates, predict
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import decode
 from overlap_torch.plan.templates import make_sequential
@@ -64,10 +58,7 @@ def ranked(
 
 
 def corrections_of(
-    problem: Problem,
-    mode: str,
-    entries: dict[tuple[int, str], files.Entry],
-    on: Machine,
+    problem: Problem, mode: str, entries: dict[tuple[int, str], files.Entry], on: Machine
 ) -> Callable[[Plan], float] | None:
     """By how much the model is off for a plan: as for its family at the nearest M, else for its way, else for all."""
     families: dict[tuple[str, ...], tuple[float, float]] = {}  # how far away, measured by expected

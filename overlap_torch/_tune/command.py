@@ -69,15 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the input's type (default: bf16, on CPU fp32). Weights of fp8 are float8_e4m3fn",
     )
     parser.add_argument(
-        "--scales",
-        choices=_SCALES,
-        help="how operands of fp8 are scaled; the output is bfloat16",
+        "--scales", choices=_SCALES, help="how operands of fp8 are scaled; the output is bfloat16"
     )
-    parser.add_argument(
-        "--fast-accum",
-        action="store_true",
-        help="for fp8: use_fast_accum=True",
-    )
+    parser.add_argument("--fast-accum", action="store_true", help="for fp8: use_fast_accum=True")
     parser.add_argument("--modes", default="call,row", help="comma-separated: call, row")
     parser.add_argument(
         "--most", type=int, default=4, help="plans to measure beside the sequence (default: 4)"

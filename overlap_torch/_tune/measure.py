@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from overlap_torch._ops import scaled
-from overlap_torch.plan import (
-    Problem,
-)
+from overlap_torch.plan import Problem
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.types import Op, Recipe
 

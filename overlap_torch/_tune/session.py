@@ -20,14 +20,7 @@ from overlap_torch._tune import files
 from overlap_torch._tune.board import Board
 from overlap_torch._tune.choose import corrections_of, ranked
 from overlap_torch._tune.measure import clocks_for, is_close, operands, scaled_keywords, time_us
-from overlap_torch.plan import (
-    Machine,
-    Plan,
-    Problem,
-    machine,
-    set_plan,
-    validate,
-)
+from overlap_torch.plan import Machine, Plan, Problem, machine, set_plan, validate
 from overlap_torch.plan._library import plan_of
 from overlap_torch.plan._names import enum_name
 from overlap_torch.plan.files import decode, encode, plain

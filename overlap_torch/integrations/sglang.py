@@ -87,12 +87,7 @@ def _norm(
         return original(input_tensor, residual, weight, *how, use_attn_tp_group)
     with torch._C.DisableTorchFunctionSubclass():
         norm, total = allreduce_rmsnorm(
-            input_tensor,
-            residual,
-            weight,
-            group=group.device_group.group_name,
-            eps=eps,
-            fused=True,
+            input_tensor, residual, weight, group=group.device_group.group_name, eps=eps, fused=True
         )
     return norm, total
 

@@ -9,10 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from overlap_torch._layers import linear as _linear
-from overlap_torch._layers.dtensor import (
-    local_parts,
-    mesh_within,
-)
+from overlap_torch._layers.dtensor import local_parts, mesh_within
 from overlap_torch._layers.fp8 import Maps, recipe_of
 from overlap_torch._layers.meshes import check_mesh, group_mesh, note_mesh
 from overlap_torch._layers.placements import foreign_linear, to_local

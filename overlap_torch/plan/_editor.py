@@ -300,11 +300,7 @@ class Editor:
         return Region(Memory.OUTPUT, destination, area)
 
     def _needs(
-        self,
-        read: Region,
-        written: Region,
-        needs: Sequence[Need] | None,
-        rank: int,
+        self, read: Region, written: Region, needs: Sequence[Need] | None, rank: int
     ) -> tuple[list[Rectangle], list[int]]:
         if needs is None:
             tiles = [read.area] if read.memory == Memory.PRODUCT else []

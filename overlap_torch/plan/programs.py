@@ -59,10 +59,5 @@ def edit(
         ValueError: what no plan of the problem can be; what the transfers cannot is found by ``p.plan()``.
     """
     return Editor(
-        problem,
-        tile=tile,
-        kernel=kernel,
-        transport=transport,
-        comm_sms=comm_sms,
-        max_ctas=max_ctas,
+        problem, tile=tile, kernel=kernel, transport=transport, comm_sms=comm_sms, max_ctas=max_ctas
     )

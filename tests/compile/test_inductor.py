@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,12 +62,13 @@ class Eager:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A computation ``run(collectives, *tensors)``, the tensors' shapes, and the ops that it must become."""
+    """A computation ``run(collectives, *tensors)``, the tensors, and what it must become."""
 
     run: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
-    ops: dict[str, int]
-    dtypes: tuple[torch.dtype, ...] = ()
+    tensors: tuple[Any, ...]  # their shapes, or ones with a dtype or "scale" instead of `dtype`
+    ops: str  # and collectives of the graph
+    rows: str = ""  # of the report, where they are others: which op each collective is in, in the graph's order
+    dtype: torch.dtype = torch.float32
 
 
 def reduced_then_read(c, x, w, b):
@@ -131,118 +133,109 @@ def weight_gathered(c, x, w):
 
 PATTERNS = {
     "mm, all-reduce": Pattern(
-        lambda c, x, w: c.all_reduce(x @ w), ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+        lambda c, x, w: c.all_reduce(x @ w), ((6, 5), (5, 7)), "gemm_allreduce"
     ),
     "linear, all-reduce": Pattern(
-        lambda c, x, w: c.all_reduce(linear(x, w)), ((2, 3, 5), (7, 5)), {"gemm_allreduce": 1}
+        lambda c, x, w: c.all_reduce(linear(x, w)), ((2, 3, 5), (7, 5)), "gemm_allreduce"
     ),
     "bias behind, two readers": Pattern(
-        reduced_then_read, ((2, 3, 5), (7, 5), (7,)), {"gemm_allreduce": 1}
+        reduced_then_read, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce"
     ),
     "bias of every rank": Pattern(
-        bias_of_every_rank, ((2, 3, 5), (7, 5), (7,)), {"gemm_allreduce": 1, "all_reduce": 1}
+        bias_of_every_rank, ((2, 3, 5), (7, 5), (7,)), "gemm_allreduce all_reduce"
     ),
     "average": Pattern(
-        lambda c, x, w: c.all_reduce(x @ w, "avg"), ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+        lambda c, x, w: c.all_reduce(x @ w, "avg"), ((6, 5), (5, 7)), "gemm_allreduce"
     ),
     "average, bias of every rank": Pattern(
         lambda c, x, w, b: c.all_reduce(linear(x, w, b), "avg"),
         ((6, 5), (7, 5), (7,)),
-        {"gemm_allreduce": 1, "all_reduce": 1},
+        "gemm_allreduce all_reduce",
     ),
     "transposed product": Pattern(
-        lambda c, x, w: c.all_reduce((x @ w).t()) * 2, ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+        lambda c, x, w: c.all_reduce((x @ w).t()) * 2, ((6, 5), (5, 7)), "gemm_allreduce"
     ),
-    "heads apart": Pattern(heads_apart, ((2, 4, 3, 2), (6, 8)), {"gemm_allreduce": 1}),
+    "heads apart": Pattern(heads_apart, ((2, 4, 3, 2), (6, 8)), "gemm_allreduce"),
     "sum of products": Pattern(
         lambda c, x, y, w, v: c.all_reduce(x @ w + y @ v),
         ((6, 5), (6, 3), (5, 7), (3, 7)),
-        {"gemm_allreduce": 1},
+        "gemm_allreduce",
     ),
     "biases of several, scattered": Pattern(
-        biases_of_several,
-        ((4, 5), (4, 3), (7, 5), (7, 3), (7,)),
-        {"gemm_reducescatter": 1, "all_reduce": 1},
+        biases_of_several, ((4, 5), (4, 3), (7, 5), (7, 3), (7,)), "gemm_reducescatter all_reduce"
     ),
     "slice, all-reduce": Pattern(
-        lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), {"gemm_allreduce": 1}
+        lambda c, x, w: c.all_reduce((x @ w)[1:, :-1]), ((6, 5), (5, 7)), "gemm_allreduce"
     ),
     "reduce-scatter of dim 0": Pattern(
-        lambda c, x, w: c.reduce_scatter(linear(x, w)),
-        ((4, 3, 5), (7, 5)),
-        {"gemm_reducescatter": 1},
+        lambda c, x, w: c.reduce_scatter(linear(x, w)), ((4, 3, 5), (7, 5)), "gemm_reducescatter"
     ),
     "reduce-scatter of dim 1, bias": Pattern(
         lambda c, x, w, b: c.reduce_scatter(linear(x, w), 1) + b,
         ((3, 4, 5), (7, 5), (7,)),
-        {"gemm_reducescatter": 1},
+        "gemm_reducescatter",
     ),
     "reduce-scatter of dim 1 of one": Pattern(
-        lambda c, x, w: c.reduce_scatter(linear(x, w), 1),
-        ((1, 4, 5), (7, 5)),
-        {"gemm_reducescatter": 1},
+        lambda c, x, w: c.reduce_scatter(linear(x, w), 1), ((1, 4, 5), (7, 5)), "gemm_reducescatter"
     ),
     "reduce-scatter of columns": Pattern(
-        lambda c, x, w: c.reduce_scatter(linear(x, w), 2),
-        ((3, 4, 5), (6, 5)),
-        {"gemm_reducescatter": 1},
+        lambda c, x, w: c.reduce_scatter(linear(x, w), 2), ((3, 4, 5), (6, 5)), "gemm_reducescatter"
     ),
     "reduce-scatter of rows moved to the front": Pattern(
-        scattered_in_front, ((3, 4, 5), (7, 5)), {"gemm_reducescatter": 1}
+        scattered_in_front, ((3, 4, 5), (7, 5)), "gemm_reducescatter"
     ),
     "all-gather of dim 0": Pattern(
-        lambda c, x, w: linear(c.all_gather(x), w), ((2, 3, 5), (7, 5)), {"allgather_gemm": 1}
+        lambda c, x, w: linear(c.all_gather(x), w), ((2, 3, 5), (7, 5)), "allgather_gemm"
     ),
     "all-gather of dim 1": Pattern(
         lambda c, x, w, b: linear(c.all_gather(x, 1), w, b),
         ((2, 3, 5), (7, 5), (7,)),
-        {"allgather_gemm": 1},
+        "allgather_gemm",
     ),
     "all-gather of dim 1 of one": Pattern(
-        lambda c, x, w: linear(c.all_gather(x, 1), w), ((1, 3, 5), (7, 5)), {"allgather_gemm": 1}
+        lambda c, x, w: linear(c.all_gather(x, 1), w), ((1, 3, 5), (7, 5)), "allgather_gemm"
     ),
-    "all-gather by views": Pattern(view_by_hand, ((2, 3, 5), (7, 5)), {"allgather_gemm": 1}),
+    "all-gather by views": Pattern(view_by_hand, ((2, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather for all": Pattern(
-        gathered_for_all, ((2, 3, 5), (7, 5), (4, 5)), {"allgather_gemm": 1}
+        gathered_for_all, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"
     ),
     "all-gather with a bias of one": Pattern(
         lambda c, x, w, v, b: (lambda g: (linear(g, w), linear(g, v, b)))(c.all_gather(x)),
         ((2, 3, 5), (7, 5), (4, 5), (4,)),
-        {"allgather_gemm": 1},
+        "allgather_gemm",
+        "allgather_gemm.weights",
     ),
     "two all-gathers of one tensor": Pattern(
         lambda c, x, w, v: linear(c.all_gather(x), w) + linear(c.all_gather(x), v),
         ((2, 5), (7, 5), (7, 5)),
-        {"allgather_gemm": 1},
+        "allgather_gemm",
+        "allgather_gemm.weights allgather_gemm.weights",
     ),
-    "all-gather, strides": Pattern(
-        gathered_and_strided, ((2, 3, 5), (7, 5)), {"allgather_gemm": 1}
-    ),
+    "all-gather, strides": Pattern(gathered_and_strided, ((2, 3, 5), (7, 5)), "allgather_gemm"),
     "all-gather, slices": Pattern(
-        gathered_and_sliced, ((2, 3, 5), (7, 5), (4, 5)), {"allgather_gemm": 1}
+        gathered_and_sliced, ((2, 3, 5), (7, 5), (4, 5)), "allgather_gemm", "allgather_gemm.weights"
     ),
     "all-gather, cast": Pattern(
-        gathered_in_fewer_bytes,
-        ((2, 3, 5), (7, 5)),
-        {"allgather_gemm": 1},
-        (torch.float32, torch.bfloat16),
+        gathered_in_fewer_bytes, ((2, 3, 5), ((7, 5), torch.bfloat16)), "allgather_gemm"
     ),
-    "all-gather of columns": Pattern(weight_gathered, ((4, 5), (5, 3)), {"allgather_gemm": 1}),
+    "all-gather of columns": Pattern(weight_gathered, ((4, 5), (5, 3)), "allgather_gemm"),
     "all-gather, all-reduce": Pattern(
         lambda c, x, w, v: c.all_reduce(linear(linear(c.all_gather(x), w).relu(), v)),
         ((2, 3, 5), (7, 5), (4, 7)),
-        {"allgather_gemm": 1, "gemm_allreduce": 1},
+        "allgather_gemm gemm_allreduce",
     ),
 }
 
 
-def tensors_of(pattern: Pattern, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-    """Integers, other ones on every rank."""
-    dtypes = pattern.dtypes or (torch.float32,) * len(shapes)
-    return [
-        integers(shape, rank_device(), dist.get_rank(), i).to(dtype)
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    ]
+def tensors_of(tensors: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Integers, and scales of 0.5, 1 and 2; other ones on every rank."""
+    found = []
+    for i, given in enumerate(tensors):
+        with_kind = isinstance(given[0], tuple)
+        (shape, kind), most = (given, 1) if with_kind else ((given, dtype), 2)
+        drawn = integers(shape, rank_device(), dist.get_rank(), i, low=-most, high=most)
+        found.append(2.0**drawn if kind == "scale" else drawn.to(kind))
+    return found
 
 
 def compare(failures: Failures, found: Any, right: Any, *where: object) -> None:
@@ -252,31 +245,30 @@ def compare(failures: Failures, found: Any, right: Any, *where: object) -> None:
 
 
 def check_patterns(
-    names: list[str], dynamic: bool, patterns: dict[str, Pattern] = PATTERNS
-) -> tuple[int, list[str]]:
-    failures = Failures()
-    for name in names:
-        pattern = patterns[name]
+    failures: Failures,
+    patterns: dict[str, Pattern],
+    dynamic: bool = False,
+    seen: Functional | None = None,
+    eager: Eager | None = None,
+) -> None:
+    for name, pattern in patterns.items():
         graphs = Graphs()
-        compiled = graphs.compile(
-            lambda *tensors, run=pattern.run: run(Functional(), *tensors), dynamic=dynamic
-        )
-        tensors = tensors_of(pattern, pattern.shapes)
+        compiled = graphs.compile(partial(pattern.run, seen or Functional()), dynamic=dynamic)
+        tensors = tensors_of(pattern.tensors, pattern.dtype)
         with torch.no_grad():
             found = compiled(*tensors)
-        compare(failures, found, pattern.run(Eager(), *tensors), name)
-        failures.expect(
-            None if graphs.ops == Counter(pattern.ops) else f"{graphs.ops}", name, "calls"
-        )
+        compare(failures, found, pattern.run(eager or Eager(), *tensors), name)
+        failures.equal(graphs.ops, Counter(pattern.ops.split()), name, "calls")
+        rows = pattern.rows.split() or [op for op in pattern.ops.split() if op in OPS]
+        failures.equal([row["op"] for row in graphs.rows], rows, name, "rows")
         for row in graphs.rows:
-            failures.expect(None if row["op"] and not row["why"] else row["why"], name, row["node"])
+            failures.equal((row["why"], row["missed"]), ("", False), name, row["node"])
             failures.expect(None if row["source"] else "has no source", name, row["node"])
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_inductor_fuses_what_is_written_by_hand(ranks):
-    ranks.expect_no_failures(check_patterns, list(PATTERNS), False, timeout_s=300)
+def test_inductor_fuses_what_is_written_by_hand(failures: Failures) -> None:
+    check_patterns(failures, PATTERNS)
 
 
 DYNAMIC = [
@@ -289,9 +281,10 @@ DYNAMIC = [
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_inductor_fuses_dynamic_shapes(ranks):
+@pytest.mark.seconds(600)
+def test_inductor_fuses_dynamic_shapes(failures: Failures) -> None:
     names = list(PATTERNS) if rank_pool.whole_grids() else DYNAMIC
-    ranks.expect_no_failures(check_patterns, names, True, timeout_s=600)
+    check_patterns(failures, {name: PATTERNS[name] for name in names}, dynamic=True)
 
 
 # --- what is not fused ----------------------------------------------------------------------------------------
@@ -307,101 +300,51 @@ def cut_by_rows_and_columns(c, x, w):
     return c.reduce_scatter((x @ w).reshape(16, 3))
 
 
-# Why a computation is not fused (a part of what is said), and whether it counts as missed.
-REFUSED = {
-    "two users": (saved_too, ((6, 5), (5, 7)), "also read by aten.sum", True),
+# Why a computation is not fused (a part of what is said): of what counts as missed, and of what does not.
+MISSED = {
+    "two users": (saved_too, ((6, 5), (5, 7)), "also read by aten.sum"),
     "dtype": (
         lambda c, x, w: c.all_reduce((x @ w).double()),
         ((6, 5), (5, 7)),
         "reduces in float64 what its GEMM computes in float32",
-        True,
     ),
-    "kind": (
-        lambda c, x, w: c.all_reduce(x @ w, "max"),
-        ((6, 5), (5, 7)),
-        "reduces by 'max'",
-        True,
-    ),
-    "no GEMM": (lambda c, x: c.all_reduce(x.relu()), ((6, 5),), "what aten.relu computes", False),
-    "no GEMM, summed": (
-        lambda c, x, y: c.all_reduce(x.relu() + y.relu()),
-        ((6, 5), (6, 5)),
-        "what aten.add computes",
-        False,
-    ),
-    "input": (lambda c, x: c.all_reduce(x), ((6, 5),), "an input of the graph", False),
+    "kind": (lambda c, x, w: c.all_reduce(x @ w, "max"), ((6, 5), (5, 7)), "reduces by 'max'"),
     "residual": (
         lambda c, x, w, y: c.all_reduce(x @ w + y.relu()),
         ((6, 5), (5, 7), (6, 7)),
         "added to the result of aten.relu before",
-        True,
     ),
     "bias cut by columns": (
         lambda c, x, w, b: c.reduce_scatter(linear(x, w, b), 1),
         ((6, 5), (8, 5), (8,)),
         "a bias along the dim that is scattered",
-        True,
     ),
-    "batched": (
-        lambda c, x, w: c.all_reduce(torch.bmm(x, w)),
-        ((2, 6, 5), (2, 5, 7)),
-        "aten.bmm",
-        True,
-    ),
-    "cut across": (cut_by_rows_and_columns, ((6, 5), (5, 8)), "across rows or ranks", True),
-    "gathered for others": (
-        lambda c, x: c.all_gather(x).relu(),
-        ((6, 5),),
-        "no GEMM reads it, but aten.relu",
-        False,
-    ),
-    "gathered along K": (
-        lambda c, x, w: c.all_gather(x, 1) @ w,
-        ((6, 5), (10, 7)),
-        "along the dim that its GEMM sums over",
-        False,
-    ),
-    "gathered weight": (
-        lambda c, x, w: linear(x, c.all_gather(w)),
-        ((6, 5), (7, 5)),
-        "it gathers a weight",
-        False,
-    ),
-    "gathered twice over": (
-        lambda c, x: (lambda g: g @ (g * 2).t())(c.all_gather(x)),
-        ((6, 5),),
-        "other operand depends on it",
-        False,
-    ),
+    "batched": (lambda c, x, w: c.all_reduce(torch.bmm(x, w)), ((2, 6, 5), (2, 5, 7)), "aten.bmm"),
+    "cut across": (cut_by_rows_and_columns, ((6, 5), (5, 8)), "across rows or ranks"),
     "gathered and cast, read by others": (
         lambda c, x, w: (lambda g: (linear(g.bfloat16(), w.bfloat16()), g.relu()))(c.all_gather(x)),
         ((6, 5), (7, 5)),
         "but aten.relu reads it in float32",
-        True,
     ),
     "gathered, cast, cut": (
         lambda c, x, w: linear(c.all_gather(x)[:4].bfloat16(), w.bfloat16()),
         ((6, 5), (7, 5)),
         "its GEMM, aten.mm, reads it through aten.slice, which the pass does not follow",
-        True,
     ),
     "gathered, cast twice": (
         lambda c, x, w: linear(c.all_gather(x).bfloat16().float(), w),
         ((6, 5), (7, 5)),
         "reads it through prims.convert_element_type",
-        True,
     ),
     "gathered, joined to others": (
         lambda c, x, y, w: linear(torch.cat([c.all_gather(x), y]), w),
         ((6, 5), (6, 5), (7, 5)),
         "reads it through aten.cat",
-        True,
     ),
     "gathered, in parts": (
         lambda c, x, w: [linear(part, w) for part in c.all_gather(x).chunk(WORLD)],
         ((6, 5), (7, 5)),
         "reads it through aten.split",
-        True,
     ),
     "gathered for two, the second of which is missed": (
         lambda c, x, w: (lambda g: (g @ (g * 2).t(), linear(g.bfloat16().float(), w)))(
@@ -409,48 +352,71 @@ REFUSED = {
         ),
         ((6, 5), (7, 5)),
         "reads it through prims.convert_element_type",
-        True,
-    ),
-    "weights gathered together": (
-        lambda c, x, w, v: linear(x, c.all_gather(torch.cat([w, v])).select(0, 0)),
-        ((6, 5), (1, 7, 5), (1, 7, 5)),
-        "reads it through aten.select",
-        False,
     ),
     "gathered, widened": (
         lambda c, x, w: linear(c.all_gather(x.bfloat16()).float(), w),
         ((6, 5), (7, 5)),
         "gather more bytes",
-        True,
+    ),
+}
+APART = {
+    "no GEMM": (lambda c, x: c.all_reduce(x.relu()), ((6, 5),), "what aten.relu computes"),
+    "no GEMM, summed": (
+        lambda c, x, y: c.all_reduce(x.relu() + y.relu()),
+        ((6, 5), (6, 5)),
+        "what aten.add computes",
+    ),
+    "input": (lambda c, x: c.all_reduce(x), ((6, 5),), "an input of the graph"),
+    "gathered for others": (
+        lambda c, x: c.all_gather(x).relu(),
+        ((6, 5),),
+        "no GEMM reads it, but aten.relu",
+    ),
+    "gathered along K": (
+        lambda c, x, w: c.all_gather(x, 1) @ w,
+        ((6, 5), (10, 7)),
+        "along the dim that its GEMM sums over",
+    ),
+    "gathered weight": (
+        lambda c, x, w: linear(x, c.all_gather(w)),
+        ((6, 5), (7, 5)),
+        "it gathers a weight",
+    ),
+    "gathered twice over": (
+        lambda c, x: (lambda g: g @ (g * 2).t())(c.all_gather(x)),
+        ((6, 5),),
+        "other operand depends on it",
+    ),
+    "weights gathered together": (
+        lambda c, x, w, v: linear(x, c.all_gather(torch.cat([w, v])).select(0, 0)),
+        ((6, 5), (1, 7, 5), (1, 7, 5)),
+        "reads it through aten.select",
     ),
 }
 
 
-def refusals() -> list[tuple[str, list[dict[str, Any]], int]]:
-    """Name, rows and number of ops of computations that are compiled but not run: one rank is enough."""
-    found = []
-    if dist.get_rank() > 0:
-        return found
-    for name, (run, shapes, *_) in REFUSED.items():
-        graphs = Graphs(runs=False)
-        tensors = [integers(shape, rank_device(), i).float() for i, shape in enumerate(shapes)]
-        with torch.no_grad():
-            graphs.compile(lambda *given, run=run: run(Functional(), *given))(*tensors)
-        rows = [dict(row) for row in graphs.rows]
-        ops = sum(graphs.ops[name] for name in OPS)
-        found.append((name, rows, ops))
-    return found
+def check_refused(
+    failures: Failures,
+    run: Callable[..., Any],
+    tensors: tuple[Any, ...],
+    expected: list[tuple[str, bool]],
+    name: str,
+) -> None:
+    """Compiled but not run: the rows, a part of why and whether it counts as missed, and no op."""
+    graphs = Graphs(runs=False)
+    with torch.no_grad():
+        graphs.compile(run)(*tensors_of(tensors))
+    failures.equal([graphs.ops[op] for op in OPS], [0] * len(OPS), name)
+    for row, (part, missed) in zip(graphs.rows, expected, strict=True):
+        failures.holds(part, row["why"], name)
+        failures.equal((row["op"], row["gemms"], row["missed"]), ("", 0, missed), name)
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_inductor_says_why_it_leaves_a_collective(ranks):
-    found, _ = ranks.run(refusals)
-    assert [name for name, *_ in found] == list(REFUSED)
-    for name, rows, ops in found:
-        _, _, why, missed = REFUSED[name]
-        assert len(rows) == 1 and ops == 0, (name, rows)
-        assert why in rows[0]["why"] and rows[0]["missed"] == missed, (name, rows[0])
-        assert rows[0]["op"] == "" and rows[0]["gemms"] == 0
+def test_inductor_says_why_it_leaves_a_collective(failures: Failures) -> None:
+    for refused, counts in ((MISSED, True), (APART, False)):
+        for name, (run, shapes, why) in refused.items():
+            check_refused(failures, partial(run, Functional()), shapes, [(why, counts)], name)
 
 
 # Another collective between a GEMM and a collective: the rows' collectives, ops and why (a part of it), and which count as missed.
@@ -548,13 +514,9 @@ class EagerKinds(Eager):
 def test_inductor_says_what_is_waited_for_in_between(failures: Failures) -> None:
     for name, (run, shapes, right) in WAITED.items():
         graphs = Graphs()
-        compiled = graphs.compile(lambda *tensors, run=run: run(Functional(), *tensors))
-        tensors = [
-            integers(shape, rank_device(), dist.get_rank(), i).float()
-            for i, shape in enumerate(shapes)
-        ]
+        tensors = tensors_of(shapes)
         with torch.no_grad():
-            found = compiled(*tensors)
+            found = graphs.compile(partial(run, Functional()))(*tensors)
         compare(failures, found, run(EagerKinds(), *tensors), name)
         rows = [(row["collective"], row["op"], row["why"], row["missed"]) for row in graphs.rows]
         same = len(rows) == len(right) and all(
@@ -567,8 +529,9 @@ def test_inductor_says_what_is_waited_for_in_between(failures: Failures) -> None
         failures.expect(None if same else f"{rows}, not {right}", name)
 
 
-def left_alone() -> list[tuple[str, str, bool]]:
-    """The report of collectives of groups that are left out, or of one rank, and of those that no op stands for."""
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_leaves_other_groups_alone(failures: Failures) -> None:
+    """Collectives of groups that are left out, or of one rank, and those that no op stands for."""
     alone = [subgroup((rank,)) for rank in range(dist.get_world_size())][dist.get_rank()]
 
     def function(x, w):
@@ -584,15 +547,10 @@ def left_alone() -> list[tuple[str, str, bool]]:
         with torch.no_grad():
             graphs.compile(function)(torch.ones(4, 5), torch.ones(5, 6))
         found += [(row["op"], row["why"], row["missed"]) for row in graphs.rows]
-    return found
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_inductor_leaves_other_groups_alone(ranks):
-    for found in ranks.run(left_alone):
-        ops, whys, missed = zip(*found, strict=True)
-        assert ops == ("", "", "", "gemm_allreduce", "", "")
-        assert not any(missed)
-        assert "groups= leaves out" in whys[0] and "groups= leaves out" in whys[1]
-        assert whys[2] == whys[5] == "the pass knows no op for it"
-        assert whys[3] == "" and "a group of one" in whys[4]
+    ops, whys, missed = zip(*found, strict=True)
+    failures.equal(ops, ("", "", "", "gemm_allreduce", "", ""))
+    failures.equal(any(missed), False, "missed")
+    unknown = "the pass knows no op for it"
+    failures.equal((whys[2], whys[3], whys[5]), (unknown, "", unknown))
+    for i, part in ((0, "groups= leaves out"), (1, "groups= leaves out"), (4, "a group of one")):
+        failures.holds(part, whys[i])

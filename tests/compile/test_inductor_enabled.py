@@ -132,14 +132,11 @@ def test_inductor_compiles_and_reports_out_of_its_cache(failures: Failures) -> N
             counters.clear()
             compiled = torch.compile(bare, backend=inductor.backend, fullgraph=True)
             names = ops_called(functools.partial(bare_step, failures, compiled))
-            right = {"allgather_gemm", "gemm_reducescatter"}
-            failures.expect(None if names == right else f"{names}", "ops", again)
-            hits = counters["inductor"]["fxgraph_cache_hit"]
-            failures.expect(None if hits == 2 * again else f"{hits} hits", again)
+            failures.equal(names, {"allgather_gemm", "gemm_reducescatter"}, "ops", again)
+            failures.equal(counters["inductor"]["fxgraph_cache_hit"], 2 * again, again)
             found = inductor.report(clear=True)
-            failures.expect(None if rows_of(found) == rows else f"{rows_of(found)}", again)
-            said = "4 of 4 collectives fused, 0 missed" in str(found)
-            failures.expect(None if said else str(found), again)
+            failures.equal(rows_of(found), rows, again)
+            failures.holds("4 of 4 collectives fused, 0 missed", str(found), again)
     failures.expect(None if not inductor.report() else "is not cleared", "report")
 
 
@@ -154,11 +151,12 @@ def test_inductor_compiles_dynamic_rows_once(failures: Failures) -> None:
         for rows in (4, 6, 10):
             step(failures, compiled, rows)
     found = inductor.report(clear=True)
-    failures.expect(None if rows_of(found) == ROWS else f"{rows_of(found)}", "rows")
+    failures.equal(rows_of(found), ROWS, "rows")
 
 
-def strict_messages() -> list[str]:
-    """The errors that a strict compilation raises: for a missed collective, and for one that has no GEMM beside it."""
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_strict_raises_for_what_is_missed(failures: Failures) -> None:
+    """For a missed collective, and not for one that has no GEMM beside it."""
 
     def missed(x, w):
         y = x @ w
@@ -181,15 +179,13 @@ def strict_messages() -> list[str]:
             messages.append("")
         except Exception as error:  # Dynamo wraps what a backend raises
             messages.append(str(error))
-    return messages
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_inductor_strict_raises_for_what_is_missed(ranks):
-    for missed, apart in ranks.run(strict_messages):
-        assert apart == ""
-        assert "MissedCollective" in missed and "test_inductor_enabled.py" in missed
-        assert "its GEMM's product is also read by aten.relu" in missed
+    failures.equal(messages[1], "")
+    for part in (
+        "MissedCollective",
+        "test_inductor_enabled.py",
+        "its GEMM's product is also read by aten.relu",
+    ):
+        failures.holds(part, messages[0])
 
 
 class Other(CustomGraphPass):
@@ -206,7 +202,8 @@ class Other(CustomGraphPass):
         return self.name
 
 
-def slots() -> dict[str, Any]:
+@pytest.mark.ranks((2, "gloo"))
+def test_inductor_chains_with_the_pass_before_it(failures: Failures) -> None:
     """The passes in the slot over time, and the keys."""
     found: dict[str, Any] = {"before": config.post_grad_custom_pre_pass is None}
     enabled = inductor.enable()
@@ -253,11 +250,5 @@ def slots() -> dict[str, Any]:
     with inductor.enable():
         found["no key beside a pass without one"] = config.post_grad_custom_pre_pass.uuid() is None
     config.post_grad_custom_pre_pass = None
-    return found
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_inductor_chains_with_the_pass_before_it(ranks):
-    for found in ranks.run(slots):
-        assert found.pop("refused") and all(found.values()), found
-        assert len(found) == 12, found
+    failures.equal(len(found), 13)
+    failures.equal([name for name, holds in found.items() if not holds], [])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from test_inductor import Pattern, check_patterns
 from torch.nn.functional import linear, rms_norm
+
+from checks import Failures
 
 
 def llama_norm(rows, gain):
@@ -59,76 +63,51 @@ def norm_of_the_sum_alone(c, x, w, gain):
 
 
 _HALF = ((2, 3, 5), (16, 5), (2, 3, 16), (16,))
-_BF16 = (torch.bfloat16,) * 5
+fused = partial(
+    Pattern, ops="allreduce_rmsnorm", rows="gemm_allreduce_rmsnorm", dtype=torch.bfloat16
+)
+apart = partial(Pattern, ops="gemm_allreduce", dtype=torch.bfloat16)
 NORMS = {
-    "half layer, rms_norm": Pattern(
-        half_layer(plain_norm), _HALF, {"allreduce_rmsnorm": 1}, _BF16[:4]
-    ),
-    "half layer, Llama": Pattern(
-        half_layer(llama_norm), _HALF, {"allreduce_rmsnorm": 1}, _BF16[:4]
-    ),
-    "half layer, Gemma": Pattern(
-        half_layer(gemma_norm), _HALF, {"allreduce_rmsnorm": 1}, _BF16[:4]
-    ),
-    "half layer in float16": Pattern(
-        half_layer(llama_norm), _HALF, {"allreduce_rmsnorm": 1}, (torch.float16,) * 4
-    ),
-    "half layer with a bias": Pattern(
+    "half layer, rms_norm": fused(half_layer(plain_norm), _HALF),
+    "half layer, Llama": fused(half_layer(llama_norm), _HALF),
+    "half layer, Gemma": fused(half_layer(gemma_norm), _HALF),
+    "half layer in float16": fused(half_layer(llama_norm), _HALF, dtype=torch.float16),
+    "half layer with a bias": fused(
         lambda c, x, w, residual, gain, b: llama_norm(
             (c.all_reduce(linear(x, w)) + b) + residual, gain
         ),
         (*_HALF, (16,)),
-        {"allreduce_rmsnorm": 1},
-        _BF16,
     ),
-    "two half layers": Pattern(
-        two_half_layers, (*_HALF, (16, 16)), {"allreduce_rmsnorm": 2}, _BF16
+    "two half layers": fused(
+        two_half_layers,
+        (*_HALF, (16, 16)),
+        ops="allreduce_rmsnorm allreduce_rmsnorm",
+        rows="gemm_allreduce_rmsnorm gemm_allreduce_rmsnorm",
     ),
-    "all-reduce and norm": Pattern(
-        embedding_and_norm, ((2, 3, 16), (16,)), {"allreduce_rmsnorm": 1}, _BF16[:2]
-    ),
-    "GEMM, all-reduce and norm": Pattern(
-        norm_of_the_sum_alone, ((6, 5), (16, 5), (16,)), {"allreduce_rmsnorm": 1}, _BF16[:3]
-    ),
+    "all-reduce and norm": fused(embedding_and_norm, ((2, 3, 16), (16,)), rows="allreduce_rmsnorm"),
+    "GEMM, all-reduce and norm": fused(norm_of_the_sum_alone, ((6, 5), (16, 5), (16,))),
     # More rows than gain, columns that the kernels do not take, a dtype likewise, another reader in between, another
     # axis, a gain that is computed.
-    "more rows": Pattern(
-        half_layer(llama_norm),
-        ((513, 5), (16, 5), (513, 16), (16,)),
-        {"gemm_allreduce": 1},
-        _BF16[:4],
-    ),
-    "odd columns": Pattern(
-        half_layer(llama_norm), ((3, 5), (12, 5), (3, 12), (12,)), {"gemm_allreduce": 1}, _BF16[:4]
-    ),
-    "float32": Pattern(half_layer(plain_norm), _HALF, {"gemm_allreduce": 1}),
-    "the product read, too": Pattern(
+    "more rows": apart(half_layer(llama_norm), ((513, 5), (16, 5), (513, 16), (16,))),
+    "odd columns": apart(half_layer(llama_norm), ((3, 5), (12, 5), (3, 12), (12,))),
+    "float32": apart(half_layer(plain_norm), _HALF, dtype=torch.float32),
+    "the product read, too": apart(
         lambda c, x, w, residual, gain: (lambda s: (llama_norm(residual + s, gain), s.relu()))(
             c.all_reduce(linear(x, w))
         ),
         _HALF,
-        {"gemm_allreduce": 1},
-        _BF16[:4],
     ),
-    "the squares read, too": Pattern(
-        squares_read, ((6, 5), (16, 5), (16,)), {"gemm_allreduce": 1}, _BF16[:3]
-    ),
-    "a gain of the sum": Pattern(
+    "the squares read, too": apart(squares_read, ((6, 5), (16, 5), (16,))),
+    "a gain of the sum": apart(
         lambda c, x, w, residual: (lambda s: llama_norm(s, s[0, 0]))(
             residual + c.all_reduce(linear(x, w))
         ),
         _HALF[:3],
-        {"gemm_allreduce": 1},
-        _BF16[:3],
     ),
 }
 
 
-def check_norms() -> tuple[int, list[str]]:
-    return check_patterns(list(NORMS), False, NORMS)
-
-
 @pytest.mark.ranks((2, "gloo"))
-def test_inductor_fuses_norms_after_all_reduces(ranks):
+def test_inductor_fuses_norms_after_all_reduces(failures: Failures) -> None:
     """Bit for bit as PyTorch's operators without a compiler: the op on CPU is those, and no code is generated beside it."""
-    ranks.expect_no_failures(check_norms, timeout_s=300)
+    check_patterns(failures, NORMS)

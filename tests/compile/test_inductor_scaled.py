@@ -6,10 +6,7 @@ of what the operands stand for, in float64.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -18,10 +15,16 @@ from torch.nn.functional import ScalingType
 
 import rank_pool
 from checks import Failures
-from graphs import OPS, Graphs
-from operands import integers, rank_device
 from overlap_torch import inductor
-from tests.compile.test_inductor import Eager, Functional, compare
+from tests.compile.test_inductor import (
+    Eager,
+    Functional,
+    Pattern,
+    check_patterns,
+    check_refused,
+    compare,
+    tensors_of,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16 = torch.float32, torch.bfloat16
@@ -66,19 +69,6 @@ class Right(Eager):
         if x.dtype in (E4M3, E5M2):
             return self.gather_bytes(x, dim)
         return super().all_gather(x, dim)
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """``run(collectives, *tensors)``, the tensors by shape and kind, the ops that it must become, and the report's rows.
-
-    Kinds: a dtype, or "scale" for scales.
-    """
-
-    run: Callable[..., Any]
-    tensors: tuple[tuple[tuple[int, ...], Any], ...]
-    ops: dict[str, int]
-    rows: tuple[str, ...]  # of the report: which op each collective is in, in the graph's order
 
 
 # Columns in sixteens, which CUDA's `_scaled_mm` asks for.
@@ -136,145 +126,92 @@ def scales_by_views(c, x, w, s, t):
 
 PATTERNS = {
     "numbers, all-reduce": Pattern(
-        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)),
-        (X, W, ONE, ONE),
-        {"gemm_allreduce": 1},
-        ("gemm_allreduce",),
+        lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t)), (X, W, ONE, ONE), "gemm_allreduce"
     ),
     "numbers, average": Pattern(
         lambda c, x, w, s, t: c.all_reduce(c.scaled(x, w, s, t), "avg"),
         (X, W, ((1,), "scale"), ((1, 1), "scale")),
-        {"gemm_allreduce": 1},
-        ("gemm_allreduce",),
+        "gemm_allreduce",
     ),
     "rows, all-reduce, bias behind": Pattern(
         bias_behind,
         (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W, ((16,), F32)),
-        {"gemm_allreduce": 1},
-        ("gemm_allreduce",),
+        "gemm_allreduce",
     ),
     "rows, e5m2, slice": Pattern(
-        sliced,
-        (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")),
-        {"gemm_allreduce": 1},
-        ("gemm_allreduce",),
+        sliced, (((6, 16), E5M2), W, OF_X, ((1, 16), "scale")), "gemm_allreduce"
     ),
     "numbers, bias of every rank": Pattern(
         bias_of_every_rank,
         (X, W, ONE, ONE, ((16,), BF16)),
-        {"gemm_reducescatter": 1, "all_reduce": 1},
-        ("gemm_reducescatter",),
+        "gemm_reducescatter all_reduce",
+        "gemm_reducescatter",
     ),
     "rows, reduce-scatter of dim 1": Pattern(
-        scattered_heads,
-        (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W),
-        {"gemm_reducescatter": 1},
-        ("gemm_reducescatter",),
+        scattered_heads, (((3, 4, 16), E4M3), W, ((3, 4, 1), "scale"), OF_W), "gemm_reducescatter"
     ),
     "rows, reduce-scatter of columns": Pattern(
         lambda c, x, w, s, t: c.reduce_scatter(c.scaled(x, w, s, t), 1),
         (X, W, OF_X, OF_W),
-        {"gemm_reducescatter": 1},
-        ("gemm_reducescatter",),
+        "gemm_reducescatter",
     ),
     "named rows, reduce-scatter": Pattern(
         lambda c, x, w, s, t: c.reduce_scatter(c.named(x, w, s, t, ScalingType.RowWise)),
         (X, W, ((6,), "scale"), ((16,), "scale")),
-        {"gemm_reducescatter": 1},
-        ("gemm_reducescatter",),
+        "gemm_reducescatter",
     ),
     "named numbers, all-reduce": Pattern(
         lambda c, x, w, s, t: c.all_reduce(c.named(x, w, s, t, ScalingType.TensorWise)),
         (X, W, ONE, ONE),
-        {"gemm_allreduce": 1},
-        ("gemm_allreduce",),
+        "gemm_allreduce",
     ),
     "numbers, all-gather of bytes": Pattern(
-        gathered_as_bytes,
-        (X, W, W, ONE, ONE),
-        {"allgather_gemm": 1},
-        ("allgather_gemm.weights",),
+        gathered_as_bytes, (X, W, W, ONE, ONE), "allgather_gemm", "allgather_gemm.weights"
     ),
     "numbers, all-gather of dim 1": Pattern(
         lambda c, x, w, s, t, b: c.scaled(c.all_gather(x, 1), w, s, t, b, BF16),
         (((2, 3, 16), E4M3), W, ONE, ONE, ((16,), BF16)),
-        {"allgather_gemm": 1},
-        ("allgather_gemm",),
+        "allgather_gemm",
     ),
     "numbers, all-gather of dim 1, joined as bytes": Pattern(
-        gathered_joined_as_bytes,
-        (((2, 3, 16), E4M3), W, ONE, ONE),
-        {"allgather_gemm": 1},
-        ("allgather_gemm",),
+        gathered_joined_as_bytes, (((2, 3, 16), E4M3), W, ONE, ONE), "allgather_gemm"
     ),
     "numbers, all-gather, cast": Pattern(
         lambda c, x, w, s, t: c.scaled(c.all_gather(x).to(E4M3), w, s, t),
         (((6, 16), F32), W, ONE, ONE),
-        {"allgather_gemm": 1},
-        ("allgather_gemm",),
+        "allgather_gemm",
     ),
     "rows, all-gather of dim 1": Pattern(
         gathered_with_scales,
         (((2, 3, 16), E4M3), W, ((32, 16), E4M3), ((2, 3, 1), "scale"), OF_W, ((32, 1), "scale")),
-        {"allgather_gemm": 1},
-        ("allgather_gemm.weights", "allgather_gemm.weights"),
+        "allgather_gemm",
+        "allgather_gemm.weights allgather_gemm.weights",
     ),
     "rows, all-gather by views": Pattern(
         scales_by_views,
         (((2, 3, 16), E4M3), W, ((2, 3, 1), "scale"), OF_W),
-        {"allgather_gemm": 1},
-        ("allgather_gemm", "allgather_gemm"),
+        "allgather_gemm",
+        "allgather_gemm allgather_gemm",
     ),
     "all-gather, reduce-scatter": Pattern(
         gathered_and_scattered,
         (X, W, ((32, 16), E4M3), ONE, ONE),
-        {"allgather_gemm": 1, "gemm_reducescatter": 1},
-        ("allgather_gemm", "gemm_reducescatter"),
+        "allgather_gemm gemm_reducescatter",
     ),
 }
 
 
-def tensors_of(kinds: tuple[tuple[tuple[int, ...], Any], ...]) -> list[torch.Tensor]:
-    """Other ones on every rank."""
-    found = []
-    for i, (shape, kind) in enumerate(kinds):
-        drawn = integers(shape, rank_device(), dist.get_rank(), i, low=-1, high=1)
-        found.append(2.0**drawn if kind == "scale" else drawn.to(kind))
-    return found
-
-
-def check_patterns(names: list[str], dynamic: bool) -> tuple[int, list[str]]:
-    failures = Failures()
-    for name in names:
-        pattern = PATTERNS[name]
-        graphs = Graphs()
-        compiled = graphs.compile(
-            lambda *tensors, run=pattern.run: run(Compiled(), *tensors), dynamic=dynamic
-        )
-        tensors = tensors_of(pattern.tensors)
-        with torch.no_grad():
-            found = compiled(*tensors)
-        compare(failures, found, pattern.run(Right(), *tensors), name)
-        failures.expect(
-            None if graphs.ops == Counter(pattern.ops) else f"{graphs.ops}", name, "calls"
-        )
-        rows = tuple(row["op"] for row in graphs.rows)
-        failures.expect(None if rows == pattern.rows else f"{rows}", name, "rows")
-        whys = [row["why"] for row in graphs.rows if row["why"] or row["missed"]]
-        failures.expect(f"{whys}" if whys else None, name, "why")
-    return failures.result()
-
-
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_inductor_fuses_gemms_with_scales(ranks):
-    ranks.expect_no_failures(check_patterns, list(PATTERNS), False, timeout_s=300)
+def test_inductor_fuses_gemms_with_scales(failures: Failures) -> None:
+    check_patterns(failures, PATTERNS, False, Compiled(), Right())
 
 
 @pytest.mark.long
 @pytest.mark.ranks((2, "gloo"))
-def test_inductor_fuses_gemms_with_scales_of_dynamic_shapes(ranks):
-    names = list(PATTERNS)[:: 1 if rank_pool.whole_grids() else 3]
-    ranks.expect_no_failures(check_patterns, names, True, timeout_s=600)
+@pytest.mark.seconds(600)
+def test_inductor_fuses_gemms_with_scales_of_dynamic_shapes(failures: Failures) -> None:
+    some = list(PATTERNS.items())[:: 1 if rank_pool.whole_grids() else 3]
+    check_patterns(failures, dict(some), True, Compiled(), Right())
 
 
 @pytest.mark.long  # Inductor compiles C++ or Triton
@@ -286,13 +223,10 @@ def test_inductor_compiles_gemms_with_scales(failures: Failures) -> None:
         torch._dynamo.reset()
         tensors = tensors_of(pattern.tensors)
         with inductor.enable(strict=True), torch.no_grad():
-            compiled = torch.compile(
-                lambda *given, run=pattern.run: run(Compiled(), *given), fullgraph=True
-            )
-            found = compiled(*tensors)
+            found = torch.compile(partial(pattern.run, Compiled()), fullgraph=True)(*tensors)
         compare(failures, found, pattern.run(Right(), *tensors), name)
-        rows = tuple(row["op"] for row in inductor.report(clear=True))
-        failures.expect(None if rows == pattern.rows else f"{rows}", name, "rows")
+        rows = [row["op"] for row in inductor.report(clear=True)]
+        failures.equal(rows, (pattern.rows or pattern.ops).split(), name, "rows")
 
 
 # --- what is not fused ----------------------------------------------------------------------------------------
@@ -323,48 +257,44 @@ def scaled_by_what_is_gathered(c, x, w, s, t):
 
 # Why computations are not fused (a part of what is said of each collective), and whether it counts as missed.
 REFUSED = {
-    "sum": (two_products, (X, W, W, ONE, ONE), [("a sum of 2 GEMMs with scales", True)]),
+    "sum": (two_products, (X, W, W, ONE, ONE), ("a sum of 2 GEMMs with scales", True)),
     "blocks": (
         of_blocks,
         (((16, 256), E4M3), ((128, 256), E4M3), ((16, 2), "scale"), ((2, 1), "scale")),
-        [("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True)],
+        ("aten._scaled_mm with scales of shapes [16, 2] and [2, 1]", True),
     ),
-    "fp8 output": (to_fp8, (X, W, ONE, ONE), [("result is in float8_e4m3fn", True)]),
+    "fp8 output": (to_fp8, (X, W, ONE, ONE), ("result is in float8_e4m3fn", True)),
     "scales of all rows": (
         lambda c, x, w, s, t: c.scaled(c.all_gather(x), w, s, t),
         (X, W, ((12, 1), "scale"), OF_W),
-        [("which are not gathered as the rows are", True)],
+        ("which are not gathered as the rows are", True),
     ),
     "scales of other rows": (
         read_in_another_order,
         (((2, 2, 16), E4M3), W, ((2, 2, 1), "scale"), OF_W),
-        [
-            ("which are not gathered as the rows are", True),
-            ("it gathers scales of a GEMM's operand", False),
-        ],
+        ("which are not gathered as the rows are", True),
+        ("it gathers scales of a GEMM's operand", False),
     ),
     "scales that depend": (
         scaled_by_what_is_gathered,
         (X, W, ONE, ONE),
-        [("scales depend on it", True)],
+        ("scales depend on it", True),
     ),
     "part of the rows": (
         lambda c, x, w, s, t: c.scaled(c.all_gather(x)[:4], w, c.all_gather(s)[:4], t),
         (X, W, OF_X, OF_W),
-        [
-            ("reads a part of it, with scales of rows", True),
-            ("it gathers scales of a GEMM's operand", False),
-        ],
+        ("reads a part of it, with scales of rows", True),
+        ("it gathers scales of a GEMM's operand", False),
     ),
     "weight": (
         lambda c, x, w, s, t: c.scaled(x, c.all_gather(w), s, t),
         (X, W, ONE, ONE),
-        [("it gathers a weight", False)],
+        ("it gathers a weight", False),
     ),
     "second operand": (
         lambda c, x, w, s, t: c.scaled(x, c.all_gather((w.float() * 2).to(E4M3)), s, t),
         (X, W, ONE, ONE),
-        [("the second operand of a GEMM with scales", False)],
+        ("the second operand of a GEMM with scales", False),
     ),
     "joined as bytes along K": (
         lambda c, x, w, s, t: c.scaled(
@@ -376,40 +306,22 @@ REFUSED = {
             t,
         ),
         (((6, 8), E4M3), W, ONE, ONE),
-        [("along the dim that its GEMM sums over", False)],
+        ("along the dim that its GEMM sums over", False),
     ),
     "words of four": (
         lambda c, x, w, s, t: c.scaled(c.all_gather(x.view(torch.int32)).view(E4M3), w, s, t),
         (X, W, ONE, ONE),
-        [("aten._scaled_mm, reads it through aten.view, which the pass does not follow", True)],
+        ("aten._scaled_mm, reads it through aten.view, which the pass does not follow", True),
     ),
     "along K": (
         lambda c, x, w, s, t: c.scaled(c.all_gather(x, 1), w, s, t),
         (((6, 8), E4M3), W, ONE, ONE),
-        [("along the dim that its GEMM sums over", False)],
+        ("along the dim that its GEMM sums over", False),
     ),
 }
 
 
-def refusals() -> list[tuple[str, list[tuple[str, str, bool]], int]]:
-    """Name, ops and reasons, and number of ops of computations that are compiled but not run."""
-    found = []
-    for name, (run, tensors, _) in REFUSED.items():
-        graphs = Graphs(runs=False)
-        with torch.no_grad():
-            compiled = graphs.compile(lambda *given, run=run: run(Compiled(), *given))
-            compiled(*tensors_of(tensors))
-        rows = [(row["op"], row["why"], row["missed"]) for row in graphs.rows]
-        found.append((name, rows, sum(graphs.ops[name] for name in OPS)))
-    return found
-
-
 @pytest.mark.ranks((2, "gloo"))
-def test_inductor_says_why_it_leaves_gemms_with_scales(ranks):
-    for found in ranks.run(refusals):
-        assert [name for name, *_ in found] == list(REFUSED)
-        for name, rows, ops in found:
-            expected = REFUSED[name][2]
-            assert len(rows) == len(expected) and ops == 0, (name, rows)
-            for (op, why, missed), (part, counts) in zip(rows, expected, strict=True):
-                assert op == "" and part in why and missed == counts, (name, why, missed)
+def test_inductor_says_why_it_leaves_gemms_with_scales(failures: Failures) -> None:
+    for name, (run, tensors, *expected) in REFUSED.items():
+        check_refused(failures, partial(run, Compiled()), tensors, expected, name)

@@ -131,9 +131,8 @@ def test_megatron_layers_run_the_ops(failures: Failures) -> None:
             input = operand(name, layer).clone().requires_grad_()
             outputs = []
             called = ops_called(lambda: outputs.append(layer(input)[0].sum()))  # noqa: B023, called at once
-            failures.expect(None if called == forward else f"ran {called}", name, sequence)
-            called = ops_called(outputs[0].backward)
-            failures.expect(None if called == backward else f"ran {called}", name, sequence)
+            failures.equal(called, forward, name, sequence)
+            failures.equal(ops_called(outputs[0].backward), backward, name, sequence)
         rows = [row for row in overlap_torch.report(layer) if row["direction"]]
         said = {direction: set() for direction in ("forward", "backward")}
         for row in rows:
@@ -186,8 +185,7 @@ def test_megatron_layers_accumulate_into_main_grad(failures: Failures) -> None:
                 )
         _, layer = pair("row", config(True, gradient_accumulation_fusion=True))
         message = message_of(run, "row", layer)
-        said = "but the weight had none in forward" in message
-        failures.expect(None if said else f"said {message!r}", "no main_grad")
+        failures.holds("but the weight had none in forward", message, "no main_grad")
 
 
 def test_megatron_layers_have_megatrons_state(failures: Failures) -> None:
@@ -204,20 +202,18 @@ def test_megatron_layers_have_megatrons_state(failures: Failures) -> None:
             right, found = (
                 layer.sharded_state_dict("layer.", metadata=metadata) for layer in (own, ours)
             )
-            failures.expect(None if list(found) == list(right) else f"{list(found)}", name)
+            failures.equal(list(found), list(right), name)
             for key in ("layer.weight", "layer.bias"):
                 for field in ("key", "dtype", "local_shape", "global_shape", "global_offset"):
                     one, other = getattr(found[key], field), getattr(right[key], field)
-                    failures.expect(
-                        None if one == other else f"{one}, not {other}", name, key, field
-                    )
+                    failures.equal(one, other, name, key, field)
             with torch.no_grad():
                 own.weight += 1
             ours.load_state_dict(own.state_dict())
             failures.expect(difference(ours.weight.detach(), own.weight.detach()), name, "loaded")
             for tag in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
                 one, other = getattr(ours.weight, tag), getattr(own.weight, tag)
-                failures.expect(None if one == other else f"{one}, not {other}", name, tag)
+                failures.equal(one, other, name, tag)
 
 
 def test_megatron_layers_leave_experts_alone(failures: Failures) -> None:
@@ -233,7 +229,7 @@ def test_megatron_layers_leave_experts_alone(failures: Failures) -> None:
                 layer(operand(name, layer))
             whys = [row["why"] for row in overlap_torch.report(layer) if not row["op"]]
             right = "Megatron's own layer: the weight is gathered before its GEMM (GTP)"
-            failures.expect(None if right in whys else f"report says {whys}", name)
+            failures.holds(right, whys, name)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["all", "sequence"])
@@ -270,7 +266,7 @@ def test_megatron_gpt_trains(failures: Failures, sequence: bool) -> None:
                     right = {"gemm_allreduce"}
                     if sequence:
                         right = {"allgather_gemm", "gemm_reducescatter"}
-                failures.expect(None if called == right else f"ran {called}", "step", step)
+                failures.equal(called, right, "step", step)
             failures.expect(close(losses[1], losses[0]), "loss of step", step)
             mine = dict(ours.named_parameters())
             for parameter in mine.values():  # as Megatron's finalize_model_grads
@@ -310,18 +306,17 @@ def test_megatron_specs_hold_our_linears_outside_experts(failures: Failures) -> 
 
     provider = megatron.OverlapSpecProvider(Fallback())
     found = [provider.linear(), provider.column_parallel_linear(), provider.row_parallel_linear()]
-    right = [torch.nn.Linear, column, row]
-    failures.expect(None if found == right else f"{found}", "fallback")
+    failures.equal(found, [torch.nn.Linear, column, row], "fallback")
     local = LocalSpecProvider()
     one, other = provider.activation_func(), local.activation_func()
     failures.expect(None if one is other else f"{one}, not {other}", "activation_func")
     norms = [provider.layer_norm(), provider.layer_norm(rms_norm=True, for_qk=True)]
-    failures.expect(None if norms == [megatron.TorchNorm] * 2 else f"{norms}", "norms")
+    failures.equal(norms, [megatron.TorchNorm] * 2, "norms")
     spec = megatron.gpt_layer_spec(multi_latent_attention=True).submodules
     linears = [
         getattr(spec.self_attention.submodules, f"linear_{name}_proj")
         for name in ("q", "q_down", "q_up", "kv_down", "kv_up")
     ]
-    failures.expect(None if linears == [column] * 5 else f"{linears}", "latent attention")
+    failures.equal(linears, [column] * 5, "latent attention")
     alike = spec.self_attention.submodules.linear_proj is row
     failures.expect(None if alike else "not ours", "latent attention's output")

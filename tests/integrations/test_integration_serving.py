@@ -10,6 +10,7 @@ import ast
 import contextlib
 import importlib
 import inspect
+import operator
 import os
 import re
 import subprocess
@@ -152,6 +153,11 @@ def module(name: str, **members: Any) -> ModuleType:
     return made
 
 
+def packages(root: str, names: str) -> list[ModuleType]:
+    """Packages without members: the root, and these in it."""
+    return [module(name) for name in (root, *(f"{root}.{name}" for name in names.split()))]
+
+
 @contextlib.contextmanager
 def installed(version: str, *modules: ModuleType) -> Iterator[None]:
     """As if a framework of this version, with these modules, were installed. Other modules imported meanwhile stay."""
@@ -166,9 +172,7 @@ def installed(version: str, *modules: ModuleType) -> Iterator[None]:
 
 def vllm_modules(base: type, registry: dict[str, type], unquantized: type) -> list[ModuleType]:
     return [
-        module("vllm"),
-        module("vllm.model_executor"),
-        module("vllm.model_executor.layers"),
+        *packages("vllm", "model_executor model_executor.layers"),
         module(
             "vllm.model_executor.layers.linear",
             RowParallelLinear=base,
@@ -201,7 +205,7 @@ def check_row_parallel(failures: Failures, base, sees: str, *where) -> None:
         result, called = ops_of(lambda: layer(input))  # noqa: B023
         ours = ours and sees and world > 1
         expected = [sees] if ours else []
-        failures.expect(None if called == expected else f"called {called}", *where, options)
+        failures.equal(called, expected, *where, options)
         output = result
         if options.get("return_bias", True):
             output, left = result
@@ -223,23 +227,19 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
     made_before = VllmLinear(K, N)
     with installed("0.33.0", *modules), mock.patch.object(vllm, "_enabled", None):
         overlap_torch_plugins.vllm()
-        failures.expect(
-            str(VllmLinear.registry) if VllmLinear.registry else None, "without the variable"
-        )
+        failures.equal(VllmLinear.registry, {}, "without the variable")
         with mock.patch.dict(os.environ, {"OVERLAP_VLLM": "1"}):
             overlap_torch_plugins.vllm()
             overlap_torch_plugins.vllm()
             keyed = sys.modules["vllm.envs"].environment_variables["OVERLAP_VLLM"]()
-        failures.expect(None if keyed == "1" else keyed, "the key of compiled graphs")
+        failures.equal(keyed, "1", "the key of compiled graphs")
         ours = VllmLinear.registry["VllmLinear"]
-        made = type(VllmLinear(K, N))
-        failures.expect(
-            None if made is ours and issubclass(made, VllmLinear) else str(made), "class"
-        )
+        failures.equal(type(VllmLinear(K, N)), ours, "class")
+        failures.holds(VllmLinear, ours.__mro__, "class")
         check_row_parallel(failures, VllmLinear, "gemm_allreduce", "vLLM")
         sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = True
         _, called = ops_of(lambda: VllmLinear(K, N)(my_features(integers(ROWS, K, seed=3))))
-        failures.expect(f"called {called}" if called else None, "batch invariant")
+        failures.equal(called, [], "batch invariant")
         with (
             mock.patch.object(vllm, "_enabled", None),
             pytest.raises(RuntimeError, match="VLLM_PLUGINS"),
@@ -247,7 +247,7 @@ def test_vllms_row_parallel_layers_run_the_op(failures: Failures) -> None:
             vllm.enable()
         VllmLinear.registry.clear()
     _, called = ops_of(lambda: made_before(my_features(integers(ROWS, K, seed=3))))
-    failures.expect(f"called {called}" if called else None, "a layer made before")
+    failures.equal(called, [], "a layer made before")
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -257,8 +257,8 @@ def test_vllms_layers_compile_to_one_graph(failures: Failures) -> None:
 
     ours = vllm.layer_class(VllmLinear, Unquantized, tp_group=Group, batch_invariant=lambda: False)
     layer = ours(K, N)
-    layer.weight = nn.Parameter(layer.weight.as_subclass(torch.Tensor), requires_grad=False)
-    layer.bias = nn.Parameter(layer.bias.as_subclass(torch.Tensor), requires_grad=False)
+    for name, value in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(value.as_subclass(torch.Tensor), requires_grad=False))
     graphs = []
 
     def keep(gm, inputs):
@@ -269,11 +269,13 @@ def test_vllms_layers_compile_to_one_graph(failures: Failures) -> None:
     input = my_features(integers(ROWS, K, seed=3))
     output, _ = torch.compile(layer, fullgraph=True, backend=keep)(input)
     failures.expect(difference(output, layer(input)[0]), "output")
-    calls = [graph.count("overlap.gemm_allreduce") for graph in graphs]
-    failures.expect(None if calls == [1] else str(graphs), "graphs")
+    failures.equal([graph.count("overlap.gemm_allreduce") for graph in graphs], [1], "graphs")
 
 
 # --- SGLang ---------------------------------------------------------------------------------------------------
+
+
+SGLANGS = "srt srt.layers srt.plugins srt.layers.quantization"
 
 
 class Context(SimpleNamespace):
@@ -363,53 +365,40 @@ def check_sglang_layers(failures: Failures, base: type, forward, context: Contex
     whole = integers(ROWS, K, seed=3)
     decode = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: True))
     extend = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False))
-    everywhere = {"": None}
     reduced, scattered = ["gemm_allreduce"], ["gemm_reducescatter"]
+    quantized = {"execution.comm.enable_quant_communications": True}
     cases = [
-        ({}, {}, everywhere, reduced),
-        ({"bias": False}, {}, everywhere, reduced),
-        ({"skip_bias_add": True}, {}, everywhere, reduced),
-        ({"input_is_parallel": False}, {}, everywhere, reduced),
-        ({"quantized": True}, {}, everywhere, []),
-        ({"reduce_results": False}, {}, everywhere, []),
-        ({"use_dp_attention_reduce": True}, {}, everywhere, []),
-        ({"attention": True}, {}, everywhere, []),
-        ({}, {"skip_all_reduce": True}, everywhere, []),
+        ({}, {}, {}, reduced),
+        ({"bias": False}, {}, {}, reduced),
+        ({"skip_bias_add": True}, {}, {}, reduced),
+        ({"input_is_parallel": False}, {}, {}, reduced),
+        ({"quantized": True}, {}, {}, []),
+        ({"reduce_results": False}, {}, {}, []),
+        ({"use_dp_attention_reduce": True}, {}, {}, []),
+        ({"attention": True}, {}, {}, []),
+        ({}, {"skip_all_reduce": True}, {}, []),
         ({}, {}, {"forward.mlp_reduce_scatter": True}, []),
         ({}, {}, {"forward.sp_active": True}, scattered),
         ({"reduce_results": False}, {}, {"forward.sp_active": True}, scattered),
         ({}, {"skip_all_reduce": True}, {"forward.sp_active": True}, []),
         ({"quantized": True}, {}, {"forward.sp_active": True}, []),
         ({}, {}, {"execution.deterministic.enable_deterministic_inference": True}, []),
-        (
-            {},
-            {"forward_batch": decode},
-            {"execution.comm.enable_quant_communications": True},
-            reduced,
-        ),
+        ({}, {"forward_batch": decode}, quantized, reduced),
         ({}, {"forward_batch": extend}, {}, reduced),
     ]
     for options, keywords, settings, expected in cases:
         layer = base(K, N, **options)
         input = whole if options.get("input_is_parallel") is False else my_features(whole)
-        before = []
-        for path, value in settings.items():
-            if path:
-                *parents, name = path.split(".")
-                place = context
-                for parent in parents:
-                    place = getattr(place, parent)
-                before.append((place, name, getattr(place, name)))
-                setattr(place, name, value)
-        try:
+        with contextlib.ExitStack() as stack:
+            for path, value in settings.items():
+                parent, _, name = path.rpartition(".")
+                place = operator.attrgetter(parent)(context)
+                stack.enter_context(mock.patch.object(place, name, value))
             right, right_left = base.forward(layer, input, **keywords)
             (output, left), called = ops_of(lambda: forward(layer, input, **keywords))  # noqa: B023
-        finally:
-            for place, name, value in before:
-                setattr(place, name, value)
         case = (*where, options, keywords, settings)
         expected = expected if world > 1 else []
-        failures.expect(None if called == expected else f"called {called}", *case)
+        failures.equal(called, expected, *case)
         failures.expect(
             difference(output.as_subclass(torch.Tensor), right.as_subclass(torch.Tensor)), *case
         )
@@ -424,11 +413,7 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
     Hooks.registered.clear()
     framework = installed(
         "0.5.23",
-        module("sglang"),
-        module("sglang.srt"),
-        module("sglang.srt.plugins"),
-        module("sglang.srt.layers"),
-        module("sglang.srt.layers.quantization"),
+        *packages("sglang", SGLANGS),
         module(
             "sglang.srt.plugins.hook_registry",
             HookRegistry=Hooks,
@@ -439,13 +424,12 @@ def test_sglangs_row_parallel_layers_run_the_ops(failures: Failures) -> None:
     )
     with framework, mock.patch.object(sglang, "_enabled", False):
         overlap_torch_plugins.sglang()
-        failures.expect(str(Hooks.registered) if Hooks.registered else None, "without the variable")
+        failures.equal(Hooks.registered, [], "without the variable")
         with mock.patch.dict(os.environ, {"OVERLAP_SGLANG": "1"}):
             overlap_torch_plugins.sglang()
             overlap_torch_plugins.sglang()
     hooks = {target: hook for target, hook, kind in Hooks.registered if kind == "around"}
-    right = [sglang.TARGET, sglang.NORM_TARGET]
-    failures.expect(None if list(hooks) == right else str(Hooks.registered), "registered")
+    failures.equal(list(hooks), [sglang.TARGET, sglang.NORM_TARGET], "registered")
     hook = hooks[sglang.TARGET]
 
     def forward(*args, **keywords):
@@ -464,9 +448,8 @@ def test_entry_points_name_the_plugins():
             rf'^\[project.entry-points."{group}"\]\noverlap_torch = "(.*)"$', text, re.M
         )
         place, _, function = found[1].partition(":")
-        assert (
-            getattr(importlib.import_module(place), function) is vars(overlap_torch_plugins)[name]
-        )
+        named = getattr(importlib.import_module(place), function)
+        assert named is vars(overlap_torch_plugins)[name]
     assert '"overlap_torch_plugins"' in (ROOT / "setup.py").read_text()
 
 
@@ -514,11 +497,10 @@ def class_source(archive: zipfile.ZipFile, path: str, name: str) -> str:
     return "from __future__ import annotations\n" + ast.unparse(found)
 
 
-def check_vllms_own(sources: list[str]) -> tuple[int, list[str]]:
+def check_vllms_own(failures: Failures, sources: list[str]) -> None:
     """vLLM's PluggableLayer, LinearBase and RowParallelLinear, with ours in its place and without."""
     from overlap_torch.integrations import vllm
 
-    failures = Failures()
     group = Group()
     registry: dict[str, type] = {}
     quantization = "vllm.model_executor.layers.quantization.online.fp8"
@@ -563,9 +545,8 @@ def check_vllms_own(sources: list[str]) -> tuple[int, list[str]]:
         vllm.enable()
         made = layer_of(K, N)
         ours = registry["RowParallelLinear"]
-        failures.expect(None if type(made) is ours else str(type(made)), "made in its place")
+        failures.equal(type(made), ours, "made in its place")
         check_row_parallel(failures, layer_of, "gemm_allreduce", "in its place")
-    return failures.result()
 
 
 @pytest.mark.long
@@ -628,11 +609,10 @@ def sglang_linear_names(context: Context) -> dict[str, object]:
     }
 
 
-def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
+def check_sglangs_own(failures: Failures, source: str, hooks: str) -> None:
     """SGLang's RowParallelLinear with the hook that its own HookRegistry puts around its forward."""
     from overlap_torch.integrations import sglang
 
-    failures = Failures()
     context = Context()
     module_of = module("sglang.srt.layers.linear", **sglang_names(context))
     names = vars(module_of)
@@ -640,8 +620,7 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
     exec(source, names)
     base = names["RowParallelLinear"]
     registry = module("sglang.srt.plugins.hook_registry")
-    parents = [module(name) for name in ("sglang", "sglang.srt", "sglang.srt.layers")]
-    parents += [module("sglang.srt.plugins"), module("sglang.srt.layers.quantization")]
+    parents = packages("sglang", SGLANGS)
     fusion = module(sglang.NORM_TARGET.rpartition(".")[0])
     fusion.flashinfer_allreduce_residual_rmsnorm = lambda *arguments: (None, None)
     for parent in parents:
@@ -683,7 +662,6 @@ def check_sglangs_own(source: str, hooks: str) -> tuple[int, list[str]]:
             context,
             "SGLang's own class",
         )
-    return failures.result()
 
 
 @pytest.mark.long

@@ -79,8 +79,7 @@ def test_sglangs_norm_is_one_op_for_few_rows(failures: Failures) -> None:
             right_norm = functional.rms_norm(sum_, (N,), weight, 1e-5)
             failures.expect(difference(norm, right_norm), i, "norm")
             failures.expect(None if not given else "SGLang's function ran, too", i)
-    right_groups = [i % 2 == 0 for i in range(len(cases))]
-    failures.expect(None if groups == right_groups else f"{groups}", "groups")
+    failures.equal(groups, [i % 2 == 0 for i in range(len(cases))], "groups")
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -94,4 +93,4 @@ def test_vllms_layers_of_other_ranks_are_refused(failures: Failures) -> None:
     with pytest.raises(RuntimeError, match=r"made for 2 ranks.*has 4.*OVERLAP_VLLM=0"):
         ours(8, 6)
     for options in ({"disable_tp": True}, {"reduce_results": False, "bias": False}):
-        failures.expect(None if ours(8, 6, **options).overlap_group == "" else "named", options)
+        failures.equal(ours(8, 6, **options).overlap_group, "", options, "named")

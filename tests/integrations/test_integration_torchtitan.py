@@ -114,10 +114,9 @@ def test_torchtitan_functions_run_the_ops(failures: Failures) -> None:
             called = ops_called(
                 lambda: outputs.append(function.apply(*inputs, dist.group.WORLD, world_name()))  # noqa: B023, called at once
             )
-        failures.expect(None if called == forward else f"ran {called}", name, "forward")
+        failures.equal(called, forward, name, "forward")
         output = outputs[0] if torch.is_tensor(outputs[0]) else sum(outputs[0])
-        called = ops_called(output.sum().backward)
-        failures.expect(None if called == backward else f"ran {called}", name, "backward")
+        failures.equal(ops_called(output.sum().backward), backward, name, "backward")
 
 
 def test_torchtitan_swap_is_once_and_undone(failures: Failures) -> None:
@@ -150,10 +149,7 @@ def test_torchtitan_swap_is_once_and_undone(failures: Failures) -> None:
     output = linear.AllGatherLinear.apply(*inputs, dist.group.WORLD, world_name())
     second.undo()
     expect(classes() == own, "undone")
-    called = ops_called(output.sum().backward)
-    failures.expect(
-        None if called == {"gemm_reducescatter"} else f"ran {called}", "backward after it"
-    )
+    failures.equal(ops_called(output.sum().backward), {"gemm_reducescatter"}, "backward after it")
     with torchtitan.enable():
         expect(classes() == ours, "again")
     expect(classes() == own, "undone again")
@@ -215,9 +211,8 @@ def test_torchtitan_functions_compile(failures: Failures) -> None:
             outputs = []
             called = ops_called(lambda: outputs.append(run(x, up, down)))  # noqa: B023, called at once
             right = {"allgather_gemm", "gemm_reducescatter"}
-            failures.expect(None if called == right else f"ran {called}", "forward")
-            called = ops_called(outputs[0].sum().backward)
-            failures.expect(None if called == right else f"ran {called}", "backward")
+            failures.equal(called, right, "forward")
+            failures.equal(ops_called(outputs[0].sum().backward), right, "backward")
             runs.append([outputs[0].detach(), x.grad, up.grad, down.grad])
     for i, (eager, traced) in enumerate(zip(*runs, strict=True)):
         failures.expect(difference(traced, eager), "result", i)
@@ -294,8 +289,7 @@ def test_torchtitan_model_trains(failures: Failures) -> None:
                 continue
             with torchtitan.enable():
                 called = ops_called(run)
-            right = {"allgather_gemm", "gemm_reducescatter"}
-            failures.expect(None if called == right else f"ran {called}", "step", step)
+            failures.equal(called, {"allgather_gemm", "gemm_reducescatter"}, "step", step)
         failures.expect(close(losses[1], losses[0]), "loss of step", step)
         mine = dict(ours.named_parameters())
         for name, parameter in own.named_parameters():

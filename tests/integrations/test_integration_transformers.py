@@ -121,9 +121,7 @@ def expect_same(failures: Failures, found, right, *where) -> None:
     if found.keys() != right.keys():
         failures.expect(f"{found.keys() ^ right.keys()}", *where)
     for name, tensor in found.items():
-        close = torch.allclose(tensor, right[name], rtol=1e-4, atol=tolerance)
-        far = None if close else f"off by {(tensor - right[name]).abs().max():.1e}"
-        failures.expect(far, *where, name)
+        failures.near(tensor, right[name], *where, name, rtol=1e-4, atol=tolerance)
 
 
 # The whole step's calls. Without sequence parallelism forward reduces after o_proj and down_proj, and backward after q, k,
@@ -155,10 +153,10 @@ def test_models_train_as_with_transformers_own_styles(
         counted = op_counts(lambda: found.update(trained(models[kind], tokens)))  # noqa: B023, called at once
         expect_same(failures, found, right, kind, "and the whole model")
         expect_same(failures, found, theirs, kind, "and transformers' own")
-        failures.expect(None if counted == calls else f"{counted}, not {calls}", kind, "calls")
+        failures.equal(counted, calls, kind, "calls")
     for count, kind in ((TOKENS, torch.Tensor), (TOKENS - 1, DTensor)):
         kinds = kinds_of_hidden_states(models["sequence"], some_tokens(2, count))
-        failures.expect(None if kinds == {kind} else str(kinds), "hidden states of", count)
+        failures.equal(kinds, {kind}, "hidden states of", count)
     models["sequence"] = loaded_with_styles(folder, sequence)
     models["sequence"].gradient_checkpointing_enable()
     expect_same(failures, trained(models["sequence"], tokens), right, "checkpointed")
@@ -243,8 +241,7 @@ def test_models_generate_and_save(failures: Failures, tmp_path) -> None:
     counted = op_counts(lambda: written.append(model.generate(tokens, **options)))
     right = whole.generate(tokens, **options)
     failures.expect_equal(written, [right], "generated")
-    calls = {"gemm_allreduce": 6 * 2 * LAYERS}
-    failures.expect(None if counted == calls else str(counted), "calls")
+    failures.equal(counted, {"gemm_allreduce": 6 * 2 * LAYERS}, "calls")
     with torch.no_grad():
         found = {"logits": sequence(tokens).logits}
         expect_same(failures, found, {"logits": whole(tokens).logits}, "five tokens of two ranks")
@@ -267,8 +264,7 @@ def test_a_norm_without_a_style_is_refused(failures: Failures, tmp_path) -> None
     del plan["model.layers.*.input_layernorm"]
     model = loaded_with_styles(folder, plan)
     message = message_of(trained, model, tokens)
-    said = "mixed torch.Tensor and DTensor" in message
-    failures.expect(None if said else f"said {message!r}", "with gradients")
+    failures.holds("mixed torch.Tensor and DTensor", message, "with gradients")
     with torch.no_grad():
         found, right = ({"logits": each(tokens, use_cache=False).logits} for each in (model, whole))
     expect_same(failures, found, right, "without gradients")
@@ -379,8 +375,7 @@ def test_other_layers_keep_transformers_styles(failures: Failures) -> None:
         apply_tensor_parallelism(model, mesh, plan)
     input = torch.randn(3, 8)
     expect_same(failures, {"": model(input).detach()}, {"": whole(input).detach()}, "output")
-    text = str(overlap_torch.report(model))
-    failures.expect(None if "PyTorch's style: it is a subclass" in text else text, "report")
+    failures.holds("PyTorch's style: it is a subclass", str(overlap_torch.report(model)), "report")
 
 
 # --- the registry, plans and versions -------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_all_gather_matmul_is_gather_and_matmul(failures: Failures) -> None:
         ("fused_all_gather_matmul", "the features are gathered, not the rows", 4),
     ]
     if rank_device().type == "cpu":
-        failures.expect(None if calls == right else str(calls), "calls")
+        failures.equal(calls, right, "calls")
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -129,7 +129,7 @@ def test_matmul_reduce_scatter_is_matmul_and_scatter(failures: Failures) -> None
         right["reduce_op is 'avg', not 'sum'"] = 1
     if refused:
         right["the scattered dim does not divide by the ranks"] = 1
-    failures.expect(None if calls == right else f"{calls}, not {right}", "calls")
+    failures.equal(calls, right, "calls")
 
 
 def fp8_operand(rank: int, *shape: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ def check_scaled_gather(failures: Failures) -> None:
             ):
                 right = (gathered * of_all) @ (B.float() * B_scale)
                 right = (right if bias is None else right + bias).to(dtype)
-                failures.expect(None if output.dtype == dtype else str(output.dtype), *where)
+                failures.equal(output.dtype, dtype, *where)
                 failures.expect(difference(output, right), *where)
         if rank_device().type == "cuda":
             continue  # PyTorch's kernel takes some of it, and has messages of its own
@@ -186,7 +186,7 @@ def check_scaled_gather(failures: Failures) -> None:
                 FUSED.fused_all_gather_scaled_matmul,
                 own, Bs, A_scale, scales, dim, group, biases, [None] * 2, types, [False] * 2,
             )  # fmt: skip
-            failures.expect(None if why in message else message, why)
+            failures.holds(why, message, why)
 
 
 def check_scaled_scatter(failures: Failures) -> None:
@@ -221,8 +221,7 @@ def check_scaled_scatter(failures: Failures) -> None:
             ("avg", None, "'avg'"),
             ("sum", integers(5, seed=4), "there is a bias"),
         ):
-            message = message_of(call, *arguments)
-            failures.expect(None if why in message else message, *where, why)
+            failures.holds(why, message_of(call, *arguments), *where, why)
 
 
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
@@ -234,11 +233,8 @@ def test_scaled_siblings_run(failures: Failures) -> None:
     # Both shapes have two or three kinds of scales; sums of both kinds.
     kinds = 2 if dist.get_world_size() == 1 else 3
     ours = {call.op: call.calls for call in calls if not call.why}
-    right = {
-        "fused_all_gather_scaled_matmul": 2 * kinds,
-        "fused_scaled_matmul_reduce_scatter": 2,
-    }
-    failures.expect(None if ours == right else f"ours: {ours}")
+    right = {"fused_all_gather_scaled_matmul": 2 * kinds, "fused_scaled_matmul_reduce_scatter": 2}
+    failures.equal(ours, right)
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -255,7 +251,7 @@ def test_stand_ins_behave_as_kernels(failures: Failures) -> None:
         _, (output,) = FUSED.fused_all_gather_matmul(A, [B], 0, group)
         scattered = FUSED.fused_matmul_reduce_scatter(output, B.t(), "sum", 0, group)
     for name, tensor in (("gathered", output), ("scattered", scattered)):
-        failures.expect(None if tensor.dtype == torch.float32 else str(tensor.dtype), name)
+        failures.equal(tensor.dtype, torch.float32, name)
     right = torch.cat(of_ranks(lambda r: operand(r, 4, 6))) @ B
     failures.expect(difference(output, right), "under autocast")
     with overlap_torch.replace_symm_mem(), warnings.catch_warnings():
@@ -368,7 +364,7 @@ def test_what_ours_do_not_take_goes_to_pytorchs_kernel_on_cuda(failures: Failure
                 )  # fmt: skip
             found = list(seen.call_args.args[4:])
             right = [0, group, [None], [None], [torch.float64], [False]]
-            failures.expect(None if found == right else str(found), "PyTorch's, with scales")
+            failures.equal(found, right, "PyTorch's, with scales")
             summed = scatter.call_boxed(keys, A, B, "sum", 1, group)
             right = sum(of_ranks(lambda r: operand(r, 4, 6) @ B)).chunk(world, 1)[rank]
             failures.expect(difference(summed, right), "PyTorch's, features scattered")
@@ -379,7 +375,7 @@ def test_what_ours_do_not_take_goes_to_pytorchs_kernel_on_cuda(failures: Failure
             failures.expect(difference(summed, right), "PyTorch's, with scales")
         found = [(call.device, bool(call.why), call.calls) for call in replacement.calls]
     right = [("cuda", False, 1), ("cuda", True, 2)] + [("cuda", True, 1)] * 3
-    failures.expect(None if found == right else str(found), "calls")
+    failures.equal(found, right, "calls")
 
 
 # --- Inductor's async TP --------------------------------------------------------------------------------------
@@ -441,4 +437,4 @@ def test_inductors_async_tp_runs_ours(failures: Failures, how: str) -> None:
     # Forward gathers for two GEMMs and scatters one's sums. Backward gathers the gradient for the GEMM with down; what
     # it scatters is a sum of two products, which the pass does not fuse.
     counted = {("fused_all_gather_matmul", ""): 2, ("fused_matmul_reduce_scatter", ""): 1}
-    failures.expect(None if found == counted else f"{found}, not {counted}", "calls")
+    failures.equal(found, counted, "calls")

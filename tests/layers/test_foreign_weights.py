@@ -104,10 +104,9 @@ def test_foreign_weights_run_by_pytorch(failures: Failures, kind: str, how: str)
             failures.expect(None if named else f"report says {rows}", kind, how, layout, name)
 
 
-def check_torchao(config_name: str) -> tuple[int, list[str]]:
+def check_torchao(failures: Failures, config_name: str) -> None:
     from torchao import quantization
 
-    failures = Failures()
     config = getattr(quantization, config_name)()
     torch.manual_seed(0)
     whole = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
@@ -128,10 +127,8 @@ def check_torchao(config_name: str) -> tuple[int, list[str]]:
             results.append(cut(input))
     once = copy.deepcopy(whole)
     quantization.quantize_(once, config)
-    near = torch.allclose(results[0], once(input), atol=0.05)
-    failures.expect(None if near else "far from the whole model's", config_name)
+    failures.near(results[0], once(input), "the whole model's", config_name, atol=0.05)
     failures.expect(difference(results[1], results[0]), config_name, "layers")
-    return failures.result()
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])

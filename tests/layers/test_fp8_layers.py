@@ -158,7 +158,7 @@ def test_fp8_layers_train_as_one_process_does(failures: Failures, fp8: str) -> N
         failures.expect(
             far(train(parallel, parallel.parameters(), part), right), fp8, f"sequence={sequence}"
         )
-        failures.expect(None if f"fp8={fp8!r}" in repr(parallel) else repr(parallel), fp8)
+        failures.holds(f"fp8={fp8!r}", repr(parallel), fp8)
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
@@ -238,9 +238,8 @@ def test_fp8_casts_an_input_once_for_several_weights(failures: Failures) -> None
     finally:
         _fp8.scaled = own
     inputs = [shape for shape in casts if shape == (6, 16)]
-    failures.expect(None if len(inputs) == 1 else f"casts {casts}", "casts")
-    text = str(overlap_torch.report())
-    failures.expect(None if "float8_e4m3fn row_wise to float32" in text else text, "report")
+    failures.equal(len(inputs), 1, "casts")
+    failures.holds("float8_e4m3fn row_wise to float32", str(overlap_torch.report()), "report")
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -258,7 +257,7 @@ def test_fp8_names_of_recipes_are_checked(failures: Failures) -> None:
     same = torch.equal(other.weight.to_local(), layer.weight.to_local())
     failures.expect(None if same else "other weights", "state_dict")
     copied = copy.deepcopy(layer)
-    failures.expect(None if copied.fp8 == "rowwise" else f"fp8={copied.fp8}", "deepcopy")
+    failures.equal(copied.fp8, "rowwise", "deepcopy")
 
 
 # --- torchao --------------------------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ def test_fp8_styles_take_torchao_layers(failures: Failures, recipe: str) -> None
     part = token_slice(TOKENS, group=world_name())
     ours = with_torchao(model, config, True)
     kinds = {type(module).__name__ for module in ours.modules()}
-    failures.expect(None if "OverlapColwiseLinear" in kinds else str(kinds), recipe)
+    failures.holds("OverlapColwiseLinear", kinds, recipe)
     losses = train(ours, ours.parameters(), part)
     if recipe == "tensorwise":  # PyTorch's styles gather scales of rows as if they were one
         theirs = with_torchao(model, config, False)

@@ -159,8 +159,7 @@ def test_meshes_and_parameters_of_other_ranks_are_refused(failures: Failures) ->
         (lambda: ColumnParallelLinear(8, 12)(foreign), "its input is a DTensor on"),
         (lambda: RowParallelLinear(8, 12)(foreign), "its input is a DTensor on"),
     ):
-        message = message_of(job)
-        failures.expect(None if said in message else f"said {message!r}", said)
+        failures.holds(said, message_of(job), said)
     # A state dict of another mesh is what load_state_dict redistributes.
     layer = ColumnParallelLinear(8, 12, group=layers, bias=False)
     layer.load_state_dict({"weight": foreign})
@@ -238,13 +237,12 @@ def test_layers_over_the_same_ranks_have_one_mesh(
         module(integers(4, 8, seed=3)).sum().backward()
     right = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, foreach=True).full_tensor()
-    close = torch.allclose(norm, right, rtol=1e-6)
-    failures.expect(None if close else f"norm {norm}, not {right}", first, second)
+    failures.near(norm, right, "norm", first, second, rtol=1e-6)
     optimizer.step()
     one, other = (part.weight.device_mesh for part in model)
-    failures.expect(None if one == other else f"{one} and {other}", first, second)
+    failures.equal(one, other, first, second)
     if made:
-        failures.expect(None if one == made[0] else f"{one}, not {made[0]}", first, second)
+        failures.equal(one, made[0], first, second)
 
 
 def step(layers: torch.nn.Module, input: torch.Tensor, right: float) -> str | None:
@@ -285,7 +283,7 @@ def test_layers_are_made_on_groups_that_are_made_again(
             size = len(members)
             x = torch.ones(3, 4)
             y = overlap_torch.gemm_allreduce(x, torch.ones(2, 4), group=group)
-            failures.expect(None if y[0, 0] == 4 * size else f"op {y[0, 0]}")
+            failures.equal(y[0, 0], 4 * size)
             layer = ones(RowParallelLinear(4 * size, 6, group=group))
             failures.expect(step(layer, x, 4.0 * size))
             named = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
@@ -297,7 +295,7 @@ def test_layers_are_made_on_groups_that_are_made_again(
             failures.expect(step(fresh, x, 4.0))
             for each in (layer, fresh):
                 found = dist.get_process_group_ranks(each.weight.device_mesh.get_group())
-                failures.expect(None if found == members else f"mesh of {found}, not {members}")
+                failures.equal(found, members)
             problem = Problem(64, 8, 8, "float32", size, "gemm_allreduce")
             overlap_torch.tune([problem], group=group, repeats=1, most=1, cache=False)
             kept += [layer, fresh, style]

@@ -46,8 +46,7 @@ def test_nn_layers_are_linears(
         if form.is_column:
             parts = tuple(len(my_part(torch.empty(size), 0)) for size in sizes[1])
             right = parts if kind == "columns" else parts[0]
-            local = layer.local_out_features
-            failures.expect(None if local == right else f"local_out_features {local}", *where)
+            failures.equal(layer.local_out_features, right, *where)
         every = range(len(linears))
         for used in (every, every[1:], every[:1]) if len(every) > 1 else (every,):
             given = (layer, layer, linears, tokens, used, *where, "used", used)
@@ -81,9 +80,8 @@ def test_nn_layers_run_the_ops(failures: Failures) -> None:
         input = form.cut_input(integers(6, 6, seed=3)).clone().requires_grad_()
         outputs = []
         called = ops_called(lambda: outputs.extend(form.call(layer, input, 6)))  # noqa: B023, called at once
-        failures.expect(None if called == forward else f"ran {called}", form, "forward")
-        called = ops_called(outputs[0].sum().backward)
-        failures.expect(None if called == backward else f"ran {called}", form, "backward")
+        failures.equal(called, forward, form, "forward")
+        failures.equal(ops_called(outputs[0].sum().backward), backward, form, "backward")
 
 
 def communicated(job: Callable[[], object]) -> Counter[str]:
@@ -114,11 +112,11 @@ def test_nn_several_outputs_communicate_once(failures: Failures) -> None:
             given = input.clone().requires_grad_(needed)
             outputs = []
             calls = communicated(lambda: outputs.extend(layer(given)))  # noqa: B023, called at once
-            failures.expect(None if calls == forward else f"{calls}", "forward", *where)
+            failures.equal(calls, forward, "forward", *where)
             calls = communicated(sum(output.sum() for output in outputs).backward)
             right = (of_weights if trains else {}) | (of_input if needed else {})
             where = (*where, trains, needed)
-            failures.expect(None if calls == right else f"{calls}", "backward", *where)
+            failures.equal(calls, right, "backward", *where)
 
 
 @every_kind
@@ -139,8 +137,7 @@ def test_nn_layers_give_gradients_to_those_that_ask(failures: Failures, kind: st
         outputs = form.call(layer, mine, 6)
         if any(needs):
             sum(output.sum() for output in outputs).backward()
-        got = tuple(tensor.grad is not None for tensor in tensors)
-        failures.expect(None if got == needs else f"{got}", sequence, needs)
+        failures.equal(tuple(tensor.grad is not None for tensor in tensors), needs, sequence, needs)
 
 
 MANNERS = [
@@ -187,7 +184,7 @@ def test_nn_layers_in_other_manners(failures: Failures, kind: str, sequence: boo
                 failures.expect(difference(output.detach(), right), "autocast", form)
             sum(output.sum() for output in outputs).backward()
         dtypes = {mine.grad.dtype, *(parameter.grad.dtype for parameter in layer.parameters())}
-        failures.expect(None if dtypes == {torch.float32} else f"{dtypes}", "autocast", form)
+        failures.equal(dtypes, {torch.float32}, "autocast", form)
 
         for group in (None, world_name(), second):
             outputs = form.call(form.layer(linears, group=group), mine, 4)

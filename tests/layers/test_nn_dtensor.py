@@ -71,7 +71,7 @@ def check_state(
     failures: Failures, model: torch.nn.Module, whole: torch.nn.Module, *where: object
 ) -> None:
     state, right = full_state_dict(model), whole_state(whole)
-    failures.expect(None if sorted(state) == sorted(right) else f"{sorted(state)}", *where)
+    failures.equal(sorted(state), sorted(right), *where)
     for name, value in right.items():
         failures.expect(difference(state[name], value), name, *where)
 
@@ -131,15 +131,11 @@ def test_nn_layers_train_clipped_as_the_unsharded_model(failures: Failures, name
                 norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
                 optimizer.step()
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        close = torch.allclose(*norms, rtol=1e-5)
-        failures.expect(None if close else f"{norms}", "norms of the gradients in step", step)
+        failures.near(*norms, "norms of the gradients in step", step, rtol=1e-5)
         state = full_state_dict(model)
         for key, value in whole_state(whole).items():
-            close = torch.allclose(state[key], value, rtol=1e-5, atol=1e-5)
-            failures.expect(None if close else f"{state[key]} is not {value}", key, "step", step)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (float(norms[0]), model.down.bias.full_tensor().tolist()))
-    failures.expect(None if every == every[:1] * len(every) else f"{every}", "ranks differ")
+            failures.near(state[key], value, key, "step", step, rtol=1e-5, atol=1e-5)
+    failures.alike((float(norms[0]), model.down.bias.full_tensor().tolist()))
 
 
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
@@ -182,8 +178,7 @@ def test_nn_layers_work_beside_fsdp(
     model(mine).sum().backward()
     right = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
-    close = torch.allclose(norm, right, rtol=1e-6)
-    failures.expect(None if close else f"{norm}, expected {right}", "norm")
+    failures.near(norm, right, "norm", rtol=1e-6)
     for module in (model, whole):
         torch.optim.SGD(module.parameters(), lr=2.0**-4).step()
     check_state(failures, model, whole, "after a step")
@@ -201,11 +196,8 @@ def test_nn_layers_work_beside_fsdp(
         ("both", both),
     ):
         distinct = weight.unique().numel()
-        fine = distinct == weight.numel()
-        failures.expect(None if fine else f"{distinct} of {weight.numel()}", "drawn", name)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {name: value.tolist() for name, value in drawn.items()})
-    failures.expect(None if every == every[:1] * len(every) else "ranks differ", "drawn")
+        failures.equal(distinct, weight.numel(), "drawn", name)
+    failures.alike({name: value.tolist() for name, value in drawn.items()}, "drawn")
 
 
 class Doubled(torch.nn.Module):
@@ -261,7 +253,7 @@ def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -
     }.items():
         failures.expect(difference(output(other).detach(), right), what)
         own = other.get_parameter(weight)
-        failures.expect(None if own._spec == spec else f"{own._spec}", what)
+        failures.equal(own._spec, spec, what)
         layer.zero_grad()
         output(other).sum().backward()
         failures.expect(None if own.grad is not None else "no gradient", what)
@@ -277,8 +269,7 @@ def test_nn_parameters_are_copied_and_converted(failures: Failures, kind: str) -
     failures.expect(difference(output(converted, mine.double()).detach(), right.double()), "double")
     parameter = converted.get_parameter(weight)
     dtypes = (parameter.dtype, parameter.grad.dtype, own.dtype)
-    fine = dtypes == (torch.float64, torch.float64, torch.float32)
-    failures.expect(None if fine else f"{dtypes}", "double")
+    failures.equal(dtypes, (torch.float64, torch.float64, torch.float32), "double")
 
     halved = copy.deepcopy(layer)
     owner, _, name = weight.rpartition(".")

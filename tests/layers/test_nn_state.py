@@ -31,11 +31,11 @@ def test_nn_state_is_drawn_as_linears(failures: Failures, kind: str) -> None:
     for name, parameter in layer.named_parameters():
         out = outputs[int(name.partition(".")[2] or 0)]
         shape = [out, 60 * world] if parameter.dim() == 2 else [out]
-        failures.expect(None if list(parameter.shape) == shape else f"{parameter.shape}", name)
+        failures.equal(list(parameter.shape), shape, name)
         dim, local = form.cut_dim(name), parameter.detach().to_local()
         if dim is not None:
             shape[dim] //= world
-        failures.expect(None if list(local.shape) == shape else f"local {local.shape}", name)
+        failures.equal(list(local.shape), shape, name)
         # Some of that many draws from a uniform distribution come near both ends.
         low, high = local.min().item(), local.max().item()
         spread = -bound <= low < -0.5 * bound and 0.5 * bound < high <= bound
@@ -56,7 +56,7 @@ def check_parts(
 ) -> None:
     """The layer's state dict has these names and, on this rank, these parts."""
     state = layer.state_dict()
-    failures.expect(None if sorted(state) == sorted(parts) else f"names {sorted(state)}", *where)
+    failures.equal(sorted(state), sorted(parts), *where)
     for name, value in state.items():
         failures.expect(difference(value.to_local(), parts[name]), name, *where)
 
@@ -99,8 +99,7 @@ def test_nn_state_dicts_are_parts_of_linears(failures: Failures, kind: str) -> N
             kept = all(before[name] is state[name] for name in state)
             failures.expect(None if kept else "changed the given state dict", *where)
             for name, value in other.state_dict().items():
-                spec = layer.get_parameter(name)._spec
-                failures.expect(None if value._spec == spec else f"{value._spec}", name, *where)
+                failures.equal(value._spec, layer.get_parameter(name)._spec, name, *where)
                 local = value.to_local()
                 size = local.untyped_storage().nbytes()
                 keeps = what == "whole" and assign and form.cut_dim(name) is not None
@@ -109,7 +108,7 @@ def test_nn_state_dicts_are_parts_of_linears(failures: Failures, kind: str) -> N
         model = torch.nn.Sequential(layer, torch.nn.LayerNorm(3, device=rank_device()))
         gathered, in_model = layer.full_state_dict(), full_state_dict(model)
         names = sorted([*(f"0.{name}" for name in whole), "1.bias", "1.weight"])
-        failures.expect(None if sorted(in_model) == names else f"{sorted(in_model)}", *sizes)
+        failures.equal(sorted(in_model), names, *sizes)
         for name, value in whole.items():
             plain = type(gathered[name]) is torch.Tensor
             failures.expect(None if plain else f"a {type(gathered[name])}", name, *sizes)
@@ -124,7 +123,7 @@ def test_nn_several_outputs_without_biases_and_as_text(failures: Failures) -> No
     fine = names == ["weights.0", "weights.1"] and layer.biases is None
     failures.expect(None if fine else f"{names}", "without biases")
     text = repr(ColumnParallelLinear(6, (4, 2), bias=(True, False), device="meta"))
-    failures.expect(None if "out_features=(4, 2), bias=[True, False]" in text else text, "repr")
+    failures.holds("out_features=(4, 2), bias=[True, False]", text, "repr")
 
 
 def pickled_state(kind: str) -> bytes:
@@ -160,5 +159,4 @@ def test_nn_state_dicts_load_without_communication(failures: Failures, kind: str
         for state in (layer.state_dict(), form.own_state(linears), form.whole_state(linears)):
             layer.load_state_dict(state)
     wrong = {form.own_name("0.weight"): torch.zeros(5, 4), form.own_name("0.bias"): torch.zeros(7)}
-    said = message_of(layer.load_state_dict, wrong)
-    failures.expect(None if "size mismatch for weight" in said else f"said {said!r}")
+    failures.holds("size mismatch for weight", message_of(layer.load_state_dict, wrong))

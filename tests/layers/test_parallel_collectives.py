@@ -73,9 +73,7 @@ def check_layer(
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [*zip(OVERLAP[1:], PYTORCH[1:], strict=True)],
-    ids=["columns", "rows"],
+    ("ours", "theirs"), [*zip(OVERLAP[1:], PYTORCH[1:], strict=True)], ids=["columns", "rows"]
 )
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
 def test_collectives_of_a_layer_are_no_more_than_pytorchs(
@@ -171,14 +169,13 @@ def test_collectives_of_llamas_block_are_no_more_than_pytorchs(
     gathers, scatters = {"all-gather": 2, "reduce-scatter": 2}, {"reduce-scatter": 2}
     for traffic, right in zip(found[0], (gathers, {**scatters, "all-gather": 2}), strict=True):
         calls = {kind: n for kind, n in traffic.calls.items() if kind in right}
-        failures.expect(None if calls == right else f"{calls}, not {right}", "block")
+        failures.equal(calls, right, "block")
     failures.expect(difference(inputs[0].grad, inputs[1].grad), "input's gradient")
-    for (name, own), (_, other) in zip(
-        models[0].named_parameters(), models[1].named_parameters(), strict=True
+    for (name, own), other in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
     ):
         if "norm" not in name:
-            same = own.grad.placements == other.grad.placements
-            failures.expect(None if same else f"{own.grad.placements}", "placements of", name)
+            failures.equal(own.grad.placements, other.grad.placements, "placements of", name)
         failures.expect(difference(own.grad.full_tensor(), other.grad.full_tensor()), name)
 
 
@@ -204,5 +201,4 @@ def test_collectives_are_counted_by_comm_debug_mode(failures: Failures) -> None:
         with CommDebugMode() as mode:
             job()
         counts = {str(op): n for op, n in mode.get_comm_counts().items() if "overlap" in str(op)}
-        expected = {f"overlap.{name}": 1 for name in right}
-        failures.expect(None if counts == expected else f"counts {counts}", right)
+        failures.equal(counts, {f"overlap.{name}": 1 for name in right}, right)

@@ -154,9 +154,7 @@ def check_against_whole(
         output.backward(cut(gradient, given).to_local())
     right = input.grad if distributed else cut(input.grad, given).to_local()
     failures.expect(difference(whole(mine.grad), right), "input's gradient", *where)
-    for (name, own), (_, true) in zip(
-        model.named_parameters(), module.named_parameters(), strict=True
-    ):
+    for (name, own), true in zip(model.named_parameters(), module.parameters(), strict=True):
         if true.grad is None:
             failures.expect(
                 "has one" if own.grad is not None else None, "gradient of", name, *where
@@ -165,7 +163,7 @@ def check_against_whole(
             failures.expect(difference(own.grad.full_tensor(), true.grad), name, *where)
     if gathers is not None:
         counts = (forward.calls["all-gather"], backward.calls["reduce-scatter"])
-        failures.expect(None if counts == (gathers, gathers) else f"{counts}", "traffic", *where)
+        failures.equal(counts, (gathers, gathers), "traffic", *where)
 
 
 @pytest.mark.parametrize("how", ["eager", "checkpointed"])
@@ -199,7 +197,7 @@ def check_layouts(failures: Failures, how: str) -> None:
             failures, module, model, run, given, distributed, shape, *where, gathers=gathers
         )
         ahead = [reader.ahead for reader in (model.q, model.k, model.v)]
-        failures.expect(None if ahead == [None] * 3 else f"{ahead} is left", how, *where)
+        failures.equal(ahead, [None] * 3, how, *where)
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -243,8 +241,7 @@ def test_parallel_prepares_several_inputs(failures: Failures) -> None:
     named = "'nobody'" in message and "q, k, v, o" in message
     failures.expect(None if named else f"said {message!r}")
     model = parallel(Reader(), Shard(1), False)
-    message = message_of(model, integers(2, 6, 6, seed=3), None)
-    failures.expect(None if "2 positional inputs" in message else f"said {message!r}")
+    failures.holds("2 positional inputs", message_of(model, integers(2, 6, 6, seed=3), None))
 
 
 class Routed(Reader):
@@ -284,8 +281,7 @@ def test_parallel_prepared_input_has_other_readers(failures: Failures) -> None:
             products = input.grad - 12
             right = cut(products + share, Shard(1)).to_local()
         failures.expect(difference(mine.grad, right), how, local, "gradient")
-        scatters = grads.calls["reduce-scatter"]
-        failures.expect(None if scatters == 1 else f"{grads.calls}", how, local)
+        failures.equal(grads.calls["reduce-scatter"], 1, how, local)
 
 
 class Cubed(torch.nn.Module):
@@ -344,12 +340,12 @@ def test_parallel_prepared_input_does_not_outlive_its_readers(failures: Failures
                 except KeyError:
                     output = None
             ahead = [reader.ahead for reader in (model.q, model.k, model.v)]
-            failures.expect(None if ahead == [None] * 3 else f"{ahead} is left", how, grad)
+            failures.equal(ahead, [None] * 3, how, grad)
             failures.expect("lives on" if seen[-1]() is not None else None, how, grad)
             messages = [str(one.message) for one in caught if "readers=" in str(one.message)]
             named = ["k, v" in message for message in messages]
             right = [True] if how == "not at all" else []
-            failures.expect(None if named == right else f"warned {messages}", how, grad)
+            failures.equal(named, right, how, grad)
             del output
 
 
@@ -362,23 +358,21 @@ def test_parallel_prepared_input_follows_autocast(failures: Failures) -> None:
     mine = cut(input, Shard(1)).to_local().requires_grad_()
     with torch.autocast(device_type, torch.bfloat16):
         expected, output = module(input), model(mine)
-    dtype = output.dtype
-    failures.expect(None if dtype == torch.bfloat16 else f"output is {dtype}")
+    failures.equal(output.dtype, torch.bfloat16)
     # Sums of two ranks' rounded parts: a unit in the last place of bfloat16.
     right = cut(expected, Shard(1)).to_local().detach()
-    close = torch.allclose(output.detach(), right, rtol=2.0**-7, atol=2.0)
-    failures.expect(None if close else "differs", "output")
+    failures.near(output.detach(), right, "output", rtol=2.0**-7, atol=2.0)
     gradient = integers(*expected.shape, seed=4).to(torch.bfloat16)
     expected.backward(gradient)
     output.backward(cut(gradient, Shard(1)).to_local())
-    close = torch.allclose(mine.grad, cut(input.grad, Shard(1)).to_local(), rtol=0.05, atol=2.0)
-    failures.expect(None if close else "differs", "input's gradient")
+    right = cut(input.grad, Shard(1)).to_local()
+    failures.near(mine.grad, right, "input's gradient", rtol=0.05, atol=2.0)
     # Readers under another autocast than the module compute for themselves.
     with torch.autocast(device_type, torch.bfloat16):
         x = next(iter(model._forward_pre_hooks.values()))(model, (mine.detach(),), {})[0][0]
         with torch.autocast(device_type, enabled=False):
             single = model.q(x)
-    failures.expect(None if single.dtype == torch.float32 else f"{single.dtype}", "without")
+    failures.equal(single.dtype, torch.float32, "without")
 
 
 class Probe(torch.nn.Module):
@@ -408,7 +402,7 @@ def test_parallel_prepares_other_layouts_as_pytorch_does(failures: Failures) -> 
             results.append((placements, y, whole(x.detach()), input.grad))
         (*kinds, right, grad), (*other_kinds, found, found_grad) = results
         where = (given, "to", desired, local)
-        failures.expect(None if kinds == other_kinds else f"{other_kinds}, not {kinds}", *where)
+        failures.equal(kinds, other_kinds, *where)
         failures.expect(difference(found, right), *where)
         failures.expect(difference(found_grad, grad), "gradient", *where)
 
@@ -436,9 +430,7 @@ def test_parallel_prepared_input_works_beside_fsdp(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model(distribute_tensor(mine, grid["tp"], [Shard(1)]).to_local()).sum().backward()
-    for (name, own), (_, true) in zip(
-        model.named_parameters(), module.named_parameters(), strict=True
-    ):
+    for (name, own), true in zip(model.named_parameters(), module.parameters(), strict=True):
         failures.expect(difference(2 * own.grad.full_tensor(), true.grad), name, layers)
 
 
@@ -458,8 +450,7 @@ def test_parallel_prepared_input_changed_behind_its_readers_is_refused(failures:
         model(2 * input).sum().backward()
 
     for given, local in itertools.product((Shard(0), Shard(1)), (False, True)):
-        said = message_of(step, given, local)
-        failures.expect(None if "inplace" in said else f"said {said!r}", given, local)
+        failures.holds("inplace", message_of(step, given, local), given, local)
 
 
 @pytest.mark.ranks((2, "gloo"))

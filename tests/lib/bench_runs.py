@@ -30,7 +30,10 @@ def measure(argv: list[str]) -> None:
         raise AssertionError(f"the benchmark ended with status {error.code}") from error
 
 
-def lines_of(path: Path) -> list[dict]:
+def lines_of(ranks, folder: Path, command: str, *more: str) -> list[dict]:
+    """The JSON lines that ranks write of a benchmark; the first is of the run."""
+    path = folder / "rows.jsonl"
+    ranks.run(measure, [*command.split(), *more, "--json", str(path)])
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import overlap_torch
-from operands import Case, difference, poison, rank_device, world_name
+from operands import Case, difference, from_all_ranks, poison, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch._watch.timeline import Call
@@ -27,6 +27,23 @@ class Failures:
         self.checks += 1
         if problem:
             self.lines.append(f"{' '.join(str(part) for part in where)}: {problem}")
+
+    def equal(self, found: object, right: object, *where: object) -> None:
+        self.expect(None if found == right else f"{found!r}, not {right!r}", *where)
+
+    def holds(self, part: object, whole: Container[object], *where: object) -> None:
+        self.expect(None if part in whole else f"{part!r} is not in {whole!r}", *where)
+
+    def near(
+        self, found: torch.Tensor, right: torch.Tensor, *where: object, **tolerances: Any
+    ) -> None:
+        close = torch.allclose(found, right, **tolerances)
+        self.expect(None if close else f"off by {(found - right).abs().max()}", *where)
+
+    def alike(self, value: object, *where: object) -> None:
+        """The value must be that of all other ranks of the world; all call this."""
+        found = from_all_ranks(value)
+        self.equal(found, found[:1] * len(found), *where, "ranks differ")
 
     def expect_equal(
         self, outputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *where: object
@@ -81,8 +98,7 @@ def check_call(
     result = (call or OPS[op].operator)(*arguments, **OPS[op].keywords(case), group=name)
 
     outputs = tensors_of(result)
-    same_number = len(outputs) == len(expected)
-    failures.expect(None if same_number else f"{len(outputs)} results", *where)
+    failures.equal(len(outputs), len(expected), *where)
     for i, (output, right) in enumerate(zip(outputs, expected, strict=False)):
         failures.expect(difference(output, right), "result", i, *where)
         strides = None if output.is_contiguous() else f"strides {output.stride()}"
@@ -122,7 +138,7 @@ def check_plan(
             group=group,
             op=problem.op,
         )
-        failures.expect(None if now == plan else f"plan_for says {now}", *where, case)
+        failures.equal(now, plan, *where, case)
         with overlap_torch.trace() as traced:
             check_call(failures, case, *where, seed=1, group=group, op=op)
         seen = communicated_chunks(traced.calls)
@@ -130,9 +146,7 @@ def check_plan(
         pieces = len(seen) if op == "gemm_alltoall" else len(plan.chunks)
         expected = list(range(pieces))
         if dist.get_world_size(group) > 1:
-            failures.expect(
-                None if seen == expected else f"communicated chunks {seen}", *where, case
-            )
+            failures.equal(seen, expected, *where, case)
         check_call(failures, case, *where, seed=2, group=group, op=op)
 
 

@@ -23,9 +23,7 @@ def mesh(*shape: int) -> DeviceMesh:
 def check_parameter_gradients(
     failures: Failures, module: torch.nn.Module, whole: torch.nn.Module, *where: object
 ) -> None:
-    for (name, own), (_, right) in zip(
-        module.named_parameters(), whole.named_parameters(), strict=True
-    ):
+    for (name, own), right in zip(module.named_parameters(), whole.parameters(), strict=True):
         if own.grad is None:
             failures.expect("has none", "gradient of", name, *where)
         else:

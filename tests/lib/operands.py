@@ -234,6 +234,17 @@ def rank_device() -> torch.device:
     return torch.device("cpu")
 
 
+def place() -> tuple[int, int, torch.device]:
+    return dist.get_rank(), dist.get_world_size(), rank_device()
+
+
+def from_all_ranks(value: object) -> list:
+    """Each rank's value; all call this."""
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 @contextlib.contextmanager
 def as_torchrun_places() -> Iterator[None]:
     """The answers to transformers' questions for this rank's device: as torchrun says it, and the

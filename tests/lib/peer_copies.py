@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from operands import from_all_ranks
 from overlap_torch._attention import functions, peers
 
 POISON = 0x7F  # a NaN in bfloat16, and no small integer elsewhere
@@ -43,8 +44,7 @@ class GlooCopies:
             begin = bases[base - 1] + source
             data = [ctypes.string_at(begin + row * stride, width) for row in range(rows)]
             sent.append((peer, step, offset, to_stride, data))
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (self.text, first, sent))
+        everyone = from_all_ranks((self.text, first, sent))
         assert {(text, at) for text, at, _ in everyone} == {(self.text, first)}
         for _, _, messages in everyone:
             for peer, step, *message in messages:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import Case, poison, rank_device
+from operands import Case, place, poison, rank_device
 from ops import OPS, Arguments, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Plan
@@ -49,14 +49,13 @@ class _Prepared:
 
 
 def _prepare(runner: Runner, seeds: int, group: dist.ProcessGroup) -> _Prepared:
-    place = (dist.get_rank(), dist.get_world_size(), rank_device())
     op = OPS[runner.op]
     if runner.plan is not None:
         plan_module.set_plan(runner.plan, group=group)
     return _Prepared(
         runner,
-        [op.arguments(runner.case, *place, seed) for seed in range(seeds)],
-        [op.expected(runner.case, *place, seed) for seed in range(seeds)],
+        [op.arguments(runner.case, *place(), seed) for seed in range(seeds)],
+        [op.expected(runner.case, *place(), seed) for seed in range(seeds)],
     )
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from operands import from_all_ranks
 from overlap_torch._moe import functions
 
 _library = torch.library.Library("overlap", "FRAGMENT")
@@ -16,8 +17,7 @@ NONE, PADDING, AFTER = -1, -1, -2
 
 def _everybody(*own: object) -> list:
     """Every rank's; ranks call the same operators with the same numbers, the last of `own`."""
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = from_all_ranks(own)
     assert len({each[-1] for each in found}) == 1, [each[-1] for each in found]
     return found
 

@@ -94,6 +94,11 @@ class Outcome:
     detail: str = ""  # traceback, exit code and the end of the output, or stacks
     crowded: bool = False  # the rank's GPU is nearly full
 
+    def result(self) -> Any:
+        """The value that the job returned; an AssertionError where it ended otherwise."""
+        assert self.kind == "returned", self
+        return self.value
+
 
 class RankFailure(AssertionError):
     """A job failed on some rank; the message holds every rank's part."""
@@ -288,12 +293,14 @@ def run_fresh(
         ranks.kill()
 
 
-def findings(test: Callable[..., None], given: dict[str, Any]) -> tuple[int, list[str]]:
-    """A rank's job: a test that takes `failures`."""
+def findings(
+    test: Callable[..., None], args: Sequence[Any], given: dict[str, Any]
+) -> tuple[int, list[str]]:
+    """A rank's job: a test, or a part of one, that takes `failures`."""
     from checks import Failures
 
     failures = Failures()
-    test(failures, **given)
+    test(failures, *args, **given)
     return failures.result()
 
 

@@ -58,7 +58,7 @@ def test_aligned_products_are_exact(failures: Failures) -> None:
                 failures, f"{name}, {m, n, k}, {collective}, turn {turn}", job.result(), expected
             )
             launches.add(len(job._prepared.aligned))
-        failures.expect(None if len(launches) == 1 else "proven again", name, "second launch")
+        failures.equal(len(launches), 1, name, "second launch", "proven again")
         if name == "autotuned" and not a.is_cuda:
             continue  # nothing times configurations there
         if not a.is_cuda:  # where parts may be smaller than a page
@@ -125,16 +125,15 @@ def check_norms(failures: Failures) -> None:
     own = torch.empty_like(x)
     launch(stock.normed, own, 0)
     right = torch.nn.functional.layer_norm(x.double(), (n,), weight.double(), None, 1e-5)
-    near = torch.allclose(own.double(), right, atol=1e-5)
-    failures.expect(None if near else "is wrong", "the stock kernel")
+    failures.near(own.double(), right, "the stock kernel", atol=1e-5)
     expected = own.clone()
     dist.all_reduce(expected)
     mean.fill_(float("nan"))
     expect(
         failures, "y", produced((1, n), ot.aligned(stock.normed, "y_ptr"), (m, n), launch), expected
     )
-    near = torch.allclose(mean.double(), x.double().mean(1), atol=1e-6)
-    failures.expect(None if near else "are wrong", "the means, which are no output of the job")
+    means = x.double().mean(1)
+    failures.near(mean.double(), means, "the means, which are no output of the job", atol=1e-6)
 
 
 def check_attention(failures: Failures) -> None:
@@ -382,7 +381,7 @@ def test_aligned_refuses_by_file_and_line(failures: Failures) -> None:
         failures.expect(None if said.startswith(place) and named else f"said {said!r}", name)
         line = "ot.wait(arrived" if name in WAITING else "ot.signal(counters"
         for part in ("Write these lines by hand", "ot.tile(tile_order", line):
-            failures.expect(None if part in said else f"{part} is not in {said!r}", name)
+            failures.holds(part, said, name)
 
 
 @pytest.mark.ranks((1, "gloo"))

@@ -15,7 +15,7 @@ from torch.nn import functional
 import overlap_torch
 from checks import Failures, message_of
 from modes import SeesDispatches
-from operands import Case, difference, integers, make_operands, rank_device, world_name
+from operands import Case, difference, integers, make_operands, place, rank_device, world_name
 from ops import OPS, expected_output, map_tensors, tensors_of
 
 CASES = [
@@ -52,8 +52,7 @@ def right_gradients(
     me = dist.get_rank() if rank is None else rank
     everybody = [
         map_tensors(
-            lambda t: t.double().requires_grad_(),
-            OPS[op].arguments(case, r, world, device, seed),
+            lambda t: t.double().requires_grad_(), OPS[op].arguments(case, r, world, device, seed)
         )
         for r in range(world)
     ]
@@ -125,17 +124,14 @@ def test_autograd_on_cpu_gathers_by_a_collective_whose_name_gloo_keeps_safely(
     with SeesDispatches() as mode:
         for op, operand in (("allgather_gemm", 1), ("gemm_reducescatter", 1)):
             case = OPS[op].of([Case((8,), 4, 6, torch.float32)])[0]
-            arguments = OPS[op].arguments(
-                case, dist.get_rank(), dist.get_world_size(), rank_device()
-            )
+            arguments = OPS[op].arguments(case, *place())
             leaf = tensors_of(arguments)[operand].requires_grad_()
             output = tensors_of(OPS[op].wrapper(*arguments, group=world_name()))[0]
             (gradient,) = torch.autograd.grad(output.sum(), leaf)
             assert gradient.shape == leaf.shape
     names = {function.name() for function in mode.seen}
     names = {name for name in names if name.startswith("_c10d_functional::")}
-    expected = {"_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"}
-    failures.expect(None if names == expected else f"{names}")
+    failures.equal(names, {"_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"})
 
 
 @pytest.mark.ranks((2, "gloo"), (3, "gloo"), (2, "nccl"))
@@ -161,9 +157,7 @@ def test_autograd_allreduce_backward_does_not_communicate(failures: Failures) ->
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_autograd_forward_mode_raises(failures: Failures, op: str) -> None:
     """A tangent must not be lost silently, as torch.library's kernels lose it where nothing requires a gradient."""
-    arguments = OPS[op].arguments(
-        Case((4,), 3, 4, bias=True), dist.get_rank(), dist.get_world_size(), rank_device()
-    )
+    arguments = OPS[op].arguments(Case((4,), 3, 4, bias=True), *place())
     for call, operand in itertools.product(
         (OPS[op].wrapper, OPS[op].operator), tensors_of(arguments)
     ):
@@ -185,9 +179,7 @@ def test_autograd_forward_mode_raises(failures: Failures, op: str) -> None:
 @pytest.mark.ranks((2, "gloo"), (2, "nccl"))
 def test_autograd_records_only_where_asked(failures: Failures, op: str) -> None:
     """For wrapper and operator: what the first output says of itself, in each mode."""
-    arguments = OPS[op].arguments(
-        Case((4,), 3, 4), dist.get_rank(), dist.get_world_size(), rank_device()
-    )
+    arguments = OPS[op].arguments(Case((4,), 3, 4), *place())
     for weight in tensors_of(arguments)[1:]:
         weight.requires_grad_()
     detached = map_tensors(torch.Tensor.detach, arguments)
@@ -202,7 +194,7 @@ def test_autograd_records_only_where_asked(failures: Failures, op: str) -> None:
         with torch.inference_mode():
             modes.append(output(arguments).is_inference())
         modes.append(output(detached).requires_grad)
-        failures.expect(None if modes == [True, False, True, False] else f"{modes}", call)
+        failures.equal(modes, [True, False, True, False], call)
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)

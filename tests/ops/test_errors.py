@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import overlap_torch
 from checks import Failures, check_call, message_of
-from operands import Case, rank_device, world_name
+from operands import Case, from_all_ranks, place, rank_device, world_name
 from ops import OPS, map_tensors, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan import Problem
@@ -211,7 +211,7 @@ def test_errors_name_the_biases_that_weights_take(failures: Failures) -> None:
 @every_op
 @pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
 def test_errors_name_the_unknown_group(failures: Failures, op: str) -> None:
-    arguments = OPS[op].arguments(CASE, dist.get_rank(), dist.get_world_size(), rank_device())
+    arguments = OPS[op].arguments(CASE, *place())
     destroyed = dist.new_group()
     check_call(failures, CASE, "before the group is destroyed", group=destroyed, op=op)
     destroyed_name = destroyed.group_name
@@ -231,9 +231,8 @@ def test_errors_refuse_a_group_of_others(failures: Failures) -> None:
     """Groups that this rank is not in: what new_group returns there, the name, a mesh."""
     device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
     first, mesh = dist.new_group([0]), DeviceMesh(device.type, [0])
-    names = [None] * world
-    dist.all_gather_object(names, first.group_name if rank == 0 else None)
-    groups = [(first, "non_group_member"), (names[0], f"'{names[0]}'"), (mesh, "devicemesh")]
+    name, *_ = from_all_ranks(first.group_name if rank == 0 else None)
+    groups = [(first, "non_group_member"), (name, f"'{name}'"), (mesh, "devicemesh")]
     layers = (overlap_torch.nn.ColumnParallelLinear, overlap_torch.nn.RowParallelLinear)
     for group, name in groups if rank != 0 else []:
         calls = {

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import overlap_torch
 import scaled
 from checks import Failures, message_of
-from operands import rank_device, world_name
+from operands import place, rank_device, world_name
 from overlap_torch import plan as plan_api
 from scaled import E4M3, E5M2, Case
 
@@ -212,7 +212,7 @@ def test_fp8_gathers_carry_fp8_and_reductions_the_outputs_type(failures: Failure
                 if kind in (bytes_, bf16, floats)
             ]
             seen.append((name, sent))
-        failures.expect(None if len(seen) == len(wanted) else f"calls {seen}", op, recipe, shared)
+        failures.equal(len(seen), len(wanted), op, recipe, shared)
         for (name, sent), (kind, dtype, count) in zip(seen, wanted, strict=False):
             sizes = [torch.Size(size).numel() for of, size in sent if of == dtype]
             fits = kind in name.replace("_base_", "") and (
@@ -229,8 +229,7 @@ def test_fp8_gathers_carry_fp8_and_reductions_the_outputs_type(failures: Failure
 def arguments_of(op: str) -> tuple[torch._ops.OpOverload, tuple, dict]:
     """A call of the operator itself."""
     overload = scaled.Overload(op)
-    place = (dist.get_rank(), dist.get_world_size(), rank_device())
-    arguments = overload.arguments(Case((4,), 6, 16, "row", bias=True, named=False), *place, 1)
+    arguments = overload.arguments(Case((4,), 6, 16, "row", bias=True, named=False), *place(), 1)
     positional = sum(not one.kwarg_only for one in overload.operator._schema.arguments)
     return overload.operator, tuple(arguments[:positional]), {"group": world_name()}
 
@@ -250,7 +249,7 @@ def test_fp8_ops_pass_opcheck_compile_and_export(failures: Failures, op: str) ->
         operator, arguments, keywords, test_utils=tests, raise_exception=False
     )
     for name, result in found.items():
-        failures.expect(None if result == "SUCCESS" else str(result), op, name)
+        failures.equal(result, "SUCCESS", op, name)
 
     def call(*given):
         return operator(*given, **keywords)
@@ -301,11 +300,9 @@ def test_fp8_plans_reports_and_traces_name_types_and_recipe(failures: Failures) 
     plan = plan_api.plan_for(64, 32, 16, E4M3, device="cpu", recipe="row_wise")
     problem = plan.problem
     said = (problem.dtype.name, problem.recipe.name, problem.output_dtype.name, plan.schedule.name)
-    right = ("FLOAT8_E4M3FN", "ROW_WISE", "BFLOAT16", "SEQUENTIAL")
-    failures.expect(None if said == right else str(said), "plan_for")
+    failures.equal(said, ("FLOAT8_E4M3FN", "ROW_WISE", "BFLOAT16", "SEQUENTIAL"), "plan_for")
     fast = plan_api.plan_for(64, 32, 16, E4M3, device="cpu", recipe="row_wise", fast_accum=True)
-    same = (problem.fast_accum, fast.problem.fast_accum) == (False, True)
-    failures.expect(None if same else f"{problem}, {fast.problem}", "plan_for")
+    failures.equal((problem.fast_accum, fast.problem.fast_accum), (False, True), "plan_for")
     with plan_api.use_plan(fast, device="cpu") as used:
         failures.expect(None if used.problem.fast_accum else str(used), "use_plan")
     case = Case((64,), 32, 16, "row")
@@ -320,9 +317,8 @@ def test_fp8_plans_reports_and_traces_name_types_and_recipe(failures: Failures) 
     types = "float8_e4m3fn row_wise to "
     right = [types + name for name in ("bfloat16", "float32", "bfloat16 fast_accum")]
     for part in right:
-        failures.expect(None if part in text else f"lacks {part}: {text}", "report")
-    dtypes = [one.dtype for one in trace.calls]
-    failures.expect(None if dtypes == right else str(dtypes), "trace")
+        failures.holds(part, text, "report")
+    failures.equal([one.dtype for one in trace.calls], right, "trace")
 
 
 @every_op
@@ -336,6 +332,6 @@ def test_fp8_ranks_that_accumulate_otherwise_raise(failures: Failures, op: str) 
         scaled.invoke, fast if rank == world - 1 else case, op, call, rank_device()
     )
     for part in ("rank 0 called", f"rank {world - 1} called", "row_wise bfloat16 fast_accum=1"):
-        failures.expect(None if part in message else f"lacks {part}: {message}", op)
+        failures.holds(part, message, op)
     for seed, both in enumerate((case, fast)):
         scaled.check(failures, both, op, seed)

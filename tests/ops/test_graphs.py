@@ -12,7 +12,7 @@ import torch.distributed as dist
 import overlap_torch
 from captures import capture
 from checks import Failures, check_call
-from operands import Case, Operands, difference, make_operands, rank_device, world_name
+from operands import Case, Operands, difference, make_operands, place, rank_device, world_name
 from ops import expected_output
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel, Transport
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ranks((1, "nccl"), (2, "nccl"), (4, "nccl"))]
 
 
 def operands_of(seed: int, case: Case = CASE) -> Operands:
-    return make_operands(case, dist.get_rank(), dist.get_world_size(), rank_device(), seed)
+    return make_operands(case, *place(), seed)
 
 
 def right_of(seed: int, case: Case = CASE) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_graphs_keep_what_they_were_captured_with(failures: Failures) -> None:
         set_plan_named(name, Kernel.LIBRARY)
         # A larger problem makes the group's own staging memory grow.
         larger = CASE.with_(leading=(4100,))
-        big = make_operands(larger, dist.get_rank(), dist.get_world_size(), rank_device(), 1)
+        big = make_operands(larger, *place(), 1)
         if name == "window":
             plan = chunked_plan(
                 larger, dist.get_world_size(), "cuda", "packed", 6, window=True, max_ctas=8

@@ -80,11 +80,7 @@ CASES: dict[str, tuple[Callable, Cut, Cut]] = {
     "rowwise, features": (styled(ROWWISE, output_layouts=Shard(-1)), my_features, my_features),
     "column": (layer(ColumnParallelLinear), whole, my_features),
     "column, gathered": (layer(ColumnParallelLinear, gather_output=True), whole, whole),
-    "column, tokens": (
-        layer(ColumnParallelLinear, sequence_parallel=True),
-        my_tokens,
-        my_features,
-    ),
+    "column, tokens": (layer(ColumnParallelLinear, sequence_parallel=True), my_tokens, my_features),
     "columns": (first_of_several(), whole, my_features),
     "columns, gathered": (first_of_several(gather_output=True), whole, whole),
     "columns, tokens": (first_of_several(sequence_parallel=True), my_tokens, my_features),

@@ -37,9 +37,10 @@ def whole_order(case: Case, rank: int, world: int, align: int) -> tuple[list, li
     return order, ends, counts
 
 
-def check_dispatch(align: int, order_of_sums: str) -> tuple[int, list[str]]:
+@pytest.mark.parametrize(("align", "order_of_sums"), [(1, "choices"), (4, "choices"), (4, "ranks")])
+def test_moe_dispatch_rows_and_traffic(failures: Failures, align: int, order_of_sums: str) -> None:
     """Rows and sums bit for bit; what is sent: a token once to each rank that it visits; home a row for each route, or each visit."""
-    rank, world, failures = dist.get_rank(), dist.get_world_size(), Failures()
+    rank, world = dist.get_rank(), dist.get_world_size()
     sent: list[tuple[int, ...]] = []
     all_to_all = ops.all_to_all
 
@@ -100,12 +101,6 @@ def check_dispatch(align: int, order_of_sums: str) -> tuple[int, list[str]]:
                 own = torch.where(here[:, None], own + part, own)
             total = total + own
         failures.expect(difference(output, total), "sum", case)
-    return failures.result()
-
-
-@pytest.mark.parametrize(("align", "sums"), [(1, "choices"), (4, "choices"), (4, "ranks")])
-def test_moe_dispatch_rows_and_traffic(ranks, align, sums):
-    ranks.expect_no_failures(check_dispatch, align, sums)
 
 
 def operands(requires_grad: bool) -> list[torch.Tensor]:
@@ -234,9 +229,10 @@ WRONG = [
 ]
 
 
-def check_errors() -> tuple[int, list[str]]:
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
+def test_moe_errors_come_before_anything_is_sent(failures: Failures) -> None:
     """Each on every rank, before anything is sent: the group goes on. A rank alone that raises is named to the others."""
-    failures, world = Failures(), dist.get_world_size()
+    world = dist.get_world_size()
     names = ["x", "ids", "shares", "gate_up", "down"]
     for kind, text, changes in WRONG:
         given, keywords = operands(False), {}
@@ -261,12 +257,6 @@ def check_errors() -> tuple[int, list[str]]:
     if rows.shape[0] > 0:
         failures.expect(None if f"R = {rows.shape[0]} rows" in message else message)
     failures.expect(None if overlap_torch.moe(*operands(False)).isfinite().all() else "not finite")
-    return failures.result()
-
-
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (2, "nccl"))
-def test_moe_errors_come_before_anything_is_sent(ranks):
-    ranks.expect_no_failures(check_errors)
 
 
 def check_widths_differ() -> list[str]:
@@ -280,9 +270,11 @@ def test_moe_ranks_that_differ_all_raise(ranks):
     assert all("all-to-all of rows of [8]" in m and "[7]" in m for m in messages), messages
 
 
-def check_layer(experts: int) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("experts", [4, 5])
+@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "nccl"))
+def test_moe_layer_is_the_whole_layer(failures: Failures, experts: int) -> None:
     """The layer beside the same layer on this rank only: outputs, gradients, state dicts, the router and a shared expert."""
-    failures, rank, world = Failures(), dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     device = rank_device()
 
     def router(x):
@@ -327,7 +319,6 @@ def check_layer(experts: int) -> tuple[int, list[str]]:
         failures.expect(problem, name)
     message = message_of(again, everybody[rank].to(device), torch.zeros(1), torch.zeros(1))
     failures.expect(None if "x only with one" in message else message)
-    return failures.result()
 
 
 def single_rank_group() -> dist.ProcessGroup:
@@ -335,9 +326,3 @@ def single_rank_group() -> dist.ProcessGroup:
 
     groups = [subgroup((rank,)) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
-
-
-@pytest.mark.parametrize("experts", [4, 5])
-@pytest.mark.ranks((1, "gloo"), (2, "gloo"), (4, "gloo"), (2, "nccl"))
-def test_moe_layer_is_the_whole_layer(ranks, experts):
-    ranks.expect_no_failures(check_layer, experts)

@@ -26,9 +26,8 @@ ROUTES = [
 ]
 
 
-def check_routes() -> tuple[int, list[str]]:
+def check_routes(failures: Failures) -> None:
     """Routes counted, met and placed; a rank is taken to get its own message from all."""
-    failures = Failures()
     for (experts, tokens, choices), kind in itertools.product(ROUTES, (torch.int32, torch.int64)):
         device, total = torch.device("cuda"), sum(experts)
         ids = integers((tokens, choices), device, "ids", low=-2, high=total + 1).to(kind)
@@ -51,12 +50,11 @@ def check_routes() -> tuple[int, list[str]]:
             expected += ops._arrive(met, offs, slots.cpu(), int(known[-1]), choices)
             for mine, whole in zip(found, expected, strict=True):
                 failures.expect(difference(mine.cpu(), whole), "arrivals", experts, rank, align)
-    return failures.result()
 
 
-def check_rows() -> tuple[int, list[str]]:
+def check_rows(failures: Failures) -> None:
     """Rows by index, sums of choices, and rows times shares with their dots; all in values that nothing rounds otherwise."""
-    failures, device = Failures(), torch.device("cuda")
+    device = torch.device("cuda")
     for dtype, width, choices in itertools.product(DTYPES, WIDTHS, (1, 3, 8)):
         place = (dtype, width, choices)
         tokens = 37
@@ -84,7 +82,6 @@ def check_rows() -> tuple[int, list[str]]:
             _ops._moe_weigh(rows, others, share), ops._weigh(rows, others, share), strict=True
         ):
             failures.expect(difference(mine, right), "weigh", *place)
-    return failures.result()
 
 
 GATES = [
@@ -104,9 +101,9 @@ def worst(mine: torch.Tensor, right: torch.Tensor) -> str | None:
     return None if same else f"off by {(mine.double() - right).abs().max().item()}"
 
 
-def check_gates() -> tuple[int, list[str]]:
+def check_gates(failures: Failures) -> None:
     """Activations and their gradients within the rounding of float64's, with biases, in halves, by turns and as a pair."""
-    failures, device = Failures(), torch.device("cuda")
+    device = torch.device("cuda")
     forms = ("halves", "turns", "pair")
     for gate, dtype, width, bias, form in itertools.product(
         GATES, DTYPES, (8, 264, 7), (False, True), forms
@@ -131,14 +128,13 @@ def check_gates() -> tuple[int, list[str]]:
         right = activation._gate_backward(grad.double(), *in_double)
         for found, expected in zip(mine[: 1 + pair], right[: 1 + pair], strict=True):
             failures.expect(worst(found, expected), "gradient", *place)
-    return failures.result()
 
 
-def check_products() -> tuple[int, list[str]]:
+def check_products(failures: Failures) -> None:
     """Experts of none to some 300 rows: every row by its own expert's weight, and nothing after the last one."""
-    failures, device = Failures(), torch.device("cuda")
+    device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return 1, []  # other GPUs take PyTorch's products, which test_moe.py tests
+        return failures.expect(None)  # other GPUs take PyTorch's products, which test_moe.py tests
     counts = [0, 1, 63, 64, 65, 127, 128, 129, 0, 300]
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
     offs = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
@@ -184,7 +180,6 @@ def check_products() -> tuple[int, list[str]]:
             form == "turns",
         )
         failures.expect_equal(raw[:count], mine[:count], "as called", dtype, inner, width, form)
-    return failures.result()
 
 
 @pytest.mark.ranks((1, "nccl"))

@@ -18,6 +18,8 @@ from operands import (
     INPUT_LAYOUTS,
     WEIGHT_LAYOUTS,
     Case,
+    difference,
+    place,
     rank_device,
     subgroup,
     world_name,
@@ -140,9 +142,16 @@ def test_ops_specification_is_the_composition(
     check_cases(failures, op, cases, call=call)
 
 
-def root_mean_square_errors(op: str, case: Case) -> tuple[float, float]:
-    """(op, composition): errors against float64 on normal data, over all of this rank's results."""
-    device, rank, world = rank_device(), dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@every_op
+def test_ops_round_no_worse_than_the_composition(
+    failures: Failures, op: str, dtype: torch.dtype, with_bias: bool
+) -> None:
+    """Errors against float64 on normal data, over all of this rank's results."""
+    rank, world, device = place()
+    m, n, k = (1024, 1024, 768) if device.type == "cuda" else (200, 160, 320)
+    case = Case((m,), n, k, dtype, with_bias)
 
     def drawn(r: int) -> Arguments:
         generator = torch.Generator(device).manual_seed(r)
@@ -168,32 +177,22 @@ def root_mean_square_errors(op: str, case: Case) -> tuple[float, float]:
         ]
         for result in results
     ]
-    return tuple(math.sqrt(sum(error)) for error in errors)
+    error, composition = (math.sqrt(sum(squares)) for squares in errors)
+    good = composition > 0 and error <= 1.05 * composition
+    failures.expect(None if good else f"error {error}, composition {composition}")
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@every_op
-def test_ops_round_no_worse_than_the_composition(ranks, op, dtype, with_bias):
-    m, n, k = (1024, 1024, 768) if ranks.device_type == "cuda" else (200, 160, 320)
-    case = Case((m,), n, k, dtype, with_bias)
-    for rank, (error, composition) in enumerate(ranks.run(root_mean_square_errors, op, case)):
-        assert composition > 0
-        assert error <= 1.05 * composition, f"rank {rank}: error {error}, composition {composition}"
-
-
-def check_results_agree(dtype: torch.dtype) -> bytes:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_ops_allreduce_result_is_the_same_on_every_rank(
+    failures: Failures, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     input = torch.randn(150, 70, generator=generator).to(rank_device(), dtype)
     weight = torch.randn(90, 70, generator=generator).to(rank_device(), dtype)
     output = torch.ops.overlap.gemm_allreduce(input, weight, group=world_name())
-    return output.cpu().view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_ops_allreduce_result_is_the_same_on_every_rank(ranks, dtype):
-    results = ranks.run(check_results_agree, dtype)
-    assert all(result == results[0] for result in results)
+    first = output.clone()
+    dist.broadcast(first, 0)
+    failures.expect(difference(output, first))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -207,9 +206,7 @@ def test_ops_outputs_are_fresh(failures: Failures, op: str, dtype: torch.dtype) 
     ]
     outputs = [output for result in results for output in result if output.numel() > 0]
     places = {storage(output) for output in outputs}
-    failures.expect(
-        None if len(places) == len(outputs) else f"{len(outputs)} outputs in {len(places)} storages"
-    )
+    failures.equal(len(places), len(outputs))
     for seed, result in enumerate(results):
         expected = OPS[op].expected(case, rank, world, device, seed)
         failures.expect_equal(result, expected, "after later calls", op, case, seed)
@@ -286,20 +283,16 @@ def test_ops_take_cuda_tensors_in_a_gloo_group(failures: Failures, op: str) -> N
     dist.destroy_process_group(group)
 
 
-def planned_with_threads() -> list[str]:
-    """Default plans, as text, where every rank has another number of threads."""
+@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
+def test_ops_plans_do_not_depend_on_what_ranks_do_not_share(failures: Failures) -> None:
+    """Every rank has another number of threads."""
     torch.set_num_threads(1 + dist.get_rank() % 2)
     try:
-        return [
+        plans = [
             repr(overlap_torch.plan.plan_for(m, n, k, dtype, device=rank_device()))
             for m, n, k in ((64, 64, 64), (512, 512, 512), (1024, 1024, 1024), (4096, 2048, 512))
             for dtype in (torch.float32, torch.bfloat16)
         ]
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.ranks((2, "gloo"), (2, "nccl"))
-def test_ops_plans_do_not_depend_on_what_ranks_do_not_share(ranks):
-    results = ranks.run(planned_with_threads)
-    assert results[0] == results[1]
+    failures.alike(plans)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import overlap_torch
 import rank_pool
 from checks import Failures, check_call, message_of
-from operands import Case, rank_device
+from operands import Case, place
 from ops import OPS
 from overlap_torch import plan as plan_module
 from overlap_torch.nn import ColumnParallelLinear, RowParallelLinear
@@ -36,14 +36,14 @@ GATHERS_ROWS = ("allgather_gemm", "allgather_gemm.weights")  # a rank's M is a p
 
 
 def call(op: str, case: Case) -> object:
-    arguments = OPS[op].arguments(case, dist.get_rank(), dist.get_world_size(), rank_device())
+    arguments = OPS[op].arguments(case, *place())
     return OPS[op].wrapper(*arguments)
 
 
 def expect_named(failures: Failures, message: str, parts: tuple[str, ...], *where: object) -> None:
     last = dist.get_world_size() - 1
     for part in (*parts, "rank 0 called", f"rank {last} called", "Nothing was communicated"):
-        failures.expect(None if part in message else f"{part!r} is not in {message!r}", *where)
+        failures.holds(part, message, *where)
 
 
 def disagree(failures: Failures, op: str) -> None:
@@ -53,9 +53,7 @@ def disagree(failures: Failures, op: str) -> None:
     for name, (other, *parts) in OTHERS.items():
         if op == "gemm_alltoall" and "rows" in name:  # rows differ by rank
             continue
-        arguments = OPS[op].arguments(
-            other if last else CASE, dist.get_rank(), dist.get_world_size(), rank_device()
-        )
+        arguments = OPS[op].arguments(other if last else CASE, *place())
         message = message_of(OPS[op].wrapper, *arguments)
         # The problem's M is that of all ranks, its N that of all weights.
         if op in GATHERS_ROWS or (op == "gemm_reducescatter" and "rows" in name):
@@ -81,9 +79,7 @@ def test_disagreement_about_the_order_raises_on_every_rank(failures: Failures) -
         (("allgather_gemm", CASE), ("gemm_alltoall", CASE)),
     ):
         for op, case in (second, first) if last else (first, second):
-            arguments = OPS[op].arguments(
-                case, dist.get_rank(), dist.get_world_size(), rank_device()
-            )
+            arguments = OPS[op].arguments(case, *place())
             message = message_of(OPS[op].wrapper, *arguments)
             expect_named(failures, message, (first[0], second[0]), "order", first, second)
     check_call(failures, CASE, "after", seed=1)
@@ -114,7 +110,7 @@ def test_disagreement_of_a_subgroup_is_its_own(failures: Failures) -> None:
             overlap_torch.gemm_allreduce(x[:64], w, group=pair)
         message = message_of(lambda: overlap_torch.gemm_allreduce(x, w, group=pair))
         for part in ("m=64", "m=128", "call 4", pair.group_name):
-            failures.expect(None if part in message else f"{part} is not in {message!r}")
+            failures.holds(part, message)
     check_call(failures, CASE, "in the whole group", seed=2)
 
 
@@ -163,7 +159,7 @@ def test_disagreement_about_a_backward_leaves_nothing_on_its_way(
     check_call(failures, CASE, "before")
     message = message_of(lambda: _Raises.apply(layer(x)).sum().backward())
     if dist.get_rank() == world - 1:
-        failures.expect(None if message == "out of memory" else repr(message), name)
+        failures.equal(message, "out of memory", name)
         message = message_of(call, "gemm_alltoall", CASE)
     told = f"rank {world - 1} called gemm_alltoall" in message
     told = told and "Nothing was communicated" in message
@@ -190,57 +186,43 @@ def test_disagreement_is_found_without_shared_memory(failures: Failures) -> None
     disagree(failures, "gemm_allreduce")
 
 
-def one_call_less() -> tuple[float, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.fresh(group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"})
+def test_disagreement_missing_call_is_named_at_the_deadline(failures: Failures) -> None:
     """The last rank leaves out its third call: the others' deadline passes, and what was found stays found."""
     for _ in range(2):
         call("gemm_allreduce", CASE)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == dist.get_world_size() - 1:
         store.wait(["reported"])
-        return 0.0, []
+        return failures.expect(None)
     start = time.monotonic()
     messages = [message_of(call, "gemm_allreduce", CASE) for _ in range(2)]
     seconds = time.monotonic() - start
     store.set("reported", "")
-    return seconds, messages
+    failures.expect(None if 1.9 <= seconds <= 15.0 else f"after {seconds:.1f} s")
+    failures.equal(messages[0], messages[1])
+    pattern = r"chunk 0 of call 3, gemm_allreduce m=256 .*: rank 1 has not made this call"
+    failures.expect(None if re.search(pattern, messages[0]) else messages[0])
 
 
-def test_disagreement_missing_call_is_named_at_the_deadline():
-    outcomes = rank_pool.run_fresh(
-        2, "gloo", one_call_less, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "2"}
-    )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    seconds, messages = outcomes[0].value
-    assert 1.9 <= seconds <= 15.0
-    assert messages[0] == messages[1]
-    assert re.search(
-        r"chunk 0 of call 3, gemm_allreduce m=256 .*: rank 1 has not made this call", messages[0]
-    )
-
-
-def never_come() -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.fresh(group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "1"})
+def test_disagreement_rank_that_never_comes_is_named_and_nothing_is_left(
+    failures: Failures,
+) -> None:
     """The last rank makes no call at all: what the others say, twice, and what they leave in /dev/shm."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == dist.get_world_size() - 1:
         store.wait(["reported"])
-        return 0, []
+        return failures.expect(None)
     messages = [message_of(call, "gemm_allreduce", CASE) for _ in range(2)]
-    left = [
-        name for name in os.listdir("/dev/shm") if name.startswith(f"overlap_torch-{os.getpid()}-")
-    ]
+    own = f"overlap_torch-{os.getpid()}-"
+    left = [name for name in os.listdir("/dev/shm") if name.startswith(own)]
     store.set("reported", "")
-    return len(left), messages
-
-
-def test_disagreement_rank_that_never_comes_is_named_and_nothing_is_left():
-    outcomes = rank_pool.run_fresh(
-        2, "gloo", never_come, group_timeout_s=40.0, environment={"OVERLAP_TIMEOUT_S": "1"}
-    )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    left, messages = outcomes[0].value
-    assert left == 0
-    assert messages[0] == messages[1]
-    assert "rank 1 has not made its first call on CPU within 1" in messages[0]
+    failures.equal(left, [])
+    failures.equal(messages[0], messages[1])
+    failures.holds("rank 1 has not made its first call on CPU within 1", messages[0])
 
 
 def die_before_the_call() -> tuple[float, str]:
@@ -255,8 +237,7 @@ def die_before_the_call() -> tuple[float, str]:
 def test_disagreement_dead_rank_is_found_long_before_the_deadline():
     outcomes = rank_pool.run_fresh(2, "gloo", die_before_the_call, group_timeout_s=60.0)
     assert outcomes[1].kind == "died", outcomes[1]
-    assert outcomes[0].kind == "returned", outcomes[0]
-    seconds, message = outcomes[0].value
+    seconds, message = outcomes[0].result()
     assert seconds < 30.0
     assert "rank 1 has ended" in message and "chunk 0 of call 2" in message, message
 
@@ -294,7 +275,7 @@ def test_on_failure_ends_the_process_or_raises(action, what):
             assert "exit code -6" in outcome.detail, outcome.detail
             assert "(OVERLAP_ON_FAILURE=abort)" in outcome.detail, outcome.detail
         else:
-            assert outcome.kind == "returned" and outcome.value, outcome
+            assert outcome.result(), outcome
 
 
 @pytest.mark.parametrize(
@@ -318,5 +299,4 @@ def test_environment_says_what_is_allowed(monkeypatch, name, value, allowed):
 @pytest.mark.fresh(environment={"OVERLAP_DEBUG": "true"})
 def test_environment_is_read_by_ops(failures: Failures) -> None:
     said = message_of(call, "gemm_allreduce", CASE)
-    right = "OVERLAP_DEBUG is 'true'; it must be 0 or 1" in said
-    failures.expect(None if right else f"said {said!r}")
+    failures.holds("OVERLAP_DEBUG is 'true'; it must be 0 or 1", said)

@@ -201,8 +201,7 @@ def too_many_rows() -> tuple[float, str, bool]:
 def test_peer_rows_too_many_are_an_error_on_all_ranks():
     outcomes = rank_pool.run_fresh(2, "nccl", too_many_rows, group_timeout_s=GROUP_TIMEOUT_S)
     for rank, outcome in enumerate(outcomes):
-        assert outcome.kind == "returned", outcome
-        _, message, right = outcome.value
+        _, message, right = outcome.result()
         assert right and "101 rows, more than max_rows=100" in message, (rank, message)
         assert "rank 1" in message, (rank, message)
 
@@ -227,6 +226,5 @@ def never_come(limit: int | None) -> tuple[float, str] | None:
 @pytest.mark.parametrize("limit", [None, 100])
 def test_peer_rows_name_a_rank_that_never_comes(limit):
     outcomes = rank_pool.run_fresh(2, "nccl", never_come, limit, group_timeout_s=GROUP_TIMEOUT_S)
-    assert outcomes[0].kind == "returned", outcomes[0]
-    seconds, message = outcomes[0].value
+    seconds, message = outcomes[0].result()
     assert "from rank 1 passed its deadline" in message, (seconds, message)

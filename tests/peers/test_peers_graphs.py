@@ -14,7 +14,7 @@ import torch.distributed as dist
 import overlap_torch
 from captures import capture
 from checks import Failures, check_call
-from operands import rank_device, world_name
+from operands import place, world_name
 from ops import OPS, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
@@ -59,10 +59,6 @@ pytestmark = [pytest.mark.ranks((2, "nccl"), (4, "nccl"))]
 
 TURNS = 12
 SEEDS = 3  # operands by turns
-
-
-def place() -> tuple[int, int, torch.device]:
-    return dist.get_rank(), dist.get_world_size(), rank_device()
 
 
 def runner(op: str, rows: int, way: Way, kernel: Kernel, n: int = 1032, k: int = 136) -> Runner:
@@ -251,12 +247,10 @@ def planned_runners(op: str, sizes: list[tuple[int, int, int]]) -> list[Runner]:
     return [Runner("planned", op, case, None) for case, plan in found if over_peers(plan)]
 
 
-def check_planned(runners: list[Runner]) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_planned(failures: Failures, runners: list[Runner]) -> None:
     check_turns(failures, [runners, runners[:1]])
     for runner in runners:
         check_turns(failures, [[runner]], seed=1)
-    return failures.result()
 
 
 @pytest.mark.parametrize("op", [*PEER_OPS[:3], ALL_TO_ALL])
@@ -284,9 +278,8 @@ def message_of_capture(runner: Runner, group: dist.ProcessGroup) -> str:
 
 
 @fixed_counts()
-def capture_too_early(large: Runner, small: Runner) -> tuple[str, int, list[str]]:
-    """(message, checks, failures): `large` captured before it was called, then called, captured again and replayed."""
-    failures = Failures()
+def check_too_early(failures: Failures, large: Runner, small: Runner) -> None:
+    """`large` captured before it was called, which is refused, then called, captured again and replayed."""
     group = dist.new_group()
     for mine in (small, large):
         if mine.plan is not None:
@@ -294,6 +287,13 @@ def capture_too_early(large: Runner, small: Runner) -> tuple[str, int, list[str]
     kept = Captured([small], group)
     found = Found()
     message = message_of_capture(large, group)
+    refused = re.search(r"has not mapped slots of \d+ bytes", message)
+    failures.expect(None if refused else message, "too early")
+    for part in (
+        "while a CUDA graph is captured",
+        "Call the op once with the same shapes before the capture",
+    ):
+        failures.holds(part, message)
     for seed in range(3):
         check_call(failures, large.case, "after the capture", seed=seed, group=group, op=large.op)
     captured = Captured([large], group)
@@ -307,33 +307,21 @@ def capture_too_early(large: Runner, small: Runner) -> tuple[str, int, list[str]
     found.report(failures)
     del kept, captured
     dist.destroy_process_group(group)
-    return message, *failures.result()
 
 
-def capture_way_too_early(op: str, way: Way) -> tuple[str, int, list[str]]:
+def check_way_too_early(failures: Failures, op: str, way: Way) -> None:
     small = runner(op, 643, way, Kernel.LIBRARY)
-    return capture_too_early(runner(op, 4200, way, Kernel.LIBRARY, 4096, 4096), small)
+    check_too_early(failures, runner(op, 4200, way, Kernel.LIBRARY, 4096, 4096), small)
 
 
-def capture_planned_too_early(large: Runner) -> tuple[str, int, list[str]]:
-    return capture_too_early(large, runner(large.op, 643, 1, Kernel.LIBRARY))
-
-
-def expect_refused(outcomes: list[tuple[str, int, list[str]]]) -> None:
-    for message, checks, failures in outcomes:
-        assert re.search(r"has not mapped slots of \d+ bytes", message), message
-        for part in (
-            "while a CUDA graph is captured",
-            "Call the op once with the same shapes before the capture",
-        ):
-            assert part in message, message
-        assert checks > 0 and not failures, "\n".join(failures)
+def check_planned_too_early(failures: Failures, large: Runner) -> None:
+    check_too_early(failures, large, runner(large.op, 643, 1, Kernel.LIBRARY))
 
 
 @every_op_and_way
 def test_peers_graphs_refuse_a_capture_before_memory_is_mapped(ranks, op, way):
     skip_unless_it_runs(ranks)
-    expect_refused(ranks.run(capture_way_too_early, op, way))
+    ranks.expect_no_failures(check_way_too_early, op, way)
 
 
 @pytest.mark.parametrize("op", PEER_OPS[:3])
@@ -344,13 +332,13 @@ def test_peers_graphs_capture_the_plan_of_plain_calls(ranks, op):
     if not runners:
         pytest.skip("the planner takes no peers on this machine")
     for large in runners:
-        expect_refused(ranks.run(capture_planned_too_early, large))
+        ranks.expect_no_failures(check_planned_too_early, large)
 
 
 @pytest.mark.ranks((2, "nccl"))  # of more the first call maps what any call takes
 def test_peers_graphs_refuse_an_alltoall_before_memory_is_mapped(ranks):
     skip_unless_it_runs(ranks)
-    expect_refused(ranks.run(capture_way_too_early, ALL_TO_ALL, 1))
+    ranks.expect_no_failures(check_way_too_early, ALL_TO_ALL, 1)
 
 
 @every_way

@@ -29,14 +29,7 @@ from overlap_torch.plan.types import Kernel, Way
 from peer_races import Runner, race
 from peers import has_bias, skip_unless_it_runs
 from plan_files import FILES, text_of
-from programs import (
-    ENGINES,
-    by_engines,
-    disturbed,
-    random_program,
-    template_plans,
-    templates,
-)
+from programs import ENGINES, by_engines, disturbed, random_program, template_plans, templates
 from tests import _plan_test
 from tests.peers.test_peers_graphs import Captured, Found
 
@@ -319,5 +312,5 @@ def test_programs_over_peers_end_at_the_deadline(ranks, engines):
     outcomes = rank_pool.run_fresh(
         2, "nccl", call_alone, engines, environment={"OVERLAP_TIMEOUT_S": "3"}, timeout_s=120.0
     )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    assert "rank 0" in outcomes[0].value and "rank 1" in outcomes[0].value
+    message = outcomes[0].result()
+    assert "rank 0" in message and "rank 1" in message

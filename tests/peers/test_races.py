@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import overlap_torch
 from checks import Failures
-from operands import Case, poison, rank_device, world_name
+from operands import Case, place, poison, rank_device, world_name
 from ops import OPS, Arguments, tensors_of
 from overlap_torch import plan as plan_module
 from overlap_torch.plan.types import Kernel
@@ -42,10 +42,9 @@ DISTINCT = 4  # operands by turns: a result of the call before is a wrong one
 
 def prepare(op: str, case: Case) -> tuple[list[Arguments], list[list[torch.Tensor]]]:
     """Arguments and right results of this rank, for several seeds."""
-    place = (dist.get_rank(), dist.get_world_size(), rank_device())
     return (
-        [OPS[op].arguments(case, *place, seed) for seed in range(DISTINCT)],
-        [OPS[op].expected(case, *place, seed) for seed in range(DISTINCT)],
+        [OPS[op].arguments(case, *place(), seed) for seed in range(DISTINCT)],
+        [OPS[op].expected(case, *place(), seed) for seed in range(DISTINCT)],
     )
 
 

@@ -47,13 +47,13 @@ GPU_RESOURCES = [
 
 
 def check_plans(
+    failures: Failures,
     op: str,
     cases: list[Case],
     kernel: Kernel,
     tile: tuple[int, int] | None,
     resources: dict[str, object],
-) -> tuple[int, list[str]]:
-    failures = Failures()
+) -> None:
     world, device_type = dist.get_world_size(), rank_device().type
     for case in OPS[op].of(cases):
         plans = overlapped_plans(case, world, device_type, kernel, tile, op, **resources)
@@ -61,7 +61,6 @@ def check_plans(
             check_plan(failures, case, plan, label, kernel.name, resources, op=op)
         sequential = sequential_plan(case, world, device_type, op)
         check_plan(failures, case, sequential, "sequential", op=op)
-    return failures.result()
 
 
 @every_op
@@ -102,10 +101,9 @@ def test_plan_execution_is_exact_in_float32_on_gpu(ranks, op):
 
 
 def check_layouts_under_plans(
-    op: str, kernel: Kernel, tile: tuple[int, int] | None
-) -> tuple[int, list[str]]:
+    failures: Failures, op: str, kernel: Kernel, tile: tuple[int, int] | None
+) -> None:
     """Every rank has other strides and alignments: some take the kernel, others must follow with another GEMM."""
-    failures = Failures()
     rank, world, device_type = dist.get_rank(), dist.get_world_size(), rank_device().type
     inputs = [layout for layout in INPUT_LAYOUTS if layout != "expanded"]
     case = Case((260,), 264, 64, torch.bfloat16, bias=True)
@@ -116,7 +114,6 @@ def check_layouts_under_plans(
             weight_layout=WEIGHT_LAYOUTS[(turn + 3 * rank) % len(WEIGHT_LAYOUTS)],
         )
         check_plan(failures, mine, plan, label, kernel.name, op=op)
-    return failures.result()
 
 
 @every_op
@@ -133,9 +130,13 @@ def test_plan_execution_takes_layouts_that_differ_between_ranks(ranks, op, kerne
     ranks.expect_no_failures(check_layouts_under_plans, op, kernel, None)
 
 
-def check_pieces(case: Case) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
+def test_plan_execution_cuts_many_rows_of_an_alltoall(
+    failures: Failures, dtype: torch.dtype
+) -> None:
     """Rows for a peer that are many travel in pieces, which leave while later ones are computed."""
-    failures = Failures()
+    case = Case((3000,), 1027, 16, dtype, bias=True)
     op = OPS["gemm_alltoall"]
     rank, world, device = dist.get_rank(), dist.get_world_size(), rank_device()
     with overlap_torch.trace() as traced:
@@ -148,13 +149,6 @@ def check_pieces(case: Case) -> tuple[int, list[str]]:
         # Three megabytes at least.
         cut = pieces > len(sent) if max(sent, default=0) >= case.m / 2 else pieces >= len(sent)
         failures.expect(None if cut else f"{pieces} pieces of rows {counts}", case, seed)
-    return failures.result()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.ranks((2, "gloo"), (3, "gloo"))
-def test_plan_execution_cuts_many_rows_of_an_alltoall(ranks, dtype):
-    ranks.expect_no_failures(check_pieces, Case((3000,), 1027, 16, dtype, bias=True))
 
 
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
@@ -204,9 +198,8 @@ def test_plan_execution_computes_rows_of_an_alltoall_apart_or_in_turn(
                 check_plan(failures, case, plan, counts, "apart", apart, op="gemm_alltoall")
 
 
-def check_templates(op: str) -> tuple[int, list[str]]:
+def check_templates(failures: Failures, op: str) -> None:
     """Templates to which nobody says what the tensors are on."""
-    failures = Failures()
     case = Case((64,), 32, 24, bias=True)
     problem = OPS[op].problem(case, dist.get_world_size())
     if op == "gemm_alltoall":
@@ -217,7 +210,6 @@ def check_templates(op: str) -> tuple[int, list[str]]:
         plans.append(plan_module.templates.packed(problem, 3, tile=CPU_TILE))
     for plan in plans:
         check_plan(failures, case, plan, "template", op=op)
-    return failures.result()
 
 
 @every_op
@@ -241,58 +233,48 @@ def test_plan_execution_keeps_plans_by_group_and_problem(failures: Failures) -> 
         return plan_module.plan_for(m, 32, 24, torch.float32, device=device, group=group)
 
     planned = current(None)
-    failures.expect(None if planned.layout == Layout.ROW_MAJOR else "is packed from the start")
+    failures.equal(planned.layout, Layout.ROW_MAJOR, "is packed from the start")
     with plan_module.use_plan(plan):
-        failures.expect(None if current(None) == plan else "use_plan did not set the plan")
-        failures.expect(None if current(second) == planned else "the plan reached another group")
+        failures.equal(current(None), plan, "use_plan did not set the plan")
+        failures.equal(current(second), planned, "the plan reached another group")
         other = current(None, m=65)
-        failures.expect(None if other.problem.m == 65 else f"another problem has the plan {other}")
+        failures.equal(other.problem.m, 65)
         for group in (None, second):
             check_call(failures, case, "beside another group", group=group)
-    failures.expect(None if current(None) == planned else "use_plan left its plan behind")
+    failures.equal(current(None), planned, "use_plan left its plan behind")
     plan_module.set_plan(plan)
-    failures.expect(None if current(None) == plan else "set_plan did not set the plan")
+    failures.equal(current(None), plan, "set_plan did not set the plan")
     plan_module.clear_plans()
-    failures.expect(None if current(None) == planned else "clear_plans left a plan behind")
+    failures.equal(current(None), planned, "clear_plans left a plan behind")
     check_call(failures, case, "after clear_plans")
     try:
         with plan_module.use_plan(plan):
             raise KeyError("from inside")
     except KeyError:
         pass
-    failures.expect(
-        None if current(None) == planned else "use_plan left its plan after an exception"
-    )
+    failures.equal(current(None), planned, "use_plan left its plan after an exception")
     # Names come back: a group that follows a destroyed one must not inherit its plans.
     for _ in range(3):
         third = dist.new_group()
         check_call(failures, case, "in a new group", group=third)
-        failures.expect(
-            None if current(third) == planned else "a new group has plans", third.group_name
-        )
+        failures.equal(current(third), planned, third.group_name, "a new group has plans")
         plan_module.set_plan(plan, group=third)
         check_call(failures, case, "in a new group", group=third)
         dist.destroy_process_group(third)
 
 
-def plans_of_small_problems() -> list[Schedule]:
-    """Schedules of the plans that CPU ranks make."""
-    return [
-        plan_module.plan_for(*sizes, torch.float32, device="cpu", op=op).schedule
-        for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm")
-        for sizes in ((1500, 64, 64), (1500, 64, 256), (600, 256, 256))
-    ]
-
-
 @pytest.mark.ranks((2, "gloo"), (4, "gloo"))
-def test_plan_execution_has_one_piece_for_small_problems_on_cpu(ranks) -> None:
-    for schedules in ranks.run(plans_of_small_problems):
-        assert set(schedules) == {Schedule.SEQUENTIAL}
+def test_plan_execution_has_one_piece_for_small_problems_on_cpu(failures: Failures) -> None:
+    for op in ("gemm_allreduce", "gemm_reducescatter", "allgather_gemm"):
+        for sizes in ((1500, 64, 64), (1500, 64, 256), (600, 256, 256)):
+            plan = plan_module.plan_for(*sizes, torch.float32, device="cpu", op=op)
+            failures.equal(plan.schedule, Schedule.SEQUENTIAL, op, sizes)
 
 
-def call_every_m(first: int, problems: int) -> tuple[int, list[str]]:
+@pytest.mark.ranks((2, "gloo"))
+def test_plan_execution_keeps_plans_of_what_was_called_last(failures: Failures) -> None:
     """More problems than a group keeps plans of, one called between all others, one planned by hand."""
-    failures = Failures()
+    first, problems = 4000, 5000
     plan_module.clear_plans()
 
     def ask(m: int) -> Plan:
@@ -305,7 +287,7 @@ def call_every_m(first: int, problems: int) -> tuple[int, list[str]]:
         for _ in range(2):  # what was not called has no row in the table
             overlap_torch.gemm_allreduce(torch.ones(m, 64), torch.ones(64, 64))
 
-    failures.expect(None if held() == 0 else "clear_plans left plans")
+    failures.equal(held(), 0, "clear_plans left plans")
     by_hand = plan_module.candidates(ask(1024).problem, plan_module.machine("cpu"))[-1]
     failures.expect(None if by_hand != ask(1024) else "the planner's own plan")
     plan_module.set_plan(by_hand)
@@ -317,15 +299,9 @@ def call_every_m(first: int, problems: int) -> tuple[int, list[str]]:
         most = max(most, held())
     called(first)
     failures.expect(None if 2048 <= held() <= most <= 4097 else f"up to {most} plans")
-    failures.expect(None if ask(1024) == by_hand else "the plan that was set is gone")
+    failures.equal(ask(1024), by_hand, "the plan that was set is gone")
     rows = [row for row in torch.ops.overlap.plan_table() if row["m"] == str(first)]
     counted = [row["calls"] for row in rows if row["n"] == "64" and row["device"] == "cpu"]
-    failures.expect(None if counted == ["4"] else f"calls {counted} of what was called 4 times")
+    failures.equal(counted, ["4"])
     plan_module.clear_plans()
-    failures.expect(None if held() == 0 else "clear_plans left plans")
-    return failures.result()
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_plan_execution_keeps_plans_of_what_was_called_last(ranks):
-    ranks.expect_no_failures(call_every_m, 4000, 5_000)
+    failures.equal(held(), 0, "clear_plans left plans")

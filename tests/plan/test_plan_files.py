@@ -44,8 +44,7 @@ def names(kind: str, world: int) -> list[str]:
     return [name for name in FILES[kind] if name != "doubling" or world in (2, 4, 8)]
 
 
-def check_files(folder: str, cases: list[Case], chunks: int) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_files(failures: Failures, folder: str, cases: list[Case], chunks: int) -> None:
     world = dist.get_world_size()
     files = [(kind, name) for kind in READ for name in names(kind, world)]
     for kind, name in files:
@@ -57,7 +56,6 @@ def check_files(folder: str, cases: list[Case], chunks: int) -> tuple[int, list[
             with use_plan(plan):
                 for seed in (1, 2):
                     check_call(failures, case, kind, name, seed=seed, op=op)
-    return failures.result()
 
 
 def write_files(tmp_path, world: int) -> str:

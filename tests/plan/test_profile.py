@@ -240,5 +240,4 @@ def test_profile_of_the_environment_is_what_ops_plan_by(tmp_path):
     file.write_text(json.dumps({**HEAD, "cpu.core_gflops": 31.5}))
     outcomes = rank_pool.run_fresh(2, "gloo", planned, environment={"OVERLAP_PROFILE": str(file)})
     for outcome in outcomes:
-        assert outcome.kind == "returned", outcome
-        assert outcome.value == ("own", str(file), 31.5)
+        assert outcome.result() == ("own", str(file), 31.5)

@@ -40,14 +40,14 @@ every_op = pytest.mark.parametrize("op", list(OPS))
 # --- results --------------------------------------------------------------------------------------------------
 
 
-def check_templates(ops: list[str], cases: list[Case], chunks: list[int]) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_templates(
+    failures: Failures, ops: list[str], cases: list[Case], chunks: list[int]
+) -> None:
     for op, case, count in itertools.product(ops, cases, chunks):
         for label, plan in template_plans(op, case, dist.get_world_size(), count):
             with use_plan(plan):
                 for seed in (1, 2):
                     check_call(failures, case, label, seed=seed, op=op)
-    return failures.result()
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -81,11 +81,9 @@ def test_programs_serve_gradients(failures: Failures) -> None:
     plan_module.clear_plans()
 
 
-def run_program(text: str, op: str) -> tuple[int, list[str]]:
-    failures = Failures()
+def run_program(failures: Failures, text: str, op: str) -> None:
     with use_plan(plan_module.files.from_json(text)):
         check_call(failures, EVEN, seed=3, op=op)
-    return failures.result()
 
 
 DRAWN = {
@@ -111,8 +109,7 @@ def draw(ranks, kind: str, op: str, seeds: range) -> int:
 
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize(
-    ("kind", "count", "fewest", "most"),
-    [("right", 2, 0, 0), ("disturbed", 8, 2, 8)],
+    ("kind", "count", "fewest", "most"), [("right", 2, 0, 0), ("disturbed", 8, 2, 8)]
 )
 @pytest.mark.parametrize("op", [op for op in OPS if op != "gemm_alltoall"])
 def test_programs_drawn_at_random_are_refused_or_right(ranks, op, kind, count, fewest, most):
@@ -138,9 +135,8 @@ def test_programs_are_tuned_beside_the_planners_plans(failures: Failures) -> Non
     tuned = overlap_torch.tune(
         [problem], most=1, repeats=2, cache=False, plans=[ring], device="cpu"
     )
-    measured = [plan for plan, _ in tuned[0].times]
-    failures.expect(None if ring in measured else f"measured {measured}")
-    failures.expect(None if tuned[0].source == "measured" else str(tuned[0]))
+    failures.holds(ring, [plan for plan, _ in tuned[0].times])
+    failures.equal(tuned[0].source, "measured")
     check_call(failures, case, "after tuning", op="gemm_allreduce")
     plan_module.clear_plans()
 
@@ -148,7 +144,11 @@ def test_programs_are_tuned_beside_the_planners_plans(failures: Failures) -> Non
 # --- deadlines and agreement ----------------------------------------------------------------------------------
 
 
-def call_late() -> str:
+@pytest.mark.long
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.fresh(environment={"OVERLAP_TIMEOUT_S": "3"})
+@pytest.mark.seconds(60)
+def test_programs_end_at_the_deadline_where_a_rank_is_late(failures: Failures) -> None:
     """In the second call rank 1 is held up in the middle, for longer than the deadline."""
     world, rank = dist.get_world_size(), dist.get_rank()
     _, plan = template_plans("gemm_allreduce", EVEN, world, 2)[0]
@@ -157,21 +157,15 @@ def call_late() -> str:
     overlap_torch.gemm_allreduce(*arguments)
     if rank == 1:
         torch.ops.overlap.delay_side_stream(6_000_000)
-    return message_of(overlap_torch.gemm_allreduce, *arguments)
-
-
-@pytest.mark.long
-def test_programs_end_at_the_deadline_where_a_rank_is_late():
-    outcomes = rank_pool.run_fresh(
-        2, "gloo", call_late, environment={"OVERLAP_TIMEOUT_S": "3"}, timeout_s=60.0
+    message = message_of(overlap_torch.gemm_allreduce, *arguments)
+    found = re.search(
+        "(?s)rank 0: the (receive from|send to) rank 1.*did not end within 3 s", message
     )
-    assert outcomes[0].kind == "returned", outcomes[0]
-    message = outcomes[0].value
-    assert "rank 0: the receive from rank 1" in message or "rank 0: the send to rank 1" in message
-    assert "did not end within 3 s" in message
+    failures.expect(None if rank == 1 or found else message)
 
 
-def call_differently() -> str:
+@pytest.mark.ranks((2, "gloo"))
+def test_programs_that_differ_between_ranks_are_refused_by_all(failures: Failures) -> None:
     """Two programs with as many transfers each, one on each rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
     _, plan = template_plans("gemm_allreduce", EVEN, world, 1)[0]
@@ -181,13 +175,10 @@ def call_differently() -> str:
         plan.program = Program(0, transfers)
     plan_module.set_plan(plan)
     arguments = OPS["gemm_allreduce"].arguments(EVEN, rank, world, rank_device())
-    return message_of(overlap_torch.gemm_allreduce, *arguments)
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_programs_that_differ_between_ranks_are_refused_by_all(ranks):
-    for message in ranks.run(call_differently):
-        assert "plan" in message and "rank" in message
+    said = message_of(overlap_torch.gemm_allreduce, *arguments)
+    for part in ("plan", "rank"):
+        failures.holds(part, said)
+    plan_module.clear_plans()
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
@@ -356,17 +347,12 @@ def test_transfers_that_cannot_be_made_are_refused_by_their_number(fields, expec
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_programs_beyond_the_memory_are_refused(ranks):
-    for message in ranks.run(set_plan_of_much_scratch):
-        assert re.search(
-            r"program needs \d{13} bytes on rank 0 beside .*the device has \d+:", message
-        )
-
-
-def set_plan_of_much_scratch() -> str:
+def test_programs_beyond_the_memory_are_refused(failures: Failures) -> None:
     _, plan = template_plans("gemm_allreduce", EVEN, dist.get_world_size(), 1)[0]
     plan.program = Program(2**35, plan.program.transfers)
-    return message_of(plan_module.set_plan, plan)
+    said = message_of(plan_module.set_plan, plan)
+    pattern = r"program needs \d{13} bytes on rank 0 beside .*the device has \d+:"
+    failures.expect(None if re.search(pattern, said) else said)
 
 
 # --- data -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import overlap_torch
 import rank_pool
-from bench_runs import SEQUENCES, bench, check_times, lines_of, measure
+from bench_runs import SEQUENCES, bench, check_times, lines_of
+from checks import Failures
 from overlap_torch.plan import plan_for
 from overlap_torch.plan.files import to_dict
 from overlap_torch.plan.templates import row_panels
@@ -39,11 +40,8 @@ def test_bench_ranks_meet_before_any_goes_on(ranks):
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_bench_measures_each_op_and_writes_json(ranks, tmp_path, op):
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", op, "--device", "cpu", "--shapes", "13x8x6,1x4x3", "--repeats", "2"]
-    ranks.run(measure, [*argv, "--modes", "call,row", "--json", str(path)])
-
-    header, *rows = lines_of(path)
+    command = f"--op {op} --device cpu --shapes 13x8x6,1x4x3 --repeats 2 --modes call,row"
+    header, *rows = lines_of(ranks, tmp_path, command)
     assert header["kind"] == "run"
     assert header["world_size"] == 2
     splits = ["even", "uneven"] if op == "gemm_alltoall" else [None]
@@ -80,22 +78,9 @@ def test_bench_measures_each_op_and_writes_json(ranks, tmp_path, op):
     ],
 )
 def test_bench_measures_fp8_operands(ranks, tmp_path, scales, fast):
-    path = tmp_path / "rows.jsonl"
-    argv = [
-        "--op",
-        ",".join(SEQUENCES),
-        "--device",
-        "cpu",
-        "--shapes",
-        "14x8x136",
-        "--repeats",
-        "2",
-    ]
-    argv += ["--modes", "call", "--dtype", "float8_e4m3fn", "--scales", scales]
-    argv += ["--fast-accum"] if fast else []
-    ranks.run(measure, [*argv, "--json", str(path)])
-
-    _, *rows = lines_of(path)
+    command = f"--op {','.join(SEQUENCES)} --device cpu --shapes 14x8x136 --repeats 2 --modes call"
+    command += f" --dtype float8_e4m3fn --scales {scales}" + " --fast-accum" * fast
+    _, *rows = lines_of(ranks, tmp_path, command)
     said = {(row["dtype"], row["scales"], row["fast_accum"]) for row in rows}
     assert said == {("float8_e4m3fn", scales, fast)}
     assert [row["op"] for row in rows] == [*SEQUENCES, "gemm_alltoall"]  # even and uneven
@@ -126,16 +111,15 @@ def test_bench_asks_for_fast_accumulation_of_tensors_and_rows_alone(argv, capsys
     assert "allowed are tensor and row" in capsys.readouterr().err
 
 
-def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
-    """True if the check passes: with the op as it is, and with one that is off by one in one place."""
-    import torch.distributed as dist
-
+@pytest.mark.ranks((2, "gloo"))
+@pytest.mark.parametrize("op", SEQUENCES)
+def test_bench_check_sees_one_wrong_element_on_one_rank(failures: Failures, op: str) -> None:
     computations = bench("computations")
     case = computations.Case(op, bench("shapes").Shape("custom", 8, 4, 6), "uneven")
     made = computations.Computations(
         case, torch.float32, torch.device("cpu"), overlap_torch._ops.group_name()
     )
-    before = made.exact_op()
+    failures.equal(made.exact_op(), True, "as it is")
     true_op = made._sides.op
 
     def wrong(*operands: torch.Tensor):
@@ -145,13 +129,7 @@ def answers_to_wrong_results(op: str) -> tuple[bool, bool]:
         return first, *others
 
     made._sides.op = wrong
-    return before, made.exact_op()
-
-
-@pytest.mark.ranks((2, "gloo"))
-@pytest.mark.parametrize("op", SEQUENCES)
-def test_bench_check_sees_one_wrong_element_on_one_rank(ranks, op):
-    assert ranks.run(answers_to_wrong_results, op) == [(True, False), (True, False)]
+    failures.equal(made.exact_op(), False, "off by one in one place")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -182,30 +160,24 @@ def plan_of_panels(op: str) -> dict:
 @pytest.mark.parametrize("option", ["--plan", "--plans", "--sweep"])
 def test_bench_runs_the_plans_that_are_given(ranks, tmp_path, option):
     plan = ranks.run(plan_of_panels, "gemm_allreduce")[0]
-    given, path = tmp_path / "plans.json", tmp_path / "rows.jsonl"
+    given = tmp_path / "plans.json"
     given.write_text(json.dumps([plan]))
-    argv = ["--device", "cpu", "--shapes", "12x8x6", "--repeats", "1", "--modes", "call"]
-    ranks.run(measure, [*argv, option, str(given), "--json", str(path)])
-    ranks.run(clear_plans)
-    _, *rows = lines_of(path)
+    command = "--device cpu --shapes 12x8x6 --repeats 1 --modes call"
+    _, *rows = lines_of(ranks, tmp_path, command, option, str(given))
+    ranks.run(overlap_torch.plan.clear_plans)
     kinds = ["sweep", "best"] if option == "--sweep" else ["measurement"]
     assert [row["kind"] for row in rows] == kinds
     assert all(row["plan"] == plan for row in rows)
     assert rows[0]["checked"] is True
     # A benchmark's output is a list of plans again.
-    assert [to_dict(read) for read in bench("plans").parse(path.read_text())] == [plan]
-
-
-def clear_plans() -> None:
-    overlap_torch.plan.clear_plans()
+    written = "\n".join(map(json.dumps, rows))
+    assert [to_dict(read) for read in bench("plans").parse(written)] == [plan]
 
 
 @pytest.mark.ranks((2, "gloo"))
 def test_bench_sweeps_the_planners_candidates(ranks, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    argv = ["--device", "cpu", "--shapes", "64x64x32", "--repeats", "1", "--modes", "row"]
-    ranks.run(measure, [*argv, "--sweep", "--json", str(path)])
-    _, *rows = lines_of(path)
+    command = "--device cpu --shapes 64x64x32 --repeats 1 --modes row --sweep"
+    _, *rows = lines_of(ranks, tmp_path, command)
     swept = [row for row in rows if row["kind"] == "sweep"]
     best = [row for row in rows if row["kind"] == "best"]
     assert len(swept) >= 1
@@ -224,11 +196,8 @@ def test_bench_passes_over_lines_without_a_plan():
 def test_bench_measures_pytorchs_own_ops(ranks, tmp_path, replaced):
     if rank_pool.shares_gpus():
         pytest.skip("PyTorch's symmetric memory wants a GPU for each rank")
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", ",".join(SEQUENCES), "--shapes", "512x256x256", "--repeats", "2"]
-    argv += ["--replace-symm-mem"] if replaced else []
-    ranks.run(measure, [*argv, "--baselines", "pytorch", "--json", str(path)])
-    _, *rows = lines_of(path)
+    command = f"--op {','.join(SEQUENCES)} --shapes 512x256x256 --repeats 2 --baselines pytorch"
+    _, *rows = lines_of(ranks, tmp_path, command + " --replace-symm-mem" * replaced)
     names = {
         "gemm_allreduce": {"two_shot_all_reduce_", "one_shot_all_reduce"},
         "gemm_reducescatter": {"fused_matmul_reduce_scatter"},

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from bench_runs import check_times, lines_of, measure
+from bench_runs import check_times, lines_of
+
+BLOCK = "--op block --device cpu --blocks 32x4x2x48@8 --repeats 2 --modes row"
 
 
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_bench_measures_a_block(ranks, tmp_path, dtype):
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "block", "--device", "cpu", "--blocks", "32x4x2x48@8", "--repeats", "2"]
-    ranks.run(measure, [*argv, "--dtype", dtype, "--modes", "row", "--json", str(path)])
-
-    _, row = lines_of(path)
+    _, row = lines_of(ranks, tmp_path, BLOCK, "--dtype", dtype)
     assert (row["op"], row["block"], row["mode"]) == ("block", "custom", "row")
     sizes = ("hidden", "heads", "kv_heads", "intermediate", "tokens")
     assert [row[name] for name in sizes] == [32, 4, 2, 48, 8]
@@ -26,12 +24,7 @@ def test_bench_measures_a_block(ranks, tmp_path, dtype):
 
 @pytest.mark.ranks((2, "gloo"))
 def test_bench_measures_a_block_beside_pytorchs_styles(ranks, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", "block", "--device", "cpu", "--blocks", "32x4x2x48@8", "--repeats", "2"]
-    argv += ["--baselines", "pytorch", "--modes", "row", "--dtype", "fp32", "--json", str(path)]
-    ranks.run(measure, argv)
-
-    _, row = lines_of(path)
+    _, row = lines_of(ranks, tmp_path, BLOCK, *"--baselines pytorch --dtype fp32".split())
     assert row["checked"] is True
     assert row["pytorch_checked"] == {"styles": True} and row["pytorch_best"] == "styles"
     ratio = row["sequence_us"]["median"] / row["pytorch_us"]["styles"]["median"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench_runs import SEQUENCES, bench, lines_of, measure
+from bench_runs import SEQUENCES, bench, lines_of
 
 PARTS = ("gemm_us", "fewer_sms_us", "waiting_us", "tail_us")
 
@@ -25,10 +25,8 @@ def test_losses_of_a_faster_gemm_are_a_gain() -> None:
 @pytest.mark.ranks((2, "gloo"))
 @pytest.mark.parametrize("op", SEQUENCES)
 def test_bench_says_where_the_time_goes(ranks, tmp_path, op):
-    path = tmp_path / "rows.jsonl"
-    argv = ["--op", op, "--device", "cpu", "--shapes", "512x256x128", "--repeats", "2"]
-    ranks.run(measure, [*argv, "--modes", "call", "--timeline", "--json", str(path)])
-    rows = [row for row in lines_of(path) if row["kind"] == "timeline"]
+    command = f"--op {op} --device cpu --shapes 512x256x128 --repeats 2 --modes call --timeline"
+    rows = [row for row in lines_of(ranks, tmp_path, command) if row["kind"] == "timeline"]
     assert len(rows) == (2 if op == "gemm_alltoall" else 1)
     for row in rows:
         assert (row["op"], row["n"], row["k"]) == (op, 256, 128)

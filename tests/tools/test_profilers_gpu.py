@@ -47,8 +47,7 @@ def test_trace_and_report_on_gpus(failures: Failures) -> None:
         overlap_torch.allgather_gemm(x, weight, group=group)
     device = str(rank_device())
     found = [(c.op, c.m, c.n, c.k, c.dtype, c.device, len(c.chunks)) for c in traced.calls]
-    expected = [("allgather_gemm", M, N, K, "bfloat16", device, CHUNKS)] * 2
-    failures.expect(None if found == expected else f"{traced.calls}", "calls")
+    failures.equal(found, [("allgather_gemm", M, N, K, "bfloat16", device, CHUNKS)] * 2, "calls")
     begin_us = 0.0
     for call in traced.calls:
         ordered = begin_us <= call.start_us and 0 < call.gemm_end_us <= call.end_us
@@ -59,16 +58,14 @@ def test_trace_and_report_on_gpus(failures: Failures) -> None:
         begin_us = call.start_us + call.end_us
     rows = [row for row in overlap_torch.report() if row["group"] == group.group_name]
     facts = [(row["op"], row["dtype"], row["device"], row["calls"]) for row in rows]
-    failures.expect(
-        None if facts == [("allgather_gemm", "bfloat16", "cuda", 2)] else f"{facts}", "report"
-    )
+    failures.equal(facts, [("allgather_gemm", "bfloat16", "cuda", 2)], "report")
     # A few rows: whatever is chosen, the report says why.
     overlap_torch.gemm_allreduce(x[:3].float(), weight.float(), group=group)
     rows = [
         row for row in overlap_torch.report() if (row["group"], row["m"]) == (group.group_name, 3)
     ]
     said = [(row["device"], row["overlapped"], bool(row["why"])) for row in rows]
-    failures.expect(None if said == [("cuda", False, True)] else f"{said}", "why not")
+    failures.equal(said, [("cuda", False, True)], "why not")
 
 
 @pytest.mark.ranks((2, "nccl"))
@@ -83,8 +80,7 @@ def test_profiles_name_calls_and_chunks_on_gpus(failures: Failures) -> None:
     counts = {event.key: event.count for event in profile.key_averages()}
     names = [f"allgather_gemm {M} x {N} x {K}", *(f"chunk {chunk}" for chunk in range(CHUNKS))]
     for name in names:
-        count = counts.get(f"overlap::{name}")
-        failures.expect(None if count == 2 else f"{count} times", name)
+        failures.equal(counts.get(f"overlap::{name}"), 2, name)
 
 
 def call_twice() -> None:

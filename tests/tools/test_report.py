@@ -107,11 +107,10 @@ def test_report_names_layers_and_what_they_called(failures: Failures) -> None:
     model = Layers(group)
     others = set(summary(overlap_torch.report()))
     empty = {row["why"] for row in overlap_torch.report(model) if row["layer"] == "up"}
-    failures.expect(None if empty == {"not called so far"} else f"{empty}", "before")
+    failures.equal(empty, {"not called so far"}, "before")
     step(model)
     rows = overlap_torch.report(model)
-    mine = [row for row in summary(rows) if row not in others]
-    failures.expect(None if mine == STEP else f"{mine}", "after a step")
+    failures.equal([row for row in summary(rows) if row not in others], STEP, "after a step")
     by_layer = {row["layer"]: row for row in rows}
     why = {name: by_layer[name]["why"] for name in ("up", "unused", "adapted")}
     expected = {
@@ -119,12 +118,11 @@ def test_report_names_layers_and_what_they_called(failures: Failures) -> None:
         "unused": "not called so far",
         "adapted": "PyTorch's style: it is a subclass of torch.nn.Linear, which may have a forward of its own",
     }
-    failures.expect(None if why == expected else f"{why}", "why")
+    failures.equal(why, expected, "why")
     up = by_layer["up"]
     facts = (up["group"], up["world_size"], up["dtype"], up["device"], up["overlapped"])
-    right = (group.group_name, 2, "float32", "cpu", False)
-    failures.expect(None if facts == right else f"{facts}", "facts")
-    failures.expect(None if up["gain"] == 1.0 else f"{up['gain']}", "gain of the sequence")
+    failures.equal(facts, (group.group_name, 2, "float32", "cpu", False), "facts")
+    failures.equal(up["gain"], 1.0, "gain of the sequence")
     # Layers of two blocks whose paths differ in numbers share a line.
     blocks = torch.nn.ModuleList([model, Layers(group)])
     step(blocks[1])
@@ -133,7 +131,7 @@ def test_report_names_layers_and_what_they_called(failures: Failures) -> None:
     line = (
         f"0.whole_down and 1 more gemm_allreduce 6 x 16 x 12 float32 2 cpu 2 sequence 1.00x {TINY}"
     )
-    failures.expect(None if found == [line] else f"{found}", "table")
+    failures.equal(found, [line], "table")
 
 
 class Pair(torch.nn.Module):
@@ -155,8 +153,7 @@ def test_report_finds_the_layers_of_calls_that_were_not_noted(failures: Failures
 
     def expect(rows: list[tuple], model: torch.nn.Module, group: dist.ProcessGroup, where: str):
         found = [row for row in overlap_torch.report(model) if row["group"] == group.group_name]
-        found = [row for row in summary(found) if row[2]]
-        failures.expect(None if found == rows else f"{found}", where)
+        failures.equal([row for row in summary(found) if row[2]], rows, where)
 
     gathers = ("forward", "allgather_gemm")
     group = own_group()
@@ -210,7 +207,7 @@ def test_report_names_all_layers_that_share_a_gather(failures: Failures) -> None
         ("attention.q, attention.k", "forward", "allgather_gemm", 12, 13, 8, 1),
         ("attention.q, attention.k", "backward", "gemm_reducescatter", 12, 8, 13, 1),
     ]
-    failures.expect(None if summary(found) == expected else f"{summary(found)}")
+    failures.equal(summary(found), expected)
 
 
 def rows_of(group: dist.ProcessGroup) -> list[report.ReportRow]:
@@ -238,8 +235,8 @@ def test_report_says_what_plans_gain_and_why_not(failures: Failures) -> None:
         f"the planner expects too little gain: the sequence {sequence_us:.0f} us, the best overlapped plan "
         f"{best_us:.0f} us; gloo moves bytes with the cores that compute"
     )
-    failures.expect(None if row["why"] == expected else row["why"], "no gain")
-    failures.expect(None if row["plan"] == make_plan(no_gain, machine) else "other", "plan")
+    failures.equal(row["why"], expected, "no gain")
+    failures.equal(row["plan"], make_plan(no_gain, machine), "plan", "other")
 
     by_hand = plan.templates.row_panels(no_gain, 4, transport="gloo")
     with plan.use_plan(by_hand, group=group):
@@ -248,28 +245,25 @@ def test_report_says_what_plans_gain_and_why_not(failures: Failures) -> None:
         call(1024, 1024, 4, group)
     call(1024, 1024, 4, group)
     first, second = rows_of(group)
-    failures.expect(None if first["calls"] == 2 else f"{first['calls']}", "the planner's")
+    failures.equal(first["calls"], 2, "the planner's")
     facts = (second["calls"], second["plan"] == by_hand, second["overlapped"], second["why"])
-    failures.expect(None if facts == (4, True, True, "") else f"{facts}", "by hand")
+    failures.equal(facts, (4, True, True, ""), "by hand")
     gain = sequence_us / predict(by_hand, machine).total_us
-    failures.expect(None if second["gain"] == pytest.approx(gain) else "other", "gain")
+    failures.equal(second["gain"], pytest.approx(gain), "gain", "other")
     words = " ".join(str(report.Report([second])).split("\n")[1].split())
     right = f"gemm_allreduce 1024 x 1024 x 4 float32 2 cpu 4 4 chunks, gloo, library {gain:.2f}x"
-    failures.expect(None if words == right else words, "table")
+    failures.equal(words, right, "table")
 
     large = Problem(2048, 2048, 512, plan.types.DType.FLOAT32, 2, Op.GEMM_ALLREDUCE)
-    chosen = make_plan(large, machine).schedule
-    failures.expect(None if chosen == plan.types.Schedule.OVERLAPPED else f"{chosen}", "large")
+    failures.equal(make_plan(large, machine).schedule, plan.types.Schedule.OVERLAPPED, "large")
     with plan.use_plan(make_sequential(large, machine), device="cpu", group=group):
         call(2048, 2048, 512, group)
-    why = rows_of(group)[-1]["why"]
-    failures.expect(None if why == "set_plan chose it" else why, "a sequence by hand")
+    failures.equal(rows_of(group)[-1]["why"], "set_plan chose it", "a sequence by hand")
 
     call(0, 5, 6, group)
     row = rows_of(group)[-1]
     facts = (row["m"], row["plan"], row["gain"], row["why"])
-    nothing = (0, None, None, "M, N or K is 0: there is nothing to overlap")
-    failures.expect(None if facts == nothing else f"{facts}", "no rows")
+    failures.equal(facts, (0, None, None, "M, N or K is 0: there is nothing to overlap"), "no rows")
 
 
 @pytest.mark.ranks((1, "gloo"))
@@ -281,11 +275,10 @@ def test_report_says_that_a_group_of_one_has_nothing_to_communicate(failures: Fa
     call(2, 3, 4, group, times=2)
     found = [(row["layer"], row["calls"], row["why"]) for row in overlap_torch.report(column)]
     for row in (("", 0, alone), ("", 2, alone)):
-        failures.expect(None if row in found else f"{row} is not in {found}")
+        failures.holds(row, found)
     overlap_torch.gemm_alltoall(torch.ones(2, 4), torch.ones(3, 4), [2], [2], group=group)
     row = rows_of(group)[-1]
-    facts = (row["op"], row["calls"], row["why"])
-    failures.expect(None if facts == ("gemm_alltoall", 1, alone) else f"{facts}")
+    failures.equal((row["op"], row["calls"], row["why"]), ("gemm_alltoall", 1, alone))
 
 
 def test_report_of_no_calls_says_so():
@@ -324,8 +317,7 @@ def logged_lines() -> list[str]:
 @pytest.mark.parametrize("value", ["plans", "none"])
 def test_log_names_each_new_plan_once_on_the_groups_first_rank(value):
     outcomes = rank_pool.run_fresh(2, "gloo", logged_lines, environment={"OVERLAP_LOG": value})
-    assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, outcomes
-    first, second = (outcome.value for outcome in outcomes)
+    first, second = (outcome.result() for outcome in outcomes)
     assert second == []
     if value == "none":
         assert first == []

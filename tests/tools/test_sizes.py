@@ -13,10 +13,7 @@ MOST = 80
 MOST_OF_CLASS = 300
 MOST_OF_FILE = 500
 # Functions that list entries, one after the other, are no clearer in pieces.
-TABLES = {
-    ("csrc/binding/python/plan_module.cc", "bind_plan"),
-    ("benchmarks/cli.py", "_parser"),
-}
+TABLES = {("csrc/binding/python/plan_module.cc", "bind_plan"), ("benchmarks/cli.py", "_parser")}
 # A list of fields is one, too.
 LISTS = {"csrc/plan/plan_fields.h"}
 

@@ -60,7 +60,7 @@ def test_trace_sees_forward_and_backward(failures: Failures) -> None:
     model = mlp()
     with use_plan(gather_in_chunks(4)):
         with overlap_torch.trace() as traced:
-            failures.expect(None if traced.calls == [] else f"{traced.calls}", "while it is on")
+            failures.equal(traced.calls, [], "while it is on")
             step(model)
         step(model)  # after the trace
     found = [(c.op, c.m, c.n, c.k, len(c.chunks)) for c in traced.calls]
@@ -70,11 +70,10 @@ def test_trace_sees_forward_and_backward(failures: Failures) -> None:
         ("allgather_gemm", 64, 20, 8, 4),  # backward
         ("gemm_reducescatter", 64, 8, 20, 1),
     ]
-    failures.expect(None if found == expected else f"{found}", "calls")
+    failures.equal(found, expected, "calls")
     first = traced.calls[0]
     facts = (first.dtype, first.device, first.world_size, first.group, first.start_us)
-    right = ("float32", "cpu", 2, dist.group.WORLD.group_name, 0.0)
-    failures.expect(None if facts == right else f"{facts}", "facts")
+    failures.equal(facts, ("float32", "cpu", 2, dist.group.WORLD.group_name, 0.0), "facts")
     expect_ordered(failures, traced.calls)
 
 
@@ -86,8 +85,7 @@ def test_trace_is_off_after_an_error_and_refuses_another_inside(failures: Failur
         with overlap_torch.trace(), overlap_torch.trace():
             pass
 
-    message = message_of(nest)
-    failures.expect(None if "recorded already" in message else message, "nested")
+    failures.holds("recorded already", message_of(nest), "nested")
 
     traced = overlap_torch.trace()
 
@@ -96,20 +94,17 @@ def test_trace_is_off_after_an_error_and_refuses_another_inside(failures: Failur
             overlap_torch.gemm_allreduce(x, weight)
             raise RuntimeError("the user's own")
 
-    message = message_of(fail)
-    failures.expect(None if message == "the user's own" else message, "an error inside")
-    ops = [call.op for call in traced.calls]
-    failures.expect(None if ops == ["gemm_allreduce"] else f"{ops}", "calls before the error")
+    failures.equal(message_of(fail), "the user's own", "an error inside")
+    failures.equal([call.op for call in traced.calls], ["gemm_allreduce"], "calls before the error")
     overlap_torch.gemm_allreduce(x, weight)
     with traced:
         pass
-    failures.expect(None if traced.calls == [] else f"{traced.calls}", "a trace is off after it")
+    failures.equal(traced.calls, [], "a trace is off after it")
     message = message_of(lambda: torch.ops.overlap._trace_stop())
-    failures.expect(None if "no trace is being recorded" in message else message, "stop")
+    failures.holds("no trace is being recorded", message, "stop")
 
 
-def check_files(folder: str) -> tuple[int, list[str]]:
-    failures = Failures()
+def check_files(failures: Failures, folder: str) -> None:
     rank = dist.get_rank()
     model = mlp()
     with use_plan(gather_in_chunks(2)), overlap_torch.trace() as traced:
@@ -117,21 +112,19 @@ def check_files(folder: str) -> tuple[int, list[str]]:
     traced.save(f"{folder}/trace{rank}.json")
     with open(f"{folder}/trace{rank}.json") as file:
         events = json.load(file)["traceEvents"]
-    processes = {event["pid"] for event in events}
-    failures.expect(None if processes == {rank} else f"{processes}", "process")
+    failures.equal({event["pid"] for event in events}, {rank}, "process")
     names = [event["name"] for event in events if event["ph"] == "X"]
     gather, scatter = "allgather_gemm 64 x 20 x 8 float32", "gemm_reducescatter 64 x 8 x 20 float32"
-    right = [gather, "chunk 0", "chunk 1", scatter, "chunk 0"] * 2
-    failures.expect(None if names == right else f"{names}", "names")
+    failures.equal(names, [gather, "chunk 0", "chunk 1", scatter, "chunk 0"] * 2, "names")
     starts = [event["ts"] for event in events if event["ph"] == "X" and event["name"] == gather]
     wanted = [call.start_us for call in traced.calls if call.op == "allgather_gemm"]
-    failures.expect(None if starts == wanted else f"{starts}", "starts")
+    failures.equal(starts, wanted, "starts")
 
     traced.plot(f"{folder}/timeline{rank}.png")
     with open(f"{folder}/timeline{rank}.png", "rb") as file:
-        failures.expect(None if file.read(4) == b"\x89PNG" else "is no PNG", "picture")
+        failures.equal(file.read(4), b"\x89PNG", "picture", "is no PNG")
     message = message_of(overlap_torch.trace().plot, f"{folder}/none{rank}.png")
-    failures.expect(None if "no call to draw" in message else message, "a picture of nothing")
+    failures.holds("no call to draw", message, "a picture of nothing")
     found = sys.modules["matplotlib.figure"]
     sys.modules["matplotlib.figure"] = None
     message = ""
@@ -141,8 +134,7 @@ def check_files(folder: str) -> tuple[int, list[str]]:
         message = str(error)
     finally:
         sys.modules["matplotlib.figure"] = found
-    failures.expect(None if "pip install matplotlib" in message else message, "no matplotlib")
-    return failures.result()
+    failures.holds("pip install matplotlib", message, "no matplotlib")
 
 
 @pytest.mark.ranks((2, "gloo"))
@@ -220,7 +212,7 @@ def test_profiles_name_calls_and_chunks(failures: Failures) -> None:
         "overlap::chunk 0",
         "overlap::chunk 1",
     ):
-        failures.expect(None if names.get(name) == 2 else f"{names.get(name)} times", name)
+        failures.equal(names.get(name), 2, name)
     failures.expect(None if "overlap::chunk 2" not in names else "is there", "a third chunk")
     calls = {
         "gemm_allreduce 32 x 20 x 8": lambda: overlap_torch.gemm_allreduce(x, weight),
@@ -229,5 +221,4 @@ def test_profiles_name_calls_and_chunks(failures: Failures) -> None:
         "allgather_gemm 64 x 40 x 8": lambda: overlap_torch.allgather_gemm(x, [weight, weight]),
     }
     for title, job in calls.items():
-        count = names_in(job).get(f"overlap::{title}")
-        failures.expect(None if count == 1 else f"{count} times", title)
+        failures.equal(names_in(job).get(f"overlap::{title}"), 1, title)

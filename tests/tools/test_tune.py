@@ -9,8 +9,11 @@ import random
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 import overlap_torch
+from checks import Failures
 from machines import big, hopper, slow, total
 from operands import world_name
 from overlap_torch import plan
@@ -57,34 +61,35 @@ def chunks_held(one: Problem) -> int:
     return len(plan.plan_for(one.m, one.n, one.k, one.dtype, device="cpu", op=one.op).chunks)
 
 
-def tune(folder: str, *problems: Problem, **options: Any) -> list[_session.Tuned]:
-    os.environ["OVERLAP_CACHE"] = folder
-    try:
-        return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
-    finally:
+@contextmanager
+def cached(folder: str) -> Iterator[None]:
+    """Tuned plans are kept there; none is set in the end."""
+    with mock.patch.dict(os.environ, OVERLAP_CACHE=folder):
+        yield
         plan.clear_plans()
-        del os.environ["OVERLAP_CACHE"]
 
 
-def tuned_twice(folder: str) -> Any:
+def tune(folder: str, *problems: Problem, **options: Any) -> list[_session.Tuned]:
+    with cached(folder):
+        return overlap_torch.tune(problems, device="cpu", repeats=2, **options)
+
+
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_once_and_gives_all_ranks_the_same(
+    failures: Failures, tmp_path: Path
+) -> None:
     problems = [problem(op) for op in ALL]
-    first = tune(folder, *problems, modes=("call", "row"))
-    second = tune(folder, *problems, modes=("call", "row"))
+    first, second = (tune(str(tmp_path), *problems, modes=("call", "row")) for _ in range(2))
     for one in (*first, *second):
         assert one.times[0][0].schedule == Schedule.SEQUENTIAL and len(one.times) > 1
         assert one.plan in [measured for measured, _ in one.times]
         assert one.gain > 0.0
-    return told(first), told(second)
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_once_and_gives_all_ranks_the_same(ranks, tmp_path):
-    (first, second), *others = ranks.run(tuned_twice, str(tmp_path))
-    assert others == [(first, second)] * len(others)
-    assert {one[1] for one in first} == {"measured"} and {one[1] for one in second} == {"cache"}
-    assert [one[0] for one in first] == [one[0] for one in second]
-    assert [one[3] for one in first] == ["call", "row"] * len(ALL)
-    assert len(list(tmp_path.rglob("*.json"))) == len(ALL)
+    failures.alike((told(first), told(second)))
+    sources = [{one.source for one in tuned} for tuned in (first, second)]
+    failures.equal(sources, [{"measured"}, {"cache"}])
+    failures.equal([one.plan for one in first], [one.plan for one in second])
+    failures.equal([one.mode for one in first], ["call", "row"] * len(ALL))
+    failures.equal(len(list(tmp_path.rglob("*.json"))), len(ALL), "files")
 
 
 # A scaled problem has these beside its sizes: dtype, recipe, output_dtype and fast_accum.
@@ -103,24 +108,22 @@ def scaled_problem(
     return Problem(64, 144, 160, dtype, dist.get_world_size(), op, recipe, output_dtype, fast_accum)
 
 
-def scaled_tuned_twice(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_scaled_operands_by_recipe_output_and_accumulation(
+    failures: Failures, tmp_path: Path
+) -> None:
     problems = [scaled_problem(op, *one) for op in ALL for one in SCALED]
-    results = [tune(folder, *problems) for _ in range(2)]
+    results = [tune(str(tmp_path), *problems) for _ in range(2)]
     for tuned in results:
         assert [one.problem for one in tuned] == problems
         assert [one.plan.problem for one in tuned] == problems
         assert all(one.times for one in tuned)
     ran = [repr(problem) for problem, _ in _tune.called(world_name(), "cpu")]
     assert [ran.count(repr(one)) for one in problems] == [1] * len(problems)
-    return [{one.source for one in tuned} for tuned in results], told(results[0])
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_scaled_operands_by_recipe_output_and_accumulation(ranks, tmp_path):
-    (sources, first), *others = ranks.run(scaled_tuned_twice, str(tmp_path))
-    assert sources == [{"measured"}, {"cache"}]
-    assert others == [(sources, first)] * len(others)
-    assert len(list(tmp_path.rglob("*.json"))) == len(ALL) * len(SCALED)
+    sources = [{one.source for one in tuned} for tuned in results]
+    failures.equal(sources, [{"measured"}, {"cache"}])
+    failures.alike(told(results[0]))
+    failures.equal(len(list(tmp_path.rglob("*.json"))), len(ALL) * len(SCALED), "files")
 
 
 @pytest.mark.parametrize("recipe", ["tensor_wise", "row_wise", "block_wise"])
@@ -146,33 +149,26 @@ def test_tune_scales_differ_by_rank_and_are_not_one(op, recipe):
     assert (mine["output_dtype"], mine["use_fast_accum"]) == (torch.float16, True)
 
 
-def set_by_tuning(folder: str) -> Any:
-    os.environ["OVERLAP_CACHE"] = folder
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_sets_what_it_took(failures: Failures, tmp_path: Path) -> None:
     wanted = problem()
     before = held(wanted)
-    original = _session.time_us
-    # The more chunks a plan has, the faster it looks.
-    _session.time_us = lambda call, mode, flush: (call(), 1000.0 / chunks_held(wanted))[1]
-    try:
+
+    def time(call, mode, flush):
+        """The more chunks a plan has, the faster it looks."""
+        call()
+        return 1000.0 / chunks_held(wanted)
+
+    with cached(str(tmp_path)), mock.patch.object(_session, "time_us", time):
         (one,) = overlap_torch.tune([wanted], device="cpu", repeats=3)
-        return one.plan.encode(), held(wanted), before
-    finally:
-        _session.time_us = original
-        plan.clear_plans()
-        del os.environ["OVERLAP_CACHE"]
+        failures.equal(held(wanted), one.plan.encode())
+    failures.expect(None if one.plan.encode() != before else "the planner's own plan")
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_sets_what_it_took(ranks, tmp_path):
-    for taken, now, before in ranks.run(set_by_tuning, str(tmp_path)):
-        assert taken == now
-        assert taken != before
-
-
-def lucky_once() -> Any:
+def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(failures: Failures) -> None:
     """Every plan but the sequence is fast while several are measured, and slow beside the sequence alone."""
-    wanted, original = problem(), _session.time_us
-    session = _session.Session.measure
+    wanted, session = problem(), _session.Session.measure
     measured: list[int] = []
 
     def measure(self, one, plans, mode, turns=None):
@@ -184,18 +180,12 @@ def lucky_once() -> Any:
         overlaps = chunks_held(wanted) > 1
         return (10.0 if len(measured) == 1 else 1000.0) if overlaps else 100.0
 
-    _session.time_us, _session.Session.measure = time, measure
-    try:
+    with (
+        mock.patch.object(_session, "time_us", time),
+        mock.patch.object(_session.Session, "measure", measure),
+    ):
         (one,) = overlap_torch.tune([wanted], cache=False, device=torch.device("cpu"))
-        return measured[1:], one.plan.schedule.name, one.gain
-    finally:
-        _session.time_us, _session.Session.measure = original, session
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_keeps_the_sequence_where_the_fastest_was_lucky(ranks):
-    said = ranks.run(lucky_once)
-    assert [one[:2] for one in said] == [([2], "SEQUENTIAL")] * 2
+    failures.equal((measured[1:], one.plan.schedule), ([2], Schedule.SEQUENTIAL))
 
 
 def measured(right: list[int], before: str, mode: str) -> _session._Measured:
@@ -246,10 +236,12 @@ def test_tune_takes_no_plan_in_the_end_that_was_wrong_once():
     assert _session.Session._look_again(session, one) == 0
 
 
-def slow_later(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(
+    failures: Failures, tmp_path: Path
+) -> None:
     """Plans that overlap are fast until all problems were measured, and slow from then on."""
     wanted = [problem(), problem("gemm_reducescatter")]
-    original, apart_s = _session.time_us, _session._APART_S
     measure, to_look_at = _session.Session.measure, _session.Session.to_look_at_again
     later, current, taken = False, wanted[0], []
 
@@ -268,69 +260,50 @@ def slow_later(folder: str) -> Any:
         taken.append(to_look_at(self))
         return taken[-1]
 
-    _session.time_us, _session.Session.measure = time, measure_one
-    _session.Session.to_look_at_again = come_to_the_end
-    try:
-        for number, _session._APART_S in enumerate((1e9, 0.0)):  # too soon for a last look, and not
-            later = False
-            place = f"{folder}/{number}"
+    methods = {"measure": measure_one, "to_look_at_again": come_to_the_end}
+    for apart_s in (1e9, 0.0):  # too soon for a last look, and not
+        later = False
+        with (
+            mock.patch.multiple(_session, time_us=time, _APART_S=apart_s),
+            mock.patch.multiple(_session.Session, **methods),
+        ):
             for _ in range(2):
-                results = tune(place, *wanted)
+                results = tune(str(tmp_path / str(apart_s)), *wanted)
                 taken.append([(one.source, one.plan.schedule.name) for one in results])
-        return taken
-    finally:
-        _session.time_us, _session._APART_S = original, apart_s
-        _session.Session.measure, _session.Session.to_look_at_again = measure, to_look_at
-        plan.clear_plans()
+    # The problems whose winners were looked at once more, and what was taken; then the same from the cache.
+    failures.equal(taken[:2], [[], [("measured", "OVERLAPPED")] * 2])
+    failures.equal(taken[2:4], [[], [("cache", "OVERLAPPED")] * 2])
+    failures.equal(taken[4:6], [[0, 1], [("measured", "SEQUENTIAL")] * 2])
+    failures.equal(taken[6:], [[], [("cache", "SEQUENTIAL")] * 2])
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_takes_a_plan_only_if_it_gains_in_the_end_too(ranks, tmp_path):
-    for taken in ranks.run(slow_later, str(tmp_path)):
-        # The problems whose winners were looked at once more, and what was taken; then the same
-        # from the cache.
-        assert taken[:2] == [[], [("measured", "OVERLAPPED")] * 2]
-        assert taken[2:4] == [[], [("cache", "OVERLAPPED")] * 2]
-        assert taken[4:6] == [[0, 1], [("measured", "SEQUENTIAL")] * 2]
-        assert taken[6:] == [[], [("cache", "SEQUENTIAL")] * 2]
-
-
-def with_noise(seed: int) -> Any:
-    noise = random.Random(seed * 100 + dist.get_rank())
-    original, shares, look_us = _session.time_us, _session._SHARE, _session._LOOK_US
-    _session.time_us = lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1]
-    _session._SHARE = {"cpu": 1.0}  # whatever is faster, by however little
-    _session._LOOK_US = 0.0  # the second look is as short as it gets
-    try:
-        return told(tune("/nonexistent", *[problem(op) for op in ALL], cache=False))
-    finally:
-        _session.time_us, _session._SHARE, _session._LOOK_US = original, shares, look_us
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_agrees_whatever_each_rank_measures(ranks):
+def test_tune_agrees_whatever_each_rank_measures(failures: Failures) -> None:
+    noise = random.Random(100 + dist.get_rank())
+    changes = {
+        "time_us": lambda call, mode, flush: (call(), noise.uniform(1.0, 1000.0))[1],
+        "_SHARE": {"cpu": 1.0},  # whatever is faster, by however little
+        "_LOOK_US": 0.0,  # the second look is as short as it gets
+    }
     taken = set()
-    for seed in range(4):
-        first, *others = ranks.run(with_noise, seed)
-        assert others == [first] * len(others)
-        taken |= {str(one[0]) for one in first}
-    assert len(taken) > len(ALL)  # not always the same
-
-
-def with_own_caches(folder: str, owner: int) -> Any:
-    mine = f"{folder}/{dist.get_rank()}"
-    if dist.get_rank() == owner:
-        os.makedirs(mine, exist_ok=True)
-    first = tune(f"{folder}/{owner}", problem())
-    return told(first), told(tune(mine, problem()))
+    for turn in range(4):
+        with mock.patch.multiple(_session, **changes):
+            found = told(tune("/nonexistent", *[problem(op) for op in ALL], cache=False))
+        failures.alike(found, turn)
+        taken |= {str(one[0]) for one in found}
+    failures.expect(None if len(taken) > len(ALL) else "always the same plans")
 
 
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_takes_rank_0s_cache_alone(ranks, tmp_path, owner):
-    for first, second in ranks.run(with_own_caches, str(tmp_path), owner):
-        assert first[0][1] == "measured"
-        assert second[0][1] == ("cache" if owner == 0 else "measured")
+def test_tune_takes_rank_0s_cache_alone(failures: Failures, tmp_path: Path, owner: int) -> None:
+    mine = tmp_path / str(dist.get_rank())
+    if dist.get_rank() == owner:
+        mine.mkdir()
+    (first,) = tune(str(tmp_path / str(owner)), problem())
+    (second,) = tune(str(mine), problem())
+    right = ("measured", "cache" if owner == 0 else "measured")
+    failures.equal((first.source, second.source), right)
 
 
 DAMAGE = {
@@ -358,76 +331,58 @@ def edited(text: str, **changes: Any) -> str:
     return json.dumps(data)
 
 
-def with_damage(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_measures_again_what_a_damaged_or_foreign_file_had(
+    failures: Failures, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     tune(folder, problem())
     dist.barrier()
-    (file,) = Path(folder).rglob("*.json")
-    text, sources = file.read_text(), []
+    (file,) = tmp_path.rglob("*.json")
+    text = file.read_text()
     for name in DAMAGE:
         dist.barrier()
         if dist.get_rank() == 0:
             file.write_text(DAMAGE[name](text))
         wanted = problem(m=1280 if name == "a plan of another M" else SHAPES[0])
-        sources.append([one.source for one in tune(folder, wanted) + tune(folder, wanted)])
-    return sources
+        sources = [one.source for one in tune(folder, wanted) + tune(folder, wanted)]
+        failures.equal(sources, ["measured", "cache"], name)
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_measures_again_what_a_damaged_or_foreign_file_had(ranks, tmp_path):
-    for sources in ranks.run(with_damage, str(tmp_path)):
-        assert dict(zip(DAMAGE, sources, strict=True)) == dict.fromkeys(
-            DAMAGE, ["measured", "cache"]
-        )
-
-
-def on_a_full_disk(folder: str) -> Any:
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    original, os.fsync = os.fsync, full
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            sources = [one.source for one in tune(folder, problem()) + tune(folder, problem())]
-    finally:
-        os.fsync = original
-    return sources, [str(one.message) for one in said if "not kept" in str(one.message)]
+def test_tune_on_a_full_disk_warns_and_remembers(failures: Failures, tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(os, "fsync", side_effect=full),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        results = [tune(str(tmp_path), problem())[0] for _ in range(2)]
+    failures.equal([one.source for one in results], ["measured", "cache"])
+    warned = [str(one.message) for one in said if "not kept" in str(one.message)]
+    failures.equal(len(warned), 1 if dist.get_rank() == 0 else 0, "warnings")
+    for message in warned:
+        failures.holds("No space left on device", message)
+    dist.barrier()  # rank 0 takes its attempt away again
+    failures.equal([file for file in tmp_path.rglob("*") if file.is_file()], [], "files")
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_on_a_full_disk_warns_and_remembers(ranks, tmp_path):
-    first, *others = ranks.run(on_a_full_disk, str(tmp_path))
-    assert first[0] == ["measured", "cache"] and len(first[1]) == 1
-    assert "No space left on device" in first[1][0]
-    assert others == [(["measured", "cache"], [])] * len(others)
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
-
-
-def concurrently(folder: str) -> Any:
+def test_tune_keeps_all_m_of_a_weight_in_one_file(failures: Failures, tmp_path: Path) -> None:
     """Two jobs that know nothing of each other write other M of one weight."""
-    mine = tune(folder, problem())
-    files = _tuned_files.Files(
-        _tuned_files.environment(torch.device("cpu"), plan.machine("cpu"), dist.get_world_size())
-    )
-    codes = [one.encode() for one, _ in mine[0].times]
-    os.environ["OVERLAP_CACHE"] = folder
-    kept = dist.get_rank() == 0 and sorted(_tuned_files.Files(files._environment).read(problem()))
-    del os.environ["OVERLAP_CACHE"]
-    tune(folder, problem(m=2048))
-    os.environ["OVERLAP_CACHE"] = folder
-    now = dist.get_rank() == 0 and sorted(_tuned_files.Files(files._environment).read(problem()))
-    del os.environ["OVERLAP_CACHE"]
-    return kept, now, len(codes) > 1
+    where = torch.device("cpu"), plan.machine("cpu"), dist.get_world_size()
+    for right in ([(1024, "call")], [(1024, "call"), (2048, "call")]):
+        tune(str(tmp_path), problem(m=right[-1][0]))
+        with cached(str(tmp_path)):
+            files = _tuned_files.Files(_tuned_files.environment(*where))
+            if dist.get_rank() == 0:
+                failures.equal(sorted(files.read(problem())), right)
+    failures.equal(len(list(tmp_path.rglob("*.json"))), 1)
 
 
+@pytest.mark.parametrize("all_of_them", [False, True])
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_keeps_all_m_of_a_weight_in_one_file(ranks, tmp_path):
-    first, *_ = ranks.run(concurrently, str(tmp_path))
-    assert first == ([(1024, "call")], [(1024, "call"), (2048, "call")], True)
-    assert len(list(tmp_path.rglob("*.json"))) == 1
-
-
-def with_a_rank_that_refuses(all_of_them: bool) -> Any:
+def test_tune_drops_on_all_ranks_what_one_cannot_run(failures: Failures, all_of_them: bool) -> None:
     original = _session.Session._refusal
 
     def refusal(self: _session.Session, one: plan.Plan) -> str:
@@ -435,62 +390,42 @@ def with_a_rank_that_refuses(all_of_them: bool) -> Any:
         refuses = dist.get_rank() == 1 and (all_of_them or (overlapped and len(one.chunks) == 2))
         return "no memory" if refuses else original(self, one)
 
-    _session.Session._refusal = refusal
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            results = tune("/nonexistent", problem(), cache=False)
-    finally:
-        _session.Session._refusal = original
-    return [len(one.chunks) for one, _ in results[0].times], results[0].source, len(said)
+    with (
+        mock.patch.object(_session.Session, "_refusal", refusal),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        (result,) = tune("/nonexistent", problem(), cache=False)
+    chunks = [len(one.chunks) for one, _ in result.times]
+    if all_of_them:
+        failures.equal((chunks, result.source), ([], "kept: rank 1 cannot run it: no memory"))
+    else:
+        right = chunks[0] == 1 and 2 not in chunks and len(chunks) > 1
+        failures.expect(None if right else f"{chunks}")
+        failures.equal(result.source, "measured")
+    failures.equal(len(said), 1 if all_of_them and dist.get_rank() == 0 else 0, "warnings")
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_drops_on_all_ranks_what_one_cannot_run(ranks):
-    for chunks, source, said in ranks.run(with_a_rank_that_refuses, False):
-        assert chunks[0] == 1 and 2 not in chunks and len(chunks) > 1
-        assert (source, said) == ("measured", 0)
-    outcomes = ranks.run(with_a_rank_that_refuses, True)
-    assert [one[:2] for one in outcomes] == [([], "kept: rank 1 cannot run it: no memory")] * 2
-    assert [one[2] for one in outcomes] == [1, 0]
-
-
-def with_a_rank_of_another_build() -> str:
-    original = torch.ops.overlap.build_info()
-    environment = _tuned_files.environment
+def test_tune_names_the_rank_that_differs(failures: Failures) -> None:
+    own, environment = torch.ops.overlap.build_info(), _tuned_files.environment
 
     def other(*args: Any) -> dict[str, str]:
         return environment(*args) | ({"build": "other"} if dist.get_rank() == 1 else {})
 
-    _tuned_files.environment = other
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return tune("/nonexistent", problem(), cache=False)[0].source.replace(original, "own")
-    finally:
-        _tuned_files.environment = environment
+    with mock.patch.object(_tuned_files, "environment", other), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (result,) = tune("/nonexistent", problem(), cache=False)
+    failures.equal(result.source, f"kept: rank 1 has build 'other', rank 0 '{own}'")
 
 
 @pytest.mark.ranks((2, "gloo"))
-def test_tune_names_the_rank_that_differs(ranks):
-    said = "kept: rank 1 has build 'other', rank 0 'own'"
-    assert ranks.run(with_a_rank_of_another_build) == [said, said]
-
-
-def what_was_called() -> Any:
+@pytest.mark.fresh()
+def test_tune_of_nothing_takes_what_was_called(failures: Failures) -> None:
     input, weight = torch.ones(1024, 64), torch.ones(64, 64)
     overlap_torch.gemm_allreduce(input, weight)
     mine = [one.problem for one in overlap_torch.tune(device="cpu", repeats=1, cache=False)]
-    plan.clear_plans()
-    return [repr(one) for one in mine if (one.m, one.n, one.k) == SHAPES]
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_of_nothing_takes_what_was_called(ranks):
-    # A pool of its own, in which other tests have called nothing.
-    ranks.environment = {"OVERLAP_LOG": "none"}
-    for found in ranks.run(what_was_called):
-        assert repr(Problem(*SHAPES, "float32", 2, "gemm_allreduce")) in found
+    failures.equal(mine, [Problem(*SHAPES, "float32", 2, "gemm_allreduce")])
 
 
 def board(store: dist.Store, rank: int, timeout_s: float = 20.0) -> Board:
@@ -690,9 +625,9 @@ def test_tune_family_is_what_other_m_share():
     assert len(families(8192)) > 10
 
 
-def first_calls(folder: str) -> Any:
+@pytest.mark.ranks((2, "gloo"))
+def test_tune_at_first_calls(failures: Failures, tmp_path: Path) -> None:
     """With OVERLAP_TUNE=1: sources of what was tuned, call by call."""
-    os.environ["OVERLAP_CACHE"] = folder
     hook, original = _first_calls.FirstCalls(), _first_calls.tune
     told: list[list[tuple[str, int]]] = []
 
@@ -701,7 +636,6 @@ def first_calls(folder: str) -> Any:
         told[-1] += [(enum_name(one.problem.op), one.problem.m) for one in results]
         return results
 
-    _first_calls.tune, eager.behind_calls = noting, hook
     input, weight = torch.ones(1000, 64), torch.ones(64, 64)
     learns = [one.clone().requires_grad_() for one in (input, weight)]
     calls = (
@@ -712,7 +646,11 @@ def first_calls(folder: str) -> Any:
         lambda: overlap_torch.allgather_gemm(input[:8], [weight, weight]),
         lambda: overlap_torch.gemm_allreduce(input[:0], weight),
     )
-    try:
+    with (
+        cached(str(tmp_path)),
+        mock.patch.object(_first_calls, "tune", noting),
+        mock.patch.object(eager, "behind_calls", hook),
+    ):
         plan.clear_plans()
         for problem, _ in _tune.called(world_name(), "cpu"):  # by other tests in these processes
             hook._seen.setdefault(dist.group.WORLD, set()).add(("cpu", repr(problem)))
@@ -722,15 +660,6 @@ def first_calls(folder: str) -> Any:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             told.append([])
             overlap_torch.gemm_allreduce(*(mode.from_tensor(one) for one in (input[:24], weight)))
-    finally:
-        _first_calls.tune, eager.behind_calls = original, None
-        plan.clear_plans()
-        del os.environ["OVERLAP_CACHE"]
-    return told
-
-
-@pytest.mark.ranks((2, "gloo"))
-def test_tune_at_first_calls(ranks, tmp_path):
     expected = [
         [("gemm_allreduce", 1000)],
         [],
@@ -740,7 +669,7 @@ def test_tune_at_first_calls(ranks, tmp_path):
         [("gemm_allreduce", 0)],
         [],
     ]
-    assert ranks.run(first_calls, str(tmp_path)) == [expected] * 2
+    failures.equal(told, expected)
 
 
 @pytest.mark.parametrize(("value", "hooked"), [("1", True), ("0", False), (None, False)])

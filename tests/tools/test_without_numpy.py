@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from checks import Failures
 from overlap_torch._ops.group import broadcast_integers
 from tests.tools.test_examples import run
 
@@ -71,20 +72,13 @@ def test_demo_does_without_numpy(without_numpy, tmp_path):
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
 
 
-def share_integers() -> list[list[int]]:
+@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
+def test_integers_of_rank_0_reach_every_rank(failures: Failures) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     last_first = dist.new_group([world - 1, 0]) if world > 1 else None
     own = [2**40 + rank, -7] if rank == 0 else [rank] * (3 * rank)
-    shared = [broadcast_integers(own, dist.group.WORLD), broadcast_integers([], dist.group.WORLD)]
-    if last_first is not None and rank in (0, world - 1):
-        shared.append(broadcast_integers(own, last_first.group_name))
-    return shared
-
-
-@pytest.mark.ranks((1, "gloo"), (3, "gloo"), (2, "nccl"))
-def test_integers_of_rank_0_reach_every_rank(ranks):
-    shared = ranks.run(share_integers)
-    assert [values[:2] for values in shared] == [[[2**40, -7], []]] * ranks.world
-    in_pair = [values[2] for values in shared if len(values) == 3]
+    failures.equal(broadcast_integers(own, dist.group.WORLD), [2**40, -7])
+    failures.equal(broadcast_integers([], dist.group.WORLD), [])
     # A group's ranks are in the order of the whole group's, whatever that of new_group's list.
-    assert in_pair == [[2**40, -7]] * (2 if ranks.world > 1 else 0)
+    if last_first is not None and rank in (0, world - 1):
+        failures.equal(broadcast_integers(own, last_first.group_name), [2**40, -7], "in a pair")
