@@ -11,7 +11,7 @@
 
 namespace overlap::kernels {
 
-inline constexpr int kMaxInterpreterBases = 16;
+inline constexpr int kMaxInterpreterBases = 17;
 inline constexpr int kMaxInterpreterTransfers = 384;  // of a launch, and
 inline constexpr int kMaxInterpreterWaits = 768;
 
