@@ -70,7 +70,7 @@ class Gate:
         return self.name, self.alpha, self.limit or 0.0, self.offset, self.gated, interleaved
 
 
-BIAS_ONLY = ("", 1.0, 0.0, 0.0, False, False)
+NO_ACTIVATION = ("", 1.0, 0.0, 0.0, False, False)  # a form
 
 
 def _operands(hidden, up, bias, offs, gated: bool, interleaved: bool):

@@ -9,7 +9,7 @@ import torch
 
 from overlap_torch._layers.linear import as_under_autocast
 from overlap_torch._moe import ops, products  # noqa: F401, registers operators
-from overlap_torch._moe.activation import BIAS_ONLY, Gate, gate_unrounded
+from overlap_torch._moe.activation import NO_ACTIVATION, Gate, gate_unrounded
 from overlap_torch._ops.composition import accumulated
 from overlap_torch._ops.graphs import constant_in_graphs
 from overlap_torch._ops.group import Group, group_name, place_of, reaches
@@ -242,13 +242,18 @@ def moe_combine(
         raise TypeError(
             f"moe_combine takes results in {_named(_DTYPES)}, but they are {results.dtype}"
         )
-    *leading, choices = route.shape
-    tokens = torch.Size(leading).numel()
     if topk_weights is not None:
         _check_shares("moe_combine", topk_weights, route.shape, results)
-        topk_weights = topk_weights.reshape(tokens, choices)
-    output = _ops.moe_combine(results, topk_weights, tokens, choices, *route.routes, *route[4:])
-    return output.view(*leading, results.shape[1])
+    shares, tokens, choices = _by_token(topk_weights, route)
+    output = _ops.moe_combine(results, shares, tokens, choices, *route.routes, *route[4:])
+    return output.view(*route.shape[:-1], results.shape[1])
+
+
+def _by_token(shares: torch.Tensor | None, route: Route) -> tuple[torch.Tensor | None, int, int]:
+    """The shares as [T, K], T and K."""
+    *leading, choices = route.shape
+    tokens = torch.Size(leading).numel()
+    return None if shares is None else shares.reshape(tokens, choices), tokens, choices
 
 
 def _one_weight(name: str, weights: Weights, pairs: bool) -> tuple[torch.Tensor, ...]:
@@ -381,14 +386,10 @@ def moe(
     home = topk_weights if shares_on == "output" else None
     if down_bias is not None:
         results = _ops._moe_linear(hidden, down, offs)
-        results = _ops._moe_gate(results, None, down_bias, offs, *BIAS_ONLY)
+        results = _ops._moe_gate(results, None, down_bias, offs, *NO_ACTIVATION)
         return moe_combine(results, route, home)
-    *leading, choices = route.shape
-    tokens = torch.Size(leading).numel()
-    if home is not None:
-        home = home.reshape(tokens, choices)
-    form = (tokens, choices, *route.routes, route.ranks_first, keep, route.group)
-    return _ops._moe_down(hidden, down, offs, home, *form)[0].view(*leading, down.shape[1])
+    how = (*_by_token(home, route), *route.routes, route.ranks_first, keep, route.group)
+    return _ops._moe_down(hidden, down, offs, *how)[0].view(*route.shape[:-1], down.shape[1])
 
 
 def _row_shares(weights: torch.Tensor, route: Route) -> torch.Tensor:

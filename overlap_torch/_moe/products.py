@@ -7,7 +7,7 @@ import functools
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from overlap_torch._moe.activation import FORM
+from overlap_torch._moe.activation import FORM, NO_ACTIVATION
 from overlap_torch._moe.ops import (
     ROUTES,
     combine,
@@ -24,7 +24,6 @@ _ops = torch.ops.overlap
 library.define(
     f"_moe_grouped(Tensor rows, Tensor weight, Tensor? up, Tensor? bias, Tensor offs, {FORM}) -> Tensor"
 )
-_NO_FORM = ("", 1.0, 0.0, 0.0, False, False)
 
 
 def _ends(offs: torch.Tensor) -> list[tuple[int, int]]:
@@ -59,10 +58,10 @@ def _on_hopper(device: torch.device) -> bool:
 
 
 def _ours_fit(
-    rows: torch.Tensor, weights: list[torch.Tensor], offs: torch.Tensor, columns: int
+    rows: torch.Tensor, read: list[torch.Tensor], offs: torch.Tensor, columns: int
 ) -> bool:
     """True if this package's grouped GEMM takes them: 16-bit types, contiguous rows of at least 128 bytes, which are multiples of 16, as
-    those of the output, [R, columns], are."""
+    those of the output, [R, columns], are. ``read``: weights and biases, which it reads by 16 bytes."""
     return (
         rows.is_cuda
         and rows.dtype in (torch.bfloat16, torch.float16)
@@ -74,7 +73,7 @@ def _ours_fit(
         and columns % 8 == 0
         and all(
             each.is_contiguous() and each.dtype == rows.dtype and each.data_ptr() % 16 == 0
-            for each in (rows, *weights)
+            for each in (rows, *read)
         )
         and _on_hopper(rows.device)
     )
@@ -84,7 +83,7 @@ def _ours_fit(
 def _linear(rows, weight, offs):
     """[R, K] and [e, N, K] to [R, N]: each expert's rows with its own weight."""
     if _ours_fit(rows, [weight], offs, weight.shape[1]):
-        return _ops._moe_grouped(rows, weight, None, None, offs, *_NO_FORM)
+        return _ops._moe_grouped(rows, weight, None, None, offs, *NO_ACTIVATION)
     turned = weight.transpose(1, 2)
     if _groups_fit(rows, turned, offs):
         return torch._grouped_mm(rows, turned, offs=offs).contiguous()  # it pads short rows
@@ -115,7 +114,8 @@ def _hidden(rows, weight, up, bias, offs, *form):
     gated, interleaved = form[-2:]
     weights = [weight] if up is None else [weight, up]
     columns = weight.shape[1] if up is not None else weight.shape[1] // 2
-    if gated and not (up is not None and interleaved) and _ours_fit(rows, weights, offs, columns):
+    read = weights if bias is None else [*weights, bias]
+    if gated and not (up is not None and interleaved) and _ours_fit(rows, read, offs, columns):
         return _ops._moe_grouped(rows, weight, up, bias, offs, *form)
     parts = [_linear(rows, each, offs) for each in weights]
     return _ops._moe_gate(*parts, *(None,) * (2 - len(parts)), bias, offs, *form)
